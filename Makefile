@@ -1,0 +1,35 @@
+PYTHON ?= python3
+BIN = .venv/bin
+
+.PHONY: train test check bench gpu docs clean
+
+train: .venv/.stamp
+	$(BIN)/atoll train configs/quickstart.toml
+
+test: check
+	$(BIN)/python -m pytest -q
+
+check: .venv/.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: .venv/.stamp
+	$(BIN)/python benchmarks/run.py
+
+gpu: .venv/.stamp
+	$(BIN)/python -m pytest tests/gpu -q
+
+docs: .venv/.stamp
+	$(BIN)/python scripts/docs.py
+
+clean:
+	rm -rf .venv build dist src/*.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Runs once, and again when what it installs has changed.
+.venv/.stamp: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@

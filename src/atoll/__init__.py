@@ -1,0 +1,102 @@
+"""Atoll trains PyTorch models with any sharding layout under any pipeline schedule.
+
+    import atoll
+
+    schedule = atoll.schedules.build("1f1b", ranks=4, microbatches=16)
+    trace = atoll.simulate(schedule, atoll.Costs(forward=1.0, input_grad=1.0, weight_grad=1.0))
+
+Names load when they are first read: `import atoll` imports neither torch nor numpy, and only `Engine` ever does.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from atoll import config, data, ir, layouts, models, plan, runtime, schedules, sim, testing, trace
+    from atoll.errors import AtollError
+    from atoll.ir.action import Action, Op
+    from atoll.ir.placement import Placement
+    from atoll.ir.schedule import Schedule
+    from atoll.layouts.layout import Layout
+    from atoll.layouts.precision import Precision
+    from atoll.plan import MeshShape, Plan
+    from atoll.runtime.engine import Engine
+    from atoll.sim import Costs, simulate
+    from atoll.trace import Trace
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Action": "atoll.ir",
+    "AtollError": "atoll.errors",
+    "Costs": "atoll.sim",
+    "Engine": "atoll.runtime.engine",
+    "Layout": "atoll.layouts.layout",
+    "MeshShape": "atoll.plan",
+    "Op": "atoll.ir",
+    "Placement": "atoll.ir",
+    "Plan": "atoll.plan",
+    "Precision": "atoll.layouts.precision",
+    "Schedule": "atoll.ir",
+    "Trace": "atoll.trace",
+    "simulate": "atoll.sim",
+}
+"""Where each name of the public surface lives."""
+
+_MODULES = (
+    "config",
+    "data",
+    "errors",
+    "ir",
+    "layouts",
+    "models",
+    "plan",
+    "runtime",
+    "schedules",
+    "sim",
+    "testing",
+    "trace",
+)
+
+__all__ = [
+    "Action",
+    "AtollError",
+    "Costs",
+    "Engine",
+    "Layout",
+    "MeshShape",
+    "Op",
+    "Placement",
+    "Plan",
+    "Precision",
+    "Schedule",
+    "Trace",
+    "__version__",
+    "config",
+    "data",
+    "errors",
+    "ir",
+    "layouts",
+    "models",
+    "plan",
+    "runtime",
+    "schedules",
+    "sim",
+    "simulate",
+    "testing",
+    "trace",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    if name in _MODULES:
+        return import_module(f"atoll.{name}")
+    raise AttributeError(f"module 'atoll' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,5 @@
+"""`python -m atoll` is `atoll`."""
+
+from atoll.cli.main import main
+
+main()

@@ -1,0 +1,273 @@
+"""`atoll doctor`: what this machine can do, what is missing, and how to get it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+@dataclass(frozen=True)
+class Device:
+    """One CUDA device."""
+
+    name: str
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class Package:
+    """An optional package: its version or None, what it enables, the extra that installs it."""
+
+    name: str
+    version: str | None
+    enables: str
+    extra: str
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that is missing, how to get it, and whether training is impossible without it."""
+
+    what: str
+    remedy: str
+    fatal: bool
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What `atoll doctor --json` prints, with `ready` beside it."""
+
+    python: str
+    torch: str | None
+    torch_cuda: str | None
+    devices: tuple[Device, ...]
+    gloo: bool
+    nccl: bool
+    cores: int
+    memory_bytes: int
+    message_seconds: float | None
+    cache: str
+    packages: tuple[Package, ...]
+    problems: tuple[Problem, ...]
+
+    @property
+    def ready(self) -> bool:
+        """Training can run here."""
+        return not any(problem.fatal for problem in self.problems)
+
+
+OPTIONAL = (
+    ("tensorboard", "metrics as TensorBoard events", "tensorboard"),
+    ("datasets", "Hugging Face dataset folders and parquet files as a corpus", "hf"),
+    ("transformers", "Hugging Face models in atoll.Engine, split by an adapter of yours", "hf"),
+    ("peft", "low-rank adapters on such models", "hf"),
+)
+
+
+def command(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
+    """Say what this machine can do, what is missing and how to get it; exit code 1 if training cannot run here.
+
+    Keys of the JSON object: ready; python, torch (versions; torch null if it is missing), torch_cuda (the CUDA
+    version it is built for, or null); devices (name, memory_bytes); gloo, nccl (whether torch has them); cores,
+    memory_bytes (that this process may use); message_seconds (two processes started and one message exchanged
+    between them, null if that failed); cache (folder); packages (name, version or null, enables, extra); problems
+    (what, remedy, fatal).
+    """
+    examination = examine()
+    if as_json:
+        import json
+
+        typer.echo(json.dumps({"ready": examination.ready, **asdict(examination)}, indent=2))
+    else:
+        _print(examination)
+
+    if not examination.ready:
+        raise typer.Exit(1)
+
+
+def examine() -> Examination:
+    """Looks at this machine; starts two short-lived processes, changes nothing."""
+    problems: list[Problem] = []
+    torch = _version("torch")
+    devices: tuple[Device, ...] = ()
+    torch_cuda, gloo, nccl, seconds = None, False, False, None
+
+    if torch is None:
+        problems.append(Problem("torch is not installed", "pip install torch", fatal=True))
+    else:
+        torch_cuda, gloo, nccl = _backends()
+        devices = _devices()
+        problems += _device_problems(devices, cuda=torch_cuda, nccl=nccl)
+        if gloo:
+            seconds = _time_message(problems)
+        else:
+            problems.append(Problem("torch has no gloo", "install a build of torch with distributed", fatal=True))
+
+    cache = _cache(problems)
+    return Examination(
+        python=platform.python_version(),
+        torch=torch,
+        torch_cuda=torch_cuda,
+        devices=devices,
+        gloo=gloo,
+        nccl=nccl,
+        cores=len(os.sched_getaffinity(0)),
+        memory_bytes=_memory_bytes(),
+        message_seconds=seconds,
+        cache=str(cache),
+        packages=tuple(Package(name, _version(name), enables, extra) for name, enables, extra in OPTIONAL),
+        problems=tuple(problems),
+    )
+
+
+def exchange() -> None:
+    """What each of the two processes runs: joins the other, adds up one number with it, leaves."""
+    import torch
+    from torch.distributed import TCPStore
+
+    from atoll.plan import MeshShape
+    from atoll.runtime import transport
+    from atoll.runtime.launch import torchrun_environment, watch_parent
+
+    watch_parent()
+    here = torchrun_environment()
+    assert here is not None, "started by atoll.runtime.launch"
+
+    store = TCPStore(here.address, here.port, is_master=False)
+    device = torch.device("cpu")
+    transport.join(here.rank, here.world, store, device=device, timeout=20.0)
+    total = transport.connect(MeshShape(intra=here.world).place(here.rank), device).total(torch.tensor([here.rank + 1]))
+    transport.leave()
+    if total.tolist() != [3]:
+        raise RuntimeError(f"1 + 2 came out as {total.tolist()}")
+
+
+def _backends() -> tuple[str | None, bool, bool]:
+    import torch
+    from torch import distributed
+
+    if not distributed.is_available():
+        return torch.version.cuda, False, False
+    return torch.version.cuda, distributed.is_gloo_available(), distributed.is_nccl_available()
+
+
+def _devices() -> tuple[Device, ...]:
+    import torch
+
+    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return tuple(Device(properties.name, properties.total_memory) for properties in found)
+
+
+def _device_problems(devices: tuple[Device, ...], *, cuda: str | None, nccl: bool) -> list[Problem]:
+    if cuda is None and Path("/proc/driver/nvidia/version").exists():
+        what = "this machine has an NVIDIA driver, but torch is built for the CPU"
+        return [Problem(what, "install a CUDA build of torch", fatal=False)]
+    if cuda is not None and not devices:
+        what = f"torch is built for CUDA {cuda}, but there is no device: training uses the CPU"
+        return [Problem(what, "check the driver with nvidia-smi, and CUDA_VISIBLE_DEVICES", fatal=False)]
+    if len(devices) > 1 and not nccl:
+        return [
+            Problem("torch has no NCCL: devices cannot reach each other", "install a CUDA build of torch", fatal=True)
+        ]
+    return []
+
+
+def _time_message(problems: list[Problem]) -> float | None:
+    """Seconds for two processes to start as in `atoll train`, meet, and exchange a message."""
+    import time
+
+    from atoll.errors import AtollError
+    from atoll.runtime.launch import launch_local
+
+    start = time.monotonic()
+    try:
+        code = launch_local([sys.executable, "-c", "from atoll.cli.doctor import exchange; exchange()"], 2, grace=5.0)
+        reason = f"exit code {code}, see stderr" if code else None
+    except (AtollError, OSError, RuntimeError) as error:
+        reason = str(error)
+
+    if reason is None:
+        return time.monotonic() - start
+    problems.append(
+        Problem(
+            f"two local processes could not exchange a message: {reason}",
+            "allow connections on the loopback address; if the host's own name does not resolve, "
+            "set GLOO_SOCKET_IFNAME=lo",
+            fatal=True,
+        )
+    )
+    return None
+
+
+def _cache(problems: list[Problem]) -> Path:
+    import tempfile
+
+    from atoll.runtime.places import cache_folder
+
+    folder = cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        remedy = "make it writable, or name another: data.cache in the config, or XDG_CACHE_HOME"
+        problems.append(Problem(f"the cache folder {folder} is not writable: {error.strerror}", remedy, fatal=True))
+    return folder
+
+
+def _memory_bytes() -> int:
+    """The machine's memory, or what this process's control group may use of it."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.exists() else "max"
+    return min(total, int(text)) if text.isdecimal() else total
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _print(found: Examination) -> None:
+    from atoll.units import format_bytes, format_seconds
+
+    cuda = f"built for CUDA {found.torch_cuda}" if found.torch_cuda else "built for the CPU"
+    has = {True: "yes", False: "no"}
+    rows = [
+        ("Python", found.python),
+        ("torch", f"{found.torch}, {cuda}" if found.torch else "missing"),
+        ("backends", f"gloo {has[found.gloo]}, NCCL {has[found.nccl]}"),
+        *(
+            (f"device {index}", f"{each.name}, {format_bytes(each.memory_bytes)}")
+            for index, each in enumerate(found.devices)
+        ),
+        ("cores", str(found.cores)),
+        ("memory", format_bytes(found.memory_bytes)),
+        (
+            "message",
+            "failed" if found.message_seconds is None else f"2 processes, {format_seconds(found.message_seconds)}",
+        ),
+        ("cache", found.cache),
+        *((each.name, _describe(each)) for each in found.packages),
+    ]
+    for name, value in rows:
+        typer.echo(f"{name:<13} {value}")
+
+    for problem in found.problems:
+        typer.echo(f"\n{'problem' if problem.fatal else 'note'}: {problem.what}\n  {problem.remedy}")
+    typer.echo(f"\ntraining {'can' if found.ready else 'cannot'} run here")
+
+
+def _describe(package: Package) -> str:
+    if package.version is not None:
+        return f"{package.version}, for {package.enables}"
+    return f"not installed; for {package.enables}: pip install -e '.[{package.extra}]' in Atoll's folder"

@@ -1,0 +1,117 @@
+"""`atoll layouts`: the 27 layouts for a size, memory per rank and traffic per link."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+
+def command(
+    parameters: Annotated[float, typer.Option(help="Parameters of the model, as in 7e9.")],
+    trainable: Annotated[float | None, typer.Option(help="Trainable ones of them; all if left out.")] = None,
+    intra: Annotated[int, typer.Option(help="Ranks of a group, joined by fast links.")] = 8,
+    inter: Annotated[int, typer.Option(help="Groups, joined by slow links.")] = 1,
+    microbatches: Annotated[int, typer.Option(help="Microbatches a rank and step.")] = 1,
+    gradient_bytes: Annotated[float, typer.Option(help="Bytes of a gradient at rest: 2, or 4 for fp32.")] = 2,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array.")] = False,
+) -> None:
+    """Print what each of the 27 layouts holds and sends, by the published accounting.
+
+    2 bytes for a parameter, 12 for its optimizer state, 2 for all that travels. Residency `unit`, gradients reduced
+    each microbatch, collectives on two levels.
+    """
+    rows = table(
+        parameters=parameters,
+        trainable=parameters if trainable is None else trainable,
+        inter=inter,
+        intra=intra,
+        microbatches=microbatches,
+        gradient_bytes=gradient_bytes,
+    )
+    if as_json:
+        import json
+
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    _print(rows, title=f"{intra} ranks a group, {inter} groups, {microbatches} microbatches a rank and step")
+
+
+def table(
+    *,
+    parameters: float,
+    trainable: float,
+    inter: int,
+    intra: int,
+    microbatches: int,
+    gradient_bytes: float = 2,
+) -> list[dict[str, Any]]:
+    """One object a layout, with the documented keys of `atoll layouts --json`."""
+    from atoll.layouts import ALL, published_memory, traffic
+
+    travel_bytes = 2
+    rows: list[dict[str, Any]] = []
+    for layout in ALL:
+        memory = published_memory(
+            layout,
+            parameters=parameters,
+            trainable=trainable,
+            inter=inter,
+            intra=intra,
+            gradient_bytes=gradient_bytes,
+        )
+        sent = traffic(
+            layout,
+            parameters_bytes=travel_bytes * parameters,
+            trainable_bytes=travel_bytes * trainable,
+            inter=inter,
+            intra=intra,
+            microbatches=microbatches,
+        )
+        better = layout.dominated_by
+        rows.append(
+            {
+                "layout": layout.name,
+                "effective": layout.effective,
+                "aliases": list(layout.aliases),
+                "bytes_per_rank": {
+                    "parameters": _number(memory.parameters),
+                    "gradients": _number(memory.gradients),
+                    "optimizer": _number(memory.optimizer),
+                    "total": _number(memory.total),
+                    "held": _number(memory.held),
+                },
+                "traffic": {"intra_bytes": _number(sent.intra_bytes), "inter_bytes": _number(sent.inter_bytes)},
+                "dominated_by": None if better is None else better.name,
+            }
+        )
+    return rows
+
+
+def _number(value: float) -> int | float:
+    """Whole bytes as an integer."""
+    return int(value) if value == int(value) else value
+
+
+def _print(rows: list[dict[str, Any]], *, title: str) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from atoll.units import format_bytes
+
+    grid = Table(
+        title=title, box=box.SIMPLE_HEAD, caption="per rank; kB, MB, GB are powers of 1000", title_justify="left"
+    )
+    grid.add_column("layout", no_wrap=True)
+    for heading in ("p", "g", "os", "total", "held", "sent intra", "sent inter"):
+        grid.add_column(heading, justify="right", no_wrap=True)
+    grid.add_column("known as / dominated by", no_wrap=True)
+    for row in rows:
+        amounts = [*row["bytes_per_rank"].values(), *row["traffic"].values()]
+        remark = ", ".join(row["aliases"]) if row["effective"] else f"dominated by {row['dominated_by']}"
+        cells = [format_bytes(amount, decimal=True) for amount in amounts]
+        grid.add_row(row["layout"], *cells, remark, style="" if row["effective"] else "dim")
+    console = Console()
+    console.width = max(console.width, 120)
+    console.print(grid)

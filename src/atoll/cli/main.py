@@ -1,0 +1,60 @@
+"""The command `atoll`: its subcommands and its exit codes.
+
+    0    it is done
+    1    something failed
+    2    what was asked for cannot be done: an unknown option, a wrong key, an impossible size
+    130  interrupted
+
+Results go to stdout, progress and errors to stderr. A command imports what is heavy inside its function, so that
+`atoll --help` and the pure commands start without torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from atoll.cli import doctor, layouts, schedule, train
+from atoll.errors import AtollError
+
+app = typer.Typer(
+    name="atoll",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+app.command("train")(train.command)
+app.command("schedule")(schedule.command)
+app.command("layouts")(layouts.command)
+app.command("doctor")(doctor.command)
+
+
+def main() -> None:
+    """Runs the command line and exits with the code of its outcome."""
+    try:
+        app(prog_name="atoll")
+    except AtollError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from atoll import __version__
+
+        typer.echo(f"atoll {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    """Any sharding layout with any pipeline schedule, for PyTorch models."""

@@ -1,0 +1,17 @@
+"""TOML -> values: the schema of a config, reading it, and the plan it asks for."""
+
+from atoll.config.load import from_dict, known_keys, load
+from atoll.config.schema import Checkpoint, Config, Data, Model, Parallel, Run, Train
+
+__all__ = [
+    "Checkpoint",
+    "Config",
+    "Data",
+    "Model",
+    "Parallel",
+    "Run",
+    "Train",
+    "from_dict",
+    "known_keys",
+    "load",
+]

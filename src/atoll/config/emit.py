@@ -1,0 +1,28 @@
+"""Plain values -> TOML text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+
+def to_toml(tables: Mapping[str, Mapping[str, Any]]) -> str:
+    """One `[table]` per entry; keys without a value (None) are left out."""
+    parts = []
+    for name, table in tables.items():
+        lines = [f"{key} = {value_to_toml(value)}" for key, value in table.items() if value is not None]
+        parts.append("\n".join([f"[{name}]", *lines]) + "\n")
+    return "\n".join(parts)
+
+
+def value_to_toml(value: bool | int | float | str | list[Any] | tuple[Any, ...]) -> str:
+    """One value, as TOML writes it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(value_to_toml(item) for item in value)}]"
+    if isinstance(value, str):
+        # JSON escapes the same characters in the same way, except DEL, which TOML does not allow bare.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return repr(value)

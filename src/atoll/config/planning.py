@@ -1,0 +1,93 @@
+"""Config -> Plan: the sections against each other."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from atoll import schedules
+from atoll.errors import ConfigError, UserError
+from atoll.layouts import Layout, Precision
+from atoll.plan import MeshShape, Plan
+
+if TYPE_CHECKING:
+    from atoll.config.schema import Config
+
+
+def plan_of(config: Config, world: int | None = None) -> Plan:
+    """The plan of `config` on `world` ranks, parallel.ranks if None. Raises ConfigError with all problems."""
+    parallel, train = config.parallel, config.train
+    ranks = parallel.ranks if world is None else world
+    problems = _world_problems(config, ranks, launched=world is not None)
+    data = 0 if problems else ranks // (parallel.pipeline * parallel.tensor)
+    if data:
+        problems += _batch_problems(config, data)
+    # Where the batch does not factor, the schedule's name and stages are still checked, on a batch that does.
+    fits = bool(data) and not problems
+    microbatches = train.global_batch // (train.microbatch * data) if fits else parallel.pipeline
+
+    try:
+        schedule = schedules.build(parallel.schedule, ranks=parallel.pipeline, microbatches=microbatches)
+    except UserError as error:
+        problems.append(f"parallel.schedule: {error}")
+    else:
+        if schedule.stages > config.model.layers:
+            problems.append(
+                f"parallel.pipeline = {parallel.pipeline} with schedule {parallel.schedule!r} makes {schedule.stages} "
+                f"stages of model.layers = {config.model.layers}: every stage needs at least one layer; use at most "
+                f"{config.model.layers} stages or at least {schedule.stages} layers"
+            )
+    if problems:
+        raise ConfigError("\n  ".join(problems if len(problems) == 1 else [f"{len(problems)} problems", *problems]))
+    return Plan(
+        mesh=MeshShape(
+            pipeline=parallel.pipeline,
+            inter=data // parallel.intra,
+            intra=parallel.intra,
+            tensor=parallel.tensor,
+        ),
+        layout=Layout(parallel.layout),
+        schedule=schedule,
+        microbatch=train.microbatch,
+        precision=Precision.preset(train.precision),
+        recompute=parallel.recompute,
+    )
+
+
+def _world_problems(config: Config, ranks: int, *, launched: bool) -> list[str]:
+    parallel = config.parallel
+    part = parallel.pipeline * parallel.tensor * parallel.intra
+    if ranks >= 1 and ranks % part == 0:
+        return []
+    name = "the launched world" if launched else "parallel.ranks"
+    below = ranks // part * part
+    sizes = [str(size) for size in (below, below + part) if size > 0]
+    hint = f"use {' or '.join(sizes)} ranks"
+    others = parallel.tensor * parallel.intra
+    if ranks >= 1 and ranks % others == 0:
+        pipelines = [str(size) for size in _divisors(ranks // others)]
+        hint += f", or a pipeline of {' or '.join(pipelines)}"
+    return [
+        f"{name} = {ranks} is not a multiple of pipeline * tensor * intra = "
+        f"{parallel.pipeline} * {parallel.tensor} * {parallel.intra} = {part}; {hint}"
+    ]
+
+
+def _batch_problems(config: Config, data: int) -> list[str]:
+    batch, microbatch = config.train.global_batch, config.train.microbatch
+    part = microbatch * data
+    if batch % part == 0:
+        return []
+    below = batch // part * part
+    sizes = [str(size) for size in (below, below + part) if size]
+    hint = f"use a global_batch of {' or '.join(sizes)}"
+    if batch % data == 0:
+        fitting = sorted(_divisors(batch // data), key=lambda size: (abs(size - microbatch), size))[:2]
+        hint += f", or a microbatch of {' or '.join(str(size) for size in sorted(fitting))}"
+    return [
+        f"train.global_batch = {batch} is not a multiple of train.microbatch * data-parallel ranks = "
+        f"{microbatch} * {data} = {part}; {hint}"
+    ]
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]

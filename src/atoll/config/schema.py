@@ -1,0 +1,243 @@
+"""What a config may say: one frozen model a section, with its defaults.
+
+Every section checks its own sizes against each other; `atoll.config.planning` checks the sections against each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
+
+from atoll.config.emit import to_toml
+from atoll.errors import LayoutError
+from atoll.layouts import Layout
+from atoll.plan import Plan
+
+Positive = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Probability = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _as_layout(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return Layout.parse(value).name
+    except LayoutError as error:
+        raise ValueError(str(error)) from error
+
+
+class Section(BaseModel):
+    """A table of the config: immutable, no unknown keys, no conversions except int to float."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Model(Section):
+    """[model]: the network. `kv_heads` defaults to `heads`, `ffn` to 8/3 `hidden` rounded up to a multiple of 8."""
+
+    source: str = "builtin"
+    layers: Positive = 8
+    hidden: Positive = 128
+    heads: Positive = 4
+    kv_heads: Positive = 4
+    ffn: Positive = 344
+    dropout: Probability = 0.0
+    tie_embeddings: bool = True
+    rope_theta: Annotated[float, Field(gt=0)] = 10000.0
+    norm_eps: Annotated[float, Field(gt=0)] = 1e-5
+    vocabulary: Positive | None = None
+    """None: the tokenizer's size."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _derive(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        derived: dict[str, Any] = {}
+        if type(data.get("heads")) is int:
+            derived["kv_heads"] = data["heads"]
+        if type(data.get("hidden")) is int:
+            derived["ffn"] = -(-data["hidden"] * 8 // 24) * 8
+        return {**derived, **data}
+
+    @model_validator(mode="after")
+    def _check(self) -> Model:
+        problems = []
+        if self.source != "builtin":
+            problems.append(
+                f"model.source = {self.source!r}: this version trains the built-in decoder only; use 'builtin' "
+                f"(Hugging Face models come later)"
+            )
+        if self.hidden % self.heads:
+            problems.append(
+                f"model.hidden = {self.hidden} is not a multiple of model.heads = {self.heads}; use hidden = "
+                f"{_neighbours(self.hidden, self.heads)}"
+            )
+        elif self.hidden // self.heads % 2:
+            problems.append(
+                f"model.hidden / model.heads = {self.hidden} / {self.heads} = {self.hidden // self.heads} is odd; "
+                f"rotary positions need an even head size; use hidden = {_neighbours(self.hidden, 2 * self.heads)}"
+            )
+        if self.heads % self.kv_heads:
+            fitting = [size for size in range(1, self.heads + 1) if self.heads % size == 0]
+            problems.append(
+                f"model.heads = {self.heads} is not a multiple of model.kv_heads = {self.kv_heads}; use kv_heads = "
+                f"{join_or(fitting)}"
+            )
+        raise_all(problems)
+        return self
+
+
+class Data(Section):
+    """[data]: the corpus and how it becomes tokens. `sequence` is in tokens, `validation` a share of the corpus."""
+
+    source: str = "stdlib"
+    tokenizer: str = "bpe-4096"
+    sequence: Positive = 256
+    validation: Annotated[float, Field(ge=0, le=0.5)] = 0.02
+    text_field: str = "text"
+    cache: str | None = None
+    """Folder for tokenizers and token arrays; None: the user's cache folder."""
+    seed: Natural | None = None
+    """Of the sample order; None: train.seed."""
+
+
+class Train(Section):
+    """[train]: steps, batch and optimizer. Batches are in sequences, `warmup` and the `eval_` keys in steps.
+
+    clip: largest global gradient norm, 0 for none.  eval_every: 0 for the start and the end only.
+    sample_tokens: length of the text generated at the end, 0 for none.  frozen: name patterns with * and ?.
+    """
+
+    steps: Positive = 300
+    global_batch: Positive = 16
+    microbatch: Positive = 4
+    precision: Literal["fp32", "bf16", "fp64"] = "fp32"
+    seed: Natural = 0
+    lr: Annotated[float, Field(ge=0)] = 3e-3
+    min_lr_ratio: Fraction = 0.1
+    warmup: Natural = 20
+    lr_schedule: Literal["cosine", "constant", "linear"] = "cosine"
+    betas: Annotated[tuple[Probability, Probability], BeforeValidator(_as_tuple)] = (0.9, 0.95)
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    clip: Annotated[float, Field(ge=0)] = 1.0
+    eval_every: Natural = 100
+    eval_batches: Positive = 8
+    sample_tokens: Natural = 64
+    prompt: str = "def "
+    frozen: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ()
+
+
+class Parallel(Section):
+    """[parallel]: how the ranks share the work.
+
+    ranks: local processes; under torchrun the world decides.  intra: ranks of a group along data parallel; groups
+    follow as ranks / (pipeline * tensor * intra).  timeout: seconds until a silent peer is given up.
+    A file may give `zero_optimization`, DeepSpeed's words, instead of `layout`.
+    """
+
+    ranks: Positive = 1
+    pipeline: Positive = 1
+    schedule: str = "1f1b"
+    tensor: Positive = 1
+    intra: Positive = 1
+    layout: Annotated[str, BeforeValidator(_as_layout)] = "NNN"
+    recompute: Literal["none", "block", "selective"] = "none"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    timeout: Annotated[float, Field(gt=0)] = 600.0
+
+    @model_validator(mode="after")
+    def _check(self) -> Parallel:
+        if self.tensor != 1:
+            raise ValueError(
+                f"parallel.tensor = {self.tensor}: this version has no tensor parallelism yet; use tensor = 1"
+            )
+        return self
+
+
+class Run(Section):
+    """[run]: where results go. port: of the rendezvous, 0 for any free one."""
+
+    folder: str = "runs/default"
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    overwrite: bool = False
+    tensorboard: bool = True
+
+
+class Checkpoint(Section):
+    """[checkpoint]: every `every` steps (0: none but the last), the newest `keep` are kept."""
+
+    every: Natural = 100
+    keep: Positive = 2
+
+
+class Config(Section):
+    """A whole config. `load` reads one; `to_plan` turns it into what the engine runs."""
+
+    model: Model = Field(default_factory=Model)
+    data: Data = Field(default_factory=Data)
+    train: Train = Field(default_factory=Train)
+    parallel: Parallel = Field(default_factory=Parallel)
+    run: Run = Field(default_factory=Run)
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
+    _notes: tuple[str, ...] = PrivateAttr(default=())
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the reader of the config should know: settings without effect, translations, better layouts."""
+        layout = Layout(self.parallel.layout)
+        better = layout.dominated_by
+        if better is None:
+            return self._notes
+        return (
+            *self._notes,
+            f"parallel.layout = {layout.name!r} is dominated by {better.name!r}, which holds less and sends no more",
+        )
+
+    @property
+    def data_seed(self) -> int:
+        """Seed of the sample order."""
+        return self.train.seed if self.data.seed is None else self.data.seed
+
+    def with_notes(self, notes: Sequence[str]) -> Config:
+        """The same config that also says `notes`."""
+        noted = self.model_copy()
+        noted._notes = (*self._notes, *notes)
+        return noted
+
+    def to_plan(self, world: int | None = None) -> Plan:
+        """The plan for `world` ranks (parallel.ranks unless a launcher decides); ConfigError if sizes do not fit."""
+        from atoll.config.planning import plan_of
+
+        return plan_of(self, world)
+
+    def dump(self) -> str:
+        """The effective config as TOML text, every key written out; `load` reads it back to an equal config."""
+        return to_toml(self.model_dump())
+
+
+def raise_all(problems: Sequence[str]) -> None:
+    """Raise all `problems` at once, one a line, if there are any."""
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
+def join_or(values: Sequence[object]) -> str:
+    """ "1, 2 or 4"."""
+    words = [str(value) for value in values]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def _neighbours(value: int, multiple: int) -> str:
+    """The multiples next to `value`, from `multiple` on."""
+    below = value // multiple * multiple
+    return join_or([size for size in (below, below + multiple) if size])

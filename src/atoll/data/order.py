@@ -1,0 +1,104 @@
+"""Which samples make a batch, and in which order.
+
+Sample k of a token array is tokens k*S .. k*S+S (S+1 of them): inputs are the first S, labels the last S. The order is
+one endless sequence of epochs, each a permutation of all samples. It depends on the seed and on the position (samples
+taken since the start), never on ranks or batch size, so that a run resumes under any layout from its position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from atoll.errors import DataError
+
+Tokens: TypeAlias = NDArray[np.integer[Any]]
+Batch: TypeAlias = dict[str, NDArray[np.int64]]
+"""input_ids and labels, [B, S]; labels[b, t] is the token after input_ids[b, t], or -100 where none counts."""
+
+IGNORED_LABEL = -100
+
+
+def sample_count(tokens: Tokens, sequence: int) -> int:
+    """How many whole samples of `sequence` tokens an array has; each needs one token more for its last label."""
+    _check_sequence(sequence)
+    return max(0, (len(tokens) - 1) // sequence)
+
+
+class SampleOrder:
+    """The endless order of `samples` samples under a seed."""
+
+    def __init__(self, samples: int, seed: int) -> None:
+        if samples < 1:
+            raise DataError(f"an order needs at least 1 sample, got {samples}")
+        if seed < 0:
+            raise DataError(f"an order needs a seed of at least 0, got {seed}")
+        self.samples = samples
+        self.seed = seed
+        self._epoch = 0
+        self._permutation = self._permute(0)
+
+    def take(self, position: int, count: int) -> NDArray[np.int64]:
+        """Indices of the samples at positions position .. position+count-1."""
+        if position < 0 or count < 0:
+            raise DataError(f"position {position} and count {count} must be at least 0")
+        parts = []
+        while count > 0:
+            epoch, offset = divmod(position, self.samples)
+            part = self._of_epoch(epoch)[offset : offset + count]
+            parts.append(part)
+            position += len(part)
+            count -= len(part)
+        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+    def _of_epoch(self, epoch: int) -> NDArray[np.int64]:
+        if epoch != self._epoch:
+            self._epoch, self._permutation = epoch, self._permute(epoch)
+        return self._permutation
+
+    def _permute(self, epoch: int) -> NDArray[np.int64]:
+        # numpy promises the raw bits of its bit generators for all versions, but not what permutation() does with them.
+        keys = np.random.Philox(np.random.SeedSequence([self.seed, epoch])).random_raw(self.samples)
+        return np.argsort(keys, kind="stable").astype(np.int64)
+
+
+def batch(tokens: Tokens, indices: NDArray[np.int64], sequence: int) -> Batch:
+    """The samples with these indices, int64 [len(indices), sequence]."""
+    samples = sample_count(tokens, sequence)
+    if len(indices) and (indices.min() < 0 or indices.max() >= samples):
+        raise DataError(
+            f"samples {indices.min()}..{indices.max()} were asked for; {len(tokens)} tokens have samples "
+            f"0..{samples - 1} of {sequence}"
+        )
+    rows = np.asarray(tokens[indices[:, None] * sequence + np.arange(sequence + 1)], dtype=np.int64)
+    return {"input_ids": np.ascontiguousarray(rows[:, :-1]), "labels": np.ascontiguousarray(rows[:, 1:])}
+
+
+def validation_batches(tokens: Tokens, sequence: int, *, size: int, limit: int | None = None) -> Iterator[Batch]:
+    """Batches of `size` samples in order, in which every token but the first is a label exactly once.
+
+    What the last sample and the last batch lack is padded with label -100, so that all batches have one shape.
+    limit: at most so many batches.
+    """
+    _check_sequence(sequence)
+    if size < 1:
+        raise DataError(f"a batch has at least 1 sample, got {size}")
+    labels_total = max(0, len(tokens) - 1)
+    step = size * sequence
+    batches = -(-labels_total // step)
+    for index in range(batches if limit is None else min(batches, limit)):
+        start = index * step
+        chunk = np.asarray(tokens[start : start + step + 1], dtype=np.int64)
+        counted = len(chunk) - 1
+        inputs = np.zeros(step, dtype=np.int64)
+        labels = np.full(step, IGNORED_LABEL, dtype=np.int64)
+        inputs[:counted], labels[:counted] = chunk[:-1], chunk[1:]
+        yield {"input_ids": inputs.reshape(size, sequence), "labels": labels.reshape(size, sequence)}
+
+
+def _check_sequence(sequence: int) -> None:
+    if sequence < 1:
+        raise DataError(f"data.sequence = {sequence}: must be at least 1")

@@ -1,0 +1,302 @@
+"""A corpus as two token arrays, made once and cached.
+
+    <cache>/<key>/          key = hash of (content of the source, tokenizer, split, version of this format)
+        tokenizer.json      as the `tokenizers` library writes it; not there for "bytes"
+        train.npy           uint16, or uint32 for more than 65536 ids
+        validation.npy
+        about.json          where it came from; its fingerprint
+    <cache>/<key>.lock      held by the one process that makes it
+
+The folder is made under another name and renamed when it is whole: who finds it can use it, and a killed preparation
+leaves nothing that looks finished.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from filelock import FileLock
+
+from atoll.data.corpus import Source, documents, find_source, fingerprint
+from atoll.data.order import Tokens, sample_count
+from atoll.data.split import Range, split
+from atoll.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, bpe_size, sample, train_bpe
+from atoll.errors import DataError
+
+FORMAT = 1
+"""Raised whenever the same source and settings would give other arrays."""
+
+BYTES = "bytes"
+
+_PIECE_CHARACTERS = 200_000
+_GROUP_CHARACTERS = 4_000_000
+
+Report = Callable[[str], None]
+"""Told what a preparation is doing, one line at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """Tokens to train on and tokens held back, as read-only memory maps.
+
+    fingerprint: a hash of both arrays and the tokenizer; equal fingerprints mean equal samples.
+    """
+
+    train: Tokens
+    validation: Tokens
+    tokenizer: Tokenizer
+    fingerprint: str
+
+    def check(self, *, sequence: int, global_batch: int) -> None:
+        """Raise DataError unless the corpus has samples for one global batch, and a validation token if any is held.
+
+        sequence: tokens of a sample. global_batch: samples of a step.
+        """
+        samples = sample_count(self.train, sequence)
+        if samples < global_batch:
+            raise DataError(
+                f"the corpus is too small: {len(self.train)} training tokens are {samples} samples of data.sequence = "
+                f"{sequence}, less than one step of train.global_batch = {global_batch}; "
+                "take more text, a shorter sequence or a smaller batch"
+            )
+        if len(self.validation) == 1:
+            raise DataError("the validation split has 1 token and needs 2: take more text, or a larger data.validation")
+
+
+def prepare(
+    source: str,
+    *,
+    tokenizer: str,
+    cache: Path,
+    sequence: int,
+    global_batch: int = 1,
+    validation: float = 0.05,
+    text_field: str = "text",
+    report: Report | None = None,
+) -> Corpus:
+    """The token arrays of a source; made if the cache lacks them, by one process whatever the number that ask.
+
+    source, text_field: see `atoll.data.corpus`. tokenizer: "bytes", "bpe-N" or the path of a tokenizer.json.
+    validation: fraction of the tokens to hold back. sequence, global_batch: only checked, see `Corpus.check`.
+    Raises DataError for a source, a tokenizer or a cache that cannot be used.
+    """
+    say = report or (lambda line: None)
+    recipe = _Recipe.find(source, tokenizer=tokenizer, validation=validation, text_field=text_field)
+    folder = cache.expanduser() / recipe.key()
+    if not folder.is_dir():
+        _make_once(folder, recipe, say)
+    corpus = _load(folder)
+    corpus.check(sequence=sequence, global_batch=global_batch)
+    return corpus
+
+
+@dataclass(frozen=True, slots=True)
+class _Recipe:
+    """All that decides the arrays; `content` and `tokenizer_content` are hashes of what was read."""
+
+    source: Source
+    content: str
+    tokenizer: str
+    tokenizer_file: Path | None
+    tokenizer_content: str
+    validation: float
+
+    @staticmethod
+    def find(source: str, *, tokenizer: str, validation: float, text_field: str) -> _Recipe:
+        split([], validation)
+        file, tokenizer_content = None, tokenizer
+        if tokenizer != BYTES and bpe_size(tokenizer) is None:
+            file = _tokenizer_file(tokenizer)
+            tokenizer_content = hashlib.sha256(FileTokenizer.read(file).to_json().encode()).hexdigest()
+        found = find_source(source, text_field=text_field)
+        return _Recipe(found, fingerprint(found), tokenizer, file, tokenizer_content, validation)
+
+    def about(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "source": self.content,
+            "kind": self.source.kind.value,
+            "text_field": self.source.text_field,
+            "tokenizer": self.tokenizer_content,
+            "validation": self.validation,
+        }
+
+    def key(self) -> str:
+        return hashlib.sha256(json.dumps(self.about(), sort_keys=True).encode()).hexdigest()[:32]
+
+    def make_tokenizer(self, say: Report) -> Tokenizer:
+        if self.tokenizer_file is not None:
+            return FileTokenizer.read(self.tokenizer_file)
+        size = bpe_size(self.tokenizer)
+        if size is None:
+            return ByteTokenizer()
+        say(f"training the tokenizer {self.tokenizer} on {self.source.name}")
+        total = sum(file.stat().st_size for file in self.source.files)
+        return train_bpe(sample(documents(self.source), total), size)
+
+
+def _tokenizer_file(name: str) -> Path:
+    path = Path(name).expanduser()
+    if path.is_dir():
+        path = path / "tokenizer.json"
+    if not path.is_file():
+        raise DataError(
+            f'data.tokenizer = {name!r}: neither "bytes" nor "bpe-N" (as in "bpe-4096"), and there is no file '
+            f"{path.absolute()}"
+        )
+    return path
+
+
+def _make_once(folder: Path, recipe: _Recipe, say: Report) -> None:
+    cache = folder.parent
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with FileLock(cache / f"{folder.name}.lock"):
+            if folder.is_dir():
+                return
+            for abandoned in cache.glob(f"{folder.name}.part-*"):
+                shutil.rmtree(abandoned, ignore_errors=True)
+            part = Path(tempfile.mkdtemp(prefix=f"{folder.name}.part-", dir=cache))
+            try:
+                _make(part, recipe, say)
+                os.replace(part, folder)
+            except BaseException:
+                shutil.rmtree(part, ignore_errors=True)
+                raise
+    except OSError as error:
+        reason = error.strerror or error
+        raise DataError(
+            f"data.cache = {cache}: cannot be written ({reason}); set data.cache to a folder that can, with room for "
+            "two to four bytes a token"
+        ) from error
+
+
+def _make(folder: Path, recipe: _Recipe, say: Report) -> None:
+    tokenizer = recipe.make_tokenizer(say)
+    dtype = np.dtype(np.uint16 if tokenizer.size <= 1 << 16 else np.uint32)
+    say(f"encoding {recipe.source.name}")
+    stream = folder / "tokens.bin"
+    lengths = _encode(documents(recipe.source), tokenizer, stream, dtype)
+    total = sum(lengths)
+    if total < 2:
+        raise DataError(
+            f"data.source = {recipe.source.name!r}: no text in {recipe.source.root.absolute()}; take another"
+        )
+
+    parts = split(lengths, recipe.validation)
+    tokens = np.memmap(stream, dtype=dtype, mode="r", shape=(total,))
+    _write(folder / "train.npy", tokens, parts.train)
+    _write(folder / "validation.npy", tokens, parts.validation)
+    del tokens
+    stream.unlink()
+
+    if isinstance(tokenizer, FileTokenizer):
+        (folder / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
+    about = {
+        **recipe.about(),
+        "source_name": recipe.source.name,
+        "tokenizer_name": recipe.tokenizer,
+        "documents": len(lengths),
+        "tokens": total,
+        "split_by": parts.by,
+        "fingerprint": _content_hash(folder),
+    }
+    (folder / "about.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+
+
+def _encode(texts: Iterable[str], tokenizer: Tokenizer, path: Path, dtype: np.dtype[Any]) -> list[int]:
+    """Write the tokens of all documents one after the other; the number of tokens of each, end of text included."""
+    closing = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
+    lengths: list[int] = []
+    length = 0
+    with path.open("wb") as stream:
+        for group in _groups(_pieces(texts)):
+            encoded = tokenizer.encode_batch([text for text, _ in group])
+            for ids, (_, is_last) in zip(encoded, group, strict=True):
+                ids.astype(dtype).tofile(stream)
+                length += len(ids)
+                if is_last:
+                    np.array(closing, dtype=dtype).tofile(stream)
+                    lengths.append(length + len(closing))
+                    length = 0
+    return lengths
+
+
+def _pieces(texts: Iterable[str]) -> Iterator[tuple[str, bool]]:
+    """Cut long documents where a line ends, if one does, so that cores can share them: (piece, is the last one)."""
+    for text in texts:
+        start = 0
+        while len(text) - start > _PIECE_CHARACTERS:
+            newline = text.rfind("\n", start, start + _PIECE_CHARACTERS)
+            stop = newline + 1 if newline >= start else start + _PIECE_CHARACTERS
+            yield text[start:stop], False
+            start = stop
+        yield text[start:], True
+
+
+def _groups(pieces: Iterable[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:
+    """Pieces in groups of bounded size: what is encoded at once is all that lies in memory."""
+    group: list[tuple[str, bool]] = []
+    characters = 0
+    for piece in pieces:
+        group.append(piece)
+        characters += len(piece[0])
+        if characters >= _GROUP_CHARACTERS:
+            yield group
+            group, characters = [], 0
+    if group:
+        yield group
+
+
+def _write(path: Path, tokens: Tokens, ranges: Sequence[Range]) -> None:
+    total = sum(stop - start for start, stop in ranges)
+    if total == 0:
+        np.save(path, np.empty(0, dtype=tokens.dtype))
+        return
+    target = np.lib.format.open_memmap(path, mode="w+", dtype=tokens.dtype, shape=(total,))
+    position = 0
+    for start, stop in ranges:
+        target[position : position + stop - start] = tokens[start:stop]
+        position += stop - start
+    target.flush()
+
+
+def _content_hash(folder: Path) -> str:
+    total = hashlib.sha256()
+    for name in ("tokenizer.json", "train.npy", "validation.npy"):
+        path = folder / name
+        content = b""
+        if path.is_file():
+            with path.open("rb") as stream:
+                content = hashlib.file_digest(stream, "sha256").digest()
+        total.update(name.encode() + b"\0" + content)
+    return total.hexdigest()
+
+
+def _load(folder: Path) -> Corpus:
+    try:
+        about = json.loads((folder / "about.json").read_text(encoding="utf-8"))
+        train, validation = _map(folder / "train.npy"), _map(folder / "validation.npy")
+        recorded = str(about["fingerprint"])
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(
+            f"{folder}: this cached corpus is damaged ({error}); delete the folder to make it anew"
+        ) from error
+    saved = folder / "tokenizer.json"
+    tokenizer: Tokenizer = FileTokenizer.read(saved) if saved.is_file() else ByteTokenizer()
+    return Corpus(train, validation, tokenizer, recorded)
+
+
+def _map(path: Path) -> Tokens:
+    # An empty array cannot be mapped; numpy reads the header first in both cases.
+    array: Tokens = np.load(path, mmap_mode=None if path.stat().st_size <= 128 else "r", allow_pickle=False)
+    return array

@@ -1,0 +1,171 @@
+"""Text to token ids and back.
+
+    "bytes"          the 256 bytes of UTF-8 and nothing else: no end of text
+    "bpe-4096"       byte-level byte-pair encoding (arXiv:1508.07909) of at most 4096 ids, trained on the corpus
+    a .json file     any tokenizer of the `tokenizers` library
+
+With the first two, decode(encode(text)) == text for every text that UTF-8 can hold.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from atoll.errors import DataError
+
+END_OF_TEXT = "<|endoftext|>"
+
+END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
+"""What a tokenizer.json may call its end of text; the first that it knows is taken."""
+
+SMALLEST_BPE = 257
+"""All bytes and the end of text."""
+
+TRAINING_CHARACTERS = 40_000_000
+"""Text that a tokenizer is trained on at most: a larger corpus would cost minutes and gigabytes for the same merges."""
+
+Ids = NDArray[np.integer[Any]] | Sequence[int]
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back."""
+
+    @property
+    def size(self) -> int:
+        """Number of ids: every id is below it. May be less than what was asked for, on a small corpus."""
+        ...
+
+    @property
+    def end_of_text(self) -> int | None:
+        """The id that closes a document, if there is one."""
+        ...
+
+    def encode(self, text: str) -> NDArray[np.uint32]:
+        """Token ids of a text, without any special token."""
+        ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
+        """Token ids of several texts, on all cores."""
+        ...
+
+    def decode(self, ids: Ids) -> str:
+        """The text of token ids; bytes that are not UTF-8 come as replacement characters."""
+        ...
+
+
+def _utf8(text: str) -> bytes:
+    # A lone surrogate is no text in any encoding; both kinds of tokenizer write "?" for it.
+    return text.encode("utf-8", errors="replace")
+
+
+class ByteTokenizer:
+    """Ids 0..255 are the bytes of UTF-8."""
+
+    size = 256
+    end_of_text = None
+
+    def encode(self, text: str) -> NDArray[np.uint32]:
+        """The bytes of a text."""
+        return np.frombuffer(_utf8(text), dtype=np.uint8).astype(np.uint32)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
+        """The bytes of several texts."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Ids) -> str:
+        """The text of bytes."""
+        return bytes(int(each) for each in ids).decode("utf-8", errors="replace")
+
+
+class FileTokenizer:
+    """A tokenizer of the `tokenizers` library."""
+
+    def __init__(self, inner: tokenizers.Tokenizer) -> None:
+        self._inner = inner
+        self._inner.no_truncation()
+        self._inner.no_padding()
+        # A text may speak of "<|endoftext|>" (this very file does): it then means the characters, not the token.
+        self._inner.encode_special_tokens = True
+
+    @staticmethod
+    def read(path: Path) -> FileTokenizer:
+        """Read a tokenizer.json."""
+        try:
+            return FileTokenizer(tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8")))
+        except Exception as error:  # the library raises bare Exception for a file it cannot parse
+            raise DataError(f"{path}: cannot be read as a tokenizer.json ({error})") from error
+
+    def to_json(self) -> str:
+        """The content of a tokenizer.json."""
+        return str(self._inner.to_str())
+
+    @property
+    def size(self) -> int:
+        """One more than the largest id."""
+        return 1 + max(self._inner.get_vocab(with_added_tokens=True).values(), default=-1)
+
+    @property
+    def end_of_text(self) -> int | None:
+        """The id of the first of END_OF_TEXT_NAMES that the tokenizer knows."""
+        known = (self._inner.token_to_id(name) for name in END_OF_TEXT_NAMES)
+        return next((token for token in known if token is not None), None)
+
+    def encode(self, text: str) -> NDArray[np.uint32]:
+        """Token ids of a text."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
+        """Token ids of several texts."""
+        plain = [_utf8(text).decode("utf-8") for text in texts]
+        encodings = self._inner.encode_batch_fast(plain, add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+
+    def decode(self, ids: Ids) -> str:
+        """The text of token ids, special tokens included."""
+        return str(self._inner.decode([int(each) for each in ids], skip_special_tokens=False))
+
+
+def train_bpe(texts: Iterable[str], size: int) -> FileTokenizer:
+    """Train a byte-level BPE of at most `size` ids (SMALLEST_BPE or more); same texts, same tokenizer."""
+    inner = tokenizers.Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    inner.train_from_iterator((_utf8(text).decode("utf-8") for text in texts), trainer=trainer)
+    return FileTokenizer(inner)
+
+
+def sample(texts: Iterable[str], total: int, *, limit: int = TRAINING_CHARACTERS) -> Iterator[str]:
+    """At most about `limit` of `total` characters, spread evenly over the texts; all of them if they are fewer.
+
+    From each text the same share is kept, from its start.
+    """
+    share = min(1.0, limit / max(1, total))
+    for text in texts:
+        yield text if share == 1.0 else text[: round(len(text) * share)]
+
+
+def bpe_size(name: str) -> int | None:
+    """4096 for "bpe-4096", None for any other word; DataError for a size that cannot be."""
+    match = re.fullmatch(r"bpe-(\d+)", name)
+    if match is None:
+        return None
+    size = int(match.group(1))
+    if size < SMALLEST_BPE:
+        raise DataError(
+            f"data.tokenizer = {name!r}: needs at least {SMALLEST_BPE} ids, for 256 bytes and the end of text"
+        )
+    return size

@@ -1,0 +1,66 @@
+"""Everything Atoll raises.
+
+    AtollError                       exit code 1: something failed
+    |-- UserError                    exit code 2: what was asked for cannot be done
+    |   |-- ConfigError              a key, a value or a size of a config
+    |   |-- ScheduleError            an order of actions that breaks a law
+    |   |-- LayoutError              a level, a layout, a precision
+    |   |-- PlanError                a mesh, a split or a model that do not fit together
+    |   |-- DataError                a corpus or a tokenizer
+    |   `-- CheckpointError          a checkpoint that is missing, broken or of another model
+    `-- RunError                     a run that broke
+        `-- RankError                the first error of one rank, as all ranks report it
+
+A message says what, the values, where, and what to do.
+"""
+
+from __future__ import annotations
+
+
+class AtollError(Exception):
+    """Root of every error that Atoll raises on purpose."""
+
+    exit_code = 1
+
+
+class UserError(AtollError):
+    """What was asked for cannot be done; nothing was started or changed."""
+
+    exit_code = 2
+
+
+class ConfigError(UserError):
+    """A key, a value or a size of a config."""
+
+
+class ScheduleError(UserError):
+    """An order of actions that breaks a law of schedules."""
+
+
+class LayoutError(UserError):
+    """A level, a layout or a precision that does not exist."""
+
+
+class PlanError(UserError):
+    """A mesh, a split or a model that do not fit together."""
+
+
+class DataError(UserError):
+    """A corpus or a tokenizer that cannot be read."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint that is missing, broken, or of another model."""
+
+
+class RunError(AtollError):
+    """A run that broke after it started."""
+
+
+class RankError(RunError):
+    """The first error of one rank, as every rank reports it."""
+
+    def __init__(self, message: str, *, rank: int, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.exit_code = exit_code

@@ -1,0 +1,112 @@
+"""A schedule: placement + the ordered actions of every rank. Immutable, and validated when built."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cached_property
+
+from atoll.errors import ScheduleError
+from atoll.ir.action import COMPUTE, Action, Op
+from atoll.ir.placement import Placement
+from atoll.ir.table import Table
+from atoll.ir.validate import check
+
+Rows = tuple[tuple[Action, ...], ...]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Who runs what when.
+
+    `actions[rank]` is the order of that rank; nothing else orders it. A schedule without sends and receives is
+    *compute-only*: its executor or simulator moves results where they are needed.
+
+    Raises ScheduleError with every law that is broken (atoll.ir.validate).
+    """
+
+    name: str
+    placement: Placement
+    microbatches: int
+    actions: Rows
+
+    def __post_init__(self) -> None:
+        if self.microbatches < 1:
+            raise ScheduleError(f"schedule {self.name!r} needs at least 1 microbatch, not {self.microbatches}")
+        if len(self.actions) != self.placement.ranks:
+            raise ScheduleError(
+                f"schedule {self.name!r} has {len(self.actions)} rows of actions for {self.placement.ranks} ranks"
+            )
+        check(self.name, self.table)
+
+    @cached_property
+    def table(self) -> Table:
+        """The cells in flat arrays."""
+        return Table(self.placement, self.microbatches, self.actions)
+
+    @property
+    def ranks(self) -> int:
+        """Number of pipeline ranks."""
+        return self.placement.ranks
+
+    @property
+    def chunks(self) -> int:
+        """Stages of each rank."""
+        return self.placement.chunks
+
+    @property
+    def stages(self) -> int:
+        """Stages of the whole pipeline."""
+        return self.placement.stages
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether any microbatch is run backward."""
+        return Op.B.code in self.table.code or Op.I.code in self.table.code
+
+    @property
+    def has_messages(self) -> bool:
+        """Whether sends and receives are in place."""
+        return self.table.has_messages
+
+    @property
+    def has_sharding(self) -> bool:
+        """Whether UNSHARD, RESHARD or REDUCE_GRAD are in place."""
+        return self.table.has_sharding
+
+    def only(self, ops: Collection[Op]) -> Schedule:
+        """The same orders with nothing but `ops`; still validated."""
+        kept = frozenset(ops)
+        rows = tuple(tuple(action for action in row if action.op in kept) for row in self.actions)
+        return Schedule(self.name, self.placement, self.microbatches, rows)
+
+    def compute_only(self) -> Schedule:
+        """Without messages and sharding actions."""
+        return self.only(COMPUTE)
+
+    def forward_only(self) -> Schedule:
+        """The forward part, for evaluation: F with its messages, and UNSHARD and RESHARD around at least one F."""
+        rows = tuple(_forward_row(row) for row in self.actions)
+        return Schedule(self.name, self.placement, self.microbatches, rows)
+
+    def __str__(self) -> str:
+        sizes = f"{self.placement.kind}, ranks {self.ranks}, chunks {self.chunks}, microbatches {self.microbatches}"
+        return f"{self.name}: {sizes}"
+
+
+_FORWARD = frozenset({Op.F, Op.SEND_F, Op.RECV_F, Op.UNSHARD, Op.RESHARD})
+
+
+def _forward_row(row: tuple[Action, ...]) -> tuple[Action, ...]:
+    """The forward part of one rank. An UNSHARD ... RESHARD pair that then holds no F goes too."""
+    empty: set[int] = set()
+    opened: dict[int, int] = {}
+    for step, action in enumerate(row):
+        if action.op is Op.UNSHARD:
+            opened[action.stage] = step
+        elif action.op is Op.F:
+            opened.pop(action.stage, None)
+        elif action.op is Op.RESHARD and action.stage in opened:
+            empty |= {opened.pop(action.stage), step}
+    empty |= set(opened.values())
+    return tuple(action for step, action in enumerate(row) if action.op in _FORWARD and step not in empty)

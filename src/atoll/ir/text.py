@@ -1,0 +1,87 @@
+"""Schedules as text: our grid, and torch.distributed.pipelining's CSV. Both ways."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+
+from atoll.errors import ScheduleError
+from atoll.ir.action import Action
+from atoll.ir.draw import IDLE, layout_rows
+from atoll.ir.placement import KINDS, Kind, Placement
+from atoll.ir.schedule import Rows, Schedule
+
+_HEADER = re.compile(r"# (.+): (line|loop|v), ranks (\d+), chunks (\d+), microbatches (\d+)")
+
+
+def to_text(schedule: Schedule) -> str:
+    """A header and a row of actions a rank, in columns of equal cost where nothing but compute is in it.
+
+        # gpipe: line, ranks 2, chunks 1, microbatches 2
+        0F0 0F1 .   .   0B0 0B1
+        .   1F0 1F1 1B0 1B1
+    """  # fmt: skip
+    rows = layout_rows(schedule, str)
+    width = max(len(cell) for row in rows for cell in row)
+    lines = [f"# {schedule}"] + [" ".join(cell.ljust(width) for cell in row).rstrip() for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def from_text(text: str) -> Schedule:
+    """What `to_text` wrote. Raises ScheduleError for another header, another cell, or an order that breaks a law."""
+    lines = [line.strip() for line in text.strip().splitlines()]
+    match = _HEADER.fullmatch(lines[0]) if lines else None
+    if match is None:
+        raise ScheduleError("the text of a schedule begins with a line such as "
+                            "'# 1f1b: line, ranks 4, chunks 1, microbatches 8'")  # fmt: skip
+    name, kind, ranks, chunks, microbatches = match.groups()
+    placement = Placement(_kind(kind), int(ranks), int(chunks))
+    rows = tuple(_parse_row(rank, line.split()) for rank, line in enumerate(lines[1:]))
+    return Schedule(name, placement, int(microbatches), rows)
+
+
+def to_csv(schedule: Schedule) -> str:
+    """torch's format: a line a rank, actions separated by commas."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([str(action) for action in row] for row in schedule.actions)
+    return text.getvalue()
+
+
+def from_csv(text: str, *, name: str = "csv", placement: Placement | None = None) -> Schedule:
+    """Reads torch's format, compute-only or lowered; empty cells are skipped.
+
+    The format has no header: without `placement` the first that fits the stages of each row is taken (line, v, loop),
+    and the number of microbatches is the largest one named. Raises ScheduleError where none fits.
+    """
+    lines = [line for line in csv.reader(io.StringIO(text)) if line]
+    rows = tuple(_parse_row(rank, line) for rank, line in enumerate(lines))
+    if not any(rows):
+        raise ScheduleError("the CSV of a schedule has a line of actions a rank, and this one has no action")
+    microbatches = 1 + max((action.microbatch or 0) for row in rows for action in row)
+    return Schedule(name, placement or _placement_of(rows), microbatches, rows)
+
+
+def _placement_of(rows: Rows) -> Placement:
+    seen = [{action.stage for action in row} for row in rows]
+    ranks = len(rows)
+    chunks = max(len(stages) for stages in seen)
+    for kind in ("line", "v", "loop"):
+        if chunks != {"line": 1, "v": 2}.get(kind, chunks):
+            continue
+        placement = Placement(_kind(kind), ranks, chunks)
+        if all(stages <= set(placement.stages_of(rank)) for rank, stages in enumerate(seen)):
+            return placement
+    found = "; ".join(f"rank {rank}: {', '.join(map(str, sorted(stages)))}" for rank, stages in enumerate(seen))
+    raise ScheduleError(f"no placement ({', '.join(KINDS)}) puts these stages on these ranks: {found}")
+
+
+def _parse_row(rank: int, cells: list[str]) -> tuple[Action, ...]:
+    try:
+        return tuple(Action.parse(cell) for cell in cells if cell.strip() not in ("", IDLE))
+    except ScheduleError as error:
+        raise ScheduleError(f"rank {rank}: {error}") from None
+
+
+def _kind(text: str) -> Kind:
+    return next(kind for kind in KINDS if kind == text)

@@ -1,0 +1,332 @@
+"""The laws of schedules. Each is a function Table -> violations; all are checked, always, when a schedule is built.
+
+A schedule may be forward-only, compute-only, or lowered: a law about actions that are absent holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from atoll.errors import ScheduleError
+from atoll.ir.action import COMPUTE_CODES, MICROBATCH_CODES, Action, Op
+from atoll.ir.table import RECV_B, RECV_F, REDUCE_GRAD, RESHARD, SEND_B, SEND_F, UNSHARD, B, F, I, Table, W
+
+DRAWN = 5
+"""Violations whose cells are drawn; all are listed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """A broken law: what is wrong, a detail, and the cells (None: the cell is what is missing)."""
+
+    law: str
+    message: str
+    cell: int | None = None
+    detail: str = ""
+    needed: tuple[int, ...] = ()
+
+
+def at_home(table: Table) -> list[Violation]:
+    """Every action is of a stage of its rank, of a microbatch of the step, and written as its op wants."""
+    found = []
+    for cell in table.strays:
+        action, rank = table.cells[cell], table.rank[cell]
+        stages = table.placement.stages_of(rank)
+        if action.stage not in stages:
+            problem = f"{action} is not of this rank"
+        elif action.op.is_sharding:
+            problem = f"{action} has a microbatch, {action.op} is of a whole stage"
+        else:
+            problem = f"{action} has a microbatch outside 0 to {table.microbatches - 1}"
+        detail = f"rank {rank} runs stage(s) {', '.join(map(str, stages))}"
+        found.append(Violation("at home", problem, cell, detail))
+    return found
+
+
+def no_repeats(table: Table) -> list[Violation]:
+    """An action with a microbatch comes at most once."""
+    return [
+        Violation(
+            "no repeats",
+            f"{table.cells[cell]} comes twice",
+            cell,
+            f"it runs at step {table.step(first)} already",
+            (first,),
+        )
+        for cell, first in table.repeats
+    ]
+
+
+def one_forward(table: Table) -> list[Violation]:
+    """Each stage runs each microbatch forward."""
+    return [
+        Violation("one forward", f"rank {_rank(table, key)} never runs {_name(table, key, Op.F)}")
+        for key, cell in enumerate(table.at[F])
+        if cell < 0
+    ]
+
+
+def whole_backward(table: Table) -> list[Violation]:
+    """A microbatch runs backward on every stage or on none: B, or I and W, never both."""
+    full, inputs, weights = table.at[B], table.at[I], table.at[W]
+    size, found = table.microbatches, []
+    runs_backward = [False] * size
+    for key in range(len(full)):
+        if full[key] >= 0 or inputs[key] >= 0 or weights[key] >= 0:
+            runs_backward[key % size] = True
+    for key in range(len(full)):
+        i, w, b = inputs[key], weights[key], full[key]
+        if b >= 0 and (i >= 0 or w >= 0):
+            other = i if i >= 0 else w
+            problem = f"{table.cells[b]} is a full backward, and {table.cells[other]} repeats a part of it"
+            found.append(Violation("whole backward", problem, b, "needs either B, or I and W", (other,)))
+        elif b < 0 and (i >= 0) != (w >= 0):
+            cell = max(i, w)
+            absent = _name(table, key, Op.W if i >= 0 else Op.I)
+            found.append(Violation("whole backward", f"{table.cells[cell]} has no {absent}", cell, f"needs {absent}"))
+        elif b < 0 and i < 0 and runs_backward[key % size]:
+            problem = f"rank {_rank(table, key)} never runs {_name(table, key, Op.B)}"
+            found.append(Violation("whole backward", problem, None, "other stages run this microbatch backward"))
+    return found
+
+
+def order_on_rank(table: Table) -> list[Violation]:
+    """On its rank F comes before I or B, and I before W; between stages of one rank results come before their use."""
+    found = []
+    for key, forward in enumerate(table.at[F]):
+        for before, after in ((forward, table.gradient(key)), (table.at[I][key], table.at[W][key])):
+            if before > after >= 0:
+                problem = f"{table.cells[after]} runs before {table.cells[before]}"
+                found.append(Violation("order on rank", problem, after, _where(table, before), (before,)))
+    for cell, needed in enumerate(table.need):
+        if needed > cell and not table.crosses[cell]:
+            problem = f"{table.cells[cell]} runs before its input arrives"
+            found.append(Violation("order on rank", problem, cell, _where(table, needed), (needed,)))
+    return found
+
+
+def messages_complete(table: Table) -> list[Violation]:
+    """With messages: one send and one receive for every result that another rank uses, and no others.
+
+    The send comes after what it carries, the receive before what uses it.
+    """
+    if not table.has_messages:
+        return []
+    found: list[Violation] = []
+    wanted: set[int] = set()
+    size, places = table.microbatches, len(table.at[F])
+    for key in range(places - size):
+        if _rank(table, key) == _rank(table, key + size):
+            continue
+        below, above = key, key + size
+        forward = (table.at[F][below], table.at[SEND_F][below], table.at[RECV_F][above], table.at[F][above])
+        backward = (table.gradient(above), table.at[SEND_B][above], table.at[RECV_B][below], table.gradient(below))
+        for producer, sent, received, consumer in (forward, backward):
+            if producer >= 0 and consumer >= 0:
+                wanted |= {sent, received}
+                found += _message(table, producer, sent, received, consumer)
+    for cell, (code, key) in enumerate(zip(table.code, table.key, strict=True)):
+        is_message = COMPUTE_CODES <= code < MICROBATCH_CODES
+        if is_message and key >= 0 and table.at[code][key] == cell and cell not in wanted:
+            reason = "nothing is passed between ranks there"
+            found.append(Violation(_COMPLETE, f"{table.cells[cell]} is not needed", cell, reason))
+    return found
+
+
+_COMPLETE = "messages complete"
+
+
+def _message(table: Table, producer: int, sent: int, received: int, consumer: int) -> list[Violation]:
+    cells, found = table.cells, []
+    if sent < 0:
+        problem = f"the result of {cells[producer]} is never sent"
+        found.append(Violation(_COMPLETE, problem, producer, _who_needs(table, consumer), (consumer,)))
+    elif sent < producer:
+        problem = f"{cells[sent]} comes before what it carries"
+        found.append(Violation(_COMPLETE, problem, sent, _where(table, producer), (producer,)))
+    if received < 0:
+        problem = f"the input of {cells[consumer]} is never received"
+        found.append(Violation(_COMPLETE, problem, consumer, _where(table, producer), (producer,)))
+    elif received > consumer:
+        problem = f"{cells[consumer]} runs before its input arrives"
+        found.append(Violation(_COMPLETE, problem, consumer, _where(table, received), (received,)))
+    return found
+
+
+def messages_in_order(table: Table) -> list[Violation]:
+    """Receives of a directed pair of ranks, forward and backward together, are in the order of its sends."""
+    found = []
+    latest: dict[tuple[int, int], tuple[int, int]] = {}
+    for cell, code in enumerate(table.code):
+        sent = table.need[cell]
+        if code not in (RECV_F, RECV_B) or sent < 0:
+            continue
+        pair = (table.rank[sent], table.rank[cell])
+        last_sent, last_received = latest.get(pair, (-1, -1))
+        if sent < last_sent:
+            problem = f"{table.cells[cell]} comes after {table.cells[last_received]}, which is sent later"
+            needed = (last_received, sent, last_sent)
+            found.append(Violation("messages in order", problem, cell, _where(table, sent), needed))
+        else:
+            latest[pair] = (sent, cell)
+    return found
+
+
+def sharding_alternates(table: Table) -> list[Violation]:
+    """Of a stage that is opened or closed at all: UNSHARD and RESHARD alternate, and every F, I and B is inside."""
+    found = []
+    managed = {table.cells[cell].stage for cell, code in enumerate(table.code) if code in (UNSHARD, RESHARD)}
+    last: dict[int, int] = {}  # stage -> the cell that opened or closed it last
+    for cell, code in enumerate(table.code):
+        stage = table.cells[cell].stage
+        if stage not in managed:
+            continue
+        previous = last.get(stage)
+        is_open = previous is not None and table.code[previous] == UNSHARD
+        needed = () if previous is None else (previous,)
+        if code in (F, I, B) and not is_open:
+            problem = f"{table.cells[cell]} runs while its stage is closed"
+            detail = f"needs {stage}UNSHARD before it"
+            found.append(Violation("sharding alternates", problem, cell, detail, needed))
+        if code in (UNSHARD, RESHARD):
+            if is_open == (code == UNSHARD):
+                state = "open" if is_open else "closed"
+                problem = f"{table.cells[cell]} finds its stage {state} already"
+                found.append(Violation("sharding alternates", problem, cell, "", needed))
+            last[stage] = cell
+    return found
+
+
+def reductions_have_gradients(table: Table) -> list[Violation]:
+    """Of a stage that is reduced at all: REDUCE_GRAD follows a W or B that it reduces, and none is left unreduced."""
+    found = []
+    managed = {table.cells[cell].stage for cell, code in enumerate(table.code) if code == REDUCE_GRAD}
+    pending: dict[int, int] = {}  # stage -> its last W or B that nothing has reduced yet
+    for cell, code in enumerate(table.code):
+        stage = table.cells[cell].stage
+        if code in (W, B):
+            pending[stage] = cell
+        elif code == REDUCE_GRAD and pending.pop(stage, None) is None:
+            problem = f"{table.cells[cell]} has no gradient to reduce"
+            found.append(Violation("reductions have gradients", problem, cell, "needs a W or B since the last one"))
+    for stage, cell in pending.items():
+        if stage in managed:
+            problem = f"the gradients of {table.cells[cell]} are never reduced"
+            found.append(Violation("reductions have gradients", problem, cell, f"needs {stage}REDUCE_GRAD after it"))
+    return found
+
+
+def executable(table: Table) -> list[Violation]:
+    """Played with sends that never block and receives that do, every rank finishes."""
+    blocked = table.blocked()
+    if not blocked:
+        return []
+    first = {table.rank[cell]: cell for cell in blocked}
+    waits = [_waits_for(table, cell) for _, cell in sorted(first.items())]
+    cycle = _cycle(table, first)
+    names = " -> ".join(f"rank {table.rank[cell]}" for cell in (*cycle, cycle[0]))
+    problem = f"deadlock: {names}, each waiting for the next"
+    return [Violation("executable", problem, cycle[0], "; ".join(waits), tuple(blocked))]
+
+
+def _waits_for(table: Table, cell: int) -> str:
+    needed = table.need[cell]
+    awaited = f"{table.cells[needed]} of rank {table.rank[needed]}"
+    return f"rank {table.rank[cell]}: {table.cells[cell]} waits for {awaited}"
+
+
+def _cycle(table: Table, first: dict[int, int]) -> list[int]:
+    """The blocked cells that wait for each other. A rank with what a blocked one needs is itself blocked before it."""
+    path: list[int] = []
+    cell = min(first.values())
+    while cell not in path:
+        path.append(cell)
+        cell = first[table.rank[table.need[cell]]]
+    return path[path.index(cell) :]
+
+
+Law = Callable[[Table], list[Violation]]
+
+LAWS: tuple[Law, ...] = (
+    at_home,
+    no_repeats,
+    one_forward,
+    whole_backward,
+    order_on_rank,
+    messages_complete,
+    messages_in_order,
+    sharding_alternates,
+    reductions_have_gradients,
+    executable,
+)
+
+
+def violations(table: Table) -> list[Violation]:
+    """Every violation of every law."""
+    return [violation for law in LAWS for violation in law(table)]
+
+
+def check(name: str, table: Table) -> None:
+    """Raises one ScheduleError that lists all violations and draws the first few."""
+    found = violations(table)
+    if not found:
+        return
+    parts = [] if len(found) == 1 else [f"schedule {name!r} breaks {len(found)} laws"]
+    for number, violation in enumerate(found):
+        parts.append(_describe(table, violation) + ("\n\n" + excerpt(table, violation) if number < DRAWN else ""))
+    raise ScheduleError("\n\n".join(parts))
+
+
+def _describe(table: Table, violation: Violation) -> str:
+    cell = violation.cell
+    place = "" if cell is None else f"rank {table.rank[cell]}, step {table.step(cell)}: "
+    detail = f"\n  {violation.detail}" if violation.detail else ""
+    return f"{place}{violation.message}  [{violation.law}]{detail}"
+
+
+def excerpt(table: Table, violation: Violation, *, reach: int = 6) -> str:
+    """The grid around the violation's cells, by steps: marked cells in brackets, `reach` steps to either side."""
+    marked = [cell for cell in (violation.cell, *violation.needed) if cell is not None]
+    steps = [table.step(cell) for cell in marked] or [0]
+    ranks = sorted({table.rank[cell] for cell in marked}) or list(range(min(table.placement.ranks, 8)))
+    first, last = max(0, min(steps) - reach), max(steps) + reach
+    if last - first > 8 * reach:  # far apart: only the surroundings of the cell itself
+        first, last = max(0, steps[0] - reach), steps[0] + reach
+
+    def text(rank: int, step: int) -> str:
+        cell = table.offset[rank] + step
+        if cell >= table.offset[rank + 1]:
+            return ""
+        return f"[{table.cells[cell]}]" if cell in marked else str(table.cells[cell])
+
+    columns = range(first, 1 + min(last, max(table.offset[rank + 1] - table.offset[rank] for rank in ranks) - 1))
+    grid = [[text(rank, step) for step in columns] for rank in ranks]
+    widths = [max(len(str(step)), *(len(row[at]) for row in grid)) + 2 for at, step in enumerate(columns)]
+    lines = ["  step    " + "".join(str(step).ljust(width) for step, width in zip(columns, widths, strict=True))]
+    for rank, row in zip(ranks, grid, strict=True):
+        line = f"  rank {rank:<3}" + "".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        lines.append(line + _mark(table, violation, rank))
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _mark(table: Table, violation: Violation, rank: int) -> str:
+    if violation.cell is not None and table.rank[violation.cell] == rank:
+        return "  <-- here"
+    return "  <-- needed" if any(table.rank[cell] == rank for cell in violation.needed) else ""
+
+
+def _rank(table: Table, key: int) -> int:
+    return table.rank_of_stage[key // table.microbatches]
+
+
+def _name(table: Table, key: int, op: Op) -> str:
+    return str(Action(key // table.microbatches, op, key % table.microbatches))
+
+
+def _where(table: Table, cell: int) -> str:
+    return f"needs {table.cells[cell]}, which rank {table.rank[cell]} runs at step {table.step(cell)}"
+
+
+def _who_needs(table: Table, cell: int) -> str:
+    return f"needed by {table.cells[cell]}, which rank {table.rank[cell]} runs at step {table.step(cell)}"

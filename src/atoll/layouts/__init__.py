@@ -1,0 +1,65 @@
+"""Who keeps which part of the model state: levels, layouts, precision, nested shards, memory and traffic."""
+
+from atoll.layouts.accounting import (
+    Footprint,
+    PublishedMemory,
+    Segment,
+    Traffic,
+    footprint,
+    published_memory,
+    traffic,
+)
+from atoll.layouts.flat import Entry, FlatMap, Nest, Shape, Slice, boxes
+from atoll.layouts.layout import ALIASES, ALL, EFFECTIVE, Layout
+from atoll.layouts.level import (
+    GATHER_INTER,
+    GATHER_INTRA,
+    GATHER_PARAMETER,
+    REDUCE_GRADIENT,
+    REDUCE_INTER,
+    REDUCE_INTRA,
+    SYNC_GRADIENT,
+    SYNC_PARAMETER,
+    Axis,
+    Kind,
+    Level,
+    Move,
+    Moves,
+)
+from atoll.layouts.precision import ITEM_BYTES, PRESETS, Precision
+
+__all__ = [
+    "ALIASES",
+    "ALL",
+    "EFFECTIVE",
+    "GATHER_INTER",
+    "GATHER_INTRA",
+    "GATHER_PARAMETER",
+    "ITEM_BYTES",
+    "PRESETS",
+    "REDUCE_GRADIENT",
+    "REDUCE_INTER",
+    "REDUCE_INTRA",
+    "SYNC_GRADIENT",
+    "SYNC_PARAMETER",
+    "Axis",
+    "Entry",
+    "FlatMap",
+    "Footprint",
+    "Kind",
+    "Layout",
+    "Level",
+    "Move",
+    "Moves",
+    "Nest",
+    "Precision",
+    "PublishedMemory",
+    "Segment",
+    "Shape",
+    "Slice",
+    "Traffic",
+    "boxes",
+    "footprint",
+    "published_memory",
+    "traffic",
+]

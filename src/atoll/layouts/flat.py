@@ -1,0 +1,132 @@
+"""Which parameter lies where in a flat buffer, and which part of it a rank holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from atoll.layouts.level import Axis, Level
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Nest:
+    """A rank's place among the data-parallel ranks: group `i` of `inter`, rank `j` of `intra` in it."""
+
+    inter: int = 1
+    intra: int = 1
+    i: int = 0
+    j: int = 0
+
+    @property
+    def ranks(self) -> int:
+        """n, the number of data-parallel ranks."""
+        return self.inter * self.intra
+
+    def size(self, axis: Axis) -> int:
+        """Ranks along `axis`."""
+        return self.intra if axis is Axis.INTRA else self.inter
+
+    def index(self, axis: Axis) -> int:
+        """This rank's position along `axis`."""
+        return self.j if axis is Axis.INTRA else self.i
+
+    def range(self, level: Level, numel: int) -> range:
+        """Elements of a flat buffer of `numel` (a multiple of n) that this rank holds at `level`."""
+        if level is Level.N:
+            return range(numel)
+        if level is Level.I:
+            part = numel // self.intra
+            return range(self.j * part, (self.j + 1) * part)
+        part = numel // self.ranks
+        block = self.j * self.inter + self.i
+        return range(block * part, (block + 1) * part)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One parameter in a flat buffer: `numel` elements from `offset`."""
+
+    name: str
+    shape: Shape
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Elements `start`..`stop` of the flattened parameter `name` (of global `shape`), at `offset` of the holder."""
+
+    name: str
+    shape: Shape
+    start: int
+    stop: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class FlatMap:
+    """Parameters laid one after the other, then zeros up to `padded`, a multiple of n."""
+
+    entries: tuple[Entry, ...]
+    padded: int
+
+    @staticmethod
+    def build(named_shapes: Iterable[tuple[str, Shape]], multiple: int) -> FlatMap:
+        """Pack parameters in their order and pad to a multiple of `multiple` ranks."""
+        entries = []
+        offset = 0
+        for name, shape in named_shapes:
+            entries.append(Entry(name, tuple(shape), offset))
+            offset += math.prod(shape)
+        return FlatMap(tuple(entries), -(-offset // multiple) * multiple)
+
+    @property
+    def numel(self) -> int:
+        """Elements without padding."""
+        return sum(entry.numel for entry in self.entries)
+
+    def slices(self, held: range) -> tuple[Slice, ...]:
+        """The parameters' parts inside `held`, in order; offsets count from the start of `held`."""
+        parts = []
+        for entry in self.entries:
+            start = max(held.start, entry.offset)
+            stop = min(held.stop, entry.offset + entry.numel)
+            if start < stop:
+                at = (start - entry.offset, stop - entry.offset)
+                parts.append(Slice(entry.name, entry.shape, *at, offset=start - held.start))
+        return tuple(parts)
+
+
+def boxes(shape: Shape, start: int, stop: int) -> tuple[tuple[Shape, Shape], ...]:
+    """Cut elements `start`..`stop` of a row-major tensor into boxes, each (offsets, sizes), in order.
+
+    A matrix gives at most three: the rest of a row, whole rows, the beginning of a row.
+    """
+    if start >= stop:
+        return ()
+    if not shape:
+        return (((), ()),)
+    row = math.prod(shape[1:])
+    first, last = start // row, (stop - 1) // row
+    if len(shape) == 1:
+        return (((start,), (stop - start,)),)
+    if first == last:
+        inner = boxes(shape[1:], start - first * row, stop - first * row)
+        return tuple(((first, *offsets), (1, *sizes)) for offsets, sizes in inner)
+    found: list[tuple[Shape, Shape]] = []
+    whole_from, whole_to = -(-start // row), stop // row
+    if whole_from * row > start:
+        found.extend(boxes(shape, start, whole_from * row))
+    if whole_to > whole_from:
+        zeros = (0,) * (len(shape) - 1)
+        found.append(((whole_from, *zeros), (whole_to - whole_from, *shape[1:])))
+    if whole_to * row < stop:
+        found.extend(boxes(shape, whole_to * row, stop))
+    return tuple(found)

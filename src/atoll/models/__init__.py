@@ -1,0 +1,40 @@
+"""Models, and how they split into blocks."""
+
+from atoll.models.adapter import (
+    Adapter,
+    Batch,
+    Block,
+    DecoderAdapter,
+    SequentialAdapter,
+    adapter_for,
+    check_blocks,
+    reset_module,
+    token_cross_entropy,
+)
+from atoll.models.decoder import Decoder, DecoderConfig
+from atoll.models.initialise import (
+    initial_values,
+    initialise_block,
+    initialise_model,
+    name_seed,
+    shared_parameters,
+)
+
+__all__ = [
+    "Adapter",
+    "Batch",
+    "Block",
+    "Decoder",
+    "DecoderAdapter",
+    "DecoderConfig",
+    "SequentialAdapter",
+    "adapter_for",
+    "check_blocks",
+    "initial_values",
+    "initialise_block",
+    "initialise_model",
+    "name_seed",
+    "reset_module",
+    "shared_parameters",
+    "token_cross_entropy",
+]

@@ -1,0 +1,265 @@
+"""How a model splits into blocks, computes its loss and starts.
+
+A stage is a run of consecutive blocks. Whatever the runtime knows of a model, it knows through an `Adapter`:
+
+    blocks()      the whole model in the order of execution; each parameter lies in one block, or is one object
+                  shared by several
+    forward()     some consecutive blocks; between two blocks passes one tensor
+    loss()        a sum over the tokens that count: the runtime divides by the step's tokens, once
+    initialise()  the initial values of one module's own parameters
+
+A model brings its own adapter by a method `atoll_adapter()`; the built-in decoder and `nn.Sequential` need none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from atoll.errors import PlanError
+from atoll.models.decoder import Decoder
+
+Batch = Mapping[str, Any]
+"""Tensors (or arrays) by name, at least `input_ids` and `labels`, both [B, S]; a label of -100 does not count."""
+
+SequentialLoss = Callable[[Tensor, Batch], Tensor]
+"""(outputs, batch) -> the loss summed over whatever counts."""
+
+IGNORED_LABEL = -100
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A module that is never split between stages, and its qualified name in the model."""
+
+    name: str
+    module: nn.Module
+
+    def named_modules(self) -> Iterable[tuple[str, nn.Module]]:
+        """The block's modules with their qualified names in the model, parents first; one used twice comes twice."""
+        for name, module in self.module.named_modules(remove_duplicate=False):
+            yield (f"{self.name}.{name}" if name else self.name), module
+
+    def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
+        """The block's parameters with their qualified names in the model; one used twice comes twice."""
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            yield f"{self.name}.{name}", parameter
+
+
+@runtime_checkable
+class Adapter(Protocol):
+    """What the runtime asks of a model."""
+
+    def blocks(self) -> Sequence[Block]:
+        """The whole model in the order of execution."""
+        ...
+
+    def forward(self, first: int, last: int, hidden: Tensor | None, batch: Batch) -> Tensor:
+        """Run blocks first..last-1. `hidden` is None for block 0; with the model's last block, gives the logits.
+
+        Modules are called as `module(...)`, so that hooks on a block fire.
+        """
+        ...
+
+    def loss(self, logits: Tensor, batch: Batch) -> Tensor:
+        """The SUM of the losses of the tokens that count, in fp32 (fp64 for fp64 logits)."""
+        ...
+
+    def initialise(self, module: nn.Module, generator: torch.Generator) -> None:
+        """Set the module's own parameters and buffers, not its children's, drawing from `generator`."""
+        ...
+
+
+def token_cross_entropy(logits: Tensor, batch: Batch) -> Tensor:
+    """Cross-entropy summed over the labels that are not -100, in fp32 (fp64 for fp64 logits).
+
+    logits [B, S, vocabulary], labels [B, S].
+    """
+    precise = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    labels = torch.as_tensor(batch["labels"], device=logits.device)
+    return F.cross_entropy(
+        logits.flatten(0, -2).to(precise), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
+    )
+
+
+def run_blocks(blocks: Sequence[Block], first: int, last: int, hidden: Tensor) -> Tensor:
+    """Feed `hidden` (for block 0: the model's input) through blocks first..last-1."""
+    if not 0 <= first < last <= len(blocks):
+        raise PlanError(f"blocks {first}..{last - 1} do not exist: the model has {len(blocks)}, counted from 0")
+    for block in blocks[first:last]:
+        hidden = block.module(hidden)
+    return hidden
+
+
+def _entry(blocks: Sequence[Block], first: int, hidden: Tensor | None, batch: Batch) -> Tensor:
+    """What goes into block `first`: the batch's token ids for block 0, the hidden state for the others."""
+    if first == 0:
+        if hidden is not None:
+            raise PlanError(f"block 0 ({blocks[0].name!r}) reads the batch, but was also given a hidden state")
+        key = "input_ids" if "input_ids" in batch else "inputs"
+        if key not in batch:
+            raise PlanError(f"the batch has neither 'input_ids' nor 'inputs', only {', '.join(sorted(batch)) or '-'}")
+        return torch.as_tensor(batch[key])
+    if hidden is None:
+        raise PlanError(f"block {first} ({blocks[first].name!r}) needs the hidden state of block {first - 1}, got none")
+    return hidden
+
+
+class DecoderAdapter:
+    """The built-in decoder: blocks `embed`, `layers.0` ..., `head`."""
+
+    def __init__(self, model: Decoder) -> None:
+        self.model = model
+        layers = [Block(f"layers.{index}", layer) for index, layer in enumerate(model.layers)]
+        self._blocks = (Block("embed", model.embed), *layers, Block("head", model.head))
+        check_blocks(self._blocks, model)
+
+    def blocks(self) -> Sequence[Block]:
+        """embed, the layers, head."""
+        return self._blocks
+
+    def forward(self, first: int, last: int, hidden: Tensor | None, batch: Batch) -> Tensor:
+        """Run blocks first..last-1."""
+        return run_blocks(self._blocks, first, last, _entry(self._blocks, first, hidden, batch))
+
+    def loss(self, logits: Tensor, batch: Batch) -> Tensor:
+        """Cross-entropy summed over the tokens that count."""
+        return token_cross_entropy(logits, batch)
+
+    def initialise(self, module: nn.Module, generator: torch.Generator) -> None:
+        """Norms start at one, linear and embedding weights normal; see `DecoderConfig.initial_std`."""
+        config = self.model.config
+        match module:
+            case nn.RMSNorm():
+                nn.init.ones_(module.weight)
+            case nn.Linear() | nn.Embedding():
+                residual = any(module in (layer.attention.output, layer.feed_forward.down) for layer in self._layers())
+                shrink = math.sqrt(2 * config.layers) if residual else 1.0
+                nn.init.normal_(module.weight, std=config.initial_std / shrink, generator=generator)
+            case _ if any(True for _ in module.parameters(recurse=False)):
+                raise PlanError(f"the decoder has no initial values for a {type(module).__name__}")
+
+    def _layers(self) -> Iterable[Any]:
+        return self.model.layers
+
+
+class SequentialAdapter:
+    """Any `nn.Sequential`: each of its modules is a block.
+
+    The first takes `batch["input_ids"]` (or `batch["inputs"]`), the last gives the logits or outputs. `loss` takes
+    (outputs, batch) and gives a SUM; without one, outputs are logits [B, S, vocabulary] of `batch["labels"]`.
+    Modules start by their own `reset_parameters`.
+    """
+
+    def __init__(self, model: nn.Sequential, loss: SequentialLoss = token_cross_entropy) -> None:
+        self.model = model
+        self._loss = loss
+        top = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if name]
+        self._blocks = tuple(Block(name, module) for name, module in top if "." not in name)
+        if not self._blocks:
+            raise PlanError("an empty nn.Sequential has no blocks: give it at least one module")
+        check_blocks(self._blocks, model)
+        _check_meta_buffers(model)
+
+    def blocks(self) -> Sequence[Block]:
+        """The modules of the nn.Sequential."""
+        return self._blocks
+
+    def forward(self, first: int, last: int, hidden: Tensor | None, batch: Batch) -> Tensor:
+        """Run blocks first..last-1."""
+        return run_blocks(self._blocks, first, last, _entry(self._blocks, first, hidden, batch))
+
+    def loss(self, logits: Tensor, batch: Batch) -> Tensor:
+        """The loss that was given, or token cross-entropy; summed."""
+        return self._loss(logits, batch)
+
+    def initialise(self, module: nn.Module, generator: torch.Generator) -> None:
+        """The module's own `reset_parameters`; see `reset_module`."""
+        reset_module(module, generator)
+
+
+def reset_module(module: nn.Module, generator: torch.Generator) -> None:
+    """Call the module's `reset_parameters` with the global CPU generator seeded from `generator`.
+
+    The global generator is put back afterwards. A module that has parameters of its own and no `reset_parameters`
+    raises PlanError; one without parameters is left as it is built.
+    """
+    reset = getattr(module, "reset_parameters", None)
+    if callable(reset):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(generator.initial_seed())
+            reset()
+        return
+    own = [name for name, _ in module.named_parameters(recurse=False)]
+    if own:
+        raise PlanError(
+            f"{type(module).__name__} has parameters ({', '.join(own)}) and no reset_parameters(): "
+            "add that method, or give the model an adapter whose initialise() sets them"
+        )
+
+
+def _check_meta_buffers(model: nn.Module) -> None:
+    """Refuse buffers whose values are lost because they were built on meta and nothing sets them again."""
+    lost = [
+        f"{name}.{key}" if name else key
+        for name, module in model.named_modules()
+        for key, buffer in module.named_buffers(recurse=False)
+        if buffer.is_meta and not callable(getattr(module, "reset_parameters", None))
+    ]
+    if lost:
+        raise PlanError(
+            f"buffers built on the meta device that nothing sets: {', '.join(lost)}; build the model on the CPU, or "
+            "give their modules a reset_parameters() that sets them"
+        )
+
+
+def check_blocks(blocks: Sequence[Block], model: nn.Module) -> None:
+    """Raise PlanError unless the blocks are the model's, named apart, and hold every parameter."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    problems = []
+    names = [block.name for block in blocks]
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated:
+        problems.append(f"block names used twice: {', '.join(repeated)}")
+    strangers = [block.name for block in blocks if modules.get(block.name) is not block.module]
+    if strangers:
+        problems.append(f"blocks that are not the model's module of that name: {', '.join(strangers)}")
+
+    held = {id(parameter) for block in blocks for _, parameter in block.named_parameters()}
+    missing = [name for name, parameter in model.named_parameters() if id(parameter) not in held]
+    if missing:
+        problems.append(f"parameters that lie in no block: {', '.join(missing)}; move them into a module of a block")
+    if problems:
+        raise PlanError(f"{type(model).__name__} does not split into its blocks:\n  " + "\n  ".join(problems))
+
+
+def adapter_for(model: object) -> Adapter:
+    """The adapter of a model: its own, or the one that fits its class; an adapter is returned as it is."""
+    own = getattr(model, "atoll_adapter", None)
+    if callable(own):
+        adapter = own()
+        if not isinstance(adapter, Adapter):
+            raise PlanError(
+                f"{type(model).__name__}.atoll_adapter() gave a {type(adapter).__name__}, which is not an Adapter: "
+                "it needs the methods blocks, forward, loss and initialise"
+            )
+        if isinstance(model, nn.Module):
+            check_blocks(adapter.blocks(), model)
+        return adapter
+    match model:
+        case Adapter():
+            return model
+        case Decoder():
+            return DecoderAdapter(model)
+        case nn.Sequential():
+            return SequentialAdapter(model)
+    raise PlanError(
+        f"no adapter for a {type(model).__name__}: it is neither atoll.models.Decoder nor nn.Sequential. Give the "
+        "model a method atoll_adapter() that returns an atoll.models.Adapter (blocks, forward, loss, initialise)"
+    )

@@ -1,0 +1,116 @@
+"""Initial weights that depend on the seed and on names, and on nothing else.
+
+Each module draws from a generator of its own, seeded from (seed, qualified name), in fp32 on the CPU; the values are
+then copied to where and what the parameter is. So a stage equals the whole model bit for bit, whichever blocks, layout
+or device it has, and a bf16 or fp64 model starts from the values of the fp32 one.
+
+[Note: shared parameters start by their first use]
+A parameter with several names takes the values of its first name in the model's order, also on a stage that does not
+own the block of that first name. Moving a model off the meta device may break the identity by which sharing is seen:
+take `shared_parameters(adapter)` before, and pass it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from atoll.errors import PlanError
+from atoll.models.adapter import Adapter, Block
+
+
+def name_seed(seed: int, name: str) -> int:
+    """A 63-bit seed from (seed, name), the same on every machine, process and Python version."""
+    digest = hashlib.sha256(f"{seed}\0{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def shared_parameters(adapter: Adapter) -> dict[str, str]:
+    """Each later name of a shared parameter -> the name of its first use, in the model's order."""
+    first_names: dict[int, str] = {}
+    later: dict[str, str] = {}
+    for block in adapter.blocks():
+        for name, parameter in block.named_parameters():
+            first = first_names.setdefault(id(parameter), name)
+            if first != name:
+                later[name] = first
+    return later
+
+
+def initialise_block(adapter: Adapter, block: Block, seed: int, *, shared: Mapping[str, str] | None = None) -> None:
+    """Set every parameter of a block, children before parents, from (seed, qualified name).
+
+    The block's parameters may be of any dtype and on any device; on meta they stay without values.
+    shared: later name -> first name of shared parameters, where the model's identities no longer show it.
+    """
+    names = shared_parameters(adapter) if shared is None else shared
+    modules = {name: module for each in adapter.blocks() for name, module in each.named_modules()}
+    for module_name, module in reversed(list(block.named_modules())):
+        values = initial_values(adapter, module, seed, name=module_name)
+        for name, parameter in module.named_parameters(recurse=False):
+            first = names.get(f"{module_name}.{name}")
+            value = values[name] if first is None else _first_use(adapter, modules, seed, first)
+            with torch.no_grad():
+                parameter.copy_(value)
+
+
+def initialise_model(adapter: Adapter, seed: int) -> None:
+    """Set every parameter of the whole model."""
+    shared = shared_parameters(adapter)
+    for block in adapter.blocks():
+        initialise_block(adapter, block, seed, shared=shared)
+
+
+def initial_values(adapter: Adapter, module: nn.Module, seed: int, *, name: str) -> dict[str, Tensor]:
+    """The initial values of a module's own parameters, fp32 on the CPU, by their names in the module.
+
+    Buffers are set in place. The module's parameters are untouched, so they may be on meta, sharded or of any dtype.
+    """
+    generator = torch.Generator().manual_seed(name_seed(seed, name))
+    with _drawn_in_fp32(module) as drafts, torch.no_grad():
+        try:
+            adapter.initialise(module, generator)
+        except PlanError as error:
+            raise PlanError(f"module {name!r} cannot be initialised: {error}") from error
+        unset = [key for key, draft in drafts.items() if torch.isnan(draft).any()]
+        if unset:
+            raise PlanError(
+                f"module {name!r} ({type(module).__name__}): its initialisation leaves {', '.join(unset)} without "
+                "values; set every parameter of the module in reset_parameters(), or in the adapter's initialise()"
+            )
+        return {key: draft.detach() for key, draft in drafts.items()}
+
+
+def _first_use(adapter: Adapter, modules: Mapping[str, nn.Module], seed: int, parameter_name: str) -> Tensor:
+    """The value of a shared parameter, as the module of its first name draws it.
+
+    See [Note: shared parameters start by their first use].
+    """
+    module_name, _, name = parameter_name.rpartition(".")
+    if module_name not in modules:
+        raise PlanError(f"shared parameter {parameter_name!r} has its first use in no block of the model")
+    return initial_values(adapter, modules[module_name], seed, name=module_name)[name]
+
+
+@contextmanager
+def _drawn_in_fp32(module: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
+    """Put fp32 CPU drafts in the place of a module's own parameters, and the parameters back at the end.
+
+    Drafts start as NaN, so that one which nothing sets is seen.
+    """
+    originals = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+    drafts = {
+        name: nn.Parameter(torch.full(original.shape, torch.nan, dtype=torch.float32, device="cpu"))
+        for name, original in originals.items()
+    }
+    try:
+        for name, draft in drafts.items():
+            setattr(module, name, draft)
+        yield drafts
+    finally:
+        for name, original in originals.items():
+            setattr(module, name, original)

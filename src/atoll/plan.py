@@ -1,0 +1,151 @@
+"""The record that the engine executes and the planner produces."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from atoll.errors import PlanError
+from atoll.ir import Schedule
+from atoll.layouts import Layout, Nest, Precision
+
+RECOMPUTE = ("none", "block", "selective")
+
+
+@dataclass(frozen=True, slots=True)
+class MeshShape:
+    """Ranks along each mesh axis, outermost first."""
+
+    pipeline: int = 1
+    inter: int = 1
+    intra: int = 1
+    tensor: int = 1
+
+    def __post_init__(self) -> None:
+        for axis, size in self.sizes.items():
+            if size < 1:
+                raise PlanError(f"mesh axis {axis!r} has {size} ranks; every axis needs at least 1")
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Axis name -> ranks, outermost first."""
+        return {"pp": self.pipeline, "inter": self.inter, "intra": self.intra, "tp": self.tensor}
+
+    @property
+    def data(self) -> int:
+        """Data-parallel ranks, inter * intra."""
+        return self.inter * self.intra
+
+    @property
+    def world(self) -> int:
+        """All ranks."""
+        return self.pipeline * self.data * self.tensor
+
+    def place(self, rank: int) -> Place:
+        """Where the world rank `rank` sits."""
+        if not 0 <= rank < self.world:
+            raise PlanError(f"rank {rank} is outside a mesh of {self.world} ranks {self.sizes}")
+        rest, tp = divmod(rank, self.tensor)
+        rest, intra = divmod(rest, self.intra)
+        pp, inter = divmod(rest, self.inter)
+        return Place(self, pp=pp, inter=inter, intra=intra, tp=tp)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One rank's coordinates in a mesh."""
+
+    mesh: MeshShape
+    pp: int
+    inter: int
+    intra: int
+    tp: int
+
+    @property
+    def coordinates(self) -> dict[str, int]:
+        """Axis name -> position, outermost first."""
+        return {"pp": self.pp, "inter": self.inter, "intra": self.intra, "tp": self.tp}
+
+    @property
+    def rank(self) -> int:
+        """The world rank."""
+        rank = 0
+        for axis, size in self.mesh.sizes.items():
+            rank = rank * size + self.coordinates[axis]
+        return rank
+
+    @property
+    def data(self) -> int:
+        """Data-parallel rank: takes the `data`-th run of consecutive microbatches."""
+        return self.inter * self.mesh.intra + self.intra
+
+    @property
+    def nest(self) -> Nest:
+        """The place among the data-parallel ranks."""
+        return Nest(self.mesh.inter, self.mesh.intra, self.inter, self.intra)
+
+    def peers(self, axis: str) -> tuple[int, ...]:
+        """World ranks along `axis` through this one, in order; this rank is at its own coordinate."""
+        found = []
+        for position in range(self.mesh.sizes[axis]):
+            coordinates = {**self.coordinates, axis: position}
+            found.append(Place(self.mesh, **coordinates).rank)
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to run: mesh, layout, schedule, precision, recompute and microbatches.
+
+    microbatch: samples of one microbatch. Microbatches a rank and step: `schedule.microbatches`.
+    residency: how long gathered parameters stay whole; `unit` = inside one action.
+    """
+
+    mesh: MeshShape
+    layout: Layout
+    schedule: Schedule
+    microbatch: int
+    precision: Precision = field(default_factory=lambda: Precision.preset("fp32"))
+    residency: str = "unit"
+    recompute: str = "none"
+
+    def __post_init__(self) -> None:
+        if self.schedule.ranks != self.mesh.pipeline:
+            raise PlanError(
+                f"schedule {self.schedule.name!r} is for {self.schedule.ranks} pipeline ranks, the mesh has "
+                f"{self.mesh.pipeline}; build the schedule for the mesh"
+            )
+        if self.microbatch < 1:
+            raise PlanError(f"microbatch = {self.microbatch}; a microbatch needs at least one sample")
+        if self.recompute not in RECOMPUTE:
+            raise PlanError(f"recompute = {self.recompute!r}; known: {', '.join(RECOMPUTE)}")
+        if self.residency != "unit":
+            raise PlanError(f"residency = {self.residency!r}; known: unit")
+
+    @property
+    def global_batch(self) -> int:
+        """Samples a step over all ranks."""
+        return self.microbatch * self.schedule.microbatches * self.mesh.data
+
+
+def split_blocks(blocks: int, stages: int) -> tuple[range, ...]:
+    """Cut `blocks` = embedding, layers, head into `stages` contiguous runs with layers spread evenly.
+
+    The first run takes the embedding and the last the head; earlier runs get the extra layers of an uneven split
+    except that the last is never the one to get more.
+    """
+    layers = blocks - 2
+    if stages > max(layers, 1):
+        raise PlanError(
+            f"{stages} stages for {layers} layers: each stage needs at least one layer; use at most {layers} stages "
+            f"(pipeline x chunks) or a deeper model"
+        )
+    if stages == 1:
+        return (range(blocks),)
+    base, extra = divmod(layers, stages)
+    runs = []
+    start = 0
+    for stage in range(stages):
+        count = base + (stage < extra) + (stage == 0) + (stage == stages - 1)
+        runs.append(range(start, start + count))
+        start += count
+    return tuple(runs)

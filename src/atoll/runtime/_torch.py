@@ -1,0 +1,38 @@
+"""Every private name of torch that Atoll relies on, each with its reason.
+
+Private names may change in any release of torch. They are expected in the versions of `TORCH`
+and were tried with 2.13; a test compares the range with the installed torch and exercises each name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+TORCH = ("2.11", "2.14")
+"""The first minor version of torch in which the names are expected, and the first in which they must be looked up."""
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+
+CHECKPOINT_RECORDS: Mapping[tuple[str, str], str] = MappingProxyType(
+    {
+        (_METADATA, "Metadata"): "the root of `.metadata`",
+        (_METADATA, "TensorStorageMetadata"): "one tensor: properties, size, chunks",
+        (_METADATA, "BytesStorageMetadata"): "a pickled object; recognised to be refused by name",
+        (_METADATA, "TensorProperties"): "dtype of a tensor",
+        (_METADATA, "_MEM_FORMAT_ENCODING"): "private: how TensorProperties pickles a memory format",
+        (_METADATA, "ChunkStorageMetadata"): "offsets and sizes of one box",
+        (_METADATA, "MetadataIndex"): "key of the storage table: name and offset",
+        (_METADATA, "StorageMeta"): "where and by whom it was written; not used",
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): "private: file, offset and length of one box",
+        ("torch", "Size"): "a shape",
+        ("torch.serialization", "_get_layout"): "private: how torch.layout pickles",
+        ("pathlib", "PosixPath"): "StorageMeta.checkpoint_id of checkpoints written by plain torch",
+        ("pathlib._local", "PosixPath"): "the same, from Python 3.13 on",
+    }
+)
+"""Names that may occur in a Distributed Checkpoint's `.metadata` pickle.
+
+They are names in a file: reading never imports them, each becomes an inert record
+(`runtime/checkpoint/metadata.py`). Anything else is refused.
+"""

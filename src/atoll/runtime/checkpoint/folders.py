@@ -1,0 +1,195 @@
+"""Where checkpoints lie, and how one appears, is replaced and goes: always by a rename.
+
+    <root>/step-000100/              a checkpoint: *.distcp, .metadata, state.json (written last)
+    <root>/latest                    the name of the newest one
+    <root>/.saving-step-000200/      being written; if its process died, the next save removes it
+    <root>/.replaced-step-000100/    a good one between two renames; counts until step-000100 is back
+    <root>/.removing-step-000050/    being deleted
+
+No torch here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from atoll.errors import CheckpointError
+
+STATE = "state.json"
+METADATA = ".metadata"
+LATEST = "latest"
+FORMAT_VERSION = 1
+
+_STEP = re.compile(r"step-\d+")
+_SAVING, _REPLACED, _REMOVING = ".saving-", ".replaced-", ".removing-"
+
+
+def step_folder(root: Path, step: int) -> Path:
+    """The folder of the checkpoint taken after `step` steps."""
+    return root / f"step-{step:06d}"
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether a save into `folder` came to its end."""
+    unfinished = folder.name.startswith((_SAVING, _REMOVING))
+    return not unfinished and (folder / METADATA).is_file() and (folder / STATE).is_file()
+
+
+def latest(root: Path) -> Path | None:
+    """The checkpoint that `latest` names; if that is not complete, the complete one of the highest step."""
+    found = _complete_steps(root)
+    try:
+        named = (root / LATEST).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        named = ""
+    if named in found:
+        return found[named]
+    return found[max(found, key=_step)] if found else None
+
+
+def prune(root: Path, keep: int) -> None:
+    """Delete all but the `keep` newest checkpoints and the one that `latest` names. Call it on one rank."""
+    if keep < 1:
+        raise CheckpointError(f"checkpoints to keep: {keep}; at least 1")
+    newest = latest(root)
+    others = [path for path in _complete_steps(root).values() if path != newest]
+    found = sorted(others, key=lambda path: _step(path.name))
+    for folder in found[: max(0, len(found) - (keep - 1))]:
+        _remove(folder)
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """The JSON state of the checkpoint in `folder`.
+
+    Raises CheckpointError if there is no complete checkpoint or its state cannot be read.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"no checkpoint at {folder}")
+    if not is_complete(folder):
+        missing = [name for name in (METADATA, STATE) if not (folder / name).is_file()]
+        raise CheckpointError(
+            f"{folder} is not a complete checkpoint (without {', '.join(missing) or 'its end'}):"
+            " its save was interrupted; take an earlier one"
+        )
+    try:
+        document = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        version, state = document["version"], document["state"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder / STATE} cannot be read: {error}") from error
+    if version != FORMAT_VERSION or not isinstance(state, dict):
+        raise CheckpointError(f"{folder / STATE} has version {version!r}; this Atoll reads {FORMAT_VERSION}")
+    return state
+
+
+def encode_state(state: Mapping[str, Any]) -> bytes:
+    """`state` as the content of state.json. Raises CheckpointError for what JSON cannot say (NaN too)."""
+    try:
+        text = json.dumps({"version": FORMAT_VERSION, "state": dict(state)}, allow_nan=False, indent=1)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"the state of a checkpoint must be JSON without NaN or infinity: {error}") from error
+    return text.encode()
+
+
+def saving_folder(folder: Path) -> Path:
+    """Where the checkpoint `folder` is written before it gets its name."""
+    return folder.with_name(_SAVING + folder.name)
+
+
+def prepare(folder: Path) -> None:
+    """Clear what interrupted saves left beside `folder` and make its saving folder.
+
+    Raises CheckpointError if something else than a checkpoint has that name: a save would replace it.
+    """
+    if folder.exists() and not is_complete(folder) and not (folder.is_dir() and not any(folder.iterdir())):
+        raise CheckpointError(f"{folder} exists and is not a checkpoint; remove it or save elsewhere")
+    parent = folder.parent
+    parent.mkdir(parents=True, exist_ok=True)
+    for path in sorted(parent.iterdir()):
+        for prefix in (_SAVING, _REPLACED, _REMOVING):
+            name = path.name.removeprefix(prefix)
+            if name != path.name and (name == folder.name or _STEP.fullmatch(name)):
+                _clear(path, parent / name, prefix)
+    saving_folder(folder).mkdir()
+
+
+def publish(folder: Path, state: bytes) -> None:
+    """Complete the saving folder with `state`, give it its name, and point `latest` at it if it is a step's.
+
+    At every moment either the old checkpoint of that name or the new one is there, complete.
+    """
+    saving = saving_folder(folder)
+    _write(saving / STATE, state)
+    _sync(saving)
+    replaced = folder.with_name(_REPLACED + folder.name)
+    if folder.exists():
+        folder.rename(replaced)
+    saving.rename(folder)
+    _sync(folder.parent)
+    if _STEP.fullmatch(folder.name):
+        _write(folder.parent / f".{LATEST}.new", f"{folder.name}\n".encode())
+        (folder.parent / f".{LATEST}.new").replace(folder.parent / LATEST)
+        _sync(folder.parent)
+    if replaced.exists():
+        with suppress(OSError):  # the new one is in place; the next save tries again
+            _remove(replaced)
+
+
+def discard(folder: Path) -> None:
+    """Remove the saving folder of a save that failed, as far as possible."""
+    shutil.rmtree(saving_folder(folder), ignore_errors=True)
+
+
+def _clear(leftover: Path, final: Path, prefix: str) -> None:
+    if prefix == _REPLACED and not final.exists():
+        leftover.rename(final)
+    else:
+        _remove(leftover)
+
+
+def _complete_steps(root: Path) -> dict[str, Path]:
+    """Complete checkpoints by name, those between two renames too."""
+    if not root.is_dir():
+        return {}
+    found = {}
+    for path in root.iterdir():
+        name = path.name.removeprefix(_REPLACED)
+        if _STEP.fullmatch(name) and is_complete(path) and (name == path.name or name not in found):
+            found[name] = path
+    return found
+
+
+def _step(name: str) -> int:
+    return int(name.rpartition("-")[2])
+
+
+def _remove(folder: Path) -> None:
+    """Delete a folder; from the first moment on it no longer counts as a checkpoint."""
+    doomed = folder
+    if not folder.name.startswith((_SAVING, _REMOVING)):
+        doomed = folder.with_name(_REMOVING + folder.name.removeprefix(_REPLACED))
+        shutil.rmtree(doomed, ignore_errors=True)
+        folder.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def _write(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    """Make the folder's entries durable: a rename lives in the folder, not in the file."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

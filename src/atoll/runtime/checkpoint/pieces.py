@@ -1,0 +1,94 @@
+"""What a rank hands over: ranges of flattened tensors, by logical name."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from atoll.errors import CheckpointError
+from atoll.layouts.flat import Shape, boxes
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Piece:
+    """Elements `start`..`stop` of the flattened tensor at `path`, of global `shape`.
+
+    path: keys of the nested state, e.g. ("optim", "state", "layers.0.q.weight", "exp_avg").
+    tensor: contiguous, 1-D, `stop - start` elements, on any device; read by a save, written in place by a load.
+    """
+
+    path: tuple[str, ...]
+    shape: Shape
+    start: int
+    stop: int
+    tensor: torch.Tensor
+
+    def __post_init__(self) -> None:
+        where = f"piece {self.name!r} of shape {tuple(self.shape)}"
+        if not self.path or not all(isinstance(key, str) and key for key in self.path):
+            raise CheckpointError(f"{where}: path {self.path!r} must be non-empty strings")
+        if not 0 <= self.start <= self.stop <= math.prod(self.shape):
+            raise CheckpointError(f"{where}: no range {self.start}..{self.stop} in {math.prod(self.shape)} elements")
+        if self.tensor.dim() != 1 or self.tensor.numel() != self.stop - self.start or not self.tensor.is_contiguous():
+            raise CheckpointError(
+                f"{where}, range {self.start}..{self.stop}: needs a contiguous 1-D tensor of"
+                f" {self.stop - self.start} elements, got shape {tuple(self.tensor.shape)}"
+            )
+
+    @property
+    def name(self) -> str:
+        """The key in the checkpoint."""
+        return ".".join(self.path)
+
+    @property
+    def claim(self) -> Claim:
+        """This piece without its data."""
+        return Claim(self.path, tuple(self.shape), self.start, self.stop, self.tensor.dtype)
+
+    def box(self, offsets: Shape, sizes: Shape) -> torch.Tensor:
+        """The box at `offsets` as a view; it must be one of `boxes` of this piece."""
+        at = flat_index(self.shape, offsets) - self.start
+        return self.tensor.detach()[at : at + math.prod(sizes)].view(sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What a rank says of a piece: everything but the data. Equal claims are replicas."""
+
+    path: tuple[str, ...]
+    shape: Shape
+    start: int
+    stop: int
+    dtype: torch.dtype
+
+    @property
+    def name(self) -> str:
+        """The key in the checkpoint."""
+        return ".".join(self.path)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the range."""
+        return (self.stop - self.start) * self.dtype.itemsize
+
+    @property
+    def says_something(self) -> bool:
+        """False for an empty range of a tensor that has elements: nothing to write."""
+        return self.stop > self.start or math.prod(self.shape) == 0
+
+    @property
+    def boxes(self) -> tuple[tuple[Shape, Shape], ...]:
+        """(offsets, sizes) of the range's boxes; a tensor without elements is one empty box."""
+        if math.prod(self.shape) == 0:
+            return (((0,) * len(self.shape), self.shape),)
+        return boxes(self.shape, self.start, self.stop)
+
+
+def flat_index(shape: Shape, offsets: Shape) -> int:
+    """Position of the element at `offsets` in a row-major tensor of `shape`."""
+    at = 0
+    for size, offset in zip(shape, offsets, strict=True):
+        at = at * size + offset
+    return at

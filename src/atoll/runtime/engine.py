@@ -1,0 +1,425 @@
+"""What executes a plan on torch.distributed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from atoll.errors import AtollError, PlanError, RankError, RunError
+from atoll.ir import lower
+from atoll.layouts import Footprint, footprint
+from atoll.models import Adapter, Batch, adapter_for
+from atoll.models.adapter import IGNORED_LABEL
+from atoll.plan import Plan, split_blocks
+from atoll.runtime import failure
+from atoll.runtime.pipeline.executor import Executor, Outcome
+from atoll.runtime.sharding.build import build
+from atoll.runtime.sharding.hooks import Moment
+from atoll.runtime.sharding.optimizer import GroupOptions, OptimizerFactory, ShardedOptimizer
+from atoll.runtime.sharding.segment import Surroundings
+from atoll.runtime.sharding.state import load_state, save_state, stored_states
+from atoll.runtime.transport import connect, world_rank, world_store
+from atoll.trace import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one training step gave, the same on every rank.
+
+    loss: mean over the step's tokens.  grad_norm: before clipping.  seconds: wall time on this rank.
+    bubble: share of the step that the pipeline's ranks on average did not compute, up to the optimizer.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    tokens: int
+    seconds: float
+    bubble: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of all ranks per second."""
+        return self.tokens / self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Sums over the evaluated tokens of all ranks."""
+
+    loss_sum: float
+    tokens: int
+
+    @property
+    def loss(self) -> float:
+        """Mean loss of a token."""
+        return self.loss_sum / max(self.tokens, 1)
+
+
+class Engine:
+    """Trains a model as a plan says.
+
+    model: a module with an adapter (atoll.models), built on `meta` or with the same values on every rank.
+    optimizer: takes parameter groups of 1-D slices and gives an elementwise torch optimizer.
+    groups: (name, shape) -> options of the parameter's group, such as {"weight_decay": 0.0}.
+    clip: largest global gradient norm; None leaves gradients alone.
+
+    torch.distributed must have been initialised with as many ranks as the plan's mesh, unless that is one.
+    Raises PlanError, on every rank, where model and plan do not fit.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        *,
+        optimizer: OptimizerFactory,
+        groups: GroupOptions | None = None,
+        clip: float | None = None,
+        seed: int = 0,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self.plan = plan
+        self.model = model
+        self.clip = clip
+        self.step_number = 0
+        self.place = plan.mesh.place(world_rank())
+        self.device = torch.device(device) if device is not None else _default_device()
+        self.transport = connect(self.place, self.device)
+        self._store = world_store()
+        self._watchdog = failure.Watchdog(self._store, self.place.rank).start()
+        self._moment = Moment(seed=seed)
+        self._spans: Outcome | None = None
+        problem: Exception | None = None
+        with self._guard():
+            try:
+                self._build(optimizer, groups)
+            except Exception as error:
+                problem = error
+            self._agree(problem)
+
+    def _build(self, optimizer: OptimizerFactory, groups: GroupOptions | None) -> None:
+        plan = self.plan
+        if plan.mesh.tensor != 1:
+            raise PlanError(f"tensor = {plan.mesh.tensor}: tensor parallelism is not in this version; use 1")
+        if plan.precision.compute == "float16":
+            raise PlanError("precision 'fp16' needs a loss scaler, which this version does not have; use 'bf16'")
+        self.adapter: Adapter = adapter_for(self.model)
+        blocks = self.adapter.blocks()
+        placement = plan.schedule.placement
+        schedule = lower(plan.schedule)
+        around = Surroundings(plan.layout, plan.precision, self.place.nest, self.transport, self.device)
+        line = self.place.peers("pp")
+        self._check_same_values()
+        self._sharded = build(
+            self.adapter,
+            split_blocks(len(blocks), placement.stages),
+            ranks=line,
+            rank_of_stage=[placement.rank_of(stage) for stage in range(placement.stages)],
+            around=around,
+            moment=self._moment,
+            recompute=plan.recompute,
+        )
+        self.units = self._sharded.units
+        self._optimizer = ShardedOptimizer(self.units, optimizer, named_shapes=self._sharded.trainable, options=groups)
+        self._executor = Executor(
+            self._sharded.stages, placement, ranks=line, transport=self.transport, moment=self._moment
+        )
+        self._row = schedule.actions[self.place.pp]
+        self._forward_row = schedule.forward_only().actions[self.place.pp]
+        unknown = sorted({action.op for action in self._row} - self._executor.ops)
+        if unknown:
+            raise PlanError(
+                f"schedule {plan.schedule.name!r} has the ops {', '.join(unknown)}, which this version cannot run; "
+                f"use gpipe or 1f1b"
+            )
+
+    # ---- training
+
+    def step(self, batch: Mapping[str, Any]) -> StepResult:
+        """Train on this data-parallel rank's share of a step.
+
+        batch: arrays or tensors by name, `input_ids` and `labels` (-100 = does not count), each
+        [microbatches * microbatch, ...], the same on every pipeline rank of one data-parallel rank.
+
+        The loss is the mean over the step's counted tokens on all ranks. Raises the first error of any rank on all.
+        """
+        begin = time.monotonic()
+        microbatches = self.plan.schedule.microbatches
+        batches, tokens = self._prepare(batch, exactly=microbatches)
+        if tokens == 0:
+            raise RunError(f"step {self.step_number + 1} has no token that counts: every label is {IGNORED_LABEL}")
+        self._moment.step = self.step_number
+        with self._guard(), _keeping_random_state(self.device):
+            for stage in self._sharded.stages:
+                stage.train(True)
+            outcome = self._executor.run(
+                self._row,
+                batches,
+                first_microbatch=self.place.data * microbatches,
+                scale=1.0 / tokens,
+                training=True,
+            )
+            loss, norm, bubble = self._finish(outcome, begin)
+        self.step_number += 1
+        self._spans = outcome
+        return StepResult(
+            self.step_number, loss / tokens, norm, tokens, seconds=time.monotonic() - begin, bubble=bubble
+        )
+
+    def _finish(self, outcome: Outcome, begin: float) -> tuple[float, float, float]:
+        """The step's end: sync gradients, clip by the global norm, step, sync parameters."""
+        for unit in reversed(self.units):
+            unit.sync_gradients()
+        specs, trainable = self._sharded.specs, self._sharded.trainable
+        partials = torch.zeros(len(specs), dtype=torch.float64)
+        if self.units:
+            norms = torch.stack([unit.squared_norm() for unit in self.units]).cpu()
+            partials[[unit.spec.index for unit in self.units]] = norms
+        touched = set().union(*(unit.touched for unit in self.units)) if self.units else set()
+        flags = torch.tensor([name in touched for name, _ in trainable], dtype=torch.float64)
+        loss = torch.zeros((), dtype=torch.float64)
+        if outcome.loss_sum is not None:
+            loss = outcome.loss_sum.double().cpu()
+        idle = 1.0 - _busy(outcome) / max(time.monotonic() - begin, 1e-9)
+        head = torch.stack([loss, torch.tensor(idle, dtype=torch.float64)])
+        totals = self.transport.total(torch.cat([head, partials, flags]))
+        loss_sum, idle = float(totals[0]), float(totals[1]) / self.plan.mesh.world
+        norm = float(totals[2 : 2 + len(specs)].sum().sqrt())
+        anywhere = {name for (name, _), flag in zip(trainable, totals[2 + len(specs) :].tolist(), strict=True) if flag}
+        if not torch.isfinite(torch.tensor([loss_sum, norm])).all():
+            raise RunError(
+                f"step {self.step_number + 1}: loss {loss_sum} (sum over tokens), gradient norm {norm}: not finite. "
+                f"Nothing was updated. Lower the learning rate, set train.clip, or use precision fp32"
+            )
+        scale = 1.0 if self.clip is None else min(1.0, self.clip / (norm + 1e-6))
+        self._optimizer.step(anywhere, scale)
+        for unit in self.units:
+            unit.clear_gradients()
+            unit.sync_parameters()
+        return loss_sum, norm, idle
+
+    # ---- evaluation
+
+    def evaluate(self, batch: Mapping[str, Any]) -> Evaluation:
+        """Loss over this rank's share of a batch, at most one step's microbatches, without dropout or gradients.
+
+        Every data-parallel rank must bring as many samples; the last may be padded with labels of -100.
+        """
+        batches, tokens = self._prepare(batch, exactly=None)
+        outcome = self._run_forward(batches)
+        loss = torch.zeros((), dtype=torch.float64) if outcome.loss_sum is None else outcome.loss_sum.double().cpu()
+        return Evaluation(float(self.transport.total(loss)), tokens)
+
+    def logits(self, batch: Mapping[str, Any]) -> torch.Tensor | None:
+        """The model's output for one microbatch: [B, S, vocabulary] on the last stage's ranks, None elsewhere."""
+        tensors = {name: torch.as_tensor(value, device=self.device) for name, value in batch.items()}
+        outcome = self._run_forward([tensors], keep_logits=True)
+        return outcome.logits[0] if outcome.logits else None
+
+    def _run_forward(self, batches: Sequence[Batch], *, keep_logits: bool = False) -> Outcome:
+        with self._guard():
+            for stage in self._sharded.stages:
+                stage.train(False)
+            return self._executor.run(self._forward_row, batches, training=False, keep_logits=keep_logits)
+
+    # ---- what the rank holds
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The torch optimizer of this rank's slices, for learning-rate schedules."""
+        if self._optimizer.torch is None:
+            raise PlanError("the model has no trainable parameter, so there is no optimizer")
+        return self._optimizer.torch
+
+    def memory(self) -> Footprint:
+        """Bytes of parameters, gradients and optimizer state that this rank holds now."""
+        held: dict[str, dict[int, int]] = {"parameters": {}, "gradients": {}, "optimizer": {}}
+        for unit in self.units:
+            for segment in unit.segments:
+                for component, tensors in segment.held().items():
+                    for tensor in tensors:
+                        storage = tensor.untyped_storage()
+                        held[component][id(tensor) if storage.nbytes() == 0 else storage.data_ptr()] = storage.nbytes()
+        for tensor in self._optimizer.state_tensors():
+            held["optimizer"][tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return Footprint(**{component: sum(sizes.values()) for component, sizes in held.items()})
+
+    def footprint(self, *, states: int = 2) -> Footprint:
+        """The bytes that the layouts' accounting predicts for this rank; `states` as in `atoll.layouts.footprint`."""
+        segments = [segment.shape for unit in self.units for segment in unit.segments]
+        return footprint(segments, self.plan.layout, precision=self.plan.precision, nest=self.place.nest, states=states)
+
+    def trace(self) -> Trace:
+        """This rank's timeline of the last training step, in seconds of the host's monotonic clock."""
+        if self._spans is None:
+            raise PlanError("no training step has run yet, so there is no timeline")
+        placement = self.plan.schedule.placement
+        return Trace(self._spans.spans, ranks=placement.ranks, chunks=placement.chunks)
+
+    # ---- checkpoints
+
+    def save(self, folder: str | Path, state: Mapping[str, Any] | None = None) -> None:
+        """Write a checkpoint that any layout, schedule and world size can load; `state` is the caller's, JSON-able."""
+        with self._guard():
+            own = {"step": self.step_number, "caller": dict(state or {})}
+            save_state(Path(folder), self.units, self._optimizer, self._buffers(), own)
+
+    def load(self, folder: str | Path) -> dict[str, Any]:
+        """Read a checkpoint of the same model, whatever it ran on; gives back the caller's `state`."""
+        problem: Exception | None = None
+        stored: dict[str, dict[str, tuple[int, ...]]] = {}
+        try:
+            stored = stored_states(Path(folder))
+        except Exception as error:
+            problem = error
+        with self._guard():
+            self._agree(problem)
+            own = load_state(Path(folder), self.units, self._optimizer, self._buffers(), stored)
+            for unit in self.units:
+                unit.sync_parameters()
+        self.step_number = int(own["step"])
+        caller = own["caller"]
+        assert isinstance(caller, dict)
+        return caller
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        """Persistent buffers of this rank's blocks by qualified name."""
+        found = {}
+        blocks = self.adapter.blocks()
+        for stage in self._sharded.stages:
+            for at in stage.blocks:
+                names = set(blocks[at].module.state_dict(keep_vars=True))
+                for name, buffer in blocks[at].module.named_buffers():
+                    if name in names:
+                        found[f"{blocks[at].name}.{name}"] = buffer
+        return found
+
+    # ---- agreement and failure
+
+    def agree(self, value: float) -> float:
+        """The sum of `value` over all ranks."""
+        with self._guard():
+            return float(self.transport.total(torch.tensor([value], dtype=torch.float64)))
+
+    def close(self) -> None:
+        """Stop watching for other ranks' errors; call before the process group is destroyed, or after an error."""
+        self._watchdog.stop()
+
+    def _agree(self, problem: Exception | None, count: float = 0.0) -> float:
+        """Sum `count` over all ranks, or raise the first rank's problem on every rank."""
+        if problem is not None:
+            failure.report(self._store, problem, self.place.rank)
+        totals = self.transport.total(torch.tensor([float(problem is not None), count], dtype=torch.float64))
+        if problem is not None:
+            raise problem
+        if totals[0] > 0:
+            raise failure.first(self._store, wait=2.0) or RunError("another rank failed without a word")
+        return float(totals[1])
+
+    def _prepare(self, batch: Mapping[str, Any], *, exactly: int | None) -> tuple[list[Batch], int]:
+        """This rank's microbatches on its device, and the counted tokens of all ranks; agreed before any message."""
+        problem: Exception | None = None
+        batches: list[Batch] = []
+        counted = 0
+        try:
+            batches = self._cut(batch, exactly=exactly)
+            if self.place.pp == 0 and self.place.tp == 0:
+                counted = sum(int((piece["labels"] != IGNORED_LABEL).sum()) for piece in batches)
+        except Exception as error:
+            problem = error
+        with self._guard():
+            return batches, round(self._agree(problem, counted))
+
+    def _cut(self, batch: Mapping[str, Any], *, exactly: int | None) -> list[Batch]:
+        size, most = self.plan.microbatch, self.plan.schedule.microbatches
+        tensors = {name: torch.as_tensor(value, device=self.device) for name, value in batch.items()}
+        if "labels" not in tensors:
+            raise PlanError(f"the batch has no 'labels', only {', '.join(sorted(tensors)) or 'nothing'}")
+        rows = {name: int(tensor.shape[0]) for name, tensor in tensors.items()}
+        count, rest = divmod(rows["labels"], size)
+        if len(set(rows.values())) != 1 or rest or count == 0 or count > most or (exactly and count != exactly):
+            wanted = f"{exactly * size}" if exactly else f"a multiple of {size} up to {most * size}"
+            raise PlanError(
+                f"rank {self.place.rank} was given a batch of {rows} samples; a data-parallel rank's share is {wanted} "
+                f"({most} microbatches of {size})"
+            )
+        return [{name: tensor[at * size : (at + 1) * size] for name, tensor in tensors.items()} for at in range(count)]
+
+    def _guard(self) -> _Guard:
+        return _Guard(self)
+
+    def _fail(self, error: Exception) -> AtollError | None:
+        """The error that this rank leaves with instead of `error`: the first one of any rank."""
+        if not isinstance(error, AtollError) or "Connection" in str(error) or "Timed out" in str(error):
+            earlier = failure.first(self._store, wait=1.0)
+            if earlier is not None and earlier.rank != self.place.rank:
+                return earlier
+        failure.report(self._store, error, self.place.rank)
+        return None
+
+    def _check_same_values(self) -> None:
+        """A model that comes with values must have the same ones on every rank."""
+        blocks = self.adapter.blocks()
+        parameters = [p for block in blocks for _, p in block.named_parameters()]
+        if any(parameter.is_meta for parameter in parameters) or self.plan.mesh.world == 1:
+            return
+        sums = torch.stack([parameter.detach().double().sum().cpu() for parameter in parameters])
+        mine = torch.stack([sums.sum(), sums.square().sum()])
+        mean = self.transport.total(mine.clone()) / self.plan.mesh.world
+        if not torch.allclose(mean, mine, rtol=1e-12, atol=0.0):
+            raise PlanError(
+                "the model's initial values differ between ranks; build it on the meta device (Atoll then draws them "
+                "from the seed), or set the same seed or load the same weights on every rank"
+            )
+
+
+class _Guard:
+    """A section in which this rank may wait for others; an error there becomes the first error of any rank."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __enter__(self) -> None:
+        self._engine._watchdog.enter()
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        engine = self._engine
+        engine._watchdog.leave()
+        if error is None:
+            return
+        engine.close()
+        if isinstance(error, Exception) and not isinstance(error, RankError):
+            other = engine._fail(error)
+            if other is not None:
+                raise other from error
+
+
+class _keeping_random_state:  # noqa: N801  (a context manager, used as a verb)
+    """Puts the user's generators back after blocks were seeded."""
+
+    def __init__(self, device: torch.device) -> None:
+        devices = [device] if device.type == "cuda" else []
+        self._fork = torch.random.fork_rng(devices=devices)
+
+    def __enter__(self) -> None:
+        self._fork.__enter__()
+
+    def __exit__(self, *details: Any) -> None:
+        self._fork.__exit__(*details)
+
+
+def _busy(outcome: Outcome) -> float:
+    return sum(span.end - span.start for span in outcome.spans if span.lane == "compute")
+
+
+def _default_device() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

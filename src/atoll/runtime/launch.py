@@ -1,0 +1,369 @@
+"""Local processes, and the environment that other launchers leave for theirs.
+
+The life of `launch_local`:
+
+    1. the parent opens the store's port on the loopback address and hosts the store itself;
+    2. it starts one child a rank, each in a session of its own, with the variables that torchrun would set;
+    3. it waits. A first SIGINT or SIGTERM goes to every child once, as SIGTERM: they save and leave. A second kills;
+    4. when a child fails, the others have `grace` seconds to leave by themselves and are then killed; for a child that
+       a signal ended, the parent reports the error;
+    5. the first failure decides what the caller gets.
+
+[Note: nobody outlives the parent] Each child holds the read end of a pipe whose only write end is the parent's.
+The kernel closes it however the parent ends, and `watch_parent` then ends the child.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from atoll.errors import ConfigError, RankError, RunError, UserError
+from atoll.runtime import failure
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+LIFELINE = "ATOLL_LIFELINE"
+LOOPBACK = "127.0.0.1"
+POLL_SECONDS = 0.02
+SAVED_AND_LEFT = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+"""How a child leaves that a signal told to."""
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Who this process is among the ranks, and where they meet."""
+
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+    address: str
+    port: int
+    agent_store: bool
+    """The launcher already hosts the store: rank 0 connects to it like every other rank."""
+    attempt: int = 0
+    """How often torchrun has restarted the ranks: its store still has the words of those before."""
+
+
+def torchrun_environment(environment: Mapping[str, str] | None = None) -> Rendezvous | None:
+    """What torchrun, Kubernetes (PyTorchJob) or `srun` say about this process; None if nobody launched it.
+
+    A set of variables that is incomplete or contradicts itself is a `UserError`.
+    """
+    given = os.environ if environment is None else environment
+
+    if "RANK" in given or "WORLD_SIZE" in given:
+        return _from_torchrun(given)
+    if "SLURM_PROCID" in given and "SLURM_STEP_NUM_TASKS" in given:
+        return _from_slurm(given)
+    return None
+
+
+def launch_local(
+    command: Sequence[str],
+    ranks: int,
+    *,
+    port: int = 0,
+    threads: int | None = None,
+    grace: float = 10.0,
+) -> int:
+    """Runs `command` in `ranks` local processes and returns the exit code of the run.
+
+    0 if all left with 0; 2 or 1 if the first child that failed left with 2 or anything else (it has printed why);
+    128 + signal if children left because of one, after saving, or because a second one made the parent kill them; the
+    number is that of the signal that the parent got. A first failure without words, a child ended by a
+    signal, raises `RankError`. `port` 0 is any free one; `threads` are OpenMP's for each rank, by default the
+    machine's cores divided by `ranks` unless OMP_NUM_THREADS is set; `grace` is in seconds.
+    """
+    store = host_store(port)
+    children = _Children(store, grace=grace)
+
+    with _forwarded_signals(children), _lifeline() as lifeline:
+        try:
+            for rank in range(ranks):
+                environment = _child_environment(rank, ranks, port=store.port, threads=threads)
+                children.start(command, environment, lifeline)
+            children.wait()
+        finally:
+            children.kill()
+    return children.exit_code()
+
+
+def watch_parent() -> None:
+    """Called by a child once it runs: from then on it ends when its parent does, however that ends."""
+    lifeline = os.environ.pop(LIFELINE, None)
+    if lifeline is None:
+        return
+    descriptor = int(lifeline)
+    os.set_inheritable(descriptor, False)
+
+    def wait_for_the_end() -> None:
+        with contextlib.suppress(OSError):
+            os.read(descriptor, 1)
+        os._exit(1)
+
+    threading.Thread(target=wait_for_the_end, name="atoll-lifeline", daemon=True).start()
+
+
+def host_store(port: int) -> TCPStore:
+    """The store at which ranks of this machine meet; `port` 0 is any free one, `ConfigError` where it is taken."""
+    from torch.distributed import TCPStore
+
+    # The socket is ours because torch would listen on every address of the machine.
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((LOOPBACK, port))
+        listener.listen(512)
+    except OSError as error:
+        listener.close()
+        reason = "is taken" if error.errno == errno.EADDRINUSE else f"cannot be used ({error.strerror})"
+        raise ConfigError(f"run.port = {port}: this port {reason}; choose another, or 0 for any free one") from error
+    except OverflowError as error:
+        listener.close()
+        raise ConfigError(f"run.port = {port}: a port is a number from 0 to 65535") from error
+
+    return TCPStore(
+        LOOPBACK,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=60),
+        master_listen_fd=listener.detach(),
+    )
+
+
+class _Children:
+    """The processes of one run, in rank order, and the first of them that failed."""
+
+    def __init__(self, store: failure.Store, *, grace: float) -> None:
+        self.store = store
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.grace = grace
+        self.signals: list[int] = []
+        self.first_failed: int | None = None
+
+    def start(self, command: Sequence[str], environment: dict[str, str], lifeline: int) -> None:
+        self.processes.append(
+            subprocess.Popen(
+                list(command),
+                env={**environment, LIFELINE: str(lifeline)},
+                stdin=subprocess.DEVNULL,
+                pass_fds=(lifeline,),
+                start_new_session=True,
+            )
+        )
+
+    def receive(self, number: int) -> None:
+        """The parent got a signal: the first is passed on, the second ends everything."""
+        self.signals.append(number)
+        if len(self.signals) > 1:
+            self.kill()
+            return
+        for process in self.processes:
+            if process.poll() is None:
+                process.terminate()
+
+    def wait(self) -> None:
+        """Until all have left; once one has failed, no longer than the grace."""
+        deadline: float | None = None
+        while True:
+            codes = [process.poll() for process in self.processes]
+            if None not in codes:
+                break
+            if deadline is None and any(codes):
+                self._note_failure(codes)
+                deadline = time.monotonic() + self.grace
+            if deadline is not None and time.monotonic() > deadline:
+                self.kill()
+                return
+            time.sleep(POLL_SECONDS)
+        self._note_failure(codes)
+
+    def kill(self) -> None:
+        """Ends what still runs, with everything that it has started."""
+        for process in self.processes:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        for process in self.processes:
+            process.wait()
+
+    def exit_code(self) -> int:
+        if len(self.signals) > 1:
+            return 128 + self.signals[-1]
+        if self.first_failed is None:
+            return 0
+
+        code = self.processes[self.first_failed].returncode
+        if self.signals and code in (-signal.SIGTERM, 128 + signal.SIGTERM):
+            return 128 + self.signals[0]
+        if code in SAVED_AND_LEFT:
+            return code
+        if code < 0:
+            raise RankError(_words_for_signal(self.first_failed, -code), rank=self.first_failed)
+        return 2 if code == 2 else 1
+
+    def _note_failure(self, codes: Sequence[int | None]) -> None:
+        if self.first_failed is not None:
+            return
+        failed = [rank for rank, code in enumerate(codes) if code]
+        # Found at one glance: a rank that was killed is the cause, the others left because of it.
+        killed = [rank for rank in failed if (codes[rank] or 0) < 0]
+        self.first_failed = next(iter(killed + failed), None)
+        if killed:
+            # It could not speak for itself; the others learn from the store why they lost a peer.
+            rank = killed[0]
+            failure.report(self.store, RunError(_words_for_signal(rank, -(codes[rank] or 0))), rank)
+
+
+def _words_for_signal(rank: int, number: int) -> str:
+    name = signal.Signals(number).name if number in list(signal.Signals) else f"signal {number}"
+    message = f"rank {rank} was ended by {name}"
+    if number == signal.SIGKILL:
+        message += (
+            "; if nobody sent it, the machine ran out of memory: "
+            "try a smaller train.microbatch, fewer parallel.ranks or a finer parallel.layout"
+        )
+    return message
+
+
+@contextlib.contextmanager
+def _forwarded_signals(children: _Children) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may install handlers; whoever owns it deals with signals
+        return
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, lambda got, _frame: children.receive(got)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _lifeline() -> Iterator[int]:
+    read_end, write_end = os.pipe()
+    try:
+        yield read_end
+    finally:
+        os.close(read_end)
+        os.close(write_end)
+
+
+def _child_environment(rank: int, ranks: int, *, port: int, threads: int | None) -> dict[str, str]:
+    environment = dict(os.environ)
+    if threads is not None:
+        environment["OMP_NUM_THREADS"] = str(threads)
+    else:
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
+
+    return environment | {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
+def _from_torchrun(given: Mapping[str, str]) -> Rendezvous:
+    _require(given, ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+    if "LOCAL_RANK" in given or "LOCAL_WORLD_SIZE" in given:
+        _require(given, ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+
+    return _checked(
+        Rendezvous(
+            rank=_number(given, "RANK"),
+            world=_number(given, "WORLD_SIZE"),
+            local_rank=_number(given, "LOCAL_RANK", default="0"),  # Kubernetes: one process a pod
+            local_world=_number(given, "LOCAL_WORLD_SIZE", default="1"),
+            address=given["MASTER_ADDR"],
+            port=_number(given, "MASTER_PORT"),
+            agent_store=given.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            attempt=_number(given, "TORCHELASTIC_RESTART_COUNT", default="0"),
+        )
+    )
+
+
+def _from_slurm(given: Mapping[str, str]) -> Rendezvous | None:
+    world = _number(given, "SLURM_STEP_NUM_TASKS")
+    if world == 1:
+        return None  # an interactive shell under srun: free to start local processes
+
+    _require(given, ("SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_JOB_ID"))
+    if "MASTER_ADDR" not in given:
+        _require(given, ("SLURM_STEP_NODELIST",))
+
+    return _checked(
+        Rendezvous(
+            rank=_number(given, "SLURM_PROCID"),
+            world=world,
+            local_rank=_number(given, "SLURM_LOCALID"),
+            local_world=_slurm_tasks(given["SLURM_STEP_TASKS_PER_NODE"], node=_number(given, "SLURM_NODEID")),
+            address=given.get("MASTER_ADDR") or _slurm_first_host(given["SLURM_STEP_NODELIST"]),
+            # The same on every node without a message, and another one for a job beside this one.
+            port=_number(given, "MASTER_PORT", default=str(20000 + _number(given, "SLURM_JOB_ID") % 10000)),
+            agent_store=False,
+        )
+    )
+
+
+def _slurm_first_host(nodes: str) -> str:
+    """`n[003-006,009],m1` -> `n003`."""
+    prefix, bracket, rest = nodes.partition("[")
+    if not bracket or "," in prefix:
+        return prefix.split(",")[0]
+    return prefix + re.split(r"[-,\]]", rest)[0]
+
+
+def _slurm_tasks(tasks: str, *, node: int) -> int:
+    """`2(x3),1` -> tasks of node 0, 1, 2: 2, of node 3: 1."""
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks):
+        node -= int(times or 1)
+        if node < 0:
+            return int(count)
+    raise UserError(f"SLURM_STEP_TASKS_PER_NODE={tasks} does not know the node SLURM_NODEID says this is")
+
+
+def _require(given: Mapping[str, str], names: Sequence[str]) -> None:
+    missing = [name for name in names if name not in given]
+    if missing:
+        present = " ".join(f"{name}={given[name]}" for name in names if name in given) or "others of its launcher"
+        raise UserError(
+            f"the environment has {present} but not {', '.join(missing)}: "
+            "launch with torchrun, which sets all of them, or unset them to start local processes"
+        )
+
+
+def _number(given: Mapping[str, str], name: str, *, default: str | None = None) -> int:
+    text = given.get(name, default) or ""
+    if not text.isdecimal():
+        raise UserError(f"the environment has {name}={text!r}, which is not a number from 0")
+    return int(text)
+
+
+def _checked(rendezvous: Rendezvous) -> Rendezvous:
+    if rendezvous.rank >= rendezvous.world or rendezvous.local_rank >= rendezvous.local_world:
+        raise UserError(
+            f"the environment says rank {rendezvous.rank} of {rendezvous.world} and "
+            f"local rank {rendezvous.local_rank} of {rendezvous.local_world}: ranks count from 0"
+        )
+    return rendezvous

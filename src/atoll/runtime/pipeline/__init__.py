@@ -1,0 +1,1 @@
+"""Stages, and the executor that plays a schedule on them."""

@@ -1,0 +1,295 @@
+"""Plays one rank's row of a schedule: a table op -> function.
+
+[Note: who waits for whom] Receives are posted at their action and waited for by the compute that needs them. Sends are
+never waited for on the spot: a gloo send ends only when its receiver is there, and a rank that waited would hang 1F1B.
+A sent activation is released when its gradient comes back, everything else at the step's end.
+
+[Note: shapes] A stage's output shape follows from the microbatch's shapes. The first time a rank sees a kind of
+microbatch, the sender puts the shape and whether a gradient is expected in a header before the tensor.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from atoll.errors import AtollError, RunError
+from atoll.ir import Action, Op, Placement
+from atoll.models import Batch
+from atoll.runtime.pipeline.stage import Stage
+from atoll.runtime.sharding.hooks import Moment
+from atoll.runtime.transport import Channel, Message, Tag, Transport
+from atoll.trace import Span, lane_of
+
+Key = tuple[int, int]
+"""(stage, microbatch)"""
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_HEADER = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """What travels between two stages for one kind of microbatch."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    has_gradient: bool
+
+
+@dataclass(slots=True)
+class _Step:
+    """Everything that lives from one action to another within a step."""
+
+    batches: Sequence[Batch]
+    scale: float
+    is_training: bool
+    inputs: dict[Key, torch.Tensor] = field(default_factory=dict)
+    outputs: dict[Key, torch.Tensor] = field(default_factory=dict)
+    gradients: dict[Key, torch.Tensor | None] = field(default_factory=dict)
+    received: dict[tuple[Op, int, int], Message] = field(default_factory=dict)
+    sent: dict[tuple[Op, int, int], tuple[Message, torch.Tensor]] = field(default_factory=dict)
+    losses: list[torch.Tensor] = field(default_factory=list)
+    logits: list[torch.Tensor] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a row of actions gave on this rank: the sum of its losses, its outputs where asked for, its timeline."""
+
+    loss_sum: torch.Tensor | None
+    logits: tuple[torch.Tensor, ...]
+    spans: tuple[Span, ...]
+
+
+class Executor:
+    """Runs rows of actions on this rank's stages."""
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        placement: Placement,
+        *,
+        ranks: Sequence[int],
+        transport: Transport,
+        moment: Moment,
+    ) -> None:
+        self._stages = {stage.index: stage for stage in stages}
+        self._placement = placement
+        self._ranks = tuple(ranks)
+        self._transport = transport
+        self._moment = moment
+        self._wires: dict[tuple[object, ...], Wire] = {}
+        self._step = _Step((), 1.0, is_training=False)
+        self._acts: Mapping[Op, Callable[[int, int], None]] = {
+            Op.F: self._forward,
+            Op.B: self._backward,
+            Op.SEND_F: self._send_forward,
+            Op.RECV_F: self._receive_forward,
+            Op.SEND_B: self._send_backward,
+            Op.RECV_B: self._receive_backward,
+            Op.UNSHARD: lambda stage, _: self._stages[stage].open(),
+            Op.RESHARD: lambda stage, _: self._stages[stage].close(),
+            Op.REDUCE_GRAD: lambda stage, _: self._stages[stage].reduce(),
+        }
+
+    @property
+    def ops(self) -> frozenset[Op]:
+        """What this executor can run."""
+        return frozenset(self._acts)
+
+    def run(
+        self,
+        row: Sequence[Action],
+        batches: Sequence[Batch],
+        *,
+        first_microbatch: int = 0,
+        scale: float = 1.0,
+        training: bool,
+        keep_logits: bool = False,
+    ) -> Outcome:
+        """Play `row` over this rank's microbatches.
+
+        first_microbatch: the global number of the first.  scale: what the loss is multiplied by before its backward.
+        Without training nothing is kept for a backward; with keep_logits the loss is not computed.
+        """
+        self._step = step = _Step(batches, scale, is_training=training)
+        rank = self._transport.place.pp
+        with torch.set_grad_enabled(training):
+            for action in row:
+                microbatch = -1 if action.microbatch is None else action.microbatch
+                if microbatch >= len(batches):
+                    continue
+                if microbatch >= 0:
+                    self._moment.microbatch = first_microbatch + microbatch
+                start = time.monotonic()
+                try:
+                    if keep_logits and action.op is Op.F:
+                        self._forward(action.stage, microbatch, keep_logits=True)
+                    else:
+                        self._acts[action.op](action.stage, microbatch)
+                except AtollError:
+                    raise
+                except Exception as error:
+                    raise self._failure(action, error) from error
+                step.spans.append(Span(rank, lane_of(action.op), action, start, time.monotonic()))
+            for message, _ in step.sent.values():
+                message.wait()
+        self._step = _Step((), 1.0, is_training=False)
+        loss_sum = torch.stack(step.losses).sum() if step.losses else None
+        return Outcome(loss_sum, tuple(step.logits), tuple(step.spans))
+
+    def _failure(self, action: Action, error: Exception) -> RunError:
+        place = self._transport.place
+        where = f"rank {place.rank} ({', '.join(f'{axis} {at}' for axis, at in place.coordinates.items())})"
+        what = f"step {self._moment.step}, action {action}"
+        if action.microbatch is not None:
+            what += f", global microbatch {self._moment.microbatch}"
+        peer = self._peer(action)
+        if peer is not None:
+            what += f", peer rank {peer}"
+        return RunError(f"{where}, {what}: {type(error).__name__}: {error}")
+
+    def _peer(self, action: Action) -> int | None:
+        """The world rank that a message's action talks to."""
+        step = {Op.SEND_F: 1, Op.RECV_F: -1, Op.F: -1, Op.SEND_B: -1, Op.RECV_B: 1, Op.B: 1}.get(action.op)
+        if step is None or not 0 <= action.stage + step < self._placement.stages:
+            return None
+        return self._rank_of(action.stage + step)
+
+    def _rank_of(self, stage: int) -> int:
+        return self._ranks[self._placement.rank_of(stage)]
+
+    def _is_here(self, stage: int) -> bool:
+        return stage in self._stages
+
+    # ---- compute
+
+    def _forward(self, stage: int, microbatch: int, *, keep_logits: bool = False) -> None:
+        step, at = self._step, self._stages[stage]
+        key = (stage, microbatch)
+        self._wait(Op.RECV_F, stage, microbatch)
+        batch = step.batches[microbatch]
+        hidden = step.inputs.get(key)
+        output = at.forward(hidden, batch)
+        if not step.is_training:
+            step.inputs.pop(key, None)
+        if at.is_last and keep_logits:
+            step.logits.append(output)
+            return
+        if at.is_last:
+            output = at.adapter.loss(output, batch)
+            step.losses.append(output.detach())
+        if step.is_training or not at.is_last:
+            step.outputs[key] = output
+        if not at.is_last and self._is_here(stage + 1):
+            passed = output.detach()
+            step.inputs[stage + 1, microbatch] = passed.requires_grad_(output.requires_grad and step.is_training)
+
+    def _backward(self, stage: int, microbatch: int) -> None:
+        step, at = self._step, self._stages[stage]
+        key = (stage, microbatch)
+        self._wait(Op.RECV_B, stage, microbatch)
+        hidden = step.inputs.pop(key, None)
+        output = step.outputs.pop(key)
+        gradient = step.gradients.pop(key, None)
+        if at.is_last:
+            gradient = torch.full_like(output, step.scale)
+        if output.requires_grad and gradient is not None:
+            self._moment.in_backward = True
+            try:
+                torch.autograd.backward(output, gradient)
+            finally:
+                self._moment.in_backward = False
+        if hidden is None or not hidden.requires_grad:
+            return
+        # A stage whose output does not depend on its input still owes the one before it a gradient.
+        owed = hidden.grad if hidden.grad is not None else torch.zeros_like(hidden)
+        step.gradients[stage - 1, microbatch] = owed
+
+    # ---- messages
+
+    def _send_forward(self, stage: int, microbatch: int) -> None:
+        step = self._step
+        output = step.outputs[stage, microbatch] if step.is_training else step.outputs.pop((stage, microbatch))
+        peer = self._rank_of(stage + 1)
+        known = self._wire_key(stage, microbatch)
+        if known not in self._wires:
+            self._wires[known] = wire = Wire(tuple(output.shape), output.dtype, output.requires_grad)
+            header = self._encode(wire)
+            message = self._transport.send(header, peer, Tag(Channel.SHAPE, stage, microbatch))
+            step.sent[Op.SEND_F, ~stage, microbatch] = (message, header)
+        sent = output.detach().contiguous()
+        message = self._transport.send(sent, peer, Tag(Channel.FORWARD, stage, microbatch))
+        self._transport.sent["pp"] += sent.nbytes
+        step.sent[Op.SEND_F, stage, microbatch] = (message, sent)
+
+    def _receive_forward(self, stage: int, microbatch: int) -> None:
+        step = self._step
+        peer = self._rank_of(stage - 1)
+        known = self._wire_key(stage - 1, microbatch)
+        if known not in self._wires:
+            header = torch.zeros(_HEADER, dtype=torch.int64, device=self._transport.device)
+            self._transport.receive(header, peer, Tag(Channel.SHAPE, stage - 1, microbatch)).wait()
+            self._wires[known] = self._decode(header)
+        wire = self._wires[known]
+        hidden = torch.empty(wire.shape, dtype=wire.dtype, device=self._transport.device)
+        step.inputs[stage, microbatch] = hidden.requires_grad_(wire.has_gradient and step.is_training)
+        step.received[Op.RECV_F, stage, microbatch] = self._transport.receive(
+            hidden.detach(), peer, Tag(Channel.FORWARD, stage - 1, microbatch)
+        )
+
+    def _send_backward(self, stage: int, microbatch: int) -> None:
+        step = self._step
+        gradient = step.gradients.pop((stage - 1, microbatch), None)
+        if gradient is None:
+            return
+        gradient = gradient.contiguous()
+        message = self._transport.send(gradient, self._rank_of(stage - 1), Tag(Channel.BACKWARD, stage, microbatch))
+        self._transport.sent["pp"] += gradient.nbytes
+        step.sent[Op.SEND_B, stage, microbatch] = (message, gradient)
+
+    def _receive_backward(self, stage: int, microbatch: int) -> None:
+        step = self._step
+        wire = self._wires[self._wire_key(stage, microbatch)]
+        if not wire.has_gradient:
+            return
+        gradient = torch.empty(wire.shape, dtype=wire.dtype, device=self._transport.device)
+        step.gradients[stage, microbatch] = gradient
+        step.received[Op.RECV_B, stage, microbatch] = self._transport.receive(
+            gradient, self._rank_of(stage + 1), Tag(Channel.BACKWARD, stage + 1, microbatch)
+        )
+
+    def _wait(self, op: Op, stage: int, microbatch: int) -> None:
+        """Wait for a receive, if one is under way; a gradient that came back shows that its activation arrived."""
+        message = self._step.received.pop((op, stage, microbatch), None)
+        if message is None:
+            return
+        message.wait()
+        if op is Op.RECV_B:
+            sent, _ = self._step.sent.pop((Op.SEND_F, stage, microbatch))
+            sent.wait()
+
+    # ---- shapes
+
+    def _wire_key(self, stage: int, microbatch: int) -> tuple[object, ...]:
+        """What the shape of a stage's output depends on."""
+        batch = self._step.batches[microbatch]
+        shapes = tuple((name, tuple(value.shape)) for name, value in sorted(batch.items()) if name != "labels")
+        return (stage, self._step.is_training, shapes)
+
+    def _encode(self, wire: Wire) -> torch.Tensor:
+        if len(wire.shape) > _HEADER - 3:
+            raise RunError(f"a stage's output has {len(wire.shape)} dims; at most {_HEADER - 3} can be sent")
+        values = [_DTYPES.index(wire.dtype), int(wire.has_gradient), len(wire.shape), *wire.shape]
+        padded = values + [0] * (_HEADER - len(values))
+        return torch.tensor(padded, dtype=torch.int64, device=self._transport.device)
+
+    @staticmethod
+    def _decode(header: torch.Tensor) -> Wire:
+        dtype, has_gradient, dims, *sizes = header.tolist()
+        return Wire(tuple(sizes[:dims]), _DTYPES[dtype], bool(has_gradient))

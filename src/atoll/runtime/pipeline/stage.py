@@ -1,0 +1,56 @@
+"""A stage: consecutive blocks of the model that one rank runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from atoll.models import Adapter, Batch
+from atoll.runtime.sharding.hooks import Reducer, ShardedBlock
+from atoll.runtime.sharding.unit import Unit
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Blocks `blocks` of the model, and the units they use."""
+
+    index: int
+    blocks: range
+    is_first: bool
+    is_last: bool
+    adapter: Adapter
+    units: tuple[Unit, ...]
+    sharded: tuple[ShardedBlock, ...]
+    reducer: Reducer
+
+    def forward(self, hidden: torch.Tensor | None, batch: Batch) -> torch.Tensor:
+        """The hidden state after the stage, [B, S, hidden] as a rule, or the logits on the last stage."""
+        return self.adapter.forward(self.blocks.start, self.blocks.stop, hidden, batch)
+
+    def open(self) -> None:
+        """UNSHARD. In `unit` residency each block gathers for itself; nothing is gathered ahead."""
+
+    def close(self) -> None:
+        """RESHARD: free what an early stop or an input without gradient left whole."""
+        for unit in self.units:
+            unit.free()
+
+    def reduce(self) -> None:
+        """REDUCE_GRAD: reduce what the microbatch's backward left unreduced."""
+        self.reducer.flush()
+
+    def train(self, mode: bool) -> None:
+        """Switch dropout and the like on or off."""
+        for block in self.sharded:
+            block.module.train(mode)
+
+
+def owners_of(blocks: Sequence[int], runs: Sequence[range], rank_of_stage: Sequence[int]) -> tuple[int, ...]:
+    """Pipeline ranks that hold any of `blocks`, in the order of their stages."""
+    found: list[int] = []
+    for stage, run in enumerate(runs):
+        if any(block in run for block in blocks) and rank_of_stage[stage] not in found:
+            found.append(rank_of_stage[stage])
+    return tuple(found)

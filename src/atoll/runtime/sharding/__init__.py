@@ -1,0 +1,1 @@
+"""One mechanism for all 27 layouts."""

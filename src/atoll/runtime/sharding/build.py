@@ -1,0 +1,140 @@
+"""From a model, perhaps on `meta`, to the units and blocks of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from atoll.errors import PlanError
+from atoll.models import Adapter, Block, initialise_block, shared_parameters
+from atoll.runtime.pipeline.stage import Stage, owners_of
+from atoll.runtime.sharding.hooks import Moment, Reducer, ShardedBlock, watch_parameters
+from atoll.runtime.sharding.segment import Surroundings, dtype_of
+from atoll.runtime.sharding.unit import Unit, UnitSpec, unit_specs
+
+
+@dataclass(frozen=True, slots=True)
+class Sharded:
+    """This rank's part of the model.
+
+    specs: every unit of the whole model.  units: this rank's, in the model's order.  trainable: name and shape of
+    every trained parameter of the whole model.
+    """
+
+    specs: tuple[UnitSpec, ...]
+    units: tuple[Unit, ...]
+    stages: tuple[Stage, ...]
+    trainable: tuple[tuple[str, tuple[int, ...]], ...]
+
+
+def build(
+    adapter: Adapter,
+    runs: Sequence[range],
+    *,
+    ranks: Sequence[int],
+    rank_of_stage: Sequence[int],
+    around: Surroundings,
+    moment: Moment,
+    recompute: str,
+) -> Sharded:
+    """Materialise this rank's blocks one after the other, each into its units, and hook them.
+
+    runs: the blocks of each stage.  ranks: world ranks along the pipeline.  rank_of_stage: pipeline rank of each stage.
+    """
+    place = around.transport.place
+    blocks = tuple(adapter.blocks())
+    specs = unit_specs([(block.name, block.module) for block in blocks])
+    trainable = _trainable(blocks, specs)
+    shared = shared_parameters(adapter)
+    mine = [stage for stage in range(len(runs)) if rank_of_stage[stage] == place.pp]
+    local = [block for stage in mine for block in runs[stage]]
+    units: dict[int, Unit] = {}
+    replaced: dict[int, nn.Parameter] = {}
+    for at in local:
+        _materialise(adapter, blocks[at], shared, replaced, seed=moment.seed, dtype=_first_dtype(around))
+        values = dict(blocks[at].named_parameters())
+        for spec in specs:
+            if at not in spec.blocks or spec.index in units:
+                continue
+            owners = tuple(ranks[pp] for pp in owners_of(spec.blocks, runs, rank_of_stage))
+            found = {name: _find(values, name, shared) for name in spec.names}
+            units[spec.index] = Unit(spec, found, around, owners=owners)
+        for spec in specs:
+            # A shared unit stays whole until its last block here has been initialised.
+            if spec.index in units and max(used for used in spec.blocks if used in local) == at:
+                units[spec.index].free()
+        _place_buffers(blocks[at].module, around.device)
+    stages = []
+    for stage in mine:
+        users = tuple(u for u in units.values() if any(at in runs[stage] for at in u.spec.blocks))
+        reducer = Reducer(users, runs[stage])
+        hooked = []
+        for at in runs[stage]:
+            own = [unit for unit in users if at in unit.spec.blocks]
+            hooked.append(ShardedBlock(blocks[at].module, at, own, reducer, moment, recompute=recompute))
+        watch_parameters(users, reducer)
+        last = len(runs) - 1
+        stages.append(Stage(stage, runs[stage], stage == 0, stage == last, adapter, users, tuple(hooked), reducer))
+    ordered = tuple(units[index] for index in sorted(units))
+    return Sharded(specs, ordered, tuple(stages), trainable)
+
+
+def _first_dtype(around: Surroundings) -> torch.dtype:
+    """The dtype that initial values are drawn into: the master's, so that halves lose nothing of it."""
+    return dtype_of(around.precision.master)
+
+
+def _trainable(blocks: Sequence[Block], specs: Sequence[UnitSpec]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    known = {name: parameter for block in blocks for name, parameter in block.named_parameters()}
+    names = [name for spec in specs for name in spec.names if known[name].requires_grad]
+    return tuple((name, tuple(known[name].shape)) for name in names)
+
+
+def _materialise(
+    adapter: Adapter,
+    block: Block,
+    shared: Mapping[str, str],
+    replaced: dict[int, nn.Parameter],
+    *,
+    seed: int,
+    dtype: torch.dtype,
+) -> None:
+    """Give a block on `meta` real parameters with their initial values; leave a real one as it is."""
+    parameters = [parameter for _, parameter in block.named_parameters()]
+    if not any(parameter.is_meta for parameter in parameters):
+        return
+    if not all(parameter.is_meta or id(parameter) in _ids(replaced) for parameter in parameters):
+        raise PlanError(f"block {block.name!r} is partly on meta; build the whole model on meta, or none of it")
+    for module in block.module.modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if not parameter.is_meta:
+                continue
+            if id(parameter) not in replaced:
+                empty = torch.empty(parameter.shape, dtype=dtype)
+                replaced[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            module.register_parameter(name, replaced[id(parameter)])
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if buffer.is_meta:
+                module.register_buffer(name, torch.empty_like(buffer, device="cpu"))
+    initialise_block(adapter, block, seed, shared=shared)
+
+
+def _ids(replaced: Mapping[int, nn.Parameter]) -> set[int]:
+    return {id(parameter) for parameter in replaced.values()}
+
+
+def _find(values: Mapping[str, nn.Parameter], name: str, shared: Mapping[str, str]) -> nn.Parameter:
+    """The block's parameter whose first name is `name`, under whatever name this block has it."""
+    if name in values:
+        return values[name]
+    return next(values[later] for later, first in shared.items() if first == name and later in values)
+
+
+def _place_buffers(module: nn.Module, device: torch.device) -> None:
+    for child in module.modules():
+        for name, buffer in list(child.named_buffers(recurse=False)):
+            if buffer.device != device:
+                setattr(child, name, buffer.to(device))

@@ -1,0 +1,246 @@
+"""When a block's units are gathered, freed and reduced.
+
+Life of a unit within one action, residency `unit`:
+
+    1. before the block's forward      gather
+    2. after it                        free
+    3. its output's gradient arrives   gather, open gradients
+    4. every parameter's last gradient count; with none left the unit is complete
+    5. its inputs' gradients leave     free; what is not counted by now is unused in this microbatch: complete
+    6. the action's end (RESHARD)      free whatever an early stop or an input without gradient left whole
+    7. REDUCE_GRAD                     reduce whatever is left
+
+Complete units are reduced in one order, the model's backwards, on every rank: a unit waits for those behind it, so
+ranks whose microbatches leave different parameters unused do not wait for each other in different orders.
+
+Step 5 is the backward of an identity that the inputs pass through: it is older than every node of the block, so
+autograd runs it after all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from atoll.runtime.randomness import seed_block
+from atoll.runtime.sharding.unit import Unit
+
+
+@dataclass(slots=True)
+class Moment:
+    """What runs now: the training step, the global microbatch, and whether a backward is under way."""
+
+    seed: int = 0
+    step: int = 0
+    microbatch: int = 0
+    in_backward: bool = False
+
+
+@dataclass(slots=True)
+class _Round:
+    """What a unit still waits for in the present microbatch."""
+
+    parameters: set[str]
+    blocks: set[int]
+
+    @property
+    def is_complete(self) -> bool:
+        return not self.parameters or not self.blocks
+
+
+class Reducer:
+    """Reduces the complete units of one stage in the model's backward order."""
+
+    def __init__(self, units: Sequence[Unit], blocks: range) -> None:
+        self._order = sorted((u for u in units if u.trainable), key=lambda unit: -unit.spec.index)
+        self._blocks = set(blocks)
+        self._next = 0
+        self._rounds: dict[int, _Round] = {}
+        self._reset()
+
+    def arrived(self, unit: Unit, name: str) -> None:
+        """A parameter has all of its gradient."""
+        unit.touched.add(name)
+        self._rounds[unit.spec.index].parameters.discard(name)
+        self._advance()
+
+    def leave(self, unit: Unit, block: int) -> None:
+        """A block's backward is over; what it has not touched by now is unused."""
+        if unit.spec.index in self._rounds:
+            self._rounds[unit.spec.index].blocks.discard(block)
+            self._advance()
+
+    def flush(self) -> None:
+        """Reduce what is left of the microbatch, with zeros for what nobody used."""
+        for known in self._rounds.values():
+            known.blocks.clear()
+        self._advance()
+        self._reset()
+
+    def _advance(self) -> None:
+        while self._next < len(self._order):
+            unit = self._order[self._next]
+            if not self._rounds[unit.spec.index].is_complete:
+                return
+            unit.reduce_gradients()
+            self._next += 1
+
+    def _reset(self) -> None:
+        self._next = 0
+        for unit in self._order:
+            names = {name for name, _ in unit.trained()}
+            self._rounds[unit.spec.index] = _Round(names, self._blocks.intersection(unit.spec.blocks))
+
+
+class _Boundary(torch.autograd.Function):
+    """Identity on a block's inputs; its backward says that the block's backward is over."""
+
+    @staticmethod
+    def forward(ctx: Any, leave: Callable[[], None], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.leave = leave
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.leave()
+        return (None, *gradients)
+
+
+class ShardedBlock:
+    """Hooks on one block of the model, and its seeded, perhaps recomputed forward."""
+
+    def __init__(
+        self, module: nn.Module, index: int, units: Sequence[Unit], reducer: Reducer, moment: Moment, *, recompute: str
+    ) -> None:
+        self.module = module
+        self.index = index
+        self.units = tuple(units)
+        self._reducer = reducer
+        self._moment = moment
+        self._recompute = recompute
+        self._forward = module.forward
+        module.forward = self._run
+        self._handles = [
+            module.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True),
+            module.register_forward_hook(self._after_forward, with_kwargs=True),
+        ]
+
+    def remove(self) -> None:
+        """Leave the module as it was."""
+        for handle in self._handles:
+            handle.remove()
+        del self.module.forward
+
+    def gather(self) -> None:
+        """Make the block's units whole."""
+        for unit in self.units:
+            unit.gather()
+
+    def free(self) -> None:
+        """Give the block's units back."""
+        for unit in self.units:
+            unit.free()
+
+    # ---- forward
+
+    def _before_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self.gather()
+        if self._moment.in_backward or not torch.is_grad_enabled():
+            return None
+        found: list[torch.Tensor] = []
+        _visit((args, kwargs), found.append)
+        inputs = [tensor for tensor in found if tensor.requires_grad]
+        if not inputs:
+            return None
+        passed = _Boundary.apply(self._leave_backward, *inputs)
+        replaced = {id(before): after for before, after in zip(inputs, passed, strict=True)}
+        return _replace(args, replaced), _replace(kwargs, replaced)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        """The block's forward, seeded; under recompute, checkpointed with the same seed."""
+        moment = self._moment
+        if not self.module.training:
+            return self._forward(*args, **kwargs)
+        seeded = partial(self._seeded, (moment.seed, moment.step, moment.microbatch))
+        if self._recompute == "none" or not torch.is_grad_enabled() or moment.in_backward:
+            return seeded(*args, **kwargs)
+        options: dict[str, Any] = {}
+        if self._recompute == "selective":
+            options["context_fn"] = partial(create_selective_checkpoint_contexts, list(_PRODUCTS))
+        return checkpoint(seeded, *args, use_reentrant=False, preserve_rng_state=False, **options, **kwargs)
+
+    def _seeded(self, moment: tuple[int, int, int], *args: Any, **kwargs: Any) -> Any:
+        seed_block(*moment, self.index)
+        return self._forward(*args, **kwargs)
+
+    def _after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if self._moment.in_backward:
+            return
+        self.free()
+        if torch.is_grad_enabled():
+            _visit(output, self._watch_output)
+
+    def _watch_output(self, tensor: torch.Tensor) -> None:
+        if tensor.requires_grad:
+            tensor.register_hook(self._enter_backward)
+
+    # ---- backward
+
+    def _enter_backward(self, gradient: torch.Tensor) -> None:
+        self.gather()
+        for unit in self.units:
+            unit.open_gradients()
+
+    def _leave_backward(self) -> None:
+        self.free()
+        for unit in self.units:
+            self._reducer.leave(unit, self.index)
+
+
+_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+"""What selective recompute keeps: matrix products. Attention, norms and activation functions are run again."""
+
+
+def watch_parameters(units: Iterable[Unit], reducer: Reducer) -> list[Any]:
+    """Tell the reducer when a parameter has all of its gradient; returns the hooks' handles."""
+    handles = []
+    for unit in units:
+        for name, parameter in unit.trained():
+            notify = partial(_arrived, reducer, unit, name)
+            handles.append(parameter.register_post_accumulate_grad_hook(notify))
+    return handles
+
+
+def _arrived(reducer: Reducer, unit: Unit, name: str, parameter: torch.Tensor) -> None:
+    reducer.arrived(unit, name)
+
+
+def _visit(value: Any, act: Callable[[torch.Tensor], Any]) -> None:
+    """Call `act` on every tensor in nested tuples, lists and mappings."""
+    if isinstance(value, torch.Tensor):
+        act(value)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            _visit(item, act)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            _visit(item, act)
+
+
+def _replace(value: Any, by: Mapping[int, torch.Tensor]) -> Any:
+    """The same nest with some tensors replaced; containers that hold none of them are kept as they are."""
+    if isinstance(value, torch.Tensor):
+        return by.get(id(value), value)
+    if type(value) is dict:
+        return {key: _replace(item, by) for key, item in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_replace(item, by) for item in value)
+    return value

@@ -1,0 +1,113 @@
+"""A torch optimizer over the parts of the parameters that this rank's optimizer state covers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from atoll.errors import PlanError
+from atoll.runtime.sharding.unit import Unit
+
+OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+GroupOptions = Callable[[str, tuple[int, ...]], Mapping[str, Any]]
+
+WHOLE_MATRIX = ("Muon", "Adafactor", "LBFGS", "Shampoo", "SOAP")
+"""Optimizers, by class name, whose update of one element depends on the rest of its matrix."""
+
+
+class ParameterSlice(nn.Parameter):
+    """Elements `start`..`stop` of the flattened parameter `parameter_name`, a 1-D view of the rank's master shard."""
+
+    parameter_name: str
+    global_shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @staticmethod
+    def of(view: torch.Tensor, name: str, shape: tuple[int, ...], start: int, stop: int) -> ParameterSlice:
+        """Wrap a view of the master shard."""
+        made = ParameterSlice(view)
+        made.parameter_name, made.global_shape, made.start, made.stop = name, shape, start, stop
+        return made
+
+
+def decay_matrices(weight_decay: float) -> GroupOptions:
+    """Group options that decay matrices and leave vectors (norms, biases) alone."""
+
+    def options(name: str, shape: tuple[int, ...]) -> Mapping[str, Any]:
+        return {"weight_decay": weight_decay if len(shape) > 1 else 0.0}
+
+    return options
+
+
+class ShardedOptimizer:
+    """Slices, their gradients, and the torch optimizer that steps them.
+
+    named_shapes: every trainable parameter of the whole model in order, so that all ranks make the same groups.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        factory: OptimizerFactory,
+        *,
+        named_shapes: Iterable[tuple[str, tuple[int, ...]]],
+        options: GroupOptions | None,
+    ) -> None:
+        self._units = tuple(units)
+        self.slices: dict[str, ParameterSlice] = {}
+        for unit in units:
+            for segment in unit.segments:
+                if segment.master is None:
+                    continue
+                held = segment.range(segment.around.layout.optimizer)
+                for part in segment.map.slices(held):
+                    view = segment.master.narrow(0, part.offset, part.stop - part.start)
+                    self.slices[part.name] = ParameterSlice.of(view, part.name, part.shape, part.start, part.stop)
+        grouped: dict[str, dict[str, Any]] = {}
+        for name, shape in named_shapes:
+            chosen = dict(options(name, shape)) if options is not None else {}
+            group = grouped.setdefault(repr(sorted(chosen.items())), {"params": [], **chosen})
+            if name in self.slices:
+                group["params"].append(self.slices[name])
+        self.torch = factory(list(grouped.values())) if grouped else None
+        if type(self.torch).__name__ in WHOLE_MATRIX:
+            raise PlanError(
+                f"{type(self.torch).__name__} needs whole matrices and cannot step the slices of a sharded flat "
+                f"buffer; use an elementwise optimizer such as AdamW, SGD or Lion"
+            )
+
+    def step(self, touched: set[str], scale: torch.Tensor | float) -> None:
+        """Update the slices whose parameters got a gradient anywhere, from gradients times `scale`."""
+        if self.torch is None:
+            return
+        for unit in self._units:
+            for segment in unit.segments:
+                if segment.final is None or segment.master is None:
+                    continue
+                if not (isinstance(scale, float) and scale == 1.0):
+                    segment.final.mul_(scale)
+                gradients = segment.final.to(segment.master.dtype)
+                for part in segment.map.slices(segment.range(segment.around.layout.optimizer)):
+                    gradient = gradients.narrow(0, part.offset, part.stop - part.start)
+                    self.slices[part.name].grad = gradient if part.name in touched else None
+        self.torch.step()
+        for piece in self.slices.values():
+            piece.grad = None
+
+    def states(self) -> dict[str, dict[str, Any]]:
+        """Optimizer state by parameter name and key."""
+        if self.torch is None:
+            return {}
+        return {name: self.torch.state[piece] for name, piece in self.slices.items() if piece in self.torch.state}
+
+    def state_tensors(self) -> list[torch.Tensor]:
+        """State tensors that are as large as their slices; step counters are not among them."""
+        found = []
+        for name, state in self.states().items():
+            size = self.slices[name].numel()
+            found += [t for t in state.values() if isinstance(t, torch.Tensor) and t.dim() and t.numel() == size]
+        return found

@@ -1,0 +1,279 @@
+"""One flat buffer of a unit: where its parameters, gradients and optimizer weights rest, and how they move.
+
+[Note: the storages of a segment]
+
+    same dtype for compute and master   one storage at the coarser level of p and os; p and master are views of it
+    other dtype, p and os at one level  the master alone; p is cast from it when gathered
+    other dtype, other levels           p and master
+    frozen                              p alone
+
+`whole` is what the module's parameters view. Where p rests whole it is that storage itself; elsewhere it is a
+transient storage, resized to nothing and back, never exchanged: autograd's saved views stay valid
+[Note: stable storage].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from atoll.layouts import (
+    GATHER_PARAMETER,
+    REDUCE_GRADIENT,
+    SYNC_GRADIENT,
+    SYNC_PARAMETER,
+    Axis,
+    FlatMap,
+    Kind,
+    Layout,
+    Level,
+    Move,
+    Nest,
+    Precision,
+)
+from atoll.layouts import Segment as SegmentShape
+from atoll.runtime.transport import Channel, Peers, Tag, Transport
+
+_CHANNEL: Mapping[tuple[Kind, Axis], Channel] = {
+    (Kind.GATHER, Axis.INTRA): Channel.GATHER_INTRA,
+    (Kind.GATHER, Axis.INTER): Channel.GATHER_INTER,
+    (Kind.REDUCE, Axis.INTRA): Channel.REDUCE_INTRA,
+    (Kind.REDUCE, Axis.INTER): Channel.REDUCE_INTER,
+}
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Torch's dtype called `name`."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a segment needs to know of the run."""
+
+    layout: Layout
+    precision: Precision
+    nest: Nest
+    transport: Transport
+    device: torch.device
+
+    def peers(self, axis: Axis) -> Peers:
+        """The ranks along a data-parallel axis."""
+        return Peers.along(axis.value, self.transport.place)
+
+
+class Segment:
+    """Parameters of one dtype and one trainability that share a flat buffer."""
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], around: Surroundings, *, trainable: bool, tag: tuple[int, int]
+    ) -> None:
+        self.around = around
+        self.trainable = trainable
+        self.parameters = dict(parameters)
+        self.map = FlatMap.build(((name, tuple(p.shape)) for name, p in parameters.items()), around.nest.ranks)
+        self._tag = tag
+        self.compute = dtype_of(around.precision.compute)
+        self._allocate(around.layout, around.precision)
+        self._adopt()
+
+    @property
+    def shape(self) -> SegmentShape:
+        """What the footprint counts."""
+        return SegmentShape(self.map, trainable=self.trainable, compute=str(self.compute).removeprefix("torch."))
+
+    def range(self, level: Level) -> range:
+        """Elements of the flat buffer that this rank holds at `level`."""
+        return self.around.nest.range(level, self.map.padded)
+
+    # ---- storages
+
+    def _allocate(self, layout: Layout, precision: Precision) -> None:
+        device = self.around.device
+        p, os = layout.parameters, layout.optimizer
+        master_dtype = dtype_of(precision.master)
+        self.rest: torch.Tensor | None = None
+        self.master: torch.Tensor | None = None
+        if not self.trainable:
+            self.rest = torch.zeros(len(self.range(p)), dtype=self.compute, device=device)
+        elif self.compute == master_dtype:
+            coarse = min(p, os)
+            store = torch.zeros(len(self.range(coarse)), dtype=master_dtype, device=device)
+            self.rest = self._part(store, coarse, p)
+            self.master = self._part(store, coarse, os)
+        else:
+            self.master = torch.zeros(len(self.range(os)), dtype=master_dtype, device=device)
+            if p is not os:
+                self.rest = torch.zeros(len(self.range(p)), dtype=self.compute, device=device)
+        self.permanent = p is Level.N and self.rest is not None
+        if self.permanent:
+            assert self.rest is not None
+            self.whole = self.rest
+        else:
+            self.whole = torch.zeros(self.map.padded, dtype=self.compute, device=device)
+        self.is_whole = True
+        self.gradient: torch.Tensor | None = None
+        self.flow: torch.Tensor | None = None
+        self.final: torch.Tensor | None = None
+        if self.trainable:
+            size = len(self.range(layout.gradients))
+            self.gradient = torch.zeros(size, dtype=dtype_of(precision.gradient), device=device)
+
+    def _part(self, held: torch.Tensor, held_level: Level, level: Level) -> torch.Tensor:
+        """The rank's part at `level` of a buffer that rests at the coarser `held_level`."""
+        outer, inner = self.range(held_level), self.range(level)
+        return held.narrow(0, inner.start - outer.start, len(inner))
+
+    def _adopt(self) -> None:
+        """Copy the parameters' values in, and make the parameters views of the whole buffer for good."""
+        with torch.no_grad():
+            for entry in self.map.entries:
+                parameter = self.parameters[entry.name]
+                view = self.whole.narrow(0, entry.offset, entry.numel).view(entry.shape)
+                view.copy_(parameter)
+            if self.master is not None:
+                self._keep(self.master, self.around.layout.optimizer)
+            if self.rest is not None and not self.permanent:
+                self._keep(self.rest, self.around.layout.parameters)
+            for entry in self.map.entries:
+                parameter = self.parameters[entry.name]
+                parameter.data = self.whole.narrow(0, entry.offset, entry.numel).view(entry.shape)
+                if self.gradient is not None and self.gradient.dtype != self.compute:
+                    parameter.grad_dtype = self.gradient.dtype
+
+    def _keep(self, target: torch.Tensor, level: Level) -> None:
+        """Fill a resting buffer from the parameters' first values, at their full precision."""
+        for part in self.map.slices(self.range(level)):
+            source = self.parameters[part.name].detach().reshape(-1)[part.start : part.stop]
+            target.narrow(0, part.offset, part.stop - part.start).copy_(source)
+
+    # ---- parameters
+
+    def gather(self) -> None:
+        """Make the parameters whole."""
+        if self.is_whole:
+            return
+        self.whole.untyped_storage().resize_(self.whole.numel() * self.whole.itemsize)
+        level = self.around.layout.parameters
+        source = self.rest if self.rest is not None else self.master
+        assert source is not None, "every segment keeps its parameters somewhere"
+        with torch.no_grad():
+            self._part(self.whole, Level.N, level).copy_(source)
+        for move in GATHER_PARAMETER[level]:
+            self._move(self._part(self.whole, Level.N, move.coarse), move)
+        self.is_whole = True
+
+    def free(self) -> None:
+        """Give the whole copy back."""
+        if self.permanent or not self.is_whole:
+            return
+        self.whole.untyped_storage().resize_(0)
+        self.is_whole = False
+
+    def sync_parameters(self) -> None:
+        """Bring what the optimizer wrote to where the parameters rest."""
+        if self.master is None or self.rest is None:
+            return
+        p, os = self.around.layout.parameters, self.around.layout.optimizer
+        with torch.no_grad():
+            if self.shares:
+                pass
+            elif p < os:
+                self._part(self.rest, p, os).copy_(self.master)
+            else:
+                self.rest.copy_(self._part(self.master, os, p))
+        for move in SYNC_PARAMETER[os, p]:
+            self._move(self._part(self.rest, p, move.coarse), move)
+
+    # ---- gradients
+
+    def open_gradients(self) -> None:
+        """Point every parameter's `.grad` into the buffer that it accumulates in."""
+        if not self.trainable:
+            return
+        assert self.gradient is not None
+        target = self.gradient
+        if self.around.layout.gradients is not Level.N:
+            if self.flow is None:
+                self.flow = torch.zeros(self.map.padded, dtype=target.dtype, device=target.device)
+            target = self.flow
+        for entry in self.map.entries:
+            parameter = self.parameters[entry.name]
+            view = target.narrow(0, entry.offset, entry.numel).view(entry.shape)
+            if parameter.grad is None or parameter.grad.data_ptr() != view.data_ptr():
+                parameter.grad = view
+
+    def reduce_gradients(self) -> None:
+        """Reduce one microbatch's gradients to where they rest, and give their whole buffer back."""
+        level = self.around.layout.gradients
+        if not self.trainable or level is Level.N:
+            return
+        assert self.gradient is not None
+        flow = self.flow
+        if flow is None:
+            flow = torch.zeros(self.map.padded, dtype=self.gradient.dtype, device=self.gradient.device)
+        flow = flow.to(dtype_of(self.around.precision.reduce))
+        for move in REDUCE_GRADIENT[level]:
+            self._move(self._part(flow, Level.N, move.coarse), move)
+        self.gradient.add_(self._part(flow, Level.N, level))
+        self.flow = None
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def sync_gradients(self) -> None:
+        """Turn the accumulated gradients into `final`, the optimizer's, at the level of os."""
+        if not self.trainable:
+            return
+        assert self.gradient is not None
+        g, os = self.around.layout.gradients, self.around.layout.optimizer
+        coarse = min(g, os)
+        buffer = self.gradient
+        if coarse is not g:
+            buffer = torch.zeros(len(self.range(coarse)), dtype=buffer.dtype, device=buffer.device)
+            self._part(buffer, coarse, g).copy_(self.gradient)
+        for move in SYNC_GRADIENT[g, os]:
+            self._move(self._part(buffer, coarse, move.coarse), move)
+        self.final = self._part(buffer, coarse, os)
+
+    def clear_gradients(self) -> None:
+        """Forget the step's gradients."""
+        if self.gradient is not None:
+            self.gradient.zero_()
+        self.final = None
+        self.flow = None
+
+    def squared_norm(self) -> torch.Tensor:
+        """Sum of squares, in float64 and still on the device, of the gradients that this rank alone accounts for."""
+        nest, os = self.around.nest, self.around.layout.optimizer
+        repeats = (os is Level.N and (nest.i, nest.j) != (0, 0)) or (os is Level.I and nest.i != 0)
+        if self.final is None or repeats:
+            return torch.zeros((), dtype=torch.float64, device=self.around.device)
+        return torch.linalg.vector_norm(self.final, dtype=torch.float64).square()
+
+    # ----
+
+    def _move(self, buffer: torch.Tensor, move: Move) -> None:
+        index, part = self._tag
+        tag = Tag(_CHANNEL[move.kind, move.axis], index, part)
+        peers = self.around.peers(move.axis)
+        act = self.around.transport.gather if move.kind is Kind.GATHER else self.around.transport.reduce
+        act(buffer, peers, tag)
+
+    @property
+    def shares(self) -> bool:
+        """Whether p and master are views of one storage."""
+        return self.rest is not None and self.master is not None and self.rest.dtype == self.master.dtype
+
+    def held(self) -> dict[str, list[torch.Tensor]]:
+        """Tensors whose storages this segment holds, by component; the optimizer's states are not among them."""
+        own = {
+            "parameters": [self.rest] if self.permanent else [self.rest, self.whole],
+            "gradients": [self.gradient, self.flow],
+            "optimizer": [] if self.shares else [self.master],
+        }
+        return {component: [t for t in tensors if t is not None] for component, tensors in own.items()}

@@ -1,0 +1,131 @@
+"""What a checkpoint holds of the sharded model, optimizer and buffers, as pieces with names that no layout changes.
+
+model.<parameter>                    master weights, or the resting ones of frozen parameters
+model.<buffer>                       persistent buffers
+optim.state.<parameter>.<key>        as torch's get_optimizer_state_dict names them
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from atoll.errors import CheckpointError
+from atoll.runtime import checkpoint
+from atoll.runtime.checkpoint import Piece
+from atoll.runtime.checkpoint.metadata import read_contents
+from atoll.runtime.sharding.optimizer import ShardedOptimizer
+from atoll.runtime.sharding.unit import Unit
+
+_STATE = ("optim", "state")
+
+
+def save_state(
+    folder: Path,
+    units: Sequence[Unit],
+    optimizer: ShardedOptimizer,
+    buffers: Mapping[str, torch.Tensor],
+    state: Mapping[str, Any],
+) -> None:
+    """Write a checkpoint; every rank calls it."""
+    pieces = [*_model_pieces(units), *_buffer_pieces(buffers), *_optimizer_pieces(optimizer)]
+    checkpoint.save(folder, pieces, {**state, "groups": _group_options(optimizer)})
+
+
+def stored_states(folder: Path) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Parameter -> key of its optimizer state -> shape, as the checkpoint has them.
+
+    Raises CheckpointError where there is no checkpoint.
+    """
+    if not checkpoint.is_complete(folder):
+        raise CheckpointError(
+            f"{folder} is not a finished checkpoint; name a folder such as <run>/checkpoints/step-..."
+        )
+    found: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, tensor in read_contents(folder / ".metadata").tensors.items():
+        if name.startswith("optim.state."):
+            parameter, _, key = name.removeprefix("optim.state.").rpartition(".")
+            found.setdefault(parameter, {})[key] = tuple(tensor.size)
+    return found
+
+
+def load_state(
+    folder: Path,
+    units: Sequence[Unit],
+    optimizer: ShardedOptimizer,
+    buffers: Mapping[str, torch.Tensor],
+    stored: Mapping[str, Mapping[str, tuple[int, ...]]],
+) -> dict[str, Any]:
+    """Fill masters, frozen parameters, buffers and optimizer state; every rank calls it."""
+    _prepare_states(optimizer, stored)
+    pieces = [*_model_pieces(units), *_buffer_pieces(buffers), *_optimizer_pieces(optimizer)]
+    state = checkpoint.load(folder, pieces)
+    groups = state["groups"]
+    if optimizer.torch is not None:
+        if len(groups) != len(optimizer.torch.param_groups):
+            raise CheckpointError(
+                f"{folder} has {len(groups)} parameter groups, this run {len(optimizer.torch.param_groups)}; "
+                f"use the same grouping (train.weight_decay, groups=...)"
+            )
+        for group, options in zip(optimizer.torch.param_groups, groups, strict=True):
+            group.update({key: tuple(value) if isinstance(value, list) else value for key, value in options.items()})
+    return state
+
+
+def _model_pieces(units: Sequence[Unit]) -> Iterator[Piece]:
+    for unit in units:
+        for segment in unit.segments:
+            layout = segment.around.layout
+            source, level = segment.master, layout.optimizer
+            if source is None:
+                source, level = segment.rest, layout.parameters
+            assert source is not None, "every segment keeps its parameters somewhere"
+            for part in segment.map.slices(segment.range(level)):
+                view = source.detach().narrow(0, part.offset, part.stop - part.start)
+                yield Piece(("model", part.name), part.shape, part.start, part.stop, view)
+
+
+def _buffer_pieces(buffers: Mapping[str, torch.Tensor]) -> Iterator[Piece]:
+    for name, buffer in buffers.items():
+        yield Piece(("model", name), tuple(buffer.shape), 0, buffer.numel(), buffer.view(-1))
+
+
+def _optimizer_pieces(optimizer: ShardedOptimizer) -> Iterator[Piece]:
+    for name, state in optimizer.states().items():
+        own = optimizer.slices[name]
+        for key, value in state.items():
+            path = (*_STATE, name, key)
+            if isinstance(value, (int, float)):
+                state[key] = value = torch.tensor(float(value), dtype=torch.float64)
+            if not isinstance(value, torch.Tensor):
+                raise CheckpointError(f"optimizer state {key!r} of {name!r} is a {type(value).__name__}; need tensors")
+            if value.numel() == own.numel() and value.dim() == 1:
+                yield Piece(path, own.global_shape, own.start, own.stop, value.detach())
+            else:
+                yield Piece(path, tuple(value.shape), 0, value.numel(), value.detach().view(-1))
+
+
+def _prepare_states(optimizer: ShardedOptimizer, stored: Mapping[str, Mapping[str, tuple[int, ...]]]) -> None:
+    """Give the optimizer empty states of the kinds that the checkpoint has."""
+    if optimizer.torch is None:
+        return
+    for name, own in optimizer.slices.items():
+        optimizer.torch.state[own] = {}
+        for key, shape in stored.get(name, {}).items():
+            if shape == own.global_shape and math.prod(shape) > 0 and shape:
+                optimizer.torch.state[own][key] = torch.zeros_like(own.detach())
+            else:
+                optimizer.torch.state[own][key] = torch.zeros(shape, dtype=torch.float32)
+
+
+def _group_options(optimizer: ShardedOptimizer) -> list[dict[str, Any]]:
+    if optimizer.torch is None:
+        return []
+    return [
+        {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        for group in optimizer.torch.param_groups
+    ]

@@ -1,0 +1,139 @@
+"""A unit: parameters gathered and freed together, usually one block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from atoll.runtime.sharding.segment import Segment, Surroundings
+from atoll.runtime.transport import Channel, Tag
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSpec:
+    """Which parameters form a unit, known to every rank from the model alone.
+
+    index: place in the model's order.  names: every name of a parameter, its first one being what checkpoints use.
+    blocks: the blocks that use the unit; more than one for shared parameters.
+    """
+
+    index: int
+    name: str
+    names: tuple[str, ...]
+    blocks: tuple[int, ...]
+
+
+def unit_specs(blocks: Sequence[tuple[str, nn.Module]]) -> tuple[UnitSpec, ...]:
+    """Partition the parameters of a model, given as (name, block) in execution order, into units.
+
+    A parameter of one block belongs to that block's unit. Parameters shared by the same blocks are a unit of their
+    own, placed before the unit of the first block that uses them. Names are qualified by the block's name.
+    """
+    first_name: dict[int, str] = {}
+    users: dict[int, list[int]] = {}
+    for at, (prefix, module) in enumerate(blocks):
+        for name, parameter in module.named_parameters(prefix=prefix):
+            first_name.setdefault(id(parameter), name)
+            used = users.setdefault(id(parameter), [])
+            if at not in used:
+                used.append(at)
+    grouped: dict[tuple[int, ...], list[str]] = {}
+    for key, used in users.items():
+        grouped.setdefault(tuple(used), []).append(first_name[key])
+    specs: list[UnitSpec] = []
+    for used_by in sorted(grouped, key=lambda used: (used[0], -len(used), used)):
+        names = grouped[used_by]
+        own = blocks[used_by[0]][0]
+        name = own if len(used_by) == 1 else f"shared {names[0]}"
+        specs.append(UnitSpec(len(specs), name, tuple(names), used_by))
+    return tuple(specs)
+
+
+class Unit:
+    """The segments of one unit on this rank.
+
+    `owners` are the world ranks, along the pipeline, that hold a copy: one, or more for parameters that stages
+    share. Their gradients are summed after the data-parallel reduction.
+    """
+
+    def __init__(
+        self, spec: UnitSpec, parameters: Mapping[str, nn.Parameter], around: Surroundings, *, owners: tuple[int, ...]
+    ) -> None:
+        self.spec = spec
+        self.owners = owners
+        self.around = around
+        self.parameters = dict(parameters)
+        self.segments: list[Segment] = []
+        self.touched: set[str] = set()
+        self.pending = 0
+        grouped: dict[tuple[torch.dtype, bool], dict[str, nn.Parameter]] = {}
+        for name, parameter in parameters.items():
+            grouped.setdefault((parameter.dtype, parameter.requires_grad), {})[name] = parameter
+        for part, ((_, trainable), group) in enumerate(grouped.items()):
+            self.segments.append(Segment(group, around, trainable=trainable, tag=(spec.index, part)))
+
+    @property
+    def trainable(self) -> bool:
+        """Whether any parameter is trained."""
+        return any(segment.trainable for segment in self.segments)
+
+    @property
+    def is_first_owner(self) -> bool:
+        """Whether this rank's copy is the one that counts in the norm."""
+        return self.owners[0] == self.around.transport.place.rank
+
+    def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Trainable parameters by name."""
+        for segment in self.segments:
+            if segment.trainable:
+                yield from segment.parameters.items()
+
+    def gather(self) -> None:
+        """Make the parameters whole on this rank; every data-parallel rank takes part."""
+        for segment in self.segments:
+            segment.gather()
+
+    def free(self) -> None:
+        """Give whole copies back where parameters rest sharded."""
+        for segment in self.segments:
+            segment.free()
+
+    def open_gradients(self) -> None:
+        """Prepare `.grad` of every trainable parameter before a backward reaches the unit."""
+        for segment in self.segments:
+            segment.open_gradients()
+
+    def reduce_gradients(self) -> None:
+        """Reduce one microbatch's gradients to where they rest."""
+        for segment in self.segments:
+            segment.reduce_gradients()
+
+    def sync_gradients(self) -> None:
+        """The step's gradients at the optimizer's level, summed over every copy of the unit."""
+        for part, segment in enumerate(self.segments):
+            segment.sync_gradients()
+            if len(self.owners) > 1 and segment.final is not None:
+                tag = Tag(Channel.SHARED, self.spec.index, part)
+                self.around.transport.total_ordered(segment.final, self.owners, tag)
+
+    def sync_parameters(self) -> None:
+        """Bring the optimizer's result to where the parameters rest."""
+        for segment in self.segments:
+            segment.sync_parameters()
+
+    def clear_gradients(self) -> None:
+        """Forget the step's gradients."""
+        self.touched.clear()
+        for segment in self.segments:
+            segment.clear_gradients()
+
+    def squared_norm(self) -> torch.Tensor:
+        """This rank's float64 share of the squared gradient norm; copies of shared parameters count once."""
+        total = torch.zeros((), dtype=torch.float64, device=self.around.device)
+        if self.is_first_owner:
+            for segment in self.segments:
+                total += segment.squared_norm()
+        return total

@@ -1,0 +1,187 @@
+"""n ranks equal one: train a tiny model by a plan, and the same by plain PyTorch in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from atoll import schedules
+from atoll.layouts import Layout, Precision
+from atoll.models import Adapter, adapter_for, initialise_model
+from atoll.plan import MeshShape, Plan
+from atoll.runtime.engine import Engine
+from atoll.runtime.randomness import seed_block
+from atoll.runtime.sharding.optimizer import decay_matrices
+from atoll.testing.pool import run_ranks
+from atoll.testing.tiny import TinyConfig, tiny_batch, tiny_model
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One run: a tiny model, a plan and an optimizer. `microbatches` are of all ranks together."""
+
+    layout: str = "NNN"
+    pipeline: int = 1
+    inter: int = 1
+    intra: int = 1
+    schedule: str = "1f1b"
+    microbatches: int = 8
+    microbatch: int = 1
+    precision: str = "fp64"
+    recompute: str = "none"
+    steps: int = 3
+    clip: float | None = 0.05
+    lr: float = 1e-2
+    seed: int = 3
+    model: TinyConfig = field(default_factory=TinyConfig)
+
+    @property
+    def ranks(self) -> int:
+        """World size."""
+        return self.pipeline * self.inter * self.intra
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that the ranks run."""
+        mesh = MeshShape(self.pipeline, self.inter, self.intra)
+        schedule = schedules.build(self.schedule, ranks=self.pipeline, microbatches=self.microbatches // mesh.data)
+        precision = Precision.preset(self.precision)
+        return Plan(mesh, Layout(self.layout), schedule, self.microbatch, precision=precision, recompute=self.recompute)
+
+    @property
+    def samples(self) -> int:
+        """Samples a step over all ranks."""
+        return self.microbatches * self.microbatch
+
+    def engine(self) -> Engine:
+        """This rank's engine."""
+        with torch.device("meta"):
+            model = tiny_model(self.model)
+        return Engine(
+            model,
+            self.plan,
+            optimizer=lambda groups: torch.optim.AdamW(groups, lr=self.lr),
+            groups=decay_matrices(0.1),
+            clip=self.clip,
+            seed=self.seed,
+        )
+
+    def share(self, engine: Engine, step: int) -> dict[str, Any]:
+        """A data-parallel rank's samples of a step: consecutive microbatches."""
+        batch = tiny_batch(self.model, step, self.samples)
+        each = self.samples // engine.plan.mesh.data
+        return {name: value[engine.place.data * each :][:each] for name, value in batch.items()}
+
+
+@dataclass(slots=True)
+class History:
+    """What a run gave: per step the mean loss and the gradient norm before clipping; in the end the parameters."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    parameters: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def whole_parameters(engine: Engine) -> dict[str, torch.Tensor]:
+    """The rank's units gathered, as copies by parameter name."""
+    values = {}
+    for unit in engine.units:
+        unit.gather()
+        values.update({name: p.detach().clone() for name, p in unit.parameters.items()})
+        unit.free()
+    return values
+
+
+def train(case: Case, first: int = 0) -> History:
+    """Run a case in this rank, steps first..steps-1."""
+    engine = case.engine()
+    history = History()
+    for step in range(first, case.steps):
+        result = engine.step(case.share(engine, step))
+        history.losses.append(result.loss)
+        history.norms.append(result.grad_norm)
+    history.parameters = whole_parameters(engine)
+    engine.close()
+    return history
+
+
+@lru_cache(maxsize=64)
+def reference(case: Case) -> History:
+    """The same training by plain PyTorch in one process: no layout, no schedule, no engine."""
+    model = tiny_model(case.model)
+    adapter = adapter_for(model)
+    initialise_model(adapter, case.seed)
+    model.to(DTYPES[case.precision])
+    moment = {"step": 0, "microbatch": 0}
+    _seed_blocks(adapter, case.seed, moment)
+    decayed = [p for p in model.parameters() if p.requires_grad and p.dim() > 1]
+    others = [p for p in model.parameters() if p.requires_grad and p.dim() <= 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=case.lr)
+    history = History()
+    for step in range(case.steps):
+        batch = tiny_batch(case.model, step, case.samples)
+        tokens = int((batch["labels"] != -100).sum())
+        optimizer.zero_grad(set_to_none=True)
+        total = 0.0
+        for at in range(case.microbatches):
+            moment.update(step=step, microbatch=at)
+            piece = {name: value[at * case.microbatch :][: case.microbatch] for name, value in batch.items()}
+            loss = adapter.loss(adapter.forward(0, len(adapter.blocks()), None, piece), piece)
+            (loss / tokens).backward()
+            total += float(loss.detach())
+        norm = nn.utils.clip_grad_norm_(decayed + others, float("inf") if case.clip is None else case.clip)
+        optimizer.step()
+        history.losses.append(total / tokens)
+        history.norms.append(float(norm))
+    history.parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return history
+
+
+def _seed_blocks(adapter: Adapter, seed: int, moment: Mapping[str, int]) -> None:
+    for index, block in enumerate(adapter.blocks()):
+
+        def before(module: nn.Module, args: Any, index: int = index) -> None:
+            seed_block(seed, moment["step"], moment["microbatch"], index)
+
+        block.module.register_forward_pre_hook(before)
+
+
+def difference(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    """max|a-b| / max(1e-2, max|b|), the measure of DESIGN.md ("Same result")."""
+    largest = max(1e-2, float(wanted.abs().max()) if wanted.numel() else 0.0)
+    return float((got.double() - wanted.double()).abs().max()) / largest if got.numel() else 0.0
+
+
+def worst_difference(got: History, wanted: History) -> tuple[float, str]:
+    """The largest difference of two histories and where it is; parameters that `got` does not hold are left out."""
+    found = [(0.0, "nothing")]
+    for step, (a, b) in enumerate(zip(got.losses, wanted.losses, strict=True)):
+        found.append((abs(a - b) / max(1e-2, abs(b)), f"loss of step {step + 1}: {a} against {b}"))
+    for step, (a, b) in enumerate(zip(got.norms, wanted.norms, strict=True)):
+        found.append((abs(a - b) / max(1e-2, abs(b)), f"gradient norm of step {step + 1}: {a} against {b}"))
+    for name, value in got.parameters.items():
+        found.append((difference(value, wanted.parameters[name]), f"parameter {name}"))
+    return max(found)
+
+
+def assert_parity(case: Case, *, tolerance: float = 1e-10) -> list[History]:
+    """Run a case on its ranks and compare every rank with the single process; the ranks' histories."""
+    neutral = replace(case, layout="NNN", pipeline=1, inter=1, intra=1, schedule="1f1b", recompute="none")
+    wanted = reference(neutral)
+    histories = run_ranks(train, case.ranks, case)
+    seen: set[str] = set()
+    for rank, history in enumerate(histories):
+        worst, where = worst_difference(history, wanted)
+        assert worst <= tolerance, f"{case}: rank {rank} differs by {worst:.3g} at {where}"
+        seen |= set(history.parameters)
+    missing = set(wanted.parameters) - seen
+    assert not missing, f"{case}: no rank holds {sorted(missing)}"
+    return histories

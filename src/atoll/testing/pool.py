@@ -1,0 +1,308 @@
+"""Runs a function in several ranks, on processes that stay warm between cases.
+
+    # tests/test_sum.py
+    import torch
+    import torch.distributed as dist
+    from atoll.testing import run_ranks
+
+    def total(start):
+        value = torch.tensor(start + dist.get_rank())
+        dist.all_reduce(value)
+        return value.item()
+
+    def test_total():
+        assert run_ranks(total, 3, 10) == [33, 33, 33]
+
+Starting a process and importing torch takes seconds, a process group takes milliseconds: so the processes are kept,
+one thread each, and every case gets a new gloo group over a new part of the store. The life of a case:
+
+    1. the parent sends function, arguments, `sys.path` and warning filters; missing processes are started first;
+    2. each rank joins the group, runs, and reports a result or a traceback;
+    3. the parent tells those that have reported to leave the group, which breaks the connections of the others;
+    4. ranks that do not report in time after that are killed, and the next case starts new processes.
+
+The function travels by name: it must be at the top of a module that the parent can import again.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from atoll.errors import RankError
+from atoll.runtime.launch import LIFELINE, host_store
+from atoll.testing.worker import Case, Failure, Filter, Report, Success
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+Result = TypeVar("Result")
+
+START_SECONDS = 120.0
+LEAVE_SECONDS = 2.0
+"""How long the other ranks may take to leave a broken case before they are killed."""
+
+
+def run_ranks(
+    function: Callable[..., Result], ranks: int, *args: Any, timeout: float = 60.0, **kwargs: Any
+) -> list[Result]:
+    """Results of `function(*args, **kwargs)` in `ranks` ranks of one gloo group, in rank order.
+
+    All cases of one Python process share one pool. Arguments and results are pickled; torch is seeded with 0 and runs
+    one thread. The first rank that raises ends the case: `RankError` with its number and traceback, its exception as
+    the cause where that can be pickled. So does a case that takes more than `timeout` seconds, with the stacks of the
+    ranks that were stuck.
+    """
+    return _shared_pool().run(function, ranks, *args, timeout=timeout, **kwargs)
+
+
+class RankPool:
+    """Warm processes for `run`; a context manager that ends them."""
+
+    def __init__(self) -> None:
+        self._workers: list[_Worker] = []
+        self._store: TCPStore | None = None
+        self._cases = 0
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(
+        self, function: Callable[..., Result], ranks: int, *args: Any, timeout: float = 60.0, **kwargs: Any
+    ) -> list[Result]:
+        """As `run_ranks`, on this pool."""
+        payload = _pickle_call(function, args, kwargs)
+        try:
+            self._grow(ranks)
+            reports = self._play(payload, ranks, timeout=timeout)
+        except BaseException:
+            self.close()  # a rank may be anywhere in its function: only a new process is clean
+            raise
+
+        failures = [(rank, report) for rank, report in reports if isinstance(report, Failure)]
+        if failures:
+            rank, failure = failures[0]
+            raise self._rank_error(rank, failure)
+        results = {rank: report.value() for rank, report in reports if isinstance(report, Success)}
+        return [results[rank] for rank in range(ranks)]
+
+    def close(self) -> None:
+        """Ends the processes; a later `run` starts new ones."""
+        for worker in self._workers:
+            worker.kill()
+        self._workers = []
+
+    def _grow(self, ranks: int) -> None:
+        """Starts the processes that are missing, all at once."""
+        gone = any(worker.process.poll() is not None for worker in self._workers)
+        if gone:
+            self.close()
+
+        new = [_start_worker() for _ in range(ranks - len(self._workers))]
+        self._workers += new
+        deadline = time.monotonic() + START_SECONDS
+        for worker in new:
+            if not worker.connection.poll(max(0.0, deadline - time.monotonic())) or worker.receive() is None:
+                raise RuntimeError(f"a process of the pool did not start; it wrote:\n{worker.written()}")
+
+    def _play(self, payload: bytes, ranks: int, *, timeout: float) -> list[tuple[int, Report]]:
+        """Reports of all ranks in the order in which they came; shorter if some were stuck after a failure."""
+        self._cases += 1
+        workers = self._workers[:ranks]
+        for rank, worker in enumerate(workers):
+            worker.begin_case()
+            worker.connection.send(
+                Case(
+                    rank=rank,
+                    ranks=ranks,
+                    port=self._store_port(),
+                    prefix=f"case-{self._cases}",
+                    seconds=timeout,
+                    path=list(sys.path),
+                    directory=os.getcwd(),
+                    filters=_warning_filters(),
+                    payload=payload,
+                )
+            )
+
+        reports = self._collect(workers, timeout=timeout)
+        stuck = len(reports) < ranks
+        left = stuck or self._leave(workers)
+        if stuck or not left:
+            self.close()
+        return reports
+
+    def _collect(self, workers: list[_Worker], *, timeout: float) -> list[tuple[int, Report]]:
+        reports: list[tuple[int, Report]] = []
+        pending = {worker.connection: rank for rank, worker in enumerate(workers)}
+        deadline = time.monotonic() + timeout
+        broken = False
+
+        while pending:
+            ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = pending.pop(connection)
+                reports.append((rank, workers[rank].receive() or _death(workers[rank])))
+
+            if not broken and any(isinstance(report, Failure) for _, report in reports):
+                broken = True
+                deadline = min(deadline, time.monotonic() + LEAVE_SECONDS)
+            if broken:
+                self._release(workers[rank] for rank, _ in reports)
+
+        if pending and not broken:
+            raise self._timeout_error(workers, sorted(pending.values()), seconds=timeout)
+        return reports
+
+    def _release(self, workers: Iterable[_Worker]) -> None:
+        for worker in workers:
+            if not worker.released:
+                worker.released = True
+                worker.send_nothing()
+
+    def _leave(self, workers: list[_Worker]) -> bool:
+        """All have reported: they leave the group together, so that no late message meets a closed connection."""
+        self._release(workers)
+        deadline = time.monotonic() + LEAVE_SECONDS + 8.0
+        return all(
+            worker.connection.poll(max(0.0, deadline - time.monotonic())) and worker.receive() is not None
+            for worker in workers
+        )
+
+    def _rank_error(self, rank: int, failure: Failure) -> RankError:
+        error = RankError(f"rank {rank} failed\n\n{failure.text}", rank=rank)
+        error.__cause__ = failure.exception()
+        return error
+
+    def _timeout_error(self, workers: list[_Worker], stuck: list[int], *, seconds: float) -> RankError:
+        names = ", ".join(str(rank) for rank in stuck)
+        stacks = "\n\n".join(f"rank {rank}:\n{workers[rank].stack()}" for rank in stuck)
+        return RankError(f"after {seconds:g} s these ranks still ran: {names}\n\n{stacks}", rank=stuck[0])
+
+    def _store_port(self) -> int:
+        if self._store is None:
+            self._store = host_store(0)
+        return self._store.port
+
+
+@dataclass
+class _Worker:
+    """One process of the pool, seen from the parent."""
+
+    process: subprocess.Popen[bytes]
+    connection: Connection
+    lifeline: int
+    log: Path
+    released: bool = False
+    log_start: int = 0
+
+    def begin_case(self) -> None:
+        self.released = False
+        self.log_start = self.log.stat().st_size
+
+    def receive(self) -> Any:
+        """The next message, or None if the process is gone."""
+        try:
+            return self.connection.recv()
+        except (EOFError, ConnectionResetError):
+            return None
+
+    def send_nothing(self) -> None:
+        try:
+            self.connection.send(None)
+        except OSError:
+            return  # it has died; what it reported, or its death, is already known
+
+    def written(self) -> str:
+        """What the process has written in this case, its last 4,000 characters."""
+        return self.log.read_bytes()[self.log_start :].decode(errors="replace")[-4000:].strip()
+
+    def stack(self) -> str:
+        """Where every thread of the process is."""
+        before = self.log.stat().st_size
+        self.process.send_signal(signal.SIGUSR1)
+        deadline = time.monotonic() + 1.0
+        while self.log.stat().st_size == before and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.05)  # the dump is written line by line
+        return self.log.read_bytes()[before:].decode(errors="replace").strip()
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self.connection.close()
+        os.close(self.lifeline)
+        self.log.unlink(missing_ok=True)
+
+
+@functools.cache
+def _shared_pool() -> RankPool:
+    pool = RankPool()
+    atexit.register(pool.close)
+    return pool
+
+
+def _start_worker() -> _Worker:
+    ours, theirs = Pipe()
+    read_end, write_end = os.pipe()
+    descriptor, log = tempfile.mkstemp(prefix="atoll-rank-", suffix=".log")
+    environment = os.environ | {"OMP_NUM_THREADS": "1", LIFELINE: str(read_end), "PYTHONUNBUFFERED": "1"}
+
+    # Its output goes to a file: the parent's may be a capture of pytest's that is gone when the next test runs.
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from atoll.testing.worker import main; main()", str(theirs.fileno())],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=descriptor,
+        stderr=descriptor,
+        pass_fds=(theirs.fileno(), read_end),
+        start_new_session=True,
+    )
+    theirs.close()
+    os.close(read_end)
+    os.close(descriptor)
+    return _Worker(process=process, connection=ours, lifeline=write_end, log=Path(log))
+
+
+def _pickle_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    name = getattr(function, "__qualname__", repr(function))
+    if "<" in name or getattr(function, "__module__", None) == "__main__":
+        raise TypeError(
+            f"run_ranks sends {name} to other processes by name: define it at the top of a module that they can import"
+        )
+    return pickle.dumps((function, args, kwargs))
+
+
+def _warning_filters() -> list[Filter]:
+    """The parent's filters, as the processes can set them; those of pytest's own categories mean nothing there."""
+    return [
+        Filter(action, getattr(message, "pattern", ""), category, getattr(module, "pattern", ""), line)
+        for action, message, category, module, line in warnings.filters
+        if isinstance(category, type) and "pytest" not in category.__module__
+    ]
+
+
+def _death(worker: _Worker) -> Failure:
+    code = worker.process.wait()
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
+    return Failure(f"the process {how}; it wrote:\n{worker.written()}", None)

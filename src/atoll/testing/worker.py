@@ -1,0 +1,150 @@
+"""The child's side of `atoll.testing.pool`: one rank, one case after the other."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import pickle
+import signal
+import sys
+import traceback
+import warnings
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+from atoll.runtime.launch import LOOPBACK, watch_parent
+
+
+@dataclass(frozen=True)
+class Filter:
+    """One row of `warnings.filters`; empty patterns match everything."""
+
+    action: Any
+    message: str
+    category: type[Warning]
+    module: str
+    line: int
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a rank needs to run one case."""
+
+    rank: int
+    ranks: int
+    port: int
+    prefix: str
+    seconds: float
+    path: list[str]
+    directory: str
+    filters: list[Filter]
+    payload: bytes
+
+
+@dataclass(frozen=True)
+class Success:
+    """What the function returned, pickled."""
+
+    pickled: bytes
+
+    def value(self) -> Any:
+        """The result itself."""
+        return pickle.loads(self.pickled)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What the function raised: the traceback and, where it can be pickled, the exception."""
+
+    text: str
+    pickled: bytes | None
+
+    def exception(self) -> BaseException | None:
+        """The exception itself, or None where it does not survive the journey."""
+        if self.pickled is None:
+            return None
+        try:
+            return pickle.loads(self.pickled)
+        except Exception:  # an exception class may ask its constructor for more than it keeps
+            return None
+
+
+Report = Success | Failure
+
+
+def main() -> None:
+    """Serves the parent at the other end of the given descriptor until it closes it."""
+    watch_parent()
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    connection = Connection(int(sys.argv[1]))
+
+    import torch
+    import torch.distributed  # here, so that no case pays for it
+
+    torch.set_num_threads(1)
+    connection.send("ready")
+
+    while True:
+        try:
+            case = connection.recv()
+        except EOFError:
+            return
+        connection.send(_run(case))
+        connection.recv()
+        _leave_group()
+        connection.send("left")
+
+
+def _run(case: Case) -> Report:
+    try:
+        _prepare(case)
+        function, args, kwargs = pickle.loads(case.payload)
+        _join_group(case)
+        return Success(pickle.dumps(function(*args, **kwargs)))
+    except (Exception, SystemExit) as error:
+        return Failure(traceback.format_exc(), _pickled(error))
+
+
+def _prepare(case: Case) -> None:
+    """Every case begins alike, whatever ran before it in this process."""
+    import torch
+
+    sys.path[:] = case.path
+    os.chdir(case.directory)
+    warnings.resetwarnings()
+    for row in case.filters:
+        warnings.filterwarnings(row.action, row.message, row.category, row.module, row.line, append=True)
+
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float32)
+
+
+def _join_group(case: Case) -> None:
+    from torch import distributed
+
+    limit = timedelta(seconds=case.seconds)
+    store = distributed.TCPStore(LOOPBACK, case.port, is_master=False, timeout=limit)
+    distributed.init_process_group(
+        "gloo",
+        store=distributed.PrefixStore(case.prefix, store),
+        rank=case.rank,
+        world_size=case.ranks,
+        timeout=limit,
+    )
+
+
+def _leave_group() -> None:
+    from torch import distributed
+
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def _pickled(error: BaseException) -> bytes | None:
+    try:
+        return pickle.dumps(error)
+    except Exception:  # what cannot be pickled is told by its traceback alone
+        return None

@@ -1,0 +1,219 @@
+"""What happened when: spans of every rank, and what is measured on them.
+
+The simulator and a real run make the same type, so every measure works from the spans alone. Times are seconds from
+any common origin (or whatever unit the costs of a simulation have).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+from atoll.errors import UserError
+from atoll.ir.action import Action, Op
+
+COMPUTE_LANE = "compute"
+SEND_LANE = "send"
+RECEIVE_LANE = "receive"
+SHARDING_LANE = "sharding"
+
+
+def lane_of(op: Op) -> str:
+    """The lane of a rank on which actions of `op` are shown."""
+    if op.is_compute:
+        return COMPUTE_LANE
+    if op.is_sharding:
+        return SHARDING_LANE
+    return SEND_LANE if op in (Op.SEND_F, Op.SEND_B) else RECEIVE_LANE
+
+
+class Span(NamedTuple):
+    """An action of a rank from `start` to `end`. A receive's span is the wait for it."""
+
+    rank: int
+    lane: str
+    action: Action
+    start: float
+    end: float
+
+
+class MemorySample(NamedTuple):
+    """Bytes held by a rank from `time` on."""
+
+    rank: int
+    time: float
+    bytes: int
+
+
+class Idle(NamedTuple):
+    """Where a rank's bubble lies: before its first action, between actions (a peer is late), after its last one."""
+
+    before: float
+    waiting: float
+    after: float
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Spans of `ranks` pipeline ranks with `chunks` stages each. Measures are of compute actions, F, I, W and B.
+
+    Raises UserError if there is no compute span, or one of a rank that does not exist.
+    """
+
+    spans: tuple[Span, ...]
+    ranks: int
+    chunks: int = 1
+    memory: tuple[MemorySample, ...] = ()
+
+    def __post_init__(self) -> None:
+        lost = next((span for span in self.spans if not 0 <= span.rank < self.ranks), None)
+        if lost is not None:
+            raise UserError(f"a trace of {self.ranks} ranks has a span of rank {lost.rank}: {lost.action}")
+        if not any(span.action.op.is_compute for span in self.spans):
+            raise UserError("a trace without compute spans has no measures: record at least one F")
+
+    @classmethod
+    def from_spans(cls, spans: Iterable[Span], *, chunks: int = 1) -> Trace:
+        """A trace of as many ranks as the spans name, ordered by rank and time."""
+        ordered = tuple(sorted(spans, key=lambda span: (span.rank, span.start, span.end)))
+        return cls(ordered, ranks=1 + max((span.rank for span in ordered), default=-1), chunks=chunks)
+
+    @cached_property
+    def _rows(self) -> tuple[tuple[Span, ...], ...]:
+        """Compute spans of each rank in the order of time."""
+        rows: list[list[Span]] = [[] for _ in range(self.ranks)]
+        for span in self.spans:
+            if span.action.op.is_compute:
+                rows[span.rank].append(span)
+        for row in rows:
+            row.sort(key=lambda span: (span.start, span.end))
+        return tuple(map(tuple, rows))
+
+    def compute(self, rank: int) -> tuple[Span, ...]:
+        """Compute spans of `rank` in the order of time."""
+        return self._rows[rank]
+
+    @cached_property
+    def start(self) -> float:
+        """When the first rank starts."""
+        return min(row[0].start for row in self._rows if row)
+
+    @cached_property
+    def end(self) -> float:
+        """When the last rank has finished."""
+        return max(span.end for row in self._rows for span in row)
+
+    @property
+    def makespan(self) -> float:
+        """From the first start of any rank to the last end of any."""
+        return self.end - self.start
+
+    @cached_property
+    def rank_spans(self) -> tuple[float, ...]:
+        """Per rank, the end of its last action - the start of its first."""
+        return tuple(max(span.end for span in row) - row[0].start if row else 0.0 for row in self._rows)
+
+    @property
+    def span(self) -> float:
+        """The largest of the ranks' own spans: what a step costs when steps overlap."""
+        return max(self.rank_spans)
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """Per rank, the time in compute actions."""
+        return tuple(math.fsum(span.end - span.start for span in row) for row in self._rows)
+
+    @property
+    def bubble_rate(self) -> float:
+        """1 - busy time of the busiest rank / makespan."""
+        return 1.0 - max(self.busy) / self.makespan if self.makespan else 0.0
+
+    @property
+    def span_bubble_rate(self) -> float:
+        """1 - busy time of the busiest rank / largest span."""
+        return 1.0 - max(self.busy) / self.span if self.span else 0.0
+
+    def idle(self, rank: int) -> Idle:
+        """The rank's share of the makespan in which it computes nothing, by cause."""
+        row = self._rows[rank]
+        if not row:
+            return Idle(self.makespan, 0.0, 0.0)
+        before, after = row[0].start - self.start, self.end - max(span.end for span in row)
+        waiting = self.makespan - self.busy[rank] - before - after
+        return Idle(before, max(0.0, waiting), after)  # rounding can leave less than nothing
+
+    @cached_property
+    def peak_microbatches(self) -> tuple[float, ...]:
+        """Per rank, the most microbatches whose activations it keeps at a time, in whole shares of the rank.
+
+        A chunk's activations are kept from the start of F to the end of I, or of B: nothing starts inside a B, so
+        where in it the input's gradient is done makes no difference. A pending W is not counted.
+        """
+        peaks = []
+        for row in self._rows:
+            held = peak = 0
+            for span in row:
+                if span.action.op is Op.F:
+                    held += 1
+                    peak = max(peak, held)
+                elif span.action.op is not Op.W:
+                    held -= 1
+            peaks.append(peak / self.chunks)
+        return tuple(peaks)
+
+    def critical_path(self, *, slack: float | None = None) -> tuple[Span, ...]:
+        """The chain of actions that ends last, each waiting for the one before it, from the first to the last.
+
+        An action that starts within `slack` of the end of its rank's previous one is taken to have waited for that
+        one, else for its input from a peer. Default slack: a billionth of the makespan, right for simulations.
+        """
+        limit = 1e-9 * self.makespan if slack is None else slack
+        previous = {span: before for row in self._rows for before, span in pairwise(row)}
+        made = {span.action: span for row in self._rows for span in row}
+        path = [max((span for row in self._rows for span in row), key=lambda span: span.end)]
+        seen = set(path)
+        while True:
+            span = path[-1]
+            before, producer = previous.get(span), _producer(span.action, made)
+            follows = before is not None and span.start - before.end <= limit
+            chosen = before if follows or producer is None else producer
+            if chosen is None or chosen in seen:
+                return tuple(reversed(path))
+            path.append(chosen)
+            seen.add(chosen)
+
+
+def _producer(action: Action, made: dict[Action, Span]) -> Span | None:
+    """The span of another stage whose result `action` uses."""
+    if action.op is Op.F:
+        return made.get(Action(action.stage - 1, Op.F, action.microbatch))
+    if action.op is Op.W:
+        return None
+    above = (Action(action.stage + 1, op, action.microbatch) for op in (Op.I, Op.B))
+    return next((made[candidate] for candidate in above if candidate in made), None)
+
+
+def to_chrome(trace: Trace) -> str:
+    """The trace as Chrome / Perfetto JSON: a process a rank, a thread a lane, microseconds from the trace's start."""
+    lanes = {lane: at for at, lane in enumerate(dict.fromkeys(span.lane for span in trace.spans))}
+    events: list[dict[str, object]] = []
+    for rank in range(trace.ranks):
+        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
+        events.append({"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}})
+    for rank, lane in sorted({(span.rank, span.lane) for span in trace.spans}):
+        events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": lanes[lane], "args": {"name": lane}})
+    for span in trace.spans:
+        action = span.action
+        place = {"stage": action.stage, "op": str(action.op), "microbatch": action.microbatch}
+        start, duration = (span.start - trace.start) * 1e6, (span.end - span.start) * 1e6
+        events.append({"ph": "X", "name": str(action), "cat": span.lane, "pid": span.rank, "tid": lanes[span.lane],
+                       "ts": start, "dur": duration, "args": place})  # fmt: skip
+    for rank, time, held in trace.memory:
+        since_start = (time - trace.start) * 1e6
+        events += [{"ph": "C", "name": "memory", "pid": rank, "ts": since_start, "args": {"bytes": held}}]
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})

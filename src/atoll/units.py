@@ -1,0 +1,64 @@
+"""Numbers as people read them: bytes, seconds, counts."""
+
+from __future__ import annotations
+
+import math
+
+_BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+_DECIMAL = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
+_COUNTS = ("", "k", "M", "B", "T")
+
+
+def format_bytes(count: float, *, decimal: bool = False) -> str:
+    """`count` bytes in three significant digits: "512 B", "1.5 KiB", "80 GiB"; powers of 1000 if `decimal`."""
+    names = _DECIMAL if decimal else _BINARY
+    value, name = _scale(count, base=1000 if decimal else 1024, names=names)
+    return f"{_digits(value)} {name}"
+
+
+def format_count(count: float) -> str:
+    """`count` things in three significant digits: "950", "2.5M", "7B" (a billion)."""
+    value, name = _scale(count, base=1000, names=_COUNTS)
+    return f"{_digits(value)}{name}"
+
+
+def format_rate(per_second: float, unit: str) -> str:
+    """`per_second` of `unit`: "7.2k tokens/s"."""
+    return f"{format_count(per_second)} {unit}/s"
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration: "850 us", "12.3 ms", "4.56 s", "3 min 05 s", "2 h 07 min", "3 d 04 h"."""
+    if not math.isfinite(seconds):
+        return "unknown"
+    if seconds < 0:
+        return "-" + format_seconds(-seconds)
+    if seconds < 59.95:
+        for name, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+            if seconds >= scale or name == "us":
+                return f"{_digits(seconds / scale)} {name}"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    minutes = round(seconds / 60)
+    if minutes < 24 * 60:
+        return f"{minutes // 60} h {minutes % 60:02d} min"
+    hours = round(seconds / 3600)
+    return f"{hours // 24} d {hours % 24:02d} h"
+
+
+def _scale(value: float, *, base: int, names: tuple[str, ...]) -> tuple[float, str]:
+    power = 0
+    # 999.5 would be written as 1000 of the smaller unit.
+    while abs(value) >= base - 0.5 and power < len(names) - 1:
+        value /= base
+        power += 1
+    return value, names[power]
+
+
+def _digits(value: float) -> str:
+    """Three significant digits without an exponent or trailing zeros."""
+    if abs(value) >= 99.95:
+        return f"{value:.0f}"
+    text = f"{value:.1f}" if abs(value) >= 9.995 else f"{value:.2f}"
+    return text.rstrip("0").rstrip(".")

@@ -1,0 +1,84 @@
+"""Config -> Plan: sizes that fit, and what to change where they do not."""
+
+from typing import Any
+
+import pytest
+
+from atoll.config import Config, from_dict
+from atoll.errors import ConfigError
+from atoll.layouts import Layout, Precision
+from atoll.plan import MeshShape
+
+
+def _config(*, layers: int = 8, batch: int = 16, microbatch: int = 2, **parallel: Any) -> Config:
+    return from_dict(
+        {
+            "model": {"layers": layers},
+            "train": {"global_batch": batch, "microbatch": microbatch, "precision": "bf16"},
+            "parallel": parallel,
+        }
+    )
+
+
+def test_a_plan_has_what_the_config_says() -> None:
+    plan = _config(ranks=8, pipeline=2, intra=2, layout="IIG", recompute="block", schedule="gpipe").to_plan()
+    assert plan.mesh == MeshShape(pipeline=2, inter=2, intra=2, tensor=1)
+    assert plan.layout == Layout("IIG")
+    assert plan.precision == Precision.preset("bf16")
+    assert (plan.schedule.name, plan.schedule.ranks, plan.schedule.microbatches) == ("gpipe", 2, 2)
+    assert (plan.recompute, plan.microbatch, plan.global_batch) == ("block", 2, 16)
+
+
+def test_the_launched_world_decides() -> None:
+    config = _config(ranks=4, pipeline=2)
+    assert config.to_plan().mesh.world == 4
+    assert config.to_plan(world=8).mesh == MeshShape(pipeline=2, inter=4)
+
+
+def test_a_world_that_does_not_factor() -> None:
+    with pytest.raises(ConfigError) as caught:
+        _config(ranks=6, pipeline=4).to_plan()
+    assert str(caught.value) == (
+        "parallel.ranks = 6 is not a multiple of pipeline * tensor * intra = 4 * 1 * 1 = 4; "
+        "use 4 or 8 ranks, or a pipeline of 1 or 2 or 3 or 6"
+    )
+    with pytest.raises(ConfigError, match=r"the launched world = 3 .* = 2 \* 1 \* 2 = 4; use 4 ranks"):
+        _config(ranks=4, pipeline=2, intra=2).to_plan(world=3)
+    with pytest.raises(ConfigError, match="the launched world = 0"):
+        _config().to_plan(world=0)
+
+
+def test_a_batch_that_does_not_factor() -> None:
+    with pytest.raises(ConfigError) as caught:
+        _config(ranks=4, pipeline=2, batch=18, microbatch=4).to_plan()
+    assert str(caught.value) == (
+        "train.global_batch = 18 is not a multiple of train.microbatch * data-parallel ranks = 4 * 2 = 8; "
+        "use a global_batch of 16 or 24, or a microbatch of 1 or 3"
+    )
+    with pytest.raises(ConfigError, match=r"4 \* 8 = 32; use a global_batch of 32$"):
+        _config(ranks=8, batch=18, microbatch=4).to_plan()
+
+
+def test_more_stages_than_layers() -> None:
+    with pytest.raises(
+        ConfigError, match=r"makes 4 stages of model.layers = 3: .* at most 3 stages or at least 4 layers"
+    ):
+        _config(layers=3, ranks=4, pipeline=4).to_plan()
+
+
+def test_an_unknown_schedule_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"parallel.schedule: .*'1f1p'.*did you mean '1f1b'"):
+        _config(schedule="1f1p").to_plan()
+
+
+@pytest.mark.parametrize(
+    ("config", "parts"),
+    [
+        (_config(ranks=5, pipeline=4, schedule="gpip"), ["parallel.ranks = 5", "did you mean 'gpipe'"]),
+        (_config(layers=2, ranks=8, pipeline=4, batch=7), ["train.global_batch = 7", "model.layers = 2"]),
+    ],
+)
+def test_problems_come_together(config: Config, parts: list[str]) -> None:
+    with pytest.raises(ConfigError, match="2 problems") as caught:
+        config.to_plan()
+    assert all(part in str(caught.value) for part in parts)

@@ -1,0 +1,7 @@
+"""What holds for every test."""
+
+from hypothesis import settings
+
+# Other work on the machine must not fail a law, and a run must say the same twice.
+settings.register_profile("atoll", deadline=None, derandomize=True)
+settings.load_profile("atoll")

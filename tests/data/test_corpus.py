@@ -1,0 +1,144 @@
+"""Sources: what is read, in which order, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from atoll.data import documents, find_source, fingerprint
+from atoll.errors import DataError
+
+
+def _read(path: Path, **options: str) -> list[str]:
+    return list(documents(find_source(str(path), **options)))
+
+
+def test_the_standard_library_is_its_python_files_without_installed_packages() -> None:
+    source = find_source("stdlib")
+    names = [source.relative(file) for file in source.files]
+    assert {"os.py", "json/decoder.py"} <= set(names)
+    assert all(name.endswith(".py") for name in names)
+    assert not any({"site-packages", "dist-packages"} & set(name.split("/")) for name in names)
+    assert names == sorted(names, key=lambda name: name.split("/"))
+    assert str(source.root) == sysconfig.get_path("stdlib")
+    assert next(documents(source))
+
+
+def test_a_text_file_is_one_document_whatever_its_suffix(tmp_path: Path) -> None:
+    path = tmp_path / "corpus.weird"
+    path.write_bytes("first\r\nsecond\né".encode())
+    assert _read(path) == ["first\r\nsecond\né"]
+
+
+def test_bytes_that_are_not_utf8_are_replaced(tmp_path: Path) -> None:
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9 au lait")
+    assert _read(tmp_path) == ["caf\ufffd au lait"]
+
+
+def test_a_folder_gives_its_text_in_order_without_hidden_unknown_and_empty_files(tmp_path: Path) -> None:
+    for name, text in {
+        "b.txt": "3",
+        "a/z.md": "2",
+        "a/b/c.PY": "1",
+        ".git/config.txt": "no",
+        "a/.hidden.txt": "no",
+        "picture.png": "no",
+        "empty.txt": "",
+        "c.jsonl": '{"text": "4"}\n{"text": "5"}\n',
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert _read(tmp_path) == ["1", "2", "3", "4", "5"]
+
+
+def test_jsonl_reads_its_field_and_skips_blank_lines(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    rows = [{"body": "one\ntwo", "id": 1}, {"body": ""}, {"body": "half \ud800"}]
+    path.write_text("\ufeff" + "\n\n".join(json.dumps(row) for row in rows) + "\n", encoding="utf-8")
+    assert _read(path, text_field="body") == ["one\ntwo", "half ?"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{not json", "line 2: not JSON"),
+        ("[1, 2]", "line 2: a list, not an object"),
+        ('{"body": "a", "id": 3}', r"line 2: no field 'text' \(it has body, id\); set data\.text_field"),
+        ('{"text": 3}', "line 2: field 'text' is a int, not text"),
+    ],
+)
+def test_a_bad_jsonl_line_is_named(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_text('{"text": "good"}\n' + line + "\n")
+    with pytest.raises(DataError, match=message):
+        _read(path)
+
+
+def test_a_saved_dataset_gives_its_rows(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"content": ["one", "", "two", "three"], "id": [1, 2, 3, 4]})
+    rows.select([3, 0, 1]).save_to_disk(str(tmp_path / "rows"))
+    assert _read(tmp_path / "rows", text_field="content") == ["three", "one"]
+    with pytest.raises(DataError, match=r"no column 'text' \(it has content, id\)"):
+        _read(tmp_path / "rows")
+
+
+def test_a_saved_dataset_of_several_splits_gives_train(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    splits = {name: datasets.Dataset.from_dict({"text": [name]}) for name in ("test", "train")}
+    datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "both"))
+    assert _read(tmp_path / "both") == ["train"]
+
+
+def test_a_broken_dataset_folder_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    (tmp_path / "state.json").write_text("{}")
+    with pytest.raises(DataError, match="cannot be read as a datasets folder"):
+        _read(tmp_path)
+
+
+def test_parquet_gives_its_column(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict({"text": ["one", "two"]}).to_parquet(str(tmp_path / "rows.parquet"))
+    assert _read(tmp_path / "rows.parquet") == ["one", "two"]
+    with pytest.raises(DataError, match=r"no column 'body' \(it has text\)"):
+        _read(tmp_path, text_field="body")
+
+
+def test_a_missing_corpus_says_where_and_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        find_source(str(tmp_path / "nowhere"))
+    assert str(tmp_path / "nowhere") in str(caught.value)
+    assert '"stdlib"' in str(caught.value)
+
+
+def test_a_folder_without_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "picture.png").write_bytes(b"png")
+    with pytest.raises(DataError, match="no text below"):
+        find_source(str(tmp_path))
+
+
+def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "gone.txt"
+    path.write_text("text")
+    source = find_source(str(tmp_path))
+    os.unlink(path)
+    with pytest.raises(DataError, match=r"gone\.txt: cannot be read"):
+        fingerprint(source)
+    with pytest.raises(DataError, match=r"gone\.txt: cannot be read"):
+        list(documents(source))
+
+
+def test_the_fingerprint_follows_content_and_names_but_not_place(tmp_path: Path) -> None:
+    def write(folder: str, **texts: str) -> str:
+        for name, text in texts.items():
+            (tmp_path / folder).mkdir(exist_ok=True)
+            (tmp_path / folder / f"{name}.txt").write_text(text)
+        return fingerprint(find_source(str(tmp_path / folder)))
+
+    assert write("one", a="x", b="y") == write("two", a="x", b="y")
+    assert len({write("one"), write("three", a="x", b="z"), write("four", a="x", c="y"), write("five", a="xy")}) == 4

@@ -1,0 +1,248 @@
+"""Prepared corpora: the split, the cache, several processes at once, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from atoll.data import Corpus, prepare
+from atoll.data.split import split
+from atoll.errors import DataError
+
+
+def _folder(tmp_path: Path, documents: int = 40) -> Path:
+    folder = tmp_path / "texts"
+    folder.mkdir(exist_ok=True)
+    for index in range(documents):
+        (folder / f"{index:03}.txt").write_text(f"document {index}: " + "some words again and again, " * 5)
+    return folder
+
+
+def _prepare(source: Path, tmp_path: Path, **options: Any) -> Corpus:
+    settings = {"tokenizer": "bpe-300", "cache": tmp_path / "cache", "sequence": 8, **options}
+    return prepare(str(source), **settings)
+
+
+@given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=60), fraction=st.floats(0, 0.99))
+@settings(max_examples=150)
+def test_the_split_is_disjoint_covers_everything_and_keeps_the_fraction(lengths: list[int], fraction: float) -> None:
+    parts, total = split(lengths, fraction), sum(lengths)
+    seen = np.zeros(total, dtype=int)
+    for start, stop in parts.train + parts.validation:
+        assert start < stop
+        seen[start:stop] += 1
+    assert (seen == 1).all()
+    assert parts.train
+    held = sum(stop - start for start, stop in parts.validation)
+    assert abs(held - fraction * total) <= max(0.5 * fraction * total, 1)
+
+
+@given(lengths=st.lists(st.integers(1, 9), min_size=200, max_size=300), fraction=st.floats(0.05, 0.5))
+@settings(max_examples=30)
+def test_many_short_documents_are_held_back_whole_and_spread(lengths: list[int], fraction: float) -> None:
+    parts = split(lengths, fraction)
+    assert parts.by == "documents"
+    ends = {0, *np.cumsum(lengths).tolist()}
+    assert all(start in ends and stop in ends for start, stop in parts.validation)
+    assert parts.validation[0][0] < sum(lengths) / 4
+    assert parts.validation[-1][1] > sum(lengths) * 3 / 4
+
+
+def test_a_single_document_gives_its_tail() -> None:
+    assert split([100], 0.1).train == ((0, 90),)
+    assert split([100], 0.1).validation == ((90, 100),)
+    assert split([100], 0.0).validation == ()
+
+
+def test_train_and_validation_are_the_documents(tmp_path: Path) -> None:
+    corpus = _prepare(_folder(tmp_path), tmp_path, validation=0.1)
+    end = corpus.tokenizer.decode([corpus.tokenizer.end_of_text or 0])
+    train = corpus.tokenizer.decode(corpus.train).split(end)
+    held = corpus.tokenizer.decode(corpus.validation).split(end)
+    assert train[-1] == held[-1] == ""
+    texts = {file.read_text() for file in (tmp_path / "texts").iterdir()}
+    assert len(train[:-1]) + len(held[:-1]) == len(texts) == 40
+    assert set(train[:-1]) | set(held[:-1]) == texts
+    assert 2 <= len(held[:-1]) <= 6
+
+
+def test_arrays_are_read_only_maps_of_small_integers(tmp_path: Path) -> None:
+    corpus = _prepare(_folder(tmp_path), tmp_path)
+    for tokens in (corpus.train, corpus.validation):
+        assert isinstance(tokens, np.memmap)
+        assert tokens.dtype == np.uint16
+        assert not tokens.flags.writeable
+
+
+def test_bytes_need_no_end_of_text(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes("é and more\n".encode() * 30)
+    corpus = _prepare(path, tmp_path, tokenizer="bytes", validation=0.1)
+    together = np.concatenate([corpus.train, corpus.validation])
+    assert bytes(together.tolist()) == path.read_bytes()
+    assert corpus.tokenizer.size == 256
+
+
+def test_long_documents_are_encoded_whole(tmp_path: Path) -> None:
+    """Long texts are cut for the encoder: at line ends, and inside a line that is longer than a piece."""
+    text = "short lines\n" * 30_000 + "é" * 450_000 + "\nend"
+    path = tmp_path / "long.txt"
+    path.write_text(text)
+    corpus = _prepare(path, tmp_path, validation=0.0)
+    assert corpus.tokenizer.decode(corpus.train) == text + "<|endoftext|>"
+    assert len(corpus.validation) == 0
+
+
+def test_a_tokenizer_file_is_used(tmp_path: Path) -> None:
+    folder = _folder(tmp_path)
+    first = _prepare(folder, tmp_path)
+    saved = next((tmp_path / "cache").glob("*/tokenizer.json"))
+    again = _prepare(folder, tmp_path, tokenizer=str(saved))
+    assert again.train.tolist() == first.train.tolist()
+    assert again.fingerprint == first.fingerprint
+
+
+def _entries(tmp_path: Path) -> dict[str, int]:
+    files = (tmp_path / "cache").glob("*/*")
+    return {str(file): file.stat().st_mtime_ns for file in files}
+
+
+def test_a_second_call_writes_nothing_and_gives_the_same(tmp_path: Path) -> None:
+    folder = _folder(tmp_path)
+    lines: list[str] = []
+    first = _prepare(folder, tmp_path, report=lines.append)
+    assert len(lines) == 2
+    before = _entries(tmp_path)
+    second = _prepare(folder, tmp_path, report=lines.append)
+    assert len(lines) == 2
+    assert _entries(tmp_path) == before
+    assert second.fingerprint == first.fingerprint
+    assert second.train.tolist() == first.train.tolist()
+    assert not list((tmp_path / "cache").glob("*/tokens.bin"))
+
+
+@pytest.mark.parametrize("change", [{"validation": 0.2}, {"tokenizer": "bpe-301"}, {"tokenizer": "bytes"}])
+def test_other_settings_make_another_corpus(tmp_path: Path, change: dict[str, Any]) -> None:
+    folder = _folder(tmp_path)
+    assert _prepare(folder, tmp_path).fingerprint != _prepare(folder, tmp_path, **change).fingerprint
+    assert len(list((tmp_path / "cache").glob("*/about.json"))) == 2
+
+
+def test_changed_text_of_the_same_size_makes_another_corpus(tmp_path: Path) -> None:
+    folder = _folder(tmp_path)
+    first = _prepare(folder, tmp_path)
+    file = folder / "007.txt"
+    file.write_text(file.read_text().replace("words", "sword"))
+    assert _prepare(folder, tmp_path).fingerprint != first.fingerprint
+
+
+def test_the_same_text_elsewhere_gives_the_same_fingerprint_from_a_fresh_cache(tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "there").mkdir()
+    first = _prepare(_folder(tmp_path / "here"), tmp_path / "here")
+    second = _prepare(_folder(tmp_path / "there"), tmp_path / "there")
+    assert first.fingerprint == second.fingerprint
+
+
+def test_about_says_where_it_came_from(tmp_path: Path) -> None:
+    corpus = _prepare(_folder(tmp_path), tmp_path)
+    about = json.loads(next((tmp_path / "cache").glob("*/about.json")).read_text())
+    assert about["fingerprint"] == corpus.fingerprint
+    assert about["documents"] == 40
+    assert about["tokens"] == len(corpus.train) + len(corpus.validation)
+    assert about["tokenizer_name"] == "bpe-300"
+
+
+_PREPARE_SCRIPT = """
+import sys
+from pathlib import Path
+from atoll.data import prepare
+lines = []
+corpus = prepare(sys.argv[1], tokenizer="bpe-300", cache=Path(sys.argv[2]), sequence=8, report=lines.append)
+assert "torch" not in sys.modules
+print(corpus.fingerprint, len(lines))
+"""
+
+
+def test_of_several_processes_one_works_and_all_agree(tmp_path: Path) -> None:
+    folder = _folder(tmp_path, documents=300)
+    arguments = [sys.executable, "-c", _PREPARE_SCRIPT, str(folder), str(tmp_path / "cache")]
+    processes = [subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    outputs = [process.communicate(timeout=120)[0].split() for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0]
+    assert len({fingerprint for fingerprint, _ in outputs}) == 1
+    assert sorted(lines for _, lines in outputs) == ["0", "0", "2"]
+
+
+def test_what_a_killed_preparation_left_is_removed(tmp_path: Path) -> None:
+    folder = _folder(tmp_path)
+    _prepare(folder, tmp_path)
+    whole = next((tmp_path / "cache").glob("*/about.json")).parent
+    abandoned = whole.with_name(whole.name + ".part-x")
+    whole.rename(abandoned)
+    _prepare(folder, tmp_path)
+    assert whole.is_dir()
+    assert not abandoned.exists()
+
+
+def test_a_failed_preparation_leaves_no_folder(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_text("{broken")
+    with pytest.raises(DataError, match="not JSON"):
+        _prepare(path, tmp_path)
+    assert [entry.suffix for entry in (tmp_path / "cache").iterdir()] == [".lock"]
+
+
+def test_a_damaged_cache_says_what_to_delete(tmp_path: Path) -> None:
+    folder = _folder(tmp_path)
+    _prepare(folder, tmp_path)
+    train = next((tmp_path / "cache").glob("*/train.npy"))
+    train.write_bytes(train.read_bytes()[:-10])
+    with pytest.raises(DataError, match="damaged .*delete the folder"):
+        _prepare(folder, tmp_path)
+
+
+def test_a_corpus_too_small_for_one_step_says_the_sizes(tmp_path: Path) -> None:
+    path = tmp_path / "small.txt"
+    path.write_text("x" * 100)
+    with pytest.raises(DataError) as caught:
+        _prepare(path, tmp_path, tokenizer="bytes", sequence=10, global_batch=16)
+    message = str(caught.value)
+    assert "95 training tokens are 9 samples" in message
+    assert "train.global_batch = 16" in message
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tokenizer": "bpe-100"}, "'bpe-100': needs at least 257"),
+        ({"tokenizer": "words"}, 'neither "bytes" nor "bpe-N"'),
+        ({"validation": 1.0}, r"data\.validation = 1\.0"),
+        ({"sequence": 0}, r"data\.sequence = 0"),
+    ],
+)
+def test_wrong_settings_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        _prepare(_folder(tmp_path), tmp_path, **options)
+
+
+def test_an_empty_corpus_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "empty.txt"
+    path.write_text("")
+    with pytest.raises(DataError, match=r"empty\.txt': no text"):
+        _prepare(path, tmp_path)
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    blocker = tmp_path / "file"
+    blocker.write_text("in the way")
+    with pytest.raises(DataError, match=r"data\.cache = .*file.*cannot be written"):
+        _prepare(_folder(tmp_path), tmp_path, cache=blocker / "cache")

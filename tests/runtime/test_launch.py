@@ -1,0 +1,258 @@
+"""Local processes: their environment, their exit codes, signals, and that none is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from atoll.errors import ConfigError, RankError, UserError
+from atoll.runtime.launch import Rendezvous, launch_local, torchrun_environment
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29500",
+}
+
+SLURM = {
+    "SLURM_PROCID": "6",
+    "SLURM_STEP_NUM_TASKS": "7",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "3",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
+    "SLURM_STEP_NODELIST": "node[003-005,009],other1",
+    "SLURM_JOB_ID": "123456",
+}
+
+WRITE_ENVIRONMENT = """
+import json, os, pathlib, sys
+folder = pathlib.Path(sys.argv[1])
+(folder / os.environ["RANK"]).write_text(json.dumps(dict(os.environ, SESSION=str(os.getsid(0)))))
+"""
+
+SAVE_ON_TERMINATION = """
+import os, pathlib, signal, sys, time
+from atoll.runtime.launch import watch_parent
+watch_parent()
+mine = pathlib.Path(sys.argv[1]) / os.environ["RANK"]
+def leave(number, frame):
+    mine.write_text(mine.read_text() + " " + signal.Signals(number).name)
+    if sys.argv[2] == "leave":
+        sys.exit(0)
+signal.signal(signal.SIGTERM, leave)
+mine.write_text(str(os.getpid()))
+while True:
+    time.sleep(0.05)
+"""
+
+PARENT = """
+import sys
+from atoll.runtime.launch import launch_local
+sys.exit(launch_local([sys.executable, "-c", sys.argv[1], *sys.argv[2:]], 2))
+"""
+
+
+def python(program: str, *arguments: object) -> list[str]:
+    return [sys.executable, "-c", program, *map(str, arguments)]
+
+
+def by_rank(first: str, others: str) -> list[str]:
+    """Rank 1 runs `first`, the other ranks `others`."""
+    return python(f"import os, sys, time\nif os.environ['RANK'] == '1':\n    {first}\nelse:\n    {others}")
+
+
+def test_children_get_what_torchrun_would_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert launch_local(python(WRITE_ENVIRONMENT, tmp_path), 3) == 0
+
+    found = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(3)]
+    places = [torchrun_environment(environment) for environment in found]
+    port = int(found[0]["MASTER_PORT"])
+    assert places == [
+        Rendezvous(rank, 3, local_rank=rank, local_world=3, address="127.0.0.1", port=port, agent_store=True)
+        for rank in range(3)
+    ]
+    assert {each["OMP_NUM_THREADS"] for each in found} == {str(max(1, len(os.sched_getaffinity(0)) // 3))}
+    assert len({each["SESSION"] for each in found} | {str(os.getsid(0))}) == 4
+
+
+def test_threads_of_the_user_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    launch_local(python(WRITE_ENVIRONMENT, tmp_path), 1)
+    assert json.loads((tmp_path / "0").read_text())["OMP_NUM_THREADS"] == "7"
+
+
+@pytest.mark.parametrize(("code", "outcome"), [(0, 0), (1, 1), (2, 2), (7, 1)])
+def test_the_exit_code_is_the_failed_childs(code: int, outcome: int) -> None:
+    assert launch_local(by_rank(f"sys.exit({code})", "pass"), 2) == outcome
+
+
+def test_the_first_failure_decides_and_the_rest_is_killed_after_the_grace() -> None:
+    start = time.monotonic()
+    assert launch_local(by_rank("sys.exit(2)", "time.sleep(60)"), 3, grace=0.3) == 2
+    assert time.monotonic() - start < 10
+
+
+def test_the_others_may_leave_in_their_own_words(tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    others = f"time.sleep(0.5); open({str(note)!r}, 'w').close(); sys.exit(1)"
+    assert launch_local(by_rank("sys.exit(2)", others), 2, grace=20) == 2
+    assert note.exists()
+
+
+def test_a_killed_child_is_named_with_the_likely_reason() -> None:
+    with pytest.raises(RankError, match=r"rank 1 was ended by SIGKILL; .* memory") as caught:
+        launch_local(by_rank("os.kill(os.getpid(), 9)", "time.sleep(60)"), 2, grace=0.2)
+    assert (caught.value.rank, caught.value.exit_code) == (1, 1)
+
+
+WAIT_FOR_THE_FAILURE = """
+import os, pathlib, sys, time
+if os.environ["RANK"] == "1":
+    os.kill(os.getpid(), 9)
+from torch.distributed import TCPStore
+from atoll.runtime import failure
+store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+error = failure.first(store, wait=20)
+pathlib.Path(sys.argv[1]).write_text(f"{error.rank}: {error}")
+"""
+
+
+def test_the_others_read_in_the_store_which_rank_was_killed(tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    with pytest.raises(RankError, match="rank 1"):
+        launch_local(python(WAIT_FOR_THE_FAILURE, note), 2, grace=30)
+    assert note.read_text().startswith("1: rank 1 was ended by SIGKILL")
+
+
+def test_a_taken_port_is_the_users_mistake() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"run\.port = {port}: this port is taken"):
+            launch_local(["true"], 1, port=port)
+
+
+def test_a_port_out_of_range_is_the_users_mistake() -> None:
+    with pytest.raises(ConfigError, match=r"run\.port = 70000"):
+        launch_local(["true"], 1, port=70000)
+
+
+def test_the_store_listens_on_the_loopback_address_only() -> None:
+    port_is_open = (
+        "rows = [row.split() for name in ('tcp', 'tcp6') for row in list(open('/proc/net/' + name))[1:]];"
+        "mine = ':%04X' % int(os.environ['MASTER_PORT']);"
+        "found = {row[1] for row in rows if row[1].endswith(mine) and row[3] == '0A'};"
+        "sys.exit(found != {'0100007F' + mine})"
+    )
+    assert launch_local(by_rank("pass", port_is_open), 1) == 0
+
+
+def start_parent(folder: Path, manner: str) -> subprocess.Popen[bytes]:
+    """A parent of two children that say when they run."""
+    parent = subprocess.Popen(python(PARENT, SAVE_ON_TERMINATION, folder, manner), start_new_session=True)
+    wait_until(lambda: all((folder / rank).exists() and (folder / rank).read_text() for rank in "01"))
+    return parent
+
+
+def wait_until(is_so: Callable[[], bool], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_reaches_every_child_once_and_they_leave(tmp_path: Path, number: signal.Signals) -> None:
+    parent = start_parent(tmp_path, "leave")
+    parent.send_signal(number)
+    assert parent.wait(20) == 0
+    assert [(tmp_path / rank).read_text().split()[1:] for rank in "01"] == [["SIGTERM"], ["SIGTERM"]]
+
+
+def test_a_second_signal_kills(tmp_path: Path) -> None:
+    parent = start_parent(tmp_path, "stay")
+    parent.send_signal(signal.SIGINT)
+    wait_until(lambda: all("SIGTERM" in (tmp_path / rank).read_text() for rank in "01"))
+    assert parent.poll() is None
+
+    parent.send_signal(signal.SIGINT)
+    assert parent.wait(20) == 130
+    assert not alive(tmp_path)
+
+
+def test_no_child_outlives_its_parent(tmp_path: Path) -> None:
+    parent = start_parent(tmp_path, "stay")
+    parent.kill()
+    parent.wait()
+    wait_until(lambda: not alive(tmp_path), seconds=5)
+
+
+def alive(folder: Path) -> list[int]:
+    processes = [int((folder / rank).read_text().split()[0]) for rank in "01"]
+    return [process for process in processes if is_running(process)]
+
+
+def is_running(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_nobody_launched_this() -> None:
+    assert torchrun_environment({}) is None
+    assert torchrun_environment({"MASTER_ADDR": "left over", "LOCAL_RANK": "0"}) is None
+
+
+def test_torchrun() -> None:
+    assert torchrun_environment(TORCHRUN) == Rendezvous(5, 8, 1, 4, "10.0.0.1", 29500, agent_store=False)
+    agent = torchrun_environment(TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
+    assert agent is not None
+    assert agent.agent_store
+
+
+def test_kubernetes_names_no_local_rank() -> None:
+    pod = {key: value for key, value in TORCHRUN.items() if not key.startswith("LOCAL")}
+    assert torchrun_environment(pod) == Rendezvous(5, 8, 0, 1, "10.0.0.1", 29500, agent_store=False)
+
+
+def test_slurm() -> None:
+    assert torchrun_environment(SLURM) == Rendezvous(6, 7, 0, 1, "node003", 23456, agent_store=False)
+    first = SLURM | {"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NODEID": "0", "SLURM_STEP_NODELIST": "a,b[1-3]"}
+    assert torchrun_environment(first) == Rendezvous(1, 7, 1, 2, "a", 23456, agent_store=False)
+
+
+def test_a_shell_or_a_batch_script_of_slurm_is_no_rank() -> None:
+    assert torchrun_environment(SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}) is None
+    assert torchrun_environment({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"MASTER_PORT": None}, "MASTER_PORT"),
+        ({"WORLD_SIZE": None, "MASTER_ADDR": None}, "WORLD_SIZE, MASTER_ADDR"),
+        ({"LOCAL_WORLD_SIZE": None}, "LOCAL_WORLD_SIZE"),
+        ({"RANK": "five"}, "RANK='five'"),
+        ({"RANK": "8"}, "rank 8 of 8"),
+        ({"LOCAL_RANK": "4"}, "local rank 4 of 4"),
+    ],
+)
+def test_what_is_incomplete_or_wrong_is_named(change: dict[str, str | None], words: str) -> None:
+    environment = {key: value for key, value in (TORCHRUN | change).items() if value is not None}
+    with pytest.raises(UserError, match=words):
+        torchrun_environment(environment)

@@ -1,0 +1,115 @@
+"""What a rank holds and sends is what the accounting says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from atoll.layouts import ALL, EFFECTIVE, Footprint, Layout, traffic
+from atoll.testing import run_ranks
+from atoll.testing.parity import Case
+from atoll.testing.tiny import TinyConfig
+
+EVERYTHING = TinyConfig.everything()
+
+
+def held_after_a_step(case: Case) -> tuple[Footprint, Footprint, dict[str, int]]:
+    engine = case.engine()
+    before = dict(engine.transport.sent)
+    engine.step(case.share(engine, 0))
+    sent = {axis: engine.transport.sent[axis] - before.get(axis, 0) for axis in ("inter", "intra", "pp")}
+    engine.close()
+    return engine.memory(), engine.footprint(), sent
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("layout", [layout.name for layout in ALL])
+def test_bytes_at_rest_equal_the_footprint(layout: str, precision: str) -> None:
+    # Every parameter is used: torch's optimizers make no state for one that never had a gradient.
+    model = TinyConfig(tied=True, frozen=True, odd=True, small=True)
+    case = Case(layout=layout, inter=2, intra=2, precision=precision, steps=1, microbatches=4, model=model)
+    for held, predicted, _ in run_ranks(held_after_a_step, case.ranks, case):
+        assert held == predicted
+        assert held.gradients > 0
+        assert held.optimizer > 0
+
+
+def test_shared_parameters_count_once_per_copy() -> None:
+    case = Case(layout="NNN", pipeline=2, precision="fp32", microbatches=2, model=TinyConfig(tied=True))
+    first, last = run_ranks(held_after_a_step, 2, case)
+    for held, predicted, _ in (first, last):
+        assert held == predicted
+    tied = 16 * 8 * 4
+    whole = Case(layout="NNN", precision="fp32", microbatches=2, model=TinyConfig(tied=True))
+    ((alone, _, _),) = run_ranks(held_after_a_step, 1, whole)
+    assert first[0].parameters + last[0].parameters == alone.parameters + tied
+
+
+@pytest.mark.parametrize("layout", [layout.name for layout in EFFECTIVE])
+def test_bytes_sent_equal_the_traffic(layout: str) -> None:
+    # Widths that 4 divides, so that no padding travels.
+    model = TinyConfig(layers=2)
+    case = Case(layout=layout, inter=2, intra=2, precision="fp64", microbatches=8, model=model)
+    results = run_ranks(held_after_a_step, case.ranks, case)
+    numel = (16 * 8) + 2 * (8 + 8 + 8 * 12 + 12 + 12 * 8 + 8) + (8 + 8 + 16 * 8)
+    expected = traffic(
+        Layout(layout),
+        parameters_bytes=numel * 8,
+        trainable_bytes=numel * 8,
+        inter=2,
+        intra=2,
+        microbatches=2,
+    )
+    for _, _, sent in results:
+        assert sent["intra"] == expected.intra_bytes
+        assert sent["inter"] == expected.inter_bytes
+
+
+def live_storage_during_backward(case: Case) -> tuple[int, int]:
+    """Most bytes of whole parameters at any gather, and after the step."""
+    engine = case.engine()
+    most = 0
+
+    def whole() -> int:
+        segments = [segment for unit in engine.units for segment in unit.segments if not segment.permanent]
+        return sum(segment.whole.untyped_storage().nbytes() for segment in segments)
+
+    for unit in engine.units:
+        for segment in unit.segments:
+            gather = segment.gather
+
+            def watched(gather: object = gather) -> None:
+                nonlocal most
+                assert callable(gather)
+                gather()
+                most = max(most, whole())
+
+            segment.gather = watched  # type: ignore[method-assign]
+    engine.step(case.share(engine, 0))
+    engine.close()
+    return most, whole()
+
+
+@pytest.mark.parametrize("layout", ["III", "IIG", "GGG"])
+def test_one_unit_is_whole_at_a_time(layout: str) -> None:
+    model = TinyConfig(layers=4)
+    case = Case(layout=layout, inter=1, intra=2, precision="fp32", microbatches=4, model=model)
+    largest = max(16 * 8, 8 + 8 + 8 * 12 + 12 + 12 * 8 + 8, 8 + 8 + 16 * 8) * 4
+    for most, after in run_ranks(live_storage_during_backward, case.ranks, case):
+        # In backward the next block is opened before the last one's inputs have their gradient.
+        assert most <= 2 * largest
+        assert after == 0
+
+
+def devices_of_state(case: Case) -> list[torch.dtype]:
+    engine = case.engine()
+    engine.step(case.share(engine, 0))
+    engine.close()
+    return [tensor.dtype for tensor in engine._optimizer.state_tensors()]
+
+
+def test_bf16_keeps_its_master_and_states_in_fp32() -> None:
+    case = Case(layout="IIG", intra=2, precision="bf16", microbatches=2)
+    for dtypes in run_ranks(devices_of_state, 2, case):
+        assert dtypes
+        assert set(dtypes) == {torch.float32}

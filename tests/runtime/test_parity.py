@@ -1,0 +1,69 @@
+"""n ranks equal one, in float64."""
+
+from __future__ import annotations
+
+import pytest
+
+from atoll.layouts import ALL, EFFECTIVE
+from atoll.testing.parity import Case, assert_parity
+from atoll.testing.tiny import TinyConfig
+
+EVERYTHING = TinyConfig.everything()
+
+
+@pytest.mark.parametrize(("inter", "intra"), [(1, 1), (1, 2), (2, 1), (2, 2)])
+@pytest.mark.parametrize("layout", [layout.name for layout in ALL])
+def test_every_layout_without_pipeline(layout: str, inter: int, intra: int) -> None:
+    assert_parity(Case(layout=layout, inter=inter, intra=intra, model=EVERYTHING))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("layout", [layout.name for layout in EFFECTIVE])
+def test_effective_layouts_in_a_pipeline(layout: str, schedule: str) -> None:
+    assert_parity(Case(layout=layout, pipeline=2, inter=2, intra=2, schedule=schedule, model=EVERYTHING))
+
+
+DIFFICULTIES = {
+    "tied": TinyConfig(tied=True),
+    "frozen": TinyConfig(frozen=True),
+    "odd": TinyConfig(odd=True),
+    "small": TinyConfig(small=True),
+    "unused": TinyConfig(unused=True),
+    "dropout": TinyConfig(dropout=0.2),
+}
+
+
+@pytest.mark.parametrize("layout", ["NNG", "IIG", "GGG"])
+@pytest.mark.parametrize("difficulty", DIFFICULTIES)
+def test_each_difficulty_alone(difficulty: str, layout: str) -> None:
+    model = DIFFICULTIES[difficulty]
+    assert_parity(Case(layout=layout, inter=2, intra=2, model=model))
+    assert_parity(Case(layout=layout, pipeline=2, intra=2, model=model))
+
+
+@pytest.mark.parametrize("recompute", ["block", "selective"])
+@pytest.mark.parametrize("layout", ["NNN", "IIG", "GGG"])
+def test_recompute(layout: str, recompute: str) -> None:
+    assert_parity(Case(layout=layout, pipeline=2, intra=2, recompute=recompute, model=EVERYTHING))
+
+
+def test_larger_microbatches_without_clipping() -> None:
+    assert_parity(Case(layout="IGG", inter=2, intra=2, microbatch=3, clip=None, model=EVERYTHING))
+
+
+def test_a_pipeline_of_four_stages_with_fewer_microbatches_than_ranks() -> None:
+    for schedule in ("gpipe", "1f1b"):
+        case = Case(layout="GGG", pipeline=4, schedule=schedule, microbatches=2, model=EVERYTHING)
+        assert_parity(case)
+
+
+def test_the_schedules_agree_to_the_last_bit() -> None:
+    """Both keep the order of microbatches, so they add the same numbers in the same order."""
+    histories = [
+        assert_parity(Case(layout="IIG", pipeline=2, inter=1, intra=2, schedule=schedule, model=EVERYTHING))
+        for schedule in ("gpipe", "1f1b")
+    ]
+    for one, other in zip(*histories, strict=True):
+        assert one.losses == other.losses
+        assert one.norms == other.norms
+        assert all((one.parameters[name] == other.parameters[name]).all() for name in one.parameters)

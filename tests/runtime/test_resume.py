@@ -1,0 +1,116 @@
+"""A checkpoint taken anywhere continues anywhere else as if nothing had happened."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from atoll.errors import CheckpointError, RankError
+from atoll.testing import run_ranks
+from atoll.testing.parity import Case, History, reference, whole_parameters, worst_difference
+from atoll.testing.tiny import TinyConfig
+
+EVERYTHING = TinyConfig.everything()
+CASE = Case(steps=13, model=EVERYTHING)
+SAVED_AT = 3
+
+
+def train_and_save(case: Case, folder: str) -> None:
+    engine = case.engine()
+    for step in range(SAVED_AT):
+        engine.step(case.share(engine, step))
+    engine.save(folder, {"position": SAVED_AT * case.samples})
+    engine.close()
+
+
+def load_and_train(case: Case, folder: str) -> History:
+    engine = case.engine()
+    state = engine.load(folder)
+    assert state == {"position": SAVED_AT * case.samples}
+    assert engine.step_number == SAVED_AT
+    history = History()
+    for step in range(SAVED_AT, case.steps):
+        result = engine.step(case.share(engine, step))
+        history.losses.append(result.loss)
+        history.norms.append(result.grad_norm)
+    history.parameters = whole_parameters(engine)
+    engine.close()
+    return history
+
+
+PAIRS = {
+    "one rank -> GGG on 2x2": ({}, {"layout": "GGG", "inter": 2, "intra": 2}),
+    "GGG on 2x2 -> one rank": ({"layout": "GGG", "inter": 2, "intra": 2}, {}),
+    "IIG on 2x2 -> NNG on 1x2": ({"layout": "IIG", "inter": 2, "intra": 2}, {"layout": "NNG", "intra": 2}),
+    "NNN on 2x1 -> III on 1x4": ({"layout": "NNN", "inter": 2}, {"layout": "III", "intra": 4}),
+    "NIG on 2x2 -> ING on 1x2": ({"layout": "NIG", "inter": 2, "intra": 2}, {"layout": "ING", "intra": 2}),
+    "pipeline 2 -> none": ({"pipeline": 2, "schedule": "gpipe"}, {"layout": "NGG", "inter": 2}),
+    "none -> pipeline 2": ({"layout": "GGG", "intra": 2}, {"pipeline": 2, "layout": "IGG", "intra": 2}),
+    "pipeline 2 -> pipeline 4": ({"pipeline": 2, "layout": "GGG", "inter": 2}, {"pipeline": 4, "layout": "NNN"}),
+    "pipeline 4 -> one rank": ({"pipeline": 4}, {}),
+    "1x4 -> 4x1": ({"layout": "GIG", "intra": 4}, {"layout": "GNG", "inter": 4}),
+    "a layout that is not effective": ({"layout": "GNN", "inter": 2}, {"layout": "NGI", "intra": 2}),
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_the_next_ten_steps_equal_the_uninterrupted_run(pair: str, tmp_path: Path) -> None:
+    before, after = (replace(CASE, **changes) for changes in PAIRS[pair])
+    folder = str(tmp_path / "step-3")
+    run_ranks(train_and_save, before.ranks, before, folder)
+    wanted = reference(CASE)
+    wanted = History(wanted.losses[SAVED_AT:], wanted.norms[SAVED_AT:], wanted.parameters)
+    for rank, history in enumerate(run_ranks(load_and_train, after.ranks, after, folder)):
+        assert len(history.losses) == 10
+        worst, where = worst_difference(history, wanted)
+        assert worst <= 1e-10, f"rank {rank} differs by {worst:.3g} at {where}"
+
+
+def test_a_bf16_checkpoint_keeps_the_master(tmp_path: Path) -> None:
+    case = Case(layout="IIG", intra=2, precision="bf16", steps=6, model=TinyConfig())
+    folder = str(tmp_path / "half")
+    run_ranks(train_and_save, 2, case, folder)
+    uninterrupted = run_ranks(train_here, 2, case)
+    for resumed, straight in zip(run_ranks(load_and_train, 2, case, folder), uninterrupted, strict=True):
+        assert resumed.losses == straight.losses[SAVED_AT:]
+        for name, value in resumed.parameters.items():
+            assert torch.equal(value, straight.parameters[name]), name
+
+
+def train_here(case: Case) -> History:
+    engine = case.engine()
+    history = History()
+    for step in range(case.steps):
+        history.losses.append(engine.step(case.share(engine, step)).loss)
+    history.parameters = whole_parameters(engine)
+    engine.close()
+    return history
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_plain_torch_reads_it_with_its_own_tools(tmp_path: Path) -> None:
+    case = replace(CASE, layout="GGG", inter=2, intra=2, pipeline=1)
+    folder = str(tmp_path / "step-3")
+    run_ranks(train_and_save, case.ranks, case, folder)
+    wanted = reference(replace(CASE, steps=SAVED_AT)).parameters
+    state = {"model": {name: torch.full_like(value, torch.nan) for name, value in wanted.items()}}
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    for name, value in wanted.items():
+        assert torch.allclose(state["model"][name], value, rtol=0, atol=1e-10), name
+
+
+def test_another_model_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    folder = str(tmp_path / "step-3")
+    run_ranks(train_and_save, 1, Case(model=TinyConfig()), folder)
+    with pytest.raises(RankError, match=r"layers|shape|5") as caught:
+        run_ranks(load_and_train, 2, Case(intra=2, model=TinyConfig(layers=5)), folder)
+    assert isinstance(caught.value.__cause__, CheckpointError)
+
+
+def test_a_missing_checkpoint_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="not a finished checkpoint"):
+        run_ranks(load_and_train, 2, Case(intra=2), str(tmp_path / "nowhere"))

@@ -1,0 +1,110 @@
+"""Mesh coordinates, plans that do not fit, and the split of blocks into stages."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from atoll import schedules
+from atoll.errors import PlanError
+from atoll.layouts import Layout, Nest
+from atoll.plan import MeshShape, Plan, split_blocks
+
+LAW = settings(deadline=None, max_examples=50)
+AXIS = st.integers(1, 4)
+MESHES = st.builds(MeshShape, pipeline=AXIS, inter=AXIS, intra=AXIS, tensor=AXIS)
+
+
+def test_picture_of_a_mesh() -> None:
+    mesh = MeshShape(pipeline=2, inter=2, intra=2)
+    assert [tuple(mesh.place(rank).coordinates.values()) for rank in range(mesh.world)] == [
+        (0, 0, 0, 0),
+        (0, 0, 1, 0),
+        (0, 1, 0, 0),
+        (0, 1, 1, 0),
+        (1, 0, 0, 0),
+        (1, 0, 1, 0),
+        (1, 1, 0, 0),
+        (1, 1, 1, 0),
+    ]
+    assert mesh.place(6).peers("intra") == (6, 7)
+    assert mesh.place(6).peers("inter") == (4, 6)
+    assert mesh.place(6).peers("pp") == (2, 6)
+    assert mesh.place(6).nest == Nest(2, 2, 1, 0)
+
+
+@LAW
+@given(mesh=MESHES)
+def test_places_are_one_to_one(mesh: MeshShape) -> None:
+    places = [mesh.place(rank) for rank in range(mesh.world)]
+    assert [place.rank for place in places] == list(range(mesh.world))
+    assert len(set(places)) == mesh.world
+    assert {place.data for place in places} == set(range(mesh.data))
+
+
+@LAW
+@given(mesh=MESHES, data=st.data())
+def test_peers_differ_along_their_axis_only(mesh: MeshShape, data: st.DataObject) -> None:
+    place = mesh.place(data.draw(st.integers(0, mesh.world - 1)))
+    for axis, size in mesh.sizes.items():
+        peers = place.peers(axis)
+        assert len(peers) == size
+        assert peers[place.coordinates[axis]] == place.rank
+        for position, peer in enumerate(peers):
+            assert mesh.place(peer).coordinates == {**place.coordinates, axis: position}
+
+
+def test_meshes_and_ranks_that_do_not_exist() -> None:
+    with pytest.raises(PlanError, match="mesh axis 'intra' has 0 ranks"):
+        MeshShape(intra=0)
+    with pytest.raises(PlanError, match="rank 4 is outside a mesh of 4 ranks"):
+        MeshShape(inter=4).place(4)
+
+
+def test_a_plan_knows_its_global_batch() -> None:
+    schedule = schedules.build("1f1b", ranks=2, microbatches=4)
+    plan = Plan(MeshShape(pipeline=2, inter=3), Layout("NNG"), schedule, microbatch=5)
+    assert plan.global_batch == 5 * 4 * 3
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mesh": MeshShape(pipeline=4)}, "is for 2 pipeline ranks, the mesh has 4"),
+        ({"microbatch": 0}, "microbatch = 0"),
+        ({"recompute": "all"}, "recompute = 'all'; known: none, block, selective"),
+        ({"residency": "step"}, "residency = 'step'; known: unit"),
+    ],
+)
+def test_plans_that_do_not_fit(change: dict[str, object], message: str) -> None:
+    fitting: dict[str, object] = {
+        "mesh": MeshShape(pipeline=2),
+        "layout": Layout("NNN"),
+        "schedule": schedules.build("1f1b", ranks=2, microbatches=4),
+        "microbatch": 1,
+    }
+    with pytest.raises(PlanError, match=message):
+        Plan(**{**fitting, **change})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "lengths"),
+    [(8, 1, [10]), (8, 2, [5, 5]), (8, 3, [4, 3, 3]), (7, 3, [4, 2, 3]), (4, 4, [2, 1, 1, 2])],
+)
+def test_picture_of_splits(layers: int, stages: int, lengths: list[int]) -> None:
+    assert [len(run) for run in split_blocks(layers + 2, stages)] == lengths
+
+
+@LAW
+@given(layers=st.integers(1, 40), data=st.data())
+def test_splits_are_contiguous_and_even(layers: int, data: st.DataObject) -> None:
+    stages = data.draw(st.integers(1, layers))
+    runs = split_blocks(layers + 2, stages)
+    assert [block for run in runs for block in run] == list(range(layers + 2))
+    counts = [sum(0 < block <= layers for block in run) for run in runs]
+    assert max(counts) - min(counts) <= 1
+    assert counts[-1] == min(counts)
+
+
+def test_more_stages_than_layers_are_refused() -> None:
+    with pytest.raises(PlanError, match="5 stages for 4 layers"):
+        split_blocks(6, 5)

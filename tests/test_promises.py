@@ -1,0 +1,205 @@
+"""What Atoll promises about itself: start-up, edges, the quickstart, its pages."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import sysconfig
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import atoll
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "atoll"
+
+PURE = ("errors", "units", "ir", "schedules", "layouts", "plan", "trace", "sim", "config", "data")
+
+COMMUNICATION = re.compile(
+    r"(all_(gather|reduce|to_all)\w*|reduce(_scatter\w*)?|broadcast\w*|scatter\w*|gather\w*|i?(send|recv)\w*"
+    r"|batch_isend_irecv|(monitored_)?barrier|new_group|init_process_group|destroy_process_group)"
+)
+
+ENVIRONMENT_READERS = {
+    "runtime/launch.py",  # who this process is among the ranks
+    "runtime/places.py",  # where the user keeps caches
+    "testing/pool.py",  # what the processes of the pool inherit
+}
+
+COMMUNICATORS = {
+    "runtime/transport.py",
+    "testing/worker.py",  # joins and leaves the group that a test's ranks share
+}
+
+
+def python(program: str) -> str:
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def sources() -> Iterator[tuple[str, ast.Module]]:
+    for path in sorted(SOURCE.rglob("*.py")):
+        yield path.relative_to(SOURCE).as_posix(), ast.parse(path.read_text())
+
+
+def pages() -> list[Path]:
+    return sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+
+
+def test_importing_atoll_imports_neither_torch_nor_numpy() -> None:
+    heavy = python("import sys, atoll; print([name for name in ('torch', 'numpy', 'pydantic') if name in sys.modules])")
+    assert heavy == "[]\n"
+
+
+def test_what_decides_works_without_torch() -> None:
+    program = f"""
+import importlib, pkgutil, sys
+sys.modules["torch"] = None  # importing it fails from here on
+for name in {PURE!r}:
+    module = importlib.import_module("atoll." + name)
+    for each in pkgutil.walk_packages(getattr(module, "__path__", []), module.__name__ + "."):
+        importlib.import_module(each.name)
+import atoll.cli.main
+"""
+    python(program)
+
+
+def test_every_public_name_is_there() -> None:
+    assert set(dir(atoll)) == set(atoll.__all__)
+    assert [name for name in atoll.__all__ if not hasattr(atoll, name)] == []
+    with pytest.raises(AttributeError, match="no attribute 'Engin'"):
+        atoll.Engin  # noqa: B018
+
+
+def test_atoll_and_python_m_atoll_are_the_same() -> None:
+    script = Path(sysconfig.get_path("scripts")) / "atoll"
+    for command in ([str(script)], [sys.executable, "-m", "atoll"]):
+        result = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
+        assert result.stdout == f"atoll {atoll.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["schedule", "no-such", "--ranks", "2", "--microbatches", "2"], "error: "),
+        (["schedule"], "Missing argument"),
+        (["no-such-command"], "No such command"),
+    ],
+)
+def test_the_users_mistakes_exit_with_2_and_no_traceback(arguments: list[str], words: str) -> None:
+    command = [sys.executable, "-m", "atoll", *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert words in result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
+
+
+def test_only_the_transport_communicates() -> None:
+    found = set()
+    for name, tree in sources():
+        for node in ast.walk(tree):
+            match node:
+                case ast.Attribute(value=ast.Name(id="dist" | "distributed"), attr=attribute):
+                    called = attribute
+                case ast.ImportFrom(module="torch.distributed", names=names):
+                    called = " ".join(alias.name for alias in names)
+                case _:
+                    continue
+            if any(COMMUNICATION.fullmatch(word) for word in called.split()):
+                found.add(name)
+    assert found == COMMUNICATORS
+
+
+def test_the_environment_is_read_at_the_edges() -> None:
+    found = {
+        name
+        for name, tree in sources()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr in {"environ", "getenv"}
+    }
+    assert found <= ENVIRONMENT_READERS
+
+
+def test_the_quickstart_fits_its_machine() -> None:
+    from atoll.config import load
+
+    config = load(ROOT / "configs" / "quickstart.toml")
+    plan = config.to_plan()
+    assert plan.mesh.sizes == {"pp": 2, "inter": 1, "intra": 2, "tp": 1}
+    assert config.notes == ()
+
+
+def test_relative_links_lead_somewhere() -> None:
+    missing = [
+        f"{page.relative_to(ROOT)}: {target}"
+        for page in pages()
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text())
+        if "://" not in target and not (page.parent / target).exists()
+    ]
+    assert missing == []
+
+
+def test_examples_in_pages_are_well_formed() -> None:
+    checks = {"python": ast.parse, "toml": tomllib.loads}
+    broken = []
+    for page in pages():
+        for language, text in re.findall(r"^```(\w+)\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE):
+            try:
+                checks.get(language, str)(text)
+            except (SyntaxError, tomllib.TOMLDecodeError) as error:
+                broken.append(f"{page.relative_to(ROOT)}: {error}")
+    assert broken == []
+
+
+def test_commands_in_pages_exist() -> None:
+    from atoll.cli.main import app
+
+    known = {command.name for command in app.registered_commands}
+    named = {
+        (page.name, word)
+        for page in pages()
+        for block in re.findall(r"^```(?:sh|bash|console)\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        for word in re.findall(r"^(?:\$ )?(?:\S*/)?atoll ([a-z]+)", block, flags=re.MULTILINE)
+    }
+    assert {(page, word) for page, word in named if word not in known} == set()
+
+
+def test_make_targets_in_pages_exist() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    named = {word for page in pages() for word in re.findall(r"`make ([a-z]+)`", page.read_text())}
+    assert named <= targets
+
+
+def test_the_glossary_has_the_public_names() -> None:
+    glossary = (ROOT / "docs" / "glossary.md").read_text()
+    nouns = {name for name in atoll.__all__ if name[0].isupper()} - {"AtollError", "Op", "MeshShape"}
+    assert {name for name in nouns if f"**{name.lower()}**" not in glossary} == set()
+
+
+def test_levels_and_layouts_in_the_glossary_are_the_real_ones() -> None:
+    from atoll.layouts import Layout
+
+    glossary = (ROOT / "docs" / "glossary.md").read_text()
+    pairs = re.findall(r"([A-Z][\w+-]*(?:-\d)?) = `([NIG]{3})`", glossary)
+    assert len(pairs) >= 5
+    assert [(alias, name) for alias, name in pairs if Layout.parse(alias).name != name] == []
+
+
+def test_versions_are_pinned_for_every_requirement() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [
+        *project["dependencies"],
+        *(each for extra in project["optional-dependencies"].values() for each in extra),
+    ]
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    pinned = {line.split("==")[0].lower().replace("_", "-") for line in lines}
+
+    assert [line for line in lines if not re.fullmatch(r"[\w.-]+==[\w.]+", line)] == []
+    assert {re.split(r"[<>=]", each)[0] for each in wanted} <= pinned

@@ -1,0 +1,109 @@
+import json
+import math
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atoll.errors import UserError
+from atoll.ir import Action, lower
+from atoll.schedules import build
+from atoll.sim import Costs, simulate
+from atoll.trace import MemorySample, Span, Trace, to_chrome
+from tests.ir.shapes import V, random_schedule, typed
+
+
+def span(rank: int, name: str, start: float, end: float, lane: str = "compute") -> Span:
+    return Span(rank, lane, Action.parse(name), start, end)
+
+
+MEASURED = [
+    span(0, "0F0", 100.0, 101.0),
+    span(0, "0F1", 101.0, 102.0),
+    span(1, "1RECV_F0", 100.0, 101.5, "receive"),
+    span(1, "1F0", 101.5, 102.5),
+    span(1, "1B0", 102.5, 104.5),
+    span(0, "0B0", 105.0, 107.0),
+    span(1, "1F1", 104.5, 105.5),
+    span(1, "1B1", 105.5, 107.5),
+    span(0, "0B1", 107.5, 109.5),
+]
+
+
+def test_measures_of_recorded_spans() -> None:
+    trace = Trace.from_spans(MEASURED)
+    assert trace.ranks == 2
+    assert trace.makespan == 9.5
+    assert trace.rank_spans == (9.5, 6.0)
+    assert trace.span == 9.5
+    assert trace.busy == (6.0, 6.0)
+    assert trace.bubble_rate == pytest.approx(1 - 6 / 9.5)
+    assert trace.peak_microbatches == (2, 1)
+    assert trace.idle(0) == (0, 3.5, 0)
+    assert trace.idle(1) == (1.5, 0, 2.0)
+    assert [str(step.action) for step in trace.critical_path()] == ["0F0", "1F0", "1B0", "1F1", "1B1", "0B1"]
+
+
+def test_the_order_of_spans_does_not_matter() -> None:
+    forward, backward = Trace.from_spans(MEASURED), Trace(tuple(reversed(MEASURED)), ranks=2)
+    assert forward.peak_microbatches == backward.peak_microbatches
+    assert forward.critical_path() == backward.critical_path()
+
+
+def test_span_and_makespan_differ_where_ranks_start_late() -> None:
+    trace = Trace.from_spans([span(0, "0F0", 0, 2), span(1, "1F0", 3, 5)])
+    assert (trace.makespan, trace.span) == (5, 2)
+    assert (trace.bubble_rate, trace.span_bubble_rate) == (0.6, 0.0)
+
+
+def test_peaks_count_chunks_of_a_rank() -> None:
+    trace = simulate(typed(*V, kind="v", chunks=2), Costs())
+    assert trace.peak_microbatches == (1.5, 2.0)  # three and four chunk activations; pending W are not counted
+
+
+@given(st.integers(0, 100_000), st.floats(0, 2))
+def test_laws(seed: int, hop: float) -> None:
+    trace = simulate(lower(random_schedule(seed)), Costs(1.0, 1.3, 0.6, hop=hop))
+    assert max(trace.rank_spans) <= trace.makespan + 1e-12
+    assert trace.span_bubble_rate <= trace.bubble_rate + 1e-12
+    for rank in range(trace.ranks):
+        idle = trace.idle(rank)
+        assert min(idle) >= -1e-9
+        assert math.fsum(idle) + trace.busy[rank] == pytest.approx(trace.makespan)
+    path = trace.critical_path()
+    assert path[-1].end == trace.end
+    assert path[0].start == trace.start
+    assert all(before.start <= after.start for before, after in pairwise(path))
+
+
+@given(st.integers(0, 100_000))
+def test_the_critical_path_is_tight_without_hops(seed: int) -> None:
+    """Each action on it starts exactly when the one before it ends or releases; so its lengths add to the makespan."""
+    trace = simulate(random_schedule(seed), Costs(1.0, 1.25, 0.5, fused_backward=True))
+    assert math.fsum(step.end - step.start for step in trace.critical_path()) == pytest.approx(trace.makespan)
+
+
+def test_chrome_json() -> None:
+    trace = simulate(lower(build("1f1b", ranks=2, microbatches=2)), Costs(1e-3, 1e-3, 1e-3))
+    trace = Trace(trace.spans, ranks=2, memory=(MemorySample(0, 0.002, 512),))
+    events = json.loads(to_chrome(trace))["traceEvents"]
+    first = next(event for event in events if event["name"] == "0F1")
+    assert (first["ph"], first["pid"], first["cat"]) == ("X", 0, "compute")
+    assert (first["ts"], first["dur"]) == (1000, 1000)
+    assert first["args"] == {"stage": 0, "op": "F", "microbatch": 1}
+    assert sum(event["ph"] == "X" for event in events) == len(trace.spans)
+    lanes = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert lanes == {"compute", "send", "receive", "sharding"}
+    assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {"rank 0", "rank 1"}
+    counter = next(event for event in events if event["ph"] == "C")
+    assert (counter["ts"], counter["args"]) == (2000, {"bytes": 512})
+
+
+def test_impossible_traces_are_refused() -> None:
+    with pytest.raises(UserError, match="no measures"):
+        Trace.from_spans([])
+    with pytest.raises(UserError, match="no measures"):
+        Trace((span(0, "0SEND_F0", 0, 1, "send"),), ranks=1)
+    with pytest.raises(UserError, match="span of rank 1: 1F0"):
+        Trace((span(1, "1F0", 0, 1),), ranks=1)

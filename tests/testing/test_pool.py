@@ -1,0 +1,196 @@
+"""The warm pool: results in order, first errors quickly, stuck ranks named."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from atoll.errors import LayoutError, RankError
+from atoll.testing import RankPool, run_ranks
+
+
+def rank_times(factor: int, *, offset: int = 0) -> int:
+    return dist.get_rank() * factor + offset
+
+
+def total_and_process(start: int) -> tuple[int, int]:
+    value = torch.tensor(start + dist.get_rank())
+    dist.all_reduce(value)
+    return int(value.item()), os.getpid()
+
+
+def fail_on_one(failing: int) -> None:
+    if dist.get_rank() == failing:
+        raise LayoutError("no level Q")
+    dist.barrier()
+
+
+def catch_nothing_and_hang() -> None:
+    while True:
+        try:
+            time.sleep(0.1)
+        except BaseException:
+            continue
+
+
+def fail_while_others_hang() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("one of two")
+    catch_nothing_and_hang()
+
+
+def die() -> None:
+    if dist.get_rank() == 1:
+        print("last words", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def warn() -> None:
+    warnings.warn("old ways", DeprecationWarning, stacklevel=1)
+
+
+def random_number() -> float:
+    return torch.rand(()).item()
+
+
+def set_wrong_state() -> None:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(7)
+    os.chdir("/")
+
+
+def state() -> tuple[torch.dtype, int, str]:
+    return torch.get_default_dtype(), torch.get_num_threads(), os.getcwd()
+
+
+def tensors() -> torch.Tensor:
+    return torch.full((2,), float(dist.get_rank()), requires_grad=True)
+
+
+def test_results_come_in_rank_order_with_arguments() -> None:
+    assert run_ranks(rank_times, 3, 10, offset=1) == [1, 11, 21]
+
+
+def test_processes_stay_warm_and_groups_are_new() -> None:
+    two = run_ranks(total_and_process, 2, 1)
+    three = run_ranks(total_and_process, 3, 1)
+    again = run_ranks(total_and_process, 2, 5)
+
+    assert [value for value, _ in two + three + again] == [3, 3, 6, 6, 6, 11, 11]
+    assert [process for _, process in three][:2] == [process for _, process in two]
+    assert [process for _, process in again] == [process for _, process in two]
+
+
+def test_tensors_travel_back() -> None:
+    first, second = run_ranks(tensors, 2)
+    assert first.tolist() == [0.0, 0.0]
+    assert second.tolist() == [1.0, 1.0]
+    assert second.requires_grad
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_the_first_error_comes_with_rank_traceback_and_cause(failing: int) -> None:
+    run_ranks(rank_times, 3, 1)
+    start = time.monotonic()
+
+    with pytest.raises(RankError, match="no level Q") as caught:
+        run_ranks(fail_on_one, 3, failing)
+
+    assert time.monotonic() - start < 5
+    assert caught.value.rank == failing
+    assert "fail_on_one" in str(caught.value)
+    assert isinstance(caught.value.__cause__, LayoutError)
+    assert run_ranks(rank_times, 3, 1) == [0, 1, 2]
+
+
+def test_ranks_that_hang_after_a_failure_are_replaced() -> None:
+    with RankPool() as pool:
+        before = pool.run(total_and_process, 2, 0)
+        with pytest.raises(RankError, match="one of two"):
+            pool.run(fail_while_others_hang, 2, timeout=30)
+        after = pool.run(total_and_process, 2, 0)
+
+    assert {process for _, process in before}.isdisjoint(process for _, process in after)
+
+
+def test_a_timeout_names_the_stuck_ranks_and_shows_where_they_are() -> None:
+    with RankPool() as pool:
+        pool.run(rank_times, 2, 1)
+        with pytest.raises(RankError, match=r"after 0\.5 s these ranks still ran: 0\n") as caught:
+            pool.run(stuck_on_zero, 2, timeout=0.5)
+        assert "in stuck_on_zero" in str(caught.value)
+        assert pool.run(rank_times, 2, 1) == [0, 1]
+
+
+def stuck_on_zero() -> None:
+    if dist.get_rank() == 0:
+        time.sleep(100)
+
+
+def test_a_rank_that_dies_is_told_with_its_last_words() -> None:
+    with RankPool() as pool:
+        with pytest.raises(RankError, match="SIGKILL") as caught:
+            pool.run(die, 2, timeout=20)
+        assert caught.value.rank == 1
+        assert "last words" in str(caught.value)
+        assert pool.run(rank_times, 2, 1) == [0, 1]
+
+
+def test_warnings_are_treated_as_in_the_parent() -> None:
+    with pytest.raises(RankError, match="old ways"):
+        run_ranks(warn, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        assert run_ranks(warn, 1) == [None]
+
+
+def test_a_case_leaves_nothing_behind() -> None:
+    numbers = run_ranks(random_number, 2)
+    run_ranks(set_wrong_state, 2)
+    assert run_ranks(random_number, 2) == numbers
+    assert run_ranks(state, 1) == [(torch.float32, 1, os.getcwd())]
+
+
+def test_a_function_without_a_name_is_refused() -> None:
+    with pytest.raises(TypeError, match="top of a module"):
+        run_ranks(lambda: None, 2)
+
+
+PARENT = """
+import os, sys
+from atoll.testing import run_ranks
+print(*run_ranks(os.getpid, 2), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_processes_die_with_their_parent() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        processes = [int(word) for word in parent.stdout.readline().split()]
+        parent.kill()
+
+    deadline = time.monotonic() + 5
+    while any(is_alive(process) for process in processes) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(processes) == 2
+    assert not [process for process in processes if is_alive(process)]
+
+
+def is_alive(process: int) -> bool:
+    try:
+        with open(f"/proc/{process}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
