@@ -32,6 +32,11 @@ SMALLEST_BPE = 257
 TRAINING_CHARACTERS = 40_000_000
 """Text that a tokenizer is trained on at most: a larger corpus would cost minutes and gigabytes for the same merges."""
 
+LONGEST_WORD = 1000
+"""Characters after which a word is cut for training, whose time grows with the square of a word's length."""
+
+_LONG_WORD = re.compile(rf"\S{{{LONGEST_WORD}}}|\s{{{LONGEST_WORD}}}")
+
 Ids = NDArray[np.integer[Any]] | Sequence[int]
 
 
@@ -144,8 +149,18 @@ def train_bpe(texts: Iterable[str], size: int) -> FileTokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    inner.train_from_iterator((_utf8(text).decode("utf-8") for text in texts), trainer=trainer)
+    pieces = (piece for text in texts for piece in _without_long_words(_utf8(text).decode("utf-8")))
+    inner.train_from_iterator(pieces, trainer=trainer)
     return FileTokenizer(inner)
+
+
+def _without_long_words(text: str) -> Iterator[str]:
+    """The text in pieces, cut inside runs without a space (base64, minified code) and inside runs of nothing else."""
+    start = 0
+    for match in _LONG_WORD.finditer(text):
+        yield text[start : match.end()]
+        start = match.end()
+    yield text[start:]
 
 
 def sample(texts: Iterable[str], total: int, *, limit: int = TRAINING_CHARACTERS) -> Iterator[str]:

@@ -96,6 +96,8 @@ class Engine:
         self._watchdog = failure.Watchdog(self._store, self.place.rank).start()
         self._moment = Moment(seed=seed)
         self._spans: Outcome | None = None
+        self._agreements = 0
+        self._refusal: Exception | None = None
         problem: Exception | None = None
         with self._guard():
             try:
@@ -127,6 +129,8 @@ class Engine:
             recompute=plan.recompute,
         )
         self.units = self._sharded.units
+        if not self._sharded.trainable:
+            raise PlanError("the model has no trainable parameter; set requires_grad on what is to be trained")
         self._optimizer = ShardedOptimizer(self.units, optimizer, named_shapes=self._sharded.trainable, options=groups)
         self._executor = Executor(
             self._sharded.stages, placement, ranks=line, transport=self.transport, moment=self._moment
@@ -234,8 +238,6 @@ class Engine:
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The torch optimizer of this rank's slices, for learning-rate schedules."""
-        if self._optimizer.torch is None:
-            raise PlanError("the model has no trainable parameter, so there is no optimizer")
         return self._optimizer.torch
 
     def memory(self) -> Footprint:
@@ -313,15 +315,21 @@ class Engine:
         self._watchdog.stop()
 
     def _agree(self, problem: Exception | None, count: float = 0.0) -> float:
-        """Sum `count` over all ranks, or raise the first rank's problem on every rank."""
+        """Sum `count` over all ranks, or raise the first rank's problem on every rank.
+
+        Nothing has been sent or changed where it raises, so the engine goes on with the next call.
+        """
+        self._agreements += 1
+        key = f"atoll/refusal/{self._agreements}"
         if problem is not None:
-            failure.report(self._store, problem, self.place.rank)
+            failure.report(self._store, problem, self.place.rank, key=key)
         totals = self.transport.total(torch.tensor([float(problem is not None), count], dtype=torch.float64))
-        if problem is not None:
-            raise problem
-        if totals[0] > 0:
-            raise failure.first(self._store, wait=2.0) or RunError("another rank failed without a word")
-        return float(totals[1])
+        if totals[0] == 0:
+            return float(totals[1])
+        if problem is None:
+            problem = failure.first(self._store, wait=5.0, key=key) or RunError("another rank refused without a word")
+        self._refusal = problem
+        raise problem
 
     def _prepare(self, batch: Mapping[str, Any], *, exactly: int | None) -> tuple[list[Batch], int]:
         """This rank's microbatches on its device, and the counted tokens of all ranks; agreed before any message."""
@@ -392,7 +400,7 @@ class _Guard:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         engine = self._engine
         engine._watchdog.leave()
-        if error is None:
+        if error is None or error is engine._refusal:
             return
         engine.close()
         if isinstance(error, Exception) and not isinstance(error, RankError):

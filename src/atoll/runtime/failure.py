@@ -17,6 +17,8 @@ from typing import Protocol
 from atoll.errors import AtollError, RankError
 
 KEY = "atoll/failure"
+"""Where the error is that ends the run. Refusals that all ranks agree on have keys of their own and end nothing."""
+
 POLL_SECONDS = 0.25
 GRACE_SECONDS = 3.0
 
@@ -29,28 +31,28 @@ class Store(Protocol):
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
 
 
-def report(store: Store | None, error: BaseException, rank: int) -> None:
-    """Write a rank's error to the store unless another one is there already."""
+def report(store: Store | None, error: BaseException, rank: int, *, key: str = KEY) -> None:
+    """Write a rank's error to the store under `key` unless another one is there already."""
     if store is None or isinstance(error, RankError):
         return
     code = error.exit_code if isinstance(error, AtollError) else 1
     kind = "" if isinstance(error, AtollError) else f"{type(error).__name__}: "
     text = json.dumps({"rank": rank, "exit_code": code, "message": f"{kind}{error}"})
     try:
-        store.compare_set(KEY, "", text)
+        store.compare_set(key, "", text)
     except RuntimeError as failure:  # the store's host is gone: everyone is leaving already
         sys.stderr.write(f"rank {rank}: could not report its error: {failure}\n")
 
 
-def first(store: Store | None, *, wait: float = 0.0) -> RankError | None:
-    """The first error any rank reported, looked for during `wait` seconds."""
+def first(store: Store | None, *, wait: float = 0.0, key: str = KEY) -> RankError | None:
+    """The first error any rank reported under `key`, looked for during `wait` seconds."""
     if store is None:
         return None
     end = time.monotonic() + wait
     while True:
         try:
-            if store.check([KEY]):
-                found = json.loads(store.get(KEY))
+            if store.check([key]):
+                found = json.loads(store.get(key))
                 return RankError(found["message"], rank=found["rank"], exit_code=found["exit_code"])
         except RuntimeError:  # the store's host is gone
             return None

@@ -146,7 +146,7 @@ class Executor:
     def _failure(self, action: Action, error: Exception) -> RunError:
         place = self._transport.place
         where = f"rank {place.rank} ({', '.join(f'{axis} {at}' for axis, at in place.coordinates.items())})"
-        what = f"step {self._moment.step}, action {action}"
+        what = f"step {self._moment.step + 1}, action {action}"
         if action.microbatch is not None:
             what += f", global microbatch {self._moment.microbatch}"
         peer = self._peer(action)

@@ -73,17 +73,22 @@ class ShardedOptimizer:
             group = grouped.setdefault(repr(sorted(chosen.items())), {"params": [], **chosen})
             if name in self.slices:
                 group["params"].append(self.slices[name])
-        self.torch = factory(list(grouped.values())) if grouped else None
-        if type(self.torch).__name__ in WHOLE_MATRIX:
+        advice = "use an elementwise optimizer such as AdamW, SGD or Lion"
+        try:
+            self.torch = factory(list(grouped.values()))
+        except ValueError as error:
             raise PlanError(
-                f"{type(self.torch).__name__} needs whole matrices and cannot step the slices of a sharded flat "
-                f"buffer; use an elementwise optimizer such as AdamW, SGD or Lion"
+                f"the optimizer refuses groups of 1-D slices: {error}; one that needs whole matrices cannot step a "
+                f"sharded flat buffer, {advice}"
+            ) from error
+        kind = type(self.torch).__name__
+        if kind in WHOLE_MATRIX:
+            raise PlanError(
+                f"{kind} needs whole matrices and cannot step the slices of a sharded flat buffer; {advice}"
             )
 
     def step(self, touched: set[str], scale: torch.Tensor | float) -> None:
         """Update the slices whose parameters got a gradient anywhere, from gradients times `scale`."""
-        if self.torch is None:
-            return
         for unit in self._units:
             for segment in unit.segments:
                 if segment.final is None or segment.master is None:
@@ -100,8 +105,6 @@ class ShardedOptimizer:
 
     def states(self) -> dict[str, dict[str, Any]]:
         """Optimizer state by parameter name and key."""
-        if self.torch is None:
-            return {}
         return {name: self.torch.state[piece] for name, piece in self.slices.items() if piece in self.torch.state}
 
     def state_tensors(self) -> list[torch.Tensor]:

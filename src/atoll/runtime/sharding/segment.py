@@ -8,8 +8,11 @@
     frozen                              p alone
 
 `whole` is what the module's parameters view. Where p rests whole it is that storage itself; elsewhere it is a
-transient storage, resized to nothing and back, never exchanged: autograd's saved views stay valid
-[Note: stable storage].
+transient storage, resized to nothing and back, never exchanged: the views that autograd saved between a forward and
+its backward see the data again [Note: stable storage].
+
+[Note: a freed parameter reads NaN] While a unit is freed its parameters show one NaN, expanded to their shape: a read
+outside the engine is seen, a write raises, and nothing touches memory that is not there.
 """
 
 from __future__ import annotations
@@ -117,6 +120,10 @@ class Segment:
         else:
             self.whole = torch.zeros(self.map.padded, dtype=self.compute, device=device)
         self.is_whole = True
+        self._views = {
+            entry.name: self.whole.narrow(0, entry.offset, entry.numel).view(entry.shape) for entry in self.map.entries
+        }
+        self._absent = torch.full((), torch.nan, dtype=self.compute, device=device)
         self.gradient: torch.Tensor | None = None
         self.flow: torch.Tensor | None = None
         self.final: torch.Tensor | None = None
@@ -132,17 +139,14 @@ class Segment:
     def _adopt(self) -> None:
         """Copy the parameters' values in, and make the parameters views of the whole buffer for good."""
         with torch.no_grad():
-            for entry in self.map.entries:
-                parameter = self.parameters[entry.name]
-                view = self.whole.narrow(0, entry.offset, entry.numel).view(entry.shape)
-                view.copy_(parameter)
+            for name, parameter in self.parameters.items():
+                self._views[name].copy_(parameter)
             if self.master is not None:
                 self._keep(self.master, self.around.layout.optimizer)
             if self.rest is not None and not self.permanent:
                 self._keep(self.rest, self.around.layout.parameters)
-            for entry in self.map.entries:
-                parameter = self.parameters[entry.name]
-                parameter.data = self.whole.narrow(0, entry.offset, entry.numel).view(entry.shape)
+            for name, parameter in self.parameters.items():
+                parameter.data = self._views[name]
                 if self.gradient is not None and self.gradient.dtype != self.compute:
                     parameter.grad_dtype = self.gradient.dtype
 
@@ -166,12 +170,16 @@ class Segment:
             self._part(self.whole, Level.N, level).copy_(source)
         for move in GATHER_PARAMETER[level]:
             self._move(self._part(self.whole, Level.N, move.coarse), move)
+        for name, parameter in self.parameters.items():
+            parameter.data = self._views[name]
         self.is_whole = True
 
     def free(self) -> None:
         """Give the whole copy back."""
         if self.permanent or not self.is_whole:
             return
+        for name, parameter in self.parameters.items():
+            parameter.data = self._absent.expand(self._views[name].shape)
         self.whole.untyped_storage().resize_(0)
         self.is_whole = False
 

@@ -65,14 +65,13 @@ def load_state(
     pieces = [*_model_pieces(units), *_buffer_pieces(buffers), *_optimizer_pieces(optimizer)]
     state = checkpoint.load(folder, pieces)
     groups = state["groups"]
-    if optimizer.torch is not None:
-        if len(groups) != len(optimizer.torch.param_groups):
-            raise CheckpointError(
-                f"{folder} has {len(groups)} parameter groups, this run {len(optimizer.torch.param_groups)}; "
-                f"use the same grouping (train.weight_decay, groups=...)"
-            )
-        for group, options in zip(optimizer.torch.param_groups, groups, strict=True):
-            group.update({key: tuple(value) if isinstance(value, list) else value for key, value in options.items()})
+    if len(groups) != len(optimizer.torch.param_groups):
+        raise CheckpointError(
+            f"{folder} has {len(groups)} parameter groups, this run {len(optimizer.torch.param_groups)}; "
+            f"use the same grouping (train.weight_decay, groups=...)"
+        )
+    for group, options in zip(optimizer.torch.param_groups, groups, strict=True):
+        group.update({key: tuple(value) if isinstance(value, list) else value for key, value in options.items()})
     return state
 
 
@@ -111,8 +110,6 @@ def _optimizer_pieces(optimizer: ShardedOptimizer) -> Iterator[Piece]:
 
 def _prepare_states(optimizer: ShardedOptimizer, stored: Mapping[str, Mapping[str, tuple[int, ...]]]) -> None:
     """Give the optimizer empty states of the kinds that the checkpoint has."""
-    if optimizer.torch is None:
-        return
     for name, own in optimizer.slices.items():
         optimizer.torch.state[own] = {}
         for key, shape in stored.get(name, {}).items():
@@ -123,8 +120,6 @@ def _prepare_states(optimizer: ShardedOptimizer, stored: Mapping[str, Mapping[st
 
 
 def _group_options(optimizer: ShardedOptimizer) -> list[dict[str, Any]]:
-    if optimizer.torch is None:
-        return []
     return [
         {key: value for key, value in group.items() if key not in ("params", "param_names")}
         for group in optimizer.torch.param_groups

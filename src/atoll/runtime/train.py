@@ -1,0 +1,190 @@
+"""A training run: the parent that starts local processes, and what each rank does.
+
+The life of a run:
+
+    1. the parent checks config, plan, folder and corpus, and starts the ranks; torchrun and Slurm start them themselves
+    2. a rank meets the others at the store, and watches it for their errors from then on
+    3. it prepares the same corpus (cached by the first), builds its part of the model, and trains
+    4. it leaves: 0, 130 or 143 after a signal and a save, 2 for the user's mistakes, 1 for failures
+
+[Note: one error] The first rank to fail writes its error to the store. That rank prints it; the others find it there
+and leave with the same exit code, without a word. No torch is imported before a rank needs it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn, TextIO
+
+from atoll.config import Config, load
+from atoll.errors import AtollError, ConfigError, RankError, UserError
+from atoll.plan import Plan
+from atoll.runtime import failure
+from atoll.runtime.launch import Rendezvous, launch_local, torchrun_environment, watch_parent
+from atoll.runtime.training.folder import RunFolder
+from atoll.runtime.training.samples import prepare_corpus, vocabulary_of
+from atoll.runtime.training.signals import StopRequest, exit_code
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import Store
+
+    from atoll.runtime.training.session import Ending
+
+STORE_HOST_SECONDS = 1.5
+"""How long a failing rank that hosts the store stays, so that the others can read why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What `atoll train` was asked for. as_json: print the summary as one JSON object."""
+
+    path: Path
+    overrides: tuple[str, ...] = ()
+    resume: bool = False
+    as_json: bool = False
+
+    @property
+    def resume_command(self) -> str:
+        """What continues the run in a shell."""
+        sets = [word for override in self.overrides for word in ("--set", override)]
+        return shlex.join(["atoll", "train", str(self.path), *sets, "--resume"])
+
+
+def train(request: Request) -> int:
+    """Train as a rank, if the environment says that this process is one, or start the ranks; the exit code."""
+    rendezvous = torchrun_environment()
+    if rendezvous is not None:
+        return run_rank(request, rendezvous)
+
+    config = load(request.path, request.overrides)
+    config.to_plan()
+    RunFolder(Path(config.run.folder)).check(resume=request.resume, overwrite=config.run.overwrite)
+    vocabulary_of(config, prepare_corpus(config, say=lambda line: _tell(line, sys.stderr)))
+    # Each rank is this very command again; its environment makes it a rank.
+    return launch_local([sys.executable, *sys.orig_argv[1:]], config.parallel.ranks, port=config.run.port)
+
+
+def run_rank(request: Request, rendezvous: Rendezvous) -> int:
+    """One rank's whole life; its exit code. Errors end the process, see [Note: one error]."""
+    watch_parent()
+    stop = StopRequest().listen()
+    store: Store | None = None
+    try:
+        config = load(request.path, request.overrides)
+        plan = config.to_plan(rendezvous.world)
+        store = _meet(rendezvous, config.parallel.timeout)
+        watchdog = failure.Watchdog(store, rendezvous.rank).start()
+        ending = _train(request, config, plan, rendezvous=rendezvous, store=store, stop=stop)
+        watchdog.stop()
+    except Exception as error:
+        _leave(error, store, rendezvous)
+    return 0 if ending.stopped is None else exit_code(ending.stopped)
+
+
+def _train(
+    request: Request, config: Config, plan: Plan, *, rendezvous: Rendezvous, store: Store, stop: StopRequest
+) -> Ending:
+    from atoll.runtime import transport
+    from atoll.runtime.training.session import run
+
+    device = _choose_device(config, rendezvous)
+    if rendezvous.rank == 0:
+        RunFolder(Path(config.run.folder)).check(resume=request.resume, overwrite=config.run.overwrite)
+    transport.join(rendezvous.rank, rendezvous.world, store, device=device, timeout=config.parallel.timeout)
+    ending = run(config, plan, device=device, resume=request.resume, stop=stop)
+    if rendezvous.rank == 0:
+        _conclude(request, ending)
+    transport.leave()
+    return ending
+
+
+# ---- the start
+
+
+def _meet(rendezvous: Rendezvous, seconds: float) -> Store:
+    """The store of all ranks, hosted by the launcher or by rank 0."""
+    from torch.distributed import PrefixStore, TCPStore
+
+    store = TCPStore(
+        rendezvous.address,
+        rendezvous.port,
+        world_size=rendezvous.world,
+        is_master=rendezvous.rank == 0 and not rendezvous.agent_store,
+        timeout=timedelta(seconds=seconds),
+        wait_for_workers=False,
+    )
+    return PrefixStore(f"attempt-{rendezvous.attempt}", store) if rendezvous.attempt else store
+
+
+def _choose_device(config: Config, rendezvous: Rendezvous) -> torch.device:
+    """A GPU of its own for each rank of this machine, or the CPU."""
+    import torch
+
+    wanted = config.parallel.device
+    count = torch.cuda.device_count() if wanted != "cpu" and torch.cuda.is_available() else 0
+    if count >= rendezvous.local_world:
+        torch.cuda.set_device(rendezvous.local_rank)
+        return torch.device("cuda", rendezvous.local_rank)
+    if wanted == "cuda":
+        raise ConfigError(
+            f"parallel.device = 'cuda': this machine has {count} GPUs for {rendezvous.local_world} ranks, and each "
+            "needs one of its own; use fewer parallel.ranks, or device = 'cpu'"
+        )
+    return torch.device("cpu")
+
+
+# ---- the end
+
+
+def _conclude(request: Request, ending: Ending) -> None:
+    """Say how it ended: results on stdout; after a signal how to continue, on stderr."""
+    if request.as_json:
+        _tell(json.dumps(ending.summary()), sys.stdout)
+    elif ending.stopped is None:
+        _tell(ending.describe(), sys.stdout)
+    if ending.stopped is not None:
+        text = f"stopped by {ending.stopped.name} after step {ending.step}; saved {ending.checkpoint}"
+        _tell(f"{text}\ncontinue with: {request.resume_command}", sys.stderr)
+
+
+def _leave(error: Exception, store: Store | None, rendezvous: Rendezvous) -> NoReturn:
+    """End this process with the first error of any rank; see [Note: one error].
+
+    At once: with peers gone, closing gloo's connections in order can wait for them for minutes.
+    """
+    rank = rendezvous.rank
+    # A lost connection is seen before its cause is written: the rank that caused it is given a moment.
+    first = failure.first(store, wait=0.0 if isinstance(error, UserError) else 1.0)
+    if first is None:
+        failure.report(store, error, rank)
+        first = failure.first(store) or (error if isinstance(error, RankError) else None)
+    code = error.exit_code if isinstance(error, AtollError) else 1
+    if first is None or first.rank == rank:
+        _print_error(error, rank)
+    else:
+        code = first.exit_code
+    if rank == 0 and not rendezvous.agent_store:
+        time.sleep(STORE_HOST_SECONDS)
+    os._exit(code)
+
+
+def _print_error(error: Exception, rank: int) -> None:
+    cause = error.__cause__ if isinstance(error, AtollError) else error
+    if not isinstance(error, UserError) and cause is not None and not isinstance(cause, AtollError):
+        traceback.print_exception(cause, file=sys.stderr)
+    words = str(error) if isinstance(error, AtollError) else f"rank {rank}: {type(error).__name__}: {error}"
+    _tell(f"error: {words}", sys.stderr)
+
+
+def _tell(text: str, stream: TextIO) -> None:
+    stream.write(f"{text}\n")
+    stream.flush()

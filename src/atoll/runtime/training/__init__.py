@@ -1,0 +1,1 @@
+"""The parts of a training run: folder, display, optimizer, data, text and the loop itself."""

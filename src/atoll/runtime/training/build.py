@@ -1,0 +1,131 @@
+"""Config -> model, optimizer and learning rates."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from atoll.config import Config, Train
+from atoll.errors import ConfigError
+from atoll.models import Decoder, DecoderConfig
+from atoll.plan import Plan
+from atoll.runtime.engine import Engine
+from atoll.runtime.sharding.optimizer import decay_matrices
+
+
+def build_model(config: Config, vocabulary: int) -> Decoder:
+    """The configured decoder on `meta`, with its frozen parameters marked."""
+    model = config.model
+    sizes = DecoderConfig(
+        vocabulary=vocabulary,
+        layers=model.layers,
+        hidden=model.hidden,
+        heads=model.heads,
+        kv_heads=model.kv_heads,
+        ffn=model.ffn,
+        dropout=model.dropout,
+        tie_embeddings=model.tie_embeddings,
+        rope_theta=model.rope_theta,
+        norm_eps=model.norm_eps,
+    )
+    with torch.device("meta"):
+        built = Decoder(sizes)
+    freeze(built, config.train.frozen)
+    return built
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Stop training the parameters whose names match one of the patterns; a shared one by any of its names."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    problems = []
+    for pattern in patterns:
+        found = [name for name in named if fnmatchcase(name, pattern)]
+        for name in found:
+            named[name].requires_grad_(False)
+        if not found:
+            near = difflib.get_close_matches(pattern, named, n=3, cutoff=0.3) or list(named)[:3]
+            problems.append(f"train.frozen: {pattern!r} matches no parameter; there are {', '.join(near)}, ...")
+    if not any(parameter.requires_grad for parameter in named.values()):
+        problems.append(f"train.frozen = {list(patterns)}: every parameter is frozen, so there is nothing to train")
+    if problems:
+        raise ConfigError("\n  ".join(problems))
+
+
+def build_engine(model: nn.Module, plan: Plan, config: Config, device: torch.device) -> Engine:
+    """The engine, with AdamW that decays matrices only."""
+    train = config.train
+
+    def optimizer(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(groups, lr=train.lr, betas=train.betas, eps=train.eps)
+
+    return Engine(
+        model,
+        plan,
+        optimizer=optimizer,
+        groups=decay_matrices(train.weight_decay),
+        clip=train.clip or None,
+        seed=train.seed,
+        device=device,
+    )
+
+
+def learning_rates(train: Train) -> Callable[[int], float]:
+    """Steps done -> factor of train.lr for the next: a linear warm-up, then down to min_lr_ratio at the last step."""
+    falling = max(1, train.steps - 1 - train.warmup)
+    low = train.min_lr_ratio
+
+    def factor(done: int) -> float:
+        if done < train.warmup:
+            return (done + 1) / train.warmup
+        if train.lr_schedule == "constant":
+            return 1.0
+        progress = min(1.0, (done - train.warmup) / falling)
+        left = 1.0 - progress if train.lr_schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+        return low + (1.0 - low) * left
+
+    return factor
+
+
+class Schedule:
+    """Learning rates of an optimizer, through torch's LambdaLR.
+
+    On resume the config rules: a checkpoint restores how many steps were done, not rates, betas or decays.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, train: Train) -> None:
+        self._optimizer = optimizer
+        self._factor = learning_rates(train)
+        self._inner = LambdaLR(optimizer, self._factor)
+        self._options = [
+            {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+        ]
+
+    @property
+    def rate(self) -> float:
+        """The next step's rate."""
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    def advance(self) -> None:
+        """After a step."""
+        self._inner.step()
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, as JSON."""
+        return {key: value for key, value in self._inner.state_dict().items() if key != "lr_lambdas"}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken, with this config's options."""
+        bases = self._inner.base_lrs
+        self._inner.load_state_dict({**state, "base_lrs": bases, "lr_lambdas": [None] * len(bases)})
+        rates = [base * self._factor(self._inner.last_epoch) for base in bases]
+        self._inner._last_lr = rates
+        for group, options, rate in zip(self._optimizer.param_groups, self._options, rates, strict=True):
+            group.update(options)
+            group["lr"] = rate

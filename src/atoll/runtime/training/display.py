@@ -1,0 +1,70 @@
+"""What a person sees while a run is under way: on stderr, from rank 0.
+
+On a terminal, one live line; elsewhere a plain line every few seconds.
+"""
+
+from __future__ import annotations
+
+import time
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+
+from atoll.runtime.engine import StepResult
+from atoll.units import format_bytes, format_rate, format_seconds
+
+PLAIN_SECONDS = 5.0
+
+
+class Display:
+    """Progress of one rank's run; with `is_speaking` False it says nothing."""
+
+    def __init__(self, *, is_speaking: bool, device: str) -> None:
+        self._console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=not is_speaking)
+        self._is_live = is_speaking and self._console.is_terminal
+        self._memory = "peak RSS" if device == "cpu" else "peak CUDA"
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+        self._steps = 0
+        self._first = 0
+        self._begin = 0.0
+        self._said = 0.0
+        self._rate: float | None = None
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        self._console.print(text, markup=False)
+
+    def begin(self, done: int, steps: int) -> None:
+        """Training starts after `done` of `steps` steps."""
+        self._first, self._steps = done, steps
+        self._begin = self._said = time.monotonic()
+        if self._is_live:
+            columns = TextColumn("step {task.completed}/{task.total}"), BarColumn(20), TextColumn("{task.fields[line]}")
+            self._progress = Progress(*columns, console=self._console, transient=True)
+            self._task = self._progress.add_task("", total=steps, completed=done, line="")
+            self._progress.start()
+
+    def step(self, result: StepResult, *, memory_bytes: int) -> None:
+        """A step is done. memory_bytes: the largest of the ranks."""
+        now = time.monotonic()
+        rate = result.tokens_per_second
+        self._rate = rate if self._rate is None else 0.9 * self._rate + 0.1 * rate
+        left = (now - self._begin) / (result.step - self._first) * (self._steps - result.step)
+        line = (
+            f"loss {result.loss:.4f}  {format_rate(self._rate, 'tokens')}  bubble {result.bubble:.0%}  "
+            f"largest {self._memory} {format_bytes(memory_bytes)}"
+        )
+        if result.step < self._steps:
+            line += f"  {format_seconds(left)} left"
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, completed=result.step, line=line)
+        elif now - self._said >= PLAIN_SECONDS or result.step in (self._first + 1, self._steps):
+            self._said = now
+            self.say(f"step {result.step}/{self._steps}  {line}")
+
+    def close(self) -> None:
+        """No more steps: give the terminal back."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None

@@ -1,0 +1,176 @@
+"""The folder of a run, and who may write to it. No torch.
+
+    <run.folder>/config.toml            the effective config
+                 plan.json              mesh, layout, schedule, precision; what each rank does and holds
+                 metrics.jsonl          one object a training step
+                 validation.jsonl       one object an evaluation, the first as step 0
+                 trace.json             one measured step, for chrome://tracing or Perfetto
+                 sample.txt             text generated at the end
+                 checkpoints/step-000100
+                 tensorboard/
+
+Only rank 0 writes. Checkpoints are written by all ranks, through `atoll.runtime.checkpoint`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from atoll.errors import CheckpointError, ConfigError, RunError
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Paths of a run, and the few ways in which they are written."""
+
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        """The effective config."""
+        return self.root / "config.toml"
+
+    @property
+    def plan(self) -> Path:
+        """What was run, and the bytes predicted for each rank."""
+        return self.root / "plan.json"
+
+    @property
+    def metrics(self) -> Path:
+        """A line a training step."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def validation(self) -> Path:
+        """A line an evaluation."""
+        return self.root / "validation.jsonl"
+
+    @property
+    def trace(self) -> Path:
+        """The timeline of one step."""
+        return self.root / "trace.json"
+
+    @property
+    def sample(self) -> Path:
+        """The generated text."""
+        return self.root / "sample.txt"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the checkpoints."""
+        return self.root / "checkpoints"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Folder of the event files."""
+        return self.root / "tensorboard"
+
+    # ---- before a run
+
+    def check(self, *, resume: bool, overwrite: bool) -> None:
+        """Make the folder. ConfigError if it cannot be written or holds a run that neither option gives up.
+
+        CheckpointError if there is nothing to resume from.
+        """
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.root):
+                pass
+        except OSError as error:
+            raise ConfigError(
+                f"run.folder = {str(self.root)!r}: cannot be written ({error.strerror or error}); "
+                "choose a folder that can, as in --set run.folder=runs/mine"
+            ) from error
+        if resume:
+            if self.latest_checkpoint() is None:
+                raise CheckpointError(
+                    f"run.folder = {str(self.root)!r} has no finished checkpoint to resume from; start without "
+                    "--resume (and with --set run.overwrite=true if a run without checkpoints is there)"
+                )
+        elif not overwrite and (held := self._held()):
+            raise ConfigError(
+                f"run.folder = {str(self.root)!r} holds a run already ({held}); continue it with --resume, choose "
+                "another run.folder, or replace it with --set run.overwrite=true"
+            )
+
+    def latest_checkpoint(self) -> Path | None:
+        """The newest finished checkpoint."""
+        if not self.checkpoints.is_dir():
+            return None
+        from atoll.runtime import checkpoint
+
+        return checkpoint.latest(self.checkpoints)
+
+    def _held(self) -> str | None:
+        """What would be lost: steps or checkpoints. A run that died before its first step is nothing."""
+        found = self.latest_checkpoint()
+        if found is not None:
+            return found.name
+        lines = read_records(self.metrics)
+        return f"{len(lines)} steps" if lines else None
+
+    # ---- at its start
+
+    def clear(self) -> None:
+        """Remove what an earlier run left, and nothing else."""
+        for path in (self.config, self.plan, self.metrics, self.validation, self.trace, self.sample):
+            with writing(path):
+                path.unlink(missing_ok=True)
+        for folder in (self.checkpoints, self.tensorboard):
+            if folder.is_dir():
+                with writing(folder):
+                    shutil.rmtree(folder)
+
+    def rewind(self, step: int) -> None:
+        """Drop the lines of steps after `step`, which will be run again, and lines cut short by a crash."""
+        for path in (self.metrics, self.validation):
+            if not path.is_file():
+                continue
+            kept = [record for record in read_records(path) if record["step"] <= step]
+            write(path, "".join(f"{json.dumps(record)}\n" for record in kept))
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSONL file with a step; [] if there is no file. Lines that are no such object are left out."""
+    if not path.is_file():
+        return []
+    found = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            found.append(record)
+    return found
+
+
+def append(path: Path, record: Mapping[str, Any]) -> None:
+    """Add a line. Floats keep all their digits."""
+    with writing(path), path.open("a", encoding="utf-8") as file:
+        file.write(f"{json.dumps(record)}\n")
+
+
+def write(path: Path, text: str) -> None:
+    """Write a whole file: the old one stays until the new one is complete."""
+    with writing(path):
+        draft = path.with_name(f".{path.name}.new")
+        draft.write_text(text, encoding="utf-8")
+        os.replace(draft, path)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn a failure of the disk into a RunError that names the path."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(f"{path}: cannot be written ({error.strerror or error})") from error

@@ -1,0 +1,263 @@
+"""The loop of a training run, the same on every rank.
+
+    start       fresh: evaluate as step 0.  resumed: load the newest checkpoint, wherever it was written
+    each step   train; share signals and memory; write metrics; evaluate, save and stop where it is time to
+    end         evaluate and save unless just done, generate a sample
+
+[Note: who decides] Whatever not all ranks know (a signal, the newest checkpoint) is summed over the ranks before it
+is acted on, once a step, so that no rank leaves the others waiting.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from atoll.config import Config
+from atoll.data import Corpus
+from atoll.errors import CheckpointError, ConfigError, DataError
+from atoll.layouts import Footprint
+from atoll.runtime import checkpoint
+from atoll.runtime.engine import Engine, Evaluation, StepResult
+from atoll.runtime.training.build import Schedule
+from atoll.runtime.training.display import Display
+from atoll.runtime.training.folder import RunFolder, read_records, writing
+from atoll.runtime.training.measure import collect_trace, peak_memory, publish_trace
+from atoll.runtime.training.record import Recorder, perplexity
+from atoll.runtime.training.samples import Samples
+from atoll.runtime.training.signals import StopRequest
+from atoll.runtime.training.text import generate
+
+TRACED_STEP = 3
+"""Which step of a run is traced: the first ones are slower than those that follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What the ranks tell each other after a step. memory_bytes: the largest peak of any rank."""
+
+    stop: signal.Signals | None
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a loop did, the same on every rank.
+
+    stopped: the signal that ended it early.  tokens: of this start, without those before a resume.
+    sample: the generated text, if it came to the end and one was asked for.
+    """
+
+    step: int
+    stopped: signal.Signals | None
+    tokens: int
+    sample: str | None
+
+
+class Loop:
+    """One run. `recorder` is opened by `run`, on rank 0 only."""
+
+    def __init__(
+        self,
+        config: Config,
+        corpus: Corpus,
+        engine: Engine,
+        *,
+        folder: RunFolder,
+        display: Display,
+        stop: StopRequest,
+    ) -> None:
+        self.config = config
+        self.corpus = corpus
+        self.engine = engine
+        self.folder = folder
+        self.display = display
+        self.samples = Samples(config, corpus, engine.place)
+        self.schedule = Schedule(engine.optimizer, config.train)
+        self._stop = stop
+        self._recorder: Recorder | None = None
+        self._is_writer = engine.place.rank == 0
+        self._evaluated = self._saved = -1
+        self._tokens = 0
+
+    def run(self, *, resume: bool) -> Outcome:
+        """Train to the last step, or until a signal."""
+        self._check_same_corpus()
+        if resume:
+            self._resume()
+        first = self.engine.step_number
+        self._open(first, is_fresh=not resume)
+        if not resume:
+            self._evaluate()
+        stopped = self._steps(first)
+        if stopped is None:
+            self._evaluate()
+        self._save()
+        sample = None if stopped else self._sample()
+        if self._recorder is not None:
+            self._recorder.close()
+        return Outcome(self.engine.step_number, stopped, self._tokens, sample)
+
+    def _steps(self, first: int) -> signal.Signals | None:
+        train, every = self.config.train, self.config.checkpoint.every
+        traced = min(first + TRACED_STEP, train.steps)
+        self.display.begin(first, train.steps)
+        try:
+            for step in range(first + 1, train.steps + 1):
+                rate = self.schedule.rate
+                result = self.engine.step(self.samples.take())
+                self.schedule.advance()
+                if step == traced:
+                    publish_trace(self.engine)
+                shared = self._share()
+                self._record(result, rate, shared)
+                if step == traced and self._recorder is not None:
+                    self._recorder.trace(collect_trace(self.engine))
+                if train.eval_every and step % train.eval_every == 0:
+                    self._evaluate()
+                if shared.stop is not None and step < train.steps:
+                    return shared.stop
+                if every and step % every == 0:
+                    self._save()
+        finally:
+            self.display.close()
+        return None
+
+    # ---- the start
+
+    def _check_same_corpus(self) -> None:
+        """Ranks on other machines prepare their own token arrays: they must be the same."""
+        mine = int(self.corpus.fingerprint[:12], 16)  # as many bits as a double holds exactly
+        world = self.engine.plan.mesh.world
+        values = torch.zeros(world, dtype=torch.float64)
+        values[self.engine.place.rank] = mine
+        found = self.engine.transport.total(values)
+        others = [rank for rank in range(world) if found[rank] != found[0]]
+        if others:
+            raise DataError(
+                f"data.source = {self.config.data.source!r} is not the same text on all ranks: {others} differ from "
+                "rank 0; put the corpus on a file system that all share, or copy it"
+            )
+
+    def _resume(self) -> None:
+        """Load the newest checkpoint; what rank 0 sees of the folder counts, since only it writes there."""
+        step = evaluated = -1
+        if self._is_writer and (found := self.folder.latest_checkpoint()) is not None:
+            step = int(found.name.rpartition("-")[2])
+            evaluated = max((record["step"] for record in read_records(self.folder.validation)), default=-1)
+        told = torch.tensor([step, evaluated] if self._is_writer else [0, 0], dtype=torch.float64)
+        step, evaluated = (int(value) for value in self.engine.transport.total(told))
+        if step < 0:
+            raise CheckpointError(f"{self.folder.checkpoints} has no finished checkpoint to resume from")
+        if step > self.config.train.steps:
+            raise ConfigError(
+                f"the newest checkpoint of {self.folder.root} is of step {step}, beyond train.steps = "
+                f"{self.config.train.steps}; set train.steps to more"
+            )
+        path = checkpoint.step_folder(self.folder.checkpoints, step)
+        state = checkpoint.read_state(path)["caller"]
+        self._check_resumed(state, str(path))
+        self.engine.load(path)
+        self.schedule.restore(state["schedule"])
+        self.samples.position = int(state["position"])
+        self._saved, self._evaluated = step, min(step, evaluated)
+        self.display.say(f"resumed {path}: {step} steps, {self.samples.position} samples")
+
+    def _check_resumed(self, state: Mapping[str, Any], path: str) -> None:
+        missing = [key for key in ("position", "corpus", "schedule", "order") if key not in state]
+        if missing:
+            raise CheckpointError(f"{path} was not written by atoll train: its state has no {', '.join(missing)}")
+        if state["corpus"] != self.corpus.fingerprint:
+            raise CheckpointError(
+                f"{path} was trained on another corpus or tokenizer than data.source = {self.config.data.source!r} "
+                f"with data.tokenizer = {self.config.data.tokenizer!r}; give the ones it was trained with, or start a "
+                "new run in another run.folder"
+            )
+        if state["order"] != self._order():
+            self.display.say(
+                "note: data.sequence or the seed changed since the checkpoint, and the order of samples with it: some "
+                "may be seen twice"
+            )
+
+    def _open(self, step: int, *, is_fresh: bool) -> None:
+        plan = self.engine.plan
+        own = self.engine.footprint()
+        values = torch.zeros(plan.mesh.world, 3, dtype=torch.float64)
+        values[self.engine.place.rank] = torch.tensor([own.parameters, own.gradients, own.optimizer])
+        held = [Footprint(*(int(part) for part in row)) for row in self.engine.transport.total(values).tolist()]
+        if self._is_writer:
+            self._recorder = Recorder(self.folder, self.config, step=step, is_fresh=is_fresh)
+            self._recorder.plan(plan, held, [block.name for block in self.engine.adapter.blocks()])
+
+    # ---- between steps
+
+    def _share(self) -> Shared:
+        """One small sum: who got a signal, and how much memory each rank has needed."""
+        signals = torch.tensor([self._stop.received is number for number in StopRequest.numbers], dtype=torch.float64)
+        memory = torch.zeros(self.engine.plan.mesh.world, dtype=torch.float64)
+        memory[self.engine.place.rank] = peak_memory(self.engine.device)
+        totals = self.engine.transport.total(torch.cat([signals, memory]))
+        asked = [number for number, count in zip(StopRequest.numbers, totals, strict=False) if count]
+        return Shared(asked[0] if asked else None, int(totals[len(signals) :].max()))
+
+    def _record(self, result: StepResult, rate: float, shared: Shared) -> None:
+        self._tokens += result.tokens
+        self.display.step(result, memory_bytes=shared.memory_bytes)
+        if self._recorder is not None:
+            self._recorder.step(result, rate=rate, memory_bytes=shared.memory_bytes)
+
+    def _evaluate(self) -> None:
+        """Loss of the validation split, unless it is known for this step."""
+        step = self.engine.step_number
+        if self._evaluated == step or not self.samples.has_validation:
+            return
+        parts = [self.engine.evaluate(batch) for batch in self.samples.validation()]
+        total = Evaluation(sum(part.loss_sum for part in parts), sum(part.tokens for part in parts))
+        self._evaluated = step
+        self.display.say(f"step {step}: validation loss {total.loss:.4f}, perplexity {perplexity(total.loss):.4g}")
+        if self._recorder is not None:
+            self._recorder.evaluation(step, total)
+
+    def _save(self) -> None:
+        """A checkpoint of this step, unless there is one."""
+        step = self.engine.step_number
+        if self._saved == step:
+            return
+        state = {
+            "position": self.samples.position,
+            "corpus": self.corpus.fingerprint,
+            "order": self._order(),
+            "schedule": self.schedule.state(),
+            "config": self.config.dump(),
+        }
+        self.engine.save(checkpoint.step_folder(self.folder.checkpoints, step), state)
+        self._saved = step
+        if self._is_writer:
+            with writing(self.folder.checkpoints):
+                checkpoint.prune(self.folder.checkpoints, self.config.checkpoint.keep)
+
+    def _order(self) -> dict[str, int]:
+        """What the order of samples depends on, besides the corpus."""
+        return {"seed": self.config.data_seed, "sequence": self.config.data.sequence}
+
+    # ---- the end
+
+    def _sample(self) -> str | None:
+        train = self.config.train
+        if train.sample_tokens == 0:
+            return None
+        text = generate(
+            self.engine,
+            self.corpus.tokenizer,
+            train.prompt,
+            tokens=train.sample_tokens,
+            context=self.config.data.sequence,
+            seed=train.seed,
+        )
+        if self._recorder is not None:
+            self._recorder.sample(text)
+        return text

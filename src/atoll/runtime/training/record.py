@@ -1,0 +1,131 @@
+"""What rank 0 writes while it trains: the run folder's files and TensorBoard's events."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from atoll.config import Config
+from atoll.layouts import Footprint
+from atoll.plan import Plan, split_blocks
+from atoll.runtime.engine import Evaluation, StepResult
+from atoll.runtime.training import folder as files
+from atoll.runtime.training.folder import RunFolder
+from atoll.trace import Trace, to_chrome
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), the largest number instead of infinity, which JSON does not have."""
+    return math.exp(min(loss, 709.0))
+
+
+class Recorder:
+    """Writes a run folder. Opened once, fresh or after `step` steps of the same run."""
+
+    def __init__(self, folder: RunFolder, config: Config, *, step: int, is_fresh: bool) -> None:
+        self.folder = folder
+        if is_fresh:
+            folder.clear()
+        else:
+            folder.rewind(step)
+        files.write(folder.config, config.dump())
+        self._events: SummaryWriter | None = None
+        if config.run.tensorboard and importlib.util.find_spec("tensorboard") is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            with files.writing(folder.tensorboard):
+                self._events = SummaryWriter(str(folder.tensorboard), purge_step=None if is_fresh else step + 1)
+
+    def plan(self, plan: Plan, footprints: Sequence[Footprint], blocks: Sequence[str]) -> None:
+        """What each rank does, and the bytes it is predicted to hold."""
+        files.write(self.folder.plan, json.dumps(describe(plan, footprints, blocks), indent=1) + "\n")
+
+    def step(self, result: StepResult, *, rate: float, memory_bytes: int) -> None:
+        """A training step. loss and grad_norm (before clipping) are the step's, over all ranks."""
+        record = {
+            "step": result.step,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "tokens": result.tokens,
+            "seconds": result.seconds,
+            "tokens_per_second": result.tokens_per_second,
+            "lr": rate,
+            "bubble": result.bubble,
+            "memory_bytes": memory_bytes,
+        }
+        files.append(self.folder.metrics, record)
+        self._scalars("train", record)
+
+    def evaluation(self, step: int, result: Evaluation) -> None:
+        """An evaluation after `step` steps."""
+        record = {"step": step, "loss": result.loss, "perplexity": perplexity(result.loss)}
+        files.append(self.folder.validation, record)
+        self._scalars("validation", record)
+
+    def trace(self, trace: Trace) -> None:
+        """The timeline of one step."""
+        files.write(self.folder.trace, to_chrome(trace))
+
+    def sample(self, text: str) -> None:
+        """The text generated at the end."""
+        files.write(self.folder.sample, text)
+        if self._events is not None:
+            self._events.add_text("sample", f"```\n{text}\n```")
+
+    def close(self) -> None:
+        """Write out what is buffered."""
+        if self._events is not None:
+            with files.writing(self.folder.tensorboard):
+                self._events.close()
+
+    def _scalars(self, group: str, record: dict[str, Any]) -> None:
+        if self._events is None:
+            return
+        with files.writing(self.folder.tensorboard):
+            for name, value in record.items():
+                if name != "step":
+                    self._events.add_scalar(f"{group}/{name}", value, record["step"])
+
+
+def describe(plan: Plan, footprints: Sequence[Footprint], blocks: Sequence[str]) -> dict[str, Any]:
+    """A plan as plain values. blocks: the model's, by name; footprints: by rank, in bytes."""
+    schedule = plan.schedule
+    runs = split_blocks(len(blocks), schedule.stages)
+    ranks = []
+    for rank, footprint in enumerate(footprints):
+        place = plan.mesh.place(rank)
+        stages = schedule.placement.stages_of(place.pp)
+        ranks.append(
+            {
+                "rank": rank,
+                "coordinates": place.coordinates,
+                "stages": list(stages),
+                "blocks": [blocks[at] for stage in stages for at in runs[stage]],
+                "predicted_bytes": {**asdict(footprint), "total": footprint.total},
+            }
+        )
+    return {
+        "mesh": plan.mesh.sizes,
+        "layout": plan.layout.name,
+        "residency": plan.residency,
+        "recompute": plan.recompute,
+        "precision": asdict(plan.precision),
+        "microbatch": plan.microbatch,
+        "global_batch": plan.global_batch,
+        "schedule": {
+            "name": schedule.name,
+            "placement": schedule.placement.kind,
+            "ranks": schedule.ranks,
+            "chunks": schedule.chunks,
+            "microbatches": schedule.microbatches,
+            "actions": [[str(action) for action in row] for row in schedule.compute_only().actions],
+        },
+        "ranks": ranks,
+    }

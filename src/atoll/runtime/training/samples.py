@@ -1,0 +1,73 @@
+"""Which samples a data-parallel rank sees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from atoll.config import Config
+from atoll.data import Batch, Corpus, SampleOrder, batch, prepare, sample_count, validation_batches
+from atoll.errors import ConfigError
+from atoll.plan import Place
+from atoll.runtime.places import cache_folder
+
+
+def prepare_corpus(config: Config, *, say: Callable[[str], None] | None = None) -> Corpus:
+    """The configured corpus, from the cache if it is there; `say` is told what takes long."""
+    data = config.data
+    return prepare(
+        data.source,
+        tokenizer=data.tokenizer,
+        cache=Path(data.cache) if data.cache is not None else cache_folder(),
+        sequence=data.sequence,
+        global_batch=config.train.global_batch,
+        validation=data.validation,
+        text_field=data.text_field,
+        report=say,
+    )
+
+
+def vocabulary_of(config: Config, corpus: Corpus) -> int:
+    """Ids the model knows: model.vocabulary, or as many as the tokenizer has."""
+    ids = corpus.tokenizer.size
+    wanted = config.model.vocabulary
+    if wanted is not None and wanted < ids:
+        raise ConfigError(
+            f"model.vocabulary = {wanted} is smaller than the {ids} ids of data.tokenizer = "
+            f"{config.data.tokenizer!r}; use at least {ids}, or leave it out"
+        )
+    return ids if wanted is None else wanted
+
+
+class Samples:
+    """A rank's share of each step of the common order, and of the validation split.
+
+    position: samples that all ranks together have taken since the run's start.
+    """
+
+    def __init__(self, config: Config, corpus: Corpus, place: Place) -> None:
+        self.position = 0
+        self._corpus = corpus
+        self._sequence = config.data.sequence
+        self._batch = config.train.global_batch
+        self._eval_batches = config.train.eval_batches
+        share = self._batch // place.mesh.data
+        self._share = slice(place.data * share, (place.data + 1) * share)
+        self._order = SampleOrder(sample_count(corpus.train, self._sequence), config.data_seed)
+
+    def take(self) -> Batch:
+        """The share of the next step: consecutive microbatches."""
+        taken = self._order.take(self.position, self._batch)[self._share]
+        self.position += self._batch
+        return batch(self._corpus.train, taken, self._sequence)
+
+    @property
+    def has_validation(self) -> bool:
+        """Something was held back."""
+        return len(self._corpus.validation) > 1
+
+    def validation(self) -> Iterator[Batch]:
+        """The shares of the first eval_batches batches of the validation split, each a step's size."""
+        whole = validation_batches(self._corpus.validation, self._sequence, size=self._batch, limit=self._eval_batches)
+        for each in whole:
+            yield {name: values[self._share] for name, values in each.items()}

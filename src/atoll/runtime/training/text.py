@@ -1,0 +1,39 @@
+"""Text from a model that is spread over ranks."""
+
+from __future__ import annotations
+
+import torch
+
+from atoll.data import Tokenizer
+from atoll.runtime.engine import Engine
+
+TEMPERATURE = 0.8
+CANDIDATES = 40
+
+
+def generate(engine: Engine, tokenizer: Tokenizer, prompt: str, *, tokens: int, context: int, seed: int) -> str:
+    """The prompt and at most `tokens` more, until the end of text; every rank calls it and gets the same.
+
+    context: positions the model sees at most. The last stage of the first data-parallel rank draws one of the 40
+    likeliest tokens at temperature 0.8, and tells the others.
+    """
+    ids = [int(token) for token in tokenizer.encode(prompt)] or [tokenizer.end_of_text or 0]
+    generator = torch.Generator().manual_seed(seed)
+    speaks = engine.place.data == 0 and engine.place.tp == 0
+    for _ in range(tokens):
+        window = torch.tensor([ids[-context:]])
+        logits = engine.logits({"input_ids": window})
+        drawn = torch.zeros(1, dtype=torch.float64)
+        if speaks and logits is not None:
+            drawn[0] = _draw(logits[0, -1, : tokenizer.size].float().cpu(), generator)
+        token = int(engine.transport.total(drawn))
+        if token == tokenizer.end_of_text:
+            break
+        ids.append(token)
+    return tokenizer.decode(ids)
+
+
+def _draw(logits: torch.Tensor, generator: torch.Generator) -> int:
+    best = torch.topk(logits, min(CANDIDATES, logits.numel()))
+    chosen = torch.multinomial(torch.softmax(best.values / TEMPERATURE, dim=0), 1, generator=generator)
+    return int(best.indices[chosen])
