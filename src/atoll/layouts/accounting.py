@@ -35,11 +35,14 @@ class Segment:
     """One flat buffer of a unit.
 
     compute: torch's name of the dtype that its parameters have in forward.
+    accumulators: gradients that are kept apart until the step's end (two for a shared parameter that one rank uses
+    both in an embedding and in a linear layer with a split backward).
     """
 
     map: FlatMap
     trainable: bool
     compute: str = "float32"
+    accumulators: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +84,7 @@ def _segment_footprint(segment: Segment, layout: Layout, *, precision: Precision
     if not segment.trainable:
         return Footprint(compute * len(nest.range(layout.parameters, padded)), 0, 0)
     master = ITEM_BYTES[precision.master]
-    gradients = ITEM_BYTES[precision.gradient] * len(nest.range(layout.gradients, padded))
+    gradients = segment.accumulators * ITEM_BYTES[precision.gradient] * len(nest.range(layout.gradients, padded))
     held = nest.range(layout.optimizer, padded)
     covered = sum(part.stop - part.start for part in segment.map.slices(held))
     optimizer = states * master * covered

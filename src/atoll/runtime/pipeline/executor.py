@@ -13,14 +13,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from atoll.errors import AtollError, RunError
 from atoll.ir import Action, Op, Placement
 from atoll.models import Batch
+from atoll.runtime.pipeline.deferred import compute_weights
 from atoll.runtime.pipeline.stage import Stage
 from atoll.runtime.sharding.hooks import Moment
+from atoll.runtime.sharding.unit import Unit
 from atoll.runtime.transport import Channel, Message, Tag, Transport
 from atoll.trace import Span, lane_of
 
@@ -50,6 +53,7 @@ class _Step:
     inputs: dict[Key, torch.Tensor] = field(default_factory=dict)
     outputs: dict[Key, torch.Tensor] = field(default_factory=dict)
     gradients: dict[Key, torch.Tensor | None] = field(default_factory=dict)
+    pending: dict[Key, list[tuple[Unit, str, Any]]] = field(default_factory=dict)
     received: dict[tuple[Op, int, int], Message] = field(default_factory=dict)
     sent: dict[tuple[Op, int, int], tuple[Message, torch.Tensor]] = field(default_factory=dict)
     losses: list[torch.Tensor] = field(default_factory=list)
@@ -88,6 +92,8 @@ class Executor:
         self._acts: Mapping[Op, Callable[[int, int], None]] = {
             Op.F: self._forward,
             Op.B: self._backward,
+            Op.I: self._input_backward,
+            Op.W: self._weight_backward,
             Op.SEND_F: self._send_forward,
             Op.RECV_F: self._receive_forward,
             Op.SEND_B: self._send_backward,
@@ -191,25 +197,55 @@ class Executor:
             step.inputs[stage + 1, microbatch] = passed.requires_grad_(output.requires_grad and step.is_training)
 
     def _backward(self, stage: int, microbatch: int) -> None:
+        """I, the message that waits for it, then W: the stage before goes on while the weights are computed.
+
+        Under recompute W follows block by block instead: what W keeps of a whole recomputed stage would be many times
+        what the microbatch kept of it before.
+        """
+        at = self._stages[stage]
+        left = list(at.units)
+
+        def weights_of_block(units: Sequence[Unit]) -> None:
+            ready = [unit for unit in units if unit in left and len(unit.spec.blocks) == 1]
+            compute_weights(ready, self._moment.pending or [])
+            left[:] = [unit for unit in left if unit not in ready]
+
+        self._moment.after_block = weights_of_block if at.is_recomputed else None
+        try:
+            self._input_backward(stage, microbatch)
+        finally:
+            self._moment.after_block = None
+        if stage > 0 and not self._is_here(stage - 1):
+            self._send_backward(stage, microbatch)
+        compute_weights(left, self._step.pending.pop((stage, microbatch)))
+
+    def _input_backward(self, stage: int, microbatch: int) -> None:
         step, at = self._step, self._stages[stage]
         key = (stage, microbatch)
         self._wait(Op.RECV_B, stage, microbatch)
         hidden = step.inputs.pop(key, None)
         output = step.outputs.pop(key)
         gradient = step.gradients.pop(key, None)
+        pending: list[tuple[Unit, str, Any]] = []
+        step.pending[key] = pending
         if at.is_last:
             gradient = torch.full_like(output, step.scale)
         if output.requires_grad and gradient is not None:
-            self._moment.in_backward = True
+            moment = self._moment
+            moment.in_backward, moment.pending = True, pending
             try:
                 torch.autograd.backward(output, gradient)
             finally:
-                self._moment.in_backward = False
+                moment.in_backward, moment.pending = False, None
+        at.end_input_backward()
         if hidden is None or not hidden.requires_grad:
             return
         # A stage whose output does not depend on its input still owes the one before it a gradient.
         owed = hidden.grad if hidden.grad is not None else torch.zeros_like(hidden)
         step.gradients[stage - 1, microbatch] = owed
+
+    def _weight_backward(self, stage: int, microbatch: int) -> None:
+        compute_weights(self._stages[stage].units, self._step.pending.pop((stage, microbatch)))
 
     # ---- messages
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from atoll.models import Adapter, Batch
+from atoll.runtime.pipeline.deferred import DeferredWeight
 from atoll.runtime.sharding.hooks import Reducer, ShardedBlock
 from atoll.runtime.sharding.unit import Unit
 
@@ -23,6 +24,7 @@ class Stage:
     adapter: Adapter
     units: tuple[Unit, ...]
     sharded: tuple[ShardedBlock, ...]
+    deferred: tuple[DeferredWeight, ...]
     reducer: Reducer
 
     def forward(self, hidden: torch.Tensor | None, batch: Batch) -> torch.Tensor:
@@ -37,9 +39,17 @@ class Stage:
         for unit in self.units:
             unit.free()
 
-    def reduce(self) -> None:
-        """REDUCE_GRAD: reduce what the microbatch's backward left unreduced."""
+    def end_input_backward(self) -> None:
+        """The end of I: reduce what its microbatch left unreduced of phase I."""
         self.reducer.flush()
+
+    def reduce(self) -> None:
+        """REDUCE_GRAD. In `unit` residency each phase reduces its units as it goes; nothing is left."""
+
+    @property
+    def is_recomputed(self) -> bool:
+        """Whether blocks run their forward again in the backward."""
+        return any(block.is_recomputed for block in self.sharded)
 
     def train(self, mode: bool) -> None:
         """Switch dropout and the like on or off."""

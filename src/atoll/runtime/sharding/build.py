@@ -10,9 +10,10 @@ from torch import nn
 
 from atoll.errors import PlanError
 from atoll.models import Adapter, Block, initialise_block, shared_parameters
+from atoll.runtime.pipeline.deferred import DeferredWeight, defer, is_deferrable
 from atoll.runtime.pipeline.stage import Stage, owners_of
 from atoll.runtime.sharding.hooks import Moment, Reducer, ShardedBlock, watch_parameters
-from atoll.runtime.sharding.segment import Surroundings, dtype_of
+from atoll.runtime.sharding.segment import Phase, Surroundings, dtype_of
 from atoll.runtime.sharding.unit import Unit, UnitSpec, unit_specs
 
 
@@ -61,7 +62,9 @@ def build(
                 continue
             owners = tuple(ranks[pp] for pp in owners_of(spec.blocks, runs, rank_of_stage))
             found = {name: _find(values, name, shared) for name in spec.names}
-            units[spec.index] = Unit(spec, found, around, owners=owners)
+            holders = [blocks[user].module for user in local if user in spec.blocks]
+            phases = {name: _phases(found[name], holders, is_split=len(runs) > 1) for name in found}
+            units[spec.index] = Unit(spec, found, around, owners=owners, phases=phases)
         for spec in specs:
             # A shared unit stays whole until its last block here has been initialised.
             if spec.index in units and max(used for used in spec.blocks if used in local) == at:
@@ -71,15 +74,36 @@ def build(
     for stage in mine:
         users = tuple(u for u in units.values() if any(at in runs[stage] for at in u.spec.blocks))
         reducer = Reducer(users, runs[stage])
-        hooked = []
+        hooked: list[ShardedBlock] = []
+        deferred: list[DeferredWeight] = []
         for at in runs[stage]:
             own = [unit for unit in users if at in unit.spec.blocks]
             hooked.append(ShardedBlock(blocks[at].module, at, own, reducer, moment, recompute=recompute))
-        watch_parameters(users, reducer)
+            if len(runs) > 1:
+                deferred += defer(blocks[at].module, own, moment)
+        watch_parameters(users, reducer, moment)
         last = len(runs) - 1
-        stages.append(Stage(stage, runs[stage], stage == 0, stage == last, adapter, users, tuple(hooked), reducer))
+        stages.append(
+            Stage(
+                stage, runs[stage], stage == 0, stage == last, adapter, users, tuple(hooked), tuple(deferred), reducer
+            )
+        )
     ordered = tuple(units[index] for index in sorted(units))
     return Sharded(specs, ordered, tuple(stages), trainable)
+
+
+def _phases(parameter: nn.Parameter, blocks: Sequence[nn.Module], *, is_split: bool) -> frozenset[Phase]:
+    """When the gradient of a parameter comes out: see [Note: phases] in segment.py.
+
+    Without a pipeline nobody waits for the input's gradient, so nothing is deferred.
+    """
+    found: set[Phase] = set()
+    for block in blocks:
+        for module in block.modules():
+            for name, held in module.named_parameters(recurse=False, remove_duplicate=False):
+                if held is parameter:
+                    found.add("W" if is_split and name == "weight" and is_deferrable(module) else "I")
+    return frozenset(found)
 
 
 def _first_dtype(around: Surroundings) -> torch.dtype:

@@ -8,7 +8,8 @@ Life of a unit within one action, residency `unit`:
     4. every parameter's last gradient count; with none left the unit is complete
     5. its inputs' gradients leave     free; what is not counted by now is unused in this microbatch: complete
     6. the action's end (RESHARD)      free whatever an early stop or an input without gradient left whole
-    7. REDUCE_GRAD                     reduce whatever is left
+    7. the end of I                    reduce what is left of phase I
+    8. W                               weight gradients unit by unit, each reduced when it is done
 
 Complete units are reduced in one order, the model's backwards, on every rank: a unit waits for those behind it, so
 ranks whose microbatches leave different parameters unused do not wait for each other in different orders.
@@ -34,12 +35,18 @@ from atoll.runtime.sharding.unit import Unit
 
 @dataclass(slots=True)
 class Moment:
-    """What runs now: the training step, the global microbatch, and whether a backward is under way."""
+    """What runs now: the training step, the global microbatch, and whether a backward is under way.
+
+    pending: what I leaves for W, as (unit, parameter, what its gradient is made of); None outside a backward.
+    after_block: called when the backward of a block is over.
+    """
 
     seed: int = 0
     step: int = 0
     microbatch: int = 0
     in_backward: bool = False
+    pending: list[tuple[Unit, str, Any]] | None = None
+    after_block: Callable[[Sequence[Unit]], None] | None = None
 
 
 @dataclass(slots=True)
@@ -88,13 +95,13 @@ class Reducer:
             unit = self._order[self._next]
             if not self._rounds[unit.spec.index].is_complete:
                 return
-            unit.reduce_gradients()
+            unit.reduce_gradients("I")
             self._next += 1
 
     def _reset(self) -> None:
         self._next = 0
         for unit in self._order:
-            names = {name for name, _ in unit.trained()}
+            names = {name for name, _ in unit.trained() if "I" in unit.phases_of(name)}
             self._rounds[unit.spec.index] = _Round(names, self._blocks.intersection(unit.spec.blocks))
 
 
@@ -130,6 +137,11 @@ class ShardedBlock:
             module.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True),
             module.register_forward_hook(self._after_forward, with_kwargs=True),
         ]
+
+    @property
+    def is_recomputed(self) -> bool:
+        """Whether the forward runs again in the backward."""
+        return self._recompute != "none"
 
     def remove(self) -> None:
         """Leave the module as it was."""
@@ -203,24 +215,33 @@ class ShardedBlock:
         self.free()
         for unit in self.units:
             self._reducer.leave(unit, self.index)
+        if self._moment.after_block is not None:
+            self._moment.after_block(self.units)
 
 
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 """What selective recompute keeps: matrix products. Attention, norms and activation functions are run again."""
 
 
-def watch_parameters(units: Iterable[Unit], reducer: Reducer) -> list[Any]:
-    """Tell the reducer when a parameter has all of its gradient; returns the hooks' handles."""
-    handles = []
-    for unit in units:
-        for name, parameter in unit.trained():
-            notify = partial(_arrived, reducer, unit, name)
-            handles.append(parameter.register_post_accumulate_grad_hook(notify))
-    return handles
+def watch_parameters(units: Iterable[Unit], reducer: Reducer, moment: Moment) -> list[Any]:
+    """Tell the reducer when a parameter has all of its gradient; returns the hooks' handles.
 
+    A weight whose gradient belongs to W, but that was used outside of its linear layer too, gets that part through
+    autograd: it joins what is pending.
+    """
 
-def _arrived(reducer: Reducer, unit: Unit, name: str, parameter: torch.Tensor) -> None:
-    reducer.arrived(unit, name)
+    def arrived(parameter: torch.Tensor, *, unit: Unit, name: str) -> None:
+        if "I" in unit.phases_of(name):
+            reducer.arrived(unit, name)
+        elif moment.pending is not None:
+            moment.pending.append((unit, name, parameter.grad))
+            parameter.grad = None
+
+    return [
+        parameter.register_post_accumulate_grad_hook(partial(arrived, unit=unit, name=name))
+        for unit in units
+        for name, parameter in unit.trained()
+    ]
 
 
 def _visit(value: Any, act: Callable[[torch.Tensor], Any]) -> None:

@@ -13,12 +13,18 @@ its backward see the data again [Note: stable storage].
 
 [Note: a freed parameter reads NaN] While a unit is freed its parameters show one NaN, expanded to their shape: a read
 outside the engine is seen, a write raises, and nothing touches memory that is not there.
+
+[Note: phases] Gradients come out in two phases of a backward: I, through autograd, and W, where the weight gradients
+of linear layers are computed. A segment's parameters belong to one phase, so that a pending W holds no gradient
+buffer; a shared parameter that this rank uses in both has an accumulator for each, added once a step, so that the sum
+does not depend on the order in which a schedule runs I and W.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import nn
@@ -47,6 +53,9 @@ _CHANNEL: Mapping[tuple[Kind, Axis], Channel] = {
     (Kind.REDUCE, Axis.INTER): Channel.REDUCE_INTER,
 }
 
+Phase = Literal["I", "W"]
+"""Where in a backward a gradient comes out; see [Note: phases]."""
+
 
 def dtype_of(name: str) -> torch.dtype:
     """Torch's dtype called `name`."""
@@ -71,13 +80,21 @@ class Surroundings:
 
 
 class Segment:
-    """Parameters of one dtype and one trainability that share a flat buffer."""
+    """Parameters of one dtype, one trainability and the same phases that share a flat buffer.
+
+    phases: those in which this rank computes their gradients; none for frozen parameters.
+    """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], around: Surroundings, *, trainable: bool, tag: tuple[int, int]
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        around: Surroundings,
+        *,
+        phases: tuple[Phase, ...],
+        tag: tuple[int, int],
     ) -> None:
         self.around = around
-        self.trainable = trainable
+        self.phases = phases
         self.parameters = dict(parameters)
         self.map = FlatMap.build(((name, tuple(p.shape)) for name, p in parameters.items()), around.nest.ranks)
         self._tag = tag
@@ -86,9 +103,15 @@ class Segment:
         self._adopt()
 
     @property
+    def trainable(self) -> bool:
+        """Whether the parameters are trained."""
+        return bool(self.phases)
+
+    @property
     def shape(self) -> SegmentShape:
         """What the footprint counts."""
-        return SegmentShape(self.map, trainable=self.trainable, compute=str(self.compute).removeprefix("torch."))
+        compute = str(self.compute).removeprefix("torch.")
+        return SegmentShape(self.map, trainable=self.trainable, compute=compute, accumulators=len(self.phases))
 
     def range(self, level: Level) -> range:
         """Elements of the flat buffer that this rank holds at `level`."""
@@ -124,12 +147,10 @@ class Segment:
             entry.name: self.whole.narrow(0, entry.offset, entry.numel).view(entry.shape) for entry in self.map.entries
         }
         self._absent = torch.full((), torch.nan, dtype=self.compute, device=device)
-        self.gradient: torch.Tensor | None = None
-        self.flow: torch.Tensor | None = None
+        self.flows: dict[Phase, torch.Tensor] = {}
         self.final: torch.Tensor | None = None
-        if self.trainable:
-            size = len(self.range(layout.gradients))
-            self.gradient = torch.zeros(size, dtype=dtype_of(precision.gradient), device=device)
+        size, dtype = len(self.range(layout.gradients)), dtype_of(precision.gradient)
+        self.gradients = {phase: torch.zeros(size, dtype=dtype, device=device) for phase in self.phases}
 
     def _part(self, held: torch.Tensor, held_level: Level, level: Level) -> torch.Tensor:
         """The rank's part at `level` of a buffer that rests at the coarser `held_level`."""
@@ -147,8 +168,9 @@ class Segment:
                 self._keep(self.rest, self.around.layout.parameters)
             for name, parameter in self.parameters.items():
                 parameter.data = self._views[name]
-                if self.gradient is not None and self.gradient.dtype != self.compute:
-                    parameter.grad_dtype = self.gradient.dtype
+                gradient = dtype_of(self.around.precision.gradient)
+                if self.trainable and gradient != self.compute:
+                    parameter.grad_dtype = gradient
 
     def _keep(self, target: torch.Tensor, level: Level) -> None:
         """Fill a resting buffer from the parameters' first values, at their full precision."""
@@ -201,59 +223,67 @@ class Segment:
     # ---- gradients
 
     def open_gradients(self) -> None:
-        """Point every parameter's `.grad` into the buffer that it accumulates in."""
-        if not self.trainable:
+        """Point every parameter's `.grad` into the buffer that phase I accumulates in."""
+        if "I" not in self.phases:
             return
-        assert self.gradient is not None
-        target = self.gradient
-        if self.around.layout.gradients is not Level.N:
-            if self.flow is None:
-                self.flow = torch.zeros(self.map.padded, dtype=target.dtype, device=target.device)
-            target = self.flow
+        target = self._target("I")
         for entry in self.map.entries:
             parameter = self.parameters[entry.name]
             view = target.narrow(0, entry.offset, entry.numel).view(entry.shape)
             if parameter.grad is None or parameter.grad.data_ptr() != view.data_ptr():
                 parameter.grad = view
 
-    def reduce_gradients(self) -> None:
-        """Reduce one microbatch's gradients to where they rest, and give their whole buffer back."""
+    def weight_gradient(self, name: str) -> torch.Tensor:
+        """Where phase W accumulates the gradient of `name`, in the parameter's shape."""
+        entry = next(entry for entry in self.map.entries if entry.name == name)
+        return self._target("W").narrow(0, entry.offset, entry.numel).view(entry.shape)
+
+    def _target(self, phase: Phase) -> torch.Tensor:
+        """The whole buffer that a phase accumulates in, made where it is not there yet."""
+        resting = self.gradients[phase]
+        if self.around.layout.gradients is Level.N:
+            return resting
+        if phase not in self.flows:
+            self.flows[phase] = torch.zeros(self.map.padded, dtype=resting.dtype, device=resting.device)
+        return self.flows[phase]
+
+    def reduce_gradients(self, phase: Phase) -> None:
+        """Reduce one microbatch's gradients of a phase to where they rest, and give their whole buffer back."""
         level = self.around.layout.gradients
-        if not self.trainable or level is Level.N:
+        if phase not in self.phases or level is Level.N:
             return
-        assert self.gradient is not None
-        flow = self.flow
-        if flow is None:
-            flow = torch.zeros(self.map.padded, dtype=self.gradient.dtype, device=self.gradient.device)
-        flow = flow.to(dtype_of(self.around.precision.reduce))
+        flow = self._target(phase).to(dtype_of(self.around.precision.reduce))
+        del self.flows[phase]
         for move in REDUCE_GRADIENT[level]:
             self._move(self._part(flow, Level.N, move.coarse), move)
-        self.gradient.add_(self._part(flow, Level.N, level))
-        self.flow = None
-        for parameter in self.parameters.values():
-            parameter.grad = None
+        self.gradients[phase].add_(self._part(flow, Level.N, level))
+        if phase == "I":
+            for parameter in self.parameters.values():
+                parameter.grad = None
 
     def sync_gradients(self) -> None:
         """Turn the accumulated gradients into `final`, the optimizer's, at the level of os."""
         if not self.trainable:
             return
-        assert self.gradient is not None
+        resting, *others = (self.gradients[phase] for phase in self.phases)
+        for other in others:
+            resting.add_(other)
         g, os = self.around.layout.gradients, self.around.layout.optimizer
         coarse = min(g, os)
-        buffer = self.gradient
+        buffer = resting
         if coarse is not g:
             buffer = torch.zeros(len(self.range(coarse)), dtype=buffer.dtype, device=buffer.device)
-            self._part(buffer, coarse, g).copy_(self.gradient)
+            self._part(buffer, coarse, g).copy_(resting)
         for move in SYNC_GRADIENT[g, os]:
             self._move(self._part(buffer, coarse, move.coarse), move)
         self.final = self._part(buffer, coarse, os)
 
     def clear_gradients(self) -> None:
         """Forget the step's gradients."""
-        if self.gradient is not None:
-            self.gradient.zero_()
+        for gradient in self.gradients.values():
+            gradient.zero_()
+        self.flows.clear()
         self.final = None
-        self.flow = None
 
     def squared_norm(self) -> torch.Tensor:
         """Sum of squares, in float64 and still on the device, of the gradients that this rank alone accounts for."""
@@ -279,9 +309,9 @@ class Segment:
 
     def held(self) -> dict[str, list[torch.Tensor]]:
         """Tensors whose storages this segment holds, by component; the optimizer's states are not among them."""
-        own = {
+        own: dict[str, list[torch.Tensor | None]] = {
             "parameters": [self.rest] if self.permanent else [self.rest, self.whole],
-            "gradients": [self.gradient, self.flow],
+            "gradients": [*self.gradients.values(), *self.flows.values()],
             "optimizer": [] if self.shares else [self.master],
         }
         return {component: [t for t in tensors if t is not None] for component, tensors in own.items()}

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from atoll.runtime.sharding.segment import Segment, Surroundings
+from atoll.runtime.sharding.segment import Phase, Segment, Surroundings
 from atoll.runtime.transport import Channel, Tag
+
+PHASES: tuple[Phase, ...] = ("I", "W")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +58,18 @@ class Unit:
     """The segments of one unit on this rank.
 
     `owners` are the world ranks, along the pipeline, that hold a copy: one, or more for parameters that stages
-    share. Their gradients are summed after the data-parallel reduction.
+    share. Their gradients are summed after the data-parallel reduction. `phases` are those in which this rank computes
+    the gradient of a parameter. The parameters of a shared unit stay together, so that its copies have one flat map.
     """
 
     def __init__(
-        self, spec: UnitSpec, parameters: Mapping[str, nn.Parameter], around: Surroundings, *, owners: tuple[int, ...]
+        self,
+        spec: UnitSpec,
+        parameters: Mapping[str, nn.Parameter],
+        around: Surroundings,
+        *,
+        owners: tuple[int, ...],
+        phases: Mapping[str, frozenset[Phase]],
     ) -> None:
         self.spec = spec
         self.owners = owners
@@ -68,12 +77,16 @@ class Unit:
         self.parameters = dict(parameters)
         self.segments: list[Segment] = []
         self.touched: set[str] = set()
-        self.pending = 0
-        grouped: dict[tuple[torch.dtype, bool], dict[str, nn.Parameter]] = {}
+        together: frozenset[Phase] = frozenset().union(*(phases[n] for n, p in parameters.items() if p.requires_grad))
+        grouped: dict[tuple[torch.dtype, frozenset[Phase]], dict[str, nn.Parameter]] = {}
         for name, parameter in parameters.items():
-            grouped.setdefault((parameter.dtype, parameter.requires_grad), {})[name] = parameter
-        for part, ((_, trainable), group) in enumerate(grouped.items()):
-            self.segments.append(Segment(group, around, trainable=trainable, tag=(spec.index, part)))
+            used = together if len(spec.blocks) > 1 else phases[name]
+            key = (parameter.dtype, used if parameter.requires_grad else frozenset())
+            grouped.setdefault(key, {})[name] = parameter
+        for part, ((_, used), group) in enumerate(grouped.items()):
+            ordered = tuple(phase for phase in PHASES if phase in used)
+            self.segments.append(Segment(group, around, phases=ordered, tag=(spec.index, part)))
+        self._by_name = {name: segment for segment in self.segments for name in segment.parameters}
 
     @property
     def trainable(self) -> bool:
@@ -91,6 +104,10 @@ class Unit:
             if segment.trainable:
                 yield from segment.parameters.items()
 
+    def phases_of(self, name: str) -> tuple[Phase, ...]:
+        """When this rank computes the gradient of a parameter."""
+        return self._by_name[name].phases
+
     def gather(self) -> None:
         """Make the parameters whole on this rank; every data-parallel rank takes part."""
         for segment in self.segments:
@@ -106,10 +123,14 @@ class Unit:
         for segment in self.segments:
             segment.open_gradients()
 
-    def reduce_gradients(self) -> None:
-        """Reduce one microbatch's gradients to where they rest."""
+    def weight_gradient(self, name: str) -> torch.Tensor:
+        """Where phase W accumulates the gradient of a weight."""
+        return self._by_name[name].weight_gradient(name)
+
+    def reduce_gradients(self, phase: Phase) -> None:
+        """Reduce one microbatch's gradients of a phase to where they rest."""
         for segment in self.segments:
-            segment.reduce_gradients()
+            segment.reduce_gradients(phase)
 
     def sync_gradients(self) -> None:
         """The step's gradients at the optimizer's level, summed over every copy of the unit."""

@@ -1,0 +1,181 @@
+"""A backward in two parts: the weight gradients of linear layers wait for W, everything else happens in I.
+
+    forward   y = x @ weight.T + bias
+    I         x's gradient and the bias's; keeps (x, y's gradient) and nothing else
+    W         weight's gradient += y's gradient.T @ x, straight into the unit's buffer
+
+Only `nn.Linear` itself is deferred, by an instance's `forward`: no class is touched, and norms, embeddings, biases and
+every other module stay in I. The weight enters the operation detached, so autograd neither looks for its gradient nor
+calls its hooks; where a module's weight is used in another way too, that gradient arrives through autograd and joins
+the others in W.
+
+Inside a compiled block the operation is a registered custom operator; outside, the same as a plain autograd function,
+since calling an operator from Python costs about a tenth of a millisecond.
+
+[Note: the anchor] A linear whose input needs no gradient would have no backward at all, and its W would be lost. An
+empty tensor that requires a gradient keeps it in the graph.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeGuard
+from weakref import WeakValueDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from atoll.errors import RunError
+from atoll.runtime.sharding.hooks import Moment
+from atoll.runtime.sharding.unit import Unit
+
+
+class DeferredWeight:
+    """The weight of one linear layer, and the forward that the layer has instead of its own."""
+
+    def __init__(self, module: nn.Linear, unit: Unit, name: str, moment: Moment) -> None:
+        self.module = module
+        self.unit = unit
+        self.name = name
+        self._moment = moment
+        self._anchor = torch.empty(0, device=module.weight.device, requires_grad=True)
+        self.slot = next(_SLOTS)
+        _WEIGHTS[self.slot] = self
+        module.forward = self.forward  # type: ignore[assignment, method-assign]
+
+    def remove(self) -> None:
+        """Give the layer its own forward back."""
+        del self.module.forward
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """As `nn.Linear`: [..., in] -> [..., out]."""
+        module = self.module
+        if not torch.is_grad_enabled():
+            return F.linear(hidden, module.weight, module.bias)
+        given = (hidden, module.weight.detach(), module.bias, self._anchor)
+        out: Tensor = linear(*given, self.slot) if torch.compiler.is_compiling() else _Linear.apply(self, *given)
+        return out
+
+    def collect(self, hidden: Tensor, gradient: Tensor) -> None:
+        """Keep what W needs of one call, in I."""
+        if self._moment.pending is None:
+            raise RunError(f"the gradient of {self.name} was computed outside of a step; use engine.step")
+        self._moment.pending.append((self.unit, self.name, (hidden.detach(), gradient.detach())))
+
+
+_SLOTS = itertools.count()
+_WEIGHTS: WeakValueDictionary[int, DeferredWeight] = WeakValueDictionary()
+"""Operators take numbers, not objects: the layer that a call belongs to, by its number."""
+
+
+@torch.library.custom_op("atoll::linear", mutates_args=())
+def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, anchor: Tensor, slot: int) -> Tensor:
+    """`F.linear` whose weight gradient is deferred to the layer `slot`."""
+    return F.linear(hidden, weight, bias)
+
+
+@linear.register_fake
+def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, anchor: Tensor, slot: int) -> Tensor:
+    return hidden.new_empty((*hidden.shape[:-1], weight.shape[0]))
+
+
+@torch.library.custom_op("atoll::linear_input_gradient", mutates_args=())
+def input_gradient(gradient: Tensor, hidden: Tensor, weight: Tensor, slot: int, is_needed: bool) -> Tensor:
+    """The gradient of a linear layer's input, [..., in], or nothing where it is not needed; W's part is kept."""
+    _WEIGHTS[slot].collect(hidden, gradient)
+    return gradient @ weight if is_needed else gradient.new_empty(0)
+
+
+@input_gradient.register_fake
+def _(gradient: Tensor, hidden: Tensor, weight: Tensor, slot: int, is_needed: bool) -> Tensor:
+    return gradient.new_empty((*gradient.shape[:-1], weight.shape[1]) if is_needed else (0,))
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    hidden, weight, _, _, ctx.slot = inputs
+    ctx.save_for_backward(hidden, weight)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    hidden, weight = ctx.saved_tensors
+    needs_input, _, needs_bias, _, _ = ctx.needs_input_grad
+    passed = input_gradient(gradient, hidden, weight, ctx.slot, needs_input)
+    return passed if needs_input else None, None, _bias(gradient) if needs_bias else None, None, None
+
+
+linear.register_autograd(_backward, setup_context=_keep)
+
+
+class _Linear(torch.autograd.Function):
+    """The operator `linear`, without the cost of calling an operator."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, layer: DeferredWeight, hidden: Tensor, weight: Tensor, bias: Tensor | None, anchor: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        ctx.layer = layer
+        return F.linear(hidden, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight = ctx.saved_tensors
+        ctx.layer.collect(hidden, gradient)
+        _, needs_input, _, needs_bias, _ = ctx.needs_input_grad
+        return None, gradient @ weight if needs_input else None, None, _bias(gradient) if needs_bias else None, None
+
+
+def _bias(gradient: Tensor) -> Tensor:
+    return gradient.reshape(-1, gradient.shape[-1]).sum(0)
+
+
+def defer(module: nn.Module, units: Sequence[Unit], moment: Moment) -> list[DeferredWeight]:
+    """Defer every trained `nn.Linear` weight inside a block."""
+    owners = {id(p): (unit, name) for unit in units for name, p in unit.parameters.items()}
+    found = []
+    for child in module.modules():
+        if is_deferrable(child):
+            unit, name = owners[id(child.weight)]
+            found.append(DeferredWeight(child, unit, name, moment))
+    return found
+
+
+def is_deferrable(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether a module's weight gradient waits for W."""
+    return type(module) is nn.Linear and module.weight.requires_grad
+
+
+@torch.no_grad()
+def compute_weights(units: Iterable[Unit], pending: list[tuple[Unit, str, Any]]) -> None:
+    """W of some units: add what is pending to the weights' gradients, unit by unit from the last, and reduce each.
+
+    Every unit takes part whether it has anything pending or not, since the other ranks may have. What is used is taken
+    out of `pending` on the way, so that it is free.
+    """
+    for unit in sorted(units, key=lambda unit: -unit.spec.index):
+        own = [item for item in pending if item[0] is unit]
+        pending[:] = [item for item in pending if item[0] is not unit]
+        while own:
+            _, name, kept = own.pop(0)
+            unit.touched.add(name)
+            target = unit.weight_gradient(name)
+            if isinstance(kept, Tensor):
+                target.add_(kept)
+            else:
+                _accumulate(target, *kept)
+            del kept
+        unit.reduce_gradients("W")
+
+
+def _accumulate(target: Tensor, hidden: Tensor, gradient: Tensor) -> None:
+    """target [out, in] += gradient [..., out].T @ hidden [..., in], in one operation where the dtypes allow it."""
+    rows = gradient.reshape(-1, gradient.shape[-1]).t()
+    columns = hidden.reshape(-1, hidden.shape[-1])
+    if target.dtype == rows.dtype:
+        target.addmm_(rows, columns)
+    elif target.is_cuda:
+        target.add_(torch.mm(rows, columns, out_dtype=target.dtype))
+    else:
+        target.add_(rows @ columns)
