@@ -10,6 +10,8 @@ buffer of k equal blocks, one for each rank of the axis in order; a rank's own b
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -85,6 +87,66 @@ class Message(Protocol):
         """Block until the buffer may be used again (on CUDA: until the current stream may)."""
 
 
+class Outbox:
+    """Holds sent tensors until they have left. A thread waits, since gloo tells nobody who does not wait.
+
+    The thread starts with the first message and never blocks the process's end.
+    """
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[Message, torch.Tensor] | threading.Event] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def put(self, message: Message, tensor: torch.Tensor) -> None:
+        """Hold `tensor` until `message` has been sent."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._wait, name="atoll-outbox", daemon=True)
+            self._thread.start()
+        self._queue.put((message, tensor))
+
+    def drain(self) -> None:
+        """Wait for all of them; raises the first error of a send."""
+        if self._thread is None:
+            return
+        empty = threading.Event()
+        self._queue.put(empty)
+        empty.wait()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def _wait(self) -> None:
+        while True:
+            item = self._queue.get()
+            if isinstance(item, threading.Event):
+                item.set()
+                continue
+            try:
+                item[0].wait()
+            except RuntimeError as error:
+                self._error = self._error or error
+            del item
+
+
+class StreamOutbox(Outbox):
+    """The same for NCCL, which tells when a send is complete: what has left is let go with each new message."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._held: list[tuple[dist.Work, torch.Tensor]] = []
+
+    def put(self, message: Message, tensor: torch.Tensor) -> None:
+        assert isinstance(message, dist.Work)
+        self._held = [(work, kept) for work, kept in self._held if not work.is_completed()]
+        self._held.append((message, tensor))
+
+    def drain(self) -> None:
+        for work, _ in self._held:
+            work.wait()
+        self._held.clear()
+
+
 class Transport:
     """What every transport offers. `sent` counts bytes by axis ("intra", "inter", "pp")."""
 
@@ -92,6 +154,7 @@ class Transport:
         self.place = place
         self.device = device
         self.sent: Counter[str] = Counter()
+        self._outbox: Outbox = Outbox()
 
     def send(self, tensor: torch.Tensor, peer: int, tag: Tag) -> Message:
         """Start sending a contiguous tensor to the world rank `peer`."""
@@ -100,6 +163,15 @@ class Transport:
     def receive(self, tensor: torch.Tensor, peer: int, tag: Tag) -> Message:
         """Start receiving into a contiguous tensor from the world rank `peer`."""
         raise NotImplementedError
+
+    def post(self, tensor: torch.Tensor, peer: int, tag: Tag) -> None:
+        """Send along the pipeline and hold `tensor` until it has left; nobody waits."""
+        self._outbox.put(self.send(tensor, peer, tag), tensor)
+        self.sent["pp"] += tensor.nbytes
+
+    def drain(self) -> None:
+        """Wait until everything posted has left; raises the first error of a send."""
+        self._outbox.drain()
 
     def gather(self, whole: torch.Tensor, peers: Peers, tag: Tag) -> None:
         """Fill every block of `whole` from the rank that owns it."""
@@ -187,6 +259,7 @@ class NcclTransport(Transport):
 
     def __init__(self, place: Place, device: torch.device) -> None:
         super().__init__(place, device)
+        self._outbox = StreamOutbox()
         self._axes: dict[str, dist.ProcessGroup] = {}
         self._links: dict[tuple[int, int], dist.ProcessGroup] = {}
         mesh = place.mesh

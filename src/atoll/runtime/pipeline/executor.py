@@ -1,11 +1,7 @@
 """Plays one rank's row of a schedule: a table op -> function.
 
-[Note: who waits for whom] Receives are posted at their action and waited for by the compute that needs them. Sends are
-never waited for on the spot: a gloo send ends only when its receiver is there, and a rank that waited would hang 1F1B.
-A sent activation is released when its gradient comes back, everything else at the step's end.
-
-[Note: shapes] A stage's output shape follows from the microbatch's shapes. The first time a rank sees a kind of
-microbatch, the sender puts the shape and whether a gradient is expected in a header before the tensor.
+A receive's action waits for its message, a compute action only computes, so that the timeline shows who waited. A full
+backward is I, the message that others wait for, then W (see deferred.py).
 """
 
 from __future__ import annotations
@@ -21,31 +17,23 @@ from atoll.errors import AtollError, RunError
 from atoll.ir import Action, Op, Placement
 from atoll.models import Batch
 from atoll.runtime.pipeline.deferred import compute_weights
+from atoll.runtime.pipeline.mail import Mail
 from atoll.runtime.pipeline.stage import Stage
 from atoll.runtime.sharding.hooks import Moment
 from atoll.runtime.sharding.unit import Unit
-from atoll.runtime.transport import Channel, Message, Tag, Transport
+from atoll.runtime.transport import Transport
 from atoll.trace import Span, lane_of
 
 Key = tuple[int, int]
 """(stage, microbatch)"""
 
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_HEADER = 12
-
-
-@dataclass(frozen=True, slots=True)
-class Wire:
-    """What travels between two stages for one kind of microbatch."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    has_gradient: bool
-
 
 @dataclass(slots=True)
 class _Step:
-    """Everything that lives from one action to another within a step."""
+    """Everything that lives from one action to another within a step.
+
+    received: buffers of a microbatch's activation and gradient, given back after W, which may read both.
+    """
 
     batches: Sequence[Batch]
     scale: float
@@ -54,8 +42,7 @@ class _Step:
     outputs: dict[Key, torch.Tensor] = field(default_factory=dict)
     gradients: dict[Key, torch.Tensor | None] = field(default_factory=dict)
     pending: dict[Key, list[tuple[Unit, str, Any]]] = field(default_factory=dict)
-    received: dict[tuple[Op, int, int], Message] = field(default_factory=dict)
-    sent: dict[tuple[Op, int, int], tuple[Message, torch.Tensor]] = field(default_factory=dict)
+    received: dict[Key, list[torch.Tensor]] = field(default_factory=dict)
     losses: list[torch.Tensor] = field(default_factory=list)
     logits: list[torch.Tensor] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
@@ -87,7 +74,7 @@ class Executor:
         self._ranks = tuple(ranks)
         self._transport = transport
         self._moment = moment
-        self._wires: dict[tuple[object, ...], Wire] = {}
+        self._mail = Mail(transport, self._rank_of)
         self._step = _Step((), 1.0, is_training=False)
         self._acts: Mapping[Op, Callable[[int, int], None]] = {
             Op.F: self._forward,
@@ -125,11 +112,11 @@ class Executor:
         """
         self._step = step = _Step(batches, scale, is_training=training)
         rank = self._transport.place.pp
+        row = [action for action in row if action.microbatch is None or action.microbatch < len(batches)]
+        self._mail.begin(row, batches, training=training)
         with torch.set_grad_enabled(training):
             for action in row:
                 microbatch = -1 if action.microbatch is None else action.microbatch
-                if microbatch >= len(batches):
-                    continue
                 if microbatch >= 0:
                     self._moment.microbatch = first_microbatch + microbatch
                 start = time.monotonic()
@@ -143,8 +130,7 @@ class Executor:
                 except Exception as error:
                     raise self._failure(action, error) from error
                 step.spans.append(Span(rank, lane_of(action.op), action, start, time.monotonic()))
-            for message, _ in step.sent.values():
-                message.wait()
+        self._mail.end()
         self._step = _Step((), 1.0, is_training=False)
         loss_sum = torch.stack(step.losses).sum() if step.losses else None
         return Outcome(loss_sum, tuple(step.logits), tuple(step.spans))
@@ -178,12 +164,12 @@ class Executor:
     def _forward(self, stage: int, microbatch: int, *, keep_logits: bool = False) -> None:
         step, at = self._step, self._stages[stage]
         key = (stage, microbatch)
-        self._wait(Op.RECV_F, stage, microbatch)
         batch = step.batches[microbatch]
         hidden = step.inputs.get(key)
         output = at.forward(hidden, batch)
         if not step.is_training:
             step.inputs.pop(key, None)
+            step.received.pop(key, None)
         if at.is_last and keep_logits:
             step.logits.append(output)
             return
@@ -217,12 +203,11 @@ class Executor:
             self._moment.after_block = None
         if stage > 0 and not self._is_here(stage - 1):
             self._send_backward(stage, microbatch)
-        compute_weights(left, self._step.pending.pop((stage, microbatch)))
+        self._compute_weights(left, (stage, microbatch))
 
     def _input_backward(self, stage: int, microbatch: int) -> None:
         step, at = self._step, self._stages[stage]
         key = (stage, microbatch)
-        self._wait(Op.RECV_B, stage, microbatch)
         hidden = step.inputs.pop(key, None)
         output = step.outputs.pop(key)
         gradient = step.gradients.pop(key, None)
@@ -245,87 +230,39 @@ class Executor:
         step.gradients[stage - 1, microbatch] = owed
 
     def _weight_backward(self, stage: int, microbatch: int) -> None:
-        compute_weights(self._stages[stage].units, self._step.pending.pop((stage, microbatch)))
+        self._compute_weights(self._stages[stage].units, (stage, microbatch))
+
+    def _compute_weights(self, units: Sequence[Unit], key: Key) -> None:
+        """W, after which nothing of the microbatch is left."""
+        compute_weights(units, self._step.pending.pop(key))
+        for buffer in self._step.received.pop(key, ()):
+            self._mail.recycle(buffer)
 
     # ---- messages
 
     def _send_forward(self, stage: int, microbatch: int) -> None:
-        step = self._step
-        output = step.outputs[stage, microbatch] if step.is_training else step.outputs.pop((stage, microbatch))
-        peer = self._rank_of(stage + 1)
-        known = self._wire_key(stage, microbatch)
-        if known not in self._wires:
-            self._wires[known] = wire = Wire(tuple(output.shape), output.dtype, output.requires_grad)
-            header = self._encode(wire)
-            message = self._transport.send(header, peer, Tag(Channel.SHAPE, stage, microbatch))
-            step.sent[Op.SEND_F, ~stage, microbatch] = (message, header)
-        sent = output.detach().contiguous()
-        message = self._transport.send(sent, peer, Tag(Channel.FORWARD, stage, microbatch))
-        self._transport.sent["pp"] += sent.nbytes
-        step.sent[Op.SEND_F, stage, microbatch] = (message, sent)
+        step, key = self._step, (stage, microbatch)
+        self._mail.send_forward(stage, microbatch, step.outputs[key])
+        if not step.is_training:
+            del step.outputs[key]
 
     def _receive_forward(self, stage: int, microbatch: int) -> None:
         step = self._step
-        peer = self._rank_of(stage - 1)
-        known = self._wire_key(stage - 1, microbatch)
-        if known not in self._wires:
-            header = torch.zeros(_HEADER, dtype=torch.int64, device=self._transport.device)
-            self._transport.receive(header, peer, Tag(Channel.SHAPE, stage - 1, microbatch)).wait()
-            self._wires[known] = self._decode(header)
-        wire = self._wires[known]
-        hidden = torch.empty(wire.shape, dtype=wire.dtype, device=self._transport.device)
+        received = self._mail.receive(Action(stage, Op.RECV_F, microbatch))
+        assert received is not None, "an activation is always sent"
+        buffer, wire = received
+        step.received[stage, microbatch] = [buffer]
+        hidden = buffer.detach()
         step.inputs[stage, microbatch] = hidden.requires_grad_(wire.has_gradient and step.is_training)
-        step.received[Op.RECV_F, stage, microbatch] = self._transport.receive(
-            hidden.detach(), peer, Tag(Channel.FORWARD, stage - 1, microbatch)
-        )
 
     def _send_backward(self, stage: int, microbatch: int) -> None:
-        step = self._step
-        gradient = step.gradients.pop((stage - 1, microbatch), None)
-        if gradient is None:
-            return
-        gradient = gradient.contiguous()
-        message = self._transport.send(gradient, self._rank_of(stage - 1), Tag(Channel.BACKWARD, stage, microbatch))
-        self._transport.sent["pp"] += gradient.nbytes
-        step.sent[Op.SEND_B, stage, microbatch] = (message, gradient)
+        """Send what a backward owes, unless the backward did so itself."""
+        gradient = self._step.gradients.pop((stage - 1, microbatch), None)
+        if gradient is not None:
+            self._mail.send_backward(stage, microbatch, gradient)
 
     def _receive_backward(self, stage: int, microbatch: int) -> None:
-        step = self._step
-        wire = self._wires[self._wire_key(stage, microbatch)]
-        if not wire.has_gradient:
-            return
-        gradient = torch.empty(wire.shape, dtype=wire.dtype, device=self._transport.device)
-        step.gradients[stage, microbatch] = gradient
-        step.received[Op.RECV_B, stage, microbatch] = self._transport.receive(
-            gradient, self._rank_of(stage + 1), Tag(Channel.BACKWARD, stage + 1, microbatch)
-        )
-
-    def _wait(self, op: Op, stage: int, microbatch: int) -> None:
-        """Wait for a receive, if one is under way; a gradient that came back shows that its activation arrived."""
-        message = self._step.received.pop((op, stage, microbatch), None)
-        if message is None:
-            return
-        message.wait()
-        if op is Op.RECV_B:
-            sent, _ = self._step.sent.pop((Op.SEND_F, stage, microbatch))
-            sent.wait()
-
-    # ---- shapes
-
-    def _wire_key(self, stage: int, microbatch: int) -> tuple[object, ...]:
-        """What the shape of a stage's output depends on."""
-        batch = self._step.batches[microbatch]
-        shapes = tuple((name, tuple(value.shape)) for name, value in sorted(batch.items()) if name != "labels")
-        return (stage, self._step.is_training, shapes)
-
-    def _encode(self, wire: Wire) -> torch.Tensor:
-        if len(wire.shape) > _HEADER - 3:
-            raise RunError(f"a stage's output has {len(wire.shape)} dims; at most {_HEADER - 3} can be sent")
-        values = [_DTYPES.index(wire.dtype), int(wire.has_gradient), len(wire.shape), *wire.shape]
-        padded = values + [0] * (_HEADER - len(values))
-        return torch.tensor(padded, dtype=torch.int64, device=self._transport.device)
-
-    @staticmethod
-    def _decode(header: torch.Tensor) -> Wire:
-        dtype, has_gradient, dims, *sizes = header.tolist()
-        return Wire(tuple(sizes[:dims]), _DTYPES[dtype], bool(has_gradient))
+        received = self._mail.receive(Action(stage, Op.RECV_B, microbatch))
+        if received is not None:
+            self._step.gradients[stage, microbatch] = received[0]
+            self._step.received.setdefault((stage, microbatch), []).append(received[0])
