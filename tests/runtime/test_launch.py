@@ -94,7 +94,7 @@ def test_threads_of_the_user_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert json.loads((tmp_path / "0").read_text())["OMP_NUM_THREADS"] == "7"
 
 
-@pytest.mark.parametrize(("code", "outcome"), [(0, 0), (1, 1), (2, 2), (7, 1)])
+@pytest.mark.parametrize(("code", "outcome"), [(0, 0), (1, 1), (2, 2), (7, 1), (143, 143)])
 def test_the_exit_code_is_the_failed_childs(code: int, outcome: int) -> None:
     assert launch_local(by_rank(f"sys.exit({code})", "pass"), 2) == outcome
 

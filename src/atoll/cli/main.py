@@ -3,7 +3,7 @@
     0    it is done
     1    something failed
     2    what was asked for cannot be done: an unknown option, a wrong key, an impossible size
-    130  interrupted
+    130  stopped by SIGINT, 143 by SIGTERM; `atoll train` has saved a checkpoint
 
 Results go to stdout, progress and errors to stderr. A command imports what is heavy inside its function, so that
 `atoll --help` and the pure commands start without torch.

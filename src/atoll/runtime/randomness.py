@@ -18,5 +18,10 @@ def block_seed(seed: int, step: int, microbatch: int, block: int) -> int:
 
 
 def seed_block(seed: int, step: int, microbatch: int, block: int) -> None:
-    """Seed torch's default generators, on every device, for one forward of one block."""
-    torch.manual_seed(block_seed(seed, step, microbatch, block))
+    """Seed torch's default generators, of the CPU and of CUDA where it is in use, for one forward of one block."""
+    value = block_seed(seed, step, microbatch, block)
+    # torch.manual_seed does the same, but formats a stack trace for every kind of device that is not in use: 0.1 to
+    # 0.5 ms for each block and microbatch.
+    torch.default_generator.manual_seed(value)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(value)

@@ -152,7 +152,7 @@ def _conclude(request: Request, ending: Ending) -> None:
     elif ending.stopped is None:
         _tell(ending.describe(), sys.stdout)
     if ending.stopped is not None:
-        text = f"stopped by {ending.stopped.name} after step {ending.step}; saved {ending.checkpoint}"
+        text = f"interrupted after step {ending.step}; saved {ending.checkpoint}"
         _tell(f"{text}\ncontinue with: {request.resume_command}", sys.stderr)
 
 

@@ -40,6 +40,7 @@ class Case:
     clip: float | None = 0.05
     lr: float = 1e-2
     seed: int = 3
+    device: str = "cpu"
     model: TinyConfig = field(default_factory=TinyConfig)
 
     @property
@@ -71,6 +72,7 @@ class Case:
             groups=decay_matrices(0.1),
             clip=self.clip,
             seed=self.seed,
+            device=self.device,
         )
 
     def share(self, engine: Engine, step: int) -> dict[str, Any]:
@@ -118,7 +120,7 @@ def reference(case: Case) -> History:
     model = tiny_model(case.model)
     adapter = adapter_for(model)
     initialise_model(adapter, case.seed)
-    model.to(DTYPES[case.precision])
+    model.to(device=case.device, dtype=DTYPES[case.precision])
     moment = {"step": 0, "microbatch": 0}
     _seed_blocks(adapter, case.seed, moment)
     decayed = [p for p in model.parameters() if p.requires_grad and p.dim() > 1]
@@ -127,7 +129,7 @@ def reference(case: Case) -> History:
     optimizer = torch.optim.AdamW(groups, lr=case.lr)
     history = History()
     for step in range(case.steps):
-        batch = tiny_batch(case.model, step, case.samples)
+        batch = {name: value.to(case.device) for name, value in tiny_batch(case.model, step, case.samples).items()}
         tokens = int((batch["labels"] != -100).sum())
         optimizer.zero_grad(set_to_none=True)
         total = 0.0

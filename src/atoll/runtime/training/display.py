@@ -8,7 +8,8 @@ from __future__ import annotations
 import time
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn
+from rich.table import Column
 
 from atoll.runtime.engine import StepResult
 from atoll.units import format_bytes, format_rate, format_seconds
@@ -22,7 +23,7 @@ class Display:
     def __init__(self, *, is_speaking: bool, device: str) -> None:
         self._console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=not is_speaking)
         self._is_live = is_speaking and self._console.is_terminal
-        self._memory = "peak RSS" if device == "cpu" else "peak CUDA"
+        self._memory = "max RSS" if device == "cpu" else "max CUDA"
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         self._steps = 0
@@ -40,20 +41,20 @@ class Display:
         self._first, self._steps = done, steps
         self._begin = self._said = time.monotonic()
         if self._is_live:
-            columns = TextColumn("step {task.completed}/{task.total}"), BarColumn(20), TextColumn("{task.fields[line]}")
-            self._progress = Progress(*columns, console=self._console, transient=True)
-            self._task = self._progress.add_task("", total=steps, completed=done, line="")
+            line = TextColumn("{task.fields[line]}", table_column=Column(no_wrap=True), markup=False)
+            self._progress = Progress(SpinnerColumn(), line, console=self._console, transient=True)
+            self._task = self._progress.add_task("", total=steps, completed=done, line="first step")
             self._progress.start()
 
     def step(self, result: StepResult, *, memory_bytes: int) -> None:
-        """A step is done. memory_bytes: the largest of the ranks."""
+        """A step is done. memory_bytes: the peak so far of the rank that needed most, shown as max RSS or max CUDA."""
         now = time.monotonic()
         rate = result.tokens_per_second
         self._rate = rate if self._rate is None else 0.9 * self._rate + 0.1 * rate
         left = (now - self._begin) / (result.step - self._first) * (self._steps - result.step)
         line = (
-            f"loss {result.loss:.4f}  {format_rate(self._rate, 'tokens')}  bubble {result.bubble:.0%}  "
-            f"largest {self._memory} {format_bytes(memory_bytes)}"
+            f"step {result.step}/{self._steps}  loss {result.loss:.4f}  {format_rate(self._rate, 'tokens')}  "
+            f"bubble {result.bubble:.0%}  {self._memory} {format_bytes(memory_bytes)}"
         )
         if result.step < self._steps:
             line += f"  {format_seconds(left)} left"
@@ -61,7 +62,7 @@ class Display:
             self._progress.update(self._task, completed=result.step, line=line)
         elif now - self._said >= PLAIN_SECONDS or result.step in (self._first + 1, self._steps):
             self._said = now
-            self.say(f"step {result.step}/{self._steps}  {line}")
+            self.say(line)
 
     def close(self) -> None:
         """No more steps: give the terminal back."""

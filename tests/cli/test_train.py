@@ -1,0 +1,329 @@
+"""`atoll train`: whole runs in real processes, exit codes, signals, and that nobody is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from atoll.cli.main import main
+from atoll.config import load
+
+CONFIG = """
+[model]
+layers = 2
+hidden = 16
+heads = 2
+[data]
+source = "{folder}/text.txt"
+tokenizer = "bytes"
+sequence = 16
+cache = "{folder}/cache"
+[train]
+steps = 4
+global_batch = 8
+microbatch = 1
+eval_every = 2
+eval_batches = 1
+sample_tokens = 4
+[parallel]
+ranks = 2
+device = "cpu"
+[run]
+folder = "{folder}/run"
+tensorboard = false
+[checkpoint]
+every = 2
+"""
+
+ATOLL = (sys.executable, "-m", "atoll")
+
+BREAKS_IN_RANK_1 = """
+import os, pathlib, signal, sys
+from atoll.cli.main import main
+from atoll.models.decoder import Attention
+
+folder, manner = pathlib.Path(sys.argv.pop(1)), sys.argv.pop(1)
+(folder / f"pid-{os.environ.get('RANK', 'parent')}").write_text(str(os.getpid()))
+whole = Attention.forward
+count = 0
+
+def forward(self, hidden):
+    global count
+    count += self.training
+    if count > 8:  # in the second step: each has 8 microbatches, and rank 1 has one layer
+        if manner == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ValueError("the sky fell")
+    return whole(self, hidden)
+
+if os.environ.get("RANK") == "1":
+    Attention.forward = forward
+main()
+"""
+
+
+def write_config(folder: Path) -> Path:
+    """A tiny config and its corpus."""
+    (folder / "text.txt").write_text("".join(f"line {number} of the corpus\n" for number in range(500)))
+    path = folder / "tiny.toml"
+    path.write_text(CONFIG.format(folder=folder))
+    return path
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    return write_config(tmp_path)
+
+
+def atoll(*command: object, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def sets(*overrides: str) -> list[str]:
+    return [word for override in overrides for word in ("--set", override)]
+
+
+# ---- a whole run
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """A run in four processes: its run folder, and what it said."""
+    folder = tmp_path_factory.mktemp("finished")
+    spread = ("parallel.ranks=4", "parallel.pipeline=2", "parallel.intra=2", "parallel.layout=IGI")
+    result = atoll(*ATOLL, "train", write_config(folder), *sets(*spread, "run.tensorboard=true"), "--json")
+    assert result.returncode == 0, result.stderr
+    return folder / "run", result
+
+
+def test_a_run_leaves_its_files(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    folder, _ = finished
+    assert {path.name for path in folder.iterdir()} == {
+        *("config.toml", "plan.json", "metrics.jsonl", "validation.jsonl", "trace.json", "sample.txt"),
+        *("checkpoints", "tensorboard"),
+    }
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in metrics] == [1, 2, 3, 4]
+    assert all({"loss", "grad_norm", "tokens", "seconds", "tokens_per_second"} <= set(record) for record in metrics)
+    validation = [json.loads(line) for line in (folder / "validation.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in validation] == [0, 2, 4]
+    assert load(folder / "config.toml").parallel.layout == "IGI"
+    assert list((folder / "tensorboard").glob("events.*"))
+    assert {path.name for path in (folder / "checkpoints").iterdir()} == {"latest", "step-000002", "step-000004"}
+
+
+def test_the_plan_says_what_each_rank_holds(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    plan = json.loads((finished[0] / "plan.json").read_text())
+    assert plan["mesh"] == {"pp": 2, "inter": 1, "intra": 2, "tp": 1}
+    assert (plan["layout"], plan["global_batch"], plan["schedule"]["name"]) == ("IGI", 8, "1f1b")
+    assert plan["schedule"]["actions"][1][:2] == ["1F0", "1B0"]
+    assert [rank["stages"] for rank in plan["ranks"]] == [[0], [0], [1], [1]]
+    assert plan["ranks"][3]["blocks"] == ["layers.1", "head"]
+    for rank in plan["ranks"]:
+        held = rank["predicted_bytes"]
+        assert held["total"] == held["parameters"] + held["gradients"] + held["optimizer"] > 0
+
+
+def test_results_are_on_stdout_and_progress_on_stderr(
+    finished: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    folder, result = finished
+    summary = json.loads(result.stdout)
+    assert set(summary) == {
+        *("folder", "step", "stopped", "tokens", "seconds", "validation_loss", "checkpoint", "sample")
+    }
+    assert (summary["step"], summary["stopped"], summary["tokens"]) == (4, None, 4 * 8 * 16)
+    assert summary["sample"] == (folder / "sample.txt").read_text()
+    assert summary["checkpoint"] == str(folder / "checkpoints" / "step-000004")
+    before, after = summary["validation_loss"]
+    assert after < before
+
+    assert "step 0: validation loss" in result.stderr
+    assert "step 4/4  loss" in result.stderr
+    # IGI holds more than a layout that sends no more: the config's reader is told, once.
+    assert result.stderr.count("note: parallel.layout = 'IGI' is dominated") == 1
+
+
+def test_torchrun_starts_ranks_and_a_local_process_resumes(config: Path) -> None:
+    command = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", free_port())
+    result = atoll(*command, "-m", "atoll", "train", config, *sets("parallel.ranks=64", "parallel.pipeline=2"))
+    assert result.returncode == 0, result.stderr
+    assert "step 4: 512 tokens" in result.stdout
+    assert result.stderr.count("step 4: validation loss") == 1
+
+    resumed = atoll(*ATOLL, "train", config, *sets("parallel.ranks=1", "train.steps=5"), "--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "4 steps, 32 samples" in resumed.stderr
+    lines = (config.parent / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+# ---- signals
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_saves_and_leaves(config: Path, number: signal.Signals, code: int) -> None:
+    arguments = sets("train.steps=100000", "checkpoint.every=0")
+    metrics = config.parent / "run" / "metrics.jsonl"
+    with subprocess.Popen([*ATOLL, "train", str(config), *arguments], stderr=subprocess.PIPE, text=True) as process:
+        try:
+            while not metrics.exists() or len(metrics.read_text().splitlines()) < 3:
+                assert process.poll() is None, process.communicate()[1]
+                time.sleep(0.05)
+            start = time.monotonic()
+            process.send_signal(number)
+            _, words = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert time.monotonic() - start < 20
+    assert process.returncode == code
+
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    assert (config.parent / "run" / "checkpoints" / f"step-{steps[-1]:06d}" / "state.json").exists()
+    assert f"interrupted after step {steps[-1]}; saved" in words
+    assert f"atoll train {config} --set train.steps=100000 --set checkpoint.every=0 --resume" in words
+    assert "error:" not in words
+
+
+# ---- failures
+
+
+def run_broken(config: Path, manner: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    """A run whose rank 1 breaks in its second step; what it said, and how long it took to end after that."""
+    script = config.parent / "broken.py"
+    script.write_text(BREAKS_IN_RANK_1)
+    result = atoll(sys.executable, script, config.parent, manner, "train", config, *sets("parallel.pipeline=2"))
+    last_sign = (config.parent / "run" / "metrics.jsonl").stat().st_mtime
+    for rank in ("parent", "0", "1"):
+        assert not is_running(int((config.parent / f"pid-{rank}").read_text())), f"{rank} is still there"
+    return result, time.time() - last_sign
+
+
+def is_running(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_an_exception_in_one_ranks_forward_ends_all_with_it(config: Path) -> None:
+    result, seconds = run_broken(config, "raise")
+    assert result.returncode == 1
+    assert result.stderr.count("error:") == 1
+    error = result.stderr.splitlines()[-1]
+    assert error.startswith("error: rank 1 ")
+    assert "step 2, action 1F0" in error
+    assert error.endswith("ValueError: the sky fell")
+    assert seconds < 15
+
+
+def test_a_killed_rank_is_named_by_the_parent(config: Path) -> None:
+    result, seconds = run_broken(config, "die")
+    assert result.returncode == 1
+    assert result.stderr.count("error:") == 1
+    assert "error: rank 1 was ended by SIGKILL" in result.stderr
+    assert seconds < 15
+
+
+# ---- the user's mistakes
+
+
+def refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: object) -> str:
+    """The one error of a command that starts nothing."""
+    monkeypatch.setattr(sys, "argv", ["atoll", *map(str, arguments)])
+    for name in [name for name in os.environ if name.startswith("SLURM_")] + ["RANK", "WORLD_SIZE"]:
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(SystemExit) as left:
+        main()
+    words = capsys.readouterr()
+    assert left.value.code == 2, words.err
+    assert words.out == ""
+    assert words.err.count("error:") == 1
+    return words.err
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("train.stepz=5", "train.stepz: unknown key; did you mean train.steps?"),
+        ("train.steps=none", "train.steps = 'none'"),
+        ("parallel.layout=XYZ", "XYZ"),
+        ("parallel.pipeline=4", "parallel.ranks = 2 is not a multiple"),
+        ("train.global_batch=7", "train.global_batch = 7 is not a multiple"),
+        ("parallel.schedule=zigzag", "parallel.schedule"),
+        ("data.source=nowhere", "there is no such file or folder"),
+        ("data.tokenizer=words", "data.tokenizer = 'words'"),
+        ("data.sequence=100000", "the corpus is too small"),
+        ("model.vocabulary=100", "model.vocabulary = 100 is smaller"),
+    ],
+)
+def test_a_wrong_config_is_refused(
+    config: Path, override: str, words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert words in refused(capsys, monkeypatch, "train", config, "--set", override)
+    assert not (config.parent / "run" / "config.toml").exists()
+
+
+def test_more_stages_than_layers_are_refused(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = sets("parallel.ranks=4", "parallel.pipeline=4")
+    assert "4 stages of model.layers = 2" in refused(capsys, monkeypatch, "train", config, *arguments)
+
+
+def test_a_missing_config_is_refused(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = refused(capsys, monkeypatch, "train", config.with_name("tinny.toml"))
+    assert "tiny.toml" in words
+
+
+def test_a_folder_that_cannot_be_written_is_refused(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    below_a_file = f"run.folder={config}/run"
+    assert "cannot be written" in refused(capsys, monkeypatch, "train", config, "--set", below_a_file)
+
+
+def test_a_taken_port_is_refused(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = f"run.port={taken.getsockname()[1]}"
+        assert "this port is taken" in refused(capsys, monkeypatch, "train", config, "--set", port)
+
+
+def test_a_run_is_not_overwritten_nor_resumed_from_nothing(
+    config: Path,
+    finished: tuple[Path, subprocess.CompletedProcess[str]],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held = f"run.folder={finished[0]}"
+    assert "holds a run already (step-000004)" in refused(capsys, monkeypatch, "train", config, "--set", held)
+    assert "no finished checkpoint" in refused(capsys, monkeypatch, "train", config, "--resume")
+    assert tomllib.loads((finished[0] / "config.toml").read_text())["train"]["steps"] == 4
+
+
+def test_a_mistake_that_only_ranks_see_is_told_once(config: Path) -> None:
+    result = atoll(*ATOLL, "train", config, *sets('train.frozen=["nothing.*"]'))
+    assert result.returncode == 2
+    assert result.stderr.count("error:") == 1
+    assert "'nothing.*' matches no parameter" in result.stderr

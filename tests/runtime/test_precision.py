@@ -1,0 +1,69 @@
+"""bf16 with an fp32 master trains like fp32."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from statistics import fmean
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from atoll import schedules
+from atoll.layouts import Layout, Precision
+from atoll.models import Decoder, DecoderConfig
+from atoll.plan import MeshShape, Plan
+from atoll.runtime.engine import Engine
+from atoll.testing import run_ranks
+
+STEPS = 200
+SAMPLES = 8
+SEQUENCE = 24
+VOCABULARY = 32
+
+
+def followers() -> NDArray[np.float64]:
+    """Cumulated probabilities [token, next token] of a small language in which each token has a few usual followers."""
+    weights = np.random.default_rng(0).gamma(0.15, size=(VOCABULARY, VOCABULARY)) + 1e-3
+    return np.cumsum(weights / weights.sum(axis=1, keepdims=True), axis=1)
+
+
+def sentences(step: int, rank: int) -> dict[str, NDArray[np.int64]]:
+    """A rank's samples of a step in that language."""
+    generator = np.random.default_rng((step, rank))
+    table = followers()
+    tokens = np.zeros((SAMPLES, SEQUENCE + 1), dtype=np.int64)
+    tokens[:, 0] = generator.integers(VOCABULARY, size=SAMPLES)
+    for at in range(1, SEQUENCE + 1):
+        draws = generator.random(SAMPLES)
+        tokens[:, at] = np.minimum((draws[:, None] > table[tokens[:, at - 1]]).sum(axis=1), VOCABULARY - 1)
+    return {"input_ids": tokens[:, :-1].copy(), "labels": tokens[:, 1:].copy()}
+
+
+def losses_of(precision: str) -> list[float]:
+    """The losses of one rank's training."""
+    sizes = DecoderConfig(vocabulary=VOCABULARY, layers=2, hidden=32, heads=2, kv_heads=1, ffn=64)
+    with torch.device("meta"):
+        model = Decoder(sizes)
+    schedule = schedules.build("1f1b", ranks=1, microbatches=1)
+    plan = Plan(MeshShape(1, 1, 2), Layout("IIG"), schedule, SAMPLES, precision=Precision.preset(precision))
+    engine = Engine(model, plan, optimizer=lambda groups: torch.optim.AdamW(groups, lr=3e-3), clip=1.0, device="cpu")
+    losses = [engine.step(sentences(step, dist.get_rank())).loss for step in range(STEPS)]
+    engine.close()
+    return losses
+
+
+def test_bf16_follows_fp32_within_two_percent() -> None:
+    """Each single step's loss, and the mean of every ten."""
+    full = run_ranks(losses_of, 2, "fp32")[0]
+    half = run_ranks(losses_of, 2, "bf16")[0]
+
+    assert full != half
+    assert full[-1] < 0.75 * full[0], "nothing was learnt, so following it means nothing"
+    single = [abs(a / b - 1) for a, b in zip(half, full, strict=True)]
+    smooth = [
+        abs(fmean(half[first:last]) / fmean(full[first:last]) - 1) for first, last in pairwise(range(0, STEPS + 1, 10))
+    ]
+    assert max(smooth) < 0.02, f"ten steps from {10 * smooth.index(max(smooth))} differ by {max(smooth):.2%}"
+    assert max(single) < 0.02, f"step {single.index(max(single)) + 1} differs by {max(single):.2%}"
