@@ -98,6 +98,7 @@ class Plan:
 
     microbatch: samples of one microbatch. Microbatches a rank and step: `schedule.microbatches`.
     residency: how long gathered parameters stay whole; `unit` = inside one action.
+    post_validation: stages take the optimizer step without waiting for the global norm, which is checked afterwards.
     """
 
     mesh: MeshShape
@@ -107,6 +108,7 @@ class Plan:
     precision: Precision = field(default_factory=lambda: Precision.preset("fp32"))
     residency: str = "unit"
     recompute: str = "none"
+    post_validation: bool = False
 
     def __post_init__(self) -> None:
         if self.schedule.ranks != self.mesh.pipeline:

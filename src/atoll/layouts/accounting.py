@@ -65,20 +65,32 @@ class Footprint:
 
 
 def footprint(
-    segments: Sequence[Segment], layout: Layout, *, precision: Precision, nest: Nest, states: int = 2
+    segments: Sequence[Segment],
+    layout: Layout,
+    *,
+    precision: Precision,
+    nest: Nest,
+    states: int = 2,
+    keeps_apart: bool = False,
 ) -> Footprint:
     """Bytes the rank at `nest` holds at rest of `segments` under `layout`.
 
     states: tensors that the optimizer keeps of every parameter besides the master (Adam 2, momentum 1, SGD 0); they
     cover the parameters only, the other buffers cover their padding too.
+    keeps_apart: parameters and master are stored apart even where one could serve for both, as a post-validated
+    optimizer step needs it.
     """
     total = Footprint(0, 0, 0)
     for segment in segments:
-        total += _segment_footprint(segment, layout, precision=precision, nest=nest, states=states)
+        total += _segment_footprint(
+            segment, layout, precision=precision, nest=nest, states=states, keeps_apart=keeps_apart
+        )
     return total
 
 
-def _segment_footprint(segment: Segment, layout: Layout, *, precision: Precision, nest: Nest, states: int) -> Footprint:
+def _segment_footprint(
+    segment: Segment, layout: Layout, *, precision: Precision, nest: Nest, states: int, keeps_apart: bool
+) -> Footprint:
     compute = ITEM_BYTES[segment.compute]
     padded = segment.map.padded
     if not segment.trainable:
@@ -88,11 +100,12 @@ def _segment_footprint(segment: Segment, layout: Layout, *, precision: Precision
     held = nest.range(layout.optimizer, padded)
     covered = sum(part.stop - part.start for part in segment.map.slices(held))
     optimizer = states * master * covered
-    if segment.compute == precision.master:
+    if segment.compute == precision.master and not keeps_apart:
         # One storage is both parameter and master, as coarse as the coarser of the two needs.
         shared = nest.range(min(layout.parameters, layout.optimizer), padded)
         return Footprint(master * len(shared), gradients, optimizer)
-    stored = 0 if layout.parameters is layout.optimizer else len(nest.range(layout.parameters, padded))
+    is_cast = layout.parameters is layout.optimizer and not keeps_apart
+    stored = 0 if is_cast else len(nest.range(layout.parameters, padded))
     return Footprint(compute * stored, gradients, optimizer + master * len(held))
 
 

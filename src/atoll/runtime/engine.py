@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,29 +24,9 @@ from atoll.runtime.sharding.hooks import Moment
 from atoll.runtime.sharding.optimizer import GroupOptions, OptimizerFactory, ShardedOptimizer
 from atoll.runtime.sharding.segment import Surroundings
 from atoll.runtime.sharding.state import load_state, save_state, stored_states
-from atoll.runtime.transport import connect, world_rank, world_store
+from atoll.runtime.step_end import Ending, LossScaler, StepEnd, StepResult
+from atoll.runtime.transport import Later, connect, world_rank, world_store
 from atoll.trace import Trace
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What one training step gave, the same on every rank.
-
-    loss: mean over the step's tokens.  grad_norm: before clipping.  seconds: wall time on this rank.
-    bubble: share of the step that the pipeline's ranks on average did not compute, up to the optimizer.
-    """
-
-    step: int
-    loss: float
-    grad_norm: float
-    tokens: int
-    seconds: float
-    bubble: float
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Tokens of all ranks per second."""
-        return self.tokens / self.seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +78,8 @@ class Engine:
         self._spans: Outcome | None = None
         self._agreements = 0
         self._refusal: Exception | None = None
+        self._announced: _Announced | None = None
+        self._outstanding: Ending | None = None
         problem: Exception | None = None
         with self._guard():
             try:
@@ -110,13 +92,13 @@ class Engine:
         plan = self.plan
         if plan.mesh.tensor != 1:
             raise PlanError(f"tensor = {plan.mesh.tensor}: tensor parallelism is not in this version; use 1")
-        if plan.precision.compute == "float16":
-            raise PlanError("precision 'fp16' needs a loss scaler, which this version does not have; use 'bf16'")
         self.adapter: Adapter = adapter_for(self.model)
         blocks = self.adapter.blocks()
         placement = plan.schedule.placement
         schedule = lower(plan.schedule)
-        around = Surroundings(plan.layout, plan.precision, self.place.nest, self.transport, self.device)
+        around = Surroundings(
+            plan.layout, plan.precision, self.place.nest, self.transport, self.device, plan.post_validation
+        )
         line = self.place.peers("pp")
         self._check_same_values()
         self._sharded = build(
@@ -133,33 +115,57 @@ class Engine:
             raise PlanError("the model has no trainable parameter; set requires_grad on what is to be trained")
         self._optimizer = ShardedOptimizer(self.units, optimizer, named_shapes=self._sharded.trainable, options=groups)
         self._executor = Executor(
-            self._sharded.stages, placement, ranks=line, transport=self.transport, moment=self._moment
+            self._sharded.stages, schedule, ranks=line, transport=self.transport, moment=self._moment
         )
         self._row = schedule.actions[self.place.pp]
         self._forward_row = schedule.forward_only().actions[self.place.pp]
-        unknown = sorted({action.op for action in self._row} - self._executor.ops)
-        if unknown:
-            raise PlanError(
-                f"schedule {plan.schedule.name!r} has the ops {', '.join(unknown)}, which this version cannot run; "
-                f"use gpipe or 1f1b"
-            )
+        self._step_end = StepEnd(
+            self.units,
+            self._sharded.specs,
+            self._optimizer,
+            self.transport,
+            clip=self.clip,
+            scaler=LossScaler() if plan.precision.compute == "float16" else None,
+        )
 
     # ---- training
 
     def step(self, batch: Mapping[str, Any]) -> StepResult:
-        """Train on this data-parallel rank's share of a step.
+        """Train on this data-parallel rank's share of a step, and wait for its result.
 
         batch: arrays or tensors by name, `input_ids` and `labels` (-100 = does not count), each
         [microbatches * microbatch, ...], the same on every pipeline rank of one data-parallel rank.
 
         The loss is the mean over the step's counted tokens on all ranks. Raises the first error of any rank on all.
         """
+        result = self.submit(batch)
+        settled = self.settle()
+        result = settled if settled is not None else result
+        assert result is not None, "a step that is not outstanding has a result"
+        return result
+
+    def submit(self, batch: Mapping[str, Any], following: Mapping[str, Any] | None = None) -> StepResult | None:
+        """Train on a batch without waiting for its result where the plan's steps are post-validated.
+
+        Gives the result of the step before then (None the first time; `settle` gives the last), else this step's. With
+        `following`, the batch of the next call, the ranks agree on that one while this one runs, and steps follow each
+        other without a barrier.
+        """
         begin = time.monotonic()
         microbatches = self.plan.schedule.microbatches
-        batches, tokens = self._prepare(batch, exactly=microbatches)
+        batches, tokens = self._claim(batch)
+        if following is not None:
+            self._announced = self._announce(following, exactly=microbatches)
         if tokens == 0:
             raise RunError(f"step {self.step_number + 1} has no token that counts: every label is {IGNORED_LABEL}")
         self._moment.step = self.step_number
+        earlier: list[StepResult] = []
+
+        def verdict() -> bool:
+            result, was_right = self._settle_outstanding()
+            earlier.append(result)
+            return was_right
+
         with self._guard(), _keeping_random_state(self.device):
             for stage in self._sharded.stages:
                 stage.train(True)
@@ -167,47 +173,35 @@ class Engine:
                 self._row,
                 batches,
                 first_microbatch=self.place.data * microbatches,
-                scale=1.0 / tokens,
+                scale=self._loss_scale / tokens,
                 training=True,
+                verdict=verdict if self._outstanding is not None else None,
             )
-            loss, norm, bubble = self._finish(outcome, begin)
-        self.step_number += 1
-        self._spans = outcome
-        return StepResult(
-            self.step_number, loss / tokens, norm, tokens, seconds=time.monotonic() - begin, bubble=bubble
-        )
+            self._spans = outcome
+            self.step_number += 1
+            ending = self._step_end.gather_up(outcome, step=self.step_number, tokens=tokens, begin=begin)
+            if not self.plan.post_validation:
+                return self._step_end.finish(ending)
+            self._step_end.step_ahead(ending)
+            self._outstanding = ending
+        return earlier[0] if earlier else None
 
-    def _finish(self, outcome: Outcome, begin: float) -> tuple[float, float, float]:
-        """The step's end: sync gradients, clip by the global norm, step, sync parameters."""
-        for unit in reversed(self.units):
-            unit.sync_gradients()
-        specs, trainable = self._sharded.specs, self._sharded.trainable
-        partials = torch.zeros(len(specs), dtype=torch.float64)
-        if self.units:
-            norms = torch.stack([unit.squared_norm() for unit in self.units]).cpu()
-            partials[[unit.spec.index for unit in self.units]] = norms
-        touched = set().union(*(unit.touched for unit in self.units)) if self.units else set()
-        flags = torch.tensor([name in touched for name, _ in trainable], dtype=torch.float64)
-        loss = torch.zeros((), dtype=torch.float64)
-        if outcome.loss_sum is not None:
-            loss = outcome.loss_sum.double().cpu()
-        idle = 1.0 - _busy(outcome) / max(time.monotonic() - begin, 1e-9)
-        head = torch.stack([loss, torch.tensor(idle, dtype=torch.float64)])
-        totals = self.transport.total(torch.cat([head, partials, flags]))
-        loss_sum, idle = float(totals[0]), float(totals[1]) / self.plan.mesh.world
-        norm = float(totals[2 : 2 + len(specs)].sum().sqrt())
-        anywhere = {name for (name, _), flag in zip(trainable, totals[2 + len(specs) :].tolist(), strict=True) if flag}
-        if not torch.isfinite(torch.tensor([loss_sum, norm])).all():
-            raise RunError(
-                f"step {self.step_number + 1}: loss {loss_sum} (sum over tokens), gradient norm {norm}: not finite. "
-                f"Nothing was updated. Lower the learning rate, set train.clip, or use precision fp32"
-            )
-        scale = 1.0 if self.clip is None else min(1.0, self.clip / (norm + 1e-6))
-        self._optimizer.step(anywhere, scale)
-        for unit in self.units:
-            unit.clear_gradients()
-            unit.sync_parameters()
-        return loss_sum, norm, idle
+    def settle(self) -> StepResult | None:
+        """Wait for the verdict on the last step and make it true; None where no step is outstanding."""
+        if self._outstanding is None:
+            return None
+        with self._guard():
+            result, _ = self._settle_outstanding()
+        return result
+
+    def _settle_outstanding(self) -> tuple[StepResult, bool]:
+        ending, self._outstanding = self._outstanding, None
+        assert ending is not None, "asked only while a step is outstanding"
+        return self._step_end.settle(ending)
+
+    @property
+    def _loss_scale(self) -> float:
+        return 1.0 if self._step_end.scaler is None else self._step_end.scaler.scale
 
     # ---- evaluation
 
@@ -216,6 +210,7 @@ class Engine:
 
         Every data-parallel rank must bring as many samples; the last may be padded with labels of -100.
         """
+        self.settle()
         batches, tokens = self._prepare(batch, exactly=None)
         outcome = self._run_forward(batches)
         loss = torch.zeros((), dtype=torch.float64) if outcome.loss_sum is None else outcome.loss_sum.double().cpu()
@@ -223,6 +218,7 @@ class Engine:
 
     def logits(self, batch: Mapping[str, Any]) -> torch.Tensor | None:
         """The model's output for one microbatch: [B, S, vocabulary] on the last stage's ranks, None elsewhere."""
+        self.settle()
         tensors = {name: torch.as_tensor(value, device=self.device) for name, value in batch.items()}
         outcome = self._run_forward([tensors], keep_logits=True)
         return outcome.logits[0] if outcome.logits else None
@@ -256,7 +252,14 @@ class Engine:
     def footprint(self, *, states: int = 2) -> Footprint:
         """The bytes that the layouts' accounting predicts for this rank; `states` as in `atoll.layouts.footprint`."""
         segments = [segment.shape for unit in self.units for segment in unit.segments]
-        return footprint(segments, self.plan.layout, precision=self.plan.precision, nest=self.place.nest, states=states)
+        return footprint(
+            segments,
+            self.plan.layout,
+            precision=self.plan.precision,
+            nest=self.place.nest,
+            states=states,
+            keeps_apart=self.plan.post_validation,
+        )
 
     def trace(self) -> Trace:
         """This rank's timeline of the last training step, in seconds of the host's monotonic clock."""
@@ -269,12 +272,15 @@ class Engine:
 
     def save(self, folder: str | Path, state: Mapping[str, Any] | None = None) -> None:
         """Write a checkpoint that any layout, schedule and world size can load; `state` is the caller's, JSON-able."""
+        self.settle()
         with self._guard():
-            own = {"step": self.step_number, "caller": dict(state or {})}
+            scaler = None if self._step_end.scaler is None else asdict(self._step_end.scaler)
+            own = {"step": self.step_number, "scaler": scaler, "caller": dict(state or {})}
             save_state(Path(folder), self.units, self._optimizer, self._buffers(), own)
 
     def load(self, folder: str | Path) -> dict[str, Any]:
         """Read a checkpoint of the same model, whatever it ran on; gives back the caller's `state`."""
+        self.settle()
         problem: Exception | None = None
         stored: dict[str, dict[str, tuple[int, ...]]] = {}
         try:
@@ -287,6 +293,8 @@ class Engine:
             for unit in self.units:
                 unit.sync_parameters()
         self.step_number = int(own["step"])
+        if self._step_end.scaler is not None and own.get("scaler") is not None:
+            self._step_end.scaler = LossScaler(**own["scaler"])
         caller = own["caller"]
         assert isinstance(caller, dict)
         return caller
@@ -319,20 +327,40 @@ class Engine:
 
         Nothing has been sent or changed where it raises, so the engine goes on with the next call.
         """
+        return self._end_agreement(self._begin_agreement(problem, count))
+
+    def _begin_agreement(self, problem: Exception | None, count: float) -> _Agreement:
         self._agreements += 1
         key = f"atoll/refusal/{self._agreements}"
         if problem is not None:
             failure.report(self._store, problem, self.place.rank, key=key)
-        totals = self.transport.total(torch.tensor([float(problem is not None), count], dtype=torch.float64))
+        said = torch.tensor([float(problem is not None), count], dtype=torch.float64)
+        return _Agreement(key, problem, self.transport.total_later(said))
+
+    def _end_agreement(self, agreement: _Agreement) -> float:
+        totals = agreement.totals.wait()
         if totals[0] == 0:
             return float(totals[1])
+        problem = agreement.problem
         if problem is None:
-            problem = failure.first(self._store, wait=5.0, key=key) or RunError("another rank refused without a word")
+            found = failure.first(self._store, wait=5.0, key=agreement.key)
+            problem = found or RunError("another rank refused without a word")
         self._refusal = problem
         raise problem
 
     def _prepare(self, batch: Mapping[str, Any], *, exactly: int | None) -> tuple[list[Batch], int]:
         """This rank's microbatches on its device, and the counted tokens of all ranks; agreed before any message."""
+        return self._conclude(self._announce(batch, exactly=exactly))
+
+    def _claim(self, batch: Mapping[str, Any]) -> tuple[list[Batch], int]:
+        """The same for training, where the batch may have been announced with the one before."""
+        announced, self._announced = self._announced, None
+        if announced is None or announced.batch is not batch:
+            announced = self._announce(batch, exactly=self.plan.schedule.microbatches)
+        return self._conclude(announced)
+
+    def _announce(self, batch: Mapping[str, Any], *, exactly: int | None) -> _Announced:
+        """Begin to agree on a batch."""
         problem: Exception | None = None
         batches: list[Batch] = []
         counted = 0
@@ -343,7 +371,11 @@ class Engine:
         except Exception as error:
             problem = error
         with self._guard():
-            return batches, round(self._agree(problem, counted))
+            return _Announced(batch, batches, self._begin_agreement(problem, counted))
+
+    def _conclude(self, announced: _Announced) -> tuple[list[Batch], int]:
+        with self._guard():
+            return announced.batches, round(self._end_agreement(announced.agreement))
 
     def _cut(self, batch: Mapping[str, Any], *, exactly: int | None) -> list[Batch]:
         size, most = self.plan.microbatch, self.plan.schedule.microbatches
@@ -388,6 +420,24 @@ class Engine:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class _Agreement:
+    """An agreement under way: whether any rank has a problem, and the sum of a count."""
+
+    key: str
+    problem: Exception | None
+    totals: Later
+
+
+@dataclass(frozen=True, slots=True)
+class _Announced:
+    """A batch that the ranks are agreeing on."""
+
+    batch: Mapping[str, Any]
+    batches: list[Batch]
+    agreement: _Agreement
+
+
 class _Guard:
     """A section in which this rank may wait for others; an error there becomes the first error of any rank."""
 
@@ -421,10 +471,6 @@ class _keeping_random_state:  # noqa: N801  (a context manager, used as a verb)
 
     def __exit__(self, *details: Any) -> None:
         self._fork.__exit__(*details)
-
-
-def _busy(outcome: Outcome) -> float:
-    return sum(span.end - span.start for span in outcome.spans if span.lane == "compute")
 
 
 def _default_device() -> torch.device:

@@ -37,6 +37,10 @@ class Channel(IntEnum):
     REDUCE_INTRA = 6
     REDUCE_INTER = 7
     SHARED = 8
+    SUM_INTRA = 9
+    SUM_INTER = 10
+    CHAIN = 11
+    VERDICT = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +98,7 @@ class Outbox:
     """
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[Message, torch.Tensor] | threading.Event] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Message, torch.Tensor]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
@@ -105,13 +109,8 @@ class Outbox:
             self._thread.start()
         self._queue.put((message, tensor))
 
-    def drain(self) -> None:
-        """Wait for all of them; raises the first error of a send."""
-        if self._thread is None:
-            return
-        empty = threading.Event()
-        self._queue.put(empty)
-        empty.wait()
+    def check(self) -> None:
+        """Raise the first error of a send."""
         if self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -119,9 +118,6 @@ class Outbox:
     def _wait(self) -> None:
         while True:
             item = self._queue.get()
-            if isinstance(item, threading.Event):
-                item.set()
-                continue
             try:
                 item[0].wait()
             except RuntimeError as error:
@@ -141,10 +137,19 @@ class StreamOutbox(Outbox):
         self._held = [(work, kept) for work, kept in self._held if not work.is_completed()]
         self._held.append((message, tensor))
 
-    def drain(self) -> None:
-        for work, _ in self._held:
-            work.wait()
-        self._held.clear()
+
+@dataclass(frozen=True, slots=True)
+class Later:
+    """A sum over all ranks that is under way."""
+
+    values: torch.Tensor
+    work: dist.Work | None
+
+    def wait(self) -> torch.Tensor:
+        """The sums, on the CPU."""
+        if self.work is not None:
+            self.work.wait()
+        return self.values.cpu()
 
 
 class Transport:
@@ -169,9 +174,9 @@ class Transport:
         self._outbox.put(self.send(tensor, peer, tag), tensor)
         self.sent["pp"] += tensor.nbytes
 
-    def drain(self) -> None:
-        """Wait until everything posted has left; raises the first error of a send."""
-        self._outbox.drain()
+    def check(self) -> None:
+        """Raise the first error of a message that was posted."""
+        self._outbox.check()
 
     def gather(self, whole: torch.Tensor, peers: Peers, tag: Tag) -> None:
         """Fill every block of `whole` from the rank that owns it."""
@@ -189,6 +194,20 @@ class Transport:
         dist.all_reduce(moved)
         return moved.cpu()
 
+    def total_later(self, values: torch.Tensor) -> Later:
+        """The same without waiting: `wait()` gives the sums. All ranks ask in one order."""
+        if self.place.mesh.world == 1:
+            return Later(values, None)
+        moved = values.to(self.device, copy=True)
+        return Later(moved, dist.all_reduce(moved, async_op=True))
+
+    def total_data(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum of a small CPU tensor over the data-parallel ranks, the same bits on each of them."""
+        for axis, channel in (("intra", Channel.SUM_INTRA), ("inter", Channel.SUM_INTER)):
+            peers = Peers.along(axis, self.place)
+            self.total_ordered(values, peers.ranks, Tag(channel, 0))
+        return values
+
     def total_ordered(self, values: torch.Tensor, ranks: Sequence[int], tag: Tag) -> None:
         """Sum a tensor in place over `ranks`, added in their order, so that all get the same bits."""
         others = [rank for rank in ranks if rank != self.place.rank]
@@ -198,7 +217,6 @@ class Transport:
         messages += [self.receive(received[rank], rank, tag) for rank in others]
         for message in messages:
             message.wait()
-        self.sent["pp"] += kept.nbytes * len(others)
         parts = [received.get(rank, kept) for rank in ranks]
         values.copy_(parts[0])
         for part in parts[1:]:
@@ -252,7 +270,8 @@ class GlooTransport(Transport):
 
 
 class NcclTransport(Transport):
-    """NCCL's own collectives, one communicator an axis, and one for each direction of each pipeline link.
+    """NCCL's own collectives, one communicator an axis, and one for each direction of each pipeline link (neighbours,
+    and the first rank with the last).
 
     A communicator for each directed link keeps unbatched point-to-point messages from waiting for each other.
     """
@@ -277,13 +296,19 @@ class NcclTransport(Transport):
             line = mesh.place(rank).peers("pp")
             if line[0] != rank or len(line) < 2:
                 continue
-            for source in line:
-                for target in line:
-                    if source == target:
-                        continue
-                    group = dist.new_group([min(source, target), max(source, target)])
-                    if place.rank in (source, target):
+            pairs = {frozenset((line[at], line[at - 1])) for at in range(len(line))}
+            for low, high in sorted(tuple(sorted(pair)) for pair in pairs):
+                for source, target in ((low, high), (high, low)):
+                    group = dist.new_group([low, high])
+                    if place.rank in (low, high):
                         self._links[source, target] = group
+
+    def total_data(self, values: torch.Tensor) -> torch.Tensor:
+        moved = values.to(self.device)
+        for axis in ("intra", "inter"):
+            if axis in self._axes:
+                dist.all_reduce(moved, group=self._axes[axis])
+        return moved.cpu()
 
     def send(self, tensor: torch.Tensor, peer: int, tag: Tag) -> Message:
         work = dist.isend(tensor, peer, group=self._links[self.place.rank, peer])

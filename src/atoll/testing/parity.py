@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -17,6 +17,7 @@ from atoll.plan import MeshShape, Plan
 from atoll.runtime.engine import Engine
 from atoll.runtime.randomness import seed_block
 from atoll.runtime.sharding.optimizer import decay_matrices
+from atoll.runtime.step_end import StepResult
 from atoll.testing.pool import run_ranks
 from atoll.testing.tiny import TinyConfig, tiny_batch, tiny_model
 
@@ -36,6 +37,7 @@ class Case:
     microbatch: int = 1
     precision: str = "fp64"
     recompute: str = "none"
+    post_validation: bool = False
     steps: int = 3
     clip: float | None = 0.05
     lr: float = 1e-2
@@ -101,12 +103,25 @@ def whole_parameters(engine: Engine) -> dict[str, torch.Tensor]:
     return values
 
 
+def results(case: Case, engine: Engine, first: int = 0) -> Iterator[StepResult]:
+    """The results of steps first..steps-1, run back to back."""
+    share = case.share(engine, first)
+    for step in range(first, case.steps):
+        following = case.share(engine, step + 1) if step + 1 < case.steps else None
+        result = engine.submit(share, following)
+        if result is not None:
+            yield result
+        share = following or {}
+    last = engine.settle()
+    if last is not None:
+        yield last
+
+
 def train(case: Case, first: int = 0) -> History:
     """Run a case in this rank, steps first..steps-1."""
     engine = case.engine()
     history = History()
-    for step in range(first, case.steps):
-        result = engine.step(case.share(engine, step))
+    for result in results(case, engine, first):
         history.losses.append(result.loss)
         history.norms.append(result.grad_norm)
     history.parameters = whole_parameters(engine)
@@ -176,7 +191,16 @@ def worst_difference(got: History, wanted: History) -> tuple[float, str]:
 
 def assert_parity(case: Case, *, tolerance: float = 1e-10) -> list[History]:
     """Run a case on its ranks and compare every rank with the single process; the ranks' histories."""
-    neutral = replace(case, layout="NNN", pipeline=1, inter=1, intra=1, schedule="1f1b", recompute="none")
+    neutral = replace(
+        case,
+        layout="NNN",
+        pipeline=1,
+        inter=1,
+        intra=1,
+        schedule="1f1b",
+        recompute="none",
+        post_validation=False,
+    )
     wanted = reference(neutral)
     histories = run_ranks(train, case.ranks, case)
     seen: set[str] = set()

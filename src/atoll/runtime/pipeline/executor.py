@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from atoll.errors import AtollError, RunError
-from atoll.ir import Action, Op, Placement
+from atoll.ir import Action, Op, Schedule
 from atoll.models import Batch
 from atoll.runtime.pipeline.deferred import compute_weights
 from atoll.runtime.pipeline.mail import Mail
@@ -58,19 +58,21 @@ class Outcome:
 
 
 class Executor:
-    """Runs rows of actions on this rank's stages."""
+    """Runs rows of actions on this rank's stages. `schedule` is lowered: its sends and receives are in place."""
 
     def __init__(
         self,
         stages: Sequence[Stage],
-        placement: Placement,
+        schedule: Schedule,
         *,
         ranks: Sequence[int],
         transport: Transport,
         moment: Moment,
     ) -> None:
         self._stages = {stage.index: stage for stage in stages}
-        self._placement = placement
+        self._placement = schedule.placement
+        self._rows = schedule.actions
+        self._first_microbatch = 0
         self._ranks = tuple(ranks)
         self._transport = transport
         self._moment = moment
@@ -104,36 +106,62 @@ class Executor:
         scale: float = 1.0,
         training: bool,
         keep_logits: bool = False,
+        verdict: Callable[[], bool] | None = None,
     ) -> Outcome:
         """Play `row` over this rank's microbatches.
 
         first_microbatch: the global number of the first.  scale: what the loss is multiplied by before its backward.
-        Without training nothing is kept for a backward; with keep_logits the loss is not computed.
+        Without training nothing is kept for a backward; with keep_logits the loss is not computed. `verdict` is asked
+        once, before the first backward, whether the parameters were right so far; if not, the row begins again.
         """
-        self._step = step = _Step(batches, scale, is_training=training)
-        rank = self._transport.place.pp
+        self._step = _Step(batches, scale, is_training=training)
         row = [action for action in row if action.microbatch is None or action.microbatch < len(batches)]
         self._mail.begin(row, batches, training=training)
+        first_backward = next((at for at, action in enumerate(row) if action.op in (Op.B, Op.I)), len(row))
+        self._first_microbatch = first_microbatch
         with torch.set_grad_enabled(training):
-            for action in row:
-                microbatch = -1 if action.microbatch is None else action.microbatch
-                if microbatch >= 0:
-                    self._moment.microbatch = first_microbatch + microbatch
-                start = time.monotonic()
-                try:
-                    if keep_logits and action.op is Op.F:
-                        self._forward(action.stage, microbatch, keep_logits=True)
-                    else:
-                        self._acts[action.op](action.stage, microbatch)
-                except AtollError:
-                    raise
-                except Exception as error:
-                    raise self._failure(action, error) from error
-                step.spans.append(Span(rank, lane_of(action.op), action, start, time.monotonic()))
+            self._play(row[:first_backward], keep_logits=keep_logits)
+            if verdict is not None and not verdict():
+                self._step = _Step(batches, scale, is_training=training)
+                self._mail.begin_again(self._stale(row[first_backward:]))
+                self._play(row[:first_backward], keep_logits=keep_logits)
+            self._play(row[first_backward:], keep_logits=keep_logits)
+        step = self._step
         self._mail.end()
         self._step = _Step((), 1.0, is_training=False)
         loss_sum = torch.stack(step.losses).sum() if step.losses else None
         return Outcome(loss_sum, tuple(step.logits), tuple(step.spans))
+
+    def _play(self, row: Sequence[Action], *, keep_logits: bool) -> None:
+        step, rank = self._step, self._transport.place.pp
+        for action in row:
+            microbatch = -1 if action.microbatch is None else action.microbatch
+            if microbatch >= 0:
+                self._moment.microbatch = self._first_microbatch + microbatch
+            start = time.monotonic()
+            try:
+                if keep_logits and action.op is Op.F:
+                    self._forward(action.stage, microbatch, keep_logits=True)
+                else:
+                    self._acts[action.op](action.stage, microbatch)
+            except AtollError:
+                raise
+            except Exception as error:
+                raise self._failure(action, error) from error
+            step.spans.append(Span(rank, lane_of(action.op), action, start, time.monotonic()))
+
+    def _stale(self, later: Sequence[Action]) -> list[Action]:
+        """Receives after the first backward whose messages were sent before the sender's first backward."""
+        return [action for action in later if action.op is Op.RECV_F and self._is_early(action)]
+
+    def _is_early(self, receive: Action) -> bool:
+        sender = receive.stage - 1
+        for action in self._rows[self._placement.rank_of(sender)]:
+            if action.op in (Op.B, Op.I):
+                return False
+            if action.op is Op.SEND_F and (action.stage, action.microbatch) == (sender, receive.microbatch):
+                return True
+        return False
 
     def _failure(self, action: Action, error: Exception) -> RunError:
         place = self._transport.place

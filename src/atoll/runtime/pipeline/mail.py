@@ -62,9 +62,22 @@ class Mail:
         self._posted.clear()
         self._post()
 
+    def begin_again(self, stale: Sequence[Action]) -> None:
+        """Begin the same row again after a false start.
+
+        stale: receives that the row did not come to, of messages that their senders' false starts sent. Receives that
+        are posted beyond those stay posted: the next messages of their tags are the right ones.
+        """
+        for action in stale:
+            received = self.receive(action)
+            if received is not None:
+                self.recycle(received[0])
+        self._next = 0
+        self._post()
+
     def end(self) -> None:
-        """Wait until everything has left."""
-        self._transport.drain()
+        """Raise the first error of a message that was sent."""
+        self._transport.check()
 
     # ---- sending
 
@@ -87,7 +100,7 @@ class Mail:
 
     def receive(self, action: Action) -> tuple[torch.Tensor, Wire] | None:
         """Wait for what a RECV action names; None for a gradient that the stage does not need."""
-        self._next = self._expected.index(action, max(0, self._next - 1)) + 1
+        self._next = self._expected.index(action) + 1
         wire = self._wire(action, ask=True)
         assert wire is not None, "the header was asked for"
         if action.op is Op.RECV_B and not wire.has_gradient:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -87,21 +87,75 @@ class ShardedOptimizer:
                 f"{kind} needs whole matrices and cannot step the slices of a sharded flat buffer; {advice}"
             )
 
-    def step(self, touched: set[str], scale: torch.Tensor | float) -> None:
+    def remember_options(self, options: list[dict[str, Any]]) -> None:
+        """Write down each group's options as they are now: a step that is made later is made with these."""
+        options[:] = [{k: v for k, v in group.items() if k != "params"} for group in self.torch.param_groups]
+
+    def step(self, touched: Collection[str], scale: float, options: Sequence[Mapping[str, Any]]) -> None:
         """Update the slices whose parameters got a gradient anywhere, from gradients times `scale`."""
         for unit in self._units:
-            for segment in unit.segments:
-                if segment.final is None or segment.master is None:
-                    continue
-                if not (isinstance(scale, float) and scale == 1.0):
-                    segment.final.mul_(scale)
-                gradients = segment.final.to(segment.master.dtype)
-                for part in segment.map.slices(segment.range(segment.around.layout.optimizer)):
-                    gradient = gradients.narrow(0, part.offset, part.stop - part.start)
-                    self.slices[part.name].grad = gradient if part.name in touched else None
+            if scale != 1.0:
+                unit.scale_gradients(scale)
+            self._present(unit, touched)
+        now: list[dict[str, Any]] = []
+        self.remember_options(now)
+        self._use(options)
         self.torch.step()
-        for piece in self.slices.values():
-            piece.grad = None
+        self._use(now)
+        for own in self.slices.values():
+            own.grad = None
+
+    def step_ahead(self, touched: Collection[str]) -> None:
+        """Bring the step's result to the parameters and leave masters and states as they were.
+
+        See [Note: the lazy commit] in step_end.py. The copies are of one unit at a time.
+        """
+        for unit in self._units:
+            masters = [segment.master for segment in unit.segments if segment.master is not None]
+            kept = [master.clone() for master in masters]
+            names = [name for name, _ in unit.trained() if name in self.slices]
+            states = {name: self._copy_state(name) for name in names}
+            self._present(unit, touched)
+            self.torch.step()
+            for name in names:
+                self.slices[name].grad = None
+            unit.sync_parameters()
+            for master, before in zip(masters, kept, strict=True):
+                master.copy_(before)
+            for name, state in states.items():
+                self._restore_state(name, state)
+
+    def _present(self, unit: Unit, touched: Collection[str]) -> None:
+        """Give a unit's slices their gradients."""
+        for segment in unit.segments:
+            if segment.final is None or segment.master is None:
+                continue
+            gradients = segment.final.to(segment.master.dtype)
+            for part in segment.map.slices(segment.range(segment.around.layout.optimizer)):
+                gradient = gradients.narrow(0, part.offset, part.stop - part.start)
+                self.slices[part.name].grad = gradient if part.name in touched else None
+
+    def _use(self, options: Sequence[Mapping[str, Any]]) -> None:
+        for group, chosen in zip(self.torch.param_groups, options, strict=True):
+            group.update(chosen)
+
+    def _copy_state(self, name: str) -> dict[str, Any] | None:
+        state = self.torch.state.get(self.slices[name])
+        if state is None:
+            return None
+        return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+
+    def _restore_state(self, name: str, before: dict[str, Any] | None) -> None:
+        own = self.slices[name]
+        if before is None:
+            self.torch.state.pop(own, None)
+            return
+        state = self.torch.state[own]
+        for key, value in before.items():
+            if isinstance(value, torch.Tensor):
+                state[key].copy_(value)
+            else:
+                state[key] = value
 
     def states(self) -> dict[str, dict[str, Any]]:
         """Optimizer state by parameter name and key."""

@@ -6,6 +6,7 @@
     other dtype, p and os at one level  the master alone; p is cast from it when gathered
     other dtype, other levels           p and master
     frozen                              p alone
+    post-validated steps                p and master, whatever their dtypes and levels: p is a step ahead of it
 
 `whole` is what the module's parameters view. Where p rests whole it is that storage itself; elsewhere it is a
 transient storage, resized to nothing and back, never exchanged: the views that autograd saved between a forward and
@@ -66,13 +67,17 @@ def dtype_of(name: str) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a segment needs to know of the run."""
+    """What a segment needs to know of the run.
+
+    keeps_apart: whether p and master are stored apart even where one could serve for both.
+    """
 
     layout: Layout
     precision: Precision
     nest: Nest
     transport: Transport
     device: torch.device
+    keeps_apart: bool = False
 
     def peers(self, axis: Axis) -> Peers:
         """The ranks along a data-parallel axis."""
@@ -127,14 +132,14 @@ class Segment:
         self.master: torch.Tensor | None = None
         if not self.trainable:
             self.rest = torch.zeros(len(self.range(p)), dtype=self.compute, device=device)
-        elif self.compute == master_dtype:
+        elif self.compute == master_dtype and not self.around.keeps_apart:
             coarse = min(p, os)
             store = torch.zeros(len(self.range(coarse)), dtype=master_dtype, device=device)
             self.rest = self._part(store, coarse, p)
             self.master = self._part(store, coarse, os)
         else:
             self.master = torch.zeros(len(self.range(os)), dtype=master_dtype, device=device)
-            if p is not os:
+            if p is not os or self.around.keeps_apart:
                 self.rest = torch.zeros(len(self.range(p)), dtype=self.compute, device=device)
         self.permanent = p is Level.N and self.rest is not None
         if self.permanent:
@@ -305,7 +310,11 @@ class Segment:
     @property
     def shares(self) -> bool:
         """Whether p and master are views of one storage."""
-        return self.rest is not None and self.master is not None and self.rest.dtype == self.master.dtype
+        return (
+            self.rest is not None
+            and self.master is not None
+            and self.rest.untyped_storage().data_ptr() == self.master.untyped_storage().data_ptr()
+        )
 
     def held(self) -> dict[str, list[torch.Tensor]]:
         """Tensors whose storages this segment holds, by component; the optimizer's states are not among them."""

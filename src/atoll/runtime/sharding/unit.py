@@ -140,6 +140,12 @@ class Unit:
                 tag = Tag(Channel.SHARED, self.spec.index, part)
                 self.around.transport.total_ordered(segment.final, self.owners, tag)
 
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply the step's gradients."""
+        for segment in self.segments:
+            if segment.final is not None:
+                segment.final.mul_(factor)
+
     def sync_parameters(self) -> None:
         """Bring the optimizer's result to where the parameters rest."""
         for segment in self.segments:

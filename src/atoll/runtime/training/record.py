@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from atoll.config import Config
 from atoll.layouts import Footprint
 from atoll.plan import Plan, split_blocks
-from atoll.runtime.engine import Evaluation, StepResult
+from atoll.runtime.engine import Evaluation
+from atoll.runtime.step_end import StepResult
 from atoll.runtime.training import folder as files
 from atoll.runtime.training.folder import RunFolder
 from atoll.trace import Trace, to_chrome
