@@ -103,32 +103,52 @@ def _time_rows(schedule: Schedule, trace: Timeline, width: int) -> list[list[str
 
 _COLOURS = {Op.F: "#8fb8de", Op.I: "#f2b880", Op.W: "#a9cf9a", Op.B: "#e8998d"}
 _NAMES = {Op.F: "F forward", Op.I: "I backward for the input", Op.W: "W backward for the weights", Op.B: "B backward"}
-_ROW, _BAR, _LEFT, _TOP = 30, 24, 64, 34  # pixels: pitch of ranks, height of a bar, margins
+_ROW, _BAR, _LEFT, _RIGHT = 30, 26, 64, 16  # pixels: pitch of ranks, height of a bar, margins
+_LETTER = 7.5  # pixels of a character of a bar's name, at most
+
+SVG_STYLE = """<style>
+text { font: 13px system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; fill: #1f2328 }
+.page { fill: #ffffff } .lane { fill: #eff1f3 } .tick { stroke: #b6bec6 } .quiet { fill: #59636e }
+.name { fill: #14202b; font-size: 12px } .head { font-size: 15px; font-weight: 600 }
+@media (prefers-color-scheme: dark) {
+text { fill: #e6edf3 } .name { fill: #14202b }
+.page { fill: #0d1117 } .lane { fill: #1c232b } .tick { stroke: #4a525b } .quiet { fill: #9aa4ae }
+}
+</style>"""
+"""Colours of pictures, on a page of their own, so that they are readable on any page around them."""
 
 
-def draw_svg(picture: Timeline | Schedule, *, width: int = 1200) -> str:
-    """A self-contained SVG `width` pixels wide: a bar an action, with its name and times as a tooltip."""
+def draw_svg(picture: Timeline | Schedule, *, width: int = 1200, title: str = "") -> str:
+    """A self-contained SVG `width` pixels wide: a bar an action, with its name and times as a tooltip.
+
+    Where every rank runs the stage of its own number, bars are named without it. The `title` is written above.
+    """
     boxes = _unit_boxes(picture) if isinstance(picture, Schedule) else _timed_boxes(picture)
-    title = str(picture) if isinstance(picture, Schedule) else "trace"
     ranks = 1 + max(box.rank for box in boxes)
     first, last = min(box.start for box in boxes), max(box.end for box in boxes)
-    scale = (width - _LEFT - 16) / ((last - first) or 1.0)
-    height = _TOP + ranks * _ROW + 56
+    scale = (width - _LEFT - _RIGHT) / ((last - first) or 1.0)
+    top = 36 if title else 10
+    bottom = top + ranks * _ROW
+    height = bottom + 56
+    is_line = all(box.action.stage == box.rank for box in boxes)
+    hidden = title or (str(picture) if isinstance(picture, Schedule) else "timeline")
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        'font-family="sans-serif" font-size="11">',
-        f"<title>{escape(title)}</title>",
-        f'<rect width="{width}" height="{height}" fill="white"/>',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">',
+        f"<title>{escape(hidden)}</title>",
+        SVG_STYLE,
+        f'<rect class="page" width="{width}" height="{height}" rx="6"/>',
     ]
+    if title:
+        parts.append(f'<text class="head" x="8" y="22">{escape(title)}</text>')
     for rank in range(ranks):
-        middle = _TOP + rank * _ROW + _BAR / 2 + 4
-        parts.append(f'<text x="8" y="{middle:g}">rank {rank}</text>')
-        parts.append(f'<rect x="{_LEFT}" y="{_TOP + rank * _ROW}" width="{width - _LEFT - 16}" height="{_BAR}" '
-                     'fill="#f3f3f3"/>')  # fmt: skip
-    parts += [_bar(box, (box.start - first) * scale, (box.end - box.start) * scale, box.action.stage // ranks)
-              for box in boxes]  # fmt: skip
-    parts += _axis(first, last, scale, _TOP + ranks * _ROW)
-    parts += _legend({box.action.op for box in boxes}, height - 12)
+        y = top + rank * _ROW
+        parts.append(f'<text x="8" y="{y + _BAR / 2 + 5:g}">rank {rank}</text>')
+        parts.append(f'<rect class="lane" x="{_LEFT}" y="{y}" width="{width - _LEFT - _RIGHT}" height="{_BAR}"/>')
+    parts += _axis(first, last, scale, top=top, bottom=bottom)
+    for box in boxes:
+        left, wide = _LEFT + (box.start - first) * scale, (box.end - box.start) * scale
+        parts.append(_bar(box, left, wide, y=top + box.rank * _ROW, turn=box.action.stage // ranks, is_line=is_line))
+    parts += _legend({box.action.op for box in boxes}, height - 14)
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
@@ -142,34 +162,36 @@ def _unit_boxes(schedule: Schedule) -> list[_Box]:
     return [_Box(rank, action, level, level + 1) for rank, action, level in cells if action.op.is_compute]
 
 
-def _bar(box: _Box, left: float, wide: float, turn: int) -> str:
+def _bar(box: _Box, x: float, wide: float, *, y: int, turn: int, is_line: bool) -> str:
     """Later chunks of a rank have an outline of their own, so that they are told apart without another colour."""
-    name = str(box.action)
-    x, y = _LEFT + left, _TOP + box.rank * _ROW
-    stroke = "#333333" if turn % 2 else "#ffffff"
+    name = str(box.action)[len(str(box.action.stage)) if is_line else 0 :]
+    outline = ' stroke="#333333"' if turn % 2 else ""
+    # Where the name has no room, the colour tells the op.
+    shown = next((each for each in (name, str(box.action.microbatch)) if wide > _LETTER * len(each)), None)
     text = ""
-    if wide > 6.5 * len(name):
-        text = f'<text x="{x + wide / 2:.2f}" y="{y + _BAR / 2 + 4:g}" text-anchor="middle">{name}</text>'
-    tip = f"{name} on rank {box.rank}: {box.start:g} to {box.end:g}"
-    bar = (f'<rect x="{x:.2f}" y="{y}" width="{wide:.2f}" height="{_BAR}" fill="{_COLOURS[box.action.op]}" '
-           f'stroke="{stroke}" stroke-width="0.6"/>')  # fmt: skip
+    if shown is not None:
+        text = f'<text class="name" x="{x + wide / 2:.2f}" y="{y + _BAR / 2 + 4:g}" text-anchor="middle">{shown}</text>'
+    tip = f"{box.action} on rank {box.rank}: {box.start:g} to {box.end:g}"
+    # A pixel less than it takes, so that neighbours are told apart on any page.
+    bar = (f'<rect x="{x:.2f}" y="{y}" width="{max(wide - 1, 0.5):.2f}" height="{_BAR}" rx="2" '
+           f'fill="{_COLOURS[box.action.op]}"{outline}/>')  # fmt: skip
     return f"<g><title>{tip}</title>{bar}{text}</g>"
 
 
-def _axis(first: float, last: float, scale: float, y: float) -> list[str]:
+def _axis(first: float, last: float, scale: float, *, top: int, bottom: int) -> list[str]:
     parts = []
     for tick in range(11):
-        time = first + (last - first) * tick / 10
-        x = _LEFT + (time - first) * scale
-        parts.append(f'<line x1="{x:.2f}" y1="{_TOP}" x2="{x:.2f}" y2="{y}" stroke="#bbbbbb" stroke-dasharray="2 4"/>')
-        parts.append(f'<text x="{x:.2f}" y="{y + 14}" text-anchor="middle" fill="#555555">{time:.4g}</text>')
+        time = (last - first) * tick / 10
+        x = _LEFT + time * scale
+        parts.append(f'<line class="tick" x1="{x:.2f}" y1="{top}" x2="{x:.2f}" y2="{bottom}" stroke-dasharray="2 4"/>')
+        parts.append(f'<text class="quiet" x="{x:.2f}" y="{bottom + 13}" text-anchor="middle">{time:.4g}</text>')
     return parts
 
 
 def _legend(ops: Iterable[Op], y: float) -> list[str]:
     parts, x = [], float(_LEFT)
     for op in sorted(ops, key=lambda op: op.code):
-        parts.append(f'<rect x="{x:g}" y="{y - 10:g}" width="12" height="12" fill="{_COLOURS[op]}"/>')
-        parts.append(f'<text x="{x + 18:g}" y="{y:g}">{_NAMES[op]}</text>')
-        x += 60 + 6 * len(_NAMES[op])
+        parts.append(f'<rect x="{x:g}" y="{y - 11:g}" width="14" height="14" rx="2" fill="{_COLOURS[op]}"/>')
+        parts.append(f'<text x="{x + 20:g}" y="{y:g}">{_NAMES[op]}</text>')
+        x += 52 + 7 * len(_NAMES[op])
     return parts

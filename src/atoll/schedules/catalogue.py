@@ -8,81 +8,53 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from atoll.errors import ConfigError
+from atoll.ir.placement import Kind
 from atoll.ir.schedule import Schedule
+from atoll.schedules import forms
+from atoll.schedules.breadth_first import breadth_first
+from atoll.schedules.closed_form import ClosedForm, RankForm
+from atoll.schedules.controllable_memory import v_half, v_min
+from atoll.schedules.dualpipe_v import dualpipe_v
 from atoll.schedules.gpipe import gpipe
+from atoll.schedules.interleaved import interleaved
 from atoll.schedules.one_forward_one_backward import one_forward_one_backward
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """What a closed form is a function of: p ranks with v chunks, m microbatches, and costs equal on all ranks.
-
-    Costs are of a rank's whole share: T_F forward, T_I backward for the input, T_W backward for the weights.
-    """
-
-    ranks: int
-    microbatches: int
-    forward: float = 1.0
-    input_grad: float = 1.0
-    weight_grad: float = 1.0
-    chunks: int = 1
-
-    @property
-    def work(self) -> float:
-        """m (T_F + T_I + T_W), what every rank computes."""
-        return self.microbatches * (self.forward + self.input_grad + self.weight_grad)
-
-
-@dataclass(frozen=True, slots=True)
-class ClosedForm:
-    """A published or derived formula: its text, where it holds, and the same two as functions of the sizes.
-
-    Bubbles are of the makespan, without hops: makespan = work + bubble.
-    """
-
-    text: str
-    domain: str
-    holds: Callable[[Sizes], bool]
-    value: Callable[[Sizes], float]
+from atoll.schedules.timing import StageCosts
+from atoll.schedules.unit import unit_schedule
+from atoll.schedules.zero_bubble import zero_bubble_h1, zero_bubble_h2
+from atoll.schedules.zero_bubble_v import zero_bubble_v
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
     """A row of the catalogue.
 
-    fused_bubble   the full backward releases the input's gradient at its end
-    early_bubble   after its I part, as Atoll's runtime does
-    peak           microbatches whose activations rank r keeps at most, r from 0
-    options        what `function` takes besides ranks and microbatches
+    bubbles       closed forms, for the options' defaults except where the sizes name them
+    activations   microbatches that rank r keeps from F to I or B: what Trace.peak_microbatches measures
+    kept          from F to W or B: with what a pending W keeps
+    chunks        stages a rank, if nothing else is asked for
+    options       what `function` takes besides ranks and microbatches
     """
 
     name: str
     function: Callable[..., Schedule]
     summary: str
     paper: str
-    fused_bubble: ClosedForm
-    early_bubble: ClosedForm
-    peak_text: str
-    peak: Callable[[Sizes, int], float]
+    bubbles: tuple[ClosedForm, ...]
+    activations: RankForm
+    kept: RankForm
+    placement: Kind = "line"
+    chunks: int = 1
     options: tuple[str, ...] = ()
 
 
-def _always(sizes: Sizes) -> bool:
-    return True
-
-
-_FUSED_RAMP = ClosedForm(
-    text="(p-1)(T_F+T_I+T_W)",
-    domain="equal ranks, any p and m",
-    holds=_always,
-    value=lambda sizes: (sizes.ranks - 1) * (sizes.forward + sizes.input_grad + sizes.weight_grad),
+_ONE_EACH = RankForm("min(m, p-r)", lambda sizes, rank: min(sizes.microbatches, sizes.ranks - rank))
+_INTERLEAVED = RankForm(
+    "min(m, (2(p-r-1) + (v-1)g + 1)/v), g the largest group; min(m, p-r) for v = 1", forms.interleaved_peak
 )
-_EARLY_RAMP = ClosedForm(
-    text="(p-1)(T_F+T_I)",
-    domain="equal ranks, any p and m",
-    holds=_always,
-    value=lambda sizes: (sizes.ranks - 1) * (sizes.forward + sizes.input_grad),
-)
+_V = RankForm("min(m, p); for m < 2p-1 also at most (m+r+1)/2", forms.zero_bubble_v_peak)
+_HALF = RankForm("(p+2) // 2", lambda sizes, rank: (sizes.ranks + 2) // 2, "at most")
+_THIRD = RankForm("(p+4) // 3", lambda sizes, rank: (sizes.ranks + 4) // 3, "at most")
+_DUAL = RankForm("p + 1/2", lambda sizes, rank: min(sizes.microbatches, sizes.ranks + 0.5), "at most")
 
 _ENTRIES = (
     Entry(
@@ -90,20 +62,120 @@ _ENTRIES = (
         function=gpipe,
         summary="all forwards, then all backwards",
         paper="arXiv 1811.06965",
-        fused_bubble=_FUSED_RAMP,
-        early_bubble=_EARLY_RAMP,
-        peak_text="m",
-        peak=lambda sizes, rank: sizes.microbatches,
+        bubbles=forms.ONE_CHUNK,
+        activations=forms.ALL,
+        kept=forms.ALL,
     ),
     Entry(
         name="1f1b",
         function=one_forward_one_backward,
         summary="one forward, one backward in turn",
         paper="arXiv 2006.09503",
-        fused_bubble=_FUSED_RAMP,
-        early_bubble=_EARLY_RAMP,
-        peak_text="min(m, p-r)",
-        peak=lambda sizes, rank: min(sizes.microbatches, sizes.ranks - rank),
+        bubbles=forms.ONE_CHUNK,
+        activations=_ONE_EACH,
+        kept=_ONE_EACH,
+    ),
+    Entry(
+        name="interleaved",
+        function=interleaved,
+        summary="1F1B over several chunks a rank",
+        paper="arXiv 2104.04473",
+        bubbles=forms.INTERLEAVED,
+        activations=_INTERLEAVED,
+        kept=_INTERLEAVED,
+        placement="loop",
+        chunks=2,
+        options=("chunks",),
+    ),
+    Entry(
+        name="breadth-first",
+        function=breadth_first,
+        summary="all microbatches through one chunk before the next",
+        paper="arXiv 2211.05953",
+        bubbles=forms.BREADTH_FIRST,
+        activations=forms.ALL,
+        kept=forms.ALL,
+        placement="loop",
+        chunks=2,
+        options=("chunks",),
+    ),
+    Entry(
+        name="zb-h1",
+        function=zero_bubble_h1,
+        summary="1F1B with a split backward, in 1F1B's memory",
+        paper="arXiv 2401.10241",
+        bubbles=forms.ZERO_BUBBLE_H1,
+        activations=_ONE_EACH,
+        kept=RankForm("min(m, p)", lambda sizes, rank: min(sizes.microbatches, sizes.ranks)),
+    ),
+    Entry(
+        name="zb-h2",
+        function=zero_bubble_h2,
+        summary="split backward and twice the warm-up, in twice the memory",
+        paper="arXiv 2401.10241",
+        bubbles=forms.ZERO_BUBBLE_H2,
+        activations=RankForm(
+            "min(m, 2(p-r)-1)", lambda sizes, rank: min(sizes.microbatches, 2 * (sizes.ranks - rank) - 1)
+        ),
+        kept=RankForm("min(m, 2p-1)", lambda sizes, rank: min(sizes.microbatches, 2 * sizes.ranks - 1)),
+    ),
+    Entry(
+        name="zb-v",
+        function=zero_bubble_v,
+        summary="no bubble in 1F1B's memory where F, I and W take the same time",
+        paper="arXiv 2401.10241",
+        bubbles=forms.ZERO_BUBBLE_V,
+        activations=_V,
+        kept=_V,
+        placement="v",
+        chunks=2,
+    ),
+    Entry(
+        name="v-half",
+        function=v_half,
+        summary="half of 1F1B's activations, about half of its bubble",
+        paper="arXiv 2405.15362",
+        bubbles=forms.V_HALF,
+        activations=_HALF,
+        kept=_HALF,
+        placement="v",
+        chunks=2,
+        options=("costs",),
+    ),
+    Entry(
+        name="v-min",
+        function=v_min,
+        summary="a third of 1F1B's activations, about two thirds of its bubble",
+        paper="arXiv 2405.15362",
+        bubbles=forms.V_MIN,
+        activations=_THIRD,
+        kept=_THIRD,
+        placement="v",
+        chunks=2,
+        options=("costs",),
+    ),
+    Entry(
+        name="dualpipe-v",
+        function=dualpipe_v,
+        summary="forwards of one chunk beside backwards of the other, from 2p-1 microbatches up",
+        paper="github.com/deepseek-ai/DualPipe",
+        bubbles=forms.DUALPIPE_V,
+        activations=_DUAL,
+        kept=_DUAL,
+        placement="v",
+        chunks=2,
+    ),
+    Entry(
+        name="unit",
+        function=unit_schedule,
+        summary="units of microbatches, chunk by chunk: few gathers and reductions of sharded parameters",
+        paper="arXiv 2402.03791",
+        bubbles=forms.UNIT,
+        activations=RankForm("U, the largest unit", lambda sizes, rank: forms.largest_unit(sizes)),
+        kept=RankForm("2U", lambda sizes, rank: 2 * forms.largest_unit(sizes), "at most"),
+        placement="loop",
+        chunks=2,
+        options=("chunks", "unit", "keep", "costs"),
     ),
 )
 
@@ -111,21 +183,30 @@ CATALOGUE: Mapping[str, Entry] = MappingProxyType({entry.name: entry for entry i
 """Name -> row, in the order in which they are listed to users."""
 
 
-def build(name: str, *, ranks: int, microbatches: int, **options: object) -> Schedule:
-    """Builds the schedule `name`. Raises ConfigError for an unknown name or option, or an impossible size."""
+def build(name: str, *, ranks: int, microbatches: int, costs: StageCosts | None = None, **options: object) -> Schedule:
+    """Builds the schedule `name`. An option that is None is one that is not given.
+
+    Every schedule takes `costs` (an atoll.sim.Costs); those of a fixed order have no use for them.
+    Raises ConfigError for an unknown name or option, or an impossible size.
+    """
     entry = CATALOGUE.get(name)
     if entry is None:
         raise ConfigError(f"schedule {name!r} does not exist{_nearest(name, CATALOGUE)}: choose one of "
                           f"{', '.join(CATALOGUE)}")  # fmt: skip
-    for word, count in (("ranks", ranks), ("microbatches", microbatches)):
-        if count < 1:
-            raise ConfigError(f"schedule {name!r} needs at least 1 of {word}, not {count}")
-    for option in options:
+    given = {option: value for option, value in options.items() if value is not None}
+    for option in given:
         if option not in entry.options:
             known = ", ".join(entry.options) or "none"
             guess = _nearest(option, entry.options)
             raise ConfigError(f"schedule {name!r} has no option {option!r}{guess}: its options are {known}")
-    return entry.function(ranks=ranks, microbatches=microbatches, **options)
+    counts = {"ranks": ranks, "microbatches": microbatches} | given
+    for word in ("ranks", "microbatches", "chunks", "unit", "keep"):
+        count = counts.get(word, 1)
+        if not isinstance(count, int) or count < 1:
+            raise ConfigError(f"schedule {name!r} needs at least 1 of {word}, not {count}")
+    if costs is not None and "costs" in entry.options:
+        given["costs"] = costs
+    return entry.function(ranks=ranks, microbatches=microbatches, **given)
 
 
 def _nearest(word: str, known: Iterable[str]) -> str:

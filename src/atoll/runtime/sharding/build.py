@@ -52,6 +52,7 @@ def build(
     shared = shared_parameters(adapter)
     mine = [stage for stage in range(len(runs)) if rank_of_stage[stage] == place.pp]
     local = [block for stage in mine for block in runs[stage]]
+    phases = _phases([blocks[at] for at in local], shared, is_split=len(runs) > 1)
     units: dict[int, Unit] = {}
     replaced: dict[int, nn.Parameter] = {}
     for at in local:
@@ -62,8 +63,6 @@ def build(
                 continue
             owners = tuple(ranks[pp] for pp in owners_of(spec.blocks, runs, rank_of_stage))
             found = {name: _find(values, name, shared) for name in spec.names}
-            holders = [blocks[user].module for user in local if user in spec.blocks]
-            phases = {name: _phases(found[name], holders, is_split=len(runs) > 1) for name in found}
             units[spec.index] = Unit(spec, found, around, owners=owners, phases=phases)
         for spec in specs:
             # A shared unit stays whole until its last block here has been initialised.
@@ -92,18 +91,19 @@ def build(
     return Sharded(specs, ordered, tuple(stages), trainable)
 
 
-def _phases(parameter: nn.Parameter, blocks: Sequence[nn.Module], *, is_split: bool) -> frozenset[Phase]:
-    """When the gradient of a parameter comes out: see [Note: phases] in segment.py.
+def _phases(blocks: Sequence[Block], shared: Mapping[str, str], *, is_split: bool) -> dict[str, frozenset[Phase]]:
+    """When the gradient of each parameter of this rank comes out, by first name: see [Note: phases] in segment.py.
 
     Without a pipeline nobody waits for the input's gradient, so nothing is deferred.
     """
-    found: set[Phase] = set()
+    found: dict[str, set[Phase]] = {}
     for block in blocks:
-        for module in block.modules():
-            for name, held in module.named_parameters(recurse=False, remove_duplicate=False):
-                if held is parameter:
-                    found.add("W" if is_split and name == "weight" and is_deferrable(module) else "I")
-    return frozenset(found)
+        for prefix, module in block.named_modules():
+            for name, _ in module.named_parameters(recurse=False, remove_duplicate=False):
+                qualified = f"{prefix}.{name}"
+                is_deferred = is_split and name == "weight" and is_deferrable(module)
+                found.setdefault(shared.get(qualified, qualified), set()).add("W" if is_deferred else "I")
+    return {name: frozenset(phases) for name, phases in found.items()}
 
 
 def _first_dtype(around: Surroundings) -> torch.dtype:

@@ -1,0 +1,405 @@
+"""Writes the generated parts of the pages, and the pictures: `make docs`. `--check` writes nothing and exits with 1
+when a page or a picture is out of date.
+
+A part lies between `<!-- generated: name -->` and `<!-- end -->`; what is around it is written by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+from pydantic_core import PydanticUndefined
+
+from atoll import errors
+from atoll.cli.layouts import table as layouts_table
+from atoll.cli.main import app
+from atoll.config.emit import value_to_toml
+from atoll.config.schema import Config, Section
+from atoll.ir.draw import SVG_STYLE, draw, draw_svg
+from atoll.layouts import (
+    ALL,
+    GATHER_PARAMETER,
+    REDUCE_GRADIENT,
+    SYNC_GRADIENT,
+    SYNC_PARAMETER,
+    Axis,
+    Layout,
+    Level,
+    Nest,
+)
+from atoll.schedules import CATALOGUE, Sizes, build
+from atoll.sim import Costs, simulate
+from atoll.units import format_bytes
+
+ROOT = Path(__file__).resolve().parents[1]
+PART = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+# ---- the keys of a config
+
+MEANINGS: Mapping[str, str] = {
+    "model.source": '"builtin", the decoder of `atoll.models`; other sources are refused in this version',
+    "model.layers": "transformer layers; at least as many as pipeline stages",
+    "model.hidden": "width of the hidden state, a multiple of `heads` with an even quotient",
+    "model.heads": "attention heads",
+    "model.kv_heads": "key and value heads, a divisor of `heads`: grouped queries",
+    "model.ffn": "inner width of the SwiGLU",
+    "model.dropout": "on attention and on both branches of a layer",
+    "model.tie_embeddings": "the head uses the embedding's weight",
+    "model.rope_theta": "base of the rotary positions",
+    "model.norm_eps": "epsilon of the RMSNorms",
+    "model.vocabulary": "ids that the model knows, at least the tokenizer's",
+    "data.source": '"stdlib", or a file or folder: [data.md](data.md)',
+    "data.tokenizer": '"bytes" (256 ids, none special), "bpe-N" (trained on the corpus), or a tokenizer.json',
+    "data.sequence": "tokens of a sample",
+    "data.validation": "share of the corpus that is held back",
+    "data.text_field": "key or column of the text in JSONL, parquet and datasets",
+    "data.cache": "folder for tokenizers and token arrays",
+    "data.seed": "seed of the sample order",
+    "train.steps": "updates of the optimizer, from the start of the run",
+    "train.global_batch": "sequences a step, over all ranks",
+    "train.microbatch": "sequences of a microbatch, on one data-parallel rank",
+    "train.precision": "bf16 keeps master weights, optimizer state, gradients and reductions in fp32",
+    "train.seed": "of initial weights, dropout and samples",
+    "train.lr": "largest learning rate",
+    "train.min_lr_ratio": "rate of the last step, as a share of `lr`",
+    "train.warmup": "steps in which the rate rises linearly from 0 to `lr`",
+    "train.lr_schedule": "how it falls after the warm-up",
+    "train.betas": "of AdamW",
+    "train.eps": "of AdamW",
+    "train.weight_decay": "of matrices; vectors (norms, biases) are not decayed",
+    "train.clip": "largest global gradient norm, 0 for none",
+    "train.eval_every": "steps between validations; 0 for the start and the end only",
+    "train.eval_batches": "validation batches at most, each as large as a step",
+    "train.sample_tokens": "tokens generated at the end, 0 for none",
+    "train.prompt": "what the generated text begins with",
+    "train.frozen": "name patterns with `*` and `?` of parameters that are not trained, as in `embed.*`",
+    "parallel.ranks": "local processes; under a launcher its world decides",
+    "parallel.pipeline": "pipeline ranks",
+    "parallel.schedule": "a name of the [catalogue](schedules.md)",
+    "parallel.tensor": "1; tensor parallelism is not in this version",
+    "parallel.intra": "ranks of a group; there are ranks / (pipeline · tensor · intra) groups",
+    "parallel.layout": "three levels, or an alias such as `zero-2`: [layouts.md](layouts.md)",
+    "parallel.recompute": 'activations made again in backward: "block" all of a block\'s, "selective" all but the '
+    "results of its matrix products",
+    "parallel.device": '"auto" takes a GPU for each rank of the machine if there are enough, else the CPU',
+    "parallel.timeout": "seconds until a silent peer is given up",
+    "run.folder": "where the run writes",
+    "run.port": "of the local processes' rendezvous, 0 for any free one",
+    "run.overwrite": "replace the run that the folder holds",
+    "run.tensorboard": "also write TensorBoard events, if the package is there",
+    "checkpoint.every": "steps between checkpoints; 0 for the last step only",
+    "checkpoint.keep": "how many of the newest are kept",
+}
+
+DEFAULTS: Mapping[str, str] = {
+    "model.kv_heads": "`heads`",
+    "model.ffn": "8/3 of `hidden`, rounded up to a multiple of 8",
+    "model.vocabulary": "the tokenizer's",
+    "data.cache": "`$XDG_CACHE_HOME/atoll` or `~/.cache/atoll`",
+    "data.seed": "`train.seed`",
+}
+"""Defaults that depend on something else."""
+
+
+def config_keys() -> str:
+    parts, seen = [], set()
+    schema = Config.model_json_schema()
+    for section, field in Config.model_fields.items():
+        model = field.annotation
+        assert isinstance(model, type)
+        assert issubclass(model, Section)
+        properties = schema["$defs"][model.__name__]["properties"]
+        rows = []
+        for key, each in model.model_fields.items():
+            name = f"{section}.{key}"
+            seen.add(name)
+            assert each.default is not PydanticUndefined, f"{name} has no default"
+            default = DEFAULTS.get(name) or f"`{value_to_toml(each.default)}`"
+            rows.append([f"`{key}`", _type_of(properties[key]), default, MEANINGS[name]])
+        parts.append(f"### `[{section}]`\n\n" + markdown_table(["key", "type", "default", "meaning"], rows))
+    unknown = set(MEANINGS) - seen
+    assert not unknown, f"meanings of keys that do not exist: {sorted(unknown)}"
+    return "\n".join(parts)
+
+
+def _type_of(schema: Mapping[str, Any]) -> str:
+    """A JSON schema in words."""
+    if "enum" in schema:
+        return ", ".join(f'"{value}"' for value in schema["enum"])
+    if "anyOf" in schema:
+        return " or ".join(_type_of(each) for each in schema["anyOf"] if each.get("type") != "null")
+    if schema["type"] == "array":
+        items = schema.get("prefixItems")
+        return f"{len(items)} numbers" if items else "list of strings"
+    bounds = [
+        f"{sign} {schema[word]:g}"
+        for word, sign in (("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤"), ("exclusiveMaximum", "<"))
+        if word in schema
+    ]
+    name = {"integer": "whole number", "number": "number", "string": "string", "boolean": "true or false"}
+    return " ".join([name[schema["type"]], ", ".join(bounds)]).strip()
+
+
+# ---- layouts
+
+EXAMPLE = {"parameters": 7e9, "trainable": 7e9, "inter": 4, "intra": 8, "microbatches": 10}
+DIVISORS = {Level.N: "", Level.I: "/m", Level.G: "/n"}
+
+
+def layout_formulas() -> str:
+    rows = []
+    for layout in ALL:
+        p, g, os = layout.parameters, layout.gradients, layout.optimizer
+        memory = f"2Ψ{DIVISORS[p]} + 2Ψ{DIVISORS[g]} + 12Ψ{DIVISORS[os]}"
+        better = layout.dominated_by
+        remark = ", ".join(layout.aliases) if better is None else f"dominated by {better}"
+        name = f"**{layout}**" if layout.effective else str(layout)
+        rows.append([name, memory, _sent(layout, Axis.INTRA, "A"), _sent(layout, Axis.INTER, "X"), remark])
+    return markdown_table(["layout", "bytes held", "sent inside the group", "sent across groups", "also called"], rows)
+
+
+def _sent(layout: Layout, axis: Axis, volume: str) -> str:
+    """Bytes sent along an axis with all parameters trainable: a number of volumes a microbatch and one a step."""
+    p, g, os = layout.parameters, layout.gradients, layout.optimizer
+
+    def along(moves: Sequence[Any]) -> int:
+        return sum(move.axis is axis for move in moves)
+
+    each = 2 * along(GATHER_PARAMETER[p]) + along(REDUCE_GRADIENT[g])
+    once = along(SYNC_GRADIENT[g, os]) + along(SYNC_PARAMETER[os, p])
+    terms = [f"{'' if count == 1 else count}{unit}" for count, unit in ((each, "s"), (once, "")) if count]
+    if not terms:
+        return "0"
+    factor = " + ".join(term or "1" for term in terms)
+    return f"({factor}) {volume}" if len(terms) > 1 else f"{'' if factor == '1' else factor + ' '}{volume}"
+
+
+def layout_example() -> str:
+    rows = [row for row in layouts_table(**EXAMPLE) if row["effective"]]  # type: ignore[arg-type]
+    rows.sort(key=lambda row: -row["bytes_per_rank"]["held"])
+    cells = []
+    for row in rows:
+        amounts = (
+            row["bytes_per_rank"]["total"],
+            row["bytes_per_rank"]["held"],
+            row["traffic"]["intra_bytes"],
+            row["traffic"]["inter_bytes"],
+        )
+        cells.append([row["layout"], *(format_bytes(amount, decimal=True) for amount in amounts)])
+    heads = ["layout", "published", "held by Atoll", "sent inside the group", "sent across groups"]
+    return markdown_table(heads, cells)
+
+
+# ---- schedules
+
+RANKS, MICROBATCHES = 4, 8
+RELEASE = {"fused": "fused backward", "early": "early release", "either": "any backward"}
+
+
+def schedule_table() -> str:
+    rows = []
+    for name, entry in CATALOGUE.items():
+        chunks = build(name, ranks=RANKS, microbatches=MICROBATCHES).chunks
+        rows.append([f"[`{name}`](#{name})", entry.summary, str(chunks), _paper(entry.paper)])
+    return markdown_table(["name", "rule", "stages a rank", "source"], rows)
+
+
+def _paper(text: str) -> str:
+    number = text.removeprefix("arXiv ")
+    if number != text:
+        return f"[{text}](https://arxiv.org/abs/{number})"
+    return f"[{text}](https://{text})" if text.startswith("github.com/") else text
+
+
+def schedule_pictures() -> str:
+    return "\n".join(_schedule_section(name) for name in CATALOGUE)
+
+
+def _schedule_section(name: str) -> str:
+    entry = CATALOGUE[name]
+    schedule = build(name, ranks=RANKS, microbatches=MICROBATCHES)
+    trace = simulate(schedule, Costs())
+    work = Sizes(RANKS, MICROBATCHES).work
+    forms = markdown_table(
+        ["bubble of the", "with", "is", "for"],
+        [
+            [form.measure, RELEASE[form.backward], f"{form.relation} `{form.text}`", form.domain]
+            for form in entry.bubbles
+        ],
+    )
+    kept = f"{entry.activations.relation} `{entry.activations.text}`"
+    grid = f"```text\n{draw(schedule)}\n```\n\n" if schedule.chunks == 1 else ""
+    peaks = ", ".join(f"{peak:g}" for peak in trace.peak_microbatches)
+    return (
+        f"### {name}\n\n![{name}]({_picture_of(name)})\n\n{grid}{forms}\n"
+        f"Rank r keeps the activations of {kept} microbatches. In the picture, with F = I = W = 1: makespan "
+        f"{trace.makespan:g} = {work:g} of work + {trace.makespan - work:g} of bubble, a rate of "
+        f"{trace.bubble_rate:.2%}; kept by rank: {peaks}.\n"
+    )
+
+
+def _picture_of(name: str) -> str:
+    return f"pictures/{name}.svg"
+
+
+def schedule_svg(name: str) -> str:
+    schedule = build(name, ranks=RANKS, microbatches=MICROBATCHES)
+    return draw_svg(simulate(schedule, Costs()), width=960, title=f"{name}: {RANKS} ranks, {MICROBATCHES} microbatches")
+
+
+# ---- the picture of the README
+
+COLOURS = {"p": "#8fb8de", "g": "#e8998d", "os": "#a9cf9a"}
+GROUPS, GROUP_RANKS = 2, 4
+
+
+def overview_svg() -> str:
+    """A step of 1F1B above, and below where each state of one pipeline rank rests under IIG on two groups of four."""
+    layout = Layout("IIG")
+    schedule = build("1f1b", ranks=RANKS, microbatches=MICROBATCHES)
+    title = f"Order of work: 1F1B, {RANKS} pipeline ranks, {MICROBATCHES} microbatches"
+    timeline = draw_svg(simulate(schedule, Costs()), width=960, title=title).replace(SVG_STYLE, "")
+    height = 470
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 960 {height}" width="960" height="{height}">',
+        "<title>A plan: the order of work of every pipeline rank, and where its model state rests</title>",
+        SVG_STYLE,
+        f'<rect class="page" width="960" height="{height}" rx="6"/>',
+        timeline.strip(),
+        f'<text class="head" x="8" y="240">Where state rests: layout {layout}, each pipeline rank on {GROUPS} groups '
+        f"of {GROUP_RANKS}</text>",
+    ]
+    for group, x in enumerate((8, 542)):
+        parts += _group(layout, group, x=x, y=254)
+    parts += [
+        '<path d="M434 346 H526 M444 339 L432 346 L444 353 M516 339 L528 346 L516 353" fill="none" stroke="#59636e" '
+        'stroke-width="2"/>',
+        '<text x="480" y="325" text-anchor="middle">slow link</text>',
+        '<text class="quiet" x="480" y="374" text-anchor="middle">once a step</text>',
+        "</svg>",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _group(layout: Layout, group: int, *, x: int, y: int) -> list[str]:
+    """A box with the ranks of one group, and of each state the blocks of the flat buffer that a rank keeps."""
+    levels = {"p": layout.parameters, "g": layout.gradients, "os": layout.optimizer}
+    words = {"p": "parameters", "g": "gradients", "os": "optimizer"}
+    cell, pitch, blocks = 13, 116, GROUPS * GROUP_RANKS
+    parts = [
+        f'<rect class="lane" x="{x}" y="{y}" width="410" height="206" rx="6"/>',
+        f'<text x="{x + 12}" y="{y + 24}" font-weight="600">group {group}: fast links inside</text>',
+    ]
+    for column, (state, level) in enumerate(levels.items()):
+        left = x + 64 + column * pitch
+        parts.append(f'<text x="{left}" y="{y + 50}">{words[state]}: {level.name}</text>')
+        for j in range(GROUP_RANKS):
+            held = Nest(GROUPS, GROUP_RANKS, group, j).range(level, blocks)
+            for block in range(blocks):
+                look = f'fill="{COLOURS[state]}"' if block in held else 'class="tick" fill="none" stroke-width="0.6"'
+                place = f'x="{left + block * cell}" y="{y + 60 + j * 28}" width="{cell - 1}" height="20"'
+                parts.append(f"<rect {place} {look}/>")
+    parts += [f'<text x="{x + 12}" y="{y + 75 + j * 28}">rank {j}</text>' for j in range(GROUP_RANKS)]
+    parts.append(
+        f'<text class="quiet" x="{x + 12}" y="{y + 192}">each microbatch: parameters gathered, gradients reduced</text>'
+    )
+    return parts
+
+
+# ---- the command line and the errors
+
+
+def command_line() -> str:
+    parts = []
+    for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
+        arguments = " ".join(each.name.upper() for each in command.params if each.opts == [each.name])
+        paragraphs = [" ".join(each.split()) for each in command.help.split("\n\n")]
+        text = "\n\n".join(each for each in paragraphs if not each.startswith("Keys of the JSON object"))
+        rows = []
+        for each in command.params:
+            word = each.name.upper() if each.opts == [each.name] else each.opts[0]
+            if each.metavar:
+                word += f" {each.metavar}"
+            rows.append([f"`{word}`", _default_of(each), each.help])
+        usage = f"atoll {name} {arguments}".strip()
+        parts.append(f"## `{usage}`\n\n{text}\n\n" + markdown_table(["option", "default", "meaning"], rows))
+    return "\n".join(parts)
+
+
+def _default_of(option: Any) -> str:
+    if option.required:
+        return "required"
+    return "" if option.default in (None, False) else f"`{option.default}`"
+
+
+def error_table() -> str:
+    rows = [
+        [f"`{name}`", str(kind.exit_code), (kind.__doc__ or "").split("\n")[0]]
+        for name, kind in vars(errors).items()
+        if isinstance(kind, type) and issubclass(kind, errors.AtollError)
+    ]
+    return markdown_table(["error", "exit code", "meaning"], rows)
+
+
+# ---- pages
+
+PARTS: Mapping[str, Callable[[], str]] = {
+    "command-line": command_line,
+    "config-keys": config_keys,
+    "errors": error_table,
+    "layout-example": layout_example,
+    "layout-formulas": layout_formulas,
+    "schedule-pictures": schedule_pictures,
+    "schedule-table": schedule_table,
+}
+
+
+def wanted_files() -> dict[Path, str]:
+    """Every page and picture, as it should be."""
+    found = {ROOT / "docs" / _picture_of(name): schedule_svg(name) for name in CATALOGUE}
+    found[ROOT / "docs" / "pictures" / "plan.svg"] = overview_svg()
+    used = set()
+    for page in sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]):
+        text = page.read_text(encoding="utf-8")
+        used |= {name for _, name, _ in PART.findall(text)}
+        found[page] = PART.sub(lambda match: f"{match[1]}{PARTS[match[2]]()}{match[3]}", text)
+    assert used == set(PARTS), f"parts in no page: {sorted(set(PARTS) - used)}"
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Write the generated parts of the pages, and the pictures.")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if something is out of date")
+    check = parser.parse_args().check
+    wanted = wanted_files()
+    stale = [path for path in sorted((ROOT / "docs" / "pictures").glob("*.svg")) if path not in wanted]
+    if not check:
+        for path in stale:
+            path.unlink()
+    for path, text in wanted.items():
+        if path.is_file() and path.read_text(encoding="utf-8") == text:
+            continue
+        stale.append(path)
+        if not check:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+    for path in stale:
+        done = "out of date" if check else "wrote" if path in wanted else "removed"
+        print(f"{done}: {path.relative_to(ROOT)}", file=sys.stderr)
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""Formulas of schedules with the sizes for which they hold: data of the catalogue, tested on all of their domain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+Relation = Literal["exactly", "at most"]
+
+Measure = Literal["makespan", "span"]
+"""Of the step, or of the rank that is in it longest: see atoll.trace."""
+
+Backward = Literal["fused", "early", "either"]
+"""When a full backward releases the input's gradient: at its end, after its I part as Atoll's runtime, whichever."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What a closed form is a function of: p ranks with v chunks, m microbatches, and costs equal on all ranks.
+
+    Costs are of a rank's whole share: T_F forward, T_I backward for the input, T_W backward for the weights. T_c is the
+    latency of a hop. `unit`: microbatches in the largest unit, for schedules that have units.
+    """
+
+    ranks: int
+    microbatches: int
+    forward: float = 1.0
+    input_grad: float = 1.0
+    weight_grad: float = 1.0
+    hop: float = 0.0
+    chunks: int = 1
+    unit: int | None = None
+
+    @property
+    def work(self) -> float:
+        """m (T_F + T_I + T_W), what every rank computes."""
+        return self.microbatches * (self.forward + self.input_grad + self.weight_grad)
+
+    @property
+    def is_even(self) -> bool:
+        """T_F = T_I = T_W."""
+        return self.forward == self.input_grad == self.weight_grad
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedForm:
+    """A published or derived bubble: its text, where it holds, and the same two as functions of the sizes.
+
+    `measure` = work + bubble, for ranks of equal cost. Without hops unless the text names T_c.
+    """
+
+    text: str
+    domain: str
+    value: Callable[[Sizes], float]
+    within: Callable[[Sizes], bool] = lambda sizes: True
+    measure: Measure = "makespan"
+    relation: Relation = "exactly"
+    backward: Backward = "either"
+
+    def holds(self, sizes: Sizes) -> bool:
+        """Whether the form says anything about these sizes."""
+        return (sizes.hop == 0 or "T_c" in self.text) and self.within(sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class RankForm:
+    """Microbatches that rank r (from 0) keeps at most, in whole shares of the rank."""
+
+    text: str
+    value: Callable[[Sizes, int], float]
+    relation: Relation = "exactly"

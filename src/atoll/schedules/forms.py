@@ -1,0 +1,211 @@
+"""The closed forms of each family. p, v, m, r, T_F, T_I, T_W, T_c: see Sizes."""
+
+from __future__ import annotations
+
+from atoll.schedules.closed_form import ClosedForm, RankForm, Sizes
+from atoll.schedules.groups import even_groups
+
+
+def _full(sizes: Sizes) -> float:
+    return sizes.forward + sizes.input_grad + sizes.weight_grad
+
+
+ONE_CHUNK = (
+    ClosedForm(
+        text="(p-1)(T_F+T_I+T_W)",
+        domain="any p and m",
+        value=lambda sizes: (sizes.ranks - 1) * _full(sizes),
+        backward="fused",
+    ),
+    ClosedForm(
+        text="(p-1)(T_F+T_I)",
+        domain="any p and m",
+        value=lambda sizes: (sizes.ranks - 1) * (sizes.forward + sizes.input_grad),
+        backward="early",
+    ),
+)
+"""GPipe and 1F1B."""
+
+
+def _ramp(sizes: Sizes) -> int:
+    """Steps of p-1 ranks, and with fewer microbatches than ranks a gap between each two chunks."""
+    return sizes.ranks - 1 + (sizes.chunks - 1) * max(0, sizes.ranks - sizes.microbatches)
+
+
+def _early_chunks(sizes: Sizes) -> float:
+    late = sizes.ranks * sizes.input_grad - sizes.microbatches * (sizes.input_grad + sizes.weight_grad)
+    gradients = (sizes.ranks - 1) * sizes.input_grad + (sizes.chunks - 1) * max(0.0, late)
+    return (_ramp(sizes) * sizes.forward + gradients) / sizes.chunks
+
+
+_FUSED_CHUNKS = ClosedForm(
+    text="(p-1)(T_F+T_I+T_W)/v; for m < p with p-1+(v-1)(p-m) in place of p-1",
+    domain="any p, v and m",
+    value=lambda sizes: _ramp(sizes) * _full(sizes) / sizes.chunks,
+    backward="fused",
+)
+_EARLY_TEXT = "(p-1)(T_F+T_I)/v; for m < p it adds (v-1)((p-m) T_F + max(0, p T_I - m(T_I+T_W)))/v"
+
+INTERLEAVED = (
+    _FUSED_CHUNKS,
+    ClosedForm(
+        text=_EARLY_TEXT,
+        domain="T_W <= T_F, or m < 2p, or v = 1",
+        value=_early_chunks,
+        within=lambda sizes: (
+            sizes.weight_grad <= sizes.forward or sizes.microbatches < 2 * sizes.ranks or sizes.chunks == 1
+        ),
+        backward="early",
+    ),
+)
+BREADTH_FIRST = (
+    _FUSED_CHUNKS,
+    ClosedForm(text=_EARLY_TEXT, domain="any p, v and m", value=_early_chunks, backward="early"),
+)
+
+
+def interleaved_peak(sizes: Sizes, rank: int) -> float:
+    """Warm-up + 1 chunk forwards, as far as there are so many."""
+    after = sizes.ranks - 1 - rank
+    if sizes.chunks == 1:
+        return min(sizes.microbatches, after + 1)
+    largest = len(even_groups(sizes.microbatches, max(1, sizes.microbatches // sizes.ranks))[0])
+    return min(sizes.microbatches, (2 * after + (sizes.chunks - 1) * largest + 1) / sizes.chunks)
+
+
+def _h1_makespan(sizes: Sizes) -> float:
+    hidden = min(sizes.forward, sizes.input_grad, sizes.weight_grad)
+    return (sizes.ranks - 1) * (sizes.forward + sizes.input_grad - hidden)
+
+
+def _h1_span(sizes: Sizes) -> float:
+    return (sizes.ranks - 1) * (sizes.forward + sizes.input_grad - min(sizes.forward, sizes.weight_grad))
+
+
+ZERO_BUBBLE_H1 = (
+    ClosedForm(
+        text="(p-1)(T_F+T_I-min(T_F, T_I, T_W)), published as (p-1)(T_F+T_I-T_W)",
+        domain="m >= p",
+        value=_h1_makespan,
+        within=lambda sizes: sizes.microbatches >= sizes.ranks,
+    ),
+    ClosedForm(
+        text="(p-1)(T_F+T_I-min(T_F, T_W))",
+        domain="m >= p",
+        value=_h1_span,
+        within=lambda sizes: sizes.microbatches >= sizes.ranks,
+        measure="span",
+    ),
+)
+
+
+def _h2_left(sizes: Sizes) -> float:
+    return sizes.forward + sizes.input_grad + 2 * sizes.hop - 2 * min(sizes.forward, sizes.weight_grad)
+
+
+ZERO_BUBBLE_H2 = (
+    ClosedForm(
+        text="(p-1) max(0, T_F+T_I+2T_c-2min(T_F, T_W)), published as (p-1)(T_F+T_I+2T_c-2T_W)",
+        domain="m >= 2p-1 and T_c <= min(T_F, T_I, T_W)",
+        value=lambda sizes: (sizes.ranks - 1) * max(0.0, _h2_left(sizes)),
+        within=lambda sizes: (
+            sizes.microbatches >= 2 * sizes.ranks - 1
+            and sizes.hop <= min(sizes.forward, sizes.input_grad, sizes.weight_grad)
+        ),
+        measure="span",
+    ),
+    ClosedForm(
+        text="(p-1) max(T_F, T_F+T_I-2min(T_F, T_W))",
+        domain="m >= 2p-1",
+        value=lambda sizes: (sizes.ranks - 1) * max(sizes.forward, _h2_left(sizes)),
+        within=lambda sizes: sizes.microbatches >= 2 * sizes.ranks - 1,
+    ),
+)
+
+
+def _even_and_long(sizes: Sizes) -> bool:
+    return sizes.is_even and sizes.microbatches >= 2 * sizes.ranks - 1
+
+
+ZERO_BUBBLE_V = (
+    ClosedForm(
+        text="0", domain="T_F = T_I = T_W and m >= 2p-1", value=lambda sizes: 0.0, within=_even_and_long, measure="span"
+    ),
+    ClosedForm(
+        text="(p-1) T_F/2",
+        domain="T_F = T_I = T_W and m >= 2p-1",
+        value=lambda sizes: (sizes.ranks - 1) * sizes.forward / 2,
+        within=_even_and_long,
+    ),
+)
+
+
+def zero_bubble_v_peak(sizes: Sizes, rank: int) -> float:
+    """p on every rank; where microbatches run out before that, both chunks of r+1 of them and one chunk of the rest."""
+    return min(sizes.microbatches, sizes.ranks, (sizes.microbatches + 1 + rank) / 2)
+
+
+V_HALF = (
+    ClosedForm(
+        text="(3p-7) T_F/2 for even p, (3p-4) T_F/2 for odd",
+        domain="T_F = T_I = T_W, p >= 3 and m >= 2p",
+        value=lambda sizes: (3 * sizes.ranks - (4 if sizes.ranks % 2 else 7)) * sizes.forward / 2,
+        within=lambda sizes: sizes.is_even and sizes.ranks >= 3 and sizes.microbatches >= 2 * sizes.ranks,
+        relation="at most",
+    ),
+)
+V_MIN = (
+    ClosedForm(
+        text="(4p-5) T_F/2, (4p-7) T_F/2 where 3 divides p",
+        domain="T_F = T_I = T_W, p >= 3 and m >= 2p",
+        value=lambda sizes: (4 * sizes.ranks - (5 if sizes.ranks % 3 else 7)) * sizes.forward / 2,
+        within=lambda sizes: sizes.is_even and sizes.ranks >= 3 and sizes.microbatches >= 2 * sizes.ranks,
+        relation="at most",
+    ),
+)
+
+
+def _suits_dualpipe(sizes: Sizes) -> bool:
+    is_ordered = sizes.weight_grad <= sizes.input_grad and sizes.forward <= sizes.input_grad + sizes.weight_grad
+    return is_ordered and sizes.microbatches >= 2 * sizes.ranks - 1
+
+
+DUALPIPE_V = (
+    ClosedForm(
+        text="(p-1)(T_F+2T_I-T_W)/2, published as (p-1)(F&B+B-3W) in times of a chunk",
+        domain="m >= 2p-1, T_W <= T_I and T_F <= T_I+T_W",
+        value=lambda sizes: (sizes.ranks - 1) * (sizes.forward + 2 * sizes.input_grad - sizes.weight_grad) / 2,
+        within=_suits_dualpipe,
+        relation="at most",
+    ),
+)
+
+
+def largest_unit(sizes: Sizes) -> int:
+    """Microbatches in the largest unit that is run, of the size asked for or the default."""
+    return -(-sizes.microbatches // _unit_count(sizes))
+
+
+def _unit_count(sizes: Sizes) -> int:
+    if sizes.unit is None:
+        return max(1, sizes.microbatches // sizes.ranks)
+    return -(-sizes.microbatches // sizes.unit)
+
+
+def _has_long_units(sizes: Sizes) -> bool:
+    smallest = sizes.microbatches // _unit_count(sizes)
+    return sizes.is_even and sizes.chunks > 1 and smallest >= sizes.ranks
+
+
+UNIT = (
+    ClosedForm(
+        text="(p-1)(T_F+T_I)/v",
+        domain="T_F = T_I = T_W, v >= 2 and no unit smaller than p",
+        value=lambda sizes: (sizes.ranks - 1) * (sizes.forward + sizes.input_grad) / sizes.chunks,
+        within=_has_long_units,
+        relation="at most",
+    ),
+)
+
+ALL = RankForm("m", lambda sizes, rank: sizes.microbatches)
+"""Every microbatch."""

@@ -1,0 +1,58 @@
+"""ZB-V: no bubble in 1F1B's memory, on a V. Qi et al., arXiv 2401.10241, section 6."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+
+from atoll.ir.action import Action, Op
+from atoll.ir.placement import Placement
+from atoll.ir.schedule import Schedule
+
+
+def zero_bubble_v(*, ranks: int, microbatches: int) -> Schedule:
+    """No rank keeps more than p microbatches between F and W, and no bubble is in a span where F = I = W, m >= 2p-1.
+
+    For fewer microbatches, the order for 2p-1 without those that do not exist.
+
+        rank 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 3F2 3I2 3W2 0I1 0W1 3F3 3I3 3W3 0I2 0W2 0I3 0W3
+        rank 1  .   1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 1W1 2F3 2I2 2W2 1I2 2I3 1I3 1W2 2W3 1W3
+    """
+    rows = tuple(tuple(fixed_row(rank, ranks, microbatches)) for rank in range(ranks))
+    return Schedule("zb-v", Placement("v", ranks, 2), microbatches, rows)
+
+
+def fixed_row(rank: int, ranks: int, microbatches: int) -> list[Action]:
+    """The order of one rank, whatever the costs."""
+    row = _row(rank, ranks, max(microbatches, 2 * ranks - 1))
+    return [action for action in row if (action.microbatch or 0) < microbatches]
+
+
+def _row(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
+    """The phases of a rank, for at least 2p-1 microbatches. Each kind of action takes the microbatches from 0 up."""
+    stages = (rank, 2 * ranks - 1 - rank)
+    numbers = {(op, chunk): count() for op in (Op.F, Op.I, Op.W) for chunk in (0, 1)}
+    after = ranks - rank  # ranks from this one to the turn of the V
+
+    def take(ops: str, chunk: int) -> Iterator[Action]:
+        for op in map(Op, ops):
+            yield Action(stages[chunk], op, next(numbers[op, chunk]))
+
+    for _ in range(2 * after - 1):
+        yield from take("F", 0)
+    for _ in range(rank):
+        yield from take("F", 1)
+        yield from take("F", 0)
+    for _ in range(after):
+        yield from take("FIW", 1)
+    forwards_left = microbatches - (2 * ranks - rank - 1)
+    for step in range(microbatches - ranks):
+        yield from take("FIW" if step < forwards_left else "IW", 0)
+        yield from take("FIW", 1)
+    for _ in range(rank):
+        yield from take("I", 0)
+        yield from take("I", 1)
+    for _ in range(after):
+        yield from take("IW", 0)
+    for chunk in (1, 0):
+        yield from take("W" * rank, chunk)

@@ -1,0 +1,177 @@
+"""A step that is validated afterwards gives what waiting gives, to the last bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from atoll import Engine
+from atoll.errors import RunError
+from atoll.layouts import EFFECTIVE
+from atoll.models import SequentialAdapter
+from atoll.testing import run_ranks
+from atoll.testing.parity import Case, History, reference, results, train, whole_parameters
+from atoll.testing.tiny import TinyConfig, tiny_model
+
+EVERYTHING = TinyConfig.everything()
+
+
+def same_bits(one: History, other: History) -> bool:
+    return (
+        one.losses == other.losses
+        and one.norms == other.norms
+        and all(torch.equal(one.parameters[name], other.parameters[name]) for name in one.parameters)
+    )
+
+
+def assert_same(case: Case) -> list[History]:
+    waiting = run_ranks(train, case.ranks, case)
+    ahead = run_ranks(train, case.ranks, replace(case, post_validation=True))
+    for rank, (one, other) in enumerate(zip(waiting, ahead, strict=True)):
+        assert one.losses == other.losses, f"{case}: rank {rank}"
+        assert same_bits(one, other), f"{case}: rank {rank}"
+    return ahead
+
+
+@pytest.mark.parametrize("layout", [layout.name for layout in EFFECTIVE])
+def test_every_layout(layout: str) -> None:
+    # Norms lie around 1.1: some steps are clipped and some are not.
+    norms = reference(Case(model=EVERYTHING, steps=5, clip=None)).norms
+    clip = sorted(norms)[2]
+    assert_same(Case(layout=layout, pipeline=2, inter=1, intra=2, model=EVERYTHING, steps=5, clip=clip))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("layout", ["NNN", "IIG", "GGG"])
+def test_every_precision(layout: str, precision: str) -> None:
+    assert_same(Case(layout=layout, pipeline=2, intra=2, precision=precision, model=EVERYTHING, steps=4, clip=1.0))
+
+
+def count_steps_taken_back(case: Case) -> tuple[int, int, History]:
+    """How often this rank stepped ahead, how often wrongly, and the history."""
+    engine = case.engine()
+    end = engine._step_end
+    ahead = wrong = 0
+    settle = end.settle
+
+    def counted(ending: Any) -> Any:
+        nonlocal ahead, wrong
+        result, was_right = settle(ending)
+        ahead += ending.has_stepped
+        wrong += ending.has_stepped and not was_right
+        return result, was_right
+
+    end.settle = counted  # type: ignore[method-assign]
+    history = History()
+    for result in results(case, engine):
+        history.losses.append(result.loss)
+        history.norms.append(result.grad_norm)
+    history.parameters = whole_parameters(engine)
+    engine.close()
+    return ahead, wrong, history
+
+
+def test_stages_that_stepped_wrongly_take_their_step_back() -> None:
+    """The first stages see a part of the norm that is below the limit, the last one sees all of it."""
+    case = Case(layout="NNG", pipeline=4, model=TinyConfig(dropout=0.1), steps=6, clip=None)
+    norms = reference(replace(case, layout="NNN", pipeline=1)).norms
+    case = replace(case, clip=0.98 * min(norms))
+    waiting = run_ranks(train, 4, case)
+    counts = run_ranks(count_steps_taken_back, 4, replace(case, post_validation=True))
+    assert all(same_bits(one, history) for one, (_, _, history) in zip(waiting, counts, strict=True))
+    ahead, wrong, _ = zip(*counts, strict=True)
+    assert ahead[0] == 6
+    assert wrong[0] > 0
+    assert list(wrong) == sorted(wrong, reverse=True)
+    assert wrong[-1] == 0
+
+
+class _Fault(nn.Module):
+    """Passes its input on, with a gradient that is multiplied at chosen backwards."""
+
+    def __init__(self, plan: dict[int, float]) -> None:
+        super().__init__()
+        self.plan = plan
+        self.calls = 0
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if not self.training or not torch.is_grad_enabled():
+            return hidden
+        out = hidden * 1.0
+        out.register_hook(self._spoil)
+        return out
+
+    def _spoil(self, gradient: Tensor) -> Tensor:
+        self.calls += 1
+        return gradient * self.plan.get(self.calls, 1.0)
+
+
+def train_with_faults(case: Case, after_layer: int, plan: dict[int, float]) -> tuple[History, list[bool]]:
+    with torch.device("meta"):
+        model = tiny_model(case.model)
+    blocks = [*model[: after_layer + 2], _Fault(plan), *model[after_layer + 2 :]]
+    engine = Engine(
+        nn.Sequential(*blocks),
+        case.plan,
+        optimizer=lambda groups: torch.optim.AdamW(groups, lr=case.lr),
+        clip=case.clip,
+        seed=case.seed,
+    )
+    assert isinstance(engine.adapter, SequentialAdapter)
+    history, skipped = History(), []
+    for result in results(case, engine):
+        history.losses.append(result.loss)
+        history.norms.append(repr(result.grad_norm))  # type: ignore[arg-type]  (NaN is not equal to itself)
+        skipped.append(result.skipped)
+    history.parameters = whole_parameters(engine)
+    engine.close()
+    return history, skipped
+
+
+@pytest.mark.parametrize("layer", [0, 3])
+@pytest.mark.parametrize("fault", [float("inf"), float("nan"), 1e4])
+def test_faults_at_chosen_stages(fault: float, layer: int) -> None:
+    """Inf and NaN skip the step in fp16 and halve the loss scale; a spike is clipped."""
+    precision = "fp32" if fault == 1e4 else "fp16"
+    case = Case(layout="IIG", pipeline=2, intra=2, precision=precision, model=EVERYTHING, steps=5, clip=2.0)
+    plan = {6: fault}  # 4 microbatches a rank and step: the second of step 2
+    waiting = run_ranks(train_with_faults, 4, case, layer, plan)
+    ahead = run_ranks(train_with_faults, 4, replace(case, post_validation=True), layer, plan)
+    for (one, skipped), (other, also) in zip(waiting, ahead, strict=True):
+        assert skipped == also == [False, fault != 1e4, False, False, False]
+        assert same_bits(one, other)
+
+
+def fail_ahead(case: Case) -> str:
+    try:
+        train_with_faults(case, 1, {6: float("nan")})
+    except RunError as error:
+        return str(error)
+    return "it did not raise"
+
+
+def test_without_a_loss_scaler_a_fault_ends_the_run_on_every_rank() -> None:
+    case = Case(layout="NNG", pipeline=2, intra=2, precision="fp32", steps=5, post_validation=True)
+    for said in run_ranks(fail_ahead, 4, case):
+        assert "step 2" in said
+        assert "not finite" in said
+
+
+def held_after_a_step(case: Case) -> tuple[Any, Any]:
+    engine = case.engine()
+    engine.step(case.share(engine, 0))
+    engine.close()
+    return engine.memory(), engine.footprint()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("layout", ["NNN", "NNG", "III", "IIG", "GGG"])
+def test_the_copy_that_is_a_step_ahead_is_in_the_footprint(layout: str, precision: str) -> None:
+    model = TinyConfig(tied=True, frozen=True, odd=True)
+    case = Case(layout=layout, inter=2, intra=2, precision=precision, steps=1, model=model, post_validation=True)
+    for held, predicted in run_ranks(held_after_a_step, 4, case):
+        assert held == predicted
