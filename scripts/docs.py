@@ -70,7 +70,8 @@ MEANINGS: Mapping[str, str] = {
     "train.steps": "updates of the optimizer, from the start of the run",
     "train.global_batch": "sequences a step, over all ranks",
     "train.microbatch": "sequences of a microbatch, on one data-parallel rank",
-    "train.precision": "bf16 keeps master weights, optimizer state, gradients and reductions in fp32",
+    "train.precision": "bf16 and fp16 keep master weights, optimizer state, gradients and reductions in fp32; fp16 "
+    "scales the loss and skips steps that overflow",
     "train.seed": "of initial weights, dropout and samples",
     "train.lr": "largest learning rate",
     "train.min_lr_ratio": "rate of the last step, as a share of `lr`",
@@ -88,6 +89,8 @@ MEANINGS: Mapping[str, str] = {
     "parallel.ranks": "local processes; under a launcher its world decides",
     "parallel.pipeline": "pipeline ranks",
     "parallel.schedule": "a name of the [catalogue](schedules.md)",
+    "parallel.chunks": "stages of each rank, for schedules that take them",
+    "parallel.post_validation": "take the optimizer step without waiting for the global norm, and check it afterwards",
     "parallel.tensor": "1; tensor parallelism is not in this version",
     "parallel.intra": "ranks of a group; there are ranks / (pipeline · tensor · intra) groups",
     "parallel.layout": "three levels, or an alias such as `zero-2`: [layouts.md](layouts.md)",

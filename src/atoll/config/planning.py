@@ -26,7 +26,9 @@ def plan_of(config: Config, world: int | None = None) -> Plan:
     microbatches = train.global_batch // (train.microbatch * data) if fits else parallel.pipeline
 
     try:
-        schedule = schedules.build(parallel.schedule, ranks=parallel.pipeline, microbatches=microbatches)
+        schedule = schedules.build(
+            parallel.schedule, ranks=parallel.pipeline, microbatches=microbatches, chunks=parallel.chunks
+        )
     except UserError as error:
         problems.append(f"parallel.schedule: {error}")
     else:
@@ -50,6 +52,7 @@ def plan_of(config: Config, world: int | None = None) -> Plan:
         microbatch=train.microbatch,
         precision=Precision.preset(train.precision),
         recompute=parallel.recompute,
+        post_validation=parallel.post_validation,
     )
 
 

@@ -120,7 +120,7 @@ class Train(Section):
     steps: Positive = 300
     global_batch: Positive = 16
     microbatch: Positive = 4
-    precision: Literal["fp32", "bf16", "fp64"] = "fp32"
+    precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
     seed: Natural = 0
     lr: Annotated[float, Field(ge=0)] = 3e-3
     min_lr_ratio: Fraction = 0.1
@@ -141,13 +141,17 @@ class Parallel(Section):
     """[parallel]: how the ranks share the work.
 
     ranks: local processes; under torchrun the world decides.  intra: ranks of a group along data parallel; groups
-    follow as ranks / (pipeline * tensor * intra).  timeout: seconds until a silent peer is given up.
+    follow as ranks / (pipeline * tensor * intra).  chunks: stages of each rank, for schedules that take them.
+    post_validation: take the optimizer step before the global norm is known, and check afterwards.
+    timeout: seconds until a silent peer is given up.
     A file may give `zero_optimization`, DeepSpeed's words, instead of `layout`.
     """
 
     ranks: Positive = 1
     pipeline: Positive = 1
     schedule: str = "1f1b"
+    chunks: Positive | None = None
+    post_validation: bool = False
     tensor: Positive = 1
     intra: Positive = 1
     layout: Annotated[str, BeforeValidator(_as_layout)] = "NNN"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -80,6 +82,7 @@ class Engine:
         self._refusal: Exception | None = None
         self._announced: _Announced | None = None
         self._outstanding: Ending | None = None
+        atexit.register(_close, weakref.ref(self))
         problem: Exception | None = None
         with self._guard():
             try:
@@ -173,7 +176,7 @@ class Engine:
                 self._row,
                 batches,
                 first_microbatch=self.place.data * microbatches,
-                scale=self._loss_scale / tokens,
+                scale=lambda: self._loss_scale / tokens,
                 training=True,
                 verdict=verdict if self._outstanding is not None else None,
             )
@@ -319,8 +322,9 @@ class Engine:
             return float(self.transport.total(torch.tensor([value], dtype=torch.float64)))
 
     def close(self) -> None:
-        """Stop watching for other ranks' errors; call before the process group is destroyed, or after an error."""
+        """Stop the engine's threads; called before the process group is destroyed, and at the interpreter's end."""
         self._watchdog.stop()
+        self.transport.close()
 
     def _agree(self, problem: Exception | None, count: float = 0.0) -> float:
         """Sum `count` over all ranks, or raise the first rank's problem on every rank.
@@ -452,7 +456,7 @@ class _Guard:
         engine._watchdog.leave()
         if error is None or error is engine._refusal:
             return
-        engine.close()
+        engine._watchdog.stop()
         if isinstance(error, Exception) and not isinstance(error, RankError):
             other = engine._fail(error)
             if other is not None:
@@ -471,6 +475,12 @@ class _keeping_random_state:  # noqa: N801  (a context manager, used as a verb)
 
     def __exit__(self, *details: Any) -> None:
         self._fork.__exit__(*details)
+
+
+def _close(engine: weakref.ref[Engine]) -> None:
+    living = engine()
+    if living is not None:
+        living.close()
 
 
 def _default_device() -> torch.device:

@@ -89,8 +89,10 @@ class Watchdog:
         self._inside.clear()
 
     def stop(self) -> None:
-        """Stop watching: the process goes its own way."""
+        """Stop watching: the process goes its own way. A thread inside torch must not meet the interpreter's end."""
         self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=2.0)
 
     def _watch(self) -> None:
         while not self._stop.wait(POLL_SECONDS):

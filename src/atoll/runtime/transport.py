@@ -94,11 +94,11 @@ class Message(Protocol):
 class Outbox:
     """Holds sent tensors until they have left. A thread waits, since gloo tells nobody who does not wait.
 
-    The thread starts with the first message and never blocks the process's end.
+    The thread starts with the first message and ends with `close`.
     """
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[Message, torch.Tensor]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Message, torch.Tensor] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
@@ -115,9 +115,18 @@ class Outbox:
             error, self._error = self._error, None
             raise error
 
+    def close(self) -> None:
+        """End the thread once everything has left; one that waits for a rank that is gone is left behind."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join(timeout=2.0)
+            self._thread = None
+
     def _wait(self) -> None:
         while True:
             item = self._queue.get()
+            if item is None:
+                return
             try:
                 item[0].wait()
             except RuntimeError as error:
@@ -177,6 +186,10 @@ class Transport:
     def check(self) -> None:
         """Raise the first error of a message that was posted."""
         self._outbox.check()
+
+    def close(self) -> None:
+        """Let everything posted leave, and stop the threads."""
+        self._outbox.close()
 
     def gather(self, whole: torch.Tensor, peers: Peers, tag: Tag) -> None:
         """Fill every block of `whole` from the rank that owns it."""

@@ -56,7 +56,15 @@ class Case:
         mesh = MeshShape(self.pipeline, self.inter, self.intra)
         schedule = schedules.build(self.schedule, ranks=self.pipeline, microbatches=self.microbatches // mesh.data)
         precision = Precision.preset(self.precision)
-        return Plan(mesh, Layout(self.layout), schedule, self.microbatch, precision=precision, recompute=self.recompute)
+        return Plan(
+            mesh,
+            Layout(self.layout),
+            schedule,
+            self.microbatch,
+            precision=precision,
+            recompute=self.recompute,
+            post_validation=self.post_validation,
+        )
 
     @property
     def samples(self) -> int:

@@ -266,7 +266,13 @@ def _start_worker() -> _Worker:
     ours, theirs = Pipe()
     read_end, write_end = os.pipe()
     descriptor, log = tempfile.mkstemp(prefix="atoll-rank-", suffix=".log")
-    environment = os.environ | {"OMP_NUM_THREADS": "1", LIFELINE: str(read_end), "PYTHONUNBUFFERED": "1"}
+    # The ranks of a case meet over gloo, so they compute on the CPU, on machines with GPUs too.
+    environment = os.environ | {
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+        LIFELINE: str(read_end),
+    }
 
     # Its output goes to a file: the parent's may be a capture of pytest's that is gone when the next test runs.
     process = subprocess.Popen(

@@ -28,6 +28,10 @@ Key = tuple[int, int]
 """(stage, microbatch)"""
 
 
+_BACKWARD = (Op.RECV_B, Op.B, Op.I)
+"""Where the first of these stands, a row's backwards begin."""
+
+
 @dataclass(slots=True)
 class _Step:
     """Everything that lives from one action to another within a step.
@@ -36,8 +40,8 @@ class _Step:
     """
 
     batches: Sequence[Batch]
-    scale: float
     is_training: bool
+    scale: float = 1.0
     inputs: dict[Key, torch.Tensor] = field(default_factory=dict)
     outputs: dict[Key, torch.Tensor] = field(default_factory=dict)
     gradients: dict[Key, torch.Tensor | None] = field(default_factory=dict)
@@ -77,7 +81,7 @@ class Executor:
         self._transport = transport
         self._moment = moment
         self._mail = Mail(transport, self._rank_of)
-        self._step = _Step((), 1.0, is_training=False)
+        self._step = _Step((), is_training=False)
         self._acts: Mapping[Op, Callable[[int, int], None]] = {
             Op.F: self._forward,
             Op.B: self._backward,
@@ -103,32 +107,35 @@ class Executor:
         batches: Sequence[Batch],
         *,
         first_microbatch: int = 0,
-        scale: float = 1.0,
+        scale: Callable[[], float] | None = None,
         training: bool,
         keep_logits: bool = False,
         verdict: Callable[[], bool] | None = None,
     ) -> Outcome:
         """Play `row` over this rank's microbatches.
 
-        first_microbatch: the global number of the first.  scale: what the loss is multiplied by before its backward.
+        first_microbatch: the global number of the first.  scale: what the loss is multiplied by before its backward,
+        asked when the backwards begin (1 if not given).
         Without training nothing is kept for a backward; with keep_logits the loss is not computed. `verdict` is asked
         once, before the first backward, whether the parameters were right so far; if not, the row begins again.
         """
-        self._step = _Step(batches, scale, is_training=training)
+        self._step = _Step(batches, is_training=training)
         row = [action for action in row if action.microbatch is None or action.microbatch < len(batches)]
         self._mail.begin(row, batches, training=training)
-        first_backward = next((at for at, action in enumerate(row) if action.op in (Op.B, Op.I)), len(row))
+        first_backward = next((at for at, action in enumerate(row) if action.op in _BACKWARD), len(row))
         self._first_microbatch = first_microbatch
         with torch.set_grad_enabled(training):
             self._play(row[:first_backward], keep_logits=keep_logits)
             if verdict is not None and not verdict():
-                self._step = _Step(batches, scale, is_training=training)
+                self._step = _Step(batches, is_training=training)
                 self._mail.begin_again(self._stale(row[first_backward:]))
                 self._play(row[:first_backward], keep_logits=keep_logits)
+            if scale is not None:
+                self._step.scale = scale()
             self._play(row[first_backward:], keep_logits=keep_logits)
         step = self._step
         self._mail.end()
-        self._step = _Step((), 1.0, is_training=False)
+        self._step = _Step((), is_training=False)
         loss_sum = torch.stack(step.losses).sum() if step.losses else None
         return Outcome(loss_sum, tuple(step.logits), tuple(step.spans))
 
@@ -157,7 +164,7 @@ class Executor:
     def _is_early(self, receive: Action) -> bool:
         sender = receive.stage - 1
         for action in self._rows[self._placement.rank_of(sender)]:
-            if action.op in (Op.B, Op.I):
+            if action.op in _BACKWARD:
                 return False
             if action.op is Op.SEND_F and (action.stage, action.microbatch) == (sender, receive.microbatch):
                 return True

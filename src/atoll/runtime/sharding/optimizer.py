@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -19,7 +19,11 @@ WHOLE_MATRIX = ("Muon", "Adafactor", "LBFGS", "Shampoo", "SOAP")
 
 
 class ParameterSlice(nn.Parameter):
-    """Elements `start`..`stop` of the flattened parameter `parameter_name`, a 1-D view of the rank's master shard."""
+    """Elements `start`..`stop` of the flattened parameter `parameter_name`, a 1-D view of the rank's master shard.
+
+    What `of` makes is an `nn.Parameter` with these attributes, not an instance of this class: torch's optimizers take
+    their fast path for that very type only.
+    """
 
     parameter_name: str
     global_shape: tuple[int, ...]
@@ -29,7 +33,7 @@ class ParameterSlice(nn.Parameter):
     @staticmethod
     def of(view: torch.Tensor, name: str, shape: tuple[int, ...], start: int, stop: int) -> ParameterSlice:
         """Wrap a view of the master shard."""
-        made = ParameterSlice(view)
+        made = cast(ParameterSlice, nn.Parameter(view))
         made.parameter_name, made.global_shape, made.start, made.stop = name, shape, start, stop
         return made
 

@@ -1,7 +1,8 @@
 """The loop of a training run, the same on every rank.
 
     start       fresh: evaluate as step 0.  resumed: load the newest checkpoint, wherever it was written
-    each step   train; share signals and memory; write metrics; evaluate, save and stop where it is time to
+    each step   train; share signals and memory; write what is known (with post-validated steps, of the step before);
+                evaluate, save and stop where it is time to
     end         evaluate and save unless just done, generate a sample
 
 [Note: who decides] Whatever not all ranks know (a signal, the newest checkpoint) is summed over the ranks before it
@@ -11,6 +12,7 @@ is acted on, once a step, so that no rank leaves the others waiting.
 from __future__ import annotations
 
 import signal
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -32,17 +34,10 @@ from atoll.runtime.training.record import Recorder, perplexity
 from atoll.runtime.training.samples import Samples
 from atoll.runtime.training.signals import StopRequest
 from atoll.runtime.training.text import generate
+from atoll.runtime.transport import Later
 
 TRACED_STEP = 3
 """Which step of a run is traced: the first ones are slower than those that follow."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shared:
-    """What the ranks tell each other after a step. memory_bytes: the largest peak of any rank."""
-
-    stop: signal.Signals | None
-    memory_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +79,7 @@ class Loop:
         self._is_writer = engine.place.rank == 0
         self._evaluated = self._saved = -1
         self._tokens = 0
+        self._unrecorded: deque[tuple[float, Later]] = deque()
 
     def run(self, *, resume: bool) -> Outcome:
         """Train to the last step, or until a signal."""
@@ -110,19 +106,25 @@ class Loop:
         try:
             for step in range(first + 1, train.steps + 1):
                 rate = self.schedule.rate
-                result = self.engine.step(self.samples.take())
+                batch = self.samples.take()
+                result = self.engine.submit(batch, self.samples.peek() if step < train.steps else None)
                 self.schedule.advance()
+                self._unrecorded.append((rate, self._share()))
+                stop = self._record(result)
+                is_due = train.eval_every and step % train.eval_every == 0
+                is_kept = every and step % every == 0
+                if stop is not None or is_due or is_kept or step in (traced, train.steps):
+                    stop = self._record(self.engine.settle()) or stop
                 if step == traced:
                     publish_trace(self.engine)
-                shared = self._share()
-                self._record(result, rate, shared)
-                if step == traced and self._recorder is not None:
-                    self._recorder.trace(collect_trace(self.engine))
-                if train.eval_every and step % train.eval_every == 0:
+                    self.engine.transport.barrier()
+                    if self._recorder is not None:
+                        self._recorder.trace(collect_trace(self.engine))
+                if is_due:
                     self._evaluate()
-                if shared.stop is not None and step < train.steps:
-                    return shared.stop
-                if every and step % every == 0:
+                if stop is not None and step < train.steps:
+                    return stop
+                if is_kept:
                     self._save()
         finally:
             self.display.close()
@@ -196,20 +198,27 @@ class Loop:
 
     # ---- between steps
 
-    def _share(self) -> Shared:
-        """One small sum: who got a signal, and how much memory each rank has needed."""
+    def _share(self) -> Later:
+        """One small sum, not waited for: who got a signal, and how much memory each rank has needed."""
         signals = torch.tensor([self._stop.received is number for number in StopRequest.numbers], dtype=torch.float64)
         memory = torch.zeros(self.engine.plan.mesh.world, dtype=torch.float64)
         memory[self.engine.place.rank] = peak_memory(self.engine.device)
-        totals = self.engine.transport.total(torch.cat([signals, memory]))
-        asked = [number for number, count in zip(StopRequest.numbers, totals, strict=False) if count]
-        return Shared(asked[0] if asked else None, int(totals[len(signals) :].max()))
+        return self.engine.transport.total_later(torch.cat([signals, memory]))
 
-    def _record(self, result: StepResult, rate: float, shared: Shared) -> None:
+    def _record(self, result: StepResult | None) -> signal.Signals | None:
+        """Write down a step whose result is known; the signal that a rank had got by then, if any."""
+        if result is None:
+            return None
+        rate, later = self._unrecorded.popleft()
+        totals = later.wait()
+        count = len(StopRequest.numbers)
+        asked = [number for number, ranks in zip(StopRequest.numbers, totals[:count], strict=True) if ranks]
+        memory = int(totals[count:].max())
         self._tokens += result.tokens
-        self.display.step(result, memory_bytes=shared.memory_bytes)
+        self.display.step(result, memory_bytes=memory)
         if self._recorder is not None:
-            self._recorder.step(result, rate=rate, memory_bytes=shared.memory_bytes)
+            self._recorder.step(result, rate=rate, memory_bytes=memory)
+        return asked[0] if asked else None
 
     def _evaluate(self) -> None:
         """Loss of the validation split, unless it is known for this step."""

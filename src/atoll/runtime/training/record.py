@@ -27,6 +27,11 @@ def perplexity(loss: float) -> float:
     return math.exp(min(loss, 709.0))
 
 
+def _finite(value: float) -> float | None:
+    """None for what JSON has no number for: the norm of a step that overflowed in fp16 and was skipped."""
+    return value if math.isfinite(value) else None
+
+
 class Recorder:
     """Writes a run folder. Opened once, fresh or after `step` steps of the same run."""
 
@@ -50,10 +55,10 @@ class Recorder:
 
     def step(self, result: StepResult, *, rate: float, memory_bytes: int) -> None:
         """A training step. loss and grad_norm (before clipping) are the step's, over all ranks."""
-        record = {
+        record: dict[str, Any] = {
             "step": result.step,
-            "loss": result.loss,
-            "grad_norm": result.grad_norm,
+            "loss": _finite(result.loss),
+            "grad_norm": _finite(result.grad_norm),
             "tokens": result.tokens,
             "seconds": result.seconds,
             "tokens_per_second": result.tokens_per_second,
@@ -61,6 +66,8 @@ class Recorder:
             "bubble": result.bubble,
             "memory_bytes": memory_bytes,
         }
+        if result.skipped:
+            record["skipped"] = True
         files.append(self.folder.metrics, record)
         self._scalars("train", record)
 
@@ -91,7 +98,7 @@ class Recorder:
             return
         with files.writing(self.folder.tensorboard):
             for name, value in record.items():
-                if name != "step":
+                if name != "step" and value is not None:
                     self._events.add_scalar(f"{group}/{name}", value, record["step"])
 
 

@@ -53,13 +53,22 @@ class Samples:
         self._eval_batches = config.train.eval_batches
         share = self._batch // place.mesh.data
         self._share = slice(place.data * share, (place.data + 1) * share)
+        self._next: Batch | None = None
         self._order = SampleOrder(sample_count(corpus.train, self._sequence), config.data_seed)
 
     def take(self) -> Batch:
         """The share of the next step: consecutive microbatches."""
-        taken = self._order.take(self.position, self._batch)[self._share]
+        taken = self.peek()
+        self._next = None
         self.position += self._batch
-        return batch(self._corpus.train, taken, self._sequence)
+        return taken
+
+    def peek(self) -> Batch:
+        """What `take` will give."""
+        if self._next is None:
+            indices = self._order.take(self.position, self._batch)[self._share]
+            self._next = batch(self._corpus.train, indices, self._sequence)
+        return self._next
 
     @property
     def has_validation(self) -> bool:

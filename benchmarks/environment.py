@@ -1,0 +1,51 @@
+"""Where and when something was measured."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def environment(*, command: Sequence[str]) -> dict[str, Any]:
+    """Machine, versions, commit, date and command; the load tells how quiet the machine was when it began."""
+    found: dict[str, Any] = {
+        "cores": len(os.sched_getaffinity(0)),
+        "cpu": _cpu_model(),
+        "load_at_start": [round(value, 2) for value in os.getloadavg()],
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "commit": _git("rev-parse", "HEAD") or "unknown",
+        "uncommitted_source": bool(_git("status", "--porcelain", "--", "src")),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": " ".join(command),
+    }
+    if torch.cuda.is_available():
+        found |= {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
+    return found
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def _git(*words: str) -> str:
+    try:
+        done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    except OSError:  # a source archive on a machine without git
+        return ""
+    return done.stdout.strip()

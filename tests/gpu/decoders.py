@@ -1,0 +1,37 @@
+"""Decoders that are large enough for a device to notice."""
+
+from __future__ import annotations
+
+import torch
+
+from atoll import schedules
+from atoll.layouts import Layout, Precision
+from atoll.models import Decoder, DecoderConfig
+from atoll.plan import MeshShape, Plan
+from atoll.runtime.engine import Engine
+
+VOCABULARY = 256
+MICROBATCHES = 2
+
+
+def engine(layout: str, *, layers: int, hidden: int = 512, precision: str = "bf16", recompute: str = "none") -> Engine:
+    """One rank on the CUDA device with equal layers; embedding and head are smaller than one layer."""
+    sizes = DecoderConfig(vocabulary=VOCABULARY, layers=layers, hidden=hidden, heads=8, kv_heads=8, ffn=3 * hidden)
+    with torch.device("meta"):
+        model = Decoder(sizes)
+    plan = Plan(
+        MeshShape(),
+        Layout(layout),
+        schedules.build("1f1b", ranks=1, microbatches=MICROBATCHES),
+        1,
+        precision=Precision.preset(precision),
+        recompute=recompute,
+    )
+    return Engine(model, plan, optimizer=lambda groups: torch.optim.AdamW(groups, lr=1e-4), clip=1.0, device="cuda")
+
+
+def batch(sequence: int = 16) -> dict[str, torch.Tensor]:
+    """A step's samples, on the device."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(VOCABULARY, (MICROBATCHES, sequence + 1), generator=generator).cuda()
+    return {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
