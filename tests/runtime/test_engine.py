@@ -454,7 +454,7 @@ def build(case: Case) -> None:
 def test_what_cannot_be_built_is_refused() -> None:
     with pytest.raises(RankError, match="no trainable parameter"):
         run_ranks(build_frozen, 2, Case(intra=2))
-    with pytest.raises(RankError, match="the mesh has 3 ranks, torch.distributed has 2"):
+    with pytest.raises(RankError, match=r"the mesh has 3 ranks, torch.distributed has 2"):
         run_ranks(build_for_three_ranks, 2, Case(intra=2))
     with pytest.raises(RankError, match=r"4 stages for 2 layers"):
         run_ranks(build, 4, Case(pipeline=4, model=TinyConfig(layers=2)))
