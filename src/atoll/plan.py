@@ -9,6 +9,7 @@ from atoll.ir import Schedule
 from atoll.layouts import Layout, Nest, Precision
 
 RECOMPUTE = ("none", "block", "selective")
+COMPILE = ("none", "block", "block-eager")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,8 @@ class Plan:
 
     microbatch: samples of one microbatch. Microbatches a rank and step: `schedule.microbatches`.
     residency: how long gathered parameters stay whole; `unit` = inside one action.
+    compile: `block` compiles each block with torch.compile; `block-eager` traces the same graphs and runs them without
+    generating code, which needs no compiler.
     post_validation: stages take the optimizer step without waiting for the global norm, which is checked afterwards.
     """
 
@@ -109,6 +112,7 @@ class Plan:
     residency: str = "unit"
     recompute: str = "none"
     post_validation: bool = False
+    compile: str = "none"
 
     def __post_init__(self) -> None:
         if self.schedule.ranks != self.mesh.pipeline:
@@ -120,6 +124,8 @@ class Plan:
             raise PlanError(f"microbatch = {self.microbatch}; a microbatch needs at least one sample")
         if self.recompute not in RECOMPUTE:
             raise PlanError(f"recompute = {self.recompute!r}; known: {', '.join(RECOMPUTE)}")
+        if self.compile not in COMPILE:
+            raise PlanError(f"compile = {self.compile!r}; known: {', '.join(COMPILE)}")
         if self.residency != "unit":
             raise PlanError(f"residency = {self.residency!r}; known: unit")
 

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from atoll import Engine
 from atoll.errors import PlanError, RankError, RunError
+from atoll.ir import lower
 from atoll.layouts import Layout
 from atoll.models import adapter_for, initialise_model
 from atoll.testing import run_ranks
@@ -493,3 +494,26 @@ def test_parity_has_teeth() -> None:
     with pytest.raises(AssertionError, match="differs by"):
         assert_parity(replace(case, steps=2, lr=1e-2), tolerance=-1.0)
     assert Layout("GGG").effective
+
+
+# ---- timeline
+
+
+def profile_a_step(case: Case) -> tuple[list[str], list[str]]:
+    engine = case.engine()
+    share = case.share(engine, 0)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        engine.step(share)
+    named = {event.key for event in profiler.key_averages()}
+    spans = engine.trace().spans
+    engine.close()
+    assert all(span.start <= span.end for span in spans)
+    return [str(span.action) for span in spans], sorted(named)
+
+
+def test_the_timeline_and_the_profiler_name_the_actions() -> None:
+    case = Case(pipeline=2, microbatches=2, layout="NNG")
+    for rank, (actions, named) in enumerate(run_ranks(profile_a_step, 2, case)):
+        row = [str(action) for action in lower(case.plan.schedule).actions[rank]]
+        assert actions == row
+        assert set(row) <= set(named)

@@ -53,6 +53,7 @@ def plan_of(config: Config, world: int | None = None) -> Plan:
         precision=Precision.preset(train.precision),
         recompute=parallel.recompute,
         post_validation=parallel.post_validation,
+        compile=parallel.compile,
     )
 
 

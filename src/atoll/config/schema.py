@@ -152,6 +152,7 @@ class Parallel(Section):
     schedule: str = "1f1b"
     chunks: Positive | None = None
     post_validation: bool = False
+    compile: Literal["none", "block", "block-eager"] = "none"
     tensor: Positive = 1
     intra: Positive = 1
     layout: Annotated[str, BeforeValidator(_as_layout)] = "NNN"

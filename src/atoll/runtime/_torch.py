@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from torch import autograd
+
 TORCH = ("2.11", "2.14")
 """The first minor version of torch in which the names are expected, and the first in which they must be looked up."""
 
@@ -36,3 +38,9 @@ CHECKPOINT_RECORDS: Mapping[tuple[str, str], str] = MappingProxyType(
 They are names in a file: reading never imports them, each becomes an inert record
 (`runtime/checkpoint/metadata.py`). Anything else is refused.
 """
+
+
+def is_profiling() -> bool:
+    """Whether a profiler records. Private: `torch.autograd._profiler_enabled`; the public way to name a range costs
+    microseconds an action even when nobody records."""
+    return bool(autograd._profiler_enabled())

@@ -77,7 +77,7 @@ class Engine:
         self._store = world_store()
         self._watchdog = failure.Watchdog(self._store, self.place.rank).start()
         self._moment = Moment(seed=seed)
-        self._spans: Outcome | None = None
+        self._outcome: Outcome | None = None
         self._agreements = 0
         self._refusal: Exception | None = None
         self._announced: _Announced | None = None
@@ -112,6 +112,7 @@ class Engine:
             around=around,
             moment=self._moment,
             recompute=plan.recompute,
+            compiler=plan.compile,
         )
         self.units = self._sharded.units
         if not self._sharded.trainable:
@@ -180,7 +181,7 @@ class Engine:
                 training=True,
                 verdict=verdict if self._outstanding is not None else None,
             )
-            self._spans = outcome
+            self._outcome = outcome
             self.step_number += 1
             ending = self._step_end.gather_up(outcome, step=self.step_number, tokens=tokens, begin=begin)
             if not self.plan.post_validation:
@@ -266,10 +267,10 @@ class Engine:
 
     def trace(self) -> Trace:
         """This rank's timeline of the last training step, in seconds of the host's monotonic clock."""
-        if self._spans is None:
+        if self._outcome is None:
             raise PlanError("no training step has run yet, so there is no timeline")
         placement = self.plan.schedule.placement
-        return Trace(self._spans.spans, ranks=placement.ranks, chunks=placement.chunks)
+        return Trace(self._outcome.spans, ranks=placement.ranks, chunks=placement.chunks)
 
     # ---- checkpoints
 

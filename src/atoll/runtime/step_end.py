@@ -143,7 +143,8 @@ class StepEnd:
             norms = torch.stack([unit.squared_norm() for unit in self._units]).cpu()
             partials[[unit.spec.index for unit in self._units]] = norms
         loss = 0.0 if outcome.loss_sum is None else float(outcome.loss_sum)
-        head = torch.tensor([loss, 1.0 - _busy(outcome) / max(time.monotonic() - begin, 1e-9)], dtype=torch.float64)
+        idle = 1.0 - _busy(outcome) / max(time.monotonic() - begin, 1e-9)  # the device has been waited for just now
+        head = torch.tensor([loss, idle], dtype=torch.float64)
         names = [(unit, name) for unit in self._units for name, _ in unit.trained()]
         flags = torch.tensor([name in unit.touched for unit, name in names], dtype=torch.float64)
         values = self._transport.total_data(torch.cat([head, partials, flags]))

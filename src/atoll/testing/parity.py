@@ -38,6 +38,7 @@ class Case:
     precision: str = "fp64"
     recompute: str = "none"
     post_validation: bool = False
+    compile: str = "none"
     steps: int = 3
     clip: float | None = 0.05
     lr: float = 1e-2
@@ -64,6 +65,7 @@ class Case:
             precision=precision,
             recompute=self.recompute,
             post_validation=self.post_validation,
+            compile=self.compile,
         )
 
     @property
@@ -208,9 +210,10 @@ def assert_parity(case: Case, *, tolerance: float = 1e-10) -> list[History]:
         schedule="1f1b",
         recompute="none",
         post_validation=False,
+        compile="none",
     )
     wanted = reference(neutral)
-    histories = run_ranks(train, case.ranks, case)
+    histories = run_ranks(train, case.ranks, case, timeout=180)
     seen: set[str] = set()
     for rank, history in enumerate(histories):
         worst, where = worst_difference(history, wanted)

@@ -6,23 +6,26 @@ backward is I, the message that others wait for, then W (see deferred.py).
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.profiler import record_function
 
 from atoll.errors import AtollError, RunError
 from atoll.ir import Action, Op, Schedule
 from atoll.models import Batch
+from atoll.runtime._torch import is_profiling
+from atoll.runtime.pipeline.clock import Clock, clock_of
 from atoll.runtime.pipeline.deferred import compute_weights
 from atoll.runtime.pipeline.mail import Mail
 from atoll.runtime.pipeline.stage import Stage
 from atoll.runtime.sharding.hooks import Moment
 from atoll.runtime.sharding.unit import Unit
 from atoll.runtime.transport import Transport
-from atoll.trace import Span, lane_of
+from atoll.trace import Span
 
 Key = tuple[int, int]
 """(stage, microbatch)"""
@@ -49,16 +52,20 @@ class _Step:
     received: dict[Key, list[torch.Tensor]] = field(default_factory=dict)
     losses: list[torch.Tensor] = field(default_factory=list)
     logits: list[torch.Tensor] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a row of actions gave on this rank: the sum of its losses, its outputs where asked for, its timeline."""
+    """What a row of actions gave on this rank: the sum of its losses, its outputs where asked for, its clock."""
 
     loss_sum: torch.Tensor | None
     logits: tuple[torch.Tensor, ...]
-    spans: tuple[Span, ...]
+    clock: Clock
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """The timeline, until the next row of its kind begins; on CUDA it waits for the device."""
+        return self.clock.spans()
 
 
 class Executor:
@@ -80,6 +87,8 @@ class Executor:
         self._ranks = tuple(ranks)
         self._transport = transport
         self._moment = moment
+        self._clocks = {training: clock_of(transport.device, transport.place.pp) for training in (True, False)}
+        self._clock = self._clocks[False]
         self._mail = Mail(transport, self._rank_of)
         self._step = _Step((), is_training=False)
         self._acts: Mapping[Op, Callable[[int, int], None]] = {
@@ -122,6 +131,8 @@ class Executor:
         self._step = _Step(batches, is_training=training)
         row = [action for action in row if action.microbatch is None or action.microbatch < len(batches)]
         self._mail.begin(row, batches, training=training)
+        self._clock = self._clocks[training]
+        self._clock.begin()
         first_backward = next((at for at, action in enumerate(row) if action.op in _BACKWARD), len(row))
         self._first_microbatch = first_microbatch
         with torch.set_grad_enabled(training):
@@ -137,25 +148,27 @@ class Executor:
         self._mail.end()
         self._step = _Step((), is_training=False)
         loss_sum = torch.stack(step.losses).sum() if step.losses else None
-        return Outcome(loss_sum, tuple(step.logits), tuple(step.spans))
+        return Outcome(loss_sum, tuple(step.logits), self._clock)
 
     def _play(self, row: Sequence[Action], *, keep_logits: bool) -> None:
-        step, rank = self._step, self._transport.place.pp
+        clock = self._clock
+        is_profiled = is_profiling()
         for action in row:
             microbatch = -1 if action.microbatch is None else action.microbatch
             if microbatch >= 0:
                 self._moment.microbatch = self._first_microbatch + microbatch
-            start = time.monotonic()
+            start = clock.now()
             try:
-                if keep_logits and action.op is Op.F:
-                    self._forward(action.stage, microbatch, keep_logits=True)
-                else:
-                    self._acts[action.op](action.stage, microbatch)
+                with record_function(str(action)) if is_profiled else nullcontext():
+                    if keep_logits and action.op is Op.F:
+                        self._forward(action.stage, microbatch, keep_logits=True)
+                    else:
+                        self._acts[action.op](action.stage, microbatch)
             except AtollError:
                 raise
             except Exception as error:
                 raise self._failure(action, error) from error
-            step.spans.append(Span(rank, lane_of(action.op), action, start, time.monotonic()))
+            clock.add(action, start)
 
     def _stale(self, later: Sequence[Action]) -> list[Action]:
         """Receives after the first backward whose messages were sent before the sender's first backward."""

@@ -40,6 +40,7 @@ def build(
     around: Surroundings,
     moment: Moment,
     recompute: str,
+    compiler: str,
 ) -> Sharded:
     """Materialise this rank's blocks one after the other, each into its units, and hook them.
 
@@ -77,7 +78,8 @@ def build(
         deferred: list[DeferredWeight] = []
         for at in runs[stage]:
             own = [unit for unit in users if at in unit.spec.blocks]
-            hooked.append(ShardedBlock(blocks[at].module, at, own, reducer, moment, recompute=recompute))
+            options = {"recompute": recompute, "compiler": compiler}
+            hooked.append(ShardedBlock(blocks[at].module, at, own, reducer, moment, **options))
             if len(runs) > 1:
                 deferred += defer(blocks[at].module, own, moment)
         watch_parameters(users, reducer, moment)

@@ -123,7 +123,15 @@ class ShardedBlock:
     """Hooks on one block of the model, and its seeded, perhaps recomputed forward."""
 
     def __init__(
-        self, module: nn.Module, index: int, units: Sequence[Unit], reducer: Reducer, moment: Moment, *, recompute: str
+        self,
+        module: nn.Module,
+        index: int,
+        units: Sequence[Unit],
+        reducer: Reducer,
+        moment: Moment,
+        *,
+        recompute: str,
+        compiler: str,
     ) -> None:
         self.module = module
         self.index = index
@@ -132,6 +140,8 @@ class ShardedBlock:
         self._moment = moment
         self._recompute = recompute
         self._forward = module.forward
+        if compiler != "none":
+            self._forward = torch.compile(module.forward, dynamic=False, backend=_BACKENDS[compiler])
         module.forward = self._run
         self._handles = [
             module.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True),
@@ -219,6 +229,8 @@ class ShardedBlock:
             self._moment.after_block(self.units)
 
 
+_BACKENDS = {"block": "inductor", "block-eager": "aot_eager"}
+
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 """What selective recompute keeps: matrix products. Attention, norms and activation functions are run again."""
 
@@ -233,7 +245,7 @@ def watch_parameters(units: Iterable[Unit], reducer: Reducer, moment: Moment) ->
     def arrived(parameter: torch.Tensor, *, unit: Unit, name: str) -> None:
         if "I" in unit.phases_of(name):
             reducer.arrived(unit, name)
-        elif moment.pending is not None:
+        elif moment.pending is not None and parameter.grad is not None:  # a compiled block calls with none
             moment.pending.append((unit, name, parameter.grad))
             parameter.grad = None
 

@@ -1,0 +1,195 @@
+"""What a pending W keeps, and what else a deferred weight gradient must get right."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from atoll.layouts import Layout, Nest, Precision
+from atoll.models import Decoder, DecoderConfig
+from atoll.plan import MeshShape
+from atoll.runtime.pipeline.deferred import compute_weights, defer
+from atoll.runtime.sharding.hooks import Moment
+from atoll.runtime.sharding.segment import Surroundings
+from atoll.runtime.sharding.unit import Unit, UnitSpec
+from atoll.runtime.transport import connect
+from atoll.testing import run_ranks
+from atoll.testing.parity import Case, History, assert_parity, reference, train
+from atoll.testing.tiny import TinyConfig
+
+
+class GptBlock(nn.Module):
+    """Pre-norm attention and a GELU feed-forward."""
+
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.first, self.second = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.qkv, self.output = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        parts = self.qkv(self.first(hidden)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(parts[0], parts[1], parts[2], is_causal=True)
+        hidden = hidden + self.output(mixed.transpose(1, 2).flatten(-2))
+        out: Tensor = hidden + self.down(F.gelu(self.up(self.second(hidden))))
+        return out
+
+
+def swiglu_block() -> nn.Module:
+    sizes = DecoderConfig(vocabulary=16, layers=1, hidden=64, heads=4, kv_heads=4, ffn=172)
+    return Decoder(sizes).layers[0]
+
+
+BLOCKS: dict[str, Callable[[], nn.Module]] = {"swiglu": swiglu_block, "gpt": lambda: GptBlock(64, 4)}
+
+
+def unit_of(block: nn.Module) -> Unit:
+    place = MeshShape().place(0)
+    device = torch.device("cpu")
+    around = Surroundings(Layout("NNN"), Precision.preset("fp32"), Nest(), connect(place, device), device)
+    parameters = dict(block.named_parameters())
+    linears = {f"{name}.weight" for name, module in block.named_modules() if isinstance(module, nn.Linear)}
+    phases: Any = {name: frozenset("W" if name in linears else "I") for name in parameters}
+    return Unit(UnitSpec(0, "block", tuple(parameters), (0,)), parameters, around, owners=(0,), phases=phases)
+
+
+def net_bytes(act: Callable[[], Any]) -> tuple[int, Any]:
+    """Bytes that the CPU allocator gave out and did not take back while `act` ran, and its result."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
+        result = act()
+    return sum(event.self_cpu_memory_usage for event in profiler.events()), result
+
+
+def measure(kind: str) -> dict[str, int]:
+    block = BLOCKS[kind]()
+    unit = unit_of(block)
+    unit.open_gradients()
+    moment = Moment(pending=[])
+    layers = defer(block, [unit], moment)
+    hidden = torch.randn(2, 128, 64, requires_grad=True)
+    gradient = torch.randn(2, 128, 64)
+    hidden.grad = torch.zeros_like(hidden)
+    held: dict[str, int] = {}
+
+    held["after F"], output = net_bytes(lambda: block(hidden))
+    held["after F"] -= output.nbytes  # it travels on
+    freed, _ = net_bytes(lambda: output.backward(gradient))
+    pending = moment.pending
+    assert pending is not None
+    held["after I"] = held["after F"] + freed
+    held["wanted"] = sum(x.nbytes + g.nbytes for _, _, (x, g) in pending)
+    shared = {tensor.untyped_storage().data_ptr() for _, _, kept in pending for tensor in kept}
+    outside = {hidden.untyped_storage().data_ptr(), gradient.untyped_storage().data_ptr()}
+    held["storages"] = len(shared - outside)
+    held["layers"] = len(layers)
+    return held
+
+
+@pytest.mark.parametrize(("kind", "limit"), [("swiglu", 0.8), ("gpt", 1.0)])
+def test_a_pending_weight_gradient_keeps_inputs_and_output_gradients_alone(kind: str, limit: float) -> None:
+    held = measure(kind)
+    assert held["layers"] == (7 if kind == "swiglu" else 4)
+    assert held["after I"] <= 1.05 * held["wanted"]
+    assert held["after I"] <= limit * held["after F"]
+
+
+def test_weights_come_out_as_autograd_gives_them() -> None:
+    for make in BLOCKS.values():
+        torch.manual_seed(1)
+        block = make().double()
+        hidden, gradient = torch.randn(2, 8, 64, dtype=torch.float64), torch.randn(2, 8, 64, dtype=torch.float64)
+        plain = torch.autograd.grad(block(hidden), list(block.parameters()), gradient)
+        wanted = dict(zip([name for name, _ in block.named_parameters()], plain, strict=True))
+
+        place, device = MeshShape().place(0), torch.device("cpu")
+        around = Surroundings(Layout("NNN"), Precision.preset("fp64"), Nest(), connect(place, device), device)
+        parameters = dict(block.named_parameters())
+        linears = {f"{name}.weight" for name, module in block.named_modules() if isinstance(module, nn.Linear)}
+        phases: Any = {name: frozenset("W" if name in linears else "I") for name in parameters}
+        unit = Unit(UnitSpec(0, "block", tuple(parameters), (0,)), parameters, around, owners=(0,), phases=phases)
+        unit.open_gradients()
+        moment = Moment(pending=[])
+        layers = defer(block, [unit], moment)
+        block(hidden).backward(gradient)  # the input needs no gradient: the anchors keep every linear in the graph
+        assert moment.pending is not None
+        compute_weights([unit], moment.pending)
+        assert moment.pending == []
+        for name in parameters:
+            got = unit.weight_gradient(name) if name in linears else parameters[name].grad
+            assert got is not None
+            assert torch.allclose(got, wanted[name], rtol=0, atol=1e-12), name
+        for layer in layers:
+            layer.remove()
+        assert all("forward" not in vars(module) for module in block.modules())
+
+
+def whole_gradients_in_flight(case: Case) -> tuple[int, int]:
+    """Most bytes of gradients not yet reduced at any reduction, and the largest unit's."""
+    engine = case.engine()
+    segments = [segment for unit in engine.units for segment in unit.segments]
+    most = 0
+
+    def count() -> None:
+        nonlocal most
+        most = max(most, sum(flow.nbytes for segment in segments for flow in segment.flows.values()))
+
+    for segment in segments:
+        reduce = segment.reduce_gradients
+
+        def watched(phase: Any, reduce: Any = reduce) -> None:
+            count()
+            reduce(phase)
+
+        segment.reduce_gradients = watched  # type: ignore[method-assign]
+    engine.step(case.share(engine, 0))
+    engine.close()
+    largest = max(
+        sum(
+            segment.map.padded * segment.gradients[phase].itemsize
+            for segment in unit.segments
+            for phase in segment.phases
+        )
+        for unit in engine.units
+    )
+    return most, largest
+
+
+@pytest.mark.parametrize("layout", ["III", "NIG", "GGG"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h2"])
+def test_a_pending_w_holds_no_gradient_buffer(schedule: str, layout: str) -> None:
+    case = Case(
+        layout=layout, pipeline=2, intra=2, schedule=schedule, precision="fp32", model=TinyConfig(layers=8), steps=1
+    )
+    for most, largest in run_ranks(whole_gradients_in_flight, 4, case):
+        assert 0 < most <= 2 * largest
+
+
+def profile_compiled(case: Case) -> tuple[History, bool]:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        history = train(case)
+    return history, any(event.key == "atoll::linear_input_gradient" for event in profiler.key_averages())
+
+
+@pytest.mark.filterwarnings("ignore")  # inductor's imports and compilers warn of themselves
+@pytest.mark.parametrize(("pipeline", "schedule"), [(1, "1f1b"), (2, "1f1b"), (2, "zb-h1")])
+def test_compiled_blocks(pipeline: int, schedule: str) -> None:
+    """By inductor where there is a C++ compiler, else the same graphs run one by one."""
+    compiler = "block" if shutil.which("g++") or shutil.which("clang++") else "block-eager"
+    case = Case(
+        layout="IIG", pipeline=pipeline, intra=2, schedule=schedule, compile=compiler, model=TinyConfig(odd=True)
+    )
+    assert_parity(case)
+    if pipeline == 2:
+        neutral = Case(model=TinyConfig(odd=True))
+        wanted = reference(neutral)
+        for history, went_through_the_operator in run_ranks(profile_compiled, 4, case, timeout=180):
+            assert went_through_the_operator
+            assert max(abs(a - b) for a, b in zip(history.losses, wanted.losses, strict=True)) < 1e-10
