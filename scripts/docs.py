@@ -91,7 +91,7 @@ MEANINGS: Mapping[str, str] = {
     "parallel.schedule": "a name of the [catalogue](schedules.md)",
     "parallel.chunks": "stages of each rank, for schedules that take them",
     "parallel.post_validation": "take the optimizer step without waiting for the global norm, and check it afterwards",
-    "parallel.compile": '"block" compiles each block with torch.compile; "block-eager" traces the same graphs and needs '
+    "parallel.compile": '"block" compiles each block with torch.compile; "block-eager" traces them only and needs '
     "no compiler",
     "parallel.tensor": "1; tensor parallelism is not in this version",
     "parallel.intra": "ranks of a group; there are ranks / (pipeline · tensor · intra) groups",
