@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -161,7 +162,7 @@ class Later:
         return self.values.cpu()
 
 
-class Transport:
+class Transport(ABC):
     """What every transport offers. `sent` counts bytes by axis ("intra", "inter", "pp")."""
 
     def __init__(self, place: Place, device: torch.device) -> None:
@@ -170,13 +171,13 @@ class Transport:
         self.sent: Counter[str] = Counter()
         self._outbox: Outbox = Outbox()
 
+    @abstractmethod
     def send(self, tensor: torch.Tensor, peer: int, tag: Tag) -> Message:
         """Start sending a contiguous tensor to the world rank `peer`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def receive(self, tensor: torch.Tensor, peer: int, tag: Tag) -> Message:
         """Start receiving into a contiguous tensor from the world rank `peer`."""
-        raise NotImplementedError
 
     def post(self, tensor: torch.Tensor, peer: int, tag: Tag) -> None:
         """Send along the pipeline and hold `tensor` until it has left; nobody waits."""
@@ -191,13 +192,13 @@ class Transport:
         """Let everything posted leave, and stop the threads."""
         self._outbox.close()
 
+    @abstractmethod
     def gather(self, whole: torch.Tensor, peers: Peers, tag: Tag) -> None:
         """Fill every block of `whole` from the rank that owns it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def reduce(self, whole: torch.Tensor, peers: Peers, tag: Tag) -> None:
         """Sum the ranks' buffers into each rank's own block."""
-        raise NotImplementedError
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
         """Sum of a small CPU tensor over all ranks, the same bits on each."""
