@@ -105,11 +105,6 @@ class Executor:
             Op.REDUCE_GRAD: lambda stage, _: self._stages[stage].reduce(),
         }
 
-    @property
-    def ops(self) -> frozenset[Op]:
-        """What this executor can run."""
-        return frozenset(self._acts)
-
     def run(
         self,
         row: Sequence[Action],
