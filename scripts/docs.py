@@ -237,13 +237,10 @@ def _schedule_section(name: str) -> str:
     schedule = build(name, ranks=RANKS, microbatches=MICROBATCHES)
     trace = simulate(schedule, Costs())
     work = Sizes(RANKS, MICROBATCHES).work
-    forms = markdown_table(
-        ["bubble of the", "with", "is", "for"],
-        [
-            [form.measure, RELEASE[form.backward], f"{form.relation} `{form.text}`", form.domain]
-            for form in entry.bubbles
-        ],
-    )
+    rows = [
+        [form.measure, RELEASE[form.backward], f"{form.relation} `{form.text}`", form.domain] for form in entry.bubbles
+    ]
+    forms = markdown_table(["bubble of the", "with", "is", "for"], rows) if rows else ""
     kept = f"{entry.activations.relation} `{entry.activations.text}`"
     grid = f"```text\n{draw(schedule)}\n```\n\n" if schedule.chunks == 1 else ""
     peaks = ", ".join(f"{peak:g}" for peak in trace.peak_microbatches)

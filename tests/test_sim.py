@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from atoll.errors import ConfigError
 from atoll.ir import Schedule, insert_messages, insert_sharding, lower
-from atoll.schedules import build
+from atoll.schedules import Memory, build
 from atoll.sim import Costs, simulate
 from tests.ir.shapes import V, random_schedule, typed
 
@@ -113,6 +113,45 @@ def test_two_hundred_thousand_actions_in_well_under_a_second() -> None:
         seconds.append(time.process_time() - began)
     assert len(trace.spans) == 200_000
     assert min(seconds) < 1.0
+
+
+def test_picture_of_memory_over_time() -> None:
+    """Two forwards at a time; weight gradients keep half as much, from the end of I to the end of W."""
+    schedule = typed("0F0 0F1 0I0 0I1 0W0 0W1", "1F0 1I0 1F1 1I1 1W0 1W1")
+    trace = simulate(schedule, Costs(), Memory(activation=2, weight_grad=1, static=(5, 0)))
+    held = {rank: [sample[1:] for sample in trace.memory if sample.rank == rank] for rank in (0, 1)}
+    assert held[0] == [(0, 5), (0, 7), (1, 9), (4, 8), (6, 7), (7, 6), (8, 5)]
+    assert held[1] == [(0, 0), (1, 2), (3, 1), (3, 3), (5, 2), (6, 1), (7, 0)]
+    assert trace.peak_bytes == (9, 3)
+    assert simulate(schedule, Costs()).peak_bytes == ()
+
+
+def test_weight_gradients_larger_than_activations_count_from_the_start_of_i() -> None:
+    trace = simulate(typed("0F0 0I0 0W0"), Costs(), Memory(1.0, 3.0))
+    assert [sample[1:] for sample in trace.memory] == [(0, 0), (0, 1), (1, 3), (3, 0)]
+    assert simulate(typed("0F0 0B0"), Costs(), Memory(1.0, 3.0)).peak_bytes == (1,)
+
+
+def test_idle_time_has_causes() -> None:
+    """Rank 0 may keep one microbatch: its next input is always there. After the last forward it waits for its peer."""
+    rows = ("0F0 0I0 0W0 0F1 0I1 0W1", "1F0 1I0 1W0 1F1 1I1 1W1")
+    tight = simulate(typed(*rows), Costs(hop=1), Memory(limit=(1, 9)))
+    assert tight.idle(0) == (0, 4, 4, 0)
+    assert tight.idle(1) == (2, 4, 0, 2)
+    loose = simulate(typed(*rows), Costs(hop=1), Memory(limit=2))
+    assert loose.idle(0) == (0, 8, 0, 0)
+
+
+@given(st.integers(0, 100_000), st.floats(0, 2), st.floats(0, 2))
+def test_lowering_changes_no_byte(seed: int, weight_grad: float, limit: float) -> None:
+    schedule, memory = random_schedule(seed), Memory(1.0, weight_grad, 0.5, limit)
+    plain, lowered = (simulate(each, Costs(hop=0.3), memory) for each in (schedule, lower(schedule)))
+    assert plain.memory == lowered.memory
+    for rank in range(plain.ranks):
+        assert plain.idle(rank) == pytest.approx(lowered.idle(rank))
+        assert sum(plain.idle(rank)) + plain.busy[rank] == pytest.approx(plain.makespan)
+        last = [sample.bytes for sample in plain.memory if sample.rank == rank][-1]
+        assert last == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("number", [-1.0, float("nan"), float("inf")])

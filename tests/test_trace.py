@@ -40,8 +40,8 @@ def test_measures_of_recorded_spans() -> None:
     assert trace.busy == (6.0, 6.0)
     assert trace.bubble_rate == pytest.approx(1 - 6 / 9.5)
     assert trace.peak_microbatches == (2, 1)
-    assert trace.idle(0) == (0, 3.5, 0)
-    assert trace.idle(1) == (1.5, 0, 2.0)
+    assert trace.idle(0) == (0, 3.5, 0, 0)
+    assert trace.idle(1) == (1.5, 0, 0, 2.0)
     assert [str(step.action) for step in trace.critical_path()] == ["0F0", "1F0", "1B0", "1F1", "1B1", "0B1"]
 
 

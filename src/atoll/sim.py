@@ -8,15 +8,20 @@ after its I part, or at its end where `fused_backward`. Sends, receives and shar
 
 from __future__ import annotations
 
+import gc
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from atoll.errors import ConfigError
-from atoll.ir.action import COMPUTE_CODES, Op
+from atoll.ir.action import COMPUTE_CODES, Action, Op
 from atoll.ir.schedule import Schedule
 from atoll.ir.table import SEND_B, SEND_F, B, F, I, Table, W
-from atoll.trace import Span, Trace, lane_of
+from atoll.schedules.memory import Level, Memory, RankMemory, levels_of
+from atoll.schedules.problem import TOLERANCE
+from atoll.trace import MemorySample, Span, Trace, lane_of
 
 Cost = float | Sequence[float]
 """One number for all ranks, or one a rank."""
@@ -57,8 +62,12 @@ class Costs:
         return tuple(zip(*columns, strict=True))
 
 
-def simulate(schedule: Schedule, costs: Costs) -> Trace:
-    """Plays `schedule`, compute-only or lowered. Raises ConfigError for costs that do not fit its ranks."""
+def simulate(schedule: Schedule, costs: Costs, memory: Memory | None = None) -> Trace:
+    """Plays `schedule`, compute-only or lowered. Raises ConfigError for costs or amounts that do not fit its ranks.
+
+    With `memory` the trace has the bytes of every rank over time, and how long ranks idled for lack of them. A limit
+    changes no time: the order is the schedule's, whether it fits or not.
+    """
     table = schedule.table
     duration, release = _durations(schedule, costs)
     if schedule.has_messages or schedule.has_sharding:
@@ -67,7 +76,79 @@ def simulate(schedule: Schedule, costs: Costs) -> Trace:
         start, end = _play(table, duration, release, costs.hop)
     lanes = [lane_of(op) for op in Op]
     row = zip(table.rank, [lanes[code] for code in table.code], table.cells, start, end, strict=True)
-    return Trace(tuple(map(Span._make, row)), ranks=schedule.ranks, chunks=schedule.chunks)
+    with _paused_collector():
+        spans = tuple(map(_as_span, row))
+    if memory is None:
+        return Trace(spans, ranks=schedule.ranks, chunks=schedule.chunks)
+    samples: list[MemorySample] = []
+    waits = []
+    for rank, bytes_of in enumerate(memory.per_rank(schedule.ranks)):
+        mine = [spans[cell] for cell in range(*table.offset[rank : rank + 2]) if table.code[cell] < COMPUTE_CODES]
+        levels = levels_of((span.action for span in mine), schedule.chunks, bytes_of)
+        samples += _samples(rank, mine, levels, bytes_of)
+        inputs = _inputs(schedule, rank, end, costs.hop)
+        waits.append(_waited(mine, levels, inputs, bytes_of, schedule.chunks))
+    return Trace(spans, schedule.ranks, schedule.chunks, tuple(samples), tuple(waits))
+
+
+_as_span: Callable[[tuple[int, str, Action, float, float]], Span] = partial(tuple.__new__, Span)
+"""Span._make without a Python frame a span."""
+
+
+@contextmanager
+def _paused_collector() -> Iterator[None]:
+    """Spans are many and in no cycle: looking for cycles among them would take half of a simulation's time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _samples(rank: int, spans: list[Span], levels: list[Level], memory: RankMemory) -> list[MemorySample]:
+    """Bytes of one rank from each change on: more from the start of an action, less from its end."""
+    samples = [MemorySample(rank, 0.0, memory.static)]
+    for span, level in zip(spans, levels, strict=True):
+        if level.during != samples[-1].bytes:
+            samples.append(MemorySample(rank, span.start, level.during))
+        if level.after != level.during:
+            samples.append(MemorySample(rank, span.end, level.after))
+    return samples
+
+
+def _inputs(schedule: Schedule, rank: int, end: list[float], hop: float) -> dict[int, list[float]]:
+    """Stage -> when the input of each of its forwards is there."""
+    table, arrivals = schedule.table, {}
+    for stage in schedule.placement.stages_of(rank):
+        if stage == 0:
+            arrivals[stage] = [0.0] * schedule.microbatches
+            continue
+        latency = hop if table.rank_of_stage[stage - 1] != rank else 0.0
+        first = (stage - 1) * schedule.microbatches
+        made = table.at[F][first : first + schedule.microbatches]
+        arrivals[stage] = [end[cell] + latency for cell in made]
+    return arrivals
+
+
+def _waited(
+    spans: list[Span], levels: list[Level], inputs: dict[int, list[float]], memory: RankMemory, chunks: int
+) -> float:
+    """How long a rank idles between actions though the input of a forward is there, for want of memory."""
+    if math.isinf(memory.limit):
+        return 0.0
+    fitting = memory.limit * (1 + TOLERANCE) - memory.activation / chunks
+    done = dict.fromkeys(inputs, 0)
+    waits = []
+    for at, span in enumerate(spans):
+        idle_from = spans[at - 1].end if at else span.start
+        if span.start > idle_from and levels[at - 1].after > fitting:
+            there = [times[done[stage]] for stage, times in inputs.items() if done[stage] < len(times)]
+            waits.append(span.start - max(idle_from, min(there, default=span.start)))
+        if span.action.op is Op.F:
+            done[span.action.stage] += 1
+    return math.fsum(max(0.0, wait) for wait in waits)
 
 
 def _durations(schedule: Schedule, costs: Costs) -> tuple[list[list[float]], list[list[float]]]:

@@ -47,20 +47,30 @@ class MemorySample(NamedTuple):
 
     rank: int
     time: float
-    bytes: int
+    bytes: float
 
 
 class Idle(NamedTuple):
-    """Where a rank's bubble lies: before its first action, between actions (a peer is late), after its last one."""
+    """Where a rank's bubble lies, by cause.
+
+    before    nothing has arrived yet
+    waiting   between actions: a peer is late
+    memory    between actions: a forward is there to be run, and does not fit
+    after     nothing is left to do
+    """
 
     before: float
     waiting: float
+    memory: float
     after: float
 
 
 @dataclass(frozen=True)
 class Trace:
     """Spans of `ranks` pipeline ranks with `chunks` stages each. Measures are of compute actions, F, I, W and B.
+
+    memory        bytes that ranks hold over time, if they are known: a pending W keeps some too
+    memory_wait   per rank, idle time in which a forward was there and did not fit; empty where no limit is known
 
     Raises UserError if there is no compute span, or one of a rank that does not exist.
     """
@@ -69,6 +79,7 @@ class Trace:
     ranks: int
     chunks: int = 1
     memory: tuple[MemorySample, ...] = ()
+    memory_wait: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         lost = next((span for span in self.spans if not 0 <= span.rank < self.ranks), None)
@@ -142,10 +153,21 @@ class Trace:
         """The rank's share of the makespan in which it computes nothing, by cause."""
         row = self._rows[rank]
         if not row:
-            return Idle(self.makespan, 0.0, 0.0)
+            return Idle(self.makespan, 0.0, 0.0, 0.0)
         before, after = row[0].start - self.start, self.end - max(span.end for span in row)
-        waiting = self.makespan - self.busy[rank] - before - after
-        return Idle(before, max(0.0, waiting), after)  # rounding can leave less than nothing
+        between = self.makespan - self.busy[rank] - before - after
+        memory = self.memory_wait[rank] if self.memory_wait else 0.0
+        return Idle(before, max(0.0, between - memory), memory, after)  # rounding can leave less than nothing
+
+    @cached_property
+    def peak_bytes(self) -> tuple[float, ...]:
+        """Per rank, the most bytes it holds at a time: empty if the trace knows nothing of memory."""
+        if not self.memory:
+            return ()
+        peaks = [0.0] * self.ranks
+        for sample in self.memory:
+            peaks[sample.rank] = max(peaks[sample.rank], sample.bytes)
+        return tuple(peaks)
 
     @cached_property
     def peak_microbatches(self) -> tuple[float, ...]:

@@ -9,11 +9,11 @@ from typer.testing import CliRunner, Result
 from atoll.cli.schedule import command
 from atoll.errors import UserError
 from atoll.ir.text import from_csv
-from atoll.schedules import build
+from atoll.schedules import CATALOGUE, build
 
 KEYS = [
     "schedule", "ranks", "chunks", "microbatches", "makespan", "bubble_rate", "span", "span_bubble_rate",
-    "peak_microbatches", "actions",
+    "peak_microbatches", "peak_bytes", "lower_bound", "critical_path", "actions",
 ]  # fmt: skip
 
 
@@ -48,6 +48,59 @@ def test_json() -> None:
     assert found["actions"] == [[str(action) for action in row] for row in expected]
 
 
+def test_bytes_bound_and_critical_path() -> None:
+    found = payload(*COMMAND, "--static-bytes", "10", "--activation-bytes", "2,2,3,3")
+    assert found["peak_bytes"] == [18, 16, 16, 13]
+    assert found["lower_bound"] == 48 + 3
+    path = found["critical_path"]
+    assert isinstance(path, list)
+    assert path[:4] == ["0F0", "1F0", "2F0", "3F0"]
+    assert path[-1] == "0B15"
+
+
+ALL_OPTIONS = (
+    "--ranks 2 --microbatches 3 --chunks 2 --placement v --unit 2 --objective span --memory-limit 9,8 --static-bytes 1 "
+    "--activation-bytes 2 --weight-grad-bytes 1,2"
+)
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_every_schedule_takes_every_option(name: str) -> None:
+    result = run(name, *ALL_OPTIONS.split(), "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert list(found) == KEYS
+    assert found["schedule"] == name
+    assert found["lower_bound"] <= found["span"] * (1 + 1e-9)
+    assert ("no use for --unit" in result.stderr) == (name != "unit")
+    assert "no use for --objective" not in result.stderr
+
+
+def test_automatic_schedules_keep_to_the_limit() -> None:
+    options = ["--ranks", "4", "--microbatches", "12", "--memory-limit", "3,4,4,4", "--weight-grad-bytes", "0.5"]
+    found = payload("auto", *options)
+    assert max(found["peak_bytes"]) <= 4  # type: ignore[call-overload]
+    assert found["peak_bytes"][0] <= 3  # type: ignore[index]
+    assert found["lower_bound"] <= found["makespan"]  # type: ignore[operator]
+    loop = payload("auto", "--chunks", "3", *options)
+    assert (loop["chunks"], loop["schedule"]) == (3, "auto")
+    preset = payload("zb-1p", "--activation-bytes", "5")
+    assert max(preset["peak_bytes"]) <= 20  # type: ignore[call-overload]
+
+
+def test_a_fixed_schedule_says_that_it_exceeds_the_limit() -> None:
+    result = run("1f1b", "--memory-limit", "3")
+    assert result.exit_code == 0
+    assert "note: rank 0 holds 4 bytes, more than its limit of 3" in result.stderr
+    assert "rank 1" not in result.stderr
+
+
+def test_the_solver_says_what_it_proved() -> None:
+    result = run("optimal", "--ranks", "2", "--microbatches", "3", "--memory-limit", "2")
+    assert result.exit_code == 0
+    assert "note: proven" in result.stderr
+
+
 def test_costs_per_rank_and_fused_backward() -> None:
     found = payload("gpipe", "--ranks", "2", "--microbatches", "1", "--forward", "1,2", "--weight-grad", "3")
     assert found["makespan"] == 1 + 2 + 1 + 4
@@ -80,6 +133,11 @@ def test_text() -> None:
         ("gpipe --forward 1,2,3", "cost forward has 3 numbers for 4 ranks"),
         ("gpipe --weight-grad -1", "cost weight_grad is -1.0"),
         ("gpipe --hop nan", "cost hop is nan"),
+        ("auto --objective speed", "--objective is 'speed': choose one of makespan, span"),
+        ("auto --placement ring", "--placement is 'ring': choose one of line, loop, v"),
+        ("auto --memory-limit 4,4,4,0.5", "rank 3 needs at least 1 bytes and may hold 0.5"),
+        ("auto --memory-limit much", "--memory-limit is 'much': give a number"),
+        ("auto --placement v --chunks 3", "a v has 2 chunk(s) a rank, not 3"),
         ("gpipe --csv no/such/folder/a.csv", "cannot be written"),
     ],
 )

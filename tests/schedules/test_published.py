@@ -42,7 +42,7 @@ def test_published_bubble_rates_of_interleaved(row: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("row", "reached"), [*zip(GOLDEN["v_shape_per_chunk"], [0.0712, 0.0623], strict=True)])
 def test_the_fixed_order_of_zb_v_is_near_the_published_search(row: dict[str, Any], reached: float) -> None:
-    """Printed are 0.0697 and 0.0638, found by a search that knows the costs: the order that does not is within 3 %."""
+    """Printed are 0.0697 and 0.0638, found by a search that knows the costs: the fixed one is within 3 %."""
     found = rate("zb-v", row)
     assert round(found, 4) == reached
     assert found <= 1.03 * row["bubble_rate"]["zb-v"]

@@ -4,21 +4,33 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
     from atoll.ir.schedule import Schedule
+    from atoll.schedules import Memory, Problem
+    from atoll.schedules.problem import Objective
+    from atoll.sim import Costs
     from atoll.trace import Trace
 
 _COST = "of a rank's whole share of a microbatch: one number, or one a rank separated by commas."
+_BYTES = "one number, or one a rank separated by commas."
+
+KINDS = ("line", "loop", "v")
+OBJECTIVES = ("makespan", "span")
 
 
 def command(
     name: Annotated[str, typer.Argument(help="gpipe, 1f1b, ... An unknown name lists all.")],
     ranks: Annotated[int, typer.Option(help="Pipeline ranks.")] = 4,
     microbatches: Annotated[int, typer.Option(help="Microbatches a step.")] = 8,
+    chunks: Annotated[int | None, typer.Option(help="Stages a rank, on a loop.")] = None,
+    placement: Annotated[
+        str | None, typer.Option(help=f"{', '.join(KINDS)}: where stages lie. Most schedules have their own.")
+    ] = None,
+    unit: Annotated[int | None, typer.Option(help="Most microbatches of a unit.")] = None,
     forward: Annotated[str, typer.Option(help=f"Time of F {_COST}")] = "1",
     input_grad: Annotated[str, typer.Option(help=f"Time of I, the backward for the input, {_COST}")] = "1",
     weight_grad: Annotated[str, typer.Option(help=f"Time of W, the backward for the weights, {_COST}")] = "1",
@@ -26,39 +38,148 @@ def command(
     fused_backward: Annotated[
         bool, typer.Option("--fused-backward", help="B sends the input's gradient at its end, not after its I part.")
     ] = False,
+    objective: Annotated[
+        str,
+        typer.Option(help=f"{' or '.join(OBJECTIVES)}: what automatic schedules make small."),
+    ] = "makespan",
+    memory_limit: Annotated[
+        str | None, typer.Option(help=f"Bytes a rank may hold: {_BYTES} zb-1p and zb-2p have their own if not given.")
+    ] = None,
+    static_bytes: Annotated[str, typer.Option(help=f"Bytes a rank holds all the time: {_BYTES}")] = "0",
+    activation_bytes: Annotated[
+        str, typer.Option(help=f"Bytes that a microbatch keeps on a rank from F to I: {_BYTES}")
+    ] = "1",
+    weight_grad_bytes: Annotated[
+        str, typer.Option(help=f"Bytes that a microbatch keeps on a rank from I to W: {_BYTES}")
+    ] = "1",
     csv: Annotated[Path | None, typer.Option(help="Write torch.distributed.pipelining's format here.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Write a picture here.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Build one schedule, draw it, and play it with costs.
 
-    Keys of the JSON object: schedule, ranks, chunks, microbatches; makespan; bubble_rate, the makespan's share in which
-    the busiest rank computes nothing; span, the largest of the ranks' own spans (end of the last action - start of the
-    first); span_bubble_rate, the same of it; peak_microbatches, per rank; actions, per rank, in torch's notation.
+    Every schedule takes every option; of one that it has no use for a note says so. A schedule that knows no limit is
+    measured against the one that is given.
+
+    Keys of the JSON object: schedule, ranks, chunks, microbatches; makespan; bubble_rate, the makespan's share in
+    which the busiest rank computes nothing; span, the largest of the ranks' own spans (end of the last action - start
+    of the first); span_bubble_rate, the same of it; peak_microbatches, per rank; peak_bytes, per rank; lower_bound,
+    below which no order on these ranks has its objective; critical_path, the actions of the chain that ends last, in
+    its order; actions, per rank, in torch's notation.
     """
-    from atoll import schedules
-    from atoll.ir.text import to_csv
+    from atoll.schedules import Memory
     from atoll.sim import Costs, simulate
 
     costs = Costs(
-        forward=_cost("--forward", forward),
-        input_grad=_cost("--input-grad", input_grad),
-        weight_grad=_cost("--weight-grad", weight_grad),
+        forward=_numbers("--forward", forward),
+        input_grad=_numbers("--input-grad", input_grad),
+        weight_grad=_numbers("--weight-grad", weight_grad),
         hop=hop,
         fused_backward=fused_backward,
     )
-    schedule = schedules.build(name, ranks=ranks, microbatches=microbatches)
-    trace = simulate(schedule, costs)
+    memory = Memory(
+        activation=_numbers("--activation-bytes", activation_bytes),
+        weight_grad=_numbers("--weight-grad-bytes", weight_grad_bytes),
+        static=_numbers("--static-bytes", static_bytes),
+        limit=None if memory_limit is None else _numbers("--memory-limit", memory_limit),
+    )
+    sizes = {"ranks": ranks, "microbatches": microbatches}
+    asked = {"chunks": chunks, "placement": placement, "unit": unit, "objective": objective}
+    schedule, bound = _build(name, sizes, asked, costs, memory)
+    trace = simulate(schedule, costs, memory)
+    _note_excess(schedule, memory)
     if csv is not None:
+        from atoll.ir.text import to_csv
+
         _write(csv, to_csv(schedule))
     if svg is not None:
         from atoll.ir.draw import draw_svg
 
         _write(svg, draw_svg(trace))
-    typer.echo(json.dumps(summary(schedule, trace)) if as_json else _describe(schedule, trace))
+    typer.echo(json.dumps(summary(schedule, trace, bound)) if as_json else _describe(schedule, trace, bound, objective))
 
 
-def summary(schedule: Schedule, trace: Trace) -> dict[str, object]:
+def _build(
+    name: str, sizes: dict[str, int], asked: dict[str, Any], costs: Costs, memory: Memory
+) -> tuple[Schedule, float]:
+    """The schedule and the lower bound of its problem. Notes what it has no use for."""
+    from atoll import schedules
+    from atoll.schedules.exact import solve
+
+    _check_words(asked)
+    entry = schedules.CATALOGUE.get(name)
+    known = entry.options if entry is not None else ()
+    options = asked | {
+        "memory_limit": memory.limit,
+        "static_bytes": memory.static,
+        "activation_bytes": memory.activation,
+        "weight_grad_bytes": memory.weight_grad,
+    }
+    given = {option: value for option, value in options.items() if option in known}
+    if name == "optimal":
+        optimum = solve(_problem_of(given, sizes, costs, memory))
+        schedule, bound = optimum.schedule, optimum.bound
+        proof = "proven" if optimum.is_proven else f"at most {optimum.gap:.2%} from the best"
+        typer.echo(f"note: {proof}", err=True)
+    else:
+        schedule = schedules.build(name, **sizes, costs=costs, **given)
+        bound = _bound(schedule, asked["objective"], costs, memory)
+    for option, own in (("chunks", schedule.chunks), ("placement", schedule.placement.kind), ("unit", None)):
+        if option not in known and asked[option] not in (None, own):
+            typer.echo(f"note: {name} has no use for --{option}", err=True)
+    return schedule, bound
+
+
+def _problem_of(given: dict[str, Any], sizes: dict[str, int], costs: Costs, memory: Memory) -> Problem:
+    from atoll.schedules import Problem
+    from atoll.schedules.automatic import placement_of
+
+    placement = placement_of(given["placement"], sizes["ranks"], given["chunks"])
+    return Problem.of(placement, sizes["microbatches"], costs=costs, memory=memory, objective=given["objective"])
+
+
+def _bound(schedule: Schedule, objective: Objective, costs: Costs, memory: Memory) -> float:
+    """Of the limit that the schedule keeps to: its own or the user's, or none where it exceeds that."""
+    from dataclasses import replace
+
+    from atoll.schedules import Problem, lower_bound
+    from atoll.schedules.automatic import own_limit
+
+    limited = own_limit(schedule.name, memory, schedule.ranks, schedule.microbatches)
+    if _excess(schedule, limited):
+        limited = replace(limited, limit=None)
+    return lower_bound(
+        Problem.of(schedule.placement, schedule.microbatches, costs=costs, memory=limited, objective=objective)
+    )
+
+
+def _excess(schedule: Schedule, memory: Memory) -> list[tuple[int, float, float]]:
+    """Ranks that hold more than their limit: how much, and the limit."""
+    from atoll.schedules.memory import peak_of
+    from atoll.schedules.problem import TOLERANCE
+
+    found = []
+    for rank, bytes_of in enumerate(memory.per_rank(schedule.ranks)):
+        peak = peak_of(schedule.compute_only().actions[rank], schedule.chunks, bytes_of)
+        if peak > bytes_of.limit * (1 + TOLERANCE):
+            found.append((rank, peak, bytes_of.limit))
+    return found
+
+
+def _note_excess(schedule: Schedule, memory: Memory) -> None:
+    for rank, peak, limit in _excess(schedule, memory):
+        typer.echo(f"note: rank {rank} holds {peak:g} bytes, more than its limit of {limit:g}", err=True)
+
+
+def _check_words(asked: dict[str, Any]) -> None:
+    from atoll.errors import ConfigError
+
+    for option, words in (("placement", KINDS), ("objective", OBJECTIVES)):
+        if asked[option] is not None and asked[option] not in words:
+            raise ConfigError(f"--{option} is {asked[option]!r}: choose one of {', '.join(words)}")
+
+
+def summary(schedule: Schedule, trace: Trace, bound: float) -> dict[str, object]:
     """What `--json` prints."""
     return {
         "schedule": schedule.name,
@@ -70,27 +191,34 @@ def summary(schedule: Schedule, trace: Trace) -> dict[str, object]:
         "span": trace.span,
         "span_bubble_rate": trace.span_bubble_rate,
         "peak_microbatches": list(trace.peak_microbatches),
+        "peak_bytes": list(trace.peak_bytes),
+        "lower_bound": bound,
+        "critical_path": [str(span.action) for span in trace.critical_path()],
         "actions": [[str(action) for action in row] for row in schedule.compute_only().actions],
     }
 
 
-def _describe(schedule: Schedule, trace: Trace) -> str:
+def _describe(schedule: Schedule, trace: Trace, bound: float, objective: str) -> str:
     from atoll.ir.draw import draw
 
     lines = [str(schedule), "", draw(schedule, trace), ""]
     lines.append(f"makespan {trace.makespan:g}, bubble {trace.bubble_rate:.2%}")
     lines.append(f"largest span of a rank {trace.span:g}, bubble {trace.span_bubble_rate:.2%}")
+    cost = trace.makespan if objective == "makespan" else trace.span
+    over = f"; this one is {max(0.0, cost / bound - 1):.2%} above" if bound else ""
+    lines.append(f"lower bound of the {objective} {bound:g}{over}")
     lines.append("")
-    lines.append("rank    busy  before first   waiting    at end  peak microbatches")
-    for rank, (busy, peak) in enumerate(zip(trace.busy, trace.peak_microbatches, strict=True)):
+    lines.append("rank    busy  before first   waiting  no memory    at end  peak microbatches  peak bytes")
+    for rank, (busy, peak, held) in enumerate(zip(trace.busy, trace.peak_microbatches, trace.peak_bytes, strict=True)):
         idle = trace.idle(rank)
         lines.append(
-            f"{rank:4d}  {busy:6.4g}  {idle.before:12.4g}  {idle.waiting:8.4g}  {idle.after:8.4g}  {peak:17.4g}"
+            f"{rank:4d}  {busy:6.4g}  {idle.before:12.4g}  {idle.waiting:8.4g}  {idle.memory:9.4g}  {idle.after:8.4g}"
+            f"  {peak:17.4g}  {held:10.6g}"
         )
     return "\n".join(lines)
 
 
-def _cost(option: str, text: str) -> float | tuple[float, ...]:
+def _numbers(option: str, text: str) -> float | tuple[float, ...]:
     """`"1"` -> 1.0, `"1,2"` -> (1.0, 2.0). Raises ConfigError for what is not a number."""
     from atoll.errors import ConfigError
 

@@ -143,7 +143,8 @@ class StepEnd:
             norms = torch.stack([unit.squared_norm() for unit in self._units]).cpu()
             partials[[unit.spec.index for unit in self._units]] = norms
         loss = 0.0 if outcome.loss_sum is None else float(outcome.loss_sum)
-        idle = 1.0 - _busy(outcome) / max(time.monotonic() - begin, 1e-9)  # the device has been waited for just now
+        # The norms have just waited for the device.
+        idle = 1.0 - outcome.clock.busy() / max(time.monotonic() - begin, 1e-9)
         head = torch.tensor([loss, idle], dtype=torch.float64)
         names = [(unit, name) for unit in self._units for name, _ in unit.trained()]
         flags = torch.tensor([name in unit.touched for unit, name in names], dtype=torch.float64)
@@ -242,7 +243,3 @@ class StepEnd:
 
 def _is_finite(sums: _Sums) -> bool:
     return math.isfinite(sums.loss) and math.isfinite(sums.norm)
-
-
-def _busy(outcome: Outcome) -> float:
-    return sum(span.end - span.start for span in outcome.spans if span.action.op.is_compute)

@@ -1,6 +1,19 @@
-"""Who runs what when: pure functions -> Schedule, and their catalogue."""
+"""Who runs what when: pure functions -> Schedule, their catalogue, and how fast a step can be at best."""
 
+from atoll.schedules.bounds import lower_bound
 from atoll.schedules.catalogue import CATALOGUE, Entry, build
 from atoll.schedules.closed_form import ClosedForm, RankForm, Sizes
+from atoll.schedules.memory import Memory
+from atoll.schedules.problem import Problem
 
-__all__ = ["CATALOGUE", "ClosedForm", "Entry", "RankForm", "Sizes", "build"]
+__all__ = [
+    "CATALOGUE",
+    "ClosedForm",
+    "Entry",
+    "Memory",
+    "Problem",
+    "RankForm",
+    "Sizes",
+    "build",
+    "lower_bound",
+]

@@ -11,17 +11,18 @@ from atoll.errors import ConfigError
 from atoll.ir.placement import Kind
 from atoll.ir.schedule import Schedule
 from atoll.schedules import forms
+from atoll.schedules.automatic import automatic, zb_1p, zb_2p, zero_bubble_v
 from atoll.schedules.breadth_first import breadth_first
 from atoll.schedules.closed_form import ClosedForm, RankForm
 from atoll.schedules.controllable_memory import v_half, v_min
 from atoll.schedules.dualpipe_v import dualpipe_v
+from atoll.schedules.exact import optimal
 from atoll.schedules.gpipe import gpipe
 from atoll.schedules.interleaved import interleaved
 from atoll.schedules.one_forward_one_backward import one_forward_one_backward
 from atoll.schedules.timing import StageCosts
 from atoll.schedules.unit import unit_schedule
 from atoll.schedules.zero_bubble import zero_bubble_h1, zero_bubble_h2
-from atoll.schedules.zero_bubble_v import zero_bubble_v
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,16 @@ _V = RankForm("min(m, p); for m < 2p-1 also at most (m+r+1)/2", forms.zero_bubbl
 _HALF = RankForm("(p+2) // 2", lambda sizes, rank: (sizes.ranks + 2) // 2, "at most")
 _THIRD = RankForm("(p+4) // 3", lambda sizes, rank: (sizes.ranks + 4) // 3, "at most")
 _DUAL = RankForm("p + 1/2", lambda sizes, rank: min(sizes.microbatches, sizes.ranks + 0.5), "at most")
+
+_COSTS_AND_BYTES = (
+    "costs",
+    "objective",
+    "memory_limit",
+    "static_bytes",
+    "activation_bytes",
+    "weight_grad_bytes",
+)
+_SEARCHED = ("placement", "chunks", *_COSTS_AND_BYTES)
 
 _ENTRIES = (
     Entry(
@@ -129,6 +140,7 @@ _ENTRIES = (
         kept=_V,
         placement="v",
         chunks=2,
+        options=_COSTS_AND_BYTES,
     ),
     Entry(
         name="v-half",
@@ -176,6 +188,46 @@ _ENTRIES = (
         placement="loop",
         chunks=2,
         options=("chunks", "unit", "keep", "costs"),
+    ),
+    Entry(
+        name="auto",
+        function=automatic,
+        summary="the best order found for given costs and memory limits, on any placement",
+        paper="arXiv 2401.10241",
+        bubbles=(),
+        activations=forms.ANY,
+        kept=forms.ANY,
+        options=_SEARCHED,
+    ),
+    Entry(
+        name="zb-1p",
+        function=zb_1p,
+        summary="`auto` in 1F1B's memory",
+        paper="arXiv 2401.10241",
+        bubbles=(),
+        activations=forms.UP_TO_P,
+        kept=forms.UP_TO_P,
+        options=_SEARCHED,
+    ),
+    Entry(
+        name="zb-2p",
+        function=zb_2p,
+        summary="`auto` in twice 1F1B's memory",
+        paper="arXiv 2401.10241",
+        bubbles=(),
+        activations=forms.UP_TO_2P,
+        kept=forms.UP_TO_2P,
+        options=_SEARCHED,
+    ),
+    Entry(
+        name="optimal",
+        function=optimal,
+        summary="the best order there is, proved by a solver, for small steps; needs the extra `optimal`",
+        paper="developers.google.com/optimization",
+        bubbles=(),
+        activations=forms.ANY,
+        kept=forms.ANY,
+        options=_SEARCHED,
     ),
 )
 

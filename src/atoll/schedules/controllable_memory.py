@@ -35,7 +35,7 @@ def v_half(*, ranks: int, microbatches: int, costs: StageCosts | None = None) ->
         rank 2  .   .   2F0 2F1 .   5F0 2F2 5F1 .   5F2 5I0 5W0 5I1 2I0 5I2 2I1 5W1 2I2 2W0 5W2 2W1 2W2
         rank 3  .   .   .   3F0 4F0 3F1 4F1 3F2 4F2 .   .   4I0 3I0 4I1 3I1 4I2 3I2 4W0 3W0 4W1 3W1 4W2 3W2
     """
-    return _repeat_pattern("v-half", _half_slots, (ranks + 2) // 2, ranks, microbatches, costs)
+    return _repeat_pattern("v-half", half_slots, (ranks + 2) // 2, ranks, microbatches, costs)
 
 
 def v_min(*, ranks: int, microbatches: int, costs: StageCosts | None = None) -> Schedule:
@@ -48,10 +48,11 @@ def v_min(*, ranks: int, microbatches: int, costs: StageCosts | None = None) -> 
         rank 1  .   1F0 .   .   4F0 1F1 .   4I0 4F1 4W0 1I0 1F2 4I1 1W0 4F2 4W1 1I1 4I2 1W1 4W2 1I2 1W2
         rank 2  .   .   2F0 3F0 .   .   2F1 3F1 3I0 2I0 3W0 2W0 2F2 3F2 3I1 2I1 3W1 2W1 3I2 2I2 3W2 2W2
     """
-    return _repeat_pattern("v-min", _min_slots, (ranks + 4) // 3, ranks, microbatches, costs)
+    return _repeat_pattern("v-min", min_slots, (ranks + 4) // 3, ranks, microbatches, costs)
 
 
-def _half_slots(rank: int, ranks: int) -> Slots:
+def half_slots(rank: int, ranks: int) -> Slots:
+    """V-Half's pattern."""
     shift = 3 if ranks % 2 == 0 else 0
     return (
         2 * rank,
@@ -61,7 +62,8 @@ def _half_slots(rank: int, ranks: int) -> Slots:
     )
 
 
-def _min_slots(rank: int, ranks: int) -> Slots:
+def min_slots(rank: int, ranks: int) -> Slots:
+    """V-Min's pattern."""
     shift = 2 if ranks % 3 == 0 else 0
     return rank, 2 * ranks - rank - 1, 2 * ranks + shift + rank, 4 * ranks + shift - rank - 1
 

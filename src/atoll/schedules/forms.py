@@ -209,3 +209,7 @@ UNIT = (
 
 ALL = RankForm("m", lambda sizes, rank: sizes.microbatches)
 """Every microbatch."""
+
+ANY = RankForm("m", lambda sizes, rank: sizes.microbatches, "at most")
+UP_TO_P = RankForm("min(m, p)", lambda sizes, rank: min(sizes.microbatches, sizes.ranks), "at most")
+UP_TO_2P = RankForm("min(m, 2p)", lambda sizes, rank: min(sizes.microbatches, 2 * sizes.ranks), "at most")

@@ -34,6 +34,10 @@ class Clock:
         """Note that an action which began at `start` is over."""
         self._marks.append((action, start, time.monotonic()))
 
+    def busy(self) -> float:
+        """Seconds in the row's compute actions."""
+        return sum(end - start for action, start, end in self._marks if action.op.is_compute)
+
     def spans(self) -> tuple[Span, ...]:
         """The row's spans in seconds of the monotonic clock."""
         return tuple(Span(self._rank, lane_of(action.op), action, start, end) for action, start, end in self._marks)
@@ -63,6 +67,9 @@ class DeviceClock(Clock):
 
     def add(self, action: Action, start: float) -> None:
         self._marks.append((action, start, self.now()))
+
+    def busy(self) -> float:
+        return sum(span.end - span.start for span in self.spans() if span.action.op.is_compute)
 
     def spans(self) -> tuple[Span, ...]:
         """Waits for the last event; the origin is when the host began the row."""

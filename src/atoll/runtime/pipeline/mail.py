@@ -52,12 +52,14 @@ class Mail:
         self._kinds: Sequence[tuple[object, ...]] = ()
         self._posted: dict[Action, tuple[Message, torch.Tensor]] = {}
         self._expected: list[Action] = []
+        self._places: dict[Action, int] = {}
         self._next = 0
 
     def begin(self, row: Sequence[Action], batches: Sequence[Batch], *, training: bool) -> None:
         """Begin a row; the first receives are posted where their shapes are known."""
         self._kinds = [(training, _shapes(batch)) for batch in batches]
         self._expected = [action for action in row if action.op in (Op.RECV_F, Op.RECV_B)]
+        self._places = {action: at for at, action in enumerate(self._expected)}
         self._next = 0
         self._posted.clear()
         self._post()
@@ -100,7 +102,7 @@ class Mail:
 
     def receive(self, action: Action) -> tuple[torch.Tensor, Wire] | None:
         """Wait for what a RECV action names; None for a gradient that the stage does not need."""
-        self._next = self._expected.index(action) + 1
+        self._next = self._places[action] + 1
         wire = self._wire(action, ask=True)
         assert wire is not None, "the header was asked for"
         if action.op is Op.RECV_B and not wire.has_gradient:

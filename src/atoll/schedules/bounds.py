@@ -1,0 +1,138 @@
+"""How fast a step can be at best: cheap lower bounds, so that a result can be judged.
+
+[Note: the lower bounds]
+Every order takes at least, on each rank r,
+
+    its work, m(F + I + W)
+    + the time until its first forward can start: the forwards of the stages before it                (makespan only)
+    + idle time of the warm-up: max(0, R - kF), R from the start of its first forward to the earliest gradient, k the
+      forwards that memory allows
+    + idle time of the tail: after its last I, the I of the stages before it and a W; only W are left to run meanwhile,
+      as many as memory allows                                                                         (makespan only)
+
+and at least what its memory allows. Give each chunk that waits for its I the weight 1 and each that waits for its W a
+weight of at most 1. What a rank may keep weighs at most V, over all it can hold together; m microbatches weigh their
+round trips from F to I and, with the smaller weight, their W. So
+
+    m (round trip + weight W) <= V x (time) - what the ramps leave empty
+
+since the first forwards come one by one, F apart, and the last microbatches go one by one, W apart. And no microbatch
+passes faster than alone.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from atoll.ir.table import F, I, W
+from atoll.schedules.problem import TOLERANCE, Problem
+
+
+class _Paths(NamedTuple):
+    """Per stage: earliest start of a forward, earliest start of an input gradient, time from the end of an I on."""
+
+    forward: list[float]
+    backward: list[float]
+    after: list[float]
+
+
+def lower_bound(problem: Problem) -> float:
+    """No order that fits has a smaller makespan (or largest span, as the problem asks)."""
+    paths = _paths(problem)
+    ranks = range(problem.placement.ranks)
+    found = max(_by_work(problem, paths, rank) for rank in ranks)
+    return max(found, *(_by_memory(problem, paths, rank, _by_work(problem, paths, rank)) for rank in ranks))
+
+
+def _paths(problem: Problem) -> _Paths:
+    placement, hop, takes = problem.placement, problem.timing.hop, problem.timing.takes
+    stages = placement.stages
+    home = [placement.rank_of(stage) for stage in range(stages)]
+    hops = [hop if home[stage] != home[stage + 1] else 0.0 for stage in range(stages - 1)]
+    forward, backward, after = [0.0] * stages, [0.0] * stages, [0.0] * stages
+    for stage in range(1, stages):
+        forward[stage] = forward[stage - 1] + takes[home[stage - 1]][F] + hops[stage - 1]
+    backward[-1] = forward[-1] + takes[home[-1]][F]
+    for stage in range(stages - 2, -1, -1):
+        backward[stage] = backward[stage + 1] + takes[home[stage + 1]][I] + hops[stage]
+    after[0] = takes[home[0]][W]
+    for stage in range(1, stages):
+        rest = hops[stage - 1] + takes[home[stage - 1]][I] + after[stage - 1]
+        after[stage] = max(takes[home[stage]][W], rest)
+    return _Paths(forward, backward, after)
+
+
+def _by_work(problem: Problem, paths: _Paths, rank: int) -> float:
+    """Work, the idle time of warm-up and tail; and one microbatch alone."""
+    placement, bytes_of = problem.placement, problem.bytes_of[rank]
+    takes = problem.timing.takes[rank]
+    stages = placement.stages_of(rank)
+    first, last = stages[0], stages[-1]
+    everything = placement.chunks * problem.microbatches
+    work = everything * (takes[F] + takes[I] + takes[W])
+
+    until_gradient = paths.backward[last] - paths.forward[first]
+    idle = max(0.0, until_gradient - problem.forwards_that_fit(rank) * takes[F])
+    alone = paths.backward[first] + takes[I] - paths.forward[first]
+    if problem.objective == "span":
+        return max(work + idle, alone + takes[W])
+
+    pending = everything
+    if bytes_of.weight_grad > 0 and math.isfinite(bytes_of.room):
+        # The last backward may be a full one: its W runs after its I too, and keeps what its forward kept.
+        room = bytes_of.room * placement.chunks * (1 + TOLERANCE)
+        split, full = room / bytes_of.weight_grad, (room - bytes_of.activation) / bytes_of.weight_grad + 1
+        pending = min(everything, max(1, math.floor(max(split, full))))
+    tail = max(0.0, paths.after[first] - pending * takes[W])
+    return paths.forward[first] + max(work + idle + tail, alone + paths.after[first])
+
+
+def _by_memory(problem: Problem, paths: _Paths, rank: int, known: float) -> float:
+    """What the rank's memory allows. `known` is a bound already."""
+    chunks, bytes_of, takes = problem.placement.chunks, problem.bytes_of[rank], problem.timing.takes[rank]
+    if math.isinf(bytes_of.room) or bytes_of.activation == 0:
+        return 0.0
+    stages = problem.placement.stages_of(rank)
+    before = 0.0 if problem.objective == "span" else paths.forward[stages[0]]
+    round_trips = sum(paths.backward[stage] - paths.forward[stage] + takes[I] for stage in stages)
+    until_gradient = paths.backward[stages[-1]] - paths.forward[stages[0]]
+    best = 0.0
+    for weight in {0.0, 0.5, 1.0, min(1.0, bytes_of.weight_grad / bytes_of.activation)}:
+        most = _most_kept(problem, rank, weight)
+        needed = problem.microbatches * (round_trips + weight * chunks * takes[W])
+        needed += _ramp(most, takes[F], until_gradient)
+        if weight == 1.0 and until_gradient + most * takes[W] <= known - before:
+            needed += _ramp(most, takes[W], math.inf)
+        best = max(best, before + needed / most)
+    return best * (1 - TOLERANCE)
+
+
+def _most_kept(problem: Problem, rank: int, weight: float) -> float:
+    """The largest weight of chunks that a rank can keep together."""
+    chunks, bytes_of = problem.placement.chunks, problem.bytes_of[rank]
+    room = bytes_of.room * chunks * (1 + TOLERANCE)
+    everything = problem.forwards_that_fit(rank)
+    most = float(everything)
+    if weight > 0:
+        total = chunks * problem.microbatches
+        for kept in range(everything + 1):
+            left = room - kept * bytes_of.activation
+            pending = total - kept
+            if bytes_of.weight_grad > 0:
+                pending = min(pending, math.floor(left / bytes_of.weight_grad))
+            most = max(most, kept + weight * pending)
+    return most
+
+
+def _ramp(most: float, apart: float, longest: float) -> float:
+    """Weight times time that stays empty while chunks come (or go) one by one, for at most `longest`."""
+    empty, time, there = 0.0, 0.0, 1
+    while there < most and time < longest:
+        step = min(apart, longest - time)
+        empty += (most - there) * step
+        time += step
+        there += 1
+        if apart == 0:
+            break
+    return empty

@@ -1,0 +1,313 @@
+"""`optimal`: the best order there is, proved by a solver, for small steps. Needs OR-Tools (the extra `optimal`).
+
+[Note: the model]
+Every F, I and W is an interval of its rank, one at a time; each kind of each stage takes the microbatches in order. An
+action starts a hop after what it needs ends. A rank's bytes are a cumulative resource: of activation and weight
+gradient the smaller is held from the start of F to the end of W, and what the larger has more for its own part of that.
+Where weight gradients are larger, an I and its W may also be one full backward, which keeps only its activation.
+Times are rounded down to whole ticks, so the bound is one, and what is found is played in true times afterwards.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+from atoll.errors import ConfigError
+from atoll.ir.action import Action, Op
+from atoll.ir.placement import Kind
+from atoll.ir.schedule import Schedule
+from atoll.ir.table import F, I, W
+from atoll.schedules.automatic import find, placement_of
+from atoll.schedules.bounds import lower_bound
+from atoll.schedules.memory import Amount, Memory
+from atoll.schedules.problem import TOLERANCE, Objective, Problem
+from atoll.schedules.timing import StageCosts
+
+LARGEST = 2_000
+"""Actions of a step that is still handed to the solver: beyond, it would only repeat what `auto` found."""
+
+EFFORT = 2.0
+"""Deterministic seconds of the solver, by default: some ten times as many of one core's."""
+
+TICKS = 1 << 27
+"""Ticks in which a step that takes the time of all its work on one rank is measured, at most."""
+
+ROUNDING = 1e-5
+"""What is as near to its bound as this is proven: the rest is rounding to ticks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Optimum:
+    """The best order found, what it costs by the objective, and what no order can be below."""
+
+    schedule: Schedule
+    cost: float
+    bound: float
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether nothing better exists."""
+        return self.cost <= self.bound * (1 + ROUNDING)
+
+    @property
+    def gap(self) -> float:
+        """How far the cost may be from the best one, as a share of the cost."""
+        return max(0.0, 1 - self.bound / self.cost) if self.cost else 0.0
+
+
+def optimal(
+    *,
+    ranks: int,
+    microbatches: int,
+    placement: Kind | None = None,
+    chunks: int | None = None,
+    costs: StageCosts | None = None,
+    objective: Objective = "makespan",
+    memory_limit: Amount | None = None,
+    static_bytes: Amount = 0.0,
+    activation_bytes: Amount = 1.0,
+    weight_grad_bytes: Amount = 1.0,
+) -> Schedule:
+    """The order that no other beats, for small steps: `solve` also says what is proved.
+
+    Raises ConfigError where OR-Tools is missing, the step is too large, or a rank cannot hold one microbatch.
+
+        rank 0  F0 F1 F2 F3 .  I0 W0 I1 W1 I2 W2 I3 W3
+        rank 1  .  F0 F1 F2 I0 F3 I1 .  I2 W0 I3 W1 W2 W3
+        rank 2  .  .  F0 I0 F1 I1 F2 I2 F3 I3 W0 W1 W2 W3
+    """
+    memory = Memory(activation_bytes, weight_grad_bytes, static_bytes, memory_limit)
+    problem = Problem.of(
+        placement_of(placement, ranks, chunks), microbatches, costs=costs, memory=memory, objective=objective
+    )
+    return solve(problem).schedule
+
+
+def solve(problem: Problem, *, effort: float = EFFORT, is_verbose: bool = False) -> Optimum:
+    """The best order, starting from what `auto` finds; `effort` in deterministic seconds of the solver."""
+    if find_spec("ortools") is None:
+        raise ConfigError("schedule 'optimal' needs OR-Tools: install the extra, as in pip install 'atoll[optimal]'")
+    actions = 3 * problem.placement.stages * problem.microbatches
+    if actions > LARGEST:
+        raise ConfigError(
+            f"schedule 'optimal' is for steps of at most {LARGEST} actions, not {actions}: take fewer ranks, chunks or "
+            "microbatches, or take 'auto'"
+        )
+    start = find(problem)
+    schedule, bound = start.schedule("optimal"), lower_bound(problem)
+    assert start.cost is not None
+    cost = start.cost.main
+    if start.is_done:
+        return Optimum(schedule, cost, bound)
+    model = _Model(problem, schedule)
+    order, proven = model.run(effort, is_verbose)
+    bound = max(bound, proven)
+    if order is not None:
+        better = model.played(order)
+        if better is not None and better[0] < cost:
+            cost, schedule = better
+    return Optimum(schedule, cost, min(bound, cost))
+
+
+class _Model:
+    """The constraint model of one problem."""
+
+    def __init__(self, problem: Problem, hint: Schedule) -> None:
+        from ortools.sat.python import cp_model
+
+        self.problem, self.hint = problem, hint
+        self.solver_of: Any = cp_model.CpSolver
+        self.cp: Any = cp_model.CpModel()
+        self.known: Any = (cp_model.OPTIMAL, cp_model.FEASIBLE)
+        placement, timing = problem.placement, problem.timing
+        total = sum(
+            problem.microbatches * (row[F] + row[I] + row[W]) * placement.chunks + 2 * timing.hop * placement.chunks
+            for row in timing.takes
+        )
+        self.tick = self._tick(total)
+        self.horizon = math.ceil(total / self.tick) + 4 * 3 * placement.stages * problem.microbatches
+        self.start: dict[tuple[int, int, int], Any] = {}
+        self.fused: dict[tuple[int, int], Any] = {}
+        self._actions()
+        self._precedence()
+        self._memory()
+        self._objective()
+
+    def _tick(self, total: float) -> float:
+        """The largest tick in which all times are whole, if there is one that is not too small."""
+        times = sorted({time for row in self.problem.timing.takes for time in (row[F], row[I], row[W])})
+        times = [time for time in (*times, self.problem.timing.hop) if time > 0]
+        if not times:
+            return 1.0
+        for parts in (1, 2, 4, 10, 20, 100, 200, 1000, 2000):
+            tick = min(times) / parts
+            if all(abs(time / tick - round(time / tick)) < 1e-9 * time / tick for time in times):
+                return tick
+            tick = 1 / parts
+            if all(abs(time / tick - round(time / tick)) < 1e-9 * time / tick for time in times):
+                return tick
+        return total / TICKS
+
+    def ticks(self, time: float) -> int:
+        """A time in whole ticks, rounded to the nearest where it is whole, else down."""
+        near = round(time / self.tick)
+        return near if abs(time / self.tick - near) < 1e-6 else math.floor(time / self.tick)
+
+    def _actions(self) -> None:
+        placement, cp = self.problem.placement, self.cp
+        for rank in range(placement.ranks):
+            intervals = []
+            for stage in placement.stages_of(rank):
+                for op in (F, I, W):
+                    takes = self.ticks(self.problem.timing.takes[rank][op])
+                    for number in range(self.problem.microbatches):
+                        start = cp.new_int_var(0, self.horizon, f"{stage}.{op}.{number}")
+                        self.start[stage, op, number] = start
+                        intervals.append(cp.new_fixed_size_interval_var(start, takes, f"i{stage}.{op}.{number}"))
+                        if number > 0:
+                            cp.add(start >= self.start[stage, op, number - 1] + takes)
+            cp.add_no_overlap(intervals)
+
+    def end(self, stage: int, op: int, number: int) -> Any:
+        """When an action ends."""
+        rank = self.problem.placement.rank_of(stage)
+        return self.start[stage, op, number] + self.ticks(self.problem.timing.takes[rank][op])
+
+    def _precedence(self) -> None:
+        placement, cp = self.problem.placement, self.cp
+        time = 0
+        for stage in range(placement.ranks):  # the first action of each rank, as soon as it can be: no idling before it
+            cp.add(self.start[stage, F, 0] == time)
+            time += self.ticks(self.problem.timing.takes[stage][F]) + self.ticks(self.problem.timing.hop)
+        for number in range(self.problem.microbatches):
+            for stage in range(placement.stages):
+                cp.add(self.start[stage, W, number] >= self.end(stage, I, number))
+                if stage + 1 == placement.stages:
+                    cp.add(self.start[stage, I, number] >= self.end(stage, F, number))
+                    continue
+                is_far = placement.rank_of(stage) != placement.rank_of(stage + 1)
+                hop = self.ticks(self.problem.timing.hop) if is_far else 0
+                cp.add(self.start[stage + 1, F, number] >= self.end(stage, F, number) + hop)
+                cp.add(self.start[stage, I, number] >= self.end(stage + 1, I, number) + hop)
+
+    def _memory(self) -> None:
+        """Bytes in whole parts of a limit; amounts that are no such parts are rounded so that the limit holds."""
+        placement, cp = self.problem.placement, self.cp
+        for rank in range(placement.ranks):
+            bytes_of = self.problem.bytes_of[rank]
+            if math.isinf(bytes_of.room):
+                continue
+            activation, weight, room = _whole(
+                bytes_of.activation / placement.chunks, bytes_of.weight_grad / placement.chunks, bytes_of.room
+            )
+            both, more = min(activation, weight), abs(activation - weight)
+            intervals, amounts = [], []
+            for stage in placement.stages_of(rank):
+                for number in range(self.problem.microbatches):
+                    first, last = self.start[stage, F, number], self.end(stage, W, number)
+                    intervals.append(self._interval(f"kept{stage}.{number}", first, last))
+                    amounts.append(both)
+                    if weight <= activation:
+                        last = self.end(stage, I, number)
+                        intervals.append(self._interval(f"more{stage}.{number}", first, last))
+                    else:
+                        first = self.start[stage, I, number]
+                        fused = cp.new_bool_var(f"fused{stage}.{number}")
+                        self.fused[stage, number] = fused
+                        cp.add(self.start[stage, W, number] == self.end(stage, I, number)).only_enforce_if(fused)
+                        intervals.append(self._interval(f"more{stage}.{number}", first, last, ~fused))
+                    amounts.append(more)
+            cp.add_cumulative(intervals, amounts, room)
+
+    def _interval(self, name: str, first: Any, last: Any, literal: Any = None) -> Any:
+        """From one time to another; optional with a literal."""
+        size = self.cp.new_int_var(0, self.horizon, f"size.{name}")
+        if literal is None:
+            return self.cp.new_interval_var(first, size, last, name)
+        return self.cp.new_optional_interval_var(first, size, last, literal, name)
+
+    def _objective(self) -> None:
+        placement, cp = self.problem.placement, self.cp
+        cost = cp.new_int_var(0, self.horizon, "cost")
+        last = self.problem.microbatches - 1
+        for stage in range(placement.stages):
+            first = 0
+            if self.problem.objective == "span":
+                first = self.start[placement.stages_of(placement.rank_of(stage))[0], F, 0]
+            cp.add(cost >= self.end(stage, W, last) - first)
+        cp.minimize(cost)
+
+    def run(self, effort: float, is_verbose: bool) -> tuple[dict[int, list[Action]] | None, float]:
+        """The orders of the ranks, if any were found, and the proved bound."""
+        self._give_hint()
+        solver = self.solver_of()
+        solver.parameters.max_deterministic_time = effort
+        solver.parameters.num_workers = 1  # several would race for which of equal orders is found
+        solver.parameters.random_seed = 1
+        solver.parameters.log_search_progress = is_verbose
+        status = solver.solve(self.cp)
+        bound = max(0.0, solver.best_objective_bound) * self.tick
+        if status not in self.known:
+            return None, 0.0
+        placement = self.problem.placement
+        rows: dict[int, list[Action]] = {}
+        for rank in range(placement.ranks):
+            placed = []
+            for (stage, op, number), start in self.start.items():
+                if placement.rank_of(stage) == rank:
+                    placed.append((solver.value(start), number, (F, I, W).index(op), stage))
+            fused = {place for place, literal in self.fused.items() if solver.value(literal)}
+            row = []
+            for _, number, code, stage in sorted(placed):
+                if (stage, number) in fused:
+                    if code != 2:
+                        row.append(Action(stage, Op.F if code == 0 else Op.B, number))
+                else:
+                    row.append(Action(stage, (Op.F, Op.I, Op.W)[code], number))
+            rows[rank] = row
+        return rows, bound
+
+    def _give_hint(self) -> None:
+        """What `auto` found, in the solver's own ticks."""
+        from atoll.schedules.search import Board
+
+        board = Board(self.problem)
+        board.load(self.hint)
+        if board.play() is None:
+            return
+        for rank, row in enumerate(self.hint.actions):
+            for at, action in enumerate(row):
+                begin = float(board.played.begin[rank * board.width + at])
+                assert action.microbatch is not None
+                kinds = {Op.F: (F,), Op.I: (I,), Op.W: (W,), Op.B: (I, W)}[action.op]
+                for op in kinds:
+                    self.cp.add_hint(self.start[action.stage, op, action.microbatch], round(begin / self.tick))
+                    begin += self.problem.timing.takes[rank][op]
+                if (action.stage, action.microbatch) in self.fused and action.op in (Op.I, Op.B):
+                    self.cp.add_hint(self.fused[action.stage, action.microbatch], int(action.op is Op.B))
+
+    def played(self, rows: dict[int, list[Action]]) -> tuple[float, Schedule] | None:
+        """What the orders cost in true times; None if rounding has made them too large."""
+        from atoll.schedules.search import Board
+
+        placement = self.problem.placement
+        ordered = tuple(tuple(rows[rank]) for rank in range(placement.ranks))
+        schedule = Schedule("optimal", placement, self.problem.microbatches, ordered)
+        board = Board(self.problem)
+        board.load(schedule)
+        cost = board.play()
+        return None if cost is None else (cost.main, schedule)
+
+
+def _whole(activation: float, weight: float, room: float) -> tuple[int, int, int]:
+    """The three in one unit, whole: exactly where a small unit exists, else in millionths of the room."""
+    amounts = [amount for amount in (activation, weight) if amount > 0]
+    for parts in (1, 2, 3, 4, 5, 10, 20, 50, 100, 1000):
+        for unit in (*(amount / parts for amount in amounts), 1 / parts):
+            if all(abs(amount / unit - round(amount / unit)) < TOLERANCE * amount / unit for amount in amounts):
+                return round(activation / unit), round(weight / unit), math.floor(room / unit * (1 + TOLERANCE))
+    unit = room / 1_000_000 if room else 1.0
+    return math.floor(activation / unit), math.floor(weight / unit), math.floor(room / unit * (1 + TOLERANCE))

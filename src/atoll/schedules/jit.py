@@ -1,0 +1,67 @@
+"""Loops that a search repeats, compiled where numba is there (the extra `fast`), else plain Python.
+
+Kernels are written for both: flat arrays made by `floats` and `integers`, indices, numbers. Arithmetic is the same to
+the last bit, so that both find the same order for the same number of trials.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableSequence, Sequence
+from importlib.util import find_spec
+from typing import Any, TypeVar, cast
+
+Floats = MutableSequence[float]
+Integers = MutableSequence[int]
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+IS_COMPILED = find_spec("numba") is not None
+"""Whether kernels are compiled."""
+
+
+def kernel(function: Function) -> Function:
+    """The function, compiled if it can be: once a machine, where its cache can be written."""
+    if not IS_COMPILED:
+        return function
+    import numba
+
+    try:
+        compiled: Any = numba.njit(cache=True)(function)
+    except RuntimeError:  # no place for a cache
+        compiled = numba.njit(function)
+    return cast(Function, compiled)
+
+
+def floats(values: Sequence[float]) -> Floats:
+    """An array of them."""
+    if not IS_COMPILED:
+        return list(values)
+    import numpy as np
+
+    return cast(Floats, np.array(values, dtype=np.float64))
+
+
+def integers(values: Sequence[int]) -> Integers:
+    """An array of them."""
+    if not IS_COMPILED:
+        return list(values)
+    import numpy as np
+
+    return cast(Integers, np.array(values, dtype=np.int64))
+
+
+def zeros(count: int) -> Floats:
+    """An array of zeros."""
+    if not IS_COMPILED:
+        return [0.0] * count
+    import numpy as np
+
+    return cast(Floats, np.zeros(count, dtype=np.float64))
+
+
+def counts(count: int) -> Integers:
+    """An array of whole zeros."""
+    if not IS_COMPILED:
+        return [0] * count
+    import numpy as np
+
+    return cast(Integers, np.zeros(count, dtype=np.int64))

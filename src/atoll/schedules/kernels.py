@@ -1,0 +1,408 @@
+"""The inner loops of automatic scheduling: play an order, make one by rules, improve one by moving single actions.
+
+[Note: orders as numbers]
+Every kernel takes a Model and orders in one flat array: rank r has `length[r]` numbers from `r * width` on, width being
+3 * chunks * microbatches. A number is op * chunks + chunk with the op's code (F 0, I 1, W 2, B 3). Each kind takes the
+microbatches from 0 up, so that the numbers say everything. A place is stage * microbatches + microbatch; what a place
+makes is at `place` for its forward and at `places + place` for its gradient.
+
+Only this package's search imports this file: compiling, and loading what was compiled, takes a moment.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from atoll.schedules.jit import Floats, Integers, kernel
+
+NEVER = 1e300
+"""Later than anything; kept finite so that arithmetic on it stays a number."""
+
+
+class Model(NamedTuple):
+    """A problem in flat arrays.
+
+    stage_of     rank * chunks + chunk -> stage
+    rank_of      stage -> rank;  chunk_of likewise
+    takes        rank * 4 + op -> time of a chunk;  gives: after how long of it the result is released
+    activation   rank -> bytes a chunk keeps from F to I;  weight_grad: from I to W
+    room         rank -> bytes that may be kept
+    """
+
+    ranks: int
+    chunks: int
+    microbatches: int
+    stage_of: Integers
+    rank_of: Integers
+    chunk_of: Integers
+    takes: Floats
+    gives: Floats
+    activation: Floats
+    weight_grad: Floats
+    room: Floats
+    hop: float
+
+
+class Played(NamedTuple):
+    """Working memory of `play`, and what it finds.
+
+    made         place -> when its result is released;  where: the cell that makes it
+    begin        cell -> when it starts;  source: place whose result it uses, or -1
+    clock        rank -> when it ends;  cost: makespan and largest span
+    """
+
+    made: Floats
+    begin: Floats
+    clock: Floats
+    cost: Floats
+    where: Integers
+    source: Integers
+    counts: Integers
+    position: Integers
+    wants: Integers
+    stack: Integers
+
+
+class Rules(NamedTuple):
+    """How `list_actions` chooses.
+
+    keys         place of a forward or gradient -> its urgency, the smaller the sooner
+    flight       rank -> most chunk forwards whose I has not run;  hard: whose W has not
+    patience     rank -> how long it would rather wait for an I or F on its way than run a W
+    restraint    rank -> how long it would rather wait for an I on its way than run an F
+    look_ahead   largest key that may run over the smallest key of the rank's next ones
+    reserve      1: a forward leaves room for the later chunks of the rank;  0: it does not
+    """
+
+    keys: Floats
+    flight: Integers
+    hard: Integers
+    patience: Floats
+    restraint: Floats
+    look_ahead: float
+    reserve: float
+
+
+class Listing(NamedTuple):
+    """Working memory of `list_actions`."""
+
+    arrive: Floats
+    when: Floats
+    free: Floats
+    held: Floats
+    first: Floats
+    counts: Integers
+    pending: Integers
+    head: Integers
+    tail: Integers
+
+
+@kernel
+def play(model: Model, order: Integers, length: Integers, played: Played) -> bool:
+    """Plays an order: `played.cost` is (makespan, largest span of a rank). False for a deadlock.
+
+    As atoll.sim: each rank runs until it needs what has not been made; whoever makes it wakes it.
+    """
+    made, begin, clock, where, source_of = played.made, played.begin, played.clock, played.where, played.source
+    counts, position, wants, stack = played.counts, played.position, played.wants, played.stack
+    ranks, chunks, microbatches = model.ranks, model.chunks, model.microbatches
+    takes, gives, hop, rank_of = model.takes, model.gives, model.hop, model.rank_of
+    last = ranks * chunks - 1
+    places = ranks * chunks * microbatches
+    width = 3 * chunks * microbatches
+    for place in range(2 * places):
+        made[place] = -1.0
+    for slot in range(2 * ranks * chunks):
+        counts[slot] = 0
+    for rank in range(ranks):
+        clock[rank] = 0.0
+        position[rank] = 0
+        wants[rank] = -1
+        stack[rank] = ranks - 1 - rank
+    top = ranks
+    while top > 0:
+        top -= 1
+        rank = stack[top]
+        now = clock[rank]
+        at = position[rank]
+        stop = length[rank]
+        base = rank * width
+        while at < stop:
+            number = order[base + at]
+            op = number // chunks
+            chunk = number - op * chunks
+            if op == 2:
+                begin[base + at] = now
+                source_of[base + at] = -1
+                now += takes[rank * 4 + 2]
+                at += 1
+                continue
+            stage = model.stage_of[rank * chunks + chunk]
+            if op == 0:
+                slot = rank * chunks + chunk
+                cell = stage * microbatches + counts[slot]
+                need = cell - microbatches if stage > 0 else -1
+                source = stage - 1
+                user = stage + 1 if stage < last else -1
+            else:
+                slot = (ranks + rank) * chunks + chunk
+                cell = places + stage * microbatches + counts[slot]
+                need = cell + microbatches if stage < last else cell - places
+                source = stage + 1 if stage < last else stage
+                user = stage - 1
+            if need >= 0:
+                arrival = made[need]
+                if arrival < 0.0:
+                    wants[rank] = need
+                    break
+                if rank_of[source] != rank:
+                    arrival += hop
+                if arrival > now:
+                    now = arrival
+            counts[slot] += 1
+            begin[base + at] = now
+            source_of[base + at] = need
+            made[cell] = now + gives[rank * 4 + op]
+            where[cell] = base + at
+            now += takes[rank * 4 + op]
+            if user >= 0:
+                other = rank_of[user]
+                if wants[other] == cell:
+                    wants[other] = -1
+                    stack[top] = other
+                    top += 1
+            at += 1
+        position[rank] = at
+        clock[rank] = now
+    makespan = 0.0
+    span = 0.0
+    for rank in range(ranks):
+        if position[rank] < length[rank]:
+            return False
+        makespan = max(makespan, clock[rank])
+        span = max(span, clock[rank] - begin[rank * width])
+    played.cost[0] = makespan
+    played.cost[1] = span
+    return True
+
+
+@kernel
+def fits(model: Model, order: Integers, length: Integers, rank: int, counts: Integers) -> bool:
+    """Whether a rank keeps within its memory, and each F is before its I (or B) and each I before its W."""
+    chunks = model.chunks
+    activation, weight_grad = model.activation[rank], model.weight_grad[rank]
+    limit = model.room[rank] * (1.0 + 1e-9)
+    base = rank * 3 * chunks * model.microbatches
+    for slot in range(3 * chunks):
+        counts[slot] = 0
+    kept = 0
+    pending = 0
+    for at in range(base, base + length[rank]):
+        number = order[at]
+        op = number // chunks
+        chunk = number - op * chunks
+        if op == 0:
+            counts[chunk] += 1
+            kept += 1
+        elif op == 2:
+            if counts[2 * chunks + chunk] >= counts[chunks + chunk]:
+                return False
+            counts[2 * chunks + chunk] += 1
+            pending -= 1
+        else:
+            if counts[chunks + chunk] >= counts[chunk]:
+                return False
+            kept -= 1
+            if op == 1:
+                pending += 1
+            else:  # a full backward in the order of the microbatches: nothing of this chunk may be pending
+                if counts[2 * chunks + chunk] != counts[chunks + chunk]:
+                    return False
+                counts[2 * chunks + chunk] += 1
+            counts[chunks + chunk] += 1
+        if kept * activation + pending * weight_grad > limit:
+            return False
+    return True
+
+
+@kernel
+def begin_action(
+    model: Model, listing: Listing, order: Integers, length: Integers, rank: int, op: int, chunk: int, now: float
+) -> None:
+    """Runs an action from `now`, and tells whoever uses its result when it arrives. For what makes an order."""
+    ranks, chunks, microbatches = model.ranks, model.chunks, model.microbatches
+    places = ranks * chunks * microbatches
+    width = 3 * chunks * microbatches
+    counts = listing.counts
+    slot = rank * chunks + chunk
+    activation, weight_grad = model.activation[rank], model.weight_grad[rank]
+    if length[rank] == 0:
+        listing.first[rank] = now
+    order[rank * width + length[rank]] = op * chunks + chunk
+    length[rank] += 1
+    end = now + model.takes[rank * 4 + op]
+    listing.free[rank] = end
+    listing.when[rank] = end
+    if op == 2:
+        counts[2 * ranks * chunks + slot] += 1
+        listing.held[rank] -= weight_grad
+        return
+    stage = model.stage_of[slot]
+    released = now + model.gives[rank * 4 + op]
+    if op == 0:
+        place = stage * microbatches + counts[slot]
+        counts[slot] += 1
+        listing.held[rank] += activation
+        if stage == ranks * chunks - 1:
+            target, user = places + place, stage
+        else:
+            target, user = place + microbatches, stage + 1
+    else:
+        place = places + stage * microbatches + counts[ranks * chunks + slot]
+        counts[ranks * chunks + slot] += 1
+        listing.held[rank] -= activation
+        if op == 1:
+            listing.held[rank] += weight_grad
+            listing.pending[rank * width + listing.tail[rank]] = chunk
+            listing.tail[rank] += 1
+        else:
+            counts[2 * ranks * chunks + slot] += 1
+        if stage == 0:
+            return
+        target, user = place - microbatches, stage - 1
+    other = model.rank_of[user]
+    arrival = released if other == rank else released + model.hop
+    listing.arrive[target] = arrival
+    wake = max(arrival, listing.free[other])
+    if wake < listing.when[other]:
+        listing.when[other] = wake
+
+
+@kernel
+def clear(model: Model, listing: Listing, length: Integers) -> None:
+    """Nothing has run, and the first stage may begin."""
+    ranks, chunks, microbatches = model.ranks, model.chunks, model.microbatches
+    for place in range(2 * ranks * chunks * microbatches):
+        listing.arrive[place] = NEVER
+    for number in range(microbatches):
+        listing.arrive[number] = 0.0
+    for slot in range(3 * ranks * chunks):
+        listing.counts[slot] = 0
+    for rank in range(ranks):
+        listing.when[rank] = 0.0
+        listing.free[rank] = 0.0
+        listing.held[rank] = 0.0
+        listing.head[rank] = 0
+        listing.tail[rank] = 0
+        length[rank] = 0
+
+
+@kernel
+def run_pending(model: Model, listing: Listing, order: Integers, length: Integers, rank: int, now: float) -> None:
+    """Runs the oldest W."""
+    chunk = listing.pending[rank * 3 * model.chunks * model.microbatches + listing.head[rank]]
+    listing.head[rank] += 1
+    begin_action(model, listing, order, length, rank, 2, chunk, now)
+
+
+@kernel
+def list_actions(model: Model, rules: Rules, listing: Listing, order: Integers, length: Integers, cost: Floats) -> bool:
+    """Makes an order by events: a free rank runs its most urgent F or I that may run, else a W, else it waits.
+
+    `cost` is (makespan, largest span). False for a deadlock: forwards of early chunks can fill a rank's memory.
+    Where an I does not fit and no W is pending, as weight gradients may be larger than activations, B runs instead.
+    """
+    clear(model, listing, length)
+    ranks, chunks, microbatches = model.ranks, model.chunks, model.microbatches
+    places = ranks * chunks * microbatches
+    counts, arrive, when = listing.counts, listing.arrive, listing.when
+    while True:
+        rank = 0
+        now = when[0]
+        for other in range(1, ranks):
+            if when[other] < now:
+                rank = other
+                now = when[other]
+        if now >= NEVER:
+            break
+        activation, weight_grad = model.activation[rank], model.weight_grad[rank]
+        limit = model.room[rank] * (1.0 + 1e-9)
+        held = listing.held[rank]
+        kept = 0
+        flying = 0
+        smallest = NEVER
+        for chunk in range(chunks):
+            slot = rank * chunks + chunk
+            forwards, gradients = counts[slot], counts[ranks * chunks + slot]
+            flying += forwards - gradients
+            kept += forwards - counts[2 * ranks * chunks + slot]
+            place = model.stage_of[slot] * microbatches
+            if forwards < microbatches:
+                smallest = min(smallest, rules.keys[place + forwards])
+            if gradients < microbatches:
+                smallest = min(smallest, rules.keys[places + place + gradients])
+        smallest += rules.look_ahead
+        chosen_op = -1
+        chosen_chunk = -1
+        chosen_key = NEVER
+        gradient_soon = NEVER
+        soon = NEVER
+        is_too_large = False
+        for chunk in range(chunks):
+            slot = rank * chunks + chunk
+            forwards, gradients = counts[slot], counts[ranks * chunks + slot]
+            place = model.stage_of[slot] * microbatches
+            if gradients < forwards and rules.keys[places + place + gradients] <= smallest:
+                arrival = arrive[places + place + gradients]
+                key = rules.keys[places + place + gradients]
+                if arrival > now:
+                    gradient_soon = min(gradient_soon, arrival)
+                    soon = min(soon, arrival)
+                elif held + weight_grad - activation > limit:
+                    is_too_large = True
+                    if listing.head[rank] == listing.tail[rank] and key < chosen_key:
+                        chosen_op, chosen_chunk, chosen_key = 3, chunk, key
+                elif key < chosen_key:
+                    chosen_op, chosen_chunk, chosen_key = 1, chunk, key
+            if (
+                forwards < microbatches
+                and rules.keys[place + forwards] <= smallest
+                and flying < rules.flight[rank]
+                and kept < rules.hard[rank]
+                and held + activation * (1.0 + rules.reserve * (chunks - 1 - chunk)) <= limit
+            ):
+                arrival = arrive[place + forwards]
+                if arrival > now:
+                    soon = min(soon, arrival)
+                elif rules.keys[place + forwards] < chosen_key:
+                    chosen_op, chosen_chunk, chosen_key = 0, chunk, rules.keys[place + forwards]
+        is_pending = listing.head[rank] < listing.tail[rank]
+        if is_too_large and is_pending:
+            run_pending(model, listing, order, length, rank, now)
+        elif chosen_op == 0 and gradient_soon < now + rules.restraint[rank]:
+            when[rank] = gradient_soon
+        elif chosen_op >= 0:
+            begin_action(model, listing, order, length, rank, chosen_op, chosen_chunk, now)
+        elif is_pending and soon >= now + rules.patience[rank]:
+            run_pending(model, listing, order, length, rank, now)
+        else:
+            when[rank] = soon
+    makespan = 0.0
+    span = 0.0
+    for rank in range(ranks):
+        done = 0
+        for chunk in range(chunks):
+            done += counts[2 * ranks * chunks + rank * chunks + chunk]
+        if done < chunks * microbatches:
+            return False
+        makespan = max(makespan, listing.free[rank])
+        span = max(span, listing.free[rank] - listing.first[rank])
+    cost[0] = makespan
+    cost[1] = span
+    return True
+
+
+def is_reached(cost: float, bound: float) -> bool:
+    """Whether nothing better can exist, but for rounding."""
+    return cost <= bound * (1 + 1e-9) or math.isclose(cost, bound, rel_tol=1e-9)

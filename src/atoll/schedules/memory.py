@@ -1,0 +1,96 @@
+"""What a microbatch keeps on a rank, and how much may be kept.
+
+[Note: what is kept]
+A rank's whole share of a microbatch keeps `activation` bytes from F to I and `weight_grad` bytes from I to W; a chunk
+keeps 1/chunks of them. A full backward keeps nothing for W: its activation goes when it ends. `static` bytes are there
+all the time: parameters, gradients, optimizer state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from atoll.errors import ConfigError
+from atoll.ir.action import Action, Op
+
+Amount = float | Sequence[float]
+"""One number for all ranks, or one a rank."""
+
+
+class RankMemory(NamedTuple):
+    """Bytes of one rank. `limit` is infinite where there is none."""
+
+    activation: float
+    weight_grad: float
+    static: float
+    limit: float
+
+    @property
+    def room(self) -> float:
+        """What microbatches may keep."""
+        return self.limit - self.static
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes (or any one unit): see the note above.
+
+    Raises ConfigError for an amount that is negative, infinite or not a number.
+    """
+
+    activation: Amount = 1.0
+    weight_grad: Amount = 1.0
+    static: Amount = 0.0
+    limit: Amount | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("activation", "weight_grad", "static", "limit"):
+            value = getattr(self, name)
+            for number in value if isinstance(value, Sequence) else (value,):
+                if number is not None and not (math.isfinite(number) and number >= 0):
+                    raise ConfigError(f"memory {name} is {number}: it must be a finite number of bytes, 0 or more")
+
+    def per_rank(self, ranks: int) -> tuple[RankMemory, ...]:
+        """The amounts of each rank. Raises ConfigError for a list of another length."""
+        columns = []
+        for name in ("activation", "weight_grad", "static", "limit"):
+            value = getattr(self, name)
+            column = tuple(value) if isinstance(value, Sequence) else (math.inf if value is None else value,) * ranks
+            if len(column) != ranks:
+                raise ConfigError(f"memory {name} has {len(column)} numbers for {ranks} ranks: give one, or one a rank")
+            columns.append(column)
+        return tuple(RankMemory(*map(float, row)) for row in zip(*columns, strict=True))
+
+
+class Level(NamedTuple):
+    """Bytes that a rank holds while it runs an action, and from its end on."""
+
+    during: float
+    after: float
+
+
+def levels_of(row: Iterable[Action], chunks: int, memory: RankMemory) -> list[Level]:
+    """Of each compute action of a rank. Whole activations and weight gradients are counted, so that thirds add up."""
+    kept = pending = 0
+    before = memory.static
+    levels = []
+    for action in row:
+        if action.op is Op.F:
+            kept += 1
+        elif action.op is Op.W:
+            pending -= 1
+        else:
+            kept -= 1
+            pending += action.op is Op.I
+        after = memory.static + (kept * memory.activation + pending * memory.weight_grad) / chunks
+        levels.append(Level(max(before, after), after))
+        before = after
+    return levels
+
+
+def peak_of(row: Iterable[Action], chunks: int, memory: RankMemory) -> float:
+    """The most bytes that a rank holds in an order of compute actions."""
+    return max((level.during for level in levels_of(row, chunks, memory)), default=memory.static)
