@@ -25,6 +25,7 @@ def case_of(name: str, layout: str, pipeline: int, **options: object) -> Case:
         schedule=name,
         microbatches=data * 2 * pipeline,
         model=EVERYTHING,
+        steps=2,
     )
     return replace(chosen, **options)  # type: ignore[arg-type]
 

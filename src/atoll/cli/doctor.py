@@ -68,6 +68,8 @@ OPTIONAL = (
     ("datasets", "Hugging Face dataset folders and parquet files as a corpus", "hf"),
     ("transformers", "Hugging Face models in atoll.Engine, split by an adapter of yours", "hf"),
     ("peft", "low-rank adapters on such models", "hf"),
+    ("numba", "automatic schedules found faster, the first time after compiling for some seconds", "fast"),
+    ("ortools", "the schedule `optimal`", "optimal"),
 )
 
 
