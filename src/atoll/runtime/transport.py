@@ -248,15 +248,17 @@ class GlooTransport(Transport):
     to three times as fast as gloo's own collectives.
     """
 
+    def __init__(self, place: Place, device: torch.device) -> None:
+        super().__init__(place, device)
+        self._group = dist.group.WORLD  # asked directly: isend and irecv cost as much again in checks
+
     def send(self, tensor: torch.Tensor, peer: int, tag: Tag) -> Message:
-        work = dist.isend(tensor, peer, tag=int(tag))
-        assert work is not None, "the world group holds every rank"
-        return work
+        assert self._group is not None, "one rank sends nothing"
+        return self._group.send([tensor], peer, int(tag))
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: Tag) -> Message:
-        work = dist.irecv(tensor, peer, tag=int(tag))
-        assert work is not None, "the world group holds every rank"
-        return work
+        assert self._group is not None, "one rank receives nothing"
+        return self._group.recv([tensor], peer, int(tag))
 
     def gather(self, whole: torch.Tensor, peers: Peers, tag: Tag) -> None:
         own = peers.own(whole)

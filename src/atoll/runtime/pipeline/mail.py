@@ -47,9 +47,10 @@ class Mail:
     def __init__(self, transport: Transport, rank_of: Callable[[int], int]) -> None:
         self._transport = transport
         self._rank_of = rank_of
-        self._wires: dict[tuple[object, ...], Wire] = {}
+        self._wires: dict[tuple[int, int], Wire] = {}
         self._free: dict[tuple[tuple[int, ...], torch.dtype], list[torch.Tensor]] = {}
-        self._kinds: Sequence[tuple[object, ...]] = ()
+        self._known: dict[tuple[object, ...], int] = {}
+        self._kinds: Sequence[int] = ()
         self._posted: dict[Action, tuple[Message, torch.Tensor]] = {}
         self._expected: list[Action] = []
         self._places: dict[Action, int] = {}
@@ -57,12 +58,16 @@ class Mail:
 
     def begin(self, row: Sequence[Action], batches: Sequence[Batch], *, training: bool) -> None:
         """Begin a row; the first receives are posted where their shapes are known."""
-        self._kinds = [(training, _shapes(batch)) for batch in batches]
+        self._kinds = [self._kind_of((training, _shapes(batch))) for batch in batches]
         self._expected = [action for action in row if action.op in (Op.RECV_F, Op.RECV_B)]
         self._places = {action: at for at, action in enumerate(self._expected)}
         self._next = 0
         self._posted.clear()
         self._post()
+
+    def _kind_of(self, described: tuple[object, ...]) -> int:
+        """The number of a kind of microbatch: messages are many, and nested tuples slow to look up."""
+        return self._known.setdefault(described, len(self._known))
 
     def begin_again(self, stale: Sequence[Action]) -> None:
         """Begin the same row again after a false start.
@@ -86,7 +91,7 @@ class Mail:
     def send_forward(self, stage: int, microbatch: int, output: torch.Tensor) -> None:
         """Send a stage's output to the next one's rank."""
         peer = self._rank_of(stage + 1)
-        kind = (stage, *self._kinds[microbatch])
+        kind = stage, self._kinds[microbatch]
         if kind not in self._wires:
             self._wires[kind] = Wire(tuple(output.shape), output.dtype, output.requires_grad)
             header = self._encode(self._wires[kind])
@@ -142,7 +147,7 @@ class Mail:
         """What a receive will bring; a forward of a new kind is asked for its header."""
         assert action.microbatch is not None, "messages have microbatches"
         stage = action.stage - 1 if action.op is Op.RECV_F else action.stage
-        kind = (stage, *self._kinds[action.microbatch])
+        kind = stage, self._kinds[action.microbatch]
         if kind not in self._wires and ask:
             header = torch.zeros(_HEADER, dtype=torch.int64, device=self._transport.device)
             tag = Tag(Channel.SHAPE, stage, action.microbatch)
