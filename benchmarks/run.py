@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-BENCHMARKS = ("overhead", "precision", "schedules", "parity")
+BENCHMARKS = ("overhead", "precision", "schedules", "parity", "emulated")
 
 
 def main() -> None:

@@ -1,0 +1,195 @@
+"""Step time against theory, and against torch.distributed.pipelining, on an emulated device.
+
+Compute sleeps: 20 ms for each of a rank's F, I and W of a microbatch, an equal part a stage. Messages go over gloo and
+loopback, and the rest (autograd, the agreement on a batch, the global norm, the optimizer) is real too. A step lasts
+from the first rank's start to the last rank's end; contenders take turns in one session.
+
+    simulation   atoll.sim with the medians of the sleeping operations and of a message one way, as they were measured
+    replay       the schedule with each of its actions as long as it was in that very step, the same hop
+    torch        its own schedules on the same blocks, batches and optimizer; it computes neither norm nor loss sum
+    chain        ten steps back to back, ZB-H2 with post-validation against ZB-H1, beside what their spans say
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+from atoll import schedules
+from atoll.ir import Action, Schedule
+from atoll.sim import Costs, simulate
+from atoll.testing import RankPool
+from benchmarks.emulated import replay
+from benchmarks.emulated.race import Chain, Record, back_to_back, race
+from benchmarks.emulated.work import OPERATION_SECONDS, Work
+
+ATOLL = ("1f1b", "interleaved", "zb-h1", "zb-v")
+RIVALS = {"1F1B": "1f1b", "Interleaved1F1B": "interleaved", "ZBVZeroBubble": "zb-v"}
+"""torch's schedules that Atoll has to beat, and with which of its own."""
+OTHERS = ("GPipe", "LoopedBFS", "InterleavedZeroBubble", "DualPipeV")
+SAME_GRADIENT = 1e-10
+STEPS = 10
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure every size."""
+    sizes = [(2, 4)] if arguments.quick else [(4, 8), (4, 16), (8, 16), (8, 32)]
+    chained = [(2, 4)] if arguments.quick else [(4, 16), (8, 16)]
+    result: dict[str, Any] = {"device": "emulated: compute sleeps", "operation_seconds": OPERATION_SECONDS}
+    result["races"] = [_race(*size, quick=arguments.quick) for size in sizes]
+    result["chains"] = [_chain(*size, quick=arguments.quick) for size in chained]
+    return result
+
+
+def _race(ranks: int, microbatches: int, *, quick: bool) -> dict[str, Any]:
+    work = Work(ranks=ranks, microbatches=microbatches)
+    load = [round(value, 2) for value in os.getloadavg()]
+    rivals = (*RIVALS, *OTHERS) if (ranks, microbatches) == (4, 16) else tuple(RIVALS)
+    with RankPool() as pool:
+        per_rank = pool.run(race, ranks, work, ATOLL, rivals, 2 if quick else STEPS, timeout=900.0)
+    hop = median(per_rank[0].hops)
+    rows = [_row(work, [each.records[at] for each in per_rank], hop) for at in range(len(per_rank[0].records))]
+    seconds = {row["name"]: row["seconds"] for row in rows}
+    against = {
+        mine: median(a / b for a, b in zip(seconds[f"atoll {mine}"], seconds[f"torch {theirs}"], strict=True))
+        for theirs, mine in RIVALS.items()
+    }
+    found = {
+        "ranks": ranks,
+        "microbatches": microbatches,
+        "load": load,
+        "goes_first": all(each.goes_first for each in per_rank),
+        "hop_seconds": hop,
+        "rows": rows,
+        "of_torch": against,
+    }
+    print(_table(found), flush=True)
+    return found
+
+
+def _row(work: Work, records: Sequence[Record], hop: float) -> dict[str, Any]:
+    """One contender: `records` of all its ranks."""
+    seconds = [
+        max(ends) - min(starts)
+        for starts, ends in zip(
+            zip(*(each.starts for each in records), strict=True),
+            zip(*(each.ends for each in records), strict=True),
+            strict=True,
+        )
+    ]
+    worst = max(each.gradient_difference for each in records)
+    if worst > SAME_GRADIENT:
+        raise RuntimeError(f"{records[0].name}: gradients differ from one process by {worst:.2g}")
+    took = _medians([each for record in records for step in record.operations for each in step])
+    row: dict[str, Any] = {
+        "name": records[0].name,
+        "seconds": seconds,
+        "median_seconds": median(seconds),
+        "gradient_difference": worst,
+        "operation_seconds": took,
+    }
+    schedule = records[0].schedule
+    if schedule is not None:
+        simulated = simulate(schedule, _costs(took, schedule, hop)).makespan
+        replayed = [_replayed(schedule, records, at, hop) for at in range(len(seconds))]
+        row |= {
+            "theory_seconds": simulate(schedule, Costs(*[work.seconds] * 3)).makespan,
+            "simulated_seconds": simulated,
+            "replayed_seconds": replayed,
+            "over_simulation": median(seconds) / simulated - 1,
+            "over_replay": median(a / b for a, b in zip(seconds, replayed, strict=True)) - 1,
+        }
+    return row
+
+
+def _medians(operations: Sequence[tuple[str, float, float]]) -> dict[str, float]:
+    """Op -> seconds of one stage."""
+    return {op: median(end - start for each, start, end in operations if each == op) for op in ("F", "I", "W")}
+
+
+def _costs(took: dict[str, float], schedule: Schedule, hop: float) -> Costs:
+    return Costs(*(took[op] * schedule.chunks for op in ("F", "I", "W")), hop=hop)
+
+
+def _replayed(schedule: Schedule, records: Sequence[Record], at: int, hop: float) -> float:
+    measured: dict[Action, replay.Measured] = {}
+    for record in records:
+        measured |= replay.measured_actions(record.spans[at], record.operations[at])
+    return replay.makespan(schedule, measured, hop)
+
+
+def _chain(ranks: int, microbatches: int, *, quick: bool) -> dict[str, Any]:
+    """Ten steps back to back. A chain of ZB-H2 should take a makespan and nine spans, of ZB-H1 ten makespans."""
+    work = Work(ranks=ranks, microbatches=microbatches)
+    load = [round(value, 2) for value in os.getloadavg()]
+    rounds, steps = (1, 3) if quick else (3, STEPS)
+    with RankPool() as pool:
+        per_rank = pool.run(back_to_back, ranks, work, steps, rounds, timeout=900.0)
+    hop = median(per_rank[0][1])
+    seconds: dict[str, list[float]] = {"zb-h1": [], "zb-h2": []}
+    operations: dict[str, list[tuple[str, float, float]]] = {"zb-h1": [], "zb-h2": []}
+    for at in range(rounds):
+        for which, name in enumerate(seconds):
+            chains: list[Chain] = [chains[at][which] for chains, _ in per_rank]
+            seconds[name].append(max(each.end for each in chains) - min(each.start for each in chains))
+            operations[name] += [each for chain in chains for each in chain.operations]
+    traces = {}
+    for name in seconds:
+        schedule = schedules.build(name, ranks=ranks, microbatches=microbatches)
+        traces[name] = simulate(schedule, _costs(_medians(operations[name]), schedule, hop))
+    predicted = {
+        "zb-h1": steps * traces["zb-h1"].makespan,
+        "zb-h2": traces["zb-h2"].makespan + (steps - 1) * traces["zb-h2"].span,
+    }
+    ratio = median(b / a for a, b in zip(seconds["zb-h1"], seconds["zb-h2"], strict=True))
+    found = {
+        "ranks": ranks,
+        "microbatches": microbatches,
+        "steps": steps,
+        "load": load,
+        "hop_seconds": hop,
+        "seconds": seconds,
+        "predicted_seconds": predicted,
+        "ratio": ratio,
+        "predicted_ratio": predicted["zb-h2"] / predicted["zb-h1"],
+        "over_prediction": ratio * predicted["zb-h1"] / predicted["zb-h2"] - 1,
+    }
+    print(_chain_line(found), flush=True)
+    return found
+
+
+def report(result: dict[str, Any]) -> str:
+    """Every table."""
+    return "\n\n".join([*map(_table, result["races"]), *map(_chain_line, result["chains"])])
+
+
+def _table(found: dict[str, Any]) -> str:
+    head = (
+        f"{found['ranks']} ranks, {found['microbatches']} microbatches, emulated device (compute sleeps), "
+        f"load {found['load'][0]}, hop {found['hop_seconds'] * 1e3:.2f} ms"
+    )
+    lines = [
+        head,
+        f"{'':28}{'median ms':>10}{'fastest':>9}{'theory':>9}{'simulated':>11}{'over':>8}{'over replay':>13}",
+    ]
+    for row in found["rows"]:
+        line = f"{row['name']:28}{row['median_seconds'] * 1e3:>10.1f}{min(row['seconds']) * 1e3:>9.1f}"
+        if "theory_seconds" in row:
+            line += f"{row['theory_seconds'] * 1e3:>9.1f}{row['simulated_seconds'] * 1e3:>11.1f}"
+            line += f"{row['over_simulation']:>8.2%}{row['over_replay']:>13.2%}"
+        lines.append(line)
+    against = ", ".join(f"{name} {ratio:.3f}" for name, ratio in found["of_torch"].items())
+    return "\n".join([*lines, f"of torch's time: {against}"])
+
+
+def _chain_line(found: dict[str, Any]) -> str:
+    took = {name: median(values) for name, values in found["seconds"].items()}
+    return (
+        f"{found['steps']} steps back to back, {found['ranks']} ranks, {found['microbatches']} microbatches, load "
+        f"{found['load'][0]}: zb-h1 {took['zb-h1']:.3f} s, zb-h2 post-validated {took['zb-h2']:.3f} s "
+        f"(spans say {found['predicted_seconds']['zb-h1']:.3f} and {found['predicted_seconds']['zb-h2']:.3f}); "
+        f"ratio {found['ratio']:.4f}, spans say {found['predicted_ratio']:.4f} ({found['over_prediction']:+.2%})"
+    )

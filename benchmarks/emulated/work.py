@@ -1,0 +1,180 @@
+"""The emulated device: blocks that sleep where a device would compute, around a small real linear.
+
+A rank's share of a microbatch takes `Work.seconds` for each of F, I and W, spread over its stages, one layer a stage.
+Messages, autograd, the optimizer and everything else are real, and cost what they cost.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from atoll.models import adapter_for, initialise_model
+from atoll.runtime.pipeline import deferred
+
+OPERATION_SECONDS = 0.020
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What is trained: embedding, one layer a stage, head, in float64 by SGD. `seconds`: F, I and W of a rank each."""
+
+    ranks: int
+    microbatches: int
+    seconds: float = OPERATION_SECONDS
+    width: int = 64
+    vocabulary: int = 16
+    sequence: int = 8
+    lr: float = 1e-2
+    seed: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step; all count."""
+        return self.microbatches * self.sequence
+
+    def model(self, device: Device, *, stages: int, is_torch: bool) -> nn.Sequential:
+        """The model on torch's current device. `is_torch`: weight gradients sleep inside autograd."""
+        layers = [Layer(self.width, device, is_torch=is_torch) for _ in range(stages)]
+        return nn.Sequential(nn.Embedding(self.vocabulary, self.width), *layers, nn.Linear(self.width, self.vocabulary))
+
+    def filled_model(self, device: Device, *, stages: int) -> nn.Sequential:
+        """The model for torch with the values that Atoll starts from."""
+        model = self.model(device, stages=stages, is_torch=True)
+        initialise_model(adapter_for(model), self.seed)
+        return model.double()
+
+    def batch(self, step: int) -> dict[str, Tensor]:
+        """A step's samples, one a microbatch."""
+        generator = torch.Generator().manual_seed(step)
+        shape = (self.microbatches, self.sequence)
+        return {name: torch.randint(self.vocabulary, shape, generator=generator) for name in ("input_ids", "labels")}
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """A microbatch's part of the mean over the step's tokens."""
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / self.tokens
+
+
+@dataclass(slots=True)
+class Device:
+    """Sleeps, and notes how long an operation took.
+
+    share: seconds of one operation of one stage.  operations: (op, start, end) in seconds of the monotonic clock; the
+    small linear that is really computed in F and I is part of the operation, which sleeps for what is left.
+    """
+
+    share: float = 0.0
+    operations: list[tuple[str, float, float]] = field(default_factory=list)
+    _begin: float = 0.0
+    _elsewhere: float = 0.0
+
+    def begin(self) -> None:
+        """An operation of a layer begins."""
+        self._begin, self._elsewhere = time.monotonic(), 0.0
+
+    def end(self, op: str) -> None:
+        """Sleep until it has taken its time; what other operations took of it does not count."""
+        if self.share > 0:
+            before = time.monotonic() - self._begin - self._elsewhere
+            self._sleep(op, max(0.0, self.share - before), before)
+
+    def pause(self, op: str) -> None:
+        """An operation that only sleeps, perhaps inside another one."""
+        if self.share > 0:
+            self._sleep(op, self.share, 0.0)
+
+    def _sleep(self, op: str, seconds: float, before: float) -> None:
+        start = time.monotonic()
+        time.sleep(seconds)
+        end = time.monotonic()
+        self._elsewhere += end - start
+        self.operations.append((op, start - before, end))
+
+    def __deepcopy__(self, memo: Any) -> Device:
+        return self  # torch copies modules to infer shapes
+
+
+class Layer(nn.Module):
+    """x + linear(x), which takes its time in its forward, on the activation's path back and on the weight's."""
+
+    def __init__(self, width: int, device: Device, *, is_torch: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.device, self.is_torch = device, is_torch
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.device.begin()
+        entered = _Enter.apply(hidden, self.device)
+        if self.is_torch:
+            weight = _PauseWeight.apply(self.linear.weight, self.device)
+            made = entered + F.linear(entered, weight, self.linear.bias)
+        else:
+            made = entered + self.linear(entered)
+        if made.requires_grad:
+            made.register_hook(self._begin_backward)
+        self.device.end("F")
+        return made
+
+    def _begin_backward(self, gradient: Tensor) -> None:
+        self.device.begin()
+
+
+class _Enter(torch.autograd.Function):
+    """A layer's input: where its I ends."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, device: Device) -> Tensor:
+        ctx.device = device
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.device.end("I")
+        return gradient, None
+
+
+class _PauseWeight(torch.autograd.Function):
+    """Sleeps for W where autograd computes the weight's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, device: Device) -> Tensor:
+        ctx.device = device
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.device.pause("W")
+        return gradient, None
+
+
+@contextmanager
+def pausing_weights(work: Work, device: Device) -> Iterator[None]:
+    """Let Atoll's W sleep: it computes weight gradients itself, outside of autograd, in one function."""
+    accumulate = deferred._accumulate
+
+    def paused(target: Tensor, hidden: Tensor, gradient: Tensor) -> None:
+        accumulate(target, hidden, gradient)
+        if target.shape == (work.width, work.width):  # a layer's, not the head's
+            device.pause("W")
+
+    deferred._accumulate = paused
+    try:
+        yield
+    finally:
+        deferred._accumulate = accumulate
+
+
+def gradients_of_one_process(work: Work, *, stages: int) -> dict[str, Tensor]:
+    """The first step's gradients without pipeline and without sleep."""
+    model = work.filled_model(Device(), stages=stages)
+    batch = work.batch(0)
+    for at in range(work.microbatches):
+        work.loss(model(batch["input_ids"][at : at + 1]), batch["labels"][at : at + 1]).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
