@@ -13,15 +13,19 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import schedule_pages
+import tradeoffs
 import typer
+from charts import markdown_table
 from pydantic_core import PydanticUndefined
+from schedule_pages import MICROBATCHES, RANKS
 
 from atoll import errors
 from atoll.cli.layouts import table as layouts_table
 from atoll.cli.main import app
 from atoll.config.emit import value_to_toml
 from atoll.config.schema import Config, Section
-from atoll.ir.draw import SVG_STYLE, draw, draw_svg
+from atoll.ir.draw import SVG_STYLE, draw_svg
 from atoll.layouts import (
     ALL,
     GATHER_PARAMETER,
@@ -33,17 +37,12 @@ from atoll.layouts import (
     Level,
     Nest,
 )
-from atoll.schedules import CATALOGUE, Sizes, build
+from atoll.schedules import CATALOGUE, build
 from atoll.sim import Costs, simulate
 from atoll.units import format_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 PART = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-
-
-def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [heads, ["---"] * len(heads), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
 # ---- the keys of a config
@@ -207,60 +206,6 @@ def layout_example() -> str:
     return markdown_table(heads, cells)
 
 
-# ---- schedules
-
-RANKS, MICROBATCHES = 4, 8
-RELEASE = {"fused": "fused backward", "early": "early release", "either": "any backward"}
-
-
-def schedule_table() -> str:
-    rows = []
-    for name, entry in CATALOGUE.items():
-        chunks = build(name, ranks=RANKS, microbatches=MICROBATCHES).chunks
-        rows.append([f"[`{name}`](#{name})", entry.summary, str(chunks), _paper(entry.paper)])
-    return markdown_table(["name", "rule", "stages a rank", "source"], rows)
-
-
-def _paper(text: str) -> str:
-    number = text.removeprefix("arXiv ")
-    if number != text:
-        return f"[{text}](https://arxiv.org/abs/{number})"
-    return f"[{text}](https://{text})" if text.startswith("github.com/") else text
-
-
-def schedule_pictures() -> str:
-    return "\n".join(_schedule_section(name) for name in CATALOGUE)
-
-
-def _schedule_section(name: str) -> str:
-    entry = CATALOGUE[name]
-    schedule = build(name, ranks=RANKS, microbatches=MICROBATCHES)
-    trace = simulate(schedule, Costs())
-    work = Sizes(RANKS, MICROBATCHES).work
-    rows = [
-        [form.measure, RELEASE[form.backward], f"{form.relation} `{form.text}`", form.domain] for form in entry.bubbles
-    ]
-    forms = markdown_table(["bubble of the", "with", "is", "for"], rows) if rows else ""
-    kept = f"{entry.activations.relation} `{entry.activations.text}`"
-    grid = f"```text\n{draw(schedule)}\n```\n\n" if schedule.chunks == 1 else ""
-    peaks = ", ".join(f"{peak:g}" for peak in trace.peak_microbatches)
-    return (
-        f"### {name}\n\n![{name}]({_picture_of(name)})\n\n{grid}{forms}\n"
-        f"Rank r keeps the activations of {kept} microbatches. In the picture, with F = I = W = 1: makespan "
-        f"{trace.makespan:g} = {work:g} of work + {trace.makespan - work:g} of bubble, a rate of "
-        f"{trace.bubble_rate:.2%}; kept by rank: {peaks}.\n"
-    )
-
-
-def _picture_of(name: str) -> str:
-    return f"pictures/{name}.svg"
-
-
-def schedule_svg(name: str) -> str:
-    schedule = build(name, ranks=RANKS, microbatches=MICROBATCHES)
-    return draw_svg(simulate(schedule, Costs()), width=960, title=f"{name}: {RANKS} ranks, {MICROBATCHES} microbatches")
-
-
 # ---- the picture of the README
 
 COLOURS = {"p": "#8fb8de", "g": "#e8998d", "os": "#a9cf9a"}
@@ -363,15 +308,17 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "errors": error_table,
     "layout-example": layout_example,
     "layout-formulas": layout_formulas,
-    "schedule-pictures": schedule_pictures,
-    "schedule-table": schedule_table,
+    **schedule_pages.PARTS,
+    **tradeoffs.TABLES,
 }
 
 
 def wanted_files() -> dict[Path, str]:
     """Every page and picture, as it should be."""
-    found = {ROOT / "docs" / _picture_of(name): schedule_svg(name) for name in CATALOGUE}
-    found[ROOT / "docs" / "pictures" / "plan.svg"] = overview_svg()
+    pictures = ROOT / "docs" / "pictures"
+    found = {pictures / f"{name}.svg": schedule_pages.schedule_svg(name) for name in CATALOGUE}
+    found |= {pictures / f"{name}.svg": draw_figure() for name, draw_figure in tradeoffs.PICTURES.items()}
+    found[pictures / "plan.svg"] = overview_svg()
     used = set()
     for page in sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]):
         text = page.read_text(encoding="utf-8")

@@ -1,0 +1,147 @@
+"""What is generated on docs/schedules.md and on each schedule's page: drawings, closed forms, figures, refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from charts import markdown_table
+
+from atoll.errors import UserError
+from atoll.ir.draw import draw, draw_svg
+from atoll.schedules import CATALOGUE, Memory, RankForm, Sizes, build
+from atoll.sim import Costs, simulate
+
+RANKS, MICROBATCHES = 4, 8
+RELEASE = {"fused": "fused backward", "early": "early release", "either": "any backward"}
+
+DRAWN: Mapping[str, tuple[int, int]] = {
+    "interleaved": (2, 4),
+    "breadth-first": (2, 3),
+    "zb-v": (2, 4),
+    "v-half": (4, 3),
+    "v-min": (3, 3),
+    "dualpipe-v": (2, 5),
+    "unit": (2, 4),
+}
+"""Ranks and microbatches of the drawing in text, where the picture's sizes are too wide for a page."""
+
+PLAYED = ((4, 4), (4, 8), (8, 16), (8, 32))
+"""Ranks and microbatches of the figures."""
+
+REFUSED: Mapping[str, Mapping[str, Any]] = {
+    "gpipe": {"chunks": 2},
+    "1f1b": {"chunks": 2},
+    "interleaved": {"chunks": 0},
+    "breadth-first": {"unit": 4},
+    "zb-h1": {"memory_limit": 2.0},
+    "zb-h2": {"chunks": 2},
+    "zb-v": {"memory_limit": (0.5, 4.0, 4.0, 4.0)},
+    "v-half": {"chunks": 2},
+    "v-min": {"memory_limit": 1.0},
+    "dualpipe-v": {"microbatches": 6},
+    "unit": {"keep": 2},
+    "auto": {"static_bytes": 4.0, "memory_limit": (4.5, 8.0, 8.0, 8.0)},
+    "zb-1p": {"placement": "v", "chunks": 3},
+    "zb-2p": {"memory_limit": (4.0, 4.0)},
+    "optimal": {"microbatches": 200},
+}
+"""Options that a schedule of RANKS and MICROBATCHES refuses."""
+
+
+def schedule_table() -> str:
+    rows = []
+    for name, entry in CATALOGUE.items():
+        chunks = build(name, ranks=RANKS, microbatches=MICROBATCHES).chunks
+        rows.append([f"[`{name}`](schedules/{name}.md)", entry.summary, str(chunks), _paper(entry.paper)])
+    return markdown_table(["name", "rule", "stages a rank", "source"], rows)
+
+
+def _paper(text: str) -> str:
+    number = text.removeprefix("arXiv ")
+    if number != text:
+        return f"[{text}](https://arxiv.org/abs/{number})"
+    return f"[{text}](https://{text})"
+
+
+def picture(name: str) -> str:
+    """The picture, and the grid in text."""
+    ranks, microbatches = DRAWN.get(name, (RANKS, MICROBATCHES))
+    drawing = draw(build(name, ranks=ranks, microbatches=microbatches))
+    caption = "" if name not in DRAWN else f"In text, {ranks} ranks and {microbatches} microbatches:\n\n"
+    return f"![{name}](../pictures/{name}.svg)\n\n{caption}```text\n{drawing}\n```\n"
+
+
+def forms(name: str) -> str:
+    """Closed forms of the bubble and of the memory."""
+    entry = CATALOGUE[name]
+    rows = [
+        [form.measure, RELEASE[form.backward], f"{form.relation} `{form.text}`", form.domain] for form in entry.bubbles
+    ]
+    bubbles = markdown_table(["bubble of the", "with", "is", "for"], rows) + "\n" if rows else ""
+    kept = [
+        ["F to I or B", _amount(entry.activations)],
+        ["F to W or B", _amount(entry.kept)],
+    ]
+    return bubbles + markdown_table(["microbatches that rank r keeps from", "are"], kept)
+
+
+def _amount(form: RankForm) -> str:
+    return f"{form.relation} `{form.text}`"
+
+
+def figures(name: str) -> str:
+    """The picture's figures in a sentence, and some sizes in a table."""
+    trace = simulate(build(name, ranks=RANKS, microbatches=MICROBATCHES), Costs())
+    work = Sizes(RANKS, MICROBATCHES).work
+    peaks = ", ".join(f"{peak:g}" for peak in trace.peak_microbatches)
+    rows = [_figures_at(name, *sizes) for sizes in PLAYED]
+    heads = ["ranks", "microbatches", "bubble of the makespan", "of the span", "activations", "with what W keeps"]
+    return (
+        f"In the picture, with F = I = W = 1: makespan {trace.makespan:g} = {work:g} of work + "
+        f"{trace.makespan - work:g} of bubble, a rate of {trace.bubble_rate:.2%}; activations kept by rank: {peaks}."
+        "\n\nOther sizes, with F = I = W; memory in microbatches, of the fullest rank:\n\n"
+        + markdown_table(heads, rows)
+    )
+
+
+def _figures_at(name: str, ranks: int, microbatches: int) -> list[str]:
+    """Of the fullest rank, in microbatches; a pending W keeps as much as an activation."""
+    sizes = [str(ranks), str(microbatches)]
+    try:
+        schedule = build(name, ranks=ranks, microbatches=microbatches)
+    except UserError:
+        return [*sizes, "refused", "", "", ""]
+    trace = simulate(schedule, Costs(), Memory())
+    rates = [f"{max(0.0, rate):.1%}" for rate in (trace.bubble_rate, trace.span_bubble_rate)]
+    return [*sizes, *rates, f"{max(trace.peak_microbatches):g}", f"{max(trace.peak_bytes):g}"]
+
+
+def refused(name: str) -> str:
+    """What the schedule says to options that it cannot serve."""
+    options = {"ranks": RANKS, "microbatches": MICROBATCHES} | REFUSED[name]
+    try:
+        build(name, **options)
+    except UserError as error:
+        asked = ", ".join(f"{option}={value!r}" for option, value in options.items())
+        call = f'atoll.schedules.build("{name}", {asked})'
+        return f"`{call}` raises\n\n```text\n{type(error).__name__}: {error}\n```\n"
+    raise AssertionError(f"{name} does not refuse {options}")
+
+
+def schedule_svg(name: str) -> str:
+    schedule = build(name, ranks=RANKS, microbatches=MICROBATCHES)
+    return draw_svg(simulate(schedule, Costs()), width=960, title=f"{name}: {RANKS} ranks, {MICROBATCHES} microbatches")
+
+
+KINDS: Mapping[str, Callable[[str], str]] = {
+    "picture": picture,
+    "forms": forms,
+    "figures": figures,
+    "refused": refused,
+}
+
+PARTS: Mapping[str, Callable[[], str]] = {"schedule-table": schedule_table} | {
+    f"{kind}-{name}": partial(make, name) for name in CATALOGUE for kind, make in KINDS.items()
+}
