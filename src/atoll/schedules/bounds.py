@@ -18,6 +18,8 @@ round trips from F to I and, with the smaller weight, their W. So
 
 since the first forwards come one by one, F apart, and the last microbatches go one by one, W apart. And no microbatch
 passes faster than alone.
+
+Where other ranks' memory holds a rank up, it takes longer than that: see atoll.schedules.one_rank.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import math
 from typing import NamedTuple
 
 from atoll.ir.table import F, I, W
+from atoll.schedules.one_rank import one_rank_alone
 from atoll.schedules.problem import TOLERANCE, Problem
 
 
@@ -41,8 +44,10 @@ def lower_bound(problem: Problem) -> float:
     """No order that fits has a smaller makespan (or largest span, as the problem asks)."""
     paths = _paths(problem)
     ranks = range(problem.placement.ranks)
-    found = max(_by_work(problem, paths, rank) for rank in ranks)
-    return max(found, *(_by_memory(problem, paths, rank, _by_work(problem, paths, rank)) for rank in ranks))
+    known = [_by_work(problem, paths, rank) for rank in ranks]
+    for rank, alone in one_rank_alone(problem, sorted(ranks, key=lambda rank: -known[rank])):
+        known[rank] = max(known[rank], alone)
+    return max(max(known), *(_by_memory(problem, paths, rank, known[rank]) for rank in ranks))
 
 
 def _paths(problem: Problem) -> _Paths:
@@ -83,7 +88,7 @@ def _by_work(problem: Problem, paths: _Paths, rank: int) -> float:
         # The last backward may be a full one: its W runs after its I too, and keeps what its forward kept.
         room = bytes_of.room * placement.chunks * (1 + TOLERANCE)
         split, full = room / bytes_of.weight_grad, (room - bytes_of.activation) / bytes_of.weight_grad + 1
-        pending = min(everything, max(1, math.floor(max(split, full))))
+        pending = math.floor(min(everything, max(1.0, split, full)))
     tail = max(0.0, paths.after[first] - pending * takes[W])
     return paths.forward[first] + max(work + idle + tail, alone + paths.after[first])
 
@@ -120,7 +125,7 @@ def _most_kept(problem: Problem, rank: int, weight: float) -> float:
             left = room - kept * bytes_of.activation
             pending = total - kept
             if bytes_of.weight_grad > 0:
-                pending = min(pending, math.floor(left / bytes_of.weight_grad))
+                pending = math.floor(min(pending, left / bytes_of.weight_grad))
             most = max(most, kept + weight * pending)
     return most
 

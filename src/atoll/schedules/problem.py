@@ -82,4 +82,4 @@ class Problem:
         everything = chunks * self.microbatches
         if bytes_of.activation == 0 or math.isinf(bytes_of.room):
             return everything
-        return min(everything, math.floor(bytes_of.room * chunks / bytes_of.activation * (1 + TOLERANCE)))
+        return math.floor(min(everything, bytes_of.room * chunks / bytes_of.activation * (1 + TOLERANCE)))
