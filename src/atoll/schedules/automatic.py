@@ -6,7 +6,8 @@
 3. List scheduling by rules with parameters per rank, over a grid and then by hill climbing on a shortened step.
 4. The best order so far as urgencies of the list scheduler: W are placed anew, actions may overtake.
 5. Single critical actions moved a few places.
-6. One microbatch after the other, which always fits.
+6. Those urgencies changed one by one, where the step is small enough for many tries.
+7. One microbatch after the other, which always fits.
 The best is kept, so the result is never worse than any of them; the search ends where a lower bound is reached.
 """
 

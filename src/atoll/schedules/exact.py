@@ -258,10 +258,12 @@ class _Model:
             placed = []
             for (stage, op, number), start in self.start.items():
                 if placement.rank_of(stage) == rank:
-                    placed.append((solver.value(start), number, (F, I, W).index(op), stage))
+                    takes = self.ticks(self.problem.timing.takes[rank][op])  # what takes no time comes first
+                    along = -stage if op == I else stage
+                    placed.append((solver.value(start), takes > 0, number, (F, I, W).index(op), along, stage))
             fused = {place for place, literal in self.fused.items() if solver.value(literal)}
             row = []
-            for _, number, code, stage in sorted(placed):
+            for _, _, number, code, _, stage in sorted(placed):
                 if (stage, number) in fused:
                     if code != 2:
                         row.append(Action(stage, Op.F if code == 0 else Op.B, number))

@@ -19,6 +19,7 @@ from atoll.schedules.jit import Floats, counts, floats, zeros
 from atoll.schedules.one_forward_one_backward import one_forward_one_backward
 from atoll.schedules.problem import Problem
 from atoll.schedules.search import EFFORT, FREE, TRIES, Board, Cost, Search, Settings, keys_from, round_trips, shortened
+from atoll.schedules.shaking import shake
 from atoll.schedules.zero_bubble import zero_bubble_h1, zero_bubble_h2
 from atoll.schedules.zero_bubble_v import fixed_zero_bubble_v
 
@@ -36,6 +37,15 @@ NUDGED = 4
 
 WINDOW = 12
 """Places that an action is moved, at most."""
+
+SHAKEN = 0.6
+"""Share of EFFORT, beyond it, for shaking an order."""
+
+SHAKES = 4
+"""Times that the order of a small step is shaken, each from the best so far."""
+
+FEWEST_SHAKEN = 500
+"""Orders that shaking must be able to try, or it is left: with fewer, larger problems would take time for nothing."""
 
 
 def run(search: Search) -> None:
@@ -57,6 +67,8 @@ def run(search: Search) -> None:
         relist(search)
         left = (EFFORT - search.board.spent) // search.board.cells
         search.improve(min(TRIES, left // (3 - seed)), WINDOW, seed)
+        if seed == 1:
+            shaken(search)
 
 
 def fixed_orders(problem: Problem) -> Iterator[Schedule]:
@@ -336,3 +348,35 @@ def relist(search: Search) -> None:
                         search.consider("listed")
         if search.cost == before or search.is_done:
             return
+
+
+def shaken(search: Search) -> None:
+    """The best order's own times as urgencies that are changed one by one. Its effort is beside that of the rest."""
+    board = search.board
+    ranks = board.model.ranks
+    tries = min(TRIES, int(SHAKEN * EFFORT) // (3 * board.cells))
+    shakes = SHAKES if tries >= TRIES // 2 else 1
+    longest = max(max(row) for row in search.problem.timing.takes)
+    if tries < FEWEST_SHAKEN:
+        return
+    spent = board.spent
+    for serial in range(shakes):
+        if search.is_done:
+            return
+        search.take_best()
+        kernels.play(board.model, board.order, board.length, board.played)
+        keys = keys_from(board)
+        look_ahead = longest if serial % 2 else math.inf
+        scored: list[tuple[Cost, int, Settings]] = []
+        for patience in (0, 2, 4):
+            for restraint in (0, 2):
+                settings = Settings((FREE,) * ranks, (patience,) * ranks, (restraint,) * ranks, 0, look_ahead)
+                cost = board.list_by(settings, [keys])
+                if cost is not None:
+                    scored.append((cost, len(scored), settings))
+        if scored:
+            rules = board.rules_of(min(scored, key=lambda each: each[:2])[2], [keys])
+            shake(board.model, rules, board.listing, board.order, board.length, board.cost, board.is_span,
+                  search.bound, tries // shakes, serial + 1)  # fmt: skip
+            search.consider("shaken")
+    board.spent = spent
