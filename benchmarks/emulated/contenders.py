@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -91,14 +92,19 @@ def torch_contender(work: Work, device: Device, name: str) -> Contender:
     mine = placement.stages_of(dist.get_rank())
     model = work.filled_model(device, stages=placement.stages)
     runs = split_blocks(len(model), placement.stages)
-    parts = [model[runs[stage].start : runs[stage].stop] for stage in mine]
+    named = list(model.named_children())
+    parts = [nn.Sequential(OrderedDict(named[runs[stage].start : runs[stage].stop])) for stage in mine]
     stages = [
         pipelining.PipelineStage(part, stage, placement.stages, torch.device("cpu"))
         for stage, part in zip(mine, parts, strict=True)
     ]
     make = getattr(pipelining, f"Schedule{name}")
+
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        return work.loss(device, logits, labels) / work.tokens
+
     runner = make(
-        stages if chunks > 1 else stages[0], n_microbatches=work.microbatches, loss_fn=work.loss, scale_grads=False
+        stages if chunks > 1 else stages[0], n_microbatches=work.microbatches, loss_fn=loss, scale_grads=False
     )
     held: dict[str, nn.Parameter] = {key: value for part in parts for key, value in part.named_parameters()}
     optimizer = torch.optim.SGD(held.values(), lr=work.lr)

@@ -87,6 +87,7 @@ def race(work: Work, atoll: Sequence[str], rivals: Sequence[str], rounds: int) -
             _step(work, device, contender, 0)
             record.gradient_difference = _gradient_difference(work, contender)
         goes_first, hops = go_first(), []
+        device.product = product_seconds(work)
         for at in range(1, rounds + 1):
             hops.append(hop_seconds(work))
             turn = at % len(contenders)
@@ -139,6 +140,17 @@ def hop_seconds(work: Work) -> float:
         seconds.fill_(median(times))
     dist.broadcast(seconds, 0)
     return float(seconds)
+
+
+def product_seconds(work: Work) -> float:
+    """A layer's weight gradient on a processor that has just slept."""
+    hidden, times = torch.zeros(work.sequence, work.width, dtype=torch.float64), []
+    for _ in range(PINGS):
+        time.sleep(work.seconds)
+        begin = time.monotonic()
+        hidden.t() @ hidden
+        times.append(time.monotonic() - begin)
+    return median(times)
 
 
 @dataclass(slots=True)

@@ -72,7 +72,7 @@ def measure(kind: str) -> dict[str, int]:
     block = BLOCKS[kind]()
     unit = unit_of(block)
     unit.open_gradients()
-    moment = Moment(pending=[])
+    moment = Moment(pending={})
     layers = defer(block, [unit], moment)
     hidden = torch.randn(2, 128, 64, requires_grad=True)
     gradient = torch.randn(2, 128, 64)
@@ -85,8 +85,8 @@ def measure(kind: str) -> dict[str, int]:
     pending = moment.pending
     assert pending is not None
     held["after I"] = held["after F"] + freed
-    held["wanted"] = sum(x.nbytes + g.nbytes for _, _, (x, g) in pending)
-    shared = {tensor.untyped_storage().data_ptr() for _, _, kept in pending for tensor in kept}
+    held["wanted"] = sum(x.nbytes + g.nbytes for items in pending.values() for _, (x, g) in items)
+    shared = {tensor.untyped_storage().data_ptr() for items in pending.values() for _, kept in items for tensor in kept}
     outside = {hidden.untyped_storage().data_ptr(), gradient.untyped_storage().data_ptr()}
     held["storages"] = len(shared - outside)
     held["layers"] = len(layers)
@@ -116,12 +116,12 @@ def test_weights_come_out_as_autograd_gives_them() -> None:
         phases: Any = {name: frozenset("W" if name in linears else "I") for name in parameters}
         unit = Unit(UnitSpec(0, "block", tuple(parameters), (0,)), parameters, around, owners=(0,), phases=phases)
         unit.open_gradients()
-        moment = Moment(pending=[])
+        moment = Moment(pending={})
         layers = defer(block, [unit], moment)
         block(hidden).backward(gradient)  # the input needs no gradient: the anchors keep every linear in the graph
         assert moment.pending is not None
         compute_weights([unit], moment.pending)
-        assert moment.pending == []
+        assert moment.pending == {}
         for name in parameters:
             got = unit.weight_gradient(name) if name in linears else parameters[name].grad
             assert got is not None

@@ -88,7 +88,7 @@ def test_every_action_is_in_the_timeline_in_its_order() -> None:
 
 def test_a_post_validated_step_begins_before_the_one_before_has_ended() -> None:
     """The first rank's next forwards run while the last rank still works: no barrier between steps."""
-    first, last = run_ranks(timelines, 2, "zb-h2", 4, post_validation=True, timeout=60.0)
+    first, last = run_ranks(timelines, 2, "zb-h2", 8, post_validation=True, timeout=60.0)
     overlaps = []
     for before, after in zip(last, first[1:], strict=False):
         ends = max(span.end for span in before if span.action.op.is_compute)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from atoll.errors import LayoutError, RankError
 from atoll.testing import RankPool, run_ranks
+from atoll.testing.parity import Case, train
 
 
 def rank_times(factor: int, *, offset: int = 0) -> int:
@@ -70,6 +72,12 @@ def set_wrong_state() -> None:
 
 def state() -> tuple[torch.dtype, int, str]:
     return torch.get_default_dtype(), torch.get_num_threads(), os.getcwd()
+
+
+def threads() -> int:
+    """How many threads look after gloo's connections: each group has one, for ever if somebody keeps the group."""
+    names = [Path(f"/proc/self/task/{task}/comm").read_text() for task in os.listdir("/proc/self/task")]
+    return sum("gloo_tcp" in name for name in names)
 
 
 def tensors() -> torch.Tensor:
@@ -158,6 +166,15 @@ def test_a_case_leaves_nothing_behind() -> None:
     run_ranks(set_wrong_state, 2)
     assert run_ranks(random_number, 2) == numbers
     assert run_ranks(state, 1) == [(torch.float32, 1, os.getcwd())]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's list of threads")
+def test_a_trained_case_leaves_no_group_behind() -> None:
+    """One group may still wait for the garbage collector."""
+    run_ranks(threads, 2)
+    for _ in range(4):
+        run_ranks(train, 2, Case(layout="GGG", intra=2, microbatches=2, steps=1))
+    assert max(run_ranks(threads, 2)) <= 3
 
 
 def test_a_function_without_a_name_is_refused() -> None:

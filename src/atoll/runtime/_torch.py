@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from torch import autograd
+import torch
+from torch import Tensor, autograd
 
 TORCH = ("2.11", "2.14")
 """The first minor version of torch in which the names are expected, and the first in which they must be looked up."""
@@ -44,3 +45,16 @@ def is_profiling() -> bool:
     """Whether a profiler records. Private: `torch.autograd._profiler_enabled`; the public way to name a range costs
     microseconds an action even when nobody records."""
     return bool(autograd._profiler_enabled())
+
+
+def run_backward(output: Tensor, gradient: Tensor) -> None:
+    """`torch.autograd.backward(output, gradient)` where their shapes and dtypes are known to agree.
+
+    Private, on the CPU: `Variable._execution_engine`. The public function compares the shapes symbolically and copies
+    the context for threads of other devices, 0.15 ms a call from a cold cache; elsewhere it runs ahead of the device.
+    """
+    if output.is_cpu:
+        engine = autograd.Variable._execution_engine
+        engine.run_backward((output,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    else:
+        torch.autograd.backward(output, gradient)

@@ -173,6 +173,9 @@ class Engine:
         with self._guard(), _keeping_random_state(self.device):
             for stage in self._sharded.stages:
                 stage.train(True)
+            for unit in self.units:
+                if unit.stays_whole:
+                    unit.open_gradients()
             outcome = self._executor.run(
                 self._row,
                 batches,

@@ -42,6 +42,7 @@ class Channel(IntEnum):
     SUM_INTER = 10
     CHAIN = 11
     VERDICT = 12
+    SUM_ALL = 13
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,18 +149,45 @@ class StreamOutbox(Outbox):
         self._held.append((message, tensor))
 
 
-@dataclass(frozen=True, slots=True)
-class Later:
-    """A sum over all ranks that is under way."""
-
-    values: torch.Tensor
-    work: dist.Work | None
+class Later(Protocol):
+    """A small sum over some ranks that is under way."""
 
     def wait(self) -> torch.Tensor:
         """The sums, on the CPU."""
-        if self.work is not None:
-            self.work.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """A sum by a collective."""
+
+    values: torch.Tensor
+    work: dist.Work
+
+    def wait(self) -> torch.Tensor:
+        """The sums, on the CPU."""
+        self.work.wait()
         return self.values.cpu()
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A sum for which everyone sends its part to everyone: one message's way, added in one order by all.
+
+    parts: what comes from each rank, in order; this rank's own is there already.
+    """
+
+    parts: Sequence[torch.Tensor]
+    messages: Sequence[Message]
+
+    def wait(self) -> torch.Tensor:
+        """The sums."""
+        for message in self.messages:
+            message.wait()
+        first, *others = self.parts
+        total = first.clone()
+        for part in others:
+            total.add_(part)
+        return total
 
 
 class Transport(ABC):
@@ -202,18 +230,11 @@ class Transport(ABC):
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
         """Sum of a small CPU tensor over all ranks, the same bits on each."""
-        if self.place.mesh.world == 1:
-            return values
-        moved = values.to(self.device)
-        dist.all_reduce(moved)
-        return moved.cpu()
+        return self.total_later(values).wait()
 
+    @abstractmethod
     def total_later(self, values: torch.Tensor) -> Later:
         """The same without waiting: `wait()` gives the sums. All ranks ask in one order."""
-        if self.place.mesh.world == 1:
-            return Later(values, None)
-        moved = values.to(self.device, copy=True)
-        return Later(moved, dist.all_reduce(moved, async_op=True))
 
     def total_data(self, values: torch.Tensor) -> torch.Tensor:
         """Sum of a small CPU tensor over the data-parallel ranks, the same bits on each of them."""
@@ -224,17 +245,17 @@ class Transport(ABC):
 
     def total_ordered(self, values: torch.Tensor, ranks: Sequence[int], tag: Tag) -> None:
         """Sum a tensor in place over `ranks`, added in their order, so that all get the same bits."""
-        others = [rank for rank in ranks if rank != self.place.rank]
-        received = {rank: torch.empty_like(values) for rank in others}
-        kept = values.clone()
-        messages = [self.send(kept, rank, tag) for rank in others]
-        messages += [self.receive(received[rank], rank, tag) for rank in others]
-        for message in messages:
-            message.wait()
-        parts = [received.get(rank, kept) for rank in ranks]
-        values.copy_(parts[0])
-        for part in parts[1:]:
-            values.add_(part)
+        if len(ranks) > 1:
+            values.copy_(self.exchange(values, ranks, tag).wait())
+
+    def exchange(self, values: torch.Tensor, ranks: Sequence[int], tag: Tag) -> Exchange:
+        """Begin to sum a tensor over `ranks`."""
+        own = self.place.rank
+        parts = [values.clone() if rank == own else torch.empty_like(values) for rank in ranks]
+        others = [(part, rank) for part, rank in zip(parts, ranks, strict=True) if rank != own]
+        messages = [self.receive(part, rank, tag) for part, rank in others]
+        messages += [self.send(parts[ranks.index(own)], rank, tag) for _, rank in others]
+        return Exchange(parts, messages)
 
     def barrier(self) -> None:
         """Wait for every rank."""
@@ -248,17 +269,14 @@ class GlooTransport(Transport):
     to three times as fast as gloo's own collectives.
     """
 
-    def __init__(self, place: Place, device: torch.device) -> None:
-        super().__init__(place, device)
-        self._group = dist.group.WORLD  # asked directly: isend and irecv cost as much again in checks
+    def total_later(self, values: torch.Tensor) -> Later:
+        return self.exchange(values, range(self.place.mesh.world), Tag(Channel.SUM_ALL, 0))
 
     def send(self, tensor: torch.Tensor, peer: int, tag: Tag) -> Message:
-        assert self._group is not None, "one rank sends nothing"
-        return self._group.send([tensor], peer, int(tag))
+        return _world().send([tensor], peer, int(tag))
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: Tag) -> Message:
-        assert self._group is not None, "one rank receives nothing"
-        return self._group.recv([tensor], peer, int(tag))
+        return _world().recv([tensor], peer, int(tag))
 
     def gather(self, whole: torch.Tensor, peers: Peers, tag: Tag) -> None:
         own = peers.own(whole)
@@ -283,6 +301,14 @@ class GlooTransport(Transport):
             own.copy_(parts[0])
         for at in range(1, len(peers.ranks)):
             own.add_(parts[at])
+
+
+def _world() -> dist.ProcessGroup:
+    """The group of all ranks, asked directly: isend and irecv cost as much again in checks. Nobody keeps it: a group
+    that outlives destroy_process_group leaves a thread behind that looks after closed connections for ever."""
+    group = dist.group.WORLD
+    assert group is not None, "one rank talks to nobody"
+    return group
 
 
 class NcclTransport(Transport):
@@ -318,6 +344,12 @@ class NcclTransport(Transport):
                     group = dist.new_group([low, high])
                     if place.rank in (low, high):
                         self._links[source, target] = group
+
+    def total_later(self, values: torch.Tensor) -> Later:
+        moved = values.to(self.device, copy=True)
+        work = dist.all_reduce(moved, async_op=True)
+        assert work is not None, "the world holds every rank"
+        return Collective(moved, work)
 
     def total_data(self, values: torch.Tensor) -> torch.Tensor:
         moved = values.to(self.device)

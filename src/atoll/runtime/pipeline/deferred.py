@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from atoll.errors import RunError
-from atoll.runtime.sharding.hooks import Moment
+from atoll.runtime.sharding.hooks import Moment, Pending
 from atoll.runtime.sharding.unit import Unit
 
 
@@ -62,7 +62,8 @@ class DeferredWeight:
         """Keep what W needs of one call, in I."""
         if self._moment.pending is None:
             raise RunError(f"the gradient of {self.name} was computed outside of a step; use engine.step")
-        self._moment.pending.append((self.unit, self.name, (hidden.detach(), gradient.detach())))
+        kept = (self.name, (hidden.detach(), gradient.detach()))
+        self._moment.pending.setdefault(self.unit, []).append(kept)
 
 
 _SLOTS = itertools.count()
@@ -148,17 +149,17 @@ def is_deferrable(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 @torch.no_grad()
-def compute_weights(units: Iterable[Unit], pending: list[tuple[Unit, str, Any]]) -> None:
-    """W of some units: add what is pending to the weights' gradients, unit by unit from the last, and reduce each.
+def compute_weights(units: Iterable[Unit], pending: Pending) -> None:
+    """W of some units: add what is pending to the weights' gradients, unit by unit in this order, and reduce each.
 
     Every unit takes part whether it has anything pending or not, since the other ranks may have. What is used is taken
     out of `pending` on the way, so that it is free.
     """
-    for unit in sorted(units, key=lambda unit: -unit.spec.index):
-        own = [item for item in pending if item[0] is unit]
-        pending[:] = [item for item in pending if item[0] is not unit]
+    for unit in units:
+        own = pending.pop(unit, [])
+        own.reverse()
         while own:
-            _, name, kept = own.pop(0)
+            name, kept = own.pop()
             unit.touched.add(name)
             target = unit.weight_gradient(name)
             if isinstance(kept, Tensor):

@@ -7,9 +7,8 @@ backward is I, the message that others wait for, then W (see deferred.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch.profiler import record_function
@@ -17,12 +16,12 @@ from torch.profiler import record_function
 from atoll.errors import AtollError, RunError
 from atoll.ir import Action, Op, Schedule
 from atoll.models import Batch
-from atoll.runtime._torch import is_profiling
+from atoll.runtime._torch import is_profiling, run_backward
 from atoll.runtime.pipeline.clock import Clock, clock_of
 from atoll.runtime.pipeline.deferred import compute_weights
-from atoll.runtime.pipeline.mail import Mail
+from atoll.runtime.pipeline.mail import Mail, Wire
 from atoll.runtime.pipeline.stage import Stage
-from atoll.runtime.sharding.hooks import Moment
+from atoll.runtime.sharding.hooks import Moment, Pending
 from atoll.runtime.sharding.unit import Unit
 from atoll.runtime.transport import Transport
 from atoll.trace import Span
@@ -30,6 +29,8 @@ from atoll.trace import Span
 Key = tuple[int, int]
 """(stage, microbatch)"""
 
+
+_UNNAMED: AbstractContextManager[None] = nullcontext()
 
 _BACKWARD = (Op.RECV_B, Op.B, Op.I)
 """Where the first of these stands, a row's backwards begin."""
@@ -44,12 +45,13 @@ class _Step:
 
     batches: Sequence[Batch]
     is_training: bool
+    keeps_logits: bool = False
     scale: float = 1.0
     inputs: dict[Key, torch.Tensor] = field(default_factory=dict)
     outputs: dict[Key, torch.Tensor] = field(default_factory=dict)
     gradients: dict[Key, torch.Tensor | None] = field(default_factory=dict)
-    pending: dict[Key, list[tuple[Unit, str, Any]]] = field(default_factory=dict)
-    received: dict[Key, list[torch.Tensor]] = field(default_factory=dict)
+    pending: dict[Key, Pending] = field(default_factory=dict)
+    received: dict[Key, list[tuple[torch.Tensor, Wire]]] = field(default_factory=dict)
     losses: list[torch.Tensor] = field(default_factory=list)
     logits: list[torch.Tensor] = field(default_factory=list)
 
@@ -123,7 +125,7 @@ class Executor:
         Without training nothing is kept for a backward; with keep_logits the loss is not computed. `verdict` is asked
         once, before the first backward, whether the parameters were right so far; if not, the row begins again.
         """
-        self._step = _Step(batches, is_training=training)
+        self._step = _Step(batches, is_training=training, keeps_logits=keep_logits)
         row = [action for action in row if action.microbatch is None or action.microbatch < len(batches)]
         self._mail.begin(row, batches, training=training)
         self._clock = self._clocks[training]
@@ -131,21 +133,21 @@ class Executor:
         first_backward = next((at for at, action in enumerate(row) if action.op in _BACKWARD), len(row))
         self._first_microbatch = first_microbatch
         with torch.set_grad_enabled(training):
-            self._play(row[:first_backward], keep_logits=keep_logits)
+            self._play(row[:first_backward])
             if verdict is not None and not verdict():
                 self._step = _Step(batches, is_training=training)
                 self._mail.begin_again(self._stale(row[first_backward:]))
-                self._play(row[:first_backward], keep_logits=keep_logits)
+                self._play(row[:first_backward])
             if scale is not None:
                 self._step.scale = scale()
-            self._play(row[first_backward:], keep_logits=keep_logits)
+            self._play(row[first_backward:])
         step = self._step
         self._mail.end()
         self._step = _Step((), is_training=False)
         loss_sum = torch.stack(step.losses).sum() if step.losses else None
         return Outcome(loss_sum, tuple(step.logits), self._clock)
 
-    def _play(self, row: Sequence[Action], *, keep_logits: bool) -> None:
+    def _play(self, row: Sequence[Action]) -> None:
         clock = self._clock
         is_profiled = is_profiling()
         for action in row:
@@ -154,11 +156,8 @@ class Executor:
                 self._moment.microbatch = self._first_microbatch + microbatch
             start = clock.now()
             try:
-                with record_function(str(action)) if is_profiled else nullcontext():
-                    if keep_logits and action.op is Op.F:
-                        self._forward(action.stage, microbatch, keep_logits=True)
-                    else:
-                        self._acts[action.op](action.stage, microbatch)
+                with record_function(str(action)) if is_profiled else _UNNAMED:
+                    self._acts[action.op](action.stage, microbatch)
             except AtollError:
                 raise
             except Exception as error:
@@ -204,7 +203,7 @@ class Executor:
 
     # ---- compute
 
-    def _forward(self, stage: int, microbatch: int, *, keep_logits: bool = False) -> None:
+    def _forward(self, stage: int, microbatch: int) -> None:
         step, at = self._step, self._stages[stage]
         key = (stage, microbatch)
         batch = step.batches[microbatch]
@@ -213,7 +212,7 @@ class Executor:
         if not step.is_training:
             step.inputs.pop(key, None)
             step.received.pop(key, None)
-        if at.is_last and keep_logits:
+        if at.is_last and step.keeps_logits:
             step.logits.append(output)
             return
         if at.is_last:
@@ -236,7 +235,7 @@ class Executor:
 
         def weights_of_block(units: Sequence[Unit]) -> None:
             ready = [unit for unit in units if unit in left and len(unit.spec.blocks) == 1]
-            compute_weights(ready, self._moment.pending or [])
+            compute_weights(ready, self._moment.pending or {})
             left[:] = [unit for unit in left if unit not in ready]
 
         self._moment.after_block = weights_of_block if at.is_recomputed else None
@@ -254,7 +253,7 @@ class Executor:
         hidden = step.inputs.pop(key, None)
         output = step.outputs.pop(key)
         gradient = step.gradients.pop(key, None)
-        pending: list[tuple[Unit, str, Any]] = []
+        pending: Pending = {}
         step.pending[key] = pending
         if at.is_last:
             gradient = torch.full_like(output, step.scale)
@@ -262,7 +261,7 @@ class Executor:
             moment = self._moment
             moment.in_backward, moment.pending = True, pending
             try:
-                torch.autograd.backward(output, gradient)
+                run_backward(output, gradient)
             finally:
                 moment.in_backward, moment.pending = False, None
         at.end_input_backward()
@@ -278,8 +277,8 @@ class Executor:
     def _compute_weights(self, units: Sequence[Unit], key: Key) -> None:
         """W, after which nothing of the microbatch is left."""
         compute_weights(units, self._step.pending.pop(key))
-        for buffer in self._step.received.pop(key, ()):
-            self._mail.recycle(buffer)
+        for buffer, wire in self._step.received.pop(key, ()):
+            self._mail.recycle(buffer, wire)
 
     # ---- messages
 
@@ -291,10 +290,10 @@ class Executor:
 
     def _receive_forward(self, stage: int, microbatch: int) -> None:
         step = self._step
-        received = self._mail.receive(Action(stage, Op.RECV_F, microbatch))
+        received = self._mail.receive(Op.RECV_F, stage)
         assert received is not None, "an activation is always sent"
         buffer, wire = received
-        step.received[stage, microbatch] = [buffer]
+        step.received[stage, microbatch] = [received]
         hidden = buffer.detach()
         step.inputs[stage, microbatch] = hidden.requires_grad_(wire.has_gradient and step.is_training)
 
@@ -305,7 +304,7 @@ class Executor:
             self._mail.send_backward(stage, microbatch, gradient)
 
     def _receive_backward(self, stage: int, microbatch: int) -> None:
-        received = self._mail.receive(Action(stage, Op.RECV_B, microbatch))
+        received = self._mail.receive(Op.RECV_B, stage)
         if received is not None:
             self._step.gradients[stage, microbatch] = received[0]
-            self._step.received.setdefault((stage, microbatch), []).append(received[0])
+            self._step.received.setdefault((stage, microbatch), []).append(received)

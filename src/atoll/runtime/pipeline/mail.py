@@ -41,6 +41,24 @@ class Wire:
     has_gradient: bool
 
 
+@dataclass(slots=True)
+class _Expected:
+    """A receive of the row, and its message while it is posted."""
+
+    op: Op
+    stage: int
+    microbatch: int
+    kind: tuple[int, int]
+    peer: int
+    tag: Tag
+    message: Message | None = None
+    buffer: torch.Tensor | None = None
+
+    def is_for(self, action: Action) -> bool:
+        """Whether it is this action's."""
+        return (self.op, self.stage, self.microbatch) == (action.op, action.stage, action.microbatch)
+
+
 class Mail:
     """The messages of one rank. `rank_of` gives the world rank of a stage."""
 
@@ -51,23 +69,27 @@ class Mail:
         self._free: dict[tuple[tuple[int, ...], torch.dtype], list[torch.Tensor]] = {}
         self._known: dict[tuple[object, ...], int] = {}
         self._kinds: Sequence[int] = ()
-        self._posted: dict[Action, tuple[Message, torch.Tensor]] = {}
-        self._expected: list[Action] = []
-        self._places: dict[Action, int] = {}
+        self._expected: list[_Expected] = []
         self._next = 0
 
     def begin(self, row: Sequence[Action], batches: Sequence[Batch], *, training: bool) -> None:
         """Begin a row; the first receives are posted where their shapes are known."""
         self._kinds = [self._kind_of((training, _shapes(batch))) for batch in batches]
-        self._expected = [action for action in row if action.op in (Op.RECV_F, Op.RECV_B)]
-        self._places = {action: at for at, action in enumerate(self._expected)}
+        self._expected = [self._expect(action) for action in row if action.op in (Op.RECV_F, Op.RECV_B)]
         self._next = 0
-        self._posted.clear()
         self._post()
 
     def _kind_of(self, described: tuple[object, ...]) -> int:
         """The number of a kind of microbatch: messages are many, and nested tuples slow to look up."""
         return self._known.setdefault(described, len(self._known))
+
+    def _expect(self, action: Action) -> _Expected:
+        assert action.microbatch is not None, "messages have microbatches"
+        is_forward = action.op is Op.RECV_F
+        sender = action.stage - 1 if is_forward else action.stage + 1
+        kind = sender if is_forward else action.stage, self._kinds[action.microbatch]
+        tag = Tag(Channel.FORWARD if is_forward else Channel.BACKWARD, sender, action.microbatch)
+        return _Expected(action.op, action.stage, action.microbatch, kind, self._rank_of(sender), tag)
 
     def begin_again(self, stale: Sequence[Action]) -> None:
         """Begin the same row again after a false start.
@@ -76,9 +98,10 @@ class Mail:
         are posted beyond those stay posted: the next messages of their tags are the right ones.
         """
         for action in stale:
-            received = self.receive(action)
+            self._next = next(at for at, each in enumerate(self._expected) if each.is_for(action))
+            received = self.receive(action.op, action.stage)
             if received is not None:
-                self.recycle(received[0])
+                self.recycle(*received)
         self._next = 0
         self._post()
 
@@ -105,55 +128,54 @@ class Mail:
 
     # ---- receiving
 
-    def receive(self, action: Action) -> tuple[torch.Tensor, Wire] | None:
-        """Wait for what a RECV action names; None for a gradient that the stage does not need."""
-        self._next = self._places[action] + 1
-        wire = self._wire(action, ask=True)
-        assert wire is not None, "the header was asked for"
-        if action.op is Op.RECV_B and not wire.has_gradient:
+    def receive(self, op: Op, stage: int) -> tuple[torch.Tensor, Wire] | None:
+        """Wait for the row's next message, which `op` on `stage` asks for; None for a gradient that is not needed."""
+        expected = self._expected[self._next]
+        assert (expected.op, expected.stage) == (op, stage), "receives are asked for in the order of the row"
+        self._next += 1
+        if expected.kind not in self._wires:
+            self._wires[expected.kind] = self._ask(expected)
+        wire = self._wires[expected.kind]
+        if op is Op.RECV_B and not wire.has_gradient:
             return None
-        if action not in self._posted:
-            self._posted[action] = self._start(action, wire)
+        if expected.message is None:
+            self._start(expected, wire)
         self._post()
-        message, buffer = self._posted.pop(action)
+        message, buffer = expected.message, expected.buffer
+        assert message is not None, "it has just been posted"
+        assert buffer is not None, "it has just been posted"
+        expected.message = expected.buffer = None
         message.wait()
         return buffer, wire
 
-    def recycle(self, buffer: torch.Tensor) -> None:
+    def recycle(self, buffer: torch.Tensor, wire: Wire) -> None:
         """Take a received buffer back."""
-        self._free.setdefault((tuple(buffer.shape), buffer.dtype), []).append(buffer)
+        self._free.setdefault((wire.shape, wire.dtype), []).append(buffer)
 
     def _post(self) -> None:
         """Post the next receives, as far as their shapes are known."""
-        for action in self._expected[self._next : self._next + AHEAD]:
-            if action in self._posted:
+        for expected in self._expected[self._next : self._next + AHEAD]:
+            if expected.message is not None:
                 continue
-            wire = self._wire(action, ask=False)
+            wire = self._wires.get(expected.kind)
             if wire is None:
                 return
-            if action.op is Op.RECV_F or wire.has_gradient:
-                self._posted[action] = self._start(action, wire)
+            if expected.op is Op.RECV_F or wire.has_gradient:
+                self._start(expected, wire)
 
-    def _start(self, action: Action, wire: Wire) -> tuple[Message, torch.Tensor]:
-        assert action.microbatch is not None, "messages have microbatches"
+    def _start(self, expected: _Expected, wire: Wire) -> None:
         free = self._free.get((wire.shape, wire.dtype))
         buffer = free.pop() if free else torch.empty(wire.shape, dtype=wire.dtype, device=self._transport.device)
-        channel = Channel.FORWARD if action.op is Op.RECV_F else Channel.BACKWARD
-        sender = action.stage - 1 if action.op is Op.RECV_F else action.stage + 1
-        tag = Tag(channel, sender, action.microbatch)
-        return self._transport.receive(buffer, self._rank_of(sender), tag), buffer
+        expected.message = self._transport.receive(buffer, expected.peer, expected.tag)
+        expected.buffer = buffer
 
-    def _wire(self, action: Action, *, ask: bool) -> Wire | None:
-        """What a receive will bring; a forward of a new kind is asked for its header."""
-        assert action.microbatch is not None, "messages have microbatches"
-        stage = action.stage - 1 if action.op is Op.RECV_F else action.stage
-        kind = stage, self._kinds[action.microbatch]
-        if kind not in self._wires and ask:
-            header = torch.zeros(_HEADER, dtype=torch.int64, device=self._transport.device)
-            tag = Tag(Channel.SHAPE, stage, action.microbatch)
-            self._transport.receive(header, self._rank_of(stage), tag).wait()
-            self._wires[kind] = self._decode(header)
-        return self._wires.get(kind)
+    def _ask(self, expected: _Expected) -> Wire:
+        """What a receive of a new kind will bring, from the header that comes before it."""
+        stage, _ = expected.kind
+        header = torch.zeros(_HEADER, dtype=torch.int64, device=self._transport.device)
+        tag = Tag(Channel.SHAPE, stage, expected.microbatch)
+        self._transport.receive(header, self._rank_of(stage), tag).wait()
+        return self._decode(header)
 
     # ---- headers
 

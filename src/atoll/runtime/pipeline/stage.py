@@ -15,7 +15,7 @@ from atoll.runtime.sharding.unit import Unit
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Blocks `blocks` of the model, and the units they use."""
+    """Blocks `blocks` of the model, and the units they use in the order of the backward."""
 
     index: int
     blocks: range

@@ -72,7 +72,9 @@ def build(
         _place_buffers(blocks[at].module, around.device)
     stages = []
     for stage in mine:
-        users = tuple(u for u in units.values() if any(at in runs[stage] for at in u.spec.blocks))
+        users = tuple(
+            units[index] for index in sorted(units, reverse=True) if set(units[index].spec.blocks) & set(runs[stage])
+        )
         reducer = Reducer(users, runs[stage])
         hooked: list[ShardedBlock] = []
         deferred: list[DeferredWeight] = []

@@ -16,6 +16,8 @@ ranks whose microbatches leave different parameters unused do not wait for each 
 
 Step 5 is the backward of an identity that the inputs pass through: it is older than every node of the block, so
 autograd runs it after all of them.
+
+A block whose units rest whole, parameters and gradients, has no such life, and no hooks: 2 and 7 are all of it.
 """
 
 from __future__ import annotations
@@ -32,12 +34,15 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from atoll.runtime.randomness import seed_block
 from atoll.runtime.sharding.unit import Unit
 
+Pending = dict[Unit, list[tuple[str, Any]]]
+"""By unit: a parameter, and what its gradient is made of."""
+
 
 @dataclass(slots=True)
 class Moment:
     """What runs now: the training step, the global microbatch, and whether a backward is under way.
 
-    pending: what I leaves for W, as (unit, parameter, what its gradient is made of); None outside a backward.
+    pending: what I leaves for W; None outside a backward.
     after_block: called when the backward of a block is over.
     """
 
@@ -45,7 +50,7 @@ class Moment:
     step: int = 0
     microbatch: int = 0
     in_backward: bool = False
-    pending: list[tuple[Unit, str, Any]] | None = None
+    pending: Pending | None = None
     after_block: Callable[[Sequence[Unit]], None] | None = None
 
 
@@ -62,10 +67,10 @@ class _Round:
 
 
 class Reducer:
-    """Reduces the complete units of one stage in the model's backward order."""
+    """Reduces the complete units of one stage, given in the model's backward order, in that order."""
 
     def __init__(self, units: Sequence[Unit], blocks: range) -> None:
-        self._order = sorted((u for u in units if u.trainable), key=lambda unit: -unit.spec.index)
+        self._order = [unit for unit in units if unit.trainable and not unit.stays_whole]
         self._blocks = set(blocks)
         self._next = 0
         self._rounds: dict[int, _Round] = {}
@@ -74,8 +79,9 @@ class Reducer:
     def arrived(self, unit: Unit, name: str) -> None:
         """A parameter has all of its gradient."""
         unit.touched.add(name)
-        self._rounds[unit.spec.index].parameters.discard(name)
-        self._advance()
+        if unit.spec.index in self._rounds:
+            self._rounds[unit.spec.index].parameters.discard(name)
+            self._advance()
 
     def leave(self, unit: Unit, block: int) -> None:
         """A block's backward is over; what it has not touched by now is unused."""
@@ -143,10 +149,12 @@ class ShardedBlock:
         if compiler != "none":
             self._forward = torch.compile(module.forward, dynamic=False, backend=_BACKENDS[compiler])
         module.forward = self._run
-        self._handles = [
-            module.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True),
-            module.register_forward_hook(self._after_forward, with_kwargs=True),
-        ]
+        self._handles = []
+        if self.is_recomputed or not all(unit.stays_whole for unit in units):
+            self._handles = [
+                module.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True),
+                module.register_forward_hook(self._after_forward, with_kwargs=True),
+            ]
 
     @property
     def is_recomputed(self) -> bool:
@@ -191,8 +199,11 @@ class ShardedBlock:
         moment = self._moment
         if not self.module.training:
             return self._forward(*args, **kwargs)
+        if self._recompute == "none":
+            seed_block(moment.seed, moment.step, moment.microbatch, self.index)
+            return self._forward(*args, **kwargs)
         seeded = partial(self._seeded, (moment.seed, moment.step, moment.microbatch))
-        if self._recompute == "none" or not torch.is_grad_enabled() or moment.in_backward:
+        if not torch.is_grad_enabled() or moment.in_backward:
             return seeded(*args, **kwargs)
         options: dict[str, Any] = {}
         if self._recompute == "selective":
@@ -246,7 +257,7 @@ def watch_parameters(units: Iterable[Unit], reducer: Reducer, moment: Moment) ->
         if "I" in unit.phases_of(name):
             reducer.arrived(unit, name)
         elif moment.pending is not None and parameter.grad is not None:  # a compiled block calls with none
-            moment.pending.append((unit, name, parameter.grad))
+            moment.pending.setdefault(unit, []).append((name, parameter.grad))
             parameter.grad = None
 
     return [

@@ -88,6 +88,7 @@ class Segment:
     """Parameters of one dtype, one trainability and the same phases that share a flat buffer.
 
     phases: those in which this rank computes their gradients; none for frozen parameters.
+    stays_whole: whether parameters and gradients rest whole, so that a microbatch neither gathers nor reduces.
     """
 
     def __init__(
@@ -148,14 +149,20 @@ class Segment:
         else:
             self.whole = torch.zeros(self.map.padded, dtype=self.compute, device=device)
         self.is_whole = True
-        self._views = {
-            entry.name: self.whole.narrow(0, entry.offset, entry.numel).view(entry.shape) for entry in self.map.entries
-        }
+        self._views = self._views_of(self.whole)
         self._absent = torch.full((), torch.nan, dtype=self.compute, device=device)
         self.flows: dict[Phase, torch.Tensor] = {}
+        self._flow_views: dict[Phase, dict[str, torch.Tensor]] = {}
         self.final: torch.Tensor | None = None
         size, dtype = len(self.range(layout.gradients)), dtype_of(precision.gradient)
         self.gradients = {phase: torch.zeros(size, dtype=dtype, device=device) for phase in self.phases}
+        if layout.gradients is Level.N:
+            self._flow_views = {phase: self._views_of(resting) for phase, resting in self.gradients.items()}
+        self.stays_whole = self.permanent and (not self.trainable or layout.gradients is Level.N)
+
+    def _views_of(self, whole: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The parameters' parts of a whole buffer, in their shapes."""
+        return {entry.name: whole.narrow(0, entry.offset, entry.numel).view(entry.shape) for entry in self.map.entries}
 
     def _part(self, held: torch.Tensor, held_level: Level, level: Level) -> torch.Tensor:
         """The rank's part at `level` of a buffer that rests at the coarser `held_level`."""
@@ -231,34 +238,31 @@ class Segment:
         """Point every parameter's `.grad` into the buffer that phase I accumulates in."""
         if "I" not in self.phases:
             return
-        target = self._target("I")
-        for entry in self.map.entries:
-            parameter = self.parameters[entry.name]
-            view = target.narrow(0, entry.offset, entry.numel).view(entry.shape)
-            if parameter.grad is None or parameter.grad.data_ptr() != view.data_ptr():
+        for name, view in self._targets("I").items():
+            parameter = self.parameters[name]
+            if parameter.grad is not view:
                 parameter.grad = view
 
     def weight_gradient(self, name: str) -> torch.Tensor:
         """Where phase W accumulates the gradient of `name`, in the parameter's shape."""
-        entry = next(entry for entry in self.map.entries if entry.name == name)
-        return self._target("W").narrow(0, entry.offset, entry.numel).view(entry.shape)
+        return self._targets("W")[name]
 
-    def _target(self, phase: Phase) -> torch.Tensor:
-        """The whole buffer that a phase accumulates in, made where it is not there yet."""
-        resting = self.gradients[phase]
-        if self.around.layout.gradients is Level.N:
-            return resting
-        if phase not in self.flows:
+    def _targets(self, phase: Phase) -> dict[str, torch.Tensor]:
+        """Views of the whole buffer that a phase accumulates in, made where it is not there yet."""
+        if phase not in self._flow_views:
+            resting = self.gradients[phase]
             self.flows[phase] = torch.zeros(self.map.padded, dtype=resting.dtype, device=resting.device)
-        return self.flows[phase]
+            self._flow_views[phase] = self._views_of(self.flows[phase])
+        return self._flow_views[phase]
 
     def reduce_gradients(self, phase: Phase) -> None:
         """Reduce one microbatch's gradients of a phase to where they rest, and give their whole buffer back."""
         level = self.around.layout.gradients
         if phase not in self.phases or level is Level.N:
             return
-        flow = self._target(phase).to(dtype_of(self.around.precision.reduce))
-        del self.flows[phase]
+        self._targets(phase)
+        flow = self.flows.pop(phase).to(dtype_of(self.around.precision.reduce))
+        del self._flow_views[phase]
         for move in REDUCE_GRADIENT[level]:
             self._move(self._part(flow, Level.N, move.coarse), move)
         self.gradients[phase].add_(self._part(flow, Level.N, level))
@@ -287,6 +291,8 @@ class Segment:
         """Forget the step's gradients."""
         for gradient in self.gradients.values():
             gradient.zero_()
+        for phase in self.flows:
+            del self._flow_views[phase]
         self.flows.clear()
         self.final = None
 

@@ -87,6 +87,7 @@ class Unit:
             ordered = tuple(phase for phase in PHASES if phase in used)
             self.segments.append(Segment(group, around, phases=ordered, tag=(spec.index, part)))
         self._by_name = {name: segment for segment in self.segments for name in segment.parameters}
+        self.stays_whole = all(segment.stays_whole for segment in self.segments)
 
     @property
     def trainable(self) -> bool:

@@ -1,0 +1,22 @@
+"""The private names of torch do what the public ones do."""
+
+from __future__ import annotations
+
+import torch
+
+from atoll.runtime._torch import run_backward
+
+
+def test_a_backward_gives_what_the_public_function_gives() -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(3, 4, generator=generator).requires_grad_()
+    weight = torch.randn(4, 5, generator=generator).requires_grad_()
+    gradient = torch.randn(3, 5, generator=generator)
+    torch.autograd.backward((hidden @ weight).tanh(), gradient)
+    wanted = [hidden.grad, weight.grad]
+    hidden.grad = weight.grad = None
+    run_backward((hidden @ weight).tanh(), gradient)
+    for got, public in zip([hidden.grad, weight.grad], wanted, strict=True):
+        assert got is not None
+        assert public is not None
+        assert torch.equal(got, public)
