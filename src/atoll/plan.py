@@ -102,6 +102,7 @@ class Plan:
     compile: `block` compiles each block with torch.compile; `block-eager` traces the same graphs and runs them without
     generating code, which needs no compiler.
     post_validation: stages take the optimizer step without waiting for the global norm, which is checked afterwards.
+    prefetch: bytes of parameters that may be gathered before they are used; twice the largest unit if not given.
     """
 
     mesh: MeshShape
@@ -113,6 +114,7 @@ class Plan:
     recompute: str = "none"
     post_validation: bool = False
     compile: str = "none"
+    prefetch: int | None = None
 
     def __post_init__(self) -> None:
         if self.schedule.ranks != self.mesh.pipeline:
@@ -126,6 +128,8 @@ class Plan:
             raise PlanError(f"recompute = {self.recompute!r}; known: {', '.join(RECOMPUTE)}")
         if self.compile not in COMPILE:
             raise PlanError(f"compile = {self.compile!r}; known: {', '.join(COMPILE)}")
+        if self.prefetch is not None and self.prefetch < 0:
+            raise PlanError(f"prefetch = {self.prefetch} bytes; use 0 to gather nothing ahead, or leave it out")
         if self.residency != "unit":
             raise PlanError(f"residency = {self.residency!r}; known: unit")
 

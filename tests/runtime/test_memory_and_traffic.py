@@ -17,8 +17,8 @@ def held_after_a_step(case: Case) -> tuple[Footprint, Footprint, dict[str, int]]
     engine = case.engine()
     before = dict(engine.transport.sent)
     engine.step(case.share(engine, 0))
+    engine.close()  # the parameters' sync may go on after the step
     sent = {axis: engine.transport.sent[axis] - before.get(axis, 0) for axis in ("inter", "intra", "pp")}
-    engine.close()
     return engine.memory(), engine.footprint(), sent
 
 
@@ -63,6 +63,33 @@ def test_bytes_sent_equal_the_traffic(layout: str) -> None:
     for _, _, sent in results:
         assert sent["intra"] == expected.intra_bytes
         assert sent["inter"] == expected.inter_bytes
+
+
+def sent_in_two_steps(case: Case) -> tuple[dict[str, int], int, int]:
+    """Bytes of the second step and of the sync after the first, whole parameters' bytes, and those of trained ones."""
+    engine = case.engine()
+    engine.step(case.share(engine, 0))
+    for unit in engine.units:
+        unit.settle_parameters()
+    before = dict(engine.transport.sent)
+    engine.step(case.share(engine, 1))
+    engine.close()
+    sent = {axis: engine.transport.sent[axis] - before.get(axis, 0) for axis in ("inter", "intra")}
+    segments = [segment for unit in engine.units for segment in unit.segments]
+    sizes = [(segment.map.padded * 8, segment.trainable) for segment in segments]
+    return sent, sum(size for size, _ in sizes), sum(size for size, trainable in sizes if trainable)
+
+
+@pytest.mark.parametrize("layout", [layout.name for layout in EFFECTIVE])
+def test_frozen_parameters_are_gathered_and_never_synced(layout: str) -> None:
+    """As for adapters on a frozen base; and what is gathered ahead is not gathered twice."""
+    model = TinyConfig(layers=3, frozen=True)
+    case = Case(layout=layout, inter=2, intra=2, precision="fp64", microbatches=8, model=model)
+    for sent, whole, trained in run_ranks(sent_in_two_steps, case.ranks, case):
+        assert 0 < trained < whole
+        options = {"inter": 2, "intra": 2, "microbatches": 2}
+        expected = traffic(Layout(layout), parameters_bytes=whole, trainable_bytes=trained, **options)
+        assert sent == {"inter": expected.inter_bytes, "intra": expected.intra_bytes}
 
 
 def live_storage_during_backward(case: Case) -> tuple[int, int]:

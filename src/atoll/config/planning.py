@@ -54,6 +54,7 @@ def plan_of(config: Config, world: int | None = None) -> Plan:
         recompute=parallel.recompute,
         post_validation=parallel.post_validation,
         compile=parallel.compile,
+        prefetch=parallel.prefetch,
     )
 
 

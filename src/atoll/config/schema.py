@@ -143,6 +143,7 @@ class Parallel(Section):
     ranks: local processes; under torchrun the world decides.  intra: ranks of a group along data parallel; groups
     follow as ranks / (pipeline * tensor * intra).  chunks: stages of each rank, for schedules that take them.
     post_validation: take the optimizer step before the global norm is known, and check afterwards.
+    prefetch: bytes of parameters that may be gathered before they are used.
     timeout: seconds until a silent peer is given up.
     A file may give `zero_optimization`, DeepSpeed's words, instead of `layout`.
     """
@@ -153,6 +154,7 @@ class Parallel(Section):
     chunks: Positive | None = None
     post_validation: bool = False
     compile: Literal["none", "block", "block-eager"] = "none"
+    prefetch: Annotated[int, Field(ge=0)] | None = None
     tensor: Positive = 1
     intra: Positive = 1
     layout: Annotated[str, BeforeValidator(_as_layout)] = "NNN"

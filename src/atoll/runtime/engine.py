@@ -5,7 +5,9 @@ from __future__ import annotations
 import atexit
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +22,16 @@ from atoll.models import Adapter, Batch, adapter_for
 from atoll.models.adapter import IGNORED_LABEL
 from atoll.plan import Plan, split_blocks
 from atoll.runtime import failure
+from atoll.runtime.checkpoint import Piece
+from atoll.runtime.lanes import Kind, Lane, lanes_of
 from atoll.runtime.pipeline.executor import Executor, Outcome
+from atoll.runtime.sharding.access import Edit, chosen_names, differing, whole_gradients
 from atoll.runtime.sharding.build import build
 from atoll.runtime.sharding.hooks import Moment
+from atoll.runtime.sharding.lookahead import DIGESTS, Lookahead, Order, digest
 from atoll.runtime.sharding.optimizer import GroupOptions, OptimizerFactory, ShardedOptimizer
 from atoll.runtime.sharding.segment import Surroundings
-from atoll.runtime.sharding.state import load_state, save_state, stored_states
+from atoll.runtime.sharding.state import load_state, model_pieces, save_state, stored_states
 from atoll.runtime.step_end import Ending, LossScaler, StepEnd, StepResult
 from atoll.runtime.transport import Later, connect, world_rank, world_store
 from atoll.trace import Trace
@@ -77,11 +83,15 @@ class Engine:
         self._store = world_store()
         self._watchdog = failure.Watchdog(self._store, self.place.rank).start()
         self._moment = Moment(seed=seed)
+        self._lookahead = Lookahead(plan.prefetch or 0)
+        self._lanes: Mapping[Kind, Lane] = {}
         self._outcome: Outcome | None = None
         self._agreements = 0
         self._refusal: Exception | None = None
         self._announced: _Announced | None = None
         self._outstanding: Ending | None = None
+        self._before_update: Callable[[], None] | None = None
+        self._has_gradients = False
         atexit.register(_close, weakref.ref(self))
         problem: Exception | None = None
         with self._guard():
@@ -99,8 +109,9 @@ class Engine:
         blocks = self.adapter.blocks()
         placement = plan.schedule.placement
         schedule = lower(plan.schedule)
+        self._lanes = lanes_of(self.device, alone=self.place.nest.ranks == 1)
         around = Surroundings(
-            plan.layout, plan.precision, self.place.nest, self.transport, self.device, plan.post_validation
+            plan.layout, plan.precision, self.place.nest, self.transport, self.device, self._lanes, plan.post_validation
         )
         line = self.place.peers("pp")
         self._check_same_values()
@@ -111,10 +122,13 @@ class Engine:
             rank_of_stage=[placement.rank_of(stage) for stage in range(placement.stages)],
             around=around,
             moment=self._moment,
+            lookahead=self._lookahead,
             recompute=plan.recompute,
             compiler=plan.compile,
         )
         self.units = self._sharded.units
+        if plan.prefetch is None:
+            self._lookahead.limit = 2 * max((unit.bytes_to_gather for unit in self.units), default=0)
         if not self._sharded.trainable:
             raise PlanError("the model has no trainable parameter; set requires_grad on what is to be trained")
         self._optimizer = ShardedOptimizer(self.units, optimizer, named_shapes=self._sharded.trainable, options=groups)
@@ -134,14 +148,20 @@ class Engine:
 
     # ---- training
 
-    def step(self, batch: Mapping[str, Any]) -> StepResult:
+    def step(self, batch: Mapping[str, Any], *, before_update: Callable[[], None] | None = None) -> StepResult:
         """Train on this data-parallel rank's share of a step, and wait for its result.
 
         batch: arrays or tensors by name, `input_ids` and `labels` (-100 = does not count), each
         [microbatches * microbatch, ...], the same on every pipeline rank of one data-parallel rank.
 
+        before_update: called on every rank when the gradients are complete, and before they are used, to look at them
+        by `full_gradients`. Not with post-validated steps, which do not wait for them.
+
         The loss is the mean over the step's counted tokens on all ranks. Raises the first error of any rank on all.
         """
+        if before_update is not None and self.plan.post_validation:
+            raise PlanError("before_update waits for the gradients, post-validated steps do not; turn one of them off")
+        self._before_update = before_update
         result = self.submit(batch)
         settled = self.settle()
         result = settled if settled is not None else result
@@ -157,7 +177,7 @@ class Engine:
         """
         begin = time.monotonic()
         microbatches = self.plan.schedule.microbatches
-        batches, tokens = self._claim(batch)
+        batches, tokens, order = self._claim(batch)
         if following is not None:
             self._announced = self._announce(following, exactly=microbatches)
         if tokens == 0:
@@ -176,6 +196,7 @@ class Engine:
             for unit in self.units:
                 if unit.stays_whole:
                     unit.open_gradients()
+            self._lookahead.begin(_TRAINING, order)
             outcome = self._executor.run(
                 self._row,
                 batches,
@@ -184,14 +205,25 @@ class Engine:
                 training=True,
                 verdict=verdict if self._outstanding is not None else None,
             )
+            self._lookahead.end()
             self._outcome = outcome
             self.step_number += 1
             ending = self._step_end.gather_up(outcome, step=self.step_number, tokens=tokens, begin=begin)
             if not self.plan.post_validation:
+                self._show_gradients()
                 return self._step_end.finish(ending)
             self._step_end.step_ahead(ending)
             self._outstanding = ending
         return earlier[0] if earlier else None
+
+    def _show_gradients(self) -> None:
+        look, self._before_update = self._before_update, None
+        if look is not None:
+            self._has_gradients = True
+            try:
+                look()
+            finally:
+                self._has_gradients = False
 
     def settle(self) -> StepResult | None:
         """Wait for the verdict on the last step and make it true; None where no step is outstanding."""
@@ -218,8 +250,8 @@ class Engine:
         Every data-parallel rank must bring as many samples; the last may be padded with labels of -100.
         """
         self.settle()
-        batches, tokens = self._prepare(batch, exactly=None)
-        outcome = self._run_forward(batches)
+        batches, tokens, order = self._prepare(batch, exactly=None)
+        outcome = self._run_forward(batches, order)
         loss = torch.zeros((), dtype=torch.float64) if outcome.loss_sum is None else outcome.loss_sum.double().cpu()
         return Evaluation(float(self.transport.total(loss)), tokens)
 
@@ -227,14 +259,17 @@ class Engine:
         """The model's output for one microbatch: [B, S, vocabulary] on the last stage's ranks, None elsewhere."""
         self.settle()
         tensors = {name: torch.as_tensor(value, device=self.device) for name, value in batch.items()}
-        outcome = self._run_forward([tensors], keep_logits=True)
+        outcome = self._run_forward([tensors], (), keep_logits=True)
         return outcome.logits[0] if outcome.logits else None
 
-    def _run_forward(self, batches: Sequence[Batch], *, keep_logits: bool = False) -> Outcome:
+    def _run_forward(self, batches: Sequence[Batch], order: Order, *, keep_logits: bool = False) -> Outcome:
         with self._guard():
             for stage in self._sharded.stages:
                 stage.train(False)
-            return self._executor.run(self._forward_row, batches, training=False, keep_logits=keep_logits)
+            self._lookahead.begin(len(batches), order)
+            outcome = self._executor.run(self._forward_row, batches, training=False, keep_logits=keep_logits)
+            self._lookahead.end()
+            return outcome
 
     # ---- what the rank holds
 
@@ -274,6 +309,77 @@ class Engine:
             raise PlanError("no training step has run yet, so there is no timeline")
         placement = self.plan.schedule.placement
         return Trace(self._outcome.spans, ranks=placement.ranks, chunks=placement.chunks)
+
+    # ---- what users read and edit
+
+    @contextmanager
+    def full_parameters(self, names: str | Sequence[str] = "*") -> Iterator[dict[str, torch.Tensor]]:
+        """Whole parameters by name, while the context lasts; what is written to them in place is written back.
+
+        names: names or patterns as `fnmatch` has them. A rank gets those of its pipeline stages. Values are the
+        optimizer's, in the master's dtype. Every rank of the mesh enters with the same names, and makes the same edits
+        to the parameters that it shares with others; PlanError on every rank, and nothing changed, where they differ.
+        """
+        self.settle()
+        chosen = self._agreed_names(names)
+        with self._guard():
+            edit = Edit.of(self.units, set(chosen))
+        yield edit.values
+        with self._guard():
+            totals = self.transport.total(edit.digests(chosen).reshape(-1)).reshape(-1, 3)
+            wrong = differing(chosen, totals)
+            if wrong:
+                self._refusal = PlanError(
+                    f"{', '.join(wrong)} edited differently on ranks that share it; make the same edit on every rank. "
+                    "Nothing was changed"
+                )
+                raise self._refusal
+            edit.write()
+
+    def state_dict(self, *, whole: bool = True) -> dict[str, torch.Tensor] | dict[str, list[Piece]]:
+        """Parameters and persistent buffers of this rank's pipeline stages, by name; every rank calls it.
+
+        With `whole`, each in its shape, as `full_parameters` has it; else the pieces that this rank keeps, as ranges of
+        flattened tensors, which are views: what is read there is not to be written.
+        """
+        if whole:
+            with self.full_parameters() as values:
+                return {**values, **{name: buffer.clone() for name, buffer in self._buffers().items()}}
+        self.settle()
+        found: dict[str, list[Piece]] = {}
+        for piece in model_pieces(self.units, self._buffers()):
+            found.setdefault(".".join(piece.path[1:]), []).append(piece)
+        return found
+
+    def full_gradients(self, names: str | Sequence[str] = "*") -> dict[str, torch.Tensor]:
+        """Whole gradients by name, summed over all ranks and not yet clipped; within `step`'s `before_update` only.
+
+        Every rank of the mesh calls it with the same names and gets those of its pipeline stages.
+        """
+        if not self._has_gradients:
+            raise PlanError(
+                "gradients can be read while a step's before_update runs: engine.step(batch, before_update=f)"
+            )
+        chosen = self._agreed_names(names)
+        with self._guard():
+            return whole_gradients(self.units, set(chosen))
+
+    def _agreed_names(self, names: str | Sequence[str]) -> tuple[str, ...]:
+        """The parameters that `names` chooses, which must be the same on every rank."""
+        problem: Exception | None = None
+        chosen: tuple[str, ...] = ()
+        try:
+            chosen = chosen_names(self._sharded.specs, names)
+        except PlanError as error:
+            problem = error
+        with self._guard():
+            self._agree(problem)
+            own = float(zlib.crc32(repr(chosen).encode()) % DIGESTS)
+            total, square = self.transport.total(torch.tensor([own, own * own], dtype=torch.float64)).tolist()
+            if total * total != square * self.plan.mesh.world:
+                self._refusal = PlanError("the ranks ask for different parameters; give every rank the same names")
+                raise self._refusal
+        return chosen
 
     # ---- checkpoints
 
@@ -328,6 +434,8 @@ class Engine:
     def close(self) -> None:
         """Stop the engine's threads; called before the process group is destroyed, and at the interpreter's end."""
         self._watchdog.stop()
+        for lane in self._lanes.values():
+            lane.close()
         self.transport.close()
 
     def _agree(self, problem: Exception | None, count: float = 0.0) -> float:
@@ -335,20 +443,23 @@ class Engine:
 
         Nothing has been sent or changed where it raises, so the engine goes on with the next call.
         """
-        return self._end_agreement(self._begin_agreement(problem, count))
+        return float(self._end_agreement(self._begin_agreement(problem, count))[1])
 
-    def _begin_agreement(self, problem: Exception | None, count: float) -> _Agreement:
+    def _begin_agreement(self, problem: Exception | None, count: float, order: Order = ()) -> _Agreement:
         self._agreements += 1
         key = f"atoll/refusal/{self._agreements}"
         if problem is not None:
             failure.report(self._store, problem, self.place.rank, key=key)
-        said = torch.tensor([float(problem is not None), count], dtype=torch.float64)
+        said = torch.zeros(2 + 2 * self.plan.mesh.pipeline, dtype=torch.float64)
+        said[0], said[1] = float(problem is not None), count
+        own = digest(order)
+        said[2 + 2 * self.place.pp], said[3 + 2 * self.place.pp] = own, own * own
         return _Agreement(key, problem, self.transport.total_later(said))
 
-    def _end_agreement(self, agreement: _Agreement) -> float:
+    def _end_agreement(self, agreement: _Agreement) -> torch.Tensor:
         totals = agreement.totals.wait()
         if totals[0] == 0:
-            return float(totals[1])
+            return totals
         problem = agreement.problem
         if problem is None:
             found = failure.first(self._store, wait=5.0, key=agreement.key)
@@ -356,11 +467,12 @@ class Engine:
         self._refusal = problem
         raise problem
 
-    def _prepare(self, batch: Mapping[str, Any], *, exactly: int | None) -> tuple[list[Batch], int]:
-        """This rank's microbatches on its device, and the counted tokens of all ranks; agreed before any message."""
+    def _prepare(self, batch: Mapping[str, Any], *, exactly: int | None) -> tuple[list[Batch], int, Order]:
+        """This rank's microbatches on its device, the counted tokens of all ranks, and the order in which blocks are
+        gathered, if it is the same wherever parameters are shared; agreed before any message."""
         return self._conclude(self._announce(batch, exactly=exactly))
 
-    def _claim(self, batch: Mapping[str, Any]) -> tuple[list[Batch], int]:
+    def _claim(self, batch: Mapping[str, Any]) -> tuple[list[Batch], int, Order]:
         """The same for training, where the batch may have been announced with the one before."""
         announced, self._announced = self._announced, None
         if announced is None or announced.batch is not batch:
@@ -378,12 +490,16 @@ class Engine:
                 counted = sum(int((piece["labels"] != IGNORED_LABEL).sum()) for piece in batches)
         except Exception as error:
             problem = error
+        order = self._lookahead.order(_TRAINING if exactly else len(batches))
         with self._guard():
-            return _Announced(batch, batches, self._begin_agreement(problem, counted))
+            return _Announced(batch, batches, order, self._begin_agreement(problem, counted, order))
 
-    def _conclude(self, announced: _Announced) -> tuple[list[Batch], int]:
+    def _conclude(self, announced: _Announced) -> tuple[list[Batch], int, Order]:
         with self._guard():
-            return announced.batches, round(self._end_agreement(announced.agreement))
+            totals = self._end_agreement(announced.agreement)
+        own, square = totals[2 + 2 * self.place.pp :][:2].tolist()
+        is_same = own * own == square * self.plan.mesh.data * self.plan.mesh.tensor
+        return announced.batches, round(float(totals[1])), announced.order if is_same else ()
 
     def _cut(self, batch: Mapping[str, Any], *, exactly: int | None) -> list[Batch]:
         size, most = self.plan.microbatch, self.plan.schedule.microbatches
@@ -428,6 +544,10 @@ class Engine:
             )
 
 
+_TRAINING = "training"
+"""The kind of a training row; an evaluating one is known by its microbatches."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Agreement:
     """An agreement under way: whether any rank has a problem, and the sum of a count."""
@@ -443,6 +563,7 @@ class _Announced:
 
     batch: Mapping[str, Any]
     batches: list[Batch]
+    order: Order
     agreement: _Agreement
 
 

@@ -136,6 +136,8 @@ class StepEnd:
         """Sync the gradients, and sum over the data-parallel ranks what the check needs."""
         for unit in reversed(self._units):
             unit.sync_gradients()
+        for unit in reversed(self._units):
+            unit.settle_gradients()
             if self.scaler is not None:
                 unit.scale_gradients(1.0 / self.scaler.scale)
         partials = torch.zeros(len(self._specs), dtype=torch.float64)
@@ -218,6 +220,8 @@ class StepEnd:
                 f"step {ending.step}: loss {sums.loss} (sum over tokens), gradient norm {sums.norm}: not finite. "
                 f"Nothing was updated. Lower the learning rate, set train.clip, or use precision fp32"
             )
+        for unit in self._units:
+            unit.settle_parameters()
         if is_finite:
             self._optimizer.step(ending.touched, self._scale(sums), ending.options)
         for unit in self._units:

@@ -197,6 +197,7 @@ class Transport(ABC):
         self.place = place
         self.device = device
         self.sent: Counter[str] = Counter()
+        self._counting = threading.Lock()
         self._outbox: Outbox = Outbox()
 
     @abstractmethod
@@ -210,7 +211,11 @@ class Transport(ABC):
     def post(self, tensor: torch.Tensor, peer: int, tag: Tag) -> None:
         """Send along the pipeline and hold `tensor` until it has left; nobody waits."""
         self._outbox.put(self.send(tensor, peer, tag), tensor)
-        self.sent["pp"] += tensor.nbytes
+        self._count("pp", tensor.nbytes)
+
+    def _count(self, axis: str, nbytes: int) -> None:
+        with self._counting:
+            self.sent[axis] += nbytes
 
     def check(self) -> None:
         """Raise the first error of a message that was posted."""
@@ -284,7 +289,7 @@ class GlooTransport(Transport):
         messages += [self.send(own, rank, tag) for _, rank in peers.others]
         for message in messages:
             message.wait()
-        self.sent[peers.axis] += own.nbytes * len(peers.others)
+        self._count(peers.axis, own.nbytes * len(peers.others))
 
     def reduce(self, whole: torch.Tensor, peers: Peers, tag: Tag) -> None:
         own = peers.own(whole)
@@ -293,7 +298,7 @@ class GlooTransport(Transport):
         messages += [self.send(peers.block(whole, at), rank, tag) for at, rank in peers.others]
         for message in messages:
             message.wait()
-        self.sent[peers.axis] += own.nbytes * len(peers.others)
+        self._count(peers.axis, own.nbytes * len(peers.others))
         if not parts:
             return
         if peers.index > 0:
@@ -373,14 +378,14 @@ class NcclTransport(Transport):
             return
         own = peers.own(whole)
         dist.all_gather_into_tensor(whole, own, group=self._axes[peers.axis])
-        self.sent[peers.axis] += own.nbytes * len(peers.others)
+        self._count(peers.axis, own.nbytes * len(peers.others))
 
     def reduce(self, whole: torch.Tensor, peers: Peers, tag: Tag) -> None:
         if not peers.others:
             return
         own = peers.own(whole)
         dist.reduce_scatter_tensor(own, whole, group=self._axes[peers.axis])
-        self.sent[peers.axis] += own.nbytes * len(peers.others)
+        self._count(peers.axis, own.nbytes * len(peers.others))
 
 
 def connect(place: Place, device: torch.device) -> Transport:

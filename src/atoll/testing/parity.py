@@ -39,6 +39,7 @@ class Case:
     recompute: str = "none"
     post_validation: bool = False
     compile: str = "none"
+    prefetch: int | None = None
     steps: int = 3
     clip: float | None = 0.05
     lr: float = 1e-2
@@ -66,6 +67,7 @@ class Case:
             recompute=self.recompute,
             post_validation=self.post_validation,
             compile=self.compile,
+            prefetch=self.prefetch,
         )
 
     @property

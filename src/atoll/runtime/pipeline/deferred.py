@@ -149,11 +149,11 @@ def is_deferrable(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 @torch.no_grad()
-def compute_weights(units: Iterable[Unit], pending: Pending) -> None:
+def compute_weights(units: Iterable[Unit], pending: Pending, *, is_last: bool = False) -> None:
     """W of some units: add what is pending to the weights' gradients, unit by unit in this order, and reduce each.
 
     Every unit takes part whether it has anything pending or not, since the other ranks may have. What is used is taken
-    out of `pending` on the way, so that it is free.
+    out of `pending` on the way, so that it is free.  is_last: whether it is their last W in this step.
     """
     for unit in units:
         own = pending.pop(unit, [])
@@ -167,7 +167,7 @@ def compute_weights(units: Iterable[Unit], pending: Pending) -> None:
             else:
                 _accumulate(target, *kept)
             del kept
-        unit.reduce_gradients("W")
+        unit.reduce_gradients("W", is_last=is_last)
 
 
 def _accumulate(target: Tensor, hidden: Tensor, gradient: Tensor) -> None:

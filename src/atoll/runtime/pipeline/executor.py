@@ -22,6 +22,7 @@ from atoll.runtime.pipeline.deferred import compute_weights
 from atoll.runtime.pipeline.mail import Mail, Wire
 from atoll.runtime.pipeline.stage import Stage
 from atoll.runtime.sharding.hooks import Moment, Pending
+from atoll.runtime.sharding.segment import Phase
 from atoll.runtime.sharding.unit import Unit
 from atoll.runtime.transport import Transport
 from atoll.trace import Span
@@ -29,6 +30,8 @@ from atoll.trace import Span
 Key = tuple[int, int]
 """(stage, microbatch)"""
 
+
+_NONE: frozenset[Phase] = frozenset()
 
 _UNNAMED: AbstractContextManager[None] = nullcontext()
 
@@ -41,6 +44,7 @@ class _Step:
     """Everything that lives from one action to another within a step.
 
     received: buffers of a microbatch's activation and gradient, given back after W, which may read both.
+    last: the phases of a stage's backward that end with a microbatch.
     """
 
     batches: Sequence[Batch]
@@ -52,6 +56,7 @@ class _Step:
     gradients: dict[Key, torch.Tensor | None] = field(default_factory=dict)
     pending: dict[Key, Pending] = field(default_factory=dict)
     received: dict[Key, list[tuple[torch.Tensor, Wire]]] = field(default_factory=dict)
+    last: Mapping[Key, frozenset[Phase]] = field(default_factory=dict)
     losses: list[torch.Tensor] = field(default_factory=list)
     logits: list[torch.Tensor] = field(default_factory=list)
 
@@ -68,6 +73,20 @@ class Outcome:
     def spans(self) -> tuple[Span, ...]:
         """The timeline, until the next row of its kind begins; on CUDA it waits for the device."""
         return self.clock.spans()
+
+
+def _last_phases(row: Sequence[Action]) -> dict[Key, frozenset[Phase]]:
+    """With which microbatch of each stage the phases of its backward come to their end."""
+    ends: dict[tuple[int, Phase], int] = {}
+    for action in row:
+        if action.microbatch is not None and action.op in (Op.B, Op.I):
+            ends[action.stage, "I"] = action.microbatch
+        if action.microbatch is not None and action.op in (Op.B, Op.W):
+            ends[action.stage, "W"] = action.microbatch
+    found: dict[Key, frozenset[Phase]] = {}
+    for (stage, phase), microbatch in ends.items():
+        found[stage, microbatch] = found.get((stage, microbatch), _NONE) | {phase}
+    return found
 
 
 class Executor:
@@ -132,10 +151,11 @@ class Executor:
         self._clock.begin()
         first_backward = next((at for at, action in enumerate(row) if action.op in _BACKWARD), len(row))
         self._first_microbatch = first_microbatch
+        self._step.last = _last_phases(row)
         with torch.set_grad_enabled(training):
             self._play(row[:first_backward])
             if verdict is not None and not verdict():
-                self._step = _Step(batches, is_training=training)
+                self._step = _Step(batches, is_training=training, last=self._step.last)
                 self._mail.begin_again(self._stale(row[first_backward:]))
                 self._play(row[:first_backward])
             if scale is not None:
@@ -154,6 +174,7 @@ class Executor:
             microbatch = -1 if action.microbatch is None else action.microbatch
             if microbatch >= 0:
                 self._moment.microbatch = self._first_microbatch + microbatch
+                self._moment.last = self._step.last.get((action.stage, microbatch), _NONE)
             start = clock.now()
             try:
                 with record_function(str(action)) if is_profiled else _UNNAMED:
@@ -235,7 +256,7 @@ class Executor:
 
         def weights_of_block(units: Sequence[Unit]) -> None:
             ready = [unit for unit in units if unit in left and len(unit.spec.blocks) == 1]
-            compute_weights(ready, self._moment.pending or {})
+            compute_weights(ready, self._moment.pending or {}, is_last="W" in self._moment.last)
             left[:] = [unit for unit in left if unit not in ready]
 
         self._moment.after_block = weights_of_block if at.is_recomputed else None
@@ -276,7 +297,7 @@ class Executor:
 
     def _compute_weights(self, units: Sequence[Unit], key: Key) -> None:
         """W, after which nothing of the microbatch is left."""
-        compute_weights(units, self._step.pending.pop(key))
+        compute_weights(units, self._step.pending.pop(key), is_last="W" in self._moment.last)
         for buffer, wire in self._step.received.pop(key, ()):
             self._mail.recycle(buffer, wire)
 

@@ -36,8 +36,8 @@ class Stage:
 
     def close(self) -> None:
         """RESHARD: free what an early stop or an input without gradient left whole."""
-        for unit in self.units:
-            unit.free()
+        for block in self.sharded:
+            block.free()
 
     def end_input_backward(self) -> None:
         """The end of I: reduce what its microbatch left unreduced of phase I."""

@@ -13,6 +13,7 @@ from atoll.models import Adapter, Block, initialise_block, shared_parameters
 from atoll.runtime.pipeline.deferred import DeferredWeight, defer, is_deferrable
 from atoll.runtime.pipeline.stage import Stage, owners_of
 from atoll.runtime.sharding.hooks import Moment, Reducer, ShardedBlock, watch_parameters
+from atoll.runtime.sharding.lookahead import Lookahead
 from atoll.runtime.sharding.segment import Phase, Surroundings, dtype_of
 from atoll.runtime.sharding.unit import Unit, UnitSpec, unit_specs
 
@@ -39,6 +40,7 @@ def build(
     rank_of_stage: Sequence[int],
     around: Surroundings,
     moment: Moment,
+    lookahead: Lookahead,
     recompute: str,
     compiler: str,
 ) -> Sharded:
@@ -75,13 +77,13 @@ def build(
         users = tuple(
             units[index] for index in sorted(units, reverse=True) if set(units[index].spec.blocks) & set(runs[stage])
         )
-        reducer = Reducer(users, runs[stage])
+        reducer = Reducer(users, runs[stage], moment)
         hooked: list[ShardedBlock] = []
         deferred: list[DeferredWeight] = []
         for at in runs[stage]:
             own = [unit for unit in users if at in unit.spec.blocks]
             options = {"recompute": recompute, "compiler": compiler}
-            hooked.append(ShardedBlock(blocks[at].module, at, own, reducer, moment, **options))
+            hooked.append(ShardedBlock(blocks[at].module, at, own, reducer, moment, lookahead, **options))
             if len(runs) > 1:
                 deferred += defer(blocks[at].module, own, moment)
         watch_parameters(users, reducer, moment)

@@ -17,7 +17,8 @@ ranks whose microbatches leave different parameters unused do not wait for each 
 Step 5 is the backward of an identity that the inputs pass through: it is older than every node of the block, so
 autograd runs it after all of them.
 
-A block whose units rest whole, parameters and gradients, has no such life, and no hooks: 2 and 7 are all of it.
+A block whose units rest whole, parameters and gradients, lives like this in the last backward of a step only, where
+their gradients are complete and their sync begins; and not at all where nobody else has them.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from atoll.runtime.randomness import seed_block
+from atoll.runtime.sharding.lookahead import Lookahead
+from atoll.runtime.sharding.segment import Phase
 from atoll.runtime.sharding.unit import Unit
 
 Pending = dict[Unit, list[tuple[str, Any]]]
@@ -44,6 +47,7 @@ class Moment:
 
     pending: what I leaves for W; None outside a backward.
     after_block: called when the backward of a block is over.
+    last: the phases that come to their end, for the stage that runs now, with the present microbatch.
     """
 
     seed: int = 0
@@ -52,6 +56,7 @@ class Moment:
     in_backward: bool = False
     pending: Pending | None = None
     after_block: Callable[[Sequence[Unit]], None] | None = None
+    last: frozenset[Phase] = frozenset()
 
 
 @dataclass(slots=True)
@@ -69,8 +74,9 @@ class _Round:
 class Reducer:
     """Reduces the complete units of one stage, given in the model's backward order, in that order."""
 
-    def __init__(self, units: Sequence[Unit], blocks: range) -> None:
-        self._order = [unit for unit in units if unit.trainable and not unit.stays_whole]
+    def __init__(self, units: Sequence[Unit], blocks: range, moment: Moment) -> None:
+        self._moment = moment
+        self._order = [unit for unit in units if unit.trainable and not unit.is_left_alone]
         self._blocks = set(blocks)
         self._next = 0
         self._rounds: dict[int, _Round] = {}
@@ -101,7 +107,7 @@ class Reducer:
             unit = self._order[self._next]
             if not self._rounds[unit.spec.index].is_complete:
                 return
-            unit.reduce_gradients("I")
+            unit.reduce_gradients("I", is_last="I" in self._moment.last)
             self._next += 1
 
     def _reset(self) -> None:
@@ -135,6 +141,7 @@ class ShardedBlock:
         units: Sequence[Unit],
         reducer: Reducer,
         moment: Moment,
+        lookahead: Lookahead,
         *,
         recompute: str,
         compiler: str,
@@ -144,13 +151,15 @@ class ShardedBlock:
         self.units = tuple(units)
         self._reducer = reducer
         self._moment = moment
+        self._lookahead = lookahead
         self._recompute = recompute
         self._forward = module.forward
         if compiler != "none":
             self._forward = torch.compile(module.forward, dynamic=False, backend=_BACKENDS[compiler])
         module.forward = self._run
         self._handles = []
-        if self.is_recomputed or not all(unit.stays_whole for unit in units):
+        self._is_quiet = not self.is_recomputed and all(unit.stays_whole for unit in units)
+        if not self._is_quiet or not all(unit.is_left_alone for unit in units):
             self._handles = [
                 module.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True),
                 module.register_forward_hook(self._after_forward, with_kwargs=True),
@@ -161,6 +170,11 @@ class ShardedBlock:
         """Whether the forward runs again in the backward."""
         return self._recompute != "none"
 
+    @property
+    def _has_nothing_to_do(self) -> bool:
+        """Whether this microbatch's backward neither frees, reduces nor syncs anything of the block."""
+        return self._is_quiet and not self._moment.last
+
     def remove(self) -> None:
         """Leave the module as it was."""
         for handle in self._handles:
@@ -168,7 +182,8 @@ class ShardedBlock:
         del self.module.forward
 
     def gather(self) -> None:
-        """Make the block's units whole."""
+        """Make the block's units whole, and begin with those that come next."""
+        self._lookahead.asked(self)
         for unit in self.units:
             unit.gather()
 
@@ -176,6 +191,7 @@ class ShardedBlock:
         """Give the block's units back."""
         for unit in self.units:
             unit.free()
+        self._lookahead.look()
 
     # ---- forward
 
@@ -183,7 +199,7 @@ class ShardedBlock:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self.gather()
-        if self._moment.in_backward or not torch.is_grad_enabled():
+        if self._moment.in_backward or not torch.is_grad_enabled() or self._has_nothing_to_do:
             return None
         found: list[torch.Tensor] = []
         _visit((args, kwargs), found.append)
@@ -218,7 +234,7 @@ class ShardedBlock:
         if self._moment.in_backward:
             return
         self.free()
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not self._has_nothing_to_do:
             _visit(output, self._watch_output)
 
     def _watch_output(self, tensor: torch.Tensor) -> None:

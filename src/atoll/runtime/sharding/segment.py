@@ -25,6 +25,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import IntEnum
+from functools import partial
 from typing import Literal
 
 import torch
@@ -45,6 +47,7 @@ from atoll.layouts import (
     Precision,
 )
 from atoll.layouts import Segment as SegmentShape
+from atoll.runtime import lanes
 from atoll.runtime.transport import Channel, Peers, Tag, Transport
 
 _CHANNEL: Mapping[tuple[Kind, Axis], Channel] = {
@@ -58,6 +61,16 @@ Phase = Literal["I", "W"]
 """Where in a backward a gradient comes out; see [Note: phases]."""
 
 
+class _Purpose(IntEnum):
+    """Why something travels: two of a unit's may be under way at once, and must not be taken for each other."""
+
+    GATHER = 0
+    REDUCE = 1
+    SYNC_GRADIENT = 2
+    SYNC_PARAMETER = 3
+    READ = 4
+
+
 def dtype_of(name: str) -> torch.dtype:
     """Torch's dtype called `name`."""
     dtype = getattr(torch, name)
@@ -69,6 +82,7 @@ def dtype_of(name: str) -> torch.dtype:
 class Surroundings:
     """What a segment needs to know of the run.
 
+    lanes: where what travels does so beside the computation.
     keeps_apart: whether p and master are stored apart even where one could serve for both.
     """
 
@@ -77,6 +91,7 @@ class Surroundings:
     nest: Nest
     transport: Transport
     device: torch.device
+    lanes: Mapping[lanes.Kind, lanes.Lane]
     keeps_apart: bool = False
 
     def peers(self, axis: Axis) -> Peers:
@@ -104,6 +119,11 @@ class Segment:
         self.parameters = dict(parameters)
         self.map = FlatMap.build(((name, tuple(p.shape)) for name, p in parameters.items()), around.nest.ranks)
         self._tag = tag
+        self._gathering: lanes.Job | None = None
+        self._reducing: lanes.Job | None = None
+        self._syncing_gradients: lanes.Job | None = None
+        self._syncing_parameters: lanes.Job | None = None
+        self._open = set(phases)
         self.compute = dtype_of(around.precision.compute)
         self._allocate(around.layout, around.precision)
         self._adopt()
@@ -192,21 +212,43 @@ class Segment:
 
     # ---- parameters
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the parameters are being gathered ahead of their use."""
+        return self._gathering is not None
+
+    def gather_ahead(self) -> None:
+        """Begin to make the parameters whole."""
+        if not self.is_whole and self._gathering is None:
+            work = partial(self._fill, self._syncing_parameters)
+            self._gathering = self.around.lanes["gather"].start(work)
+
     def gather(self) -> None:
-        """Make the parameters whole."""
+        """Make the parameters whole, and up to date."""
         if self.is_whole:
+            self.settle_parameters()
             return
+        if self._gathering is None:
+            with torch.no_grad():
+                self._fill(self._syncing_parameters)
+        else:
+            self._gathering.wait()
+            self._gathering = None
+        self._syncing_parameters = None
+        for name, parameter in self.parameters.items():
+            parameter.data = self._views[name]
+        self.is_whole = True
+
+    def _fill(self, syncing: lanes.Job | None) -> None:
+        if syncing is not None:
+            syncing.wait()
         self.whole.untyped_storage().resize_(self.whole.numel() * self.whole.itemsize)
         level = self.around.layout.parameters
         source = self.rest if self.rest is not None else self.master
         assert source is not None, "every segment keeps its parameters somewhere"
-        with torch.no_grad():
-            self._part(self.whole, Level.N, level).copy_(source)
+        self._part(self.whole, Level.N, level).copy_(source)
         for move in GATHER_PARAMETER[level]:
-            self._move(self._part(self.whole, Level.N, move.coarse), move)
-        for name, parameter in self.parameters.items():
-            parameter.data = self._views[name]
-        self.is_whole = True
+            self._move(self._part(self.whole, Level.N, move.coarse), move, _Purpose.GATHER)
 
     def free(self) -> None:
         """Give the whole copy back."""
@@ -217,10 +259,23 @@ class Segment:
         self.whole.untyped_storage().resize_(0)
         self.is_whole = False
 
+    def free_ahead(self) -> None:
+        """Give back what was gathered ahead and not used."""
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
+            self.whole.untyped_storage().resize_(0)
+
     def sync_parameters(self) -> None:
-        """Bring what the optimizer wrote to where the parameters rest."""
+        """Begin to bring what the optimizer wrote to where the parameters rest; `gather` waits for it.
+
+        A copy that was gathered before is given back: it is out of date.
+        """
+        self.free_ahead()
+        self.free()
         if self.master is None or self.rest is None:
             return
+        self.settle_parameters()
         p, os = self.around.layout.parameters, self.around.layout.optimizer
         with torch.no_grad():
             if self.shares:
@@ -229,8 +284,20 @@ class Segment:
                 self._part(self.rest, p, os).copy_(self.master)
             else:
                 self.rest.copy_(self._part(self.master, os, p))
+        if SYNC_PARAMETER[os, p]:
+            self._syncing_parameters = self.around.lanes["sync"].start(self._spread)
+
+    def _spread(self) -> None:
+        assert self.rest is not None, "parameters that rest nowhere are not synced"
+        p, os = self.around.layout.parameters, self.around.layout.optimizer
         for move in SYNC_PARAMETER[os, p]:
-            self._move(self._part(self.rest, p, move.coarse), move)
+            self._move(self._part(self.rest, p, move.coarse), move, _Purpose.SYNC_PARAMETER)
+
+    def settle_parameters(self) -> None:
+        """Wait until the parameters are up to date where they rest."""
+        if self._syncing_parameters is not None:
+            self._syncing_parameters.wait()
+            self._syncing_parameters = None
 
     # ---- gradients
 
@@ -255,25 +322,51 @@ class Segment:
             self._flow_views[phase] = self._views_of(self.flows[phase])
         return self._flow_views[phase]
 
-    def reduce_gradients(self, phase: Phase) -> None:
-        """Reduce one microbatch's gradients of a phase to where they rest, and give their whole buffer back."""
-        level = self.around.layout.gradients
-        if phase not in self.phases or level is Level.N:
+    def reduce_gradients(self, phase: Phase, *, is_last: bool) -> None:
+        """Begin to reduce one microbatch's gradients of a phase to where they rest, and give their whole buffer back.
+
+        is_last: whether the phase comes no more in this step. After the last of all phases the sync begins.
+        """
+        if phase not in self.phases:
             return
-        self._targets(phase)
-        flow = self.flows.pop(phase).to(dtype_of(self.around.precision.reduce))
-        del self._flow_views[phase]
+        if self.around.layout.gradients is not Level.N:
+            self._targets(phase)
+            flow = self.flows.pop(phase)
+            del self._flow_views[phase]
+            if phase == "I":
+                for parameter in self.parameters.values():
+                    parameter.grad = None
+            self._reducing = self.around.lanes["reduce"].start(partial(self._reduce, phase, flow, self._reducing), flow)
+        if is_last:
+            self._open.discard(phase)
+            if not self._open:
+                self.sync_gradients()
+
+    def _reduce(self, phase: Phase, flow: torch.Tensor, before: lanes.Job | None) -> None:
+        if before is not None:  # the tags are the same
+            before.wait()
+        level = self.around.layout.gradients
+        flow = flow.to(dtype_of(self.around.precision.reduce))
         for move in REDUCE_GRADIENT[level]:
-            self._move(self._part(flow, Level.N, move.coarse), move)
+            self._move(self._part(flow, Level.N, move.coarse), move, _Purpose.REDUCE)
         self.gradients[phase].add_(self._part(flow, Level.N, level))
-        if phase == "I":
-            for parameter in self.parameters.values():
-                parameter.grad = None
 
     def sync_gradients(self) -> None:
-        """Turn the accumulated gradients into `final`, the optimizer's, at the level of os."""
-        if not self.trainable:
-            return
+        """Begin to turn the accumulated gradients into `final`, the optimizer's, at the level of os."""
+        if self.trainable and self._syncing_gradients is None:
+            self._syncing_gradients = self.around.lanes["sync"].start(partial(self._sync, self._reducing))
+
+    def settle_gradients(self) -> None:
+        """Wait until `final` is there."""
+        self.sync_gradients()
+        if self._syncing_gradients is not None:
+            self._syncing_gradients.wait()
+        self._syncing_gradients = self._reducing = None
+        self._open = set(self.phases)
+
+    def _sync(self, reducing: lanes.Job | None) -> None:
+        if reducing is not None:
+            reducing.wait()
         resting, *others = (self.gradients[phase] for phase in self.phases)
         for other in others:
             resting.add_(other)
@@ -284,7 +377,7 @@ class Segment:
             buffer = torch.zeros(len(self.range(coarse)), dtype=buffer.dtype, device=buffer.device)
             self._part(buffer, coarse, g).copy_(resting)
         for move in SYNC_GRADIENT[g, os]:
-            self._move(self._part(buffer, coarse, move.coarse), move)
+            self._move(self._part(buffer, coarse, move.coarse), move, _Purpose.SYNC_GRADIENT)
         self.final = self._part(buffer, coarse, os)
 
     def clear_gradients(self) -> None:
@@ -304,11 +397,46 @@ class Segment:
             return torch.zeros((), dtype=torch.float64, device=self.around.device)
         return torch.linalg.vector_norm(self.final, dtype=torch.float64).square()
 
+    # ---- reads and edits
+
+    def read_values(self) -> dict[str, torch.Tensor]:
+        """Whole values by name, new tensors: of the masters, or of the resting parameters where they are frozen."""
+        if self.master is not None:
+            return self._read(self.master, self.around.layout.optimizer)
+        assert self.rest is not None, "what is frozen rests somewhere"
+        return self._read(self.rest, self.around.layout.parameters)
+
+    def read_gradients(self) -> dict[str, torch.Tensor]:
+        """The step's whole gradients by name, new tensors."""
+        assert self.final is not None, "asked only between a step's gradients and its update"
+        return self._read(self.final, self.around.layout.optimizer)
+
+    def _read(self, own: torch.Tensor, level: Level) -> dict[str, torch.Tensor]:
+        with torch.no_grad():
+            whole = torch.empty(self.map.padded, dtype=own.dtype, device=own.device)
+            self._part(whole, Level.N, level).copy_(own)
+            for move in GATHER_PARAMETER[level]:
+                self._move(self._part(whole, Level.N, move.coarse), move, _Purpose.READ)
+            return {name: view.clone() for name, view in self._views_of(whole).items()}
+
+    def write_values(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Write whole values to where they rest, and to every copy."""
+        layout = self.around.layout
+        target, level = (self.rest, layout.parameters) if self.master is None else (self.master, layout.optimizer)
+        assert target is not None, "every segment keeps its parameters somewhere"
+        self.settle_parameters()
+        with torch.no_grad():
+            for part in self.map.slices(self.range(level)):
+                if part.name in values:
+                    source = values[part.name].detach().reshape(-1)[part.start : part.stop]
+                    target.narrow(0, part.offset, part.stop - part.start).copy_(source)
+        self.sync_parameters()
+
     # ----
 
-    def _move(self, buffer: torch.Tensor, move: Move) -> None:
+    def _move(self, buffer: torch.Tensor, move: Move, purpose: _Purpose) -> None:
         index, part = self._tag
-        tag = Tag(_CHANNEL[move.kind, move.axis], index, part)
+        tag = Tag(_CHANNEL[move.kind, move.axis], index, part * len(_Purpose) + purpose)
         peers = self.around.peers(move.axis)
         act = self.around.transport.gather if move.kind is Kind.GATHER else self.around.transport.reduce
         act(buffer, peers, tag)

@@ -32,7 +32,7 @@ def save_state(
     state: Mapping[str, Any],
 ) -> None:
     """Write a checkpoint; every rank calls it."""
-    pieces = [*_model_pieces(units), *_buffer_pieces(buffers), *_optimizer_pieces(optimizer)]
+    pieces = [*model_pieces(units, buffers), *_optimizer_pieces(optimizer)]
     checkpoint.save(folder, pieces, {**state, "groups": _group_options(optimizer)})
 
 
@@ -62,7 +62,7 @@ def load_state(
 ) -> dict[str, Any]:
     """Fill masters, frozen parameters, buffers and optimizer state; every rank calls it."""
     _prepare_states(optimizer, stored)
-    pieces = [*_model_pieces(units), *_buffer_pieces(buffers), *_optimizer_pieces(optimizer)]
+    pieces = [*model_pieces(units, buffers), *_optimizer_pieces(optimizer)]
     state = checkpoint.load(folder, pieces)
     groups = state["groups"]
     if len(groups) != len(optimizer.torch.param_groups):
@@ -75,7 +75,13 @@ def load_state(
     return state
 
 
-def _model_pieces(units: Sequence[Unit]) -> Iterator[Piece]:
+def model_pieces(units: Sequence[Unit], buffers: Mapping[str, torch.Tensor]) -> Iterator[Piece]:
+    """What this rank keeps of parameters and persistent buffers."""
+    yield from _parameter_pieces(units)
+    yield from _buffer_pieces(buffers)
+
+
+def _parameter_pieces(units: Sequence[Unit]) -> Iterator[Piece]:
     for unit in units:
         for segment in unit.segments:
             layout = segment.around.layout

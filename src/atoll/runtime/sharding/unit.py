@@ -60,6 +60,9 @@ class Unit:
     `owners` are the world ranks, along the pipeline, that hold a copy: one, or more for parameters that stages
     share. Their gradients are summed after the data-parallel reduction. `phases` are those in which this rank computes
     the gradient of a parameter. The parameters of a shared unit stay together, so that its copies have one flat map.
+
+    stays_whole: whether a microbatch neither gathers nor reduces it.  is_left_alone: whether nobody shares it either,
+    so that nothing is synced after a step.  syncs_early: whether its sync may begin before the last backward is over.
     """
 
     def __init__(
@@ -88,6 +91,8 @@ class Unit:
             self.segments.append(Segment(group, around, phases=ordered, tag=(spec.index, part)))
         self._by_name = {name: segment for segment in self.segments for name in segment.parameters}
         self.stays_whole = all(segment.stays_whole for segment in self.segments)
+        self.is_left_alone = self.stays_whole and around.nest.ranks == 1
+        self.syncs_early = len(spec.blocks) == 1
 
     @property
     def trainable(self) -> bool:
@@ -109,10 +114,30 @@ class Unit:
         """When this rank computes the gradient of a parameter."""
         return self._by_name[name].phases
 
+    @property
+    def bytes_to_gather(self) -> int:
+        """Bytes that a gather now would make whole."""
+        return sum(s.whole.numel() * s.whole.itemsize for s in self.segments if not s.is_whole)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a gather ahead of its use is under way."""
+        return any(segment.is_under_way for segment in self.segments)
+
+    def gather_ahead(self) -> None:
+        """Begin to make the parameters whole; `gather` waits for it."""
+        for segment in self.segments:
+            segment.gather_ahead()
+
     def gather(self) -> None:
         """Make the parameters whole on this rank; every data-parallel rank takes part."""
         for segment in self.segments:
             segment.gather()
+
+    def free_ahead(self) -> None:
+        """Give back what was gathered ahead and not used."""
+        for segment in self.segments:
+            segment.free_ahead()
 
     def free(self) -> None:
         """Give whole copies back where parameters rest sharded."""
@@ -128,15 +153,20 @@ class Unit:
         """Where phase W accumulates the gradient of a weight."""
         return self._by_name[name].weight_gradient(name)
 
-    def reduce_gradients(self, phase: Phase) -> None:
-        """Reduce one microbatch's gradients of a phase to where they rest."""
+    def reduce_gradients(self, phase: Phase, *, is_last: bool) -> None:
+        """Begin to reduce one microbatch's gradients of a phase to where they rest; see `Segment.reduce_gradients`."""
         for segment in self.segments:
-            segment.reduce_gradients(phase)
+            segment.reduce_gradients(phase, is_last=is_last and self.syncs_early)
 
     def sync_gradients(self) -> None:
+        """Begin to bring the step's gradients to the optimizer's level."""
+        for segment in self.segments:
+            segment.sync_gradients()
+
+    def settle_gradients(self) -> None:
         """The step's gradients at the optimizer's level, summed over every copy of the unit."""
         for part, segment in enumerate(self.segments):
-            segment.sync_gradients()
+            segment.settle_gradients()
             if len(self.owners) > 1 and segment.final is not None:
                 tag = Tag(Channel.SHARED, self.spec.index, part)
                 self.around.transport.total_ordered(segment.final, self.owners, tag)
@@ -148,9 +178,14 @@ class Unit:
                 segment.final.mul_(factor)
 
     def sync_parameters(self) -> None:
-        """Bring the optimizer's result to where the parameters rest."""
+        """Begin to bring the optimizer's result to where the parameters rest; `gather` waits for it."""
         for segment in self.segments:
             segment.sync_parameters()
+
+    def settle_parameters(self) -> None:
+        """Wait until the parameters are up to date where they rest."""
+        for segment in self.segments:
+            segment.settle_parameters()
 
     def clear_gradients(self) -> None:
         """Forget the step's gradients."""

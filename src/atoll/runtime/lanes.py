@@ -1,0 +1,182 @@
+"""Where gathers, reductions and syncs run while the rank computes.
+
+A lane begins its jobs in the order in which they were given, so ranks that give theirs in one order never wait for
+each other in a circle: there is a lane for each kind of job, since ranks take jobs of different kinds in different
+orders. A job may wait for jobs of lanes that stand before its own in `KINDS`, never for later ones.
+
+On the CPU a lane is a few threads: gloo moves nothing that nobody waits for, so each job under way needs one. On CUDA
+it is a stream: a job begins after everything that was launched before it, and waiting for it is an event's business.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Literal, Protocol
+
+import torch
+
+Kind = Literal["reduce", "sync", "gather"]
+
+KINDS: tuple[Kind, ...] = ("reduce", "sync", "gather")
+
+AT_ONCE = 2
+"""Jobs of a kind that run at once: one on the slow link, one on the fast one."""
+
+_AT_MOST: Mapping[Kind, int | None] = {"reduce": AT_ONCE, "sync": None, "gather": None}
+"""Reductions hold buffers of their own; syncs work on what rests, and gathers are counted by who asks ahead."""
+
+
+class Job(Protocol):
+    """Work under way."""
+
+    def wait(self) -> None:
+        """Go on when it is done (on CUDA: what is launched from here on goes on then). Raises its error."""
+
+
+class Lane(ABC):
+    """Runs jobs beside the computation.
+
+    at_most: jobs that may be under way; the next one waits for the first of them. What a job works on is held until it
+    is over, so `at_most` bounds the memory of a kind of job too.
+    """
+
+    def __init__(self, at_most: int | None) -> None:
+        self._at_most = at_most
+        self._under_way: deque[tuple[Job, tuple[torch.Tensor, ...]]] = deque()
+
+    def start(self, work: Callable[[], None], *held: torch.Tensor) -> Job:
+        """Begin `work`, or let it wait for its turn."""
+        job = self._begin(work)
+        self._under_way.append((job, held))
+        while self._at_most is not None and len(self._under_way) > self._at_most:
+            self._under_way.popleft()[0].wait()
+        return job
+
+    def finish(self) -> None:
+        """Wait for every job."""
+        while self._under_way:
+            self._under_way.popleft()[0].wait()
+
+    @abstractmethod
+    def _begin(self, work: Callable[[], None]) -> Job: ...
+
+    @abstractmethod
+    def close(self) -> None:
+        """Start nothing any more."""
+
+
+class _Done:
+    def wait(self) -> None:
+        return
+
+
+class Inline(Lane):
+    """Does the work at once: where there is nobody to talk to."""
+
+    def _begin(self, work: Callable[[], None]) -> Job:
+        with torch.no_grad():
+            work()
+        return _Done()
+
+    def close(self) -> None:
+        return
+
+
+class _ThreadJob:
+    def __init__(self, work: Callable[[], None]) -> None:
+        self.work: Callable[[], None] | None = work
+        self.future: Future[None] = Future()
+
+    def run(self) -> None:
+        work, self.work = self.work, None
+        assert work is not None, "a job runs once"
+        try:
+            with torch.no_grad():
+                work()
+        except BaseException as error:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(None)
+
+    def wait(self) -> None:
+        self.future.result()
+
+
+class Threads(Lane):
+    """`AT_ONCE` threads that start with the first job. They are daemons: one that waits for a rank that is gone must
+    not keep the process."""
+
+    def __init__(self, kind: Kind) -> None:
+        super().__init__(_AT_MOST[kind])
+        self._kind = kind
+        self._jobs: queue.SimpleQueue[_ThreadJob | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+
+    def _begin(self, work: Callable[[], None]) -> Job:
+        if not self._threads:
+            self._threads = [
+                threading.Thread(target=self._work, name=f"atoll-{self._kind}-{at}", daemon=True)
+                for at in range(AT_ONCE)
+            ]
+            for thread in self._threads:
+                thread.start()
+        job = _ThreadJob(work)
+        self._jobs.put(job)
+        return job
+
+    def close(self) -> None:
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join(timeout=2.0)
+        self._threads = []
+
+    def _work(self) -> None:
+        while True:
+            job = self._jobs.get()
+            if job is None:
+                return
+            job.run()
+            del job
+
+
+class _StreamJob:
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self._event)
+
+
+class Stream(Lane):
+    """A stream of its own. What a job allocates belongs to the stream, whose next job begins after everything that
+    the computation had launched by then, so memory that the computation gave back is never written too early."""
+
+    def __init__(self, kind: Kind, device: torch.device) -> None:
+        super().__init__(_AT_MOST[kind])
+        self._stream = torch.cuda.Stream(device)
+
+    def _begin(self, work: Callable[[], None]) -> Job:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream), torch.no_grad():
+            work()
+            event = torch.cuda.Event()
+            event.record()
+        return _StreamJob(event)
+
+    def close(self) -> None:
+        return
+
+
+def lanes_of(device: torch.device, *, alone: bool) -> dict[Kind, Lane]:
+    """A lane for each kind of job; `alone` if nobody shares this rank's parameters."""
+    if alone:
+        return dict.fromkeys(KINDS, Inline(None))
+    if device.type == "cuda":
+        return {kind: Stream(kind, device) for kind in KINDS}
+    return {kind: Threads(kind) for kind in KINDS}

@@ -1,0 +1,177 @@
+"""What users read and edit, in every layout: the optimizer's values, and every copy of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from atoll.errors import PlanError
+from atoll.layouts import EFFECTIVE
+from atoll.testing import run_ranks
+from atoll.testing.parity import Case, reference, whole_parameters
+from atoll.testing.tiny import TinyConfig
+
+EVERYTHING = TinyConfig.everything()
+MESHES = {"one": {}, "2x2": {"inter": 2, "intra": 2}, "pipeline": {"pipeline": 2, "intra": 2}}
+LAYOUTS = [layout.name for layout in EFFECTIVE]
+
+
+def case_of(layout: str, mesh: str = "2x2", **options: Any) -> Case:
+    return Case(layout=layout, model=EVERYTHING, **MESHES[mesh], **options)
+
+
+def read(case: Case) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor], int]:
+    engine = case.engine()
+    engine.step(case.share(engine, 0))
+    with engine.full_parameters() as values:
+        found = {name: value.clone() for name, value in values.items()}
+    whole = engine.state_dict()
+    pieces = engine.state_dict(whole=False)
+    held = sum(piece.tensor.numel() for parts in pieces.values() for piece in parts)
+    gathered = whole_parameters(engine)
+    engine.close()
+    return found, whole, gathered, held
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_whole_values_are_what_one_process_has(layout: str) -> None:
+    case = case_of(layout, steps=1)
+    wanted = reference(case).parameters
+    numel = sum(value.numel() for value in wanted.values())
+    results = run_ranks(read, case.ranks, case)
+    for found, whole, gathered, _ in results:
+        assert found.keys() == wanted.keys() == whole.keys()
+        for name, value in found.items():
+            torch.testing.assert_close(value, wanted[name], rtol=1e-10, atol=1e-12)
+            assert torch.equal(value, whole[name])
+            assert torch.equal(value, gathered[name])
+    if layout == "GGG":
+        assert sum(held for *_, held in results) == numel
+
+
+def test_a_pipeline_rank_reads_its_own_stages() -> None:
+    case = case_of("IIG", "pipeline", steps=1)
+    wanted = reference(case).parameters
+    first, *_, last = run_ranks(read, case.ranks, case)
+    assert first[0].keys() | last[0].keys() == wanted.keys()
+    assert first[0].keys() != wanted.keys()
+
+
+def edit(case: Case) -> tuple[float, float, float, dict[str, torch.Tensor]]:
+    """Losses before an edit, after it, and after it was taken back; then the parameters."""
+    engine = case.engine()
+    batch = case.share(engine, 0)
+    engine.step(batch)
+    before = engine.evaluate(batch).loss
+    with engine.full_parameters("*.up.weight") as values:
+        kept = {name: value.clone() for name, value in values.items()}
+        for value in values.values():
+            value.mul_(3.0)
+    after = engine.evaluate(batch).loss
+    with engine.full_parameters(["*.up.weight"]) as values:
+        for name, value in values.items():
+            assert torch.equal(value, kept[name] * 3.0)
+            value.copy_(kept[name])
+    again = engine.evaluate(batch).loss
+    engine.step(batch)
+    with engine.full_parameters() as values:
+        found = dict(values)
+    engine.close()
+    return before, after, again, found
+
+
+@pytest.mark.parametrize("mesh", ["2x2", "pipeline"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_edit_reaches_every_copy(layout: str, mesh: str) -> None:
+    plain, wanted = case_of("NNN", "one", steps=2), None
+    ((*losses, wanted),) = run_ranks(edit, 1, plain)
+    case = case_of(layout, mesh)
+    for before, after, again, found in run_ranks(edit, case.ranks, case):
+        assert [before, after, again] == pytest.approx(losses, rel=1e-10)
+        assert before == again != after
+        for name, value in found.items():
+            torch.testing.assert_close(value, wanted[name], rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("layout", ["IIG", "GGG"])
+def test_an_edit_keeps_what_bf16_cannot_say(layout: str) -> None:
+    """Values are the master's: an edit of one element leaves the others as exact as they were."""
+    case = Case(layout=layout, inter=2, intra=2, precision="bf16", model=EVERYTHING)
+    for before, after in run_ranks(edit_one_element, case.ranks, case):
+        assert before.dtype == torch.float32
+        assert torch.equal(before[1:], after[1:])
+        assert float(after[0, 0]) == pytest.approx(0.123456789, rel=1e-7)
+        assert not torch.equal(before, before.bfloat16().float())
+
+
+def edit_one_element(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    engine = case.engine()
+    engine.step(case.share(engine, 0))
+    with engine.full_parameters("*1.up.weight") as values:
+        (value,) = values.values()
+        before = value.clone()
+        value[0, 0] = 0.123456789
+    with engine.full_parameters("*1.up.weight") as values:
+        (value,) = values.values()
+        after = value.clone()
+    engine.close()
+    return before, after
+
+
+def edit_alone(case: Case) -> tuple[str, float, float]:
+    engine = case.engine()
+    batch = case.share(engine, 0)
+    before = engine.evaluate(batch).loss
+    with pytest.raises(PlanError) as refusal, engine.full_parameters("*.up.weight") as values:  # noqa: PT012
+        if engine.place.rank == 1:
+            for value in values.values():
+                value.add_(1.0)
+    after = engine.evaluate(batch).loss
+    engine.step(batch)
+    engine.close()
+    return str(refusal.value), before, after
+
+
+def test_an_edit_of_one_rank_alone_is_refused_by_all() -> None:
+    case = case_of("IIG")
+    for message, before, after in run_ranks(edit_alone, case.ranks, case):
+        assert "make the same edit on every rank" in message
+        assert before == after
+
+
+def ask_for_nothing(case: Case) -> str:
+    engine = case.engine()
+    with pytest.raises(PlanError) as refusal, engine.full_parameters(f"nothing{engine.place.rank % 2 or ''}"):
+        pass
+    engine.step(case.share(engine, 0))
+    engine.close()
+    return str(refusal.value)
+
+
+def test_unknown_names_are_refused_and_nothing_is_lost() -> None:
+    for message in run_ranks(ask_for_nothing, 4, case_of("GGG")):
+        assert "no parameter is called 'nothing" in message
+
+
+def gradients(case: Case) -> tuple[dict[str, torch.Tensor], float]:
+    engine = case.engine()
+    found: dict[str, torch.Tensor] = {}
+    result = engine.step(case.share(engine, 0), before_update=lambda: found.update(engine.full_gradients()))
+    with pytest.raises(PlanError, match="before_update"):
+        engine.full_gradients()
+    engine.close()
+    return found, result.grad_norm
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_are_whole_and_of_all_ranks(layout: str) -> None:
+    ((wanted, norm),) = run_ranks(gradients, 1, case_of("NNN", "one"))
+    case = case_of(layout)
+    for found, own_norm in run_ranks(gradients, case.ranks, case):
+        assert found.keys() == wanted.keys()
+        for name, value in found.items():
+            torch.testing.assert_close(value, wanted[name], rtol=1e-10, atol=1e-12)
+        total = torch.stack([value.square().sum() for value in found.values()]).sum().sqrt()
+        assert float(total) == pytest.approx(norm, rel=1e-10) == own_norm

@@ -1,0 +1,190 @@
+"""Gathers ahead, reductions and syncs beside the computation: they change when things happen, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from atoll import schedules
+from atoll.layouts import Layout, Precision
+from atoll.models import Adapter
+from atoll.models.adapter import SequentialAdapter
+from atoll.plan import MeshShape, Plan
+from atoll.runtime.engine import Engine
+from atoll.runtime.sharding.segment import Segment
+from atoll.testing import run_ranks
+from atoll.testing.parity import Case, train
+from atoll.testing.tiny import TinyConfig
+
+EVERYTHING = TinyConfig.everything()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+@pytest.mark.parametrize("layout", ["III", "INI", "IIG", "GIG", "GGG"])
+def test_gathering_ahead_changes_no_bit(layout: str, schedule: str) -> None:
+    case = Case(layout=layout, pipeline=2, intra=2, schedule=schedule, model=EVERYTHING, steps=4)
+    without = run_ranks(train, case.ranks, replace(case, prefetch=0))
+    for prefetch in (None, 300, 1 << 30):
+        for one, other in zip(without, run_ranks(train, case.ranks, replace(case, prefetch=prefetch)), strict=True):
+            assert one.losses == other.losses
+            assert one.norms == other.norms
+            assert all(torch.equal(one.parameters[key], other.parameters[key]) for key in one.parameters)
+
+
+def gathers_ahead(case: Case) -> list[int]:
+    """How many blocks were begun with before they were asked for: in each step, and in an evaluation after it."""
+    engine = case.engine()
+    counts = []
+    begun = 0
+    look = engine._lookahead.look
+
+    def counted() -> None:
+        nonlocal begun
+        before = set(engine._lookahead._ahead)
+        look()
+        begun += len(set(engine._lookahead._ahead) - before)
+
+    engine._lookahead.look = counted  # type: ignore[method-assign]
+    for step in range(case.steps):
+        for act in (engine.step, engine.evaluate):
+            begun = 0
+            act(case.share(engine, step))
+            counts.append(begun)
+    engine.close()
+    return counts
+
+
+def test_the_order_is_learned_and_followed() -> None:
+    """Nothing is known the first time. Later all but the first of 6 blocks, forward and backward, 2 microbatches."""
+    case = Case(layout="GGG", inter=2, intra=2, microbatches=8, model=TinyConfig(layers=4), steps=3)
+    for training, evaluating, *later in run_ranks(gathers_ahead, case.ranks, case):
+        assert (training, evaluating) == (0, 0)
+        assert later == [23, 11, 23, 11]
+    for counts in run_ranks(gathers_ahead, case.ranks, replace(case, prefetch=0)):
+        assert not any(counts)
+
+
+class Winding(nn.Sequential):
+    """Blocks of which `skipped` are left out: the path may change from step to step."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Linear(8, 8) for _ in range(5)))
+        self.skipped: set[int] = set()
+
+    def atoll_adapter(self) -> Adapter:
+        return WindingAdapter(self, lambda outputs, batch: outputs.square().sum())
+
+
+class WindingAdapter(SequentialAdapter):
+    """Runs the blocks that are not skipped."""
+
+    def forward(self, first: int, last: int, hidden: Tensor | None, batch: Mapping[str, Any]) -> Tensor:
+        value: Tensor = batch["inputs"] if hidden is None else hidden
+        assert isinstance(self.model, Winding)
+        for at, block in enumerate(self.blocks()[first:last], first):
+            if at not in self.model.skipped:
+                value = block.module(value)
+        return value
+
+
+PATHS: tuple[frozenset[int], ...] = (frozenset(), frozenset({1}), frozenset(), frozenset({2, 3}), frozenset({2, 3}))
+
+
+def wind(prefetch: int | None) -> list[float]:
+    """Losses where each step takes another way, and an evaluation yet another."""
+    with torch.device("meta"):
+        model = Winding()
+    schedule = schedules.build("1f1b", ranks=1, microbatches=2)
+    plan = Plan(MeshShape(intra=2), Layout("IIG"), schedule, 1, precision=Precision.preset("fp64"), prefetch=prefetch)
+    engine = Engine(model, plan, optimizer=lambda groups: torch.optim.SGD(groups, lr=0.05))
+    generator = torch.Generator().manual_seed(engine.place.data)
+    batch = {"inputs": torch.randn(2, 3, 8, generator=generator).double(), "labels": torch.zeros(2, 3).long()}
+    losses = []
+    for skipped in PATHS:
+        model.skipped = set(skipped)
+        losses.append(engine.step(batch).loss)
+        model.skipped = {4}
+        losses.append(engine.evaluate(batch).loss)
+    assert all(not segment.is_whole for unit in engine.units for segment in unit.segments)
+    engine.close()
+    return losses
+
+
+def test_a_path_that_changes_costs_nothing_but_time() -> None:
+    wanted = run_ranks(wind, 2, 0)
+    assert run_ranks(wind, 2, None) == wanted
+    assert run_ranks(wind, 2, 1 << 20) == wanted
+    assert len(set(wanted[0])) > 5
+
+
+def syncs_begun(case: Case) -> list[bool]:
+    """Whether each unit's sync of gradients had begun when the step's last action was over."""
+    engine = case.engine()
+    found: list[bool] = []
+    gather_up = engine._step_end.gather_up
+
+    def look(*args: Any, **options: Any) -> Any:
+        found.extend(
+            segment._syncing_gradients is not None
+            for unit in engine.units
+            if unit.syncs_early
+            for segment in unit.segments
+            if segment.trainable
+        )
+        return gather_up(*args, **options)
+
+    engine._step_end.gather_up = look  # type: ignore[method-assign]
+    engine.step(case.share(engine, 0))
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+@pytest.mark.parametrize("layout", ["NNN", "NNG", "NIG", "IIG", "GGG"])
+def test_every_sync_begins_in_the_last_backward(layout: str, pipeline: int) -> None:
+    case = Case(layout=layout, pipeline=pipeline, inter=2, model=EVERYTHING, schedule="1f1b", microbatches=8)
+    for begun in run_ranks(syncs_begun, case.ranks, case):
+        assert begun
+        assert all(begun)
+
+
+def live_after_orders_are_known(case: Case) -> tuple[int, int, int]:
+    """Most bytes of whole parameters at any gather of the second step, after it, and the limit."""
+    engine = case.engine()
+    engine.step(case.share(engine, 0))
+    most = 0
+
+    def whole() -> int:
+        segments = [segment for unit in engine.units for segment in unit.segments if not segment.permanent]
+        return sum(segment.whole.untyped_storage().nbytes() for segment in segments)
+
+    gather = Segment.gather
+
+    def watched(segment: Segment) -> None:
+        nonlocal most
+        gather(segment)
+        most = max(most, whole())
+
+    Segment.gather = watched  # type: ignore[method-assign]
+    try:
+        engine.step(case.share(engine, 1))
+    finally:
+        Segment.gather = gather  # type: ignore[method-assign]
+    engine.close()
+    return most, whole(), engine._lookahead.limit
+
+
+@pytest.mark.parametrize("prefetch", [None, 0, 500])
+@pytest.mark.parametrize("layout", ["III", "GGG"])
+def test_no_more_is_whole_than_is_used_and_the_limit(layout: str, prefetch: int | None) -> None:
+    case = Case(layout=layout, intra=2, precision="fp32", microbatches=4, model=TinyConfig(layers=6), prefetch=prefetch)
+    largest = max(16 * 8, 8 + 8 + 8 * 12 + 12 + 12 * 8 + 8, 8 + 8 + 16 * 8) * 4
+    for most, after, limit in run_ranks(live_after_orders_are_known, case.ranks, case):
+        assert limit == (2 * largest if prefetch is None else prefetch)
+        assert most <= 2 * largest + limit
+        assert after == 0
