@@ -15,6 +15,7 @@ from atoll.testing.tiny import TinyConfig
 
 EVERYTHING = TinyConfig.everything()
 MESHES = {"one": {}, "2x2": {"inter": 2, "intra": 2}, "pipeline": {"pipeline": 2, "intra": 2}}
+FROZEN_AND_TRAINED = ["*.up.weight", "*.down.weight"]
 LAYOUTS = [layout.name for layout in EFFECTIVE]
 
 
@@ -65,12 +66,12 @@ def edit(case: Case) -> tuple[float, float, float, dict[str, torch.Tensor]]:
     batch = case.share(engine, 0)
     engine.step(batch)
     before = engine.evaluate(batch).loss
-    with engine.full_parameters("*.up.weight") as values:
+    with engine.full_parameters(FROZEN_AND_TRAINED) as values:
         kept = {name: value.clone() for name, value in values.items()}
         for value in values.values():
             value.mul_(3.0)
     after = engine.evaluate(batch).loss
-    with engine.full_parameters(["*.up.weight"]) as values:
+    with engine.full_parameters(FROZEN_AND_TRAINED) as values:
         for name, value in values.items():
             assert torch.equal(value, kept[name] * 3.0)
             value.copy_(kept[name])
@@ -109,11 +110,11 @@ def test_an_edit_keeps_what_bf16_cannot_say(layout: str) -> None:
 def edit_one_element(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     engine = case.engine()
     engine.step(case.share(engine, 0))
-    with engine.full_parameters("*1.up.weight") as values:
+    with engine.full_parameters("*1.down.weight") as values:
         (value,) = values.values()
         before = value.clone()
         value[0, 0] = 0.123456789
-    with engine.full_parameters("*1.up.weight") as values:
+    with engine.full_parameters("*1.down.weight") as values:
         (value,) = values.values()
         after = value.clone()
     engine.close()
