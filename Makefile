@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN = .venv/bin
 
-.PHONY: train test check bench gpu docs clean
+.PHONY: train test check bench bench-islands bench-machine gpu docs clean
 
 train: .venv/.stamp
 	$(BIN)/atoll train configs/quickstart.toml
@@ -18,6 +18,13 @@ check: .venv/.stamp
 bench: .venv/.stamp
 	$(BIN)/python benchmarks/run.py
 
+# Root, ip and tc: two network namespaces with a slow link between.
+bench-islands: .venv/.bench
+	$(BIN)/python benchmarks/run.py two_islands
+
+bench-machine: .venv/.bench
+	$(BIN)/python benchmarks/run.py one_machine
+
 gpu: .venv/.stamp
 	$(BIN)/python -m pytest tests/gpu -q
 
@@ -32,4 +39,9 @@ clean:
 .venv/.stamp: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@
+
+# The peers that benchmarks are measured against.
+.venv/.bench: .venv/.stamp
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,bench]"
 	touch $@

@@ -1,0 +1,285 @@
+"""What ranks are asked to do: build contenders, take a timed step, count their memory; and how they take turns."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any
+
+import torch.distributed as dist
+
+from benchmarks.islands import contenders
+from benchmarks.islands.allocations import Allocations
+from benchmarks.islands.contenders import DEEPSPEED
+from benchmarks.islands.network import INTERFACE, bytes_sent
+from benchmarks.islands.ranks import Rank, Ranks
+from benchmarks.islands.work import Work
+
+SAME_LOSS = 1e-3
+"""Largest relative difference of losses: fp32 adds in another order, and training enlarges it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One rank's step.
+
+    start, end: of the machine's monotonic clock.  inter_bytes, intra_bytes: what its island sent over the link and its
+    loopback, where it is the rank that reads the counters.  sent: what the contender says that it sent, by axis.
+    """
+
+    start: float
+    end: float
+    cpu_seconds: float
+    loss: float
+    inter_bytes: int
+    intra_bytes: int
+    sent: Mapping[str, int]
+
+
+def build(rank: Rank, names: Sequence[str]) -> None:
+    """Build contenders, which then live side by side."""
+    for name in names:
+        rank.contenders[name] = contenders.build(name, rank.work, inter=rank.inter, intra=rank.intra)
+
+
+def close(rank: Rank) -> None:
+    """Let all contenders go."""
+    for contender in rank.contenders.values():
+        contender.close()
+    rank.contenders.clear()
+    gc.collect()
+
+
+def step(rank: Rank, name: str, at: int) -> Seen:
+    """All ranks: one step of a contender."""
+    contender = rank.contenders[name]
+    batch = rank.work.batch(at, rank.number)
+    gc.collect()
+    dist.barrier()
+    link, loopback, sent = bytes_sent(INTERFACE), bytes_sent("lo"), Counter(contender.sent())
+    dist.barrier()
+    cpu, start = time.process_time(), time.monotonic()
+    loss = contender.step(batch)
+    end, cpu = time.monotonic(), time.process_time() - cpu
+    dist.barrier()
+    link, loopback = bytes_sent(INTERFACE) - link, bytes_sent("lo") - loopback
+    dist.barrier()
+    sent = Counter(contender.sent()) - sent
+    if not contender.sees_all:
+        loss = contenders.mean_over_ranks(loss)
+    if not rank.speaks:
+        link = loopback = 0
+    return Seen(start, end, cpu, loss, link, loopback, dict(sent))
+
+
+def alone(rank: Rank, at: int) -> float:
+    """One rank while the others rest: seconds of a step's forwards and backwards."""
+    batch = rank.work.batch(at, rank.number)
+    start = time.monotonic()
+    rank.contenders["compute"].step(batch)
+    return time.monotonic() - start
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of one rank more than before a contender was built; None where they are not counted.
+
+    peak: the most within a step.  rest: after it.  foretold: what the contender says that it holds at rest.
+    sent: bytes of that step by axis, as the contender counts them.
+    """
+
+    peak: int | None
+    rest: int | None
+    foretold: int | None
+    sent: Mapping[str, int]
+
+
+def memory(rank: Rank, name: str) -> Memory:
+    """All ranks: build a contender, let it take two steps, and give it up.
+
+    The first of a family does so twice, so that what is loaded once does not count.
+    """
+    family = name.split("-")[0]
+    if family not in rank.loaded:
+        rank.loaded.add(family)
+        _memory(rank, name)
+    return _memory(rank, name)
+
+
+def _memory(rank: Rank, name: str) -> Memory:
+    batches = [rank.work.batch(at, rank.number) for at in range(2)]  # the first step makes the optimizer's states
+    allocations = Allocations()
+    gc.collect()
+    base = allocations.out()
+    contender = contenders.build(name, rank.work, inter=rank.inter, intra=rank.intra)
+    sent: Counter[str] = Counter()
+    for batch in batches:
+        gc.collect()
+        sent = Counter(contender.sent())
+        dist.barrier()
+        allocations.forget()
+        contender.step(batch)
+    dist.barrier()
+    peak, rest = allocations.most(), allocations.out()
+    sent = Counter(contender.sent()) - sent
+    foretold = contender.rest()
+    contender.close()
+    del contender
+    gc.collect()
+    if base is None or peak is None or rest is None:
+        return Memory(None, None, foretold, dict(sent))
+    return Memory(peak - base, rest - base, foretold, dict(sent))
+
+
+def sent_by(rank: Rank, name: str, microbatches: int) -> Mapping[str, int]:
+    """All ranks: what a contender sends in a step of so many microbatches, by axis."""
+    work = replace(rank.work, microbatches=microbatches)
+    contender = contenders.build(name, work, inter=rank.inter, intra=rank.intra)
+    before = Counter(contender.sent())
+    contender.step(work.batch(0, rank.number))
+    dist.barrier()
+    sent = Counter(contender.sent()) - before
+    contender.close()
+    return dict(sent)
+
+
+@dataclass(slots=True)
+class Row:
+    """A contender's steps over all ranks. Bytes are of one island, the mean of both and of all steps.
+
+    peak_bytes, rest_bytes: of the rank that has most.
+    """
+
+    name: str
+    seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    inter_bytes: float = 0.0
+    intra_bytes: float = 0.0
+    sent: dict[str, int] = field(default_factory=dict)
+    peak_bytes: int | None = None
+    rest_bytes: int | None = None
+    foretold_bytes: int | None = None
+
+    def add(self, seen: Sequence[Seen], islands: int) -> None:
+        """Note a step: it lasts from the first rank's start to the last one's end."""
+        steps = len(self.seconds)
+        self.seconds.append(max(each.end for each in seen) - min(each.start for each in seen))
+        self.cpu_seconds.append(sum(each.cpu_seconds for each in seen))
+        self.losses.append(seen[0].loss)
+        inter, intra = (sum(getattr(each, key) for each in seen) / islands for key in ("inter_bytes", "intra_bytes"))
+        self.inter_bytes = (self.inter_bytes * steps + inter) / (steps + 1)
+        self.intra_bytes = (self.intra_bytes * steps + intra) / (steps + 1)
+        self.sent = dict(seen[0].sent)
+
+    def remember(self, kept: Sequence[Memory]) -> None:
+        """Note what its ranks held."""
+        self.sent = dict(kept[0].sent)
+        self.peak_bytes = _most(each.peak for each in kept)
+        self.rest_bytes = _most(each.rest for each in kept)
+        self.foretold_bytes = _most(each.foretold for each in kept)
+
+    def to_json(self) -> dict[str, Any]:
+        """As it is kept."""
+        return {
+            "name": self.name,
+            "seconds": [round(value, 5) for value in self.seconds],
+            "median_seconds": round(median(self.seconds), 5) if self.seconds else None,
+            "cpu_seconds": [round(value, 4) for value in self.cpu_seconds],
+            "inter_bytes": round(self.inter_bytes),
+            "intra_bytes": round(self.intra_bytes),
+            "sent_bytes_a_rank": self.sent or None,
+            "peak_bytes": self.peak_bytes,
+            "rest_bytes": self.rest_bytes,
+            "foretold_bytes": self.foretold_bytes,
+            "loss": self.losses[-1] if self.losses else None,
+            "losses": self.losses,
+        }
+
+
+def _most(values: Iterable[int | None]) -> int | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+class Field:
+    """Two sets of processes, one with Atoll and torch and one with DeepSpeed, which changes torch where it is used.
+
+    The set that does not run waits for its parent and takes no time.
+    """
+
+    def __init__(self, torchs: Ranks, deepspeeds: Ranks | None) -> None:
+        self.torchs, self.deepspeeds = torchs, deepspeeds
+        self.islands = torchs.where.inter
+        self._taken: Counter[str] = Counter()
+
+    def home(self, name: str) -> Ranks:
+        """The processes in which a contender lives."""
+        if name not in DEEPSPEED:
+            return self.torchs
+        assert self.deepspeeds is not None, "the names were chosen by what is installed"
+        return self.deepspeeds
+
+    def build(self, names: Sequence[str]) -> None:
+        """Build contenders for `alternate`."""
+        for name in names:
+            self.home(name).ask(build, [name])
+
+    def clear(self) -> None:
+        """Let them go."""
+        self._taken.clear()
+        for home in (self.torchs, self.deepspeeds):
+            if home is not None:
+                home.ask(close)
+
+    def step(self, name: str, row: Row | None = None) -> None:
+        """A contender's next step."""
+        seen = self.home(name).ask(step, name, self._taken[name])
+        self._taken[name] += 1
+        if row is not None:
+            row.add(seen, self.islands)
+
+    def memory(self, row: Row) -> None:
+        """Count a contender's memory."""
+        row.remember(self.home(row.name).ask(memory, row.name))
+
+    def alternate(self, names: Sequence[str], *, rounds: int, warmup: int = 0) -> list[Row]:
+        """Let contenders take steps in turns: whatever else the machine does meets all alike."""
+        rows = [Row(name) for name in names]
+        for at in range(warmup + rounds):
+            turn = at % len(names)
+            for row in (*rows[turn:], *rows[:turn]):
+                self.step(row.name, row if at >= warmup else None)
+        check_losses(rows)
+        return rows
+
+
+def check_losses(rows: Sequence[Row]) -> float:
+    """The largest relative difference of losses of one step. RuntimeError where contenders do not train alike."""
+    trained = [row for row in rows if row.name != "compute"]
+    worst = 0.0
+    for row in trained:
+        for mine, first in zip(row.losses, trained[0].losses, strict=True):
+            difference = abs(mine - first) / abs(first)
+            worst = max(worst, difference)
+            if not difference <= SAME_LOSS:
+                raise RuntimeError(
+                    f"{row.name} and {trained[0].name} do not train alike:\n{row.losses}\n{trained[0].losses}"
+                )
+    return worst
+
+
+def compute_seconds(field: Field, *, rounds: int) -> dict[str, float]:
+    """Forwards and backwards of a step without messages or optimizer: of one rank alone, and of all at once."""
+    field.build(["compute"])
+    single = [field.torchs.ask(alone, at, only=(0,))[0] for at in range(rounds + 1)][1:]
+    together = field.alternate(["compute"], rounds=rounds, warmup=1)[0]
+    return {"one_rank": median(single), "all_ranks": median(together.seconds)}
+
+
+def work_json(work: Work) -> dict[str, Any]:
+    """The sizes of the work."""
+    return {name: getattr(work, name) for name in Work.__dataclass_fields__} | {"parameters": work.parameters}
