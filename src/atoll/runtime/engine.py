@@ -100,6 +100,7 @@ class Engine:
             except Exception as error:
                 problem = error
             self._agree(problem)
+            self.transport.share_memory(max(_LEAST_SHARED, _SHARED_UNITS * self._largest))
 
     def _build(self, optimizer: OptimizerFactory, groups: GroupOptions | None) -> None:
         plan = self.plan
@@ -127,8 +128,9 @@ class Engine:
             compiler=plan.compile,
         )
         self.units = self._sharded.units
+        self._largest = max((unit.nbytes for unit in self.units), default=0)
         if plan.prefetch is None:
-            self._lookahead.limit = 2 * max((unit.bytes_to_gather for unit in self.units), default=0)
+            self._lookahead.limit = 2 * self._largest
         if not self._sharded.trainable:
             raise PlanError("the model has no trainable parameter; set requires_grad on what is to be trained")
         self._optimizer = ShardedOptimizer(self.units, optimizer, named_shapes=self._sharded.trainable, options=groups)
@@ -543,6 +545,11 @@ class Engine:
                 "from the seed), or set the same seed or load the same weights on every rank"
             )
 
+
+_SHARED_UNITS = 4
+"""How many of the largest units have room in the memory that a group's ranks share: what travels at once."""
+
+_LEAST_SHARED = 1 << 20
 
 _TRAINING = "training"
 """The kind of a training row; an evaluating one is known by its microbatches."""

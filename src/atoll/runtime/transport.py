@@ -14,7 +14,8 @@ import queue
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
@@ -25,6 +26,7 @@ import torch.distributed as dist
 
 from atoll.errors import RunError
 from atoll.plan import Place
+from atoll.runtime import shared_memory
 
 
 class Channel(IntEnum):
@@ -43,6 +45,9 @@ class Channel(IntEnum):
     CHAIN = 11
     VERDICT = 12
     SUM_ALL = 13
+    MEMORY = 14
+    PLACE_GATHER = 15
+    PLACE_REDUCE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +267,13 @@ class Transport(ABC):
         messages += [self.send(parts[ranks.index(own)], rank, tag) for _, rank in others]
         return Exchange(parts, messages)
 
+    @abstractmethod
+    def share_memory(self, nbytes: int) -> None:
+        """Use `nbytes` of memory a rank for what travels inside a group, where its ranks can share memory.
+
+        All ranks of a group call it with the same number; where it cannot be done, nothing changes.
+        """
+
     def barrier(self) -> None:
         """Wait for every rank."""
         self.total(torch.zeros(1))
@@ -274,6 +286,88 @@ class GlooTransport(Transport):
     to three times as fast as gloo's own collectives.
     """
 
+    def __init__(self, place: Place, device: torch.device) -> None:
+        super().__init__(place, device)
+        self._arena: shared_memory.Arena | None = None
+        self._arenas: dict[int, torch.Tensor] = {}
+
+    def share_memory(self, nbytes: int) -> None:
+        peers = Peers.along("intra", self.place)
+        if len(peers.ranks) < 2:
+            return
+        self._arena, self._arenas = None, {}
+        try:
+            arena = shared_memory.Arena(nbytes)
+        except OSError:
+            arena = None
+        told = torch.tensor([shared_memory.host() if arena else 0, arena.token if arena else 0])
+        heard = self._hear(peers, told)
+        mapped: dict[int, torch.Tensor] | None = None
+        if arena is not None and len({host for host, _ in heard}) == 1:
+            try:
+                mapped = {
+                    rank: shared_memory.mapped(token, nbytes)
+                    for rank, (_, token) in zip(peers.ranks, heard, strict=True)
+                }
+            except (OSError, RuntimeError):  # another container's folder
+                mapped = None
+        everyone = self._hear(peers, torch.tensor([int(mapped is not None), 0]))
+        if arena is not None:
+            arena.unlink()
+        if mapped is not None and all(works for works, _ in everyone):
+            self._arena, self._arenas = arena, mapped
+
+    def _hear(self, peers: Peers, told: torch.Tensor) -> list[list[int]]:
+        """What every rank of `peers` tells, in order."""
+        exchange = self.exchange(told, peers.ranks, Tag(Channel.MEMORY, 0))
+        exchange.wait()
+        return [part.tolist() for part in exchange.parts]
+
+    @contextmanager
+    def _swap(
+        self, out: Mapping[int, torch.Tensor], peers: Peers, tag: Tag, *, into: Mapping[int, torch.Tensor]
+    ) -> Iterator[dict[int, torch.Tensor]]:
+        """Send each peer, by its position, its block of `out`; the blocks that come back, while the context lasts: in
+        shared memory, or in `into`."""
+        if peers.axis != "intra" or self._arena is None:
+            messages = [self.receive(into[at], rank, tag) for at, rank in peers.others]
+            messages += [self.send(out[at], rank, tag) for at, rank in peers.others]
+            for message in messages:
+                message.wait()
+            yield dict(into)
+            return
+        told = Tag(_PLACES[tag.channel], tag.index, tag.part)
+        heard = {at: torch.empty(1, dtype=torch.int64) for at, _ in peers.others}
+        hearing = {at: self.receive(heard[at], rank, told) for at, rank in peers.others}
+        is_one = len({block.data_ptr() for block in out.values()}) == 1
+        readers = len(peers.others) if is_one else 1
+        places = dict.fromkeys(out, -1)
+        for nth, (at, block) in enumerate(out.items()):
+            places[at] = places[next(iter(out))] if is_one and nth else self._arena.put(block, readers)
+        sending: list[Message] = []
+        kept = []
+        for at, rank in peers.others:
+            kept.append(torch.tensor([places[at]]))
+            sending.append(self.send(kept[-1], rank, told))
+            if places[at] < 0:
+                sending.append(self.send(out[at], rank, tag))
+        found = {}
+        for at, rank in peers.others:
+            hearing[at].wait()
+            place = int(heard[at])
+            if place < 0:
+                self.receive(into[at], rank, tag).wait()
+                found[at] = into[at]
+            else:
+                found[at] = shared_memory.view(self._arenas[rank], place, into[at])
+        yield found
+        for at, rank in peers.others:
+            if int(heard[at]) >= 0:
+                reader = peers.index - (peers.index > at) if is_one else 0
+                shared_memory.mark_read(self._arenas[rank], int(heard[at]), readers, reader)
+        for message in sending:
+            message.wait()
+
     def total_later(self, values: torch.Tensor) -> Later:
         return self.exchange(values, range(self.place.mesh.world), Tag(Channel.SUM_ALL, 0))
 
@@ -285,27 +379,33 @@ class GlooTransport(Transport):
 
     def gather(self, whole: torch.Tensor, peers: Peers, tag: Tag) -> None:
         own = peers.own(whole)
-        messages = [self.receive(peers.block(whole, at), rank, tag) for at, rank in peers.others]
-        messages += [self.send(own, rank, tag) for _, rank in peers.others]
-        for message in messages:
-            message.wait()
+        into = {at: peers.block(whole, at) for at, _ in peers.others}
+        if not into:
+            return
+        with self._swap(dict.fromkeys(into, own), peers, tag, into=into) as parts:
+            for at, part in parts.items():
+                if part is not into[at]:
+                    into[at].copy_(part)
         self._count(peers.axis, own.nbytes * len(peers.others))
 
     def reduce(self, whole: torch.Tensor, peers: Peers, tag: Tag) -> None:
         own = peers.own(whole)
-        parts = {at: torch.empty_like(own) for at, _ in peers.others}
-        messages = [self.receive(parts[at], rank, tag) for at, rank in peers.others]
-        messages += [self.send(peers.block(whole, at), rank, tag) for at, rank in peers.others]
-        for message in messages:
-            message.wait()
-        self._count(peers.axis, own.nbytes * len(peers.others))
-        if not parts:
+        out = {at: peers.block(whole, at) for at, _ in peers.others}
+        if not out:
             return
-        if peers.index > 0:
-            parts[peers.index] = own.clone()
-            own.copy_(parts[0])
-        for at in range(1, len(peers.ranks)):
-            own.add_(parts[at])
+        with self._swap(out, peers, tag, into={at: torch.empty_like(own) for at in out}) as parts:
+            if peers.index > 0:
+                parts[peers.index] = own.clone()
+                own.copy_(parts[0])
+            for at in range(1, len(peers.ranks)):
+                own.add_(parts[at])
+        self._count(peers.axis, own.nbytes * len(peers.others))
+
+
+_PLACES: Mapping[Channel, Channel] = {
+    Channel.GATHER_INTRA: Channel.PLACE_GATHER,
+    Channel.REDUCE_INTRA: Channel.PLACE_REDUCE,
+}
 
 
 def _world() -> dist.ProcessGroup:
@@ -355,6 +455,9 @@ class NcclTransport(Transport):
         work = dist.all_reduce(moved, async_op=True)
         assert work is not None, "the world holds every rank"
         return Collective(moved, work)
+
+    def share_memory(self, nbytes: int) -> None:
+        """NCCL does so itself."""
 
     def total_data(self, values: torch.Tensor) -> torch.Tensor:
         moved = values.to(self.device)

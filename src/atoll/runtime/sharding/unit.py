@@ -115,6 +115,11 @@ class Unit:
         return self._by_name[name].phases
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the whole parameters as they are computed with."""
+        return sum(segment.whole.numel() * segment.whole.itemsize for segment in self.segments)
+
+    @property
     def bytes_to_gather(self) -> int:
         """Bytes that a gather now would make whole."""
         return sum(s.whole.numel() * s.whole.itemsize for s in self.segments if not s.is_whole)
