@@ -1,0 +1,109 @@
+"""Jobs beside the computation: in order, at most so many, errors where they are waited for."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from functools import partial
+
+import pytest
+import torch
+
+from atoll.errors import RankError
+from atoll.runtime.lanes import AT_ONCE, KINDS, Threads, lanes_of
+from atoll.runtime.sharding.segment import Segment
+from atoll.testing import run_ranks
+from atoll.testing.parity import Case
+
+
+def test_jobs_begin_in_order_and_two_run_at_once() -> None:
+    lane = Threads("gather")
+    begun: list[int] = []
+    gate = threading.Event()
+    both = threading.Barrier(AT_ONCE + 1, timeout=10.0)
+
+    def work(at: int) -> None:
+        begun.append(at)
+        if at < AT_ONCE:
+            both.wait()
+            gate.wait(10.0)
+
+    jobs = [lane.start(partial(work, at)) for at in range(6)]
+    both.wait()
+    assert sorted(begun) == list(range(AT_ONCE)), "the third waits"
+    gate.set()
+    for job in jobs:
+        job.wait()
+    assert sorted(begun) == list(range(6))
+    lane.close()
+
+
+def test_an_error_is_raised_where_it_is_waited_for() -> None:
+    lane = Threads("sync")
+
+    def work() -> None:
+        raise ValueError("lost")
+
+    job = lane.start(work)
+    lane.start(lambda: None).wait()
+    with pytest.raises(ValueError, match="lost"):
+        job.wait()
+    lane.close()
+
+
+def test_what_reductions_work_on_is_bounded() -> None:
+    """The third reduction waits for the first, and then lets go of its buffer."""
+    lane = Threads("reduce")
+    held = []
+    for _ in range(5):
+        buffer = torch.zeros(3)
+        held.append(weakref.ref(buffer))
+        lane.start(lambda: None, buffer)
+        del buffer
+        assert sum(ref() is not None for ref in held) <= AT_ONCE
+    lane.close()
+
+
+def test_gradients_are_off_in_jobs() -> None:
+    lane = Threads("gather")
+    found: list[bool] = []
+    lane.start(lambda: found.append(torch.is_grad_enabled())).wait()
+    assert found == [False]
+    lane.close()
+
+
+def test_a_rank_that_shares_nothing_has_no_threads() -> None:
+    before = threading.active_count()
+    lanes = lanes_of(torch.device("cpu"), alone=True)
+    for kind in KINDS:
+        lanes[kind].start(lambda: None).wait()
+        lanes[kind].close()
+    assert threading.active_count() == before
+
+
+def fail_in_a_gather(case: Case) -> str:
+    engine = case.engine()
+    engine.step(case.share(engine, 0))
+    if engine.place.rank == 1:
+        fill = Segment._fill
+        count = 0
+
+        def broken(segment: Segment, *args: object) -> None:
+            nonlocal count
+            count += 1
+            if count == 4:
+                raise RuntimeError("no bytes left")
+            fill(segment, *args)  # type: ignore[arg-type]
+
+        Segment._fill = broken  # type: ignore[method-assign]
+    try:
+        engine.step(case.share(engine, 1))
+    finally:
+        if engine.place.rank == 1:
+            Segment._fill = fill  # type: ignore[method-assign]
+    return "went on"
+
+
+def test_an_error_beside_the_computation_ends_every_rank() -> None:
+    with pytest.raises(RankError, match="no bytes left"):
+        run_ranks(fail_in_a_gather, 2, Case(layout="GGG", intra=2, microbatches=4), timeout=60.0)
