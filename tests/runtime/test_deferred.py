@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,18 +13,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from atoll import schedules
+from atoll.ir import Op
 from atoll.layouts import Layout, Nest, Precision
 from atoll.models import Decoder, DecoderConfig
 from atoll.plan import MeshShape
+from atoll.runtime.engine import Engine
 from atoll.runtime.lanes import AT_ONCE, lanes_of
 from atoll.runtime.pipeline.deferred import compute_weights, defer
 from atoll.runtime.sharding.hooks import Moment
 from atoll.runtime.sharding.segment import Surroundings
 from atoll.runtime.sharding.unit import Unit, UnitSpec
 from atoll.runtime.transport import connect
+from atoll.sim import Costs
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, History, reference, train, worst_difference
-from atoll.testing.tiny import TinyConfig
+from atoll.testing.tiny import TinyConfig, tiny_model
 
 
 class GptBlock(nn.Module):
@@ -188,6 +194,47 @@ def profile_compiled(case: Case) -> tuple[History, bool]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         history = train(case)
     return history, any(event.key == "atoll::linear_input_gradient" for event in profiler.key_averages())
+
+
+KEPT_BY_W = 15.0
+"""Under recompute a pending W keeps many times what the microbatch kept before."""
+
+
+def pending_in_the_run(room: float | None) -> tuple[int, int, int]:
+    """Most pending W at once of a recomputed model under `auto`, as the schedule has it and as it ran; splits."""
+    options = {"activation_bytes": 1.0, "weight_grad_bytes": KEPT_BY_W, "memory_limit": room}
+    schedule = schedules.build("auto", ranks=2, microbatches=8, costs=Costs(1.0, 2.0, 1.0), **options)
+    case = Case(pipeline=2, recompute="block", microbatches=8, model=TinyConfig(dropout=0.2), steps=1)
+    with torch.device("meta"):
+        model = tiny_model(case.model)
+    plan = replace(case.plan, schedule=schedule)
+    engine = Engine(model, plan, optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1), seed=case.seed)
+    most = now = planned = 0
+    for action in schedule.actions[engine.place.rank]:
+        now += (action.op is Op.I) - (action.op is Op.W)
+        planned = max(planned, now)
+    compute = engine._executor._acts[Op.W]
+    begin = engine._executor._acts[Op.I]
+
+    def counted(act: Any, stage: int, microbatch: int) -> None:
+        nonlocal most
+        act(stage, microbatch)
+        most = max(most, sum(any(items.values()) for items in engine._executor._step.pending.values()))
+
+    engine._executor._acts = {**engine._executor._acts, Op.I: partial(counted, begin), Op.W: partial(counted, compute)}
+    engine.step(case.share(engine, 0))
+    engine.close()
+    return planned, most, sum(action.op is Op.W for action in schedule.actions[engine.place.rank])
+
+
+@pytest.mark.parametrize("at_most", [0, 1, 2])
+def test_pending_weights_under_recompute_are_bounded_by_the_memory(at_most: int) -> None:
+    """With room for three microbatches and so many pending W."""
+    for planned, ran, splits in run_ranks(pending_in_the_run, 2, 3.0 + at_most * KEPT_BY_W):
+        assert ran == planned <= at_most
+        assert (splits > 0) == (planned > 0)
+    free = run_ranks(pending_in_the_run, 2, None)
+    assert max(planned for planned, _, _ in free) > 2
 
 
 @pytest.mark.filterwarnings("ignore")  # inductor's imports and compilers warn of themselves
