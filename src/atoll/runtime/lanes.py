@@ -52,15 +52,11 @@ class Lane(ABC):
     def start(self, work: Callable[[], None], *held: torch.Tensor) -> Job:
         """Begin `work`, or let it wait for its turn."""
         job = self._begin(work)
-        self._under_way.append((job, held))
-        while self._at_most is not None and len(self._under_way) > self._at_most:
-            self._under_way.popleft()[0].wait()
+        if self._at_most is not None:
+            self._under_way.append((job, held))
+            while len(self._under_way) > self._at_most:
+                self._under_way.popleft()[0].wait()
         return job
-
-    def finish(self) -> None:
-        """Wait for every job."""
-        while self._under_way:
-            self._under_way.popleft()[0].wait()
 
     @abstractmethod
     def _begin(self, work: Callable[[], None]) -> Job: ...
