@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -517,3 +519,16 @@ def test_the_timeline_and_the_profiler_name_the_actions() -> None:
         row = [str(action) for action in lower(case.plan.schedule).actions[rank]]
         assert actions == row
         assert set(row) <= set(named)
+
+
+@pytest.mark.parametrize("options", [{}, {"layout": "GGG"}, {"recompute": "block"}, {"model": TinyConfig.everything()}])
+def test_an_engine_that_nobody_holds_is_let_go(options: dict[str, Any]) -> None:
+    """Hooks on parameters must not hold it: that circle goes through autograd, where the collector does not see it."""
+    case = Case(steps=1, **options)
+    engine = case.engine()
+    engine.step(case.share(engine, 0))
+    engine.close()
+    held = [weakref.ref(engine), weakref.ref(engine.units[0].segments[0])]
+    del engine
+    gc.collect()
+    assert [ref() for ref in held] == [None, None]

@@ -177,6 +177,18 @@ def test_a_trained_case_leaves_no_group_behind() -> None:
     assert max(run_ranks(threads, 2)) <= 3
 
 
+def shared_maps() -> int:
+    """Rings of other ranks, and of this one, that are still mapped."""
+    return Path("/proc/self/maps").read_text().count("/atoll-")
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's list of mapped files")
+def test_a_trained_case_leaves_no_shared_memory_behind() -> None:
+    for _ in range(4):
+        run_ranks(train, 2, Case(layout="GGG", intra=2, microbatches=2, steps=1))
+    assert max(run_ranks(shared_maps, 2)) <= 4
+
+
 def test_a_function_without_a_name_is_refused() -> None:
     with pytest.raises(TypeError, match="top of a module"):
         run_ranks(lambda: None, 2)

@@ -291,6 +291,10 @@ class GlooTransport(Transport):
         self._arena: shared_memory.Arena | None = None
         self._arenas: dict[int, torch.Tensor] = {}
 
+    def close(self) -> None:
+        super().close()
+        self._arena, self._arenas = None, {}
+
     def share_memory(self, nbytes: int) -> None:
         peers = Peers.along("intra", self.place)
         if len(peers.ranks) < 2:

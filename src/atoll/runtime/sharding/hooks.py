@@ -23,6 +23,7 @@ their gradients are complete and their sync begins; and not at all where nobody 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -266,10 +267,15 @@ def watch_parameters(units: Iterable[Unit], reducer: Reducer, moment: Moment) ->
     """Tell the reducer when a parameter has all of its gradient; returns the hooks' handles.
 
     A weight whose gradient belongs to W, but that was used outside of its linear layer too, gets that part through
-    autograd: it joins what is pending.
+    autograd: it joins what is pending. The hooks hold nothing: a parameter that autograd holds would hold the engine,
+    in a circle that Python's collector does not see.
     """
+    to = weakref.ref(reducer)
 
-    def arrived(parameter: torch.Tensor, *, unit: Unit, name: str) -> None:
+    def arrived(parameter: torch.Tensor, *, of: weakref.ref[Unit], name: str) -> None:
+        unit, reducer = of(), to()
+        if unit is None or reducer is None:
+            return
         if "I" in unit.phases_of(name):
             reducer.arrived(unit, name)
         elif moment.pending is not None and parameter.grad is not None:  # a compiled block calls with none
@@ -277,7 +283,7 @@ def watch_parameters(units: Iterable[Unit], reducer: Reducer, moment: Moment) ->
             parameter.grad = None
 
     return [
-        parameter.register_post_accumulate_grad_hook(partial(arrived, unit=unit, name=name))
+        parameter.register_post_accumulate_grad_hook(partial(arrived, of=weakref.ref(unit), name=name))
         for unit in units
         for name, parameter in unit.trained()
     ]
