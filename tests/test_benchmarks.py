@@ -45,10 +45,16 @@ def test_allocations_are_unknown_where_nothing_counts_them() -> None:
     assert (allocations.out(), allocations.most()) == (None, None)
 
 
-def test_a_step_lasts_from_the_first_start_to_the_last_end() -> None:
+def test_a_step_lasts_from_the_last_start_to_the_last_end() -> None:
     found = Row("x")
-    found.add([Seen(1.0, 2.0, 0.5, 3.0, 10, 20, {}), Seen(1.5, 2.5, 0.5, 3.0, 30, 40, {})], islands=2)
-    assert (found.seconds, found.cpu_seconds, found.inter_bytes, found.intra_bytes) == ([1.5], [1.0], 20, 30)
+    found.add([Seen(1.0, 2.0, 0.5, (3.0,), 10, 20), Seen(1.5, 2.5, 0.5, (3.0,), 30, 40)], islands=2)
+    assert (found.seconds, found.cpu_seconds, found.inter_bytes, found.intra_bytes) == ([1.0], [1.0], 20, 30)
+
+
+def test_contenders_that_took_more_steps_are_compared_over_the_common_ones() -> None:
+    long, short = row("a", 1.0, [2.0, 1.0, 0.5]), row("b", 1.0, [2.0, 1.0])
+    assert check_losses([long, short]) == 0
+    assert (long.loss, short.loss) == (1.0, 1.0)
 
 
 def test_losses_that_part_are_an_error() -> None:
@@ -58,7 +64,10 @@ def test_losses_that_part_are_an_error() -> None:
 
 
 def test_table_and_picture_show_every_contender_in_order() -> None:
-    rows: list[dict[str, Any]] = [row("fsdp2-full", 20.0, [1.0]).to_json(), row("atoll-IIG", 2.0, [1.0]).to_json()]
+    rows: list[dict[str, Any]] = [
+        {**row(name, seconds, [1.0]).to_json(), "loss": 1.0}
+        for name, seconds in (("fsdp2-full", 20.0), ("atoll-IIG", 2.0))
+    ]
     layouts = {"IIG": {"lower_seconds": 0.8}}
     lines = tables.table(rows, layouts).splitlines()
     assert [line.split("|")[1].strip() for line in lines[2:]] == ["atoll-IIG", "fsdp2-full"]

@@ -7,6 +7,7 @@ small library is compiled (`cc`) and preloaded into the ranks; where there is no
 from __future__ import annotations
 
 import ctypes
+import os
 import shutil
 import subprocess
 import tempfile
@@ -53,3 +54,12 @@ class Allocations:
         """Count the most from here on."""
         if self._library is not None:
             self._library.atoll_forget_most()
+
+
+def shared_bytes() -> int:
+    """Bytes of all memory that processes of this machine share by name; ranks use it for what travels in an island."""
+    folder = Path("/dev/shm")
+    if not folder.is_dir():
+        return 0
+    state = os.statvfs(folder)
+    return (state.f_blocks - state.f_bfree) * state.f_frsize

@@ -34,6 +34,7 @@ def measure(rank: Rank, rounds: int) -> dict[str, list[Interval]]:
     place = MeshShape(1, rank.inter, rank.intra).place(rank.number)
     world = place.mesh.world
     transport = connect(place, torch.device("cpu"))
+    transport.share_memory(2 * 4 * BUFFER // rank.intra)
     inter, intra = Peers.along("inter", place), Peers.along("intra", place)
     everyone = Peers("flat", tuple(range(world)), rank.number)
     whole, own = torch.zeros(BUFFER), torch.zeros(BUFFER // world)

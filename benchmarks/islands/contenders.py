@@ -36,6 +36,7 @@ class Contender:
 
     sent: bytes that this rank has sent by axis since it was built, where the contender counts them itself.
     rest: bytes that this rank should hold between steps, where the contender foretells them.
+    drain: waits for what a step has left under way for the next one; None where nothing is.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Contender:
     sees_all: bool = False
     sent: Callable[[], Mapping[str, int]] = dict
     rest: Callable[[], int | None] = lambda: None
+    drain: Callable[[], None] | None = None
     close: Callable[[], None] = lambda: None
 
 
@@ -110,12 +112,17 @@ def atoll(name: str, work: Work, *, inter: int, intra: int) -> Contender:
         labels = torch.zeros(batch.shape[:2], dtype=torch.long)  # every token counts
         return engine.step({"inputs": batch, "labels": labels}).loss
 
+    def drain() -> None:
+        for unit in engine.units:
+            unit.settle_parameters()
+
     return Contender(
         name,
         step,
         sees_all=True,
         sent=lambda: dict(engine.transport.sent),
         rest=lambda: engine.footprint().total,
+        drain=drain,
         close=engine.close,
     )
 

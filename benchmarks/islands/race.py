@@ -13,8 +13,8 @@ from typing import Any
 import torch.distributed as dist
 
 from benchmarks.islands import contenders
-from benchmarks.islands.allocations import Allocations
-from benchmarks.islands.contenders import DEEPSPEED
+from benchmarks.islands.allocations import Allocations, shared_bytes
+from benchmarks.islands.contenders import DEEPSPEED, Contender
 from benchmarks.islands.network import INTERFACE, bytes_sent
 from benchmarks.islands.ranks import Rank, Ranks
 from benchmarks.islands.work import Work
@@ -28,16 +28,16 @@ class Seen:
     """One rank's step.
 
     start, end: of the machine's monotonic clock.  inter_bytes, intra_bytes: what its island sent over the link and its
-    loopback, where it is the rank that reads the counters.  sent: what the contender says that it sent, by axis.
+    loopback, where it is the rank that reads the counters.  losses: of the steps taken, the last of which is the timed
+    one.
     """
 
     start: float
     end: float
     cpu_seconds: float
-    loss: float
-    inter_bytes: int
-    intra_bytes: int
-    sent: Mapping[str, int]
+    losses: tuple[float, ...]
+    inter_bytes: float
+    intra_bytes: float
 
 
 def build(rank: Rank, names: Sequence[str]) -> None:
@@ -55,25 +55,37 @@ def close(rank: Rank) -> None:
 
 
 def step(rank: Rank, name: str, at: int) -> Seen:
-    """All ranks: one step of a contender."""
+    """All ranks: a timed step of a contender.
+
+    One that leaves work under way for its next step takes a step before, right behind which the timed one comes: it
+    waits for what the first has left, as every step of a training does, and leaves as much. Then all of it is drained,
+    so that nothing travels in another contender's time; bytes are the mean of both steps.
+    """
     contender = rank.contenders[name]
-    batch = rank.work.batch(at, rank.number)
+    steps = 1 if contender.drain is None else 2
+    batches = [rank.work.batch(at + more, rank.number) for more in range(steps)]
     gc.collect()
     dist.barrier()
-    link, loopback, sent = bytes_sent(INTERFACE), bytes_sent("lo"), Counter(contender.sent())
+    link, loopback = bytes_sent(INTERFACE), bytes_sent("lo")
     dist.barrier()
+    losses = [contender.step(batch) for batch in batches[:-1]]
     cpu, start = time.process_time(), time.monotonic()
-    loss = contender.step(batch)
+    losses.append(contender.step(batches[-1]))
     end, cpu = time.monotonic(), time.process_time() - cpu
+    _drain(contender)
     dist.barrier()
     link, loopback = bytes_sent(INTERFACE) - link, bytes_sent("lo") - loopback
     dist.barrier()
-    sent = Counter(contender.sent()) - sent
     if not contender.sees_all:
-        loss = contenders.mean_over_ranks(loss)
+        losses = [contenders.mean_over_ranks(loss) for loss in losses]
     if not rank.speaks:
         link = loopback = 0
-    return Seen(start, end, cpu, loss, link, loopback, dict(sent))
+    return Seen(start, end, cpu, tuple(losses), link / steps, loopback / steps)
+
+
+def _drain(contender: Contender) -> None:
+    if contender.drain is not None:
+        contender.drain()
 
 
 def alone(rank: Rank, at: int) -> float:
@@ -88,12 +100,14 @@ def alone(rank: Rank, at: int) -> float:
 class Memory:
     """Bytes of one rank more than before a contender was built; None where they are not counted.
 
-    peak: the most within a step.  rest: after it.  foretold: what the contender says that it holds at rest.
+    peak: the most within a step.  rest: after it.  shared: the part of both that is memory shared with other ranks.
+    foretold: what the contender says that it holds at rest, without what is shared.
     sent: bytes of that step by axis, as the contender counts them.
     """
 
     peak: int | None
     rest: int | None
+    shared: int
     foretold: int | None
     sent: Mapping[str, int]
 
@@ -114,7 +128,9 @@ def _memory(rank: Rank, name: str) -> Memory:
     batches = [rank.work.batch(at, rank.number) for at in range(2)]  # the first step makes the optimizer's states
     allocations = Allocations()
     gc.collect()
-    base = allocations.out()
+    dist.barrier()
+    base, shared = allocations.out(), shared_bytes()
+    dist.barrier()
     contender = contenders.build(name, rank.work, inter=rank.inter, intra=rank.intra)
     sent: Counter[str] = Counter()
     for batch in batches:
@@ -123,16 +139,19 @@ def _memory(rank: Rank, name: str) -> Memory:
         dist.barrier()
         allocations.forget()
         contender.step(batch)
+        _drain(contender)
     dist.barrier()
     peak, rest = allocations.most(), allocations.out()
+    shared = (shared_bytes() - shared) // dist.get_world_size()
+    dist.barrier()
     sent = Counter(contender.sent()) - sent
     foretold = contender.rest()
     contender.close()
     del contender
     gc.collect()
     if base is None or peak is None or rest is None:
-        return Memory(None, None, foretold, dict(sent))
-    return Memory(peak - base, rest - base, foretold, dict(sent))
+        return Memory(None, None, shared, foretold, dict(sent))
+    return Memory(peak - base + shared, rest - base + shared, shared, foretold, dict(sent))
 
 
 def sent_by(rank: Rank, name: str, microbatches: int) -> Mapping[str, int]:
@@ -141,6 +160,7 @@ def sent_by(rank: Rank, name: str, microbatches: int) -> Mapping[str, int]:
     contender = contenders.build(name, work, inter=rank.inter, intra=rank.intra)
     before = Counter(contender.sent())
     contender.step(work.batch(0, rank.number))
+    _drain(contender)
     dist.barrier()
     sent = Counter(contender.sent()) - before
     contender.close()
@@ -151,37 +171,44 @@ def sent_by(rank: Rank, name: str, microbatches: int) -> Mapping[str, int]:
 class Row:
     """A contender's steps over all ranks. Bytes are of one island, the mean of both and of all steps.
 
-    peak_bytes, rest_bytes: of the rank that has most.
+    peak_bytes, rest_bytes: of the rank that has most; shared_bytes: the part of both that ranks share.
+    losses: of all its steps, timed or not.  loss: of the last step that all contenders have taken.
     """
 
     name: str
     seconds: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    loss: float | None = None
     inter_bytes: float = 0.0
     intra_bytes: float = 0.0
     sent: dict[str, int] = field(default_factory=dict)
     peak_bytes: int | None = None
     rest_bytes: int | None = None
+    shared_bytes: int = 0
     foretold_bytes: int | None = None
 
     def add(self, seen: Sequence[Seen], islands: int) -> None:
-        """Note a step: it lasts from the first rank's start to the last one's end."""
+        """Note a step: it lasts from the last rank's start, where all start together, to the last one's end."""
         steps = len(self.seconds)
-        self.seconds.append(max(each.end for each in seen) - min(each.start for each in seen))
+        self.seconds.append(max(each.end for each in seen) - max(each.start for each in seen))
         self.cpu_seconds.append(sum(each.cpu_seconds for each in seen))
-        self.losses.append(seen[0].loss)
         inter, intra = (sum(getattr(each, key) for each in seen) / islands for key in ("inter_bytes", "intra_bytes"))
         self.inter_bytes = (self.inter_bytes * steps + inter) / (steps + 1)
         self.intra_bytes = (self.intra_bytes * steps + intra) / (steps + 1)
-        self.sent = dict(seen[0].sent)
 
     def remember(self, kept: Sequence[Memory]) -> None:
         """Note what its ranks held."""
         self.sent = dict(kept[0].sent)
         self.peak_bytes = _most(each.peak for each in kept)
         self.rest_bytes = _most(each.rest for each in kept)
+        self.shared_bytes = kept[0].shared
         self.foretold_bytes = _most(each.foretold for each in kept)
+
+    def held_like(self, other: Row) -> None:
+        """Take the memory that was counted in `other`."""
+        self.peak_bytes, self.rest_bytes = other.peak_bytes, other.rest_bytes
+        self.shared_bytes, self.foretold_bytes = other.shared_bytes, other.foretold_bytes
 
     def to_json(self) -> dict[str, Any]:
         """As it is kept."""
@@ -195,8 +222,9 @@ class Row:
             "sent_bytes_a_rank": self.sent or None,
             "peak_bytes": self.peak_bytes,
             "rest_bytes": self.rest_bytes,
+            "shared_bytes": self.shared_bytes,
             "foretold_bytes": self.foretold_bytes,
-            "loss": self.losses[-1] if self.losses else None,
+            "loss": self.loss,
             "losses": self.losses,
         }
 
@@ -214,7 +242,7 @@ class Field:
     def __init__(self, torchs: Ranks, deepspeeds: Ranks | None) -> None:
         self.torchs, self.deepspeeds = torchs, deepspeeds
         self.islands = torchs.where.inter
-        self._taken: Counter[str] = Counter()
+        self._losses: dict[str, list[float]] = {}
 
     def home(self, name: str) -> Ranks:
         """The processes in which a contender lives."""
@@ -226,19 +254,20 @@ class Field:
     def build(self, names: Sequence[str]) -> None:
         """Build contenders for `alternate`."""
         for name in names:
+            self._losses[name] = []
             self.home(name).ask(build, [name])
 
     def clear(self) -> None:
         """Let them go."""
-        self._taken.clear()
+        self._losses.clear()
         for home in (self.torchs, self.deepspeeds):
             if home is not None:
                 home.ask(close)
 
     def step(self, name: str, row: Row | None = None) -> None:
-        """A contender's next step."""
-        seen = self.home(name).ask(step, name, self._taken[name])
-        self._taken[name] += 1
+        """A contender's next timed step."""
+        seen = self.home(name).ask(step, name, len(self._losses[name]))
+        self._losses[name] += seen[0].losses
         if row is not None:
             row.add(seen, self.islands)
 
@@ -253,6 +282,8 @@ class Field:
             turn = at % len(names)
             for row in (*rows[turn:], *rows[:turn]):
                 self.step(row.name, row if at >= warmup else None)
+        for row in rows:
+            row.losses = list(self._losses[row.name])
         check_losses(rows)
         return rows
 
@@ -260,9 +291,11 @@ class Field:
 def check_losses(rows: Sequence[Row]) -> float:
     """The largest relative difference of losses of one step. RuntimeError where contenders do not train alike."""
     trained = [row for row in rows if row.name != "compute"]
+    steps = min((len(row.losses) for row in trained), default=0)
     worst = 0.0
     for row in trained:
-        for mine, first in zip(row.losses, trained[0].losses, strict=True):
+        row.loss = row.losses[steps - 1]
+        for mine, first in zip(row.losses[:steps], trained[0].losses[:steps], strict=True):
             difference = abs(mine - first) / abs(first)
             worst = max(worst, difference)
             if not difference <= SAME_LOSS:

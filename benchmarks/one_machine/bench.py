@@ -67,8 +67,7 @@ def _measure(ranks: int, names: list[str], work: Work, rounds: int) -> dict[str,
         field.build(names)
         rows = []
         for row in field.alternate(names, rounds=rounds, warmup=1):
-            row.peak_bytes, row.rest_bytes = kept[row.name].peak_bytes, kept[row.name].rest_bytes
-            row.foretold_bytes = kept[row.name].foretold_bytes
+            row.held_like(kept[row.name])
             rows.append(row.to_json() | {"ranks": ranks})
     limits = bounds.bounds(
         compute, parameters=work.parameters, inter=1, intra=ranks, microbatches=work.microbatches, bits=None
@@ -90,9 +89,9 @@ def report(result: Mapping[str, Any]) -> str:
         "# One machine",
         "Written by `make bench-machine`. Messages go over the loopback. A ratio is the rival's median over Atoll's: "
         "above 1, Atoll is faster. Bytes are of all ranks and a step, by the loopback's counter. Peak and rest are the "
-        "C library's allocator's, on all threads. The bound is compute alone: all ranks at once, no messages, no "
-        "optimizer. DeepSpeed's buckets are a block each, as everyone's units, and it frees parameters after the "
-        "forward.",
+        "C library's allocator's, on all threads, and memory that ranks share. The bound is compute alone: all ranks "
+        "at once, no messages, no optimizer. DeepSpeed's buckets are a block each, as everyone's units, and it frees "
+        "parameters after the forward.",
         tables.measured_in(result["environment"]) if "environment" in result else "",
     ]
     for ranks in RANKS:

@@ -111,6 +111,7 @@ def _layout_bytes(torchs: Ranks, work: Work, kept: Mapping[str, Row]) -> dict[st
             "inter_bytes_a_microbatch": (row.sent.get("inter", 0) - fewer.get("inter", 0)) / more,
             "peak_bytes": row.peak_bytes,
             "rest_bytes": row.rest_bytes,
+            "shared_bytes": row.shared_bytes,
             "foretold_bytes": row.foretold_bytes,
         }
     return found
@@ -134,9 +135,7 @@ def _race(
     print(f"{rate / 1e6:g} Mbit/s: {', '.join(names)}", flush=True)
     rows = []
     for row in field.alternate(names, rounds=rounds):
-        memory = kept[row.name]
-        row.peak_bytes, row.rest_bytes = memory.peak_bytes, memory.rest_bytes
-        row.foretold_bytes = memory.foretold_bytes
+        row.held_like(kept[row.name])
         rows.append(row.to_json())
     sizes = {"parameters": work.parameters, "microbatches": work.microbatches}
     limits = bounds.bounds(compute, inter=INTER, intra=INTRA, bits=rate, **sizes)
@@ -169,11 +168,11 @@ def _report_bytes(layouts: Mapping[str, Any]) -> str:
     """Bytes of a rank by layout, beside the formulas."""
     lines = [
         "| layout | MB across a step | formula | MB inside a step | formula | MB across, one more microbatch "
-        "| peak MB | at rest MB | foretold MB |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
+        "| peak MB | at rest MB | of both shared | foretold MB |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     keys = ("inter_bytes", "inter_formula", "intra_bytes", "intra_formula", "inter_bytes_a_microbatch")
-    keys += ("peak_bytes", "rest_bytes", "foretold_bytes")
+    keys += ("peak_bytes", "rest_bytes", "shared_bytes", "foretold_bytes")
     for name, row in layouts.items():
         lines.append(
             f"| {name} | " + " | ".join("" if row[key] is None else f"{row[key] / 1e6:.2f}" for key in keys) + " |"
@@ -196,8 +195,8 @@ def report(result: Mapping[str, Any]) -> str:
         tables.measured_in(result["environment"]) if "environment" in result else "",
         "Bytes are of one island and step, by the interfaces' counters, TCP's headers included. The bound is the "
         "larger of compute (all ranks at once, no messages, no optimizer) and the formula's bytes at the link's rate. "
-        "Peak and rest are the C library's allocator's, on all threads. DeepSpeed's buckets are a block each, as "
-        "everyone's units, and it frees parameters after the forward.",
+        "Peak and rest are the C library's allocator's, on all threads, and memory that ranks share. DeepSpeed's "
+        "buckets are a block each, as everyone's units, and it frees parameters after the forward.",
         f"Compute: {result['compute']['one_rank']:.3f} s for one rank alone, "
         f"{result['compute']['all_ranks']:.3f} s for all at once.",
         f"## {RATE / 1e6:g} Mbit/s each way",
