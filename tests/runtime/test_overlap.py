@@ -110,7 +110,9 @@ def wind(prefetch: int | None) -> list[float]:
         losses.append(engine.step(batch).loss)
         model.skipped = {4}
         losses.append(engine.evaluate(batch).loss)
-    assert all(not segment.is_whole for unit in engine.units for segment in unit.segments)
+        segments = [segment for unit in engine.units for segment in unit.segments]
+        assert all(not segment.is_whole and not segment.is_under_way for segment in segments)
+        assert not engine._lanes["reduce"]._under_way
     engine.close()
     return losses
 

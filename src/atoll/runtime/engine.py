@@ -211,6 +211,7 @@ class Engine:
             self._outcome = outcome
             self.step_number += 1
             ending = self._step_end.gather_up(outcome, step=self.step_number, tokens=tokens, begin=begin)
+            self._lanes["reduce"].finish()
             if not self.plan.post_validation:
                 self._show_gradients()
                 return self._step_end.finish(ending)

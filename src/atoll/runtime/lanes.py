@@ -58,6 +58,11 @@ class Lane(ABC):
                 self._under_way.popleft()[0].wait()
         return job
 
+    def finish(self) -> None:
+        """Wait for the jobs that are held on to, and let go of what they worked on."""
+        while self._under_way:
+            self._under_way.popleft()[0].wait()
+
     @abstractmethod
     def _begin(self, work: Callable[[], None]) -> Job: ...
 

@@ -57,13 +57,13 @@ class Lookahead:
 
     def asked(self, block: Block) -> None:
         """A block is wanted: begin with it, then with those that come next."""
-        self._ahead.pop(self._next, None)
         self._seen.append(block)
         if self._expected is None:
             return
         if self._next >= len(self._expected) or self._expected[self._next] is not block:
             self._forget()
             return
+        self._ahead.pop(self._next, None)
         self._next += 1
         for unit in block.units:
             unit.gather_ahead()
