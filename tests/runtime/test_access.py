@@ -176,3 +176,22 @@ def test_gradients_are_whole_and_of_all_ranks(layout: str) -> None:
             torch.testing.assert_close(value, wanted[name], rtol=1e-10, atol=1e-12)
         total = torch.stack([value.square().sum() for value in found.values()]).sum().sqrt()
         assert float(total) == pytest.approx(norm, rel=1e-10) == own_norm
+
+
+def look_for_nothing(case: Case) -> tuple[list[float], list[int]]:
+    """Losses and numbers of steps, one of which was given up because of what its before_update asked for."""
+    engine = case.engine()
+    results = [engine.step(case.share(engine, 0))]
+    with pytest.raises(PlanError, match="no parameter is called"):
+        engine.step(case.share(engine, 1), before_update=lambda: engine.full_gradients("nothing") and None)
+    results += [engine.step(case.share(engine, step)) for step in (1, 2)]
+    engine.close()
+    return [result.loss for result in results], [result.step for result in results]
+
+
+@pytest.mark.parametrize("layout", ["NNN", "IIG", "GGG"])
+def test_a_refusal_while_looking_at_gradients_loses_nothing(layout: str) -> None:
+    case = case_of(layout, steps=3)
+    for losses, steps in run_ranks(look_for_nothing, case.ranks, case):
+        assert losses == pytest.approx(reference(case).losses, rel=1e-10)
+        assert steps == [1, 2, 3]

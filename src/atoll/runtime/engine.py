@@ -164,7 +164,10 @@ class Engine:
         if before_update is not None and self.plan.post_validation:
             raise PlanError("before_update waits for the gradients, post-validated steps do not; turn one of them off")
         self._before_update = before_update
-        result = self.submit(batch)
+        try:
+            result = self.submit(batch)
+        finally:
+            self._before_update = None
         settled = self.settle()
         result = settled if settled is not None else result
         assert result is not None, "a step that is not outstanding has a result"
@@ -220,13 +223,20 @@ class Engine:
         return earlier[0] if earlier else None
 
     def _show_gradients(self) -> None:
-        look, self._before_update = self._before_update, None
-        if look is not None:
-            self._has_gradients = True
-            try:
-                look()
-            finally:
-                self._has_gradients = False
+        """Call the step's `before_update`. Where it raises, the step has not been: its gradients are forgotten."""
+        look = self._before_update
+        if look is None:
+            return
+        self._has_gradients = True
+        try:
+            look()
+        except BaseException:
+            self.step_number -= 1
+            for unit in self.units:
+                unit.clear_gradients()
+            raise
+        finally:
+            self._has_gradients = False
 
     def settle(self) -> StepResult | None:
         """Wait for the verdict on the last step and make it true; None where no step is outstanding."""

@@ -70,7 +70,7 @@ class Watchdog:
     def __init__(self, store: Store | None, rank: int) -> None:
         self._store = store
         self._rank = rank
-        self._inside = threading.Event()
+        self._inside = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="atoll-watchdog", daemon=True)
 
@@ -81,12 +81,12 @@ class Watchdog:
         return self
 
     def enter(self) -> None:
-        """From here on this rank may wait for others."""
-        self._inside.set()
+        """From here on this rank may wait for others. Sections may lie inside others."""
+        self._inside += 1
 
     def leave(self) -> None:
-        """From here on it does not."""
-        self._inside.clear()
+        """A section is over; outside of all of them the rank waits for nobody."""
+        self._inside -= 1
 
     def stop(self) -> None:
         """Stop watching: the process goes its own way. A thread inside torch must not meet the interpreter's end."""
@@ -100,6 +100,6 @@ class Watchdog:
             if error is None:
                 continue
             end = time.monotonic() + GRACE_SECONDS
-            while self._inside.is_set() and error.rank != self._rank and not self._stop.wait(POLL_SECONDS):
+            while self._inside and error.rank != self._rank and not self._stop.wait(POLL_SECONDS):
                 if time.monotonic() > end:
                     os._exit(error.exit_code)
