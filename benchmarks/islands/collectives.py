@@ -34,11 +34,11 @@ def measure(rank: Rank, rounds: int) -> dict[str, list[Interval]]:
     place = MeshShape(1, rank.inter, rank.intra).place(rank.number)
     world = place.mesh.world
     transport = connect(place, torch.device("cpu"))
-    transport.share_memory(2 * 4 * BUFFER // rank.intra)
     inter, intra = Peers.along("inter", place), Peers.along("intra", place)
     everyone = Peers("flat", tuple(range(world)), rank.number)
-    whole, own = torch.zeros(BUFFER), torch.zeros(BUFFER // world)
-    block = torch.zeros(PARAMETERS * PARAMETER)
+    whole, own = transport.allocate(BUFFER, torch.float32), torch.zeros(BUFFER // world)
+    block = transport.allocate(PARAMETERS * PARAMETER, torch.float32)
+    transport.share(0)
     parameters = block.split(PARAMETER)
 
     def island(buffer: torch.Tensor) -> torch.Tensor:

@@ -1,93 +1,130 @@
-"""The ring that ranks of one host share."""
+"""The memory that ranks of one host share."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 
 import pytest
 import torch
 
 from atoll.runtime import shared_memory
-from atoll.runtime.shared_memory import Arena
+from atoll.runtime.shared_memory import Arena, Memory
 from atoll.runtime.transport import GlooTransport
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, train
 from atoll.testing.tiny import TinyConfig
 
-pytestmark = pytest.mark.skipif(not shared_memory.FOLDER.is_dir(), reason="needs /dev/shm")
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memory files")
 
 
 @pytest.fixture
-def arena() -> Arena:
-    return Arena(4096)
+def memory() -> Memory:
+    return Memory()
 
 
-def seen(arena: Arena) -> torch.Tensor:
-    return shared_memory.mapped(arena.token, arena.nbytes)
+def seen(memory: Memory) -> torch.Tensor:
+    return shared_memory.mapped(os.getpid(), memory.descriptor, memory.nbytes)
 
 
-def test_a_block_is_seen_where_it_was_put(arena: Arena) -> None:
-    block = torch.arange(10, dtype=torch.float64)
-    place = arena.put(block, 2)
-    other = seen(arena)
-    arena.unlink()
-    assert torch.equal(shared_memory.view(other, place, block), block)
+def test_what_is_written_is_seen_at_its_place(memory: Memory) -> None:
+    first, second = memory.allocate(10, torch.float32), memory.allocate(5000, torch.float64)
+    assert not first.any() and not second.any()
+    other = seen(memory)
+    memory.close()
+    first.copy_(torch.arange(10.0))
+    second[3000:].fill_(7.0)
+    assert torch.equal(shared_memory.view(other, memory.place(first), first), first)
+    part = second[2999:3002]
+    assert shared_memory.view(other, memory.place(part), part).tolist() == [0.0, 7.0, 7.0]
+    assert memory.place(torch.zeros(3)) == -1
 
 
-def test_what_was_read_by_all_is_written_over_and_nothing_else(arena: Arena) -> None:
-    other = seen(arena)
-    arena.unlink()
-    blocks = [torch.full((240,), float(at)) for at in range(4)]  # 960 bytes and a header: four do fill it
-    places = [arena.put(block, 2) for block in blocks]
-    assert min(places) >= 0
-    assert arena.put(blocks[0], 2) == -1
-    shared_memory.mark_read(other, places[0], 2, 0)
-    assert arena.put(blocks[0], 2) == -1
-    shared_memory.mark_read(other, places[1], 2, 0)
-    shared_memory.mark_read(other, places[1], 2, 1)
-    assert arena.put(blocks[0], 2) == -1, "a ring gives back in order"
-    shared_memory.mark_read(other, places[0], 2, 1)
-    again = arena.put(torch.full((240,), 9.0), 1)
-    assert again >= 0
-    for at in (2, 3):
-        assert torch.equal(shared_memory.view(other, places[at], blocks[at]), blocks[at])
+def test_what_is_held_is_what_was_asked_for(memory: Memory) -> None:
+    assert memory.allocate(10, torch.bfloat16).untyped_storage().nbytes() == 20
 
 
-def test_what_is_larger_than_the_ring_finds_no_room(arena: Arena) -> None:
-    arena.unlink()
-    assert arena.put(torch.zeros(4096), 1) == -1
+def test_a_file_that_is_closed_is_not_seen(memory: Memory) -> None:
+    memory.allocate(10, torch.float32)
+    memory.close()
+    with pytest.raises(OSError):
+        seen(memory)
 
 
-def test_a_ring_that_is_not_seen_is_not_made(arena: Arena) -> None:
-    arena.unlink()
-    with pytest.raises(FileNotFoundError):
-        seen(arena)
+def test_a_part_is_lent_again_when_all_ranks_are_done_with_it(memory: Memory) -> None:
+    arena = Arena(memory.allocate(4096, torch.uint8), ranks=2)
+    other = seen(memory)
+    parts = [arena.lend(240, torch.float32) for _ in range(4)]  # 960 bytes and a header: four do fill it
+    assert all(part is not None for part in parts)
+    assert arena.lend(1, torch.float32) is None
+    for at, part in enumerate(parts):
+        assert part is not None
+        part.fill_(float(at))
+
+    def done(at: int, rank: int) -> None:
+        part = parts[at]
+        assert part is not None
+        flags = arena.done(part)
+        assert flags is not None
+        other[memory.place(flags) + rank] = 1  # as another process does
+
+    done(1, 0)
+    assert arena.lend(240, torch.float32) is None, "rank 1 still reads it"
+    done(1, 1)
+    again = arena.lend(200, torch.float32)
+    assert again is not None and parts[1] is not None
+    assert again.data_ptr() == parts[1].data_ptr(), "in whatever order they are given back"
+    again.fill_(9.0)
+    for at in (0, 2, 3):
+        part = parts[at]
+        assert part is not None and (part == at).all()
 
 
-def trained_with(case: Case, nbytes: int) -> tuple[list[float], bool]:
-    share = GlooTransport.share_memory
-    used: list[bool] = []
+def test_what_is_larger_than_the_arena_finds_no_room(memory: Memory) -> None:
+    assert Arena(memory.allocate(4096, torch.uint8), ranks=2).lend(4096, torch.uint8) is None
 
-    def shared(transport: GlooTransport, _: int) -> None:
-        if nbytes:
-            share(transport, nbytes)
-        used.append(transport._arena is not None)
 
-    GlooTransport.share_memory = shared  # type: ignore[method-assign, assignment]
+def trained_with(case: Case, nbytes: int | None) -> tuple[list[float], bool, int]:
+    """Train with an arena of at most `nbytes`; None: without any shared memory."""
+    allocate, share = GlooTransport.allocate, GlooTransport.share
+    used: list[GlooTransport] = []
+
+    def shared(transport: GlooTransport, wanted: int) -> None:
+        used.append(transport)
+        share(transport, min(wanted, nbytes or 0))
+
+    def apart(transport: GlooTransport, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(numel, dtype=dtype)
+
+    GlooTransport.share = shared  # type: ignore[method-assign]
+    if nbytes is None:
+        GlooTransport.allocate = apart  # type: ignore[method-assign]
+    sees: list[bool] = []
+    close = GlooTransport.close
+
+    def closing(transport: GlooTransport) -> None:
+        sees.append(bool(transport._others))
+        close(transport)
+
+    GlooTransport.close = closing  # type: ignore[method-assign]
     try:
-        return train(case).losses, used[0]
+        result = train(case)
+        return result.losses, any(sees), sum(transport.sent["intra"] for transport in used)
     finally:
-        GlooTransport.share_memory = share  # type: ignore[method-assign]
+        GlooTransport.allocate, GlooTransport.share = allocate, share  # type: ignore[method-assign]
+        GlooTransport.close = close  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("layout", ["III", "IIG", "NIG", "GGG"])
-def test_shared_memory_changes_no_bit(layout: str) -> None:
-    """With room for all, for some blocks, and without any."""
-    case = Case(layout=layout, inter=1, intra=4, microbatches=8, model=TinyConfig.everything())
-    wanted = run_ranks(trained_with, case.ranks, case, 0)
-    assert not any(used for _, used in wanted)
-    for nbytes in (1 << 20, 512):
+@pytest.mark.parametrize("layout", ["NNN", "NNG", "III", "IIG", "NIG", "GGG"])
+@pytest.mark.parametrize("groups", [(1, 4), (2, 2)])
+def test_shared_memory_changes_no_bit(layout: str, groups: tuple[int, int]) -> None:
+    """With room for all that is lent, for some of it, for nothing, and without shared memory."""
+    inter, intra = groups
+    case = Case(layout=layout, inter=inter, intra=intra, microbatches=8, model=TinyConfig.everything())
+    wanted = run_ranks(trained_with, case.ranks, case, None)
+    assert not any(sees for _, sees, _ in wanted)
+    for nbytes in (1 << 20, 40_000, 0):
         results = run_ranks(trained_with, case.ranks, case, nbytes)
-        assert all(used for _, used in results)
-        assert [losses for losses, _ in results] == [losses for losses, _ in wanted]
-    assert not list(Path(shared_memory.FOLDER).glob("atoll-*"))
+        needs = layout != "GGG" or inter == 1 or nbytes
+        assert all(sees for _, sees, _ in results) or not needs
+        assert [losses for losses, _, _ in results] == [losses for losses, _, _ in wanted]
+        assert [sent for *_, sent in results] == [sent for *_, sent in wanted], "bytes are counted alike"

@@ -22,11 +22,12 @@ from atoll.models import Adapter, Batch, adapter_for
 from atoll.models.adapter import IGNORED_LABEL
 from atoll.plan import Plan, split_blocks
 from atoll.runtime import failure
+from atoll.runtime.allocator import keep_freed_memory
 from atoll.runtime.checkpoint import Piece
 from atoll.runtime.lanes import Kind, Lane, lanes_of
 from atoll.runtime.pipeline.executor import Executor, Outcome
 from atoll.runtime.sharding.access import Edit, chosen_names, differing, whole_gradients
-from atoll.runtime.sharding.build import build
+from atoll.runtime.sharding.build import build, bytes_lent
 from atoll.runtime.sharding.hooks import Moment
 from atoll.runtime.sharding.lookahead import DIGESTS, Lookahead, Order, digest
 from atoll.runtime.sharding.optimizer import GroupOptions, OptimizerFactory, ShardedOptimizer
@@ -79,6 +80,8 @@ class Engine:
         self.step_number = 0
         self.place = plan.mesh.place(world_rank())
         self.device = torch.device(device) if device is not None else _default_device()
+        if self.device.type == "cpu" and self.place.nest.ranks > 1:
+            keep_freed_memory()
         self.transport = connect(self.place, self.device)
         self._store = world_store()
         self._watchdog = failure.Watchdog(self._store, self.place.rank).start()
@@ -100,7 +103,7 @@ class Engine:
             except Exception as error:
                 problem = error
             self._agree(problem)
-            self.transport.share_memory(max(_LEAST_SHARED, _SHARED_UNITS * self._largest))
+            self.transport.share(bytes_lent(self.units))
 
     def _build(self, optimizer: OptimizerFactory, groups: GroupOptions | None) -> None:
         plan = self.plan
@@ -379,6 +382,7 @@ class Engine:
 
     def _agreed_names(self, names: str | Sequence[str]) -> tuple[str, ...]:
         """The parameters that `names` chooses, which must be the same on every rank."""
+        self._settle_parameters()
         problem: Exception | None = None
         chosen: tuple[str, ...] = ()
         try:
@@ -407,6 +411,7 @@ class Engine:
     def load(self, folder: str | Path) -> dict[str, Any]:
         """Read a checkpoint of the same model, whatever it ran on; gives back the caller's `state`."""
         self.settle()
+        self._settle_parameters()
         problem: Exception | None = None
         stored: dict[str, dict[str, tuple[int, ...]]] = {}
         try:
@@ -424,6 +429,12 @@ class Engine:
         caller = own["caller"]
         assert isinstance(caller, dict)
         return caller
+
+    def _settle_parameters(self) -> None:
+        """Before an agreement behind which parameters are written: nobody reads them any more."""
+        with self._guard():
+            for unit in self.units:
+                unit.settle_parameters()
 
     def _buffers(self) -> dict[str, torch.Tensor]:
         """Persistent buffers of this rank's blocks by qualified name."""
@@ -556,11 +567,6 @@ class Engine:
                 "from the seed), or set the same seed or load the same weights on every rank"
             )
 
-
-_SHARED_UNITS = 4
-"""How many of the largest units have room in the memory that a group's ranks share: what travels at once."""
-
-_LEAST_SHARED = 1 << 20
 
 _TRAINING = "training"
 """The kind of a training row; an evaluating one is known by its microbatches."""

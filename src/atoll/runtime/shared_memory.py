@@ -1,115 +1,124 @@
-"""Blocks between ranks of one host, through memory that they share instead of sockets.
+"""Memory of one rank that other ranks of its host read in place, instead of having it sent.
 
-A rank puts a block into its own arena, a ring, and tells the others where; they read it there. A message of a few bytes
-says where, so nobody polls, and a byte before the block, which the reader sets, says that it may be written over. What
-finds no room goes through sockets.
+Each rank has one file without a name (`memfd_create`), in pieces: some rest for good, one is an arena for what lives
+shorter. The others map it by the owner's process and descriptor, so nothing is left behind when a rank is killed. Ranks
+still tell each other by messages where something is and that it is ready; whoever has read from the arena sets a byte,
+which says that the place may be used again.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
-import secrets
 import threading
+import weakref
 import zlib
-from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-FOLDER = Path("/dev/shm")
 _ALIGN = 64
+
+
+class Memory:
+    """This rank's file. Raises OSError where the system has none, or not as much."""
+
+    def __init__(self) -> None:
+        if not hasattr(os, "memfd_create"):
+            raise OSError("this system has no memory files")
+        self.descriptor = os.memfd_create("atoll")
+        self._closing = weakref.finalize(self, os.close, self.descriptor)
+        self.nbytes = 0
+        self._starts: dict[int, int] = {}
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Zeros in a piece of their own."""
+        start, size = self.nbytes, _rounded(numel * dtype.itemsize, mmap.ALLOCATIONGRANULARITY)
+        os.posix_fallocate(self.descriptor, start, size)  # or a write to what is not there would kill the process
+        tensor = torch.frombuffer(mmap.mmap(self.descriptor, size, offset=start), dtype=dtype, count=numel)
+        self.nbytes += size
+        self._starts[tensor.untyped_storage().data_ptr()] = start
+        return tensor
+
+    def place(self, tensor: torch.Tensor) -> int:
+        """Where a contiguous tensor begins in the file, in bytes; -1 if it is elsewhere."""
+        base = tensor.untyped_storage().data_ptr()
+        return self._starts[base] + tensor.data_ptr() - base if base in self._starts else -1
+
+    def close(self) -> None:
+        """Nobody maps the file any more; who has done so keeps it."""
+        self._closing()
+
+
+def mapped(process: int, descriptor: int, nbytes: int) -> torch.Tensor:
+    """The bytes of another rank's file. Raises OSError where they can't be seen."""
+    own = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR)
+    try:
+        return torch.frombuffer(mmap.mmap(own, nbytes), dtype=torch.uint8)
+    finally:
+        os.close(own)
+
+
+def view(memory: torch.Tensor, place: int, like: torch.Tensor) -> torch.Tensor:
+    """What lies at a place of another rank's file, of the dtype and size of `like`."""
+    return memory[place : place + like.nbytes].view(like.dtype).view(like.shape)
 
 
 @dataclass(slots=True)
 class _Region:
-    """A block's place in the ring: a header of one byte a reader, 1 where it was read, then the block."""
+    """A part of the arena in use: a byte for each rank of the group, 1 when it needs the part no more, then the part.
+
+    start, stop: in bytes of the arena.
+    """
 
     start: int
     stop: int
-    header: torch.Tensor
+    done: torch.Tensor
 
 
 class Arena:
-    """This rank's ring of `nbytes`; others map it by its `token`. Used by several threads.
+    """Lends parts of one piece, first fit. Used by several threads.
 
-    Raises OSError where there is not as much shared memory.
+    A part is free again when every rank of the group, this one included, has said that it is done with it.
     """
 
-    def __init__(self, nbytes: int) -> None:
-        self.token = secrets.randbits(62)
-        self.nbytes = nbytes
-        descriptor = os.open(_path(self.token), os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-        try:
-            os.posix_fallocate(descriptor, 0, nbytes)  # or the first write to what is not there would kill the process
-        except OSError:
-            self.unlink()
-            raise
-        finally:
-            os.close(descriptor)
-        self._bytes = mapped(self.token, nbytes)
-        self._regions: deque[_Region] = deque()
+    def __init__(self, piece: torch.Tensor, ranks: int) -> None:
+        self._piece = piece
+        self._ranks = ranks
+        self._regions: list[_Region] = []
         self._lock = threading.Lock()
 
-    def unlink(self) -> None:
-        """Take the name away; who has mapped the ring keeps it."""
-        _path(self.token).unlink(missing_ok=True)
-
-    def put(self, block: torch.Tensor, readers: int) -> int:
-        """Copy a block in; its place, or -1 if there is no room until earlier ones have been read."""
-        size = _rounded(readers) + _rounded(block.nbytes)
+    def lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Memory with anything in it; None where there is no room now."""
+        header, nbytes = _rounded(self._ranks, _ALIGN), numel * dtype.itemsize
+        size = header + _rounded(nbytes, _ALIGN)
         with self._lock:
-            while self._regions and bool(self._regions[0].header.all()):
-                self._regions.popleft()
-            start = self._room(size)
-            if start is None:
-                return -1
-            header = self._bytes[start : start + readers]
-            header.zero_()
-            self._regions.append(_Region(start, start + size, header))
-        place = start + _rounded(readers)
-        self._bytes[place : place + block.nbytes].copy_(block.reshape(-1).view(torch.uint8))
-        return place
+            self._regions = [region for region in self._regions if not bool(region.done.all())]
+            start, at = 0, 0
+            while at < len(self._regions) and self._regions[at].start - start < size:
+                start, at = self._regions[at].stop, at + 1
+            if start + size > self._piece.nbytes:
+                return None
+            done = self._piece[start : start + self._ranks]
+            done.zero_()
+            self._regions.insert(at, _Region(start, start + size, done))
+        return self._piece[start + header : start + header + nbytes].view(dtype)
 
-    def _room(self, size: int) -> int | None:
-        if not self._regions:
-            return 0 if size <= self.nbytes else None
-        first, last = self._regions[0].start, self._regions[-1].stop
-        if last > first:  # the free part is behind the last and before the first
-            if last + size <= self.nbytes:
-                return last
-            return 0 if size <= first else None
-        return last if last + size <= first else None
-
-
-def mapped(token: int, nbytes: int) -> torch.Tensor:
-    """The bytes of an arena, by its token. Raises FileNotFoundError where it is not seen."""
-    if not _path(token).exists():  # torch would make a new one
-        raise FileNotFoundError(f"no shared memory {_path(token)}")
-    return torch.from_file(str(_path(token)), shared=True, size=nbytes, dtype=torch.uint8)
-
-
-def view(arena: torch.Tensor, place: int, like: torch.Tensor) -> torch.Tensor:
-    """The block at a place of another rank's arena, of the dtype and size of `like`."""
-    return arena[place : place + like.nbytes].view(like.dtype).view(like.shape)
-
-
-def mark_read(arena: torch.Tensor, place: int, readers: int, reader: int) -> None:
-    """Say that `reader` (from 0) needs the block at `place` no more."""
-    arena[place - _rounded(readers) + reader] = 1
+    def done(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The bytes in which ranks say that they are done with the part that a tensor lies in."""
+        at = tensor.data_ptr() - self._piece.data_ptr()
+        with self._lock:
+            return next((region.done for region in self._regions if region.start <= at < region.stop), None)
 
 
 def host() -> int:
-    """A number that ranks have in common if they can share memory: the running kernel and its folder for it."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    if not FOLDER.is_dir() or not boot.exists():
+    """A number that ranks have in common if they can share memory: the running kernel, and its processes' numbers."""
+    boot, processes = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+    if not boot.exists() or not processes.exists():
         return 0
-    return 1 + zlib.crc32(f"{boot.read_text()} {FOLDER.stat().st_dev}".encode())
+    return 1 + zlib.crc32(f"{boot.read_text()} {processes.stat().st_ino}".encode())
 
 
-def _path(token: int) -> Path:
-    return FOLDER / f"atoll-{token:016x}"
-
-
-def _rounded(nbytes: int) -> int:
-    return -(-nbytes // _ALIGN) * _ALIGN
+def _rounded(nbytes: int, to: int) -> int:
+    return -(-nbytes // to) * to

@@ -138,6 +138,11 @@ class StepEnd:
             unit.sync_gradients()
         for unit in reversed(self._units):
             unit.settle_gradients()
+            unit.settle_parameters()  # of what the step did not use: see [Note: reading in place]
+        if self.scaler is not None or any(len(unit.owners) > 1 for unit in self._units):
+            self._transport.wait_for_readers()  # whole gradients that were settled here
+        for unit in reversed(self._units):
+            unit.sum_copies()
             if self.scaler is not None:
                 unit.scale_gradients(1.0 / self.scaler.scale)
         partials = torch.zeros(len(self._specs), dtype=torch.float64)

@@ -6,16 +6,24 @@ buffer of k equal blocks, one for each rank of the axis in order; a rank's own b
 
     gather   own block filled -> all blocks filled
     reduce   all blocks filled -> own block holds the sum over the ranks, in rank order; the others are undefined
+
+A rank's own block may also come from, and the sum may go to, a buffer of its own.
+
+[Note: reading in place] Ranks of one host that share memory read each other's blocks where they lie. A message says
+where, and that the block is ready. What rests (`allocate`) is written between a step's agreement of all data-parallel
+ranks and its end, or behind another agreement, so nobody reads it then; what is lent (`lend`) is used again only when
+every rank of the group has said that it is done with it.
 """
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
@@ -27,6 +35,7 @@ import torch.distributed as dist
 from atoll.errors import RunError
 from atoll.plan import Place
 from atoll.runtime import shared_memory
+from atoll.runtime.shared_memory import Arena, Memory
 
 
 class Channel(IntEnum):
@@ -231,12 +240,38 @@ class Transport(ABC):
         self._outbox.close()
 
     @abstractmethod
-    def gather(self, whole: torch.Tensor, peers: Peers, tag: Tag) -> None:
-        """Fill every block of `whole` from the rank that owns it."""
+    def gather(
+        self, whole: torch.Tensor, peers: Peers, tag: Tag, *, own: torch.Tensor | None = None, again: bool = False
+    ) -> None:
+        """Fill every block of `whole` from the rank that owns it.
+
+        own: where this rank's block is, if not in `whole`; perhaps of another dtype, which is cast.
+        again: nobody's block has changed or moved since the last gather with this tag.
+        """
 
     @abstractmethod
-    def reduce(self, whole: torch.Tensor, peers: Peers, tag: Tag) -> None:
-        """Sum the ranks' buffers into each rank's own block."""
+    def reduce(self, whole: torch.Tensor, peers: Peers, tag: Tag, *, out: torch.Tensor | None = None) -> None:
+        """Sum the ranks' buffers into each rank's own block, or into `out`."""
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Zeros for what rests and is read by the other ranks of the group. All of them ask alike, before `share`."""
+        return torch.zeros(numel, dtype=dtype, device=self.device)
+
+    def share(self, nbytes: int) -> None:  # noqa: B027 (nothing to do where memory is not shared)
+        """Let the ranks of a group, all of which call it, see what was allocated, and each lend up to `nbytes`.
+
+        Where they cannot share memory, nothing changes.
+        """
+
+    def wait_for_readers(self) -> None:  # noqa: B027
+        """Wait, as all ranks of a group do, until nobody reads what this rank has allocated."""
+
+    def lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Memory, with anything in it, that the other ranks of the group read in place; None where there is none."""
+        return None
+
+    def give_back(self, tensor: torch.Tensor, *, was_read: bool = True) -> None:  # noqa: B027
+        """This rank is done with what it was lent, or with any other tensor. was_read: the others are told of it."""
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
         """Sum of a small CPU tensor over all ranks, the same bits on each."""
@@ -267,13 +302,6 @@ class Transport(ABC):
         messages += [self.send(parts[ranks.index(own)], rank, tag) for _, rank in others]
         return Exchange(parts, messages)
 
-    @abstractmethod
-    def share_memory(self, nbytes: int) -> None:
-        """Use `nbytes` of memory a rank for what travels inside a group, where its ranks can share memory.
-
-        All ranks of a group call it with the same number; where it cannot be done, nothing changes.
-        """
-
     def barrier(self) -> None:
         """Wait for every rank."""
         self.total(torch.zeros(1))
@@ -288,38 +316,47 @@ class GlooTransport(Transport):
 
     def __init__(self, place: Place, device: torch.device) -> None:
         super().__init__(place, device)
-        self._arena: shared_memory.Arena | None = None
-        self._arenas: dict[int, torch.Tensor] = {}
+        self._group = Peers.along("intra", place)
+        self._may_share = bool(self._group.others) and device.type == "cpu"
+        self._memory: Memory | None = None
+        self._arena: Arena | None = None
+        self._others: dict[int, torch.Tensor] = {}
+        self._known: dict[Tag, dict[int, torch.Tensor]] = {}
 
     def close(self) -> None:
         super().close()
-        self._arena, self._arenas = None, {}
+        self._memory, self._arena, self._others, self._known = None, None, {}, {}
 
-    def share_memory(self, nbytes: int) -> None:
-        peers = Peers.along("intra", self.place)
-        if len(peers.ranks) < 2:
+    # ---- memory that a group shares
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        if numel > 0 and self._may_share:
+            with suppress(OSError):
+                self._memory = self._memory or Memory()
+                return self._memory.allocate(numel, dtype)
+            self._memory, self._may_share = None, False  # there is not as much: none of it is shared
+        return super().allocate(numel, dtype)
+
+    def share(self, nbytes: int) -> None:
+        peers = self._group
+        if not peers.others or self.device.type != "cpu":
             return
-        self._arena, self._arenas = None, {}
-        try:
-            arena = shared_memory.Arena(nbytes)
-        except OSError:
-            arena = None
-        told = torch.tensor([shared_memory.host() if arena else 0, arena.token if arena else 0])
+        lent = self.allocate(nbytes, torch.uint8) if nbytes else None
+        memory, told = self._memory, torch.zeros(4, dtype=torch.int64)
+        if memory is not None:
+            told = torch.tensor([shared_memory.host(), os.getpid(), memory.descriptor, memory.nbytes])
         heard = self._hear(peers, told)
-        mapped: dict[int, torch.Tensor] | None = None
-        if arena is not None and len({host for host, _ in heard}) == 1:
-            try:
-                mapped = {
-                    rank: shared_memory.mapped(token, nbytes)
-                    for rank, (_, token) in zip(peers.ranks, heard, strict=True)
-                }
-            except (OSError, RuntimeError):  # another container's folder
-                mapped = None
-        everyone = self._hear(peers, torch.tensor([int(mapped is not None), 0]))
-        if arena is not None:
-            arena.unlink()
-        if mapped is not None and all(works for works, _ in everyone):
-            self._arena, self._arenas = arena, mapped
+        if memory is not None and heard[0][0] and len({host for host, *_ in heard}) == 1:
+            with suppress(OSError, ValueError):  # another user's process, another container's
+                for rank, (_, process, descriptor, size) in zip(peers.ranks, heard, strict=True):
+                    self._others[rank] = shared_memory.mapped(process, descriptor, size)
+        everyone = self._hear(peers, torch.tensor([len(self._others)]))
+        if memory is not None:
+            memory.close()
+        if any(count < len(peers.ranks) for (count,) in everyone):
+            self._memory, self._others = None, {}
+        elif lent is not None:
+            self._arena = Arena(lent, len(peers.ranks))
 
     def _hear(self, peers: Peers, told: torch.Tensor) -> list[list[int]]:
         """What every rank of `peers` tells, in order."""
@@ -327,50 +364,68 @@ class GlooTransport(Transport):
         exchange.wait()
         return [part.tolist() for part in exchange.parts]
 
+    def wait_for_readers(self) -> None:
+        if self._others:
+            self.exchange(torch.zeros(1), self._group.ranks, Tag(Channel.MEMORY, 1)).wait()
+
+    def lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+        return None if self._arena is None else self._arena.lend(numel, dtype)
+
+    def give_back(self, tensor: torch.Tensor, *, was_read: bool = True) -> None:
+        done = None if self._arena is None else self._arena.done(tensor)
+        if done is not None:
+            done[self._group.index if was_read else slice(None)] = 1
+
+    # ---- messages
+
     @contextmanager
     def _swap(
         self, out: Mapping[int, torch.Tensor], peers: Peers, tag: Tag, *, into: Mapping[int, torch.Tensor]
     ) -> Iterator[dict[int, torch.Tensor]]:
-        """Send each peer, by its position, its block of `out`; the blocks that come back, while the context lasts: in
-        shared memory, or in `into`."""
-        if peers.axis != "intra" or self._arena is None:
+        """Give each peer, by its position, its block of `out`; the blocks that come back, while the context lasts: in
+        shared memory, or in `into`. The block of `out` for a peer and the one for this rank have one size."""
+        sending: list[Message] = []
+        if not self._sees(peers):
             messages = [self.receive(into[at], rank, tag) for at, rank in peers.others]
-            messages += [self.send(out[at], rank, tag) for at, rank in peers.others]
+            sending = [self.send(out[at], rank, tag) for at, rank in peers.others]
             for message in messages:
                 message.wait()
             yield dict(into)
-            return
-        told = Tag(_PLACES[tag.channel], tag.index, tag.part)
-        heard = {at: torch.empty(1, dtype=torch.int64) for at, _ in peers.others}
-        hearing = {at: self.receive(heard[at], rank, told) for at, rank in peers.others}
-        is_one = len({block.data_ptr() for block in out.values()}) == 1
-        readers = len(peers.others) if is_one else 1
-        places = dict.fromkeys(out, -1)
-        for nth, (at, block) in enumerate(out.items()):
-            places[at] = places[next(iter(out))] if is_one and nth else self._arena.put(block, readers)
-        sending: list[Message] = []
-        kept = []
-        for at, rank in peers.others:
-            kept.append(torch.tensor([places[at]]))
-            sending.append(self.send(kept[-1], rank, told))
-            if places[at] < 0:
-                sending.append(self.send(out[at], rank, tag))
-        found = {}
-        for at, rank in peers.others:
-            hearing[at].wait()
-            place = int(heard[at])
-            if place < 0:
-                self.receive(into[at], rank, tag).wait()
-                found[at] = into[at]
-            else:
-                found[at] = shared_memory.view(self._arenas[rank], place, into[at])
-        yield found
-        for at, rank in peers.others:
-            if int(heard[at]) >= 0:
-                reader = peers.index - (peers.index > at) if is_one else 0
-                shared_memory.mark_read(self._arenas[rank], int(heard[at]), readers, reader)
+        else:
+            where = Tag(_PLACES[tag.channel], tag.index, tag.part)
+            heard = {at: torch.empty(2, dtype=torch.int64) for at, _ in peers.others}
+            hearing = {at: self.receive(heard[at], rank, where) for at, rank in peers.others}
+            for at, rank in peers.others:
+                told = torch.tensor(self._place(out[at], peers))
+                sending.append(self.send(told, rank, where))
+                if told[0] < 0:
+                    sending.append(self.send(out[at], rank, tag))
+            found = {}
+            for at, rank in peers.others:
+                hearing[at].wait()
+                place = int(heard[at][0])
+                if place < 0:
+                    self.receive(into[at], rank, tag).wait()
+                found[at] = into[at] if place < 0 else shared_memory.view(self._others[rank], place, out[at])
+            yield found
+            for at, rank in peers.others:
+                done = int(heard[at][1])
+                if done >= 0:
+                    self._others[rank][done + peers.index] = 1
         for message in sending:
             message.wait()
+
+    def _place(self, block: torch.Tensor, peers: Peers) -> tuple[int, int]:
+        """Where `peers` find a block in this rank's memory, and the bytes that say who is done with it: -1 if it is not
+        there, or rests there."""
+        if self._memory is None or not self._sees(peers):
+            return -1, -1
+        done = None if self._arena is None else self._arena.done(block)
+        return self._memory.place(block), -1 if done is None else self._memory.place(done)
+
+    def _sees(self, peers: Peers) -> bool:
+        """Whether this rank and its peers read each other's memory."""
+        return peers.axis == "intra" and bool(self._others)
 
     def total_later(self, values: torch.Tensor) -> Later:
         return self.exchange(values, range(self.place.mesh.world), Tag(Channel.SUM_ALL, 0))
@@ -381,28 +436,44 @@ class GlooTransport(Transport):
     def receive(self, tensor: torch.Tensor, peer: int, tag: Tag) -> Message:
         return _world().recv([tensor], peer, int(tag))
 
-    def gather(self, whole: torch.Tensor, peers: Peers, tag: Tag) -> None:
-        own = peers.own(whole)
+    def gather(
+        self, whole: torch.Tensor, peers: Peers, tag: Tag, *, own: torch.Tensor | None = None, again: bool = False
+    ) -> None:
+        place = peers.own(whole)
+        if own is None:
+            own = place
+        else:
+            place.copy_(own)
         into = {at: peers.block(whole, at) for at, _ in peers.others}
         if not into:
             return
-        with self._swap(dict.fromkeys(into, own), peers, tag, into=into) as parts:
-            for at, part in parts.items():
-                if part is not into[at]:
-                    into[at].copy_(part)
-        self._count(peers.axis, own.nbytes * len(peers.others))
+        known = self._known.get(tag) if again else None
+        if known is not None:
+            for at, part in known.items():
+                into[at].copy_(part)
+        else:
+            at_rest, lent = self._place(own, peers)
+            with self._swap(dict.fromkeys(into, own if at_rest >= 0 else place), peers, tag, into=into) as parts:
+                for at, part in parts.items():
+                    if part is not into[at]:
+                        into[at].copy_(part)
+            if at_rest >= 0 > lent:
+                self._known[tag] = parts
+        self._count(peers.axis, place.nbytes * len(peers.others))
 
-    def reduce(self, whole: torch.Tensor, peers: Peers, tag: Tag) -> None:
+    def reduce(self, whole: torch.Tensor, peers: Peers, tag: Tag, *, out: torch.Tensor | None = None) -> None:
         own = peers.own(whole)
-        out = {at: peers.block(whole, at) for at, _ in peers.others}
-        if not out:
+        target = own if out is None else out
+        blocks = {at: peers.block(whole, at) for at, _ in peers.others}
+        if not blocks:
+            if out is not None:
+                out.copy_(own)
             return
-        with self._swap(out, peers, tag, into={at: torch.empty_like(own) for at in out}) as parts:
-            if peers.index > 0:
-                parts[peers.index] = own.clone()
-                own.copy_(parts[0])
-            for at in range(1, len(peers.ranks)):
-                own.add_(parts[at])
+        with self._swap(blocks, peers, tag, into={at: torch.empty_like(own) for at in blocks}) as parts:
+            parts[peers.index] = own.clone() if out is None and peers.index > 1 else own
+            torch.add(parts[0], parts[1], out=target)
+            for at in range(2, len(peers.ranks)):
+                target.add_(parts[at])
         self._count(peers.axis, own.nbytes * len(peers.others))
 
 
@@ -460,9 +531,6 @@ class NcclTransport(Transport):
         assert work is not None, "the world holds every rank"
         return Collective(moved, work)
 
-    def share_memory(self, nbytes: int) -> None:
-        """NCCL does so itself."""
-
     def total_data(self, values: torch.Tensor) -> torch.Tensor:
         moved = values.to(self.device)
         for axis in ("intra", "inter"):
@@ -480,18 +548,26 @@ class NcclTransport(Transport):
         assert work is not None, "a link holds both its ranks"
         return work
 
-    def gather(self, whole: torch.Tensor, peers: Peers, tag: Tag) -> None:
+    def gather(
+        self, whole: torch.Tensor, peers: Peers, tag: Tag, *, own: torch.Tensor | None = None, again: bool = False
+    ) -> None:
+        place = peers.own(whole)
+        if own is not None and (own.dtype != whole.dtype or not peers.others):
+            place.copy_(own)
+            own = None
         if not peers.others:
             return
-        own = peers.own(whole)
-        dist.all_gather_into_tensor(whole, own, group=self._axes[peers.axis])
-        self._count(peers.axis, own.nbytes * len(peers.others))
+        dist.all_gather_into_tensor(whole, place if own is None else own, group=self._axes[peers.axis])
+        self._count(peers.axis, place.nbytes * len(peers.others))
 
-    def reduce(self, whole: torch.Tensor, peers: Peers, tag: Tag) -> None:
-        if not peers.others:
-            return
+    def reduce(self, whole: torch.Tensor, peers: Peers, tag: Tag, *, out: torch.Tensor | None = None) -> None:
         own = peers.own(whole)
-        dist.reduce_scatter_tensor(own, whole, group=self._axes[peers.axis])
+        target = own if out is None else out
+        if not peers.others:
+            if out is not None:
+                out.copy_(own)
+            return
+        dist.reduce_scatter_tensor(target, whole, group=self._axes[peers.axis])
         self._count(peers.axis, own.nbytes * len(peers.others))
 
 

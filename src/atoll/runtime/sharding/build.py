@@ -10,6 +10,7 @@ from torch import nn
 
 from atoll.errors import PlanError
 from atoll.models import Adapter, Block, initialise_block, shared_parameters
+from atoll.runtime.lanes import AT_ONCE
 from atoll.runtime.pipeline.deferred import DeferredWeight, defer, is_deferrable
 from atoll.runtime.pipeline.stage import Stage, owners_of
 from atoll.runtime.sharding.hooks import Moment, Reducer, ShardedBlock, watch_parameters
@@ -95,6 +96,20 @@ def build(
         )
     ordered = tuple(units[index] for index in sorted(units))
     return Sharded(specs, ordered, tuple(stages), trainable)
+
+
+def bytes_lent(units: Sequence[Unit]) -> int:
+    """What the transport is to lend at once: for units that are gathered, and for gradients that are made and reduced,
+    as many as are under way, and one more of each."""
+    if not units:
+        return 0
+    gathers, flows = (max(sizes) for sizes in zip(*(unit.bytes_lent for unit in units), strict=True))
+    total = (AT_ONCE + 1) * (gathers + flows)
+    return total + _HEADERS if total else 0
+
+
+_HEADERS = 1 << 14
+"""Room for what stands before each part."""
 
 
 def _phases(blocks: Sequence[Block], shared: Mapping[str, str], *, is_split: bool) -> dict[str, frozenset[Phase]]:

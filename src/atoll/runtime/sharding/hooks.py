@@ -79,6 +79,7 @@ class Reducer:
         self._moment = moment
         self._order = [unit for unit in units if unit.trainable and not unit.is_left_alone]
         self._blocks = set(blocks)
+        self._is_quiet = all(unit.stays_whole for unit in self._order)
         self._next = 0
         self._rounds: dict[int, _Round] = {}
         self._reset()
@@ -86,7 +87,7 @@ class Reducer:
     def arrived(self, unit: Unit, name: str) -> None:
         """A parameter has all of its gradient."""
         unit.touched.add(name)
-        if unit.spec.index in self._rounds:
+        if unit.spec.index in self._rounds and not self._has_nothing_to_do:
             self._rounds[unit.spec.index].parameters.discard(name)
             self._advance()
 
@@ -98,10 +99,17 @@ class Reducer:
 
     def flush(self) -> None:
         """Reduce what is left of the microbatch, with zeros for what nobody used."""
+        if self._has_nothing_to_do:
+            return
         for known in self._rounds.values():
             known.blocks.clear()
         self._advance()
         self._reset()
+
+    @property
+    def _has_nothing_to_do(self) -> bool:
+        """Whether nothing is reduced or synced in this microbatch."""
+        return self._is_quiet and not self._moment.last
 
     def _advance(self) -> None:
         while self._next < len(self._order):
@@ -159,6 +167,7 @@ class ShardedBlock:
             self._forward = torch.compile(module.forward, dynamic=False, backend=_BACKENDS[compiler])
         module.forward = self._run
         self._handles = []
+        self._is_gathered = any(not unit.rests_whole for unit in units)
         self._is_quiet = not self.is_recomputed and all(unit.stays_whole for unit in units)
         if not self._is_quiet or not all(unit.is_left_alone for unit in units):
             self._handles = [
@@ -184,15 +193,17 @@ class ShardedBlock:
 
     def gather(self) -> None:
         """Make the block's units whole, and begin with those that come next."""
-        self._lookahead.asked(self)
+        if self._is_gathered:
+            self._lookahead.asked(self)
         for unit in self.units:
             unit.gather()
 
     def free(self) -> None:
         """Give the block's units back."""
-        for unit in self.units:
-            unit.free()
-        self._lookahead.look()
+        if self._is_gathered:
+            for unit in self.units:
+                unit.free()
+            self._lookahead.look()
 
     # ---- forward
 
@@ -272,18 +283,20 @@ def watch_parameters(units: Iterable[Unit], reducer: Reducer, moment: Moment) ->
     """
     to = weakref.ref(reducer)
 
-    def arrived(parameter: torch.Tensor, *, of: weakref.ref[Unit], name: str) -> None:
+    def arrived(parameter: torch.Tensor, *, of: weakref.ref[Unit], name: str, is_final: bool) -> None:
         unit, reducer = of(), to()
         if unit is None or reducer is None:
             return
-        if "I" in unit.phases_of(name):
+        if is_final:
             reducer.arrived(unit, name)
         elif moment.pending is not None and parameter.grad is not None:  # a compiled block calls with none
             moment.pending.setdefault(unit, []).append((name, parameter.grad))
             parameter.grad = None
 
     return [
-        parameter.register_post_accumulate_grad_hook(partial(arrived, of=weakref.ref(unit), name=name))
+        parameter.register_post_accumulate_grad_hook(
+            partial(arrived, of=weakref.ref(unit), name=name, is_final="I" in unit.phases_of(name))
+        )
         for unit in units
         for name, parameter in unit.trained()
     ]

@@ -23,11 +23,11 @@ does not depend on the order in which a schedule runs I and W.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -119,6 +119,7 @@ class Segment:
         self.parameters = dict(parameters)
         self.map = FlatMap.build(((name, tuple(p.shape)) for name, p in parameters.items()), around.nest.ranks)
         self._tag = tag
+        self._is_known = False
         self._gathering: lanes.Job | None = None
         self._reducing: lanes.Job | None = None
         self._syncing_gradients: lanes.Job | None = None
@@ -147,21 +148,25 @@ class Segment:
 
     def _allocate(self, layout: Layout, precision: Precision) -> None:
         device = self.around.device
-        p, os = layout.parameters, layout.optimizer
+        p, g, os = layout.parameters, layout.gradients, layout.optimizer
         master_dtype = dtype_of(precision.master)
+        # What the other ranks of the group read where it rests: before a gather, and before a reduction of gradients.
+        is_last_part = p is Level.I or (p is Level.G and self.around.nest.inter == 1)
+        p_is_read, g_is_read = is_last_part or (p is Level.N and os is not p), g is Level.N
         self.rest: torch.Tensor | None = None
         self.master: torch.Tensor | None = None
         if not self.trainable:
-            self.rest = torch.zeros(len(self.range(p)), dtype=self.compute, device=device)
+            self.rest = self._zeros(p, self.compute, is_read=is_last_part)
         elif self.compute == master_dtype and not self.around.keeps_apart:
             coarse = min(p, os)
-            store = torch.zeros(len(self.range(coarse)), dtype=master_dtype, device=device)
+            store = self._zeros(coarse, master_dtype, is_read=p_is_read)
             self.rest = self._part(store, coarse, p)
             self.master = self._part(store, coarse, os)
         else:
-            self.master = torch.zeros(len(self.range(os)), dtype=master_dtype, device=device)
-            if p is not os or self.around.keeps_apart:
-                self.rest = torch.zeros(len(self.range(p)), dtype=self.compute, device=device)
+            is_cast = p is os and not self.around.keeps_apart
+            self.master = self._zeros(os, master_dtype, is_read=is_cast and p_is_read)
+            if not is_cast:
+                self.rest = self._zeros(p, self.compute, is_read=p_is_read)
         self.permanent = p is Level.N and self.rest is not None
         if self.permanent:
             assert self.rest is not None
@@ -174,11 +179,18 @@ class Segment:
         self.flows: dict[Phase, torch.Tensor] = {}
         self._flow_views: dict[Phase, dict[str, torch.Tensor]] = {}
         self.final: torch.Tensor | None = None
-        size, dtype = len(self.range(layout.gradients)), dtype_of(precision.gradient)
-        self.gradients = {phase: torch.zeros(size, dtype=dtype, device=device) for phase in self.phases}
-        if layout.gradients is Level.N:
+        dtype = dtype_of(precision.gradient)
+        self.gradients = {phase: self._zeros(g, dtype, is_read=g_is_read) for phase in self.phases}
+        if g is Level.N:
             self._flow_views = {phase: self._views_of(resting) for phase, resting in self.gradients.items()}
-        self.stays_whole = self.permanent and (not self.trainable or layout.gradients is Level.N)
+        self.stays_whole = self.permanent and (not self.trainable or g is Level.N)
+
+    def _zeros(self, level: Level, dtype: torch.dtype, *, is_read: bool) -> torch.Tensor:
+        """What rests at `level`."""
+        numel = len(self.range(level))
+        if is_read:
+            return self.around.transport.allocate(numel, dtype)
+        return torch.zeros(numel, dtype=dtype, device=self.around.device)
 
     def _views_of(self, whole: torch.Tensor) -> dict[str, torch.Tensor]:
         """The parameters' parts of a whole buffer, in their shapes."""
@@ -242,13 +254,23 @@ class Segment:
     def _fill(self, syncing: lanes.Job | None) -> None:
         if syncing is not None:
             syncing.wait()
+        level, transport = self.around.layout.parameters, self.around.transport
+        own = self.rest if self.rest is not None else self.master
+        assert own is not None, "every segment keeps its parameters somewhere"
+        moves = self._real(GATHER_PARAMETER[level])
+        again, self._is_known = self._is_known, True
+        lent = transport.lend(len(self.range(Level.I)), self.compute) if len(moves) > 1 else None
+        if lent is not None:
+            self._move(lent, moves.pop(0), _Purpose.GATHER, own=own)
+            own = lent
         self.whole.untyped_storage().resize_(self.whole.numel() * self.whole.itemsize)
-        level = self.around.layout.parameters
-        source = self.rest if self.rest is not None else self.master
-        assert source is not None, "every segment keeps its parameters somewhere"
-        self._part(self.whole, Level.N, level).copy_(source)
-        for move in GATHER_PARAMETER[level]:
-            self._move(self._part(self.whole, Level.N, move.coarse), move, _Purpose.GATHER)
+        if not moves:
+            self._part(self.whole, Level.N, level).copy_(own)
+        for at, move in enumerate(moves):
+            buffer = self._part(self.whole, Level.N, move.coarse)
+            self._move(buffer, move, _Purpose.GATHER, own=own if at == 0 else None, again=again)
+        if lent is not None:
+            transport.give_back(lent)
 
     def free(self) -> None:
         """Give the whole copy back."""
@@ -273,6 +295,7 @@ class Segment:
         """
         self.free_ahead()
         self.free()
+        self._is_known = False
         if self.master is None or self.rest is None:
             return
         self.settle_parameters()
@@ -318,7 +341,10 @@ class Segment:
         """Views of the whole buffer that a phase accumulates in, made where it is not there yet."""
         if phase not in self._flow_views:
             resting = self.gradients[phase]
-            self.flows[phase] = torch.zeros(self.map.padded, dtype=resting.dtype, device=resting.device)
+            flow = self.around.transport.lend(self.map.padded, resting.dtype)
+            if flow is None:
+                flow = torch.empty(self.map.padded, dtype=resting.dtype, device=resting.device)
+            self.flows[phase] = flow.zero_()
             self._flow_views[phase] = self._views_of(self.flows[phase])
         return self._flow_views[phase]
 
@@ -345,11 +371,17 @@ class Segment:
     def _reduce(self, phase: Phase, flow: torch.Tensor, before: lanes.Job | None) -> None:
         if before is not None:  # the tags are the same
             before.wait()
-        level = self.around.layout.gradients
-        flow = flow.to(dtype_of(self.around.precision.reduce))
-        for move in REDUCE_GRADIENT[level]:
-            self._move(self._part(flow, Level.N, move.coarse), move, _Purpose.REDUCE)
-        self.gradients[phase].add_(self._part(flow, Level.N, level))
+        total = flow.to(dtype_of(self.around.precision.reduce))
+        moves = self._real(REDUCE_GRADIENT[self.around.layout.gradients])
+        for at, move in enumerate(moves):
+            part = torch.empty(len(self.range(move.fine)), dtype=total.dtype, device=total.device)
+            self._move(total, move, _Purpose.REDUCE, out=part)
+            total = part
+            if at == 0:
+                self.around.transport.give_back(flow)
+        self.gradients[phase].add_(total)
+        if not moves:
+            self.around.transport.give_back(flow, was_read=False)
 
     def sync_gradients(self) -> None:
         """Begin to turn the accumulated gradients into `final`, the optimizer's, at the level of os."""
@@ -384,8 +416,9 @@ class Segment:
         """Forget the step's gradients."""
         for gradient in self.gradients.values():
             gradient.zero_()
-        for phase in self.flows:
+        for phase, flow in self.flows.items():
             del self._flow_views[phase]
+            self.around.transport.give_back(flow, was_read=False)
         self.flows.clear()
         self.final = None
 
@@ -434,12 +467,16 @@ class Segment:
 
     # ----
 
-    def _move(self, buffer: torch.Tensor, move: Move, purpose: _Purpose) -> None:
+    def _real(self, moves: Sequence[Move]) -> list[Move]:
+        """Those along which there is anybody."""
+        return [move for move in moves if self.around.peers(move.axis).others]
+
+    def _move(self, buffer: torch.Tensor, move: Move, purpose: _Purpose, **options: Any) -> None:
+        """Move a buffer of the move's coarse level; `options` as the transport's `gather` and `reduce` have them."""
         index, part = self._tag
         tag = Tag(_CHANNEL[move.kind, move.axis], index, part * len(_Purpose) + purpose)
-        peers = self.around.peers(move.axis)
         act = self.around.transport.gather if move.kind is Kind.GATHER else self.around.transport.reduce
-        act(buffer, peers, tag)
+        act(buffer, self.around.peers(move.axis), tag, **options)
 
     @property
     def shares(self) -> bool:

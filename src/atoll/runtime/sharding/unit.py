@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from atoll.runtime.sharding.segment import Phase, Segment, Surroundings
+from atoll.layouts import Level
+from atoll.runtime.sharding.segment import Phase, Segment, Surroundings, dtype_of
 from atoll.runtime.transport import Channel, Tag
 
 PHASES: tuple[Phase, ...] = ("I", "W")
@@ -61,8 +62,9 @@ class Unit:
     share. Their gradients are summed after the data-parallel reduction. `phases` are those in which this rank computes
     the gradient of a parameter. The parameters of a shared unit stay together, so that its copies have one flat map.
 
-    stays_whole: whether a microbatch neither gathers nor reduces it.  is_left_alone: whether nobody shares it either,
-    so that nothing is synced after a step.  syncs_early: whether its sync may begin before the last backward is over.
+    rests_whole: whether it is never gathered.  stays_whole: whether a microbatch neither gathers nor reduces it.
+    is_left_alone: whether nobody shares it either, so that nothing is synced after a step.
+    syncs_early: whether its sync may begin before the last backward is over.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class Unit:
             ordered = tuple(phase for phase in PHASES if phase in used)
             self.segments.append(Segment(group, around, phases=ordered, tag=(spec.index, part)))
         self._by_name = {name: segment for segment in self.segments for name in segment.parameters}
+        self.rests_whole = all(segment.permanent for segment in self.segments)
         self.stays_whole = all(segment.stays_whole for segment in self.segments)
         self.is_left_alone = self.stays_whole and around.nest.ranks == 1
         self.syncs_early = len(spec.blocks) == 1
@@ -118,6 +121,15 @@ class Unit:
     def nbytes(self) -> int:
         """Bytes of the whole parameters as they are computed with."""
         return sum(segment.whole.numel() * segment.whole.itemsize for segment in self.segments)
+
+    @property
+    def bytes_lent(self) -> tuple[int, int]:
+        """What the transport lends for a gather of the unit, and for its gradients; see [Note: reading in place]."""
+        layout, nest = self.around.layout, self.around.nest
+        staged = self.nbytes // nest.intra if layout.parameters is Level.G and nest.inter > 1 else 0
+        gradient = dtype_of(self.around.precision.gradient).itemsize
+        flows = sum(s.map.padded * gradient * len(s.phases) for s in self.segments if s.trainable)
+        return staged, 0 if layout.gradients is Level.N else flows
 
     @property
     def bytes_to_gather(self) -> int:
@@ -169,9 +181,13 @@ class Unit:
             segment.sync_gradients()
 
     def settle_gradients(self) -> None:
-        """The step's gradients at the optimizer's level, summed over every copy of the unit."""
-        for part, segment in enumerate(self.segments):
+        """Wait for the step's gradients at the optimizer's level."""
+        for segment in self.segments:
             segment.settle_gradients()
+
+    def sum_copies(self) -> None:
+        """Sum the gradients of every copy of the unit, which were settled."""
+        for part, segment in enumerate(self.segments):
             if len(self.owners) > 1 and segment.final is not None:
                 tag = Tag(Channel.SHARED, self.spec.index, part)
                 self.around.transport.total_ordered(segment.final, self.owners, tag)
