@@ -24,7 +24,7 @@ from atoll.plan import Plan, split_blocks
 from atoll.runtime import failure
 from atoll.runtime.allocator import keep_freed_memory
 from atoll.runtime.checkpoint import Piece
-from atoll.runtime.lanes import Kind, Lane, lanes_of
+from atoll.runtime.lanes import AT_ONCE, Kind, Lane, lanes_of
 from atoll.runtime.pipeline.executor import Executor, Outcome
 from atoll.runtime.sharding.access import Edit, chosen_names, differing, whole_gradients
 from atoll.runtime.sharding.build import build, bytes_lent
@@ -103,7 +103,9 @@ class Engine:
             except Exception as error:
                 problem = error
             self._agree(problem)
-            self.transport.share(bytes_lent(self.units))
+            self.transport.share(bytes_lent(self.units, ahead=plan.prefetch or 0))
+            if plan.prefetch is None:
+                self._lookahead.limit = AT_ONCE * max((unit.bytes_ahead for unit in self.units), default=0)
 
     def _build(self, optimizer: OptimizerFactory, groups: GroupOptions | None) -> None:
         plan = self.plan
@@ -131,9 +133,6 @@ class Engine:
             compiler=plan.compile,
         )
         self.units = self._sharded.units
-        self._largest = max((unit.nbytes for unit in self.units), default=0)
-        if plan.prefetch is None:
-            self._lookahead.limit = 2 * self._largest
         if not self._sharded.trainable:
             raise PlanError("the model has no trainable parameter; set requires_grad on what is to be trained")
         self._optimizer = ShardedOptimizer(self.units, optimizer, named_shapes=self._sharded.trainable, options=groups)

@@ -27,7 +27,10 @@ KINDS: tuple[Kind, ...] = ("reduce", "sync", "gather")
 AT_ONCE = 2
 """Jobs of a kind that run at once: one on the slow link, one on the fast one."""
 
-_AT_MOST: Mapping[Kind, int | None] = {"reduce": AT_ONCE, "sync": None, "gather": None}
+REDUCED_AT_ONCE = 1
+"""Reductions that may be under way while the next one's gradients are made."""
+
+_AT_MOST: Mapping[Kind, int | None] = {"reduce": REDUCED_AT_ONCE, "sync": None, "gather": None}
 """Reductions hold buffers of their own; syncs work on what rests, and gathers are counted by who asks ahead."""
 
 

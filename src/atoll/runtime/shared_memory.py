@@ -11,6 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
+import time
 import weakref
 import zlib
 from dataclasses import dataclass
@@ -19,6 +20,9 @@ from pathlib import Path
 import torch
 
 _ALIGN = 64
+
+_PATIENCE, _GLANCE = 0.05, 0.0002
+"""Seconds to wait for room, and between two looks."""
 
 
 class Memory:
@@ -90,9 +94,22 @@ class Arena:
         self._lock = threading.Lock()
 
     def lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Memory with anything in it; None where there is no room now."""
+        """Memory with anything in it; None where there is no room, and others do not soon give any back.
+
+        They say so by a byte and not by a message, so a rank that is ahead of them looks again and again.
+        """
         header, nbytes = _rounded(self._ranks, _ALIGN), numel * dtype.itemsize
         size = header + _rounded(nbytes, _ALIGN)
+        if size > self._piece.nbytes:
+            return None
+        until = time.monotonic() + _PATIENCE
+        while (start := self._take(size)) is None:
+            if time.monotonic() > until:
+                return None
+            time.sleep(_GLANCE)
+        return self._piece[start + header : start + header + nbytes].view(dtype)
+
+    def _take(self, size: int) -> int | None:
         with self._lock:
             self._regions = [region for region in self._regions if not bool(region.done.all())]
             start, at = 0, 0
@@ -103,7 +120,7 @@ class Arena:
             done = self._piece[start : start + self._ranks]
             done.zero_()
             self._regions.insert(at, _Region(start, start + size, done))
-        return self._piece[start + header : start + header + nbytes].view(dtype)
+            return start
 
     def done(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The bytes in which ranks say that they are done with the part that a tensor lies in."""

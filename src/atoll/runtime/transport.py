@@ -263,6 +263,10 @@ class Transport(ABC):
         Where they cannot share memory, nothing changes.
         """
 
+    def sees(self, peers: Peers) -> bool:
+        """Whether `peers` read each other's memory in place."""
+        return False
+
     def wait_for_readers(self) -> None:  # noqa: B027
         """Wait, as all ranks of a group do, until nobody reads what this rank has allocated."""
 
@@ -385,7 +389,7 @@ class GlooTransport(Transport):
         """Give each peer, by its position, its block of `out`; the blocks that come back, while the context lasts: in
         shared memory, or in `into`. The block of `out` for a peer and the one for this rank have one size."""
         sending: list[Message] = []
-        if not self._sees(peers):
+        if not self.sees(peers):
             messages = [self.receive(into[at], rank, tag) for at, rank in peers.others]
             sending = [self.send(out[at], rank, tag) for at, rank in peers.others]
             for message in messages:
@@ -418,13 +422,12 @@ class GlooTransport(Transport):
     def _place(self, block: torch.Tensor, peers: Peers) -> tuple[int, int]:
         """Where `peers` find a block in this rank's memory, and the bytes that say who is done with it: -1 if it is not
         there, or rests there."""
-        if self._memory is None or not self._sees(peers):
+        if self._memory is None or not self.sees(peers):
             return -1, -1
         done = None if self._arena is None else self._arena.done(block)
         return self._memory.place(block), -1 if done is None else self._memory.place(done)
 
-    def _sees(self, peers: Peers) -> bool:
-        """Whether this rank and its peers read each other's memory."""
+    def sees(self, peers: Peers) -> bool:
         return peers.axis == "intra" and bool(self._others)
 
     def total_later(self, values: torch.Tensor) -> Later:

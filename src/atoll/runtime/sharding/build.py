@@ -10,7 +10,7 @@ from torch import nn
 
 from atoll.errors import PlanError
 from atoll.models import Adapter, Block, initialise_block, shared_parameters
-from atoll.runtime.lanes import AT_ONCE
+from atoll.runtime.lanes import AT_ONCE, REDUCED_AT_ONCE
 from atoll.runtime.pipeline.deferred import DeferredWeight, defer, is_deferrable
 from atoll.runtime.pipeline.stage import Stage, owners_of
 from atoll.runtime.sharding.hooks import Moment, Reducer, ShardedBlock, watch_parameters
@@ -98,13 +98,11 @@ def build(
     return Sharded(specs, ordered, tuple(stages), trainable)
 
 
-def bytes_lent(units: Sequence[Unit]) -> int:
-    """What the transport is to lend at once: for units that are gathered, and for gradients that are made and reduced,
-    as many as are under way, and one more of each."""
-    if not units:
-        return 0
-    gathers, flows = (max(sizes) for sizes in zip(*(unit.bytes_lent for unit in units), strict=True))
-    total = (AT_ONCE + 1) * (gathers + flows)
+def bytes_lent(units: Sequence[Unit], *, ahead: int) -> int:
+    """What the transport is to lend: for units that are gathered `ahead` (bytes), and for the gradients of those that
+    are reduced and of one more."""
+    gathers, flows = (max(sizes, default=0) for sizes in zip(*(unit.bytes_lent for unit in units), strict=True))
+    total = max(ahead, AT_ONCE * gathers) * bool(gathers) + (REDUCED_AT_ONCE + 1) * flows
     return total + _HEADERS if total else 0
 
 

@@ -197,6 +197,8 @@ class ShardedBlock:
             self._lookahead.asked(self)
         for unit in self.units:
             unit.gather()
+        if self._is_gathered:
+            self._lookahead.look()
 
     def free(self) -> None:
         """Give the block's units back."""

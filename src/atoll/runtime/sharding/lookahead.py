@@ -56,7 +56,7 @@ class Lookahead:
         self._expected = order if order and self.limit > 0 else None
 
     def asked(self, block: Block) -> None:
-        """A block is wanted: begin with it, then with those that come next."""
+        """A block is wanted: begin with it; once it is there, `look` for those that come next."""
         self._seen.append(block)
         if self._expected is None:
             return
@@ -67,7 +67,6 @@ class Lookahead:
         self._next += 1
         for unit in block.units:
             unit.gather_ahead()
-        self.look()
 
     def look(self) -> None:
         """Begin what comes next, as far as the limit goes."""
@@ -78,9 +77,10 @@ class Lookahead:
             if at in self._ahead:
                 continue
             block = self._expected[at]
-            size = sum(unit.bytes_to_gather for unit in block.units)
-            if size == 0 or any(unit.is_under_way for unit in block.units):
+            wanted = [unit for unit in block.units if not unit.is_whole]
+            if not wanted or any(unit.is_under_way for unit in wanted):
                 return  # whole now, or on its way for an earlier use, after which it is given back
+            size = sum(unit.bytes_ahead for unit in wanted)
             if ahead + size > self.limit:
                 return
             for unit in block.units:

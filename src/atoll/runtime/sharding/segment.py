@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import torch
@@ -120,6 +120,7 @@ class Segment:
         self.map = FlatMap.build(((name, tuple(p.shape)) for name, p in parameters.items()), around.nest.ranks)
         self._tag = tag
         self._is_known = False
+        self._staged: torch.Tensor | None = None
         self._gathering: lanes.Job | None = None
         self._reducing: lanes.Job | None = None
         self._syncing_gradients: lanes.Job | None = None
@@ -229,48 +230,67 @@ class Segment:
         """Whether the parameters are being gathered ahead of their use."""
         return self._gathering is not None
 
+    @cached_property
+    def bytes_ahead(self) -> int:
+        """Bytes that a gather ahead of its use holds; none where a gather only reads what rests, which is done then."""
+        moves = self._real(GATHER_PARAMETER[self.around.layout.parameters])
+        if self.permanent or (len(moves) == 1 and self.around.transport.sees(self.around.peers(moves[0].axis))):
+            return 0
+        part = Level.I if self._stages(moves) else Level.N
+        return len(self.range(part)) * self.whole.itemsize
+
+    def _stages(self, moves: Sequence[Move]) -> bool:
+        """Whether the first of two moves goes to memory that the others then read in place."""
+        return len(moves) > 1 and self.around.transport.sees(self.around.peers(moves[1].axis))
+
     def gather_ahead(self) -> None:
         """Begin to make the parameters whole."""
-        if not self.is_whole and self._gathering is None:
-            work = partial(self._fill, self._syncing_parameters)
-            self._gathering = self.around.lanes["gather"].start(work)
+        if not self.is_whole and self._gathering is None and self.bytes_ahead:
+            self._gathering = self.around.lanes["gather"].start(partial(self._bring, self._syncing_parameters))
 
     def gather(self) -> None:
         """Make the parameters whole, and up to date."""
         if self.is_whole:
             self.settle_parameters()
             return
-        if self._gathering is None:
-            with torch.no_grad():
-                self._fill(self._syncing_parameters)
-        else:
-            self._gathering.wait()
-            self._gathering = None
-        self._syncing_parameters = None
+        with torch.no_grad():
+            if self._gathering is None:
+                self._bring(self._syncing_parameters)
+            else:
+                self._gathering.wait()
+                self._gathering = None
+            self._syncing_parameters = None
+            if self._staged is not None:
+                self._fill(GATHER_PARAMETER[Level.I], self._staged)
+                self.around.transport.give_back(self._staged)
+                self._staged = None
         for name, parameter in self.parameters.items():
             parameter.data = self._views[name]
         self.is_whole = True
 
-    def _fill(self, syncing: lanes.Job | None) -> None:
+    def _bring(self, syncing: lanes.Job | None) -> None:
+        """What of a gather travels: all of it, or the first of two moves."""
         if syncing is not None:
             syncing.wait()
-        level, transport = self.around.layout.parameters, self.around.transport
         own = self.rest if self.rest is not None else self.master
         assert own is not None, "every segment keeps its parameters somewhere"
-        moves = self._real(GATHER_PARAMETER[level])
-        again, self._is_known = self._is_known, True
-        lent = transport.lend(len(self.range(Level.I)), self.compute) if len(moves) > 1 else None
-        if lent is not None:
-            self._move(lent, moves.pop(0), _Purpose.GATHER, own=own)
-            own = lent
+        moves = self._real(GATHER_PARAMETER[self.around.layout.parameters])
+        if self._stages(moves):
+            self._staged = self.around.transport.lend(len(self.range(Level.I)), self.compute)
+        if self._staged is not None:
+            self._move(self._staged, moves[0], _Purpose.GATHER, own=own)
+        else:
+            self._fill(moves, own)
+
+    def _fill(self, moves: Sequence[Move], own: torch.Tensor) -> None:
+        """Make the whole copy by `moves`, from where this rank's part is."""
         self.whole.untyped_storage().resize_(self.whole.numel() * self.whole.itemsize)
+        again, self._is_known = self._is_known, True
         if not moves:
-            self._part(self.whole, Level.N, level).copy_(own)
+            self._part(self.whole, Level.N, self.around.layout.parameters).copy_(own)
         for at, move in enumerate(moves):
             buffer = self._part(self.whole, Level.N, move.coarse)
             self._move(buffer, move, _Purpose.GATHER, own=own if at == 0 else None, again=again)
-        if lent is not None:
-            transport.give_back(lent)
 
     def free(self) -> None:
         """Give the whole copy back."""
@@ -286,7 +306,11 @@ class Segment:
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
-            self.whole.untyped_storage().resize_(0)
+            if self._staged is None:
+                self.whole.untyped_storage().resize_(0)
+            else:
+                self.around.transport.give_back(self._staged, was_read=False)
+                self._staged = None
 
     def sync_parameters(self) -> None:
         """Begin to bring what the optimizer wrote to where the parameters rest; `gather` waits for it.
@@ -371,17 +395,13 @@ class Segment:
     def _reduce(self, phase: Phase, flow: torch.Tensor, before: lanes.Job | None) -> None:
         if before is not None:  # the tags are the same
             before.wait()
+        level = self.around.layout.gradients
         total = flow.to(dtype_of(self.around.precision.reduce))
-        moves = self._real(REDUCE_GRADIENT[self.around.layout.gradients])
-        for at, move in enumerate(moves):
-            part = torch.empty(len(self.range(move.fine)), dtype=total.dtype, device=total.device)
-            self._move(total, move, _Purpose.REDUCE, out=part)
-            total = part
-            if at == 0:
-                self.around.transport.give_back(flow)
-        self.gradients[phase].add_(total)
-        if not moves:
-            self.around.transport.give_back(flow, was_read=False)
+        moves = self._real(REDUCE_GRADIENT[level])
+        for move in moves:
+            self._move(self._part(total, Level.N, move.coarse), move, _Purpose.REDUCE)
+        self.gradients[phase].add_(self._part(total, Level.N, level))
+        self.around.transport.give_back(flow, was_read=bool(moves))
 
     def sync_gradients(self) -> None:
         """Begin to turn the accumulated gradients into `final`, the optimizer's, at the level of os."""

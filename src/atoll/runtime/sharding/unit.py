@@ -124,7 +124,7 @@ class Unit:
 
     @property
     def bytes_lent(self) -> tuple[int, int]:
-        """What the transport lends for a gather of the unit, and for its gradients; see [Note: reading in place]."""
+        """What the transport lends for a gather of the unit, and for its gradients: [Note: reading in place]."""
         layout, nest = self.around.layout, self.around.nest
         staged = self.nbytes // nest.intra if layout.parameters is Level.G and nest.inter > 1 else 0
         gradient = dtype_of(self.around.precision.gradient).itemsize
@@ -132,9 +132,14 @@ class Unit:
         return staged, 0 if layout.gradients is Level.N else flows
 
     @property
-    def bytes_to_gather(self) -> int:
-        """Bytes that a gather now would make whole."""
-        return sum(s.whole.numel() * s.whole.itemsize for s in self.segments if not s.is_whole)
+    def bytes_ahead(self) -> int:
+        """Bytes that a gather ahead of its use holds."""
+        return sum(segment.bytes_ahead for segment in self.segments)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is to be gathered."""
+        return all(segment.is_whole for segment in self.segments)
 
     @property
     def is_under_way(self) -> bool:
