@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.islands import bounds, tables
+from benchmarks.islands import bounds, race, tables
 from benchmarks.islands.allocations import Allocations, library
 from benchmarks.islands.race import Row, Seen, check_losses
+from benchmarks.islands.ranks import Ranks, Where
 from benchmarks.islands.work import Work
 
 WORK = Work()
@@ -99,3 +100,19 @@ print(round((allocations.out() - before) / 1e6), round((allocations.most() - bef
             [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
         )
     assert done.stdout.split() == ["8", "12"], done.stderr
+
+
+def test_ranks_hold_what_is_foretold() -> None:
+    """Peak and rest of real runs, by the allocator, against footprint and working memory."""
+    work = Work(blocks=4)
+    with library() as preload:
+        if preload is None:
+            pytest.skip("no C compiler")
+        with Ranks(Where(2, 2), work, preload=preload) as ranks:
+            for name in ("atoll-NNG", "atoll-IIG", "atoll-GGG"):
+                found = Row(name)
+                found.remember(ranks.ask(race.memory, name))
+                assert found.peak_bytes is not None
+                assert found.rest_bytes is not None
+                assert found.peak_bytes == pytest.approx(found.foretold_peak_bytes, rel=0.06), name
+                assert found.rest_bytes == pytest.approx(found.foretold_bytes, rel=0.03), name

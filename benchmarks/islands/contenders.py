@@ -35,7 +35,7 @@ class Contender:
     """`step` trains on a rank's batch and gives its mean loss, or, if `sees_all`, that of all ranks.
 
     sent: bytes that this rank has sent by axis since it was built, where the contender counts them itself.
-    rest: bytes that this rank should hold between steps, where the contender foretells them.
+    rest, peak: bytes that this rank should hold between steps, and at most within one, where they are foretold.
     drain: waits for what a step has left under way for the next one; None where nothing is.
     """
 
@@ -44,6 +44,7 @@ class Contender:
     sees_all: bool = False
     sent: Callable[[], Mapping[str, int]] = dict
     rest: Callable[[], int | None] = lambda: None
+    peak: Callable[[], int | None] = lambda: None
     drain: Callable[[], None] | None = None
     close: Callable[[], None] = lambda: None
 
@@ -102,11 +103,20 @@ def build(name: str, work: Work, *, inter: int, intra: int) -> Contender:
 
 
 def atoll(name: str, work: Work, *, inter: int, intra: int) -> Contender:
-    """`atoll-IIG`: Atoll with a layout."""
-    schedule = schedules.build("1f1b", ranks=1, microbatches=work.microbatches)
-    layout = Layout(name.removeprefix("atoll-"))
+    """`atoll-IIG`: Atoll with a layout, one microbatch after the other; `atoll-IIG-breadth`: block by block, every
+    microbatch, so that what is synced once a step has the time of all other blocks."""
+    _, levels, *order = name.split("-")
+    layout = Layout(levels)
+    if order:
+        schedule = schedules.build(
+            "breadth-first", ranks=1, microbatches=work.microbatches, chunks=max(1, work.blocks - 2)
+        )
+    else:
+        schedule = schedules.build("1f1b", ranks=1, microbatches=work.microbatches)
     plan = Plan(MeshShape(1, inter, intra), layout, schedule, work.samples, precision=Precision.preset("fp32"))
     engine = Engine(work.model(), plan, optimizer=work.optimizer, seed=work.seed, device="cpu")
+
+    kept = work.kept_bytes * (work.microbatches if order else 1)
 
     def step(batch: Tensor) -> float:
         labels = torch.zeros(batch.shape[:2], dtype=torch.long)  # every token counts
@@ -121,7 +131,8 @@ def atoll(name: str, work: Work, *, inter: int, intra: int) -> Contender:
         step,
         sees_all=True,
         sent=lambda: dict(engine.transport.sent),
-        rest=lambda: engine.footprint().total,
+        rest=lambda: engine.footprint().total + engine.working_memory().lent,
+        peak=lambda: engine.footprint().total + engine.working_memory().total + kept,
         drain=drain,
         close=engine.close,
     )

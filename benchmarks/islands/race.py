@@ -101,7 +101,7 @@ class Memory:
     """Bytes of one rank more than before a contender was built; None where they are not counted.
 
     peak: the most within a step.  rest: after it.  shared: the part of both that is memory shared with other ranks.
-    foretold: what the contender says that it holds at rest, without what is shared.
+    foretold, foretold_peak: what the contender says that it holds at rest, and at most.
     sent: bytes of that step by axis, as the contender counts them.
     """
 
@@ -109,6 +109,7 @@ class Memory:
     rest: int | None
     shared: int
     foretold: int | None
+    foretold_peak: int | None
     sent: Mapping[str, int]
 
 
@@ -145,13 +146,13 @@ def _memory(rank: Rank, name: str) -> Memory:
     shared = (shared_bytes() - shared) // dist.get_world_size()
     dist.barrier()
     sent = Counter(contender.sent()) - sent
-    foretold = contender.rest()
+    foretold, foretold_peak = contender.rest(), contender.peak()
     contender.close()
     del contender
     gc.collect()
     if base is None or peak is None or rest is None:
-        return Memory(None, None, shared, foretold, dict(sent))
-    return Memory(peak - base + shared, rest - base + shared, shared, foretold, dict(sent))
+        return Memory(None, None, shared, foretold, foretold_peak, dict(sent))
+    return Memory(peak - base + shared, rest - base + shared, shared, foretold, foretold_peak, dict(sent))
 
 
 def sent_by(rank: Rank, name: str, microbatches: int) -> Mapping[str, int]:
@@ -187,6 +188,7 @@ class Row:
     rest_bytes: int | None = None
     shared_bytes: int = 0
     foretold_bytes: int | None = None
+    foretold_peak_bytes: int | None = None
 
     def add(self, seen: Sequence[Seen], islands: int) -> None:
         """Note a step: it lasts from the last rank's start, where all start together, to the last one's end."""
@@ -204,11 +206,13 @@ class Row:
         self.rest_bytes = _most(each.rest for each in kept)
         self.shared_bytes = kept[0].shared
         self.foretold_bytes = _most(each.foretold for each in kept)
+        self.foretold_peak_bytes = _most(each.foretold_peak for each in kept)
 
     def held_like(self, other: Row) -> None:
         """Take the memory that was counted in `other`."""
         self.peak_bytes, self.rest_bytes = other.peak_bytes, other.rest_bytes
         self.shared_bytes, self.foretold_bytes = other.shared_bytes, other.foretold_bytes
+        self.foretold_peak_bytes = other.foretold_peak_bytes
 
     def to_json(self) -> dict[str, Any]:
         """As it is kept."""
@@ -224,6 +228,7 @@ class Row:
             "rest_bytes": self.rest_bytes,
             "shared_bytes": self.shared_bytes,
             "foretold_bytes": self.foretold_bytes,
+            "foretold_peak_bytes": self.foretold_peak_bytes,
             "loss": self.loss,
             "losses": self.losses,
         }

@@ -55,6 +55,23 @@ class Work:
         """A microbatch's part of the mean over a rank's step."""
         return outputs.square().mean() / self.microbatches
 
+    @property
+    def kept_bytes(self) -> int:
+        """What a rank holds besides the model: its batch, and what autograd keeps of one microbatch."""
+        model, batch = self.model(), self.batch(0, 0)
+        own = {parameter.data_ptr() for parameter in model.parameters()}
+        kept: dict[int, int] = {}
+
+        def keep(tensor: Tensor) -> Tensor:
+            if tensor.data_ptr() not in own:
+                kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            self.loss(model(self.pieces(batch)[0]))
+        kept.pop(batch.untyped_storage().data_ptr(), None)
+        return batch.nbytes + sum(kept.values())
+
     def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
         """Fused AdamW."""
         return torch.optim.AdamW(parameters, lr=self.lr, weight_decay=0.1, fused=True)

@@ -40,8 +40,8 @@ TORCH = (
     "fsdp2-hsdp-nosync-kept",
     "ddp",
 )
-LAYOUTS = ("NNN", "NNG", "NIG", "III", "IIG", "GGG")
-"""Atoll's layouts that race; the bytes of all 14 are counted."""
+LAYOUTS = ("NNN", "NNG", "NNG-breadth", "NIG", "III", "IIG", "IIG-breadth", "GGG")
+"""Atoll's layouts that race; the bytes of all 14 are counted. `breadth` is the breadth-first schedule."""
 
 FAST = ("fsdp2-hsdp-last", "fsdp2-hsdp-last-kept", "fsdp2-hsdp-nosync-kept", "ddp", "deepspeed-zero1")
 """Peers that send little enough for a link of 100 Mbit/s."""
@@ -64,14 +64,15 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         torchs = stack.enter_context(Ranks(where, work, preload=preload))
         deepspeeds = stack.enter_context(Ranks(where, work, preload=preload)) if has_deepspeed() else None
         field = Field(torchs, deepspeeds)
-        kept = _memory(field, [*atoll_names([layout.name for layout in EFFECTIVE]), *peers])
+        names = [*atoll_names(LAYOUTS), *peers]
+        counted = [name for name in atoll_names([layout.name for layout in EFFECTIVE]) if name not in names]
+        kept = _memory(field, [*names, *counted])
         result: dict[str, Any] = {
             "network": "emulated: two namespaces of one machine, veth, tbf burst 1mb latency 100ms on both ends",
             "work": race.work_json(work),
             "layout_bytes": _layout_bytes(torchs, work, kept),
             "compute": race.compute_seconds(field, rounds=rounds),
         }
-        names = [*atoll_names(LAYOUTS), *peers]
         field.build(names)
         result |= _race(field, islands, names, RATE, rounds, work, result["compute"], kept)
         result["collectives"] = collectives.compare(torchs, rounds=rounds)
@@ -113,6 +114,7 @@ def _layout_bytes(torchs: Ranks, work: Work, kept: Mapping[str, Row]) -> dict[st
             "rest_bytes": row.rest_bytes,
             "shared_bytes": row.shared_bytes,
             "foretold_bytes": row.foretold_bytes,
+            "foretold_peak_bytes": row.foretold_peak_bytes,
         }
     return found
 
@@ -146,18 +148,27 @@ def _race(
 def _ratios(rows: Sequence[Mapping[str, Any]], limits: Mapping[str, Any]) -> dict[str, float]:
     """What is claimed of the race at 400 Mbit/s; more than 1 means that Atoll takes less time."""
     seconds = {row["name"]: row["median_seconds"] for row in rows}
-    best_atoll = min(value for name, value in seconds.items() if name.startswith("atoll-"))
+    atoll = {name: value for name, value in seconds.items() if name.startswith("atoll-")}
+    best_atoll = min(atoll.values())
+    best_deep = min(value for name, value in atoll.items() if not name.endswith("-breadth"))
+    best_iig = min(value for name, value in atoll.items() if name.startswith("atoll-IIG"))
     groups = {name: value for name, value in seconds.items() if name.startswith("fsdp2-hsdp")}
     fsdp2 = {name: value for name, value in seconds.items() if name.startswith("fsdp2-")}
     found = {
         "fsdp2-full / best Atoll": seconds["fsdp2-full"] / best_atoll,
         "best FSDP2 / best Atoll": min(fsdp2.values()) / best_atoll,
         "fsdp2-hsdp-last-kept / best Atoll": seconds["fsdp2-hsdp-last-kept"] / best_atoll,
+        "best FSDP2 / best Atoll without breadth-first": min(fsdp2.values()) / best_deep,
+        "fsdp2-hsdp-last-kept / best Atoll without breadth-first": seconds["fsdp2-hsdp-last-kept"] / best_deep,
+        "best HSDP / best IIG": min(groups.values()) / best_iig,
+        "fsdp2-hsdp-last-kept / best IIG": seconds["fsdp2-hsdp-last-kept"] / best_iig,
         "best HSDP / atoll-IIG": min(groups.values()) / seconds["atoll-IIG"],
         "fsdp2-hsdp-last-kept / atoll-IIG": seconds["fsdp2-hsdp-last-kept"] / seconds["atoll-IIG"],
         "fsdp2-hsdp-last / atoll-IIG": seconds["fsdp2-hsdp-last"] / seconds["atoll-IIG"],
         "fsdp2-full / atoll-GGG": seconds["fsdp2-full"] / seconds["atoll-GGG"],
         "atoll-GGG / its link bound": seconds["atoll-GGG"] / limits["layouts"]["GGG"]["link_seconds"],
+        "atoll-III / atoll-IIG": seconds["atoll-III"] / seconds["atoll-IIG"],
+        "best Atoll / larger of compute and link": best_atoll / limits["layouts"]["NNG"]["lower_seconds"],
     }
     if "deepspeed-zero3" in seconds:
         found["deepspeed-zero3 / best Atoll"] = seconds["deepspeed-zero3"] / best_atoll
@@ -168,11 +179,11 @@ def _report_bytes(layouts: Mapping[str, Any]) -> str:
     """Bytes of a rank by layout, beside the formulas."""
     lines = [
         "| layout | MB across a step | formula | MB inside a step | formula | MB across, one more microbatch "
-        "| peak MB | at rest MB | of both shared | foretold MB |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+        "| peak MB | foretold | at rest MB | foretold | of both shared |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     keys = ("inter_bytes", "inter_formula", "intra_bytes", "intra_formula", "inter_bytes_a_microbatch")
-    keys += ("peak_bytes", "rest_bytes", "shared_bytes", "foretold_bytes")
+    keys += ("peak_bytes", "foretold_peak_bytes", "rest_bytes", "foretold_bytes", "shared_bytes")
     for name, row in layouts.items():
         lines.append(
             f"| {name} | " + " | ".join("" if row[key] is None else f"{row[key] / 1e6:.2f}" for key in keys) + " |"
@@ -195,8 +206,9 @@ def report(result: Mapping[str, Any]) -> str:
         tables.measured_in(result["environment"]) if "environment" in result else "",
         "Bytes are of one island and step, by the interfaces' counters, TCP's headers included. The bound is the "
         "larger of compute (all ranks at once, no messages, no optimizer) and the formula's bytes at the link's rate. "
-        "Peak and rest are the C library's allocator's, on all threads, and memory that ranks share. DeepSpeed's "
-        "buckets are a block each, as everyone's units, and it frees parameters after the forward.",
+        "Peak and rest are the C library's allocator's, on all threads, and memory that ranks share; the foretold "
+        "peak is footprint, working memory, the batch and what autograd keeps. DeepSpeed's buckets are a block each, "
+        "as everyone's units, and it frees parameters after the forward.",
         f"Compute: {result['compute']['one_rank']:.3f} s for one rank alone, "
         f"{result['compute']['all_ranks']:.3f} s for all at once.",
         f"## {RATE / 1e6:g} Mbit/s each way",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from atoll.models.adapter import SequentialAdapter
 from atoll.plan import MeshShape, Plan
 from atoll.runtime.engine import Engine
 from atoll.runtime.sharding.segment import Segment
+from atoll.runtime.transport import GlooTransport
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, train
 from atoll.testing.tiny import TinyConfig
@@ -27,12 +29,22 @@ EVERYTHING = TinyConfig.everything()
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 @pytest.mark.parametrize("layout", ["III", "INI", "IIG", "GIG", "GGG"])
 def test_gathering_ahead_changes_no_bit(layout: str, schedule: str) -> None:
-    case = Case(layout=layout, pipeline=2, intra=2, schedule=schedule, model=EVERYTHING, steps=4)
+    case = Case(layout=layout, pipeline=2, intra=2, schedule=schedule, model=EVERYTHING, steps=4, reads_in_place=False)
     without = run_ranks(train, case.ranks, replace(case, prefetch=0))
     for prefetch in (None, 300, 1 << 30):
         for one, other in zip(without, run_ranks(train, case.ranks, replace(case, prefetch=prefetch)), strict=True):
             assert one.losses == other.losses
             assert one.norms == other.norms
+            assert all(torch.equal(one.parameters[key], other.parameters[key]) for key in one.parameters)
+
+
+def test_gathering_one_level_ahead_changes_no_bit() -> None:
+    """Where the group reads in place, what crosses the link is gathered ahead, and the rest when it is used."""
+    case = Case(layout="GGG", inter=2, intra=2, microbatches=8, model=EVERYTHING, steps=4)
+    wanted = run_ranks(train, case.ranks, replace(case, prefetch=0, reads_in_place=False))
+    for prefetch in (None, 0, 300, 1 << 20):
+        for one, other in zip(wanted, run_ranks(train, case.ranks, replace(case, prefetch=prefetch)), strict=True):
+            assert one.losses == other.losses
             assert all(torch.equal(one.parameters[key], other.parameters[key]) for key in one.parameters)
 
 
@@ -62,9 +74,12 @@ def gathers_ahead(case: Case) -> list[int]:
 def test_the_order_is_learned_and_followed() -> None:
     """Nothing is known the first time. Later all but the first of 6 blocks, forward and backward, 2 microbatches."""
     case = Case(layout="GGG", inter=2, intra=2, microbatches=8, model=TinyConfig(layers=4), steps=3)
-    for training, evaluating, *later in run_ranks(gathers_ahead, case.ranks, case):
-        assert (training, evaluating) == (0, 0)
-        assert later == [23, 11, 23, 11]
+    for in_place in (True, False):
+        for training, evaluating, *later in run_ranks(
+            gathers_ahead, case.ranks, replace(case, reads_in_place=in_place)
+        ):
+            assert (training, evaluating) == (0, 0)
+            assert later == [23, 11, 23, 11]
     for counts in run_ranks(gathers_ahead, case.ranks, replace(case, prefetch=0)):
         assert not any(counts)
 
@@ -95,13 +110,14 @@ class WindingAdapter(SequentialAdapter):
 PATHS: tuple[frozenset[int], ...] = (frozenset(), frozenset({1}), frozenset(), frozenset({2, 3}), frozenset({2, 3}))
 
 
-def wind(prefetch: int | None) -> list[float]:
+def wind(layout: str, mesh: MeshShape, prefetch: int | None, in_place: bool) -> list[float]:
     """Losses where each step takes another way, and an evaluation yet another."""
     with torch.device("meta"):
         model = Winding()
     schedule = schedules.build("1f1b", ranks=1, microbatches=2)
-    plan = Plan(MeshShape(intra=2), Layout("IIG"), schedule, 1, precision=Precision.preset("fp64"), prefetch=prefetch)
-    engine = Engine(model, plan, optimizer=lambda groups: torch.optim.SGD(groups, lr=0.05))
+    plan = Plan(mesh, Layout(layout), schedule, 1, precision=Precision.preset("fp64"), prefetch=prefetch)
+    with patch.object(GlooTransport, "shares_memory", in_place):
+        engine = Engine(model, plan, optimizer=lambda groups: torch.optim.SGD(groups, lr=0.05))
     generator = torch.Generator().manual_seed(engine.place.data)
     batch = {"inputs": torch.randn(2, 3, 8, generator=generator).double(), "labels": torch.zeros(2, 3).long()}
     losses = []
@@ -117,10 +133,12 @@ def wind(prefetch: int | None) -> list[float]:
     return losses
 
 
-def test_a_path_that_changes_costs_nothing_but_time() -> None:
-    wanted = run_ranks(wind, 2, 0)
-    assert run_ranks(wind, 2, None) == wanted
-    assert run_ranks(wind, 2, 1 << 20) == wanted
+@pytest.mark.parametrize(("layout", "mesh"), [("IIG", MeshShape(intra=2)), ("GGG", MeshShape(inter=2, intra=2))])
+def test_a_path_that_changes_costs_nothing_but_time(layout: str, mesh: MeshShape) -> None:
+    wanted = run_ranks(wind, mesh.world, layout, mesh, 0, False)
+    for in_place in (True, False):
+        for prefetch in (None, 1 << 20):
+            assert run_ranks(wind, mesh.world, layout, mesh, prefetch, in_place) == wanted
     assert len(set(wanted[0])) > 5
 
 
@@ -182,9 +200,18 @@ def live_after_orders_are_known(case: Case) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("prefetch", [None, 0, 500])
+def test_nothing_is_gathered_ahead_that_can_be_read_in_place(prefetch: int | None) -> None:
+    case = Case("III", intra=2, precision="fp32", microbatches=4, model=TinyConfig(layers=6), prefetch=prefetch)
+    largest = max(16 * 8, 8 + 8 + 8 * 12 + 12 + 12 * 8 + 8, 8 + 8 + 16 * 8) * 4
+    for most, after, limit in run_ranks(live_after_orders_are_known, case.ranks, case):
+        assert (most, after, limit) == (largest, 0, 0)
+
+
+@pytest.mark.parametrize("prefetch", [None, 0, 500])
 @pytest.mark.parametrize("layout", ["III", "GGG"])
 def test_no_more_is_whole_than_is_used_and_the_limit(layout: str, prefetch: int | None) -> None:
-    case = Case(layout=layout, intra=2, precision="fp32", microbatches=4, model=TinyConfig(layers=6), prefetch=prefetch)
+    model = TinyConfig(layers=6)
+    case = Case(layout, intra=2, precision="fp32", microbatches=4, model=model, prefetch=prefetch, reads_in_place=False)
     largest = max(16 * 8, 8 + 8 + 8 * 12 + 12 + 12 * 8 + 8, 8 + 8 + 16 * 8) * 4
     for most, after, limit in run_ranks(live_after_orders_are_known, case.ranks, case):
         assert limit == (2 * largest if prefetch is None else prefetch)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -28,7 +30,8 @@ def seen(memory: Memory) -> torch.Tensor:
 
 def test_what_is_written_is_seen_at_its_place(memory: Memory) -> None:
     first, second = memory.allocate(10, torch.float32), memory.allocate(5000, torch.float64)
-    assert not first.any() and not second.any()
+    assert not first.any()
+    assert not second.any()
     other = seen(memory)
     memory.close()
     first.copy_(torch.arange(10.0))
@@ -71,47 +74,35 @@ def test_a_part_is_lent_again_when_all_ranks_are_done_with_it(memory: Memory) ->
     assert arena.lend(240, torch.float32) is None, "rank 1 still reads it"
     done(1, 1)
     again = arena.lend(200, torch.float32)
-    assert again is not None and parts[1] is not None
+    assert again is not None
+    assert parts[1] is not None
     assert again.data_ptr() == parts[1].data_ptr(), "in whatever order they are given back"
     again.fill_(9.0)
     for at in (0, 2, 3):
         part = parts[at]
-        assert part is not None and (part == at).all()
+        assert part is not None
+        assert (part == at).all()
 
 
 def test_what_is_larger_than_the_arena_finds_no_room(memory: Memory) -> None:
     assert Arena(memory.allocate(4096, torch.uint8), ranks=2).lend(4096, torch.uint8) is None
 
 
-def trained_with(case: Case, nbytes: int | None) -> tuple[list[float], bool, int]:
-    """Train with an arena of at most `nbytes`; None: without any shared memory."""
-    allocate, share = GlooTransport.allocate, GlooTransport.share
-    used: list[GlooTransport] = []
+def trained_with(case: Case, nbytes: int) -> tuple[list[float], bool, int]:
+    """Train with an arena of at most `nbytes`; also whether memory was shared, and the bytes sent in the group."""
+    share, close = GlooTransport.share, GlooTransport.close
+    found: list[tuple[bool, int]] = []
 
-    def shared(transport: GlooTransport, wanted: int) -> None:
-        used.append(transport)
-        share(transport, min(wanted, nbytes or 0))
+    def less(transport: GlooTransport, wanted: int) -> None:
+        share(transport, min(wanted, nbytes))
 
-    def apart(transport: GlooTransport, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(numel, dtype=dtype)
-
-    GlooTransport.share = shared  # type: ignore[method-assign]
-    if nbytes is None:
-        GlooTransport.allocate = apart  # type: ignore[method-assign]
-    sees: list[bool] = []
-    close = GlooTransport.close
-
-    def closing(transport: GlooTransport) -> None:
-        sees.append(bool(transport._others))
+    def look(transport: GlooTransport) -> None:
+        found.append((bool(transport._others), transport.sent["intra"]))
         close(transport)
 
-    GlooTransport.close = closing  # type: ignore[method-assign]
-    try:
-        result = train(case)
-        return result.losses, any(sees), sum(transport.sent["intra"] for transport in used)
-    finally:
-        GlooTransport.allocate, GlooTransport.share = allocate, share  # type: ignore[method-assign]
-        GlooTransport.close = close  # type: ignore[method-assign]
+    with patch.object(GlooTransport, "share", less), patch.object(GlooTransport, "close", look):
+        losses = train(case).losses
+    return losses, *found[0]
 
 
 @pytest.mark.parametrize("layout", ["NNN", "NNG", "III", "IIG", "NIG", "GGG"])
@@ -120,7 +111,7 @@ def test_shared_memory_changes_no_bit(layout: str, groups: tuple[int, int]) -> N
     """With room for all that is lent, for some of it, for nothing, and without shared memory."""
     inter, intra = groups
     case = Case(layout=layout, inter=inter, intra=intra, microbatches=8, model=TinyConfig.everything())
-    wanted = run_ranks(trained_with, case.ranks, case, None)
+    wanted = run_ranks(trained_with, case.ranks, replace(case, reads_in_place=False), 0)
     assert not any(sees for _, sees, _ in wanted)
     for nbytes in (1 << 20, 40_000, 0):
         results = run_ranks(trained_with, case.ranks, case, nbytes)

@@ -27,16 +27,19 @@ from atoll.layouts.level import (
     Moves,
 )
 from atoll.layouts.precision import ITEM_BYTES, PRESETS, Precision
+from atoll.layouts.working import AT_ONCE, REDUCED_AT_ONCE, WorkingMemory, working_memory
 
 __all__ = [
     "ALIASES",
     "ALL",
+    "AT_ONCE",
     "EFFECTIVE",
     "GATHER_INTER",
     "GATHER_INTRA",
     "GATHER_PARAMETER",
     "ITEM_BYTES",
     "PRESETS",
+    "REDUCED_AT_ONCE",
     "REDUCE_GRADIENT",
     "REDUCE_INTER",
     "REDUCE_INTRA",
@@ -58,8 +61,10 @@ __all__ = [
     "Shape",
     "Slice",
     "Traffic",
+    "WorkingMemory",
     "boxes",
     "footprint",
     "published_memory",
     "traffic",
+    "working_memory",
 ]

@@ -17,24 +17,24 @@ from torch import nn
 
 from atoll.errors import AtollError, PlanError, RankError, RunError
 from atoll.ir import lower
-from atoll.layouts import Footprint, footprint
+from atoll.layouts import Footprint, WorkingMemory, footprint, working_memory
 from atoll.models import Adapter, Batch, adapter_for
 from atoll.models.adapter import IGNORED_LABEL
 from atoll.plan import Plan, split_blocks
 from atoll.runtime import failure
 from atoll.runtime.allocator import keep_freed_memory
 from atoll.runtime.checkpoint import Piece
-from atoll.runtime.lanes import AT_ONCE, Kind, Lane, lanes_of
+from atoll.runtime.lanes import Kind, Lane, lanes_of
 from atoll.runtime.pipeline.executor import Executor, Outcome
 from atoll.runtime.sharding.access import Edit, chosen_names, differing, whole_gradients
-from atoll.runtime.sharding.build import build, bytes_lent
+from atoll.runtime.sharding.build import build
 from atoll.runtime.sharding.hooks import Moment
 from atoll.runtime.sharding.lookahead import DIGESTS, Lookahead, Order, digest
 from atoll.runtime.sharding.optimizer import GroupOptions, OptimizerFactory, ShardedOptimizer
 from atoll.runtime.sharding.segment import Surroundings
 from atoll.runtime.sharding.state import load_state, model_pieces, save_state, stored_states
 from atoll.runtime.step_end import Ending, LossScaler, StepEnd, StepResult
-from atoll.runtime.transport import Later, connect, world_rank, world_store
+from atoll.runtime.transport import Later, Peers, connect, world_rank, world_store
 from atoll.trace import Trace
 
 
@@ -86,7 +86,7 @@ class Engine:
         self._store = world_store()
         self._watchdog = failure.Watchdog(self._store, self.place.rank).start()
         self._moment = Moment(seed=seed)
-        self._lookahead = Lookahead(plan.prefetch or 0)
+        self._lookahead = Lookahead(0)
         self._lanes: Mapping[Kind, Lane] = {}
         self._outcome: Outcome | None = None
         self._agreements = 0
@@ -103,9 +103,8 @@ class Engine:
             except Exception as error:
                 problem = error
             self._agree(problem)
-            self.transport.share(bytes_lent(self.units, ahead=plan.prefetch or 0))
-            if plan.prefetch is None:
-                self._lookahead.limit = AT_ONCE * max((unit.bytes_ahead for unit in self.units), default=0)
+            self.transport.share(self._working_memory(reads_in_place=True).lent)
+            self._lookahead.limit = self.working_memory().ahead
 
     def _build(self, optimizer: OptimizerFactory, groups: GroupOptions | None) -> None:
         plan = self.plan
@@ -315,6 +314,22 @@ class Engine:
             precision=self.plan.precision,
             nest=self.place.nest,
             states=states,
+            keeps_apart=self.plan.post_validation,
+        )
+
+    def working_memory(self) -> WorkingMemory:
+        """The bytes that this rank needs within a step besides what rests and what autograd keeps."""
+        return self._working_memory(reads_in_place=self.transport.sees(Peers.along("intra", self.place)))
+
+    def _working_memory(self, *, reads_in_place: bool) -> WorkingMemory:
+        blocks = [block for stage in self._sharded.stages for block in stage.sharded]
+        return working_memory(
+            [[segment.shape for unit in block.units for segment in unit.segments] for block in blocks],
+            self.plan.layout,
+            precision=self.plan.precision,
+            nest=self.place.nest,
+            reads_in_place=reads_in_place,
+            prefetch=self.plan.prefetch,
             keeps_apart=self.plan.post_validation,
         )
 

@@ -20,15 +20,11 @@ from typing import Literal, Protocol
 
 import torch
 
+from atoll.layouts import AT_ONCE, REDUCED_AT_ONCE
+
 Kind = Literal["reduce", "sync", "gather"]
 
 KINDS: tuple[Kind, ...] = ("reduce", "sync", "gather")
-
-AT_ONCE = 2
-"""Jobs of a kind that run at once: one on the slow link, one on the fast one."""
-
-REDUCED_AT_ONCE = 1
-"""Reductions that may be under way while the next one's gradients are made."""
 
 _AT_MOST: Mapping[Kind, int | None] = {"reduce": REDUCED_AT_ONCE, "sync": None, "gather": None}
 """Reductions hold buffers of their own; syncs work on what rests, and gathers are counted by who asks ahead."""

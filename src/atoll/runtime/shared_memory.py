@@ -21,6 +21,9 @@ import torch
 
 _ALIGN = 64
 
+HEADERS = 1 << 14
+"""Room for what stands before each part of an arena."""
+
 _PATIENCE, _GLANCE = 0.05, 0.0002
 """Seconds to wait for room, and between two looks."""
 

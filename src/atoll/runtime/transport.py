@@ -27,7 +27,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,7 @@ import torch.distributed as dist
 from atoll.errors import RunError
 from atoll.plan import Place
 from atoll.runtime import shared_memory
-from atoll.runtime.shared_memory import Arena, Memory
+from atoll.runtime.shared_memory import HEADERS, Arena, Memory
 
 
 class Channel(IntEnum):
@@ -315,13 +315,15 @@ class GlooTransport(Transport):
     """Tagged messages over the world group.
 
     Tags match in any posting order, so no subgroups are needed, and direct sends and receives into the views are two
-    to three times as fast as gloo's own collectives.
+    to three times as fast as gloo's own collectives. `shares_memory`: whether ranks of a group try to read in place.
     """
+
+    shares_memory: ClassVar[bool] = True
 
     def __init__(self, place: Place, device: torch.device) -> None:
         super().__init__(place, device)
         self._group = Peers.along("intra", place)
-        self._may_share = bool(self._group.others) and device.type == "cpu"
+        self._may_share = self._tries = self.shares_memory and bool(self._group.others) and device.type == "cpu"
         self._memory: Memory | None = None
         self._arena: Arena | None = None
         self._others: dict[int, torch.Tensor] = {}
@@ -343,9 +345,9 @@ class GlooTransport(Transport):
 
     def share(self, nbytes: int) -> None:
         peers = self._group
-        if not peers.others or self.device.type != "cpu":
+        if not self._tries:
             return
-        lent = self.allocate(nbytes, torch.uint8) if nbytes else None
+        lent = self.allocate(nbytes + HEADERS, torch.uint8) if nbytes else None
         memory, told = self._memory, torch.zeros(4, dtype=torch.int64)
         if memory is not None:
             told = torch.tensor([shared_memory.host(), os.getpid(), memory.descriptor, memory.nbytes])

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ from atoll.runtime.engine import Engine
 from atoll.runtime.randomness import seed_block
 from atoll.runtime.sharding.optimizer import decay_matrices
 from atoll.runtime.step_end import StepResult
+from atoll.runtime.transport import GlooTransport
 from atoll.testing.pool import run_ranks
 from atoll.testing.tiny import TinyConfig, tiny_batch, tiny_model
 
@@ -40,6 +42,7 @@ class Case:
     post_validation: bool = False
     compile: str = "none"
     prefetch: int | None = None
+    reads_in_place: bool = True
     steps: int = 3
     clip: float | None = 0.05
     lr: float = 1e-2
@@ -79,15 +82,16 @@ class Case:
         """This rank's engine."""
         with torch.device("meta"):
             model = tiny_model(self.model)
-        return Engine(
-            model,
-            self.plan,
-            optimizer=lambda groups: torch.optim.AdamW(groups, lr=self.lr),
-            groups=decay_matrices(0.1),
-            clip=self.clip,
-            seed=self.seed,
-            device=self.device,
-        )
+        with patch.object(GlooTransport, "shares_memory", self.reads_in_place):
+            return Engine(
+                model,
+                self.plan,
+                optimizer=lambda groups: torch.optim.AdamW(groups, lr=self.lr),
+                groups=decay_matrices(0.1),
+                clip=self.clip,
+                seed=self.seed,
+                device=self.device,
+            )
 
     def share(self, engine: Engine, step: int) -> dict[str, Any]:
         """A data-parallel rank's samples of a step: consecutive microbatches."""

@@ -35,8 +35,9 @@ from atoll.runtime.sharding.unit import Unit
 class DeferredWeight:
     """The weight of one linear layer, and the forward that the layer has instead of its own."""
 
-    def __init__(self, module: nn.Linear, unit: Unit, name: str, moment: Moment) -> None:
+    def __init__(self, module: nn.Linear, unit: Unit, name: str, moment: Moment, *, waits: bool) -> None:
         self.module = module
+        self._waits = waits
         self.unit = unit
         self.name = name
         self._moment = moment
@@ -59,7 +60,12 @@ class DeferredWeight:
         return out
 
     def collect(self, hidden: Tensor, gradient: Tensor) -> None:
-        """Keep what W needs of one call, in I."""
+        """Keep what W needs of one call, in I; or do W's work at once."""
+        if not self._waits:
+            self.unit.touched.add(self.name)
+            with torch.no_grad():
+                _accumulate(self.unit.gradient(self.name), hidden, gradient)
+            return
         if self._moment.pending is None:
             raise RunError(f"the gradient of {self.name} was computed outside of a step; use engine.step")
         kept = (self.name, (hidden.detach(), gradient.detach()))
@@ -132,14 +138,14 @@ def _bias(gradient: Tensor) -> Tensor:
     return gradient.reshape(-1, gradient.shape[-1]).sum(0)
 
 
-def defer(module: nn.Module, units: Sequence[Unit], moment: Moment) -> list[DeferredWeight]:
-    """Defer every trained `nn.Linear` weight inside a block."""
+def defer(module: nn.Module, units: Sequence[Unit], moment: Moment, *, waits: bool = True) -> list[DeferredWeight]:
+    """Defer every trained `nn.Linear` weight inside a block; or, without `waits`, add it up in I, in one operation."""
     owners = {id(p): (unit, name) for unit in units for name, p in unit.parameters.items()}
     found = []
     for child in module.modules():
         if is_deferrable(child):
             unit, name = owners[id(child.weight)]
-            found.append(DeferredWeight(child, unit, name, moment))
+            found.append(DeferredWeight(child, unit, name, moment, waits=waits))
     return found
 
 

@@ -10,7 +10,6 @@ from torch import nn
 
 from atoll.errors import PlanError
 from atoll.models import Adapter, Block, initialise_block, shared_parameters
-from atoll.runtime.lanes import AT_ONCE, REDUCED_AT_ONCE
 from atoll.runtime.pipeline.deferred import DeferredWeight, defer, is_deferrable
 from atoll.runtime.pipeline.stage import Stage, owners_of
 from atoll.runtime.sharding.hooks import Moment, Reducer, ShardedBlock, watch_parameters
@@ -85,8 +84,9 @@ def build(
             own = [unit for unit in users if at in unit.spec.blocks]
             options = {"recompute": recompute, "compiler": compiler}
             hooked.append(ShardedBlock(blocks[at].module, at, own, reducer, moment, lookahead, **options))
-            if len(runs) > 1:
-                deferred += defer(blocks[at].module, own, moment)
+            waits = len(runs) > 1
+            if waits or (compiler == "none" and around.device.type == "cpu"):
+                deferred += defer(blocks[at].module, own, moment, waits=waits)
         watch_parameters(users, reducer, moment)
         last = len(runs) - 1
         stages.append(
@@ -96,18 +96,6 @@ def build(
         )
     ordered = tuple(units[index] for index in sorted(units))
     return Sharded(specs, ordered, tuple(stages), trainable)
-
-
-def bytes_lent(units: Sequence[Unit], *, ahead: int) -> int:
-    """What the transport is to lend: for units that are gathered `ahead` (bytes), and for the gradients of those that
-    are reduced and of one more."""
-    gathers, flows = (max(sizes, default=0) for sizes in zip(*(unit.bytes_lent for unit in units), strict=True))
-    total = max(ahead, AT_ONCE * gathers) * bool(gathers) + (REDUCED_AT_ONCE + 1) * flows
-    return total + _HEADERS if total else 0
-
-
-_HEADERS = 1 << 14
-"""Room for what stands before each part."""
 
 
 def _phases(blocks: Sequence[Block], shared: Mapping[str, str], *, is_split: bool) -> dict[str, frozenset[Phase]]:

@@ -361,6 +361,10 @@ class Segment:
         """Where phase W accumulates the gradient of `name`, in the parameter's shape."""
         return self._targets("W")[name]
 
+    def gradient(self, name: str) -> torch.Tensor:
+        """Where phase I accumulates the gradient of `name`."""
+        return self._targets("I")[name]
+
     def _targets(self, phase: Phase) -> dict[str, torch.Tensor]:
         """Views of the whole buffer that a phase accumulates in, made where it is not there yet."""
         if phase not in self._flow_views:

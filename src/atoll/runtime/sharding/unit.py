@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from atoll.layouts import Level
-from atoll.runtime.sharding.segment import Phase, Segment, Surroundings, dtype_of
+from atoll.runtime.sharding.segment import Phase, Segment, Surroundings
 from atoll.runtime.transport import Channel, Tag
 
 PHASES: tuple[Phase, ...] = ("I", "W")
@@ -123,15 +122,6 @@ class Unit:
         return sum(segment.whole.numel() * segment.whole.itemsize for segment in self.segments)
 
     @property
-    def bytes_lent(self) -> tuple[int, int]:
-        """What the transport lends for a gather of the unit, and for its gradients: [Note: reading in place]."""
-        layout, nest = self.around.layout, self.around.nest
-        staged = self.nbytes // nest.intra if layout.parameters is Level.G and nest.inter > 1 else 0
-        gradient = dtype_of(self.around.precision.gradient).itemsize
-        flows = sum(s.map.padded * gradient * len(s.phases) for s in self.segments if s.trainable)
-        return staged, 0 if layout.gradients is Level.N else flows
-
-    @property
     def bytes_ahead(self) -> int:
         """Bytes that a gather ahead of its use holds."""
         return sum(segment.bytes_ahead for segment in self.segments)
@@ -174,6 +164,10 @@ class Unit:
     def weight_gradient(self, name: str) -> torch.Tensor:
         """Where phase W accumulates the gradient of a weight."""
         return self._by_name[name].weight_gradient(name)
+
+    def gradient(self, name: str) -> torch.Tensor:
+        """Where phase I accumulates the gradient of a parameter."""
+        return self._by_name[name].gradient(name)
 
     def reduce_gradients(self, phase: Phase, *, is_last: bool) -> None:
         """Begin to reduce one microbatch's gradients of a phase to where they rest; see `Segment.reduce_gradients`."""

@@ -1,0 +1,116 @@
+"""What a rank needs within a step besides what rests and what autograd keeps: whole copies, and what is under way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from atoll.layouts.accounting import Segment
+from atoll.layouts.flat import Nest
+from atoll.layouts.layout import Layout
+from atoll.layouts.level import REDUCE_GRADIENT, SYNC_GRADIENT, Axis, Kind, Level, Moves
+from atoll.layouts.precision import ITEM_BYTES, Precision
+
+AT_ONCE = 2
+"""Gathers, and syncs, under way at once: one on the slow link, one on the fast one."""
+
+REDUCED_AT_ONCE = 1
+"""Reductions under way while the next one's gradients are made."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkingMemory:
+    """Bytes of one rank.
+
+    live: whole copies of parameters.  ahead: what may be gathered before it is asked for; part of `live` or `lent`.
+    lent: set aside for good, for what the ranks of a group read in place.  buffers: gradients that are made and
+    reduced, and what arrives for them.
+    """
+
+    live: int
+    ahead: int
+    lent: int
+    buffers: int
+
+    @property
+    def total(self) -> int:
+        """The most of all of them at once."""
+        return self.live + self.lent + self.buffers
+
+
+def working_memory(
+    blocks: Sequence[Sequence[Segment]],
+    layout: Layout,
+    *,
+    precision: Precision,
+    nest: Nest,
+    reads_in_place: bool,
+    prefetch: int | None = None,
+    keeps_apart: bool = False,
+) -> WorkingMemory:
+    """What the rank at `nest` needs for `blocks`, each given by the segments that it uses.
+
+    reads_in_place: whether the ranks of a group read each other's memory, as they do on one host's CPUs.
+    prefetch: bytes that may be gathered ahead; None: as much as `AT_ONCE` blocks need.
+    """
+    each = [
+        _block(block, layout, precision=precision, nest=nest, reads_in_place=reads_in_place, keeps_apart=keeps_apart)
+        for block in blocks
+    ]
+    whole, staged, flow, arriving = (max((sizes[at] for sizes in each), default=0) for at in range(4))
+    has_to_travel = whole > 0 and (nest.intra < 2 or not reads_in_place or staged > 0)
+    ahead = 0
+    if has_to_travel:
+        ahead = AT_ONCE * (staged or whole) if prefetch is None else prefetch
+    flows = (REDUCED_AT_ONCE + 1) * flow
+    is_shared = reads_in_place and nest.intra > 1
+    lent = (max(ahead, AT_ONCE * staged) if staged else 0) + (flows if is_shared else 0)
+    return WorkingMemory(
+        live=whole + (ahead if not staged else 0),
+        ahead=ahead,
+        lent=lent,
+        buffers=arriving + (0 if is_shared else flows),
+    )
+
+
+def _block(
+    segments: Sequence[Segment],
+    layout: Layout,
+    *,
+    precision: Precision,
+    nest: Nest,
+    reads_in_place: bool,
+    keeps_apart: bool,
+) -> tuple[int, int, int, int]:
+    """Of one block: its whole copy, the part of it that is gathered for others to read, its gradients, and what
+    arrives from other ranks while they are reduced and synced."""
+    p, g, os = layout.parameters, layout.gradients, layout.optimizer
+    is_shared = reads_in_place and nest.intra > 1
+    whole = flow = arriving = 0
+    for segment in segments:
+        compute, padded = ITEM_BYTES[segment.compute], segment.map.padded
+        is_cast = segment.trainable and p is os and segment.compute != precision.master
+        if p is not Level.N or (is_cast and not keeps_apart):
+            whole += compute * padded
+        if segment.trainable:
+            gradient = ITEM_BYTES[precision.gradient]
+            if g is not Level.N:
+                flow += gradient * padded * segment.accumulators
+                arriving += gradient * _arriving(REDUCE_GRADIENT[g], nest, padded, is_shared=is_shared)
+            coarse = min(g, os)
+            syncs = AT_ONCE * gradient
+            arriving += syncs * _arriving(SYNC_GRADIENT[g, os], nest, padded, is_shared=is_shared)
+            if coarse is not g:
+                arriving += syncs * len(nest.range(coarse, padded))
+    staged = whole // nest.intra if is_shared and p is Level.G and nest.inter > 1 else 0
+    return whole, staged, flow, arriving
+
+
+def _arriving(moves: Moves, nest: Nest, padded: int, *, is_shared: bool) -> int:
+    """Elements that the most demanding of some moves receives beside the buffer itself: a reduction's."""
+    sizes = [0]
+    for move in moves:
+        others = nest.size(move.axis) - 1
+        if move.kind is Kind.REDUCE and not (is_shared and move.axis is Axis.INTRA):
+            sizes.append(others * len(nest.range(move.fine, padded)))
+    return max(sizes)

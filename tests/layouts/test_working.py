@@ -1,0 +1,84 @@
+"""What a rank needs within a step besides what rests."""
+
+from __future__ import annotations
+
+import pytest
+
+from atoll.layouts import (
+    AT_ONCE,
+    REDUCED_AT_ONCE,
+    FlatMap,
+    Layout,
+    Nest,
+    Precision,
+    Segment,
+    WorkingMemory,
+    working_memory,
+)
+
+FP32, BF16 = Precision.preset("fp32"), Precision.preset("bf16")
+NUMEL = 4096
+
+
+def of(layout: str, *, in_place: bool, nest: Nest | None = None, **options: object) -> WorkingMemory:
+    """Of two blocks with 4096 numbers each over 2x2 ranks."""
+    nest = nest or Nest(2, 2, 0, 1)
+    precision = options.pop("precision", FP32)
+    assert isinstance(precision, Precision)
+    segment = Segment(FlatMap.build([("w", (NUMEL,))], nest.ranks), trainable=True, compute=precision.compute)
+    return working_memory(
+        [[segment], [segment]], Layout(layout), precision=precision, nest=nest, reads_in_place=in_place, **options
+    )
+
+
+WHOLE = 4 * NUMEL
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_what_rests_whole_needs_what_arrives_alone(in_place: bool) -> None:
+    need = of("NNN", in_place=in_place)
+    assert (need.live, need.ahead, need.lent) == (0, 0, 0)
+    # Two syncs at once, each of which receives the other's part: of a quarter across, of a half inside.
+    assert need.buffers == AT_ONCE * WHOLE // (4 if in_place else 2)
+
+
+def test_parameters_that_are_read_in_place_are_not_gathered_ahead() -> None:
+    need = of("IIG", in_place=True)
+    assert (need.live, need.ahead) == (WHOLE, 0)
+    assert need.lent == (REDUCED_AT_ONCE + 1) * WHOLE
+    sent = of("IIG", in_place=False)
+    assert (sent.live, sent.ahead, sent.lent) == ((1 + AT_ONCE) * WHOLE, AT_ONCE * WHOLE, 0)
+    assert sent.buffers >= (REDUCED_AT_ONCE + 1) * WHOLE
+
+
+def test_two_levels_gather_ahead_what_crosses_the_link() -> None:
+    need = of("GGG", in_place=True)
+    assert need.live == WHOLE
+    assert need.ahead == AT_ONCE * WHOLE // 2
+    assert need.lent == need.ahead + (REDUCED_AT_ONCE + 1) * WHOLE
+    assert need.buffers == WHOLE // 4
+    assert of("GGG", in_place=True, prefetch=0).ahead == 0
+    assert of("GGG", in_place=True, prefetch=10 * WHOLE).lent >= 10 * WHOLE
+    assert of("GGG", in_place=False, prefetch=WHOLE).live == 2 * WHOLE
+
+
+def test_one_group_reads_what_rests() -> None:
+    need = of("GGG", in_place=True, nest=Nest(1, 4, 0, 1))
+    assert (need.live, need.ahead, need.lent) == (WHOLE, 0, (REDUCED_AT_ONCE + 1) * WHOLE)
+
+
+def test_parameters_that_are_cast_from_their_master_are_live() -> None:
+    assert of("NNN", in_place=True, precision=BF16).live == WHOLE // 2
+    assert of("NNN", in_place=True, precision=BF16, keeps_apart=True).live == 0
+    assert of("NNG", in_place=True, precision=BF16).live == 0
+
+
+def test_frozen_parameters_have_no_gradients() -> None:
+    nest = Nest(2, 2, 0, 0)
+    frozen = Segment(FlatMap.build([("w", (NUMEL,))], nest.ranks), trainable=False)
+    need = working_memory([[frozen]], Layout("ING"), precision=FP32, nest=nest, reads_in_place=True)
+    assert (need.live, need.lent, need.buffers) == (WHOLE, 0, 0)
+
+
+def test_nobody_needs_anything_of_no_block() -> None:
+    assert working_memory([], Layout("GGG"), precision=FP32, nest=Nest(2, 2), reads_in_place=True).total == 0
