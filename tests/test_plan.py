@@ -88,7 +88,15 @@ def test_plans_that_do_not_fit(change: dict[str, object], message: str) -> None:
 
 @pytest.mark.parametrize(
     ("layers", "stages", "lengths"),
-    [(8, 1, [10]), (8, 2, [5, 5]), (8, 3, [4, 3, 3]), (7, 3, [4, 2, 3]), (4, 4, [2, 1, 1, 2])],
+    [
+        (8, 1, [10]),
+        (8, 2, [5, 5]),
+        (8, 3, [4, 3, 3]),
+        (7, 3, [4, 2, 3]),
+        (4, 4, [2, 1, 1, 2]),
+        (4, 5, [2, 1, 1, 1, 1]),
+        (4, 6, [1] * 6),
+    ],
 )
 def test_picture_of_splits(layers: int, stages: int, lengths: list[int]) -> None:
     assert [len(run) for run in split_blocks(layers + 2, stages)] == lengths
@@ -105,6 +113,6 @@ def test_splits_are_contiguous_and_even(layers: int, data: st.DataObject) -> Non
     assert counts[-1] == min(counts)
 
 
-def test_more_stages_than_layers_are_refused() -> None:
-    with pytest.raises(PlanError, match="5 stages for 4 layers"):
-        split_blocks(6, 5)
+def test_more_stages_than_blocks_are_refused() -> None:
+    with pytest.raises(PlanError, match="5 stages for 4 blocks"):
+        split_blocks(4, 5)

@@ -143,21 +143,22 @@ def split_blocks(blocks: int, stages: int) -> tuple[range, ...]:
     """Cut `blocks` = embedding, layers, head into `stages` contiguous runs with layers spread evenly.
 
     The first run takes the embedding and the last the head; earlier runs get the extra layers of an uneven split
-    except that the last is never the one to get more.
+    except that the last is never the one to get more. With more stages than layers, all blocks are spread evenly
+    instead. Raises PlanError for more stages than blocks.
     """
-    layers = blocks - 2
-    if stages > max(layers, 1):
+    if stages > blocks:
         raise PlanError(
-            f"{stages} stages for {layers} layers: each stage needs at least one layer; use at most {layers} stages "
+            f"{stages} stages for {blocks} blocks: each stage needs at least one; use at most {blocks} stages "
             f"(pipeline x chunks) or a deeper model"
         )
-    if stages == 1:
-        return (range(blocks),)
+    layers, ends = blocks - 2, 1
+    if stages == 1 or stages > layers:
+        layers, ends = blocks, 0
     base, extra = divmod(layers, stages)
     runs = []
     start = 0
     for stage in range(stages):
-        count = base + (stage < extra) + (stage == 0) + (stage == stages - 1)
+        count = base + (stage < extra) + ends * ((stage == 0) + (stage == stages - 1))
         runs.append(range(start, start + count))
         start += count
     return tuple(runs)

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from atoll import Engine
+from atoll import Engine, schedules
 from atoll.errors import RunError
-from atoll.layouts import EFFECTIVE
+from atoll.layouts import EFFECTIVE, Layout, Precision
 from atoll.models import SequentialAdapter
+from atoll.plan import MeshShape, Plan
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, History, reference, results, train, whole_parameters
 from atoll.testing.tiny import TinyConfig, tiny_model
@@ -175,3 +176,86 @@ def test_the_copy_that_is_a_step_ahead_is_in_the_footprint(layout: str, precisio
     case = Case(layout=layout, inter=2, intra=2, precision=precision, steps=1, model=model, post_validation=True)
     for held, predicted in run_ranks(held_after_a_step, 4, case):
         assert held == predicted
+
+
+def stepped_on_arrival(case: Case) -> list[int]:
+    """Of each step: how many units were stepped before the last one's gradients had come."""
+    engine = case.engine()
+    end = engine._step_end
+    waiting = 0
+    early: list[int] = []
+    settle, step_ahead = end._settle, engine._optimizer.step_ahead
+
+    def settled(unit: Any) -> None:
+        nonlocal waiting
+        settle(unit)
+        waiting -= 1
+
+    def counted(unit: Any, touched: Any) -> None:
+        early[-1] += waiting > 0
+        step_ahead(unit, touched)
+
+    end._settle, engine._optimizer.step_ahead = settled, counted  # type: ignore[method-assign]
+    for step in range(case.steps):
+        early.append(0)
+        waiting = len(engine.units)
+        engine.submit(case.share(engine, step))
+    engine.settle()
+    engine.close()
+    return early
+
+
+def test_units_are_stepped_as_their_gradients_arrive() -> None:
+    """From the second step on, and all but the last: the first time nobody knows which parameters have gradients."""
+    case = Case(layout="IIG", inter=2, intra=2, model=TinyConfig(), steps=3, clip=None, post_validation=True)
+    for early in run_ranks(stepped_on_arrival, case.ranks, case):
+        assert early == [0, 5, 5]
+
+
+class _Winding(nn.Sequential):
+    """Blocks of which one may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Linear(8, 8) for _ in range(5)))
+        self.skipped = -1
+
+    def atoll_adapter(self) -> SequentialAdapter:
+        return _WindingAdapter(self, lambda outputs, batch: outputs.square().sum())
+
+
+class _WindingAdapter(SequentialAdapter):
+    def forward(self, first: int, last: int, hidden: Tensor | None, batch: Any) -> Tensor:
+        value: Tensor = batch["inputs"] if hidden is None else hidden
+        assert isinstance(self.model, _Winding)
+        for at, block in enumerate(self.blocks()[first:last], first):
+            value = value if at == self.model.skipped else block.module(value)
+        return value
+
+
+def wind(layout: str, post_validation: bool) -> tuple[list[float], dict[str, Tensor]]:
+    """AdamW with weight decay, where a step leaves parameters out that the one before had, and the other way around."""
+    with torch.device("meta"):
+        model = _Winding()
+    schedule = schedules.build("1f1b", ranks=1, microbatches=2)
+    mesh, precision = MeshShape(inter=2, intra=2), Precision.preset("fp64")
+    plan = Plan(mesh, Layout(layout), schedule, 1, precision=precision, post_validation=post_validation)
+    engine = Engine(model, plan, optimizer=lambda groups: torch.optim.AdamW(groups, lr=0.05, weight_decay=0.3))
+    generator = torch.Generator().manual_seed(engine.place.data)
+    batch = {"inputs": torch.randn(2, 3, 8, generator=generator).double(), "labels": torch.zeros(2, 3).long()}
+    losses = []
+    for skipped in (-1, 2, 2, -1, 1, 3):
+        model.skipped = skipped
+        losses.append(engine.step(batch).loss)
+    with engine.full_parameters() as values:
+        found = dict(values)
+    engine.close()
+    return losses, found
+
+
+@pytest.mark.parametrize("layout", ["NNG", "IIG", "GGG"])
+def test_a_wrong_guess_of_what_has_gradients_is_mended(layout: str) -> None:
+    for (losses, values), (wanted, same) in zip(
+        run_ranks(wind, 4, layout, True), run_ranks(wind, 4, layout, False), strict=True
+    ):
+        assert losses == wanted
+        assert all(torch.equal(values[name], same[name]) for name in same)

@@ -214,7 +214,13 @@ class Engine:
             self._lookahead.end()
             self._outcome = outcome
             self.step_number += 1
-            ending = self._step_end.gather_up(outcome, step=self.step_number, tokens=tokens, begin=begin)
+            ending = self._step_end.gather_up(
+                outcome,
+                step=self.step_number,
+                tokens=tokens,
+                begin=begin,
+                steps_ahead=self.plan.post_validation,
+            )
             self._lanes["reduce"].finish()
             if not self.plan.post_validation:
                 self._show_gradients()

@@ -4,7 +4,8 @@ At once, all ranks add up the norm and wait for it. Post-validated (Zero Bubble,
 waits, so that the next step's forwards fill this step's drain:
 
     1. each pipeline rank takes the sums of the ranks before it, adds its own and passes them on
-    2. it steps at once unless what it knows already forbids it; the norm only grows, so once a rank declines, all
+    2. it has stepped each unit as its gradients arrived. Where the step before was clipped or refused, it waits for
+       these sums, and steps unless what it knows already forbids it; the norm only grows, so once a rank declines, all
        later ones do
     3. the last rank knows everything; its verdict travels back and arrives before a rank's first backward of the
        next step
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,20 +132,25 @@ class StepEnd:
         self._transport = transport
         self.clip = clip
         self.scaler = scaler
+        self._usual: frozenset[str] | None = None
 
-    def gather_up(self, outcome: Outcome, *, step: int, tokens: int, begin: float) -> Ending:
-        """Sync the gradients, and sum over the data-parallel ranks what the check needs."""
+    def gather_up(self, outcome: Outcome, *, step: int, tokens: int, begin: float, steps_ahead: bool) -> Ending:
+        """Sync the gradients, and sum over the data-parallel ranks what the check needs.
+
+        steps_ahead: whether units may be stepped as their gradients arrive: where the step before was taken as it was,
+        and as if the same parameters had gradients. Both are the same on all ranks, and so is the order of the syncs.
+        """
+        options: list[dict[str, Any]] = []
+        self._optimizer.remember_options(options)
+        guess = self._usual if steps_ahead else None
         for unit in reversed(self._units):
             unit.sync_gradients()
-        for unit in reversed(self._units):
-            unit.settle_gradients()
-            unit.settle_parameters()  # of what the step did not use: see [Note: reading in place]
-        if self.scaler is not None or any(len(unit.owners) > 1 for unit in self._units):
-            self._transport.wait_for_readers()  # whole gradients that were settled here
-        for unit in reversed(self._units):
+        for unit in self._arrived():
             unit.sum_copies()
             if self.scaler is not None:
                 unit.scale_gradients(1.0 / self.scaler.scale)
+            if guess is not None:
+                self._optimizer.step_ahead(unit, guess)
         partials = torch.zeros(len(self._specs), dtype=torch.float64)
         if self._units:
             norms = torch.stack([unit.squared_norm() for unit in self._units]).cpu()
@@ -159,7 +165,29 @@ class StepEnd:
         flags = values[2 + len(self._specs) :]
         self._share_flags(names, flags)
         touched = frozenset(name for (_, name), flag in zip(names, flags.tolist(), strict=True) if flag)
-        return Ending(step, tokens, begin, _Sums(values[: 2 + len(self._specs)]), touched)
+        if guess is not None and guess != touched:
+            for unit in reversed(self._units):
+                if any((name in guess) != (name in touched) for name, _ in unit.trained()):
+                    self._optimizer.step_ahead(unit, touched)
+        sums = _Sums(values[: 2 + len(self._specs)])
+        return Ending(step, tokens, begin, sums, touched, options, has_stepped=guess is not None)
+
+    def _arrived(self) -> Iterator[Unit]:
+        """Units whose gradients have come, in the order of the backward."""
+        units = list(reversed(self._units))
+        if self.scaler is not None or any(len(unit.owners) > 1 for unit in units):
+            for unit in units:
+                self._settle(unit)
+            self._transport.wait_for_readers()  # of whole gradients, which are about to be written
+            yield from units
+            return
+        for unit in units:
+            self._settle(unit)
+            yield unit
+
+    def _settle(self, unit: Unit) -> None:
+        unit.settle_gradients()
+        unit.settle_parameters()  # of what the step did not use: see [Note: reading in place]
 
     def _share_flags(self, names: Sequence[tuple[Unit, str]], flags: torch.Tensor) -> None:
         """A shared parameter is touched where any of its copies is."""
@@ -176,13 +204,12 @@ class StepEnd:
         """Wait for all ranks' sums, then step."""
         own = ending.sums.values
         sums = _Sums(self._transport.total(own if self._transport.place.data == 0 else torch.zeros_like(own)))
-        self._optimizer.remember_options(ending.options)
         return self._conclude(ending, sums)
 
     # ---- validated afterwards
 
     def step_ahead(self, ending: Ending) -> None:
-        """Add to the sums of the ranks before, pass them on, and step if nothing so far forbids it."""
+        """Add to the sums of the ranks before, pass them on, and step, if that has not been, unless they forbid it."""
         place = self._transport.place
         line = place.peers("pp")
         if place.pp > 0:
@@ -192,9 +219,9 @@ class StepEnd:
         if place.pp + 1 < len(line):
             passed = ending.sums.values.to(self._transport.device, copy=True)
             self._transport.post(passed, line[place.pp + 1], Tag(Channel.CHAIN, place.pp))
-        self._optimizer.remember_options(ending.options)
-        if _is_finite(ending.sums) and self._scale(ending.sums) == 1.0:
-            self._optimizer.step_ahead(ending.touched)
+        if not ending.has_stepped and _is_finite(ending.sums) and self._scale(ending.sums) == 1.0:
+            for unit in reversed(self._units):
+                self._optimizer.step_ahead(unit, ending.touched)
             ending.has_stepped = True
 
     def settle(self, ending: Ending) -> tuple[StepResult, bool]:
@@ -220,6 +247,7 @@ class StepEnd:
     def _conclude(self, ending: Ending, sums: _Sums) -> StepResult:
         """Make the step for good, or refuse it."""
         is_finite = _is_finite(sums)
+        self._usual = ending.touched if is_finite and self._scale(sums) == 1.0 else None
         if not is_finite and self.scaler is None:
             raise RunError(
                 f"step {ending.step}: loss {sums.loss} (sum over tokens), gradient norm {sums.norm}: not finite. "

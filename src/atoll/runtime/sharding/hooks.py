@@ -198,7 +198,7 @@ class ShardedBlock:
         for unit in self.units:
             unit.gather()
         if self._is_gathered:
-            self._lookahead.look()
+            self._lookahead.came()
 
     def free(self) -> None:
         """Give the block's units back."""

@@ -43,6 +43,7 @@ class Lookahead:
         self._expected: Order | None = None
         self._seen: list[Block] = []
         self._ahead: dict[int, int] = {}
+        self._coming = 0
         self._next = 0
 
     def order(self, kind: Hashable) -> Order:
@@ -56,7 +57,7 @@ class Lookahead:
         self._expected = order if order and self.limit > 0 else None
 
     def asked(self, block: Block) -> None:
-        """A block is wanted: begin with it; once it is there, `look` for those that come next."""
+        """A block is wanted: begin with it, then with those that come next."""
         self._seen.append(block)
         if self._expected is None:
             return
@@ -65,14 +66,21 @@ class Lookahead:
             return
         self._ahead.pop(self._next, None)
         self._next += 1
+        self._coming = _size(block)
         for unit in block.units:
             unit.gather_ahead()
+        self.look()
+
+    def came(self) -> None:
+        """The block that was asked for is there: what it took on its way is free for another."""
+        self._coming = 0
+        self.look()
 
     def look(self) -> None:
         """Begin what comes next, as far as the limit goes."""
         if self._expected is None:
             return
-        ahead = sum(self._ahead.values())
+        ahead = self._coming + sum(self._ahead.values())
         for at in range(self._next, min(self._next + _FAR, len(self._expected))):
             if at in self._ahead:
                 continue
@@ -80,7 +88,7 @@ class Lookahead:
             wanted = [unit for unit in block.units if not unit.is_whole]
             if not wanted or any(unit.is_under_way for unit in wanted):
                 return  # whole now, or on its way for an earlier use, after which it is given back
-            size = sum(unit.bytes_ahead for unit in wanted)
+            size = _size(block)
             if ahead + size > self.limit:
                 return
             for unit in block.units:
@@ -102,7 +110,13 @@ class Lookahead:
             for unit in self._expected[at].units:
                 unit.free_ahead()
         self._ahead.clear()
+        self._coming = 0
         self._expected = None
+
+
+def _size(block: Block) -> int:
+    """Bytes of a block on its way."""
+    return sum(unit.bytes_ahead for unit in block.units if not unit.is_whole)
 
 
 _FAR = 16

@@ -109,25 +109,24 @@ class ShardedOptimizer:
         for own in self.slices.values():
             own.grad = None
 
-    def step_ahead(self, touched: Collection[str]) -> None:
-        """Bring the step's result to the parameters and leave masters and states as they were.
+    def step_ahead(self, unit: Unit, touched: Collection[str]) -> None:
+        """Bring a unit's step to its parameters and leave masters and states as they were.
 
-        See [Note: the lazy commit] in step_end.py. The copies are of one unit at a time.
+        See [Note: the lazy commit] in step_end.py.
         """
-        for unit in self._units:
-            masters = [segment.master for segment in unit.segments if segment.master is not None]
-            kept = [master.clone() for master in masters]
-            names = [name for name, _ in unit.trained() if name in self.slices]
-            states = {name: self._copy_state(name) for name in names}
-            self._present(unit, touched)
-            self.torch.step()
-            for name in names:
-                self.slices[name].grad = None
-            unit.sync_parameters()
-            for master, before in zip(masters, kept, strict=True):
-                master.copy_(before)
-            for name, state in states.items():
-                self._restore_state(name, state)
+        masters = [segment.master for segment in unit.segments if segment.master is not None]
+        kept = [master.clone() for master in masters]
+        names = [name for name, _ in unit.trained() if name in self.slices]
+        states = {name: self._copy_state(name) for name in names}
+        self._present(unit, touched)
+        self.torch.step()
+        for name in names:
+            self.slices[name].grad = None
+        unit.sync_parameters()
+        for master, before in zip(masters, kept, strict=True):
+            master.copy_(before)
+        for name, state in states.items():
+            self._restore_state(name, state)
 
     def _present(self, unit: Unit, touched: Collection[str]) -> None:
         """Give a unit's slices their gradients."""
