@@ -62,7 +62,12 @@ def unit_of(block: nn.Module) -> Unit:
     place = MeshShape().place(0)
     device = torch.device("cpu")
     around = Surroundings(
-        Layout("NNN"), Precision.preset("fp32"), Nest(), connect(place, device), device, lanes_of(device, alone=True)
+        Layout("NNN"),
+        Precision.preset("fp32"),
+        Nest(),
+        connect(place, device),
+        device,
+        lanes_of(device, alone=True, waits_on_host=True),
     )
     parameters = dict(block.named_parameters())
     linears = {f"{name}.weight" for name, module in block.named_modules() if isinstance(module, nn.Linear)}
@@ -141,7 +146,7 @@ def test_weights_come_out_as_autograd_gives_them() -> None:
             Nest(),
             connect(place, device),
             device,
-            lanes_of(device, alone=True),
+            lanes_of(device, alone=True, waits_on_host=True),
         )
         parameters = dict(block.named_parameters())
         linears = {f"{name}.weight" for name, module in block.named_modules() if isinstance(module, nn.Linear)}

@@ -74,7 +74,7 @@ def test_gradients_are_off_in_jobs() -> None:
 
 def test_a_rank_that_shares_nothing_has_no_threads() -> None:
     before = threading.active_count()
-    lanes = lanes_of(torch.device("cpu"), alone=True)
+    lanes = lanes_of(torch.device("cpu"), alone=True, waits_on_host=True)
     for kind in KINDS:
         lanes[kind].start(lambda: None).wait()
         lanes[kind].close()

@@ -114,7 +114,9 @@ class Engine:
         blocks = self.adapter.blocks()
         placement = plan.schedule.placement
         schedule = lower(plan.schedule)
-        self._lanes = lanes_of(self.device, alone=self.place.nest.ranks == 1)
+        self._lanes = lanes_of(
+            self.device, alone=self.place.nest.ranks == 1, waits_on_host=self.transport.waits_on_host
+        )
         around = Surroundings(
             plan.layout, plan.precision, self.place.nest, self.transport, self.device, self._lanes, plan.post_validation
         )

@@ -125,9 +125,12 @@ class Threads(Lane):
             ]
             for thread in self._threads:
                 thread.start()
-        job = _ThreadJob(work)
+        job = self._job(work)
         self._jobs.put(job)
         return job
+
+    def _job(self, work: Callable[[], None]) -> _ThreadJob:
+        return _ThreadJob(work)
 
     def close(self) -> None:
         for _ in self._threads:
@@ -173,10 +176,50 @@ class Stream(Lane):
         return
 
 
-def lanes_of(device: torch.device, *, alone: bool) -> dict[Kind, Lane]:
-    """A lane for each kind of job; `alone` if nobody shares this rank's parameters."""
+class _StreamThreadJob(_ThreadJob):
+    """A thread's job on its stream: begins after what the computation had launched, and the other way around."""
+
+    def __init__(self, work: Callable[[], None], own: threading.local) -> None:
+        super().__init__(self._on_stream)
+        self._wanted = work
+        self._own = own
+        self._began, self._ended = torch.cuda.Event(), torch.cuda.Event()
+        self._began.record()
+
+    def _on_stream(self) -> None:
+        if not hasattr(self._own, "stream"):
+            self._own.stream = torch.cuda.Stream()
+        stream: torch.cuda.Stream = self._own.stream
+        with torch.cuda.stream(stream):
+            stream.wait_event(self._began)
+            self._wanted()
+            self._ended.record(stream)
+
+    def wait(self) -> None:
+        super().wait()
+        torch.cuda.current_stream().wait_event(self._ended)
+
+
+class StreamThreads(Threads):
+    """Threads with a stream each, for messages that the host waits for between copies from and to the device."""
+
+    def __init__(self, kind: Kind) -> None:
+        super().__init__(kind)
+        self._own = threading.local()
+
+    def _job(self, work: Callable[[], None]) -> _ThreadJob:
+        return _StreamThreadJob(work, self._own)
+
+
+def lanes_of(device: torch.device, *, alone: bool, waits_on_host: bool) -> dict[Kind, Lane]:
+    """A lane for each kind of job; `alone` if nobody shares this rank's parameters.
+
+    waits_on_host: whether jobs return when they are done, not when they have been launched.
+    """
     if alone:
         return dict.fromkeys(KINDS, Inline(None))
-    if device.type == "cuda":
-        return {kind: Stream(kind, device) for kind in KINDS}
-    return {kind: Threads(kind) for kind in KINDS}
+    if device.type != "cuda":
+        return {kind: Threads(kind) for kind in KINDS}
+    if waits_on_host:
+        return {kind: StreamThreads(kind) for kind in KINDS}
+    return {kind: Stream(kind, device) for kind in KINDS}

@@ -205,7 +205,12 @@ class Exchange:
 
 
 class Transport(ABC):
-    """What every transport offers. `sent` counts bytes by axis ("intra", "inter", "pp")."""
+    """What every transport offers. `sent` counts bytes by axis ("intra", "inter", "pp").
+
+    waits_on_host: whether a gather or a reduction returns when it is done, not when it has been launched.
+    """
+
+    waits_on_host: ClassVar[bool] = True
 
     def __init__(self, place: Place, device: torch.device) -> None:
         self.place = place
@@ -496,12 +501,68 @@ def _world() -> dist.ProcessGroup:
     return group
 
 
+@dataclass(frozen=True, slots=True)
+class _Leaving:
+    """A send from a copy on the host."""
+
+    message: Message
+    host: torch.Tensor
+
+    def wait(self) -> object:
+        return self.message.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class _Arriving:
+    """A receive into a copy on the host, which then goes to where it belongs, on the stream that waits."""
+
+    message: Message
+    host: torch.Tensor
+    target: torch.Tensor
+
+    def wait(self) -> object:
+        self.message.wait()
+        return self.target.copy_(self.host, non_blocking=True)
+
+
+class StagedTransport(GlooTransport):
+    """Gloo for tensors of a GPU, by way of pinned memory: where several ranks share one, which NCCL refuses.
+
+    For tests of streams, events and frees, not for speed: who sends waits for the stream.
+    """
+
+    def is_far(self, tensor: torch.Tensor) -> bool:
+        """Whether gloo can't reach a tensor."""
+        return tensor.is_cuda
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: Tag) -> Message:
+        if not self.is_far(tensor):
+            return super().send(tensor, peer, tag)
+        host = _host_copy_of(tensor).copy_(tensor, non_blocking=True)
+        if tensor.is_cuda:
+            torch.cuda.current_stream(tensor.device).synchronize()
+        return _Leaving(super().send(host, peer, tag), host)
+
+    def receive(self, tensor: torch.Tensor, peer: int, tag: Tag) -> Message:
+        if not self.is_far(tensor):
+            return super().receive(tensor, peer, tag)
+        host = _host_copy_of(tensor)
+        return _Arriving(super().receive(host, peer, tag), host, tensor)
+
+
+def _host_copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Room for it; pinned memory is not used again before copies from it are over."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+
+
 class NcclTransport(Transport):
     """NCCL's own collectives, one communicator an axis, and one for each direction of each pipeline link (neighbours,
     and the first rank with the last).
 
     A communicator for each directed link keeps unbatched point-to-point messages from waiting for each other.
     """
+
+    waits_on_host: ClassVar[bool] = False
 
     def __init__(self, place: Place, device: torch.device) -> None:
         super().__init__(place, device)
@@ -577,7 +638,8 @@ class NcclTransport(Transport):
 
 
 def connect(place: Place, device: torch.device) -> Transport:
-    """The transport of a rank: NCCL on CUDA, gloo elsewhere. torch.distributed must have been initialised.
+    """The transport of a rank: on CUDA NCCL, or gloo by way of the host where torch.distributed was initialised with
+    gloo alone; gloo elsewhere. torch.distributed must have been initialised.
 
     Raises RunError where the process group and the mesh disagree about the number of ranks.
     """
@@ -589,7 +651,8 @@ def connect(place: Place, device: torch.device) -> Transport:
     if dist.get_world_size() != world:
         raise RunError(f"the mesh has {world} ranks, torch.distributed has {dist.get_world_size()}; make them equal")
     if device.type == "cuda":
-        return NcclTransport(place, device)
+        has_nccl = "nccl" in str(dist.get_backend_config())
+        return NcclTransport(place, device) if has_nccl else StagedTransport(place, device)
     return GlooTransport(place, device)
 
 

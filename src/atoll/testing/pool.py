@@ -57,22 +57,28 @@ LEAVE_SECONDS = 2.0
 
 
 def run_ranks(
-    function: Callable[..., Result], ranks: int, *args: Any, timeout: float = 60.0, **kwargs: Any
+    function: Callable[..., Result],
+    ranks: int,
+    *args: Any,
+    timeout: float = 60.0,
+    sees_gpus: bool = False,
+    **kwargs: Any,
 ) -> list[Result]:
     """Results of `function(*args, **kwargs)` in `ranks` ranks of one gloo group, in rank order.
 
-    All cases of one Python process share one pool. Arguments and results are pickled; torch is seeded with 0 and runs
+    All cases of one Python process share one pool, or two: one whose ranks see no GPU, one whose ranks all see all. Arguments and results are pickled; torch is seeded with 0 and runs
     one thread. The first rank that raises ends the case: `RankError` with its number and traceback, its exception as
     the cause where that can be pickled. So does a case that takes more than `timeout` seconds, with the stacks of the
     ranks that were stuck.
     """
-    return _shared_pool().run(function, ranks, *args, timeout=timeout, **kwargs)
+    return _shared_pool(sees_gpus).run(function, ranks, *args, timeout=timeout, **kwargs)
 
 
 class RankPool:
     """Warm processes for `run`; a context manager that ends them."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, sees_gpus: bool = False) -> None:
+        self._sees_gpus = sees_gpus
         self._workers: list[_Worker] = []
         self._store: TCPStore | None = None
         self._cases = 0
@@ -114,7 +120,7 @@ class RankPool:
         if gone:
             self.close()
 
-        new = [_start_worker() for _ in range(ranks - len(self._workers))]
+        new = [_start_worker(sees_gpus=self._sees_gpus) for _ in range(ranks - len(self._workers))]
         self._workers += new
         deadline = time.monotonic() + START_SECONDS
         for worker in new:
@@ -256,23 +262,19 @@ class _Worker:
 
 
 @functools.cache
-def _shared_pool() -> RankPool:
-    pool = RankPool()
+def _shared_pool(sees_gpus: bool) -> RankPool:
+    pool = RankPool(sees_gpus=sees_gpus)
     atexit.register(pool.close)
     return pool
 
 
-def _start_worker() -> _Worker:
+def _start_worker(*, sees_gpus: bool) -> _Worker:
     ours, theirs = Pipe()
     read_end, write_end = os.pipe()
     descriptor, log = tempfile.mkstemp(prefix="atoll-rank-", suffix=".log")
-    # The ranks of a case meet over gloo, so they compute on the CPU, on machines with GPUs too.
-    environment = os.environ | {
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONUNBUFFERED": "1",
-        LIFELINE: str(read_end),
-    }
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", LIFELINE: str(read_end)}
+    if not sees_gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
 
     # Its output goes to a file: the parent's may be a capture of pytest's that is gone when the next test runs.
     process = subprocess.Popen(

@@ -246,6 +246,8 @@ class Segment:
     def gather_ahead(self) -> None:
         """Begin to make the parameters whole."""
         if not self.is_whole and self._gathering is None and self.bytes_ahead:
+            if not self._stages(self._real(GATHER_PARAMETER[self.around.layout.parameters])):
+                self._make_room()
             self._gathering = self.around.lanes["gather"].start(partial(self._bring, self._syncing_parameters))
 
     def gather(self) -> None:
@@ -284,13 +286,19 @@ class Segment:
 
     def _fill(self, moves: Sequence[Move], own: torch.Tensor) -> None:
         """Make the whole copy by `moves`, from where this rank's part is."""
-        self.whole.untyped_storage().resize_(self.whole.numel() * self.whole.itemsize)
+        self._make_room()
         again, self._is_known = self._is_known, True
         if not moves:
             self._part(self.whole, Level.N, self.around.layout.parameters).copy_(own)
         for at, move in enumerate(moves):
             buffer = self._part(self.whole, Level.N, move.coarse)
             self._move(buffer, move, _Purpose.GATHER, own=own if at == 0 else None, again=again)
+
+    def _make_room(self) -> None:
+        """Room for the whole copy, on a GPU taken and given back by the computation's stream, never by a lane's: a lane
+        does not know what the computation has launched since its job was begun."""
+        if self.whole.untyped_storage().nbytes() == 0:
+            self.whole.untyped_storage().resize_(self.whole.numel() * self.whole.itemsize)
 
     def free(self) -> None:
         """Give the whole copy back."""
