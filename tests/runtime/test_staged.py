@@ -1,7 +1,7 @@
 """The transport of ranks that share a GPU: the same results by way of copies on the host.
 
-Here the copies are made of tensors of the CPU, so that its messages are tested where there is no GPU; streams and events
-are tested by `make gpu`.
+Here the copies are made of tensors of the CPU, so that its messages are tested where there is no GPU. Streams and
+events are tested by `make gpu`.
 """
 
 from __future__ import annotations

@@ -66,10 +66,10 @@ def run_ranks(
 ) -> list[Result]:
     """Results of `function(*args, **kwargs)` in `ranks` ranks of one gloo group, in rank order.
 
-    All cases of one Python process share one pool, or two: one whose ranks see no GPU, one whose ranks all see all. Arguments and results are pickled; torch is seeded with 0 and runs
-    one thread. The first rank that raises ends the case: `RankError` with its number and traceback, its exception as
-    the cause where that can be pickled. So does a case that takes more than `timeout` seconds, with the stacks of the
-    ranks that were stuck.
+    All cases of one Python process share one pool, or two: `sees_gpus` asks for one whose ranks see every GPU, while
+    the other one's see none. Arguments and results are pickled; torch is seeded with 0 and runs one thread. The first
+    rank that raises ends the case: `RankError` with its number and traceback, its exception as the cause where that can
+    be pickled. So does a case that takes more than `timeout` seconds, with the stacks of the ranks that were stuck.
     """
     return _shared_pool(sees_gpus).run(function, ranks, *args, timeout=timeout, **kwargs)
 
