@@ -90,8 +90,14 @@ MEANINGS: Mapping[str, str] = {
     "parallel.schedule": "a name of the [catalogue](schedules.md)",
     "parallel.chunks": "stages of each rank, for schedules that take them",
     "parallel.post_validation": "take the optimizer step without waiting for the global norm, and check it afterwards",
-    "parallel.prefetch": "bytes of parameters that may be gathered before they are used, 0 for none; twice the largest "
-    "unit if not given",
+    "parallel.prefetch": "bytes of parameters that may be gathered before they are used, 0 for none; what two blocks "
+    "need if not given",
+    "parallel.residency": "how long gathered parameters stay whole: each block for its use, the stages that there is "
+    "room for, or all for the step",
+    "parallel.reduction": "how often gradients are reduced to where they rest: each microbatch, before those of "
+    "another stage, or once a step",
+    "parallel.resident": "bytes of whole parameters that residency `run` may keep on a rank; its largest stage if not "
+    "given",
     "parallel.compile": '"block" compiles each block with torch.compile; "block-eager" traces them only and needs '
     "no compiler",
     "parallel.tensor": "1; tensor parallelism is not in this version",

@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import groupby
+from statistics import mean
 
 from charts import Axis, Series, bar_chart, line_charts, markdown_table, point_charts
 
-from atoll.ir import Op, Schedule
+from atoll.ir import Schedule, insert_sharding
+from atoll.ir.residency import counts
 from atoll.schedules import CATALOGUE, Memory, build
 from atoll.sim import Costs, simulate
 from atoll.trace import Trace
@@ -405,26 +406,21 @@ BY_STAY = (
 )
 
 
-def stays(schedule: Schedule, ops: tuple[Op, ...]) -> float:
-    """How often a rank turns to a stage for actions of `ops`, a mean over its stages, on the rank where it is most."""
-    found = []
-    for row in schedule.actions:
-        turns = sum(1 for _ in groupby(action.stage for action in row if action.op in ops))
-        found.append(turns / schedule.chunks)
-    return max(found)
-
-
 def gathers_of(subject: Subject) -> tuple[float, float]:
-    """Gathers and reductions of a stage in a step, if a rank keeps whole the stage it is at."""
-    schedule = schedule_of(subject)
-    return stays(schedule, (Op.F, Op.I, Op.B)), stays(schedule, (Op.W, Op.B))
+    """Gathers and reductions of a stage in a step, under residency and reduction `run`: a mean over a rank's stages, on
+    the rank where it is most."""
+    lowered = insert_sharding(schedule_of(subject), residency="run", reduction="run")
+    per_rank = [list(counts(row).values()) for row in lowered.actions]
+    return max(mean(gathers for gathers, _ in rank) for rank in per_rank), max(
+        mean(reductions for _, reductions in rank) for rank in per_rank
+    )
 
 
 def gathers_picture() -> str:
     rows = [(each.name, each.colour, gathers_of(each)) for each in BY_STAY]
     rows.append((ANY, "#7d8590", (2.0 * MICROBATCHES, 1.0 * MICROBATCHES)))
     heads = ["gathers of a stage's parameters a step (log scale)", "reductions of its gradients a step (log scale)"]
-    return bar_chart(f"Sharded parameters, whole while a rank is at their stage: {SIZES}", heads, rows)
+    return bar_chart(f"Sharded parameters, with room for one stage of a rank: {SIZES}", heads, rows)
 
 
 def gathers_table() -> str:

@@ -72,7 +72,9 @@ def test_a_plan_knows_its_global_batch() -> None:
         ({"mesh": MeshShape(pipeline=4)}, "is for 2 pipeline ranks, the mesh has 4"),
         ({"microbatch": 0}, "microbatch = 0"),
         ({"recompute": "all"}, "recompute = 'all'; known: none, block, selective"),
-        ({"residency": "step"}, "residency = 'step'; known: unit"),
+        ({"residency": "block"}, "residency = 'block'; known: unit, run, step"),
+        ({"reduction": "unit"}, "reduction = 'unit'; known: microbatch, run, step"),
+        ({"resident": 5}, "resident = 5 bytes with residency = 'unit'"),
     ],
 )
 def test_plans_that_do_not_fit(change: dict[str, object], message: str) -> None:

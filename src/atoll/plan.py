@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from atoll.errors import PlanError
 from atoll.ir import Schedule
+from atoll.ir.residency import REDUCTIONS, RESIDENCIES, Reduction, Residency
 from atoll.layouts import Layout, Nest, Precision
 
 RECOMPUTE = ("none", "block", "selective")
@@ -98,7 +99,10 @@ class Plan:
     """What to run: mesh, layout, schedule, precision, recompute and microbatches.
 
     microbatch: samples of one microbatch. Microbatches a rank and step: `schedule.microbatches`.
-    residency: how long gathered parameters stay whole; `unit` = inside one action.
+    residency: how long gathered parameters stay whole: `unit`, each block for its use; `run`, stages that there is room
+    for; `step`.  resident: bytes of whole parameters that `run` may keep on a rank between actions; as much as its
+    largest stage if not given.
+    reduction: how often gradients go to where they rest: `microbatch`, `run` (before those of another stage), `step`.
     compile: `block` compiles each block with torch.compile; `block-eager` traces the same graphs and runs them without
     generating code, which needs no compiler.
     post_validation: stages take the optimizer step without waiting for the global norm, which is checked afterwards.
@@ -110,7 +114,9 @@ class Plan:
     schedule: Schedule
     microbatch: int
     precision: Precision = field(default_factory=lambda: Precision.preset("fp32"))
-    residency: str = "unit"
+    residency: Residency = "unit"
+    reduction: Reduction = "microbatch"
+    resident: int | None = None
     recompute: str = "none"
     post_validation: bool = False
     compile: str = "none"
@@ -130,8 +136,14 @@ class Plan:
             raise PlanError(f"compile = {self.compile!r}; known: {', '.join(COMPILE)}")
         if self.prefetch is not None and self.prefetch < 0:
             raise PlanError(f"prefetch = {self.prefetch} bytes; use 0 to gather nothing ahead, or leave it out")
-        if self.residency != "unit":
-            raise PlanError(f"residency = {self.residency!r}; known: unit")
+        if self.residency not in RESIDENCIES:
+            raise PlanError(f"residency = {self.residency!r}; known: {', '.join(RESIDENCIES)}")
+        if self.reduction not in REDUCTIONS:
+            raise PlanError(f"reduction = {self.reduction!r}; known: {', '.join(REDUCTIONS)}")
+        if self.resident is not None and (self.resident < 0 or self.residency != "run"):
+            raise PlanError(
+                f"resident = {self.resident} bytes with residency = {self.residency!r}; 0 or more, for 'run' alone"
+            )
 
     @property
     def global_batch(self) -> int:

@@ -55,6 +55,9 @@ def plan_of(config: Config, world: int | None = None) -> Plan:
         post_validation=parallel.post_validation,
         compile=parallel.compile,
         prefetch=parallel.prefetch,
+        residency=parallel.residency,
+        reduction=parallel.reduction,
+        resident=parallel.resident,
     )
 
 

@@ -144,6 +144,8 @@ class Parallel(Section):
     follow as ranks / (pipeline * tensor * intra).  chunks: stages of each rank, for schedules that take them.
     post_validation: take the optimizer step before the global norm is known, and check afterwards.
     prefetch: bytes of parameters that may be gathered before they are used.
+    residency, reduction, resident: how long gathered parameters stay whole, and how often gradients are reduced; see
+    atoll.plan.Plan.
     timeout: seconds until a silent peer is given up.
     A file may give `zero_optimization`, DeepSpeed's words, instead of `layout`.
     """
@@ -155,6 +157,9 @@ class Parallel(Section):
     post_validation: bool = False
     compile: Literal["none", "block", "block-eager"] = "none"
     prefetch: Annotated[int, Field(ge=0)] | None = None
+    residency: Literal["unit", "run", "step"] = "unit"
+    reduction: Literal["microbatch", "run", "step"] = "microbatch"
+    resident: Annotated[int, Field(ge=0)] | None = None
     tensor: Positive = 1
     intra: Positive = 1
     layout: Annotated[str, BeforeValidator(_as_layout)] = "NNN"

@@ -1,8 +1,9 @@
 """What a schedule is: actions, placement, the validated order of every rank, and the passes that lower it."""
 
 from atoll.ir.action import COMPUTE, MESSAGES, SHARDING, Action, Op
-from atoll.ir.passes import insert_messages, insert_sharding, lower
+from atoll.ir.passes import insert_messages, lower
 from atoll.ir.placement import Placement
+from atoll.ir.residency import insert_sharding
 from atoll.ir.schedule import Schedule
 
 __all__ = [

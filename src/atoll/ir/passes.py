@@ -9,8 +9,11 @@ The result is validated like any schedule: that it cannot deadlock is checked, n
 
 from __future__ import annotations
 
+from typing import Any
+
 from atoll.errors import ScheduleError
 from atoll.ir.action import Action, Op
+from atoll.ir.residency import insert_sharding
 from atoll.ir.schedule import Schedule
 from atoll.ir.table import F, Table
 
@@ -18,32 +21,12 @@ _Receives = dict[int, list[Action]]
 _Sends = dict[int, Action]
 
 
-def lower(schedule: Schedule) -> Schedule:
-    """Sharding actions, then messages: a message leaves before its stage is closed or its gradients are reduced."""
-    return insert_messages(insert_sharding(schedule))
+def lower(schedule: Schedule, **options: Any) -> Schedule:
+    """Sharding actions, then messages: a message leaves before its stage is closed or its gradients are reduced.
 
-
-def insert_sharding(schedule: Schedule) -> Schedule:
-    """`unit` residency: a stage is open for one action at a time, and its gradients are reduced after each.
-
-    UNSHARD before and RESHARD after each F, I and B; REDUCE_GRAD after each W and B. W needs no weights.
-    Raises ScheduleError if messages or sharding actions are there already.
+    options: as `insert_sharding` has them.
     """
-    _refuse(schedule, schedule.has_sharding or schedule.has_messages, "insert_sharding", "a compute-only schedule")
-    rows = []
-    for row in schedule.actions:
-        lowered: list[Action] = []
-        for action in row:
-            around = action.op is not Op.W
-            if around:
-                lowered.append(Action(action.stage, Op.UNSHARD))
-            lowered.append(action)
-            if around:
-                lowered.append(Action(action.stage, Op.RESHARD))
-            if action.op in (Op.W, Op.B):
-                lowered.append(Action(action.stage, Op.REDUCE_GRAD))
-        rows.append(tuple(lowered))
-    return Schedule(schedule.name, schedule.placement, schedule.microbatches, tuple(rows))
+    return insert_messages(insert_sharding(schedule, **options))
 
 
 def insert_messages(schedule: Schedule) -> Schedule:
@@ -55,7 +38,11 @@ def insert_messages(schedule: Schedule) -> Schedule:
 
     Raises ScheduleError if messages are there already.
     """
-    _refuse(schedule, schedule.has_messages, "insert_messages", "a schedule without messages")
+    if schedule.has_messages:
+        raise ScheduleError(
+            f"insert_messages takes a schedule without messages, and {schedule} has been lowered already: start from "
+            "schedule.compute_only()"
+        )
     table = schedule.table
     before, after = _messages(table)
     rows = []
@@ -100,10 +87,3 @@ def _place_receives(table: Table, consumers: list[int], before: _Receives) -> No
         placed.append((latest, Action(action.stage, op, action.microbatch)))
     for cell, receive in reversed(placed):
         before.setdefault(cell, []).append(receive)
-
-
-def _refuse(schedule: Schedule, is_lowered: bool, name: str, wanted: str) -> None:
-    if is_lowered:
-        raise ScheduleError(
-            f"{name} takes {wanted}, and {schedule} has been lowered already: start from schedule.compute_only()"
-        )

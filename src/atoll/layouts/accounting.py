@@ -175,19 +175,23 @@ def traffic(
     inter: int,
     intra: int,
     microbatches: int,
+    gathers: float | None = None,
+    reductions: float | None = None,
 ) -> Traffic:
-    """Bytes sent a rank and step in residency `unit` with a reduction each microbatch.
+    """Bytes sent a rank and step.
 
     parameters_bytes, trainable_bytes: what travels of all and of the trainable parameters. Every move along intra
     sends (m-1)/m of the whole volume V, every move along inter (ng-1)/ng of V/m: a ring's share, on two levels.
+    gathers, reductions: of a parameter in a step, as `atoll.ir.residency.counts` has them; if not given, those of
+    residency `unit` with a reduction each microbatch.
     """
     _check_sizes(parameters_bytes, trainable_bytes, inter=inter, intra=intra)
     if microbatches < 1:
         raise LayoutError(f"microbatches = {microbatches}; a step needs at least 1")
     p, g, os = layout.parameters, layout.gradients, layout.optimizer
-    terms: tuple[tuple[float, int, Moves], ...] = (
-        (parameters_bytes, GATHERS_A_MICROBATCH * microbatches, GATHER_PARAMETER[p]),
-        (trainable_bytes, microbatches, REDUCE_GRADIENT[g]),
+    terms: tuple[tuple[float, float, Moves], ...] = (
+        (parameters_bytes, GATHERS_A_MICROBATCH * microbatches if gathers is None else gathers, GATHER_PARAMETER[p]),
+        (trainable_bytes, microbatches if reductions is None else reductions, REDUCE_GRADIENT[g]),
         (trainable_bytes, 1, SYNC_GRADIENT[g, os]),
         (trainable_bytes, 1, SYNC_PARAMETER[os, p]),
     )

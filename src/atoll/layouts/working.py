@@ -47,11 +47,15 @@ def working_memory(
     reads_in_place: bool,
     prefetch: int | None = None,
     keeps_apart: bool = False,
+    kept: int = 0,
+    unreduced: int | None = None,
 ) -> WorkingMemory:
     """What the rank at `nest` needs for `blocks`, each given by the segments that it uses.
 
     reads_in_place: whether the ranks of a group read each other's memory, as they do on one host's CPUs.
     prefetch: bytes that may be gathered ahead; None: as much as `AT_ONCE` blocks need.
+    kept: bytes that stay whole from one action to another.  unreduced: bytes of whole gradients that wait for others of
+    their stage before they are reduced; None: each block's are reduced in its microbatch.
     """
     each = [
         _block(block, layout, precision=precision, nest=nest, reads_in_place=reads_in_place, keeps_apart=keeps_apart)
@@ -62,11 +66,11 @@ def working_memory(
     ahead = 0
     if has_to_travel:
         ahead = AT_ONCE * (staged or whole) if prefetch is None else prefetch
-    flows = (REDUCED_AT_ONCE + 1) * flow
+    flows = (REDUCED_AT_ONCE + 1) * flow if unreduced is None else REDUCED_AT_ONCE * flow + unreduced
     is_shared = reads_in_place and nest.intra > 1
     lent = (max(ahead, AT_ONCE * staged) if staged else 0) + (flows if is_shared else 0)
     return WorkingMemory(
-        live=whole + (ahead if not staged else 0),
+        live=whole + kept + (ahead if not staged else 0),
         ahead=ahead,
         lent=lent,
         buffers=arriving + (0 if is_shared else flows),

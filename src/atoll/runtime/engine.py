@@ -6,7 +6,7 @@ import atexit
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,7 +17,8 @@ from torch import nn
 
 from atoll.errors import AtollError, PlanError, RankError, RunError
 from atoll.ir import lower
-from atoll.layouts import Footprint, WorkingMemory, footprint, working_memory
+from atoll.ir.residency import held_stages, unreduced_stages
+from atoll.layouts import ITEM_BYTES, Footprint, WorkingMemory, footprint, working_memory
 from atoll.models import Adapter, Batch, adapter_for
 from atoll.models.adapter import IGNORED_LABEL
 from atoll.plan import Plan, split_blocks
@@ -113,7 +114,12 @@ class Engine:
         self.adapter: Adapter = adapter_for(self.model)
         blocks = self.adapter.blocks()
         placement = plan.schedule.placement
-        schedule = lower(plan.schedule)
+        runs = split_blocks(len(blocks), placement.stages)
+        compute = ITEM_BYTES[plan.precision.compute]
+        sizes = [sum(p.numel() for at in run for _, p in blocks[at].named_parameters()) * compute for run in runs]
+        schedule = lower(
+            plan.schedule, residency=plan.residency, reduction=plan.reduction, sizes=sizes, room=plan.resident
+        )
         self._lanes = lanes_of(
             self.device, alone=self.place.nest.ranks == 1, waits_on_host=self.transport.waits_on_host
         )
@@ -124,7 +130,7 @@ class Engine:
         self._check_same_values()
         self._sharded = build(
             self.adapter,
-            split_blocks(len(blocks), placement.stages),
+            runs,
             ranks=line,
             rank_of_stage=[placement.rank_of(stage) for stage in range(placement.stages)],
             around=around,
@@ -330,7 +336,10 @@ class Engine:
         return self._working_memory(reads_in_place=self.transport.sees(Peers.along("intra", self.place)))
 
     def _working_memory(self, *, reads_in_place: bool) -> WorkingMemory:
-        blocks = [block for stage in self._sharded.stages for block in stage.sharded]
+        stages = {stage.index: stage for stage in self._sharded.stages}
+        blocks = [block for stage in stages.values() for block in stage.sharded]
+        whole = {at: sum(unit.nbytes for unit in stage.units if not unit.rests_whole) for at, stage in stages.items()}
+        flows = {at: sum(unit.flow_bytes for unit in stage.units) for at, stage in stages.items()}
         return working_memory(
             [[segment.shape for unit in block.units for segment in unit.segments] for block in blocks],
             self.plan.layout,
@@ -339,6 +348,8 @@ class Engine:
             reads_in_place=reads_in_place,
             prefetch=self.plan.prefetch,
             keeps_apart=self.plan.post_validation,
+            kept=_largest(held_stages(self._row), whole),
+            unreduced=None if self.plan.reduction == "microbatch" else _largest(unreduced_stages(self._row), flows),
         )
 
     def trace(self) -> Trace:
@@ -588,6 +599,11 @@ class Engine:
                 "the model's initial values differ between ranks; build it on the meta device (Atoll then draws them "
                 "from the seed), or set the same seed or load the same weights on every rank"
             )
+
+
+def _largest(stages: Iterable[frozenset[int]], sizes: Mapping[int, int]) -> int:
+    """The most bytes of several stages at any time."""
+    return max((sum(sizes[stage] for stage in each) for each in stages), default=0)
 
 
 _TRAINING = "training"

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from atoll import schedules
+from atoll.ir.residency import Reduction, Residency
 from atoll.layouts import Layout, Precision
 from atoll.models import Adapter, adapter_for, initialise_model
 from atoll.plan import MeshShape, Plan
@@ -43,6 +44,8 @@ class Case:
     compile: str = "none"
     prefetch: int | None = None
     reads_in_place: bool = True
+    residency: Residency = "unit"
+    reduction: Reduction = "microbatch"
     steps: int = 3
     clip: float | None = 0.05
     lr: float = 1e-2
@@ -71,6 +74,8 @@ class Case:
             post_validation=self.post_validation,
             compile=self.compile,
             prefetch=self.prefetch,
+            residency=self.residency,
+            reduction=self.reduction,
         )
 
     @property

@@ -155,11 +155,12 @@ def is_deferrable(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 @torch.no_grad()
-def compute_weights(units: Iterable[Unit], pending: Pending, *, is_last: bool = False) -> None:
+def compute_weights(units: Iterable[Unit], pending: Pending, *, reduces: bool = True, is_last: bool = False) -> None:
     """W of some units: add what is pending to the weights' gradients, unit by unit in this order, and reduce each.
 
     Every unit takes part whether it has anything pending or not, since the other ranks may have. What is used is taken
-    out of `pending` on the way, so that it is free.  is_last: whether it is their last W in this step.
+    out of `pending` on the way, so that it is free.  reduces: whether gradients are reduced now, or later with others.
+    is_last: whether it is their last W in this step.
     """
     for unit in units:
         own = pending.pop(unit, [])
@@ -173,7 +174,8 @@ def compute_weights(units: Iterable[Unit], pending: Pending, *, is_last: bool = 
             else:
                 _accumulate(target, *kept)
             del kept
-        unit.reduce_gradients("W", is_last=is_last)
+        if reduces:
+            unit.reduce_gradients("W", is_last=is_last)
 
 
 def _accumulate(target: Tensor, hidden: Tensor, gradient: Tensor) -> None:

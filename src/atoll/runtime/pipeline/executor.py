@@ -6,7 +6,8 @@ backward is I, the message that others wait for, then W (see deferred.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -15,6 +16,7 @@ from torch.profiler import record_function
 
 from atoll.errors import AtollError, RunError
 from atoll.ir import Action, Op, Schedule
+from atoll.ir.residency import held_stages
 from atoll.models import Batch
 from atoll.runtime._torch import is_profiling, run_backward
 from atoll.runtime.pipeline.clock import Clock, clock_of
@@ -23,7 +25,7 @@ from atoll.runtime.pipeline.mail import Mail, Wire
 from atoll.runtime.pipeline.stage import Stage
 from atoll.runtime.sharding.hooks import Moment, Pending
 from atoll.runtime.sharding.segment import Phase
-from atoll.runtime.sharding.unit import Unit
+from atoll.runtime.sharding.unit import PHASES, Unit
 from atoll.runtime.transport import Transport
 from atoll.trace import Span
 
@@ -44,7 +46,7 @@ class _Step:
     """Everything that lives from one action to another within a step.
 
     received: buffers of a microbatch's activation and gradient, given back after W, which may read both.
-    last: the phases of a stage's backward that end with a microbatch.
+    opened: how often each stage was opened.
     """
 
     batches: Sequence[Batch]
@@ -56,7 +58,7 @@ class _Step:
     gradients: dict[Key, torch.Tensor | None] = field(default_factory=dict)
     pending: dict[Key, Pending] = field(default_factory=dict)
     received: dict[Key, list[tuple[torch.Tensor, Wire]]] = field(default_factory=dict)
-    last: Mapping[Key, frozenset[Phase]] = field(default_factory=dict)
+    opened: Counter[int] = field(default_factory=Counter)
     losses: list[torch.Tensor] = field(default_factory=list)
     logits: list[torch.Tensor] = field(default_factory=list)
 
@@ -75,18 +77,76 @@ class Outcome:
         return self.clock.spans()
 
 
-def _last_phases(row: Sequence[Action]) -> dict[Key, frozenset[Phase]]:
+Ends = Mapping[Key, frozenset[Phase]]
+
+
+def _last_phases(row: Sequence[Action]) -> Ends:
     """With which microbatch of each stage the phases of its backward come to their end."""
     ends: dict[tuple[int, Phase], int] = {}
     for action in row:
-        if action.microbatch is not None and action.op in (Op.B, Op.I):
-            ends[action.stage, "I"] = action.microbatch
-        if action.microbatch is not None and action.op in (Op.B, Op.W):
-            ends[action.stage, "W"] = action.microbatch
-    found: dict[Key, frozenset[Phase]] = {}
-    for (stage, phase), microbatch in ends.items():
-        found[stage, microbatch] = found.get((stage, microbatch), _NONE) | {phase}
-    return found
+        for phase in _PHASES_OF.get(action.op, ()):
+            assert action.microbatch is not None, "a backward has a microbatch"
+            ends[action.stage, phase] = action.microbatch
+    return _by_microbatch((stage, phase, microbatch) for (stage, phase), microbatch in ends.items())
+
+
+def _reduced_phases(row: Sequence[Action]) -> Ends:
+    """In which microbatch of each stage the gradients of a phase are reduced: the last one before a REDUCE_GRAD, so
+    that they leave while it computes. Where REDUCE_GRAD follows every W, phase I does not wait for it."""
+    waiting: dict[tuple[int, Phase], int] = {}
+    found: list[tuple[int, Phase, int]] = []
+    ends = sum(action.op in (Op.W, Op.B) for action in row)
+    if ends == sum(action.op is Op.REDUCE_GRAD for action in row):
+        return _by_microbatch(
+            (action.stage, phase, action.microbatch)
+            for action in row
+            for phase in _PHASES_OF.get(action.op, ())
+            if action.microbatch is not None
+        )
+    for action in row:
+        for phase in _PHASES_OF.get(action.op, ()):
+            assert action.microbatch is not None, "a backward has a microbatch"
+            waiting[action.stage, phase] = action.microbatch
+        if action.op is Op.REDUCE_GRAD:
+            own = [(action.stage, phase) for phase in PHASES if (action.stage, phase) in waiting]
+            found += [(*each, waiting.pop(each)) for each in own]
+    return _by_microbatch(found)
+
+
+def _by_microbatch(found: Iterable[tuple[int, Phase, int]]) -> Ends:
+    grouped: dict[Key, frozenset[Phase]] = {}
+    for stage, phase, microbatch in found:
+        grouped[stage, microbatch] = grouped.get((stage, microbatch), _NONE) | {phase}
+    return grouped
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A row as it is played, and what follows from it alone.
+
+    first_backward: where its backwards begin.  last, reduced: see the functions.  staying: of each stage, whether it
+    stays open for more than one use, UNSHARD by UNSHARD.
+    """
+
+    actions: tuple[Action, ...]
+    first_backward: int
+    last: Ends
+    reduced: Ends
+    staying: Mapping[int, tuple[bool, ...]]
+
+    @staticmethod
+    def of(actions: Sequence[Action], microbatches: int) -> _Row:
+        """The part of a row that its first microbatches take."""
+        row = tuple(action for action in actions if action.microbatch is None or action.microbatch < microbatches)
+        first_backward = next((at for at, action in enumerate(row) if action.op in _BACKWARD), len(row))
+        staying: dict[int, tuple[bool, ...]] = {}
+        for action, held in zip(row, held_stages(row), strict=True):
+            if action.op is Op.UNSHARD:
+                staying[action.stage] = (*staying.get(action.stage, ()), action.stage in held)
+        return _Row(row, first_backward, _last_phases(row), _reduced_phases(row), staying)
+
+
+_PHASES_OF: Mapping[Op, tuple[Phase, ...]] = {Op.I: ("I",), Op.W: ("W",), Op.B: ("I", "W")}
 
 
 class Executor:
@@ -112,6 +172,8 @@ class Executor:
         self._clock = self._clocks[False]
         self._mail = Mail(transport, self._rank_of)
         self._step = _Step((), is_training=False)
+        self._row = _Row.of((), 0)
+        self._known: dict[tuple[int, int], tuple[Sequence[Action], _Row]] = {}
         self._acts: Mapping[Op, Callable[[int, int], None]] = {
             Op.F: self._forward,
             Op.B: self._backward,
@@ -121,9 +183,9 @@ class Executor:
             Op.RECV_F: self._receive_forward,
             Op.SEND_B: self._send_backward,
             Op.RECV_B: self._receive_backward,
-            Op.UNSHARD: lambda stage, _: self._stages[stage].open(),
+            Op.UNSHARD: self._open,
             Op.RESHARD: lambda stage, _: self._stages[stage].close(),
-            Op.REDUCE_GRAD: lambda stage, _: self._stages[stage].reduce(),
+            Op.REDUCE_GRAD: lambda stage, _: None,  # units have been reduced as they were complete
         }
 
     def run(
@@ -145,27 +207,40 @@ class Executor:
         once, before the first backward, whether the parameters were right so far; if not, the row begins again.
         """
         self._step = _Step(batches, is_training=training, keeps_logits=keep_logits)
-        row = [action for action in row if action.microbatch is None or action.microbatch < len(batches)]
-        self._mail.begin(row, batches, training=training)
+        own = self._row = self._prepared(row, len(batches))
+        before, after = own.actions[: own.first_backward], own.actions[own.first_backward :]
+        self._mail.begin(own.actions, batches, training=training)
         self._clock = self._clocks[training]
         self._clock.begin()
-        first_backward = next((at for at, action in enumerate(row) if action.op in _BACKWARD), len(row))
         self._first_microbatch = first_microbatch
-        self._step.last = _last_phases(row)
         with torch.set_grad_enabled(training):
-            self._play(row[:first_backward])
+            self._play(before)
             if verdict is not None and not verdict():
-                self._step = _Step(batches, is_training=training, last=self._step.last)
-                self._mail.begin_again(self._stale(row[first_backward:]))
-                self._play(row[:first_backward])
+                for stage in self._stages.values():
+                    stage.close()
+                self._step = _Step(batches, is_training=training)
+                self._mail.begin_again(self._stale(after))
+                self._play(before)
             if scale is not None:
                 self._step.scale = scale()
-            self._play(row[first_backward:])
+            self._play(after)
         step = self._step
         self._mail.end()
         self._step = _Step((), is_training=False)
         loss_sum = torch.stack(step.losses).sum() if step.losses else None
         return Outcome(loss_sum, tuple(step.logits), self._clock)
+
+    def _prepared(self, row: Sequence[Action], microbatches: int) -> _Row:
+        """A row for so many microbatches; rows are played many times, and kept as long as this."""
+        key = id(row), microbatches
+        if key not in self._known:
+            self._known[key] = (row, _Row.of(row, microbatches))
+        return self._known[key][1]
+
+    def _open(self, stage: int, _: int) -> None:
+        nth = self._step.opened[stage]
+        self._step.opened[stage] += 1
+        self._stages[stage].open(stays=self._row.staying[stage][nth])
 
     def _play(self, row: Sequence[Action]) -> None:
         clock = self._clock
@@ -174,7 +249,8 @@ class Executor:
             microbatch = -1 if action.microbatch is None else action.microbatch
             if microbatch >= 0:
                 self._moment.microbatch = self._first_microbatch + microbatch
-                self._moment.last = self._step.last.get((action.stage, microbatch), _NONE)
+                self._moment.last = self._row.last.get((action.stage, microbatch), _NONE)
+                self._moment.reduced = self._row.reduced.get((action.stage, microbatch), _NONE)
             start = clock.now()
             try:
                 with record_function(str(action)) if is_profiled else _UNNAMED:
@@ -256,7 +332,7 @@ class Executor:
 
         def weights_of_block(units: Sequence[Unit]) -> None:
             ready = [unit for unit in units if unit in left and len(unit.spec.blocks) == 1]
-            compute_weights(ready, self._moment.pending or {}, is_last="W" in self._moment.last)
+            self._weights(ready, self._moment.pending or {})
             left[:] = [unit for unit in left if unit not in ready]
 
         self._moment.after_block = weights_of_block if at.is_recomputed else None
@@ -295,9 +371,13 @@ class Executor:
     def _weight_backward(self, stage: int, microbatch: int) -> None:
         self._compute_weights(self._stages[stage].units, (stage, microbatch))
 
+    def _weights(self, units: Sequence[Unit], pending: Pending) -> None:
+        moment = self._moment
+        compute_weights(units, pending, reduces="W" in moment.reduced, is_last="W" in moment.last)
+
     def _compute_weights(self, units: Sequence[Unit], key: Key) -> None:
         """W, after which nothing of the microbatch is left."""
-        compute_weights(units, self._step.pending.pop(key), is_last="W" in self._moment.last)
+        self._weights(units, self._step.pending.pop(key))
         for buffer, wire in self._step.received.pop(key, ()):
             self._mail.recycle(buffer, wire)
 

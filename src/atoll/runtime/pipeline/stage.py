@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -15,7 +15,10 @@ from atoll.runtime.sharding.unit import Unit
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Blocks `blocks` of the model, and the units they use in the order of the backward."""
+    """Blocks `blocks` of the model, and the units they use in the order of the backward.
+
+    kept: units that stay whole while the stage is open.
+    """
 
     index: int
     blocks: range
@@ -26,25 +29,29 @@ class Stage:
     sharded: tuple[ShardedBlock, ...]
     deferred: tuple[DeferredWeight, ...]
     reducer: Reducer
+    kept: list[Unit] = field(default_factory=list)
 
     def forward(self, hidden: torch.Tensor | None, batch: Batch) -> torch.Tensor:
         """The hidden state after the stage, [B, S, hidden] as a rule, or the logits on the last stage."""
         return self.adapter.forward(self.blocks.start, self.blocks.stop, hidden, batch)
 
-    def open(self) -> None:
-        """UNSHARD. In `unit` residency each block gathers for itself; nothing is gathered ahead."""
+    def open(self, *, stays: bool) -> None:
+        """UNSHARD. Each block gathers its units when it comes to them; with `stays` they are whole until RESHARD."""
+        if stays:
+            for unit in self.units:
+                unit.keep()
+            self.kept.extend(self.units)
 
     def close(self) -> None:
-        """RESHARD: free what an early stop or an input without gradient left whole."""
+        """RESHARD: free what was kept, and what an early stop or an input without gradient left whole."""
+        while self.kept:
+            self.kept.pop().let_go()
         for block in self.sharded:
             block.free()
 
     def end_input_backward(self) -> None:
         """The end of I: reduce what its microbatch left unreduced of phase I."""
         self.reducer.flush()
-
-    def reduce(self) -> None:
-        """REDUCE_GRAD. In `unit` residency each phase reduces its units as it goes; nothing is left."""
 
     @property
     def is_recomputed(self) -> bool:

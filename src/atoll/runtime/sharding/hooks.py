@@ -49,6 +49,7 @@ class Moment:
     pending: what I leaves for W; None outside a backward.
     after_block: called when the backward of a block is over.
     last: the phases that come to their end, for the stage that runs now, with the present microbatch.
+    reduced: the phases whose gradients, of all microbatches since the last time, are reduced in this one.
     """
 
     seed: int = 0
@@ -58,6 +59,7 @@ class Moment:
     pending: Pending | None = None
     after_block: Callable[[Sequence[Unit]], None] | None = None
     last: frozenset[Phase] = frozenset()
+    reduced: frozenset[Phase] = frozenset()
 
 
 @dataclass(slots=True)
@@ -116,7 +118,8 @@ class Reducer:
             unit = self._order[self._next]
             if not self._rounds[unit.spec.index].is_complete:
                 return
-            unit.reduce_gradients("I", is_last="I" in self._moment.last)
+            if "I" in self._moment.reduced:
+                unit.reduce_gradients("I", is_last="I" in self._moment.last)
             self._next += 1
 
     def _reset(self) -> None:
@@ -193,11 +196,12 @@ class ShardedBlock:
 
     def gather(self) -> None:
         """Make the block's units whole, and begin with those that come next."""
-        if self._is_gathered:
+        has_to_come = not all(unit.is_whole for unit in self.units)
+        if has_to_come:
             self._lookahead.asked(self)
         for unit in self.units:
             unit.gather()
-        if self._is_gathered:
+        if has_to_come:
             self._lookahead.came()
 
     def free(self) -> None:

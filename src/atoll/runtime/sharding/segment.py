@@ -230,6 +230,13 @@ class Segment:
         """Whether the parameters are being gathered ahead of their use."""
         return self._gathering is not None
 
+    @property
+    def flow_bytes(self) -> int:
+        """Bytes of whole gradients that are made and reduced; 0 where they rest whole."""
+        if self.around.layout.gradients is Level.N:
+            return 0
+        return len(self.phases) * self.map.padded * dtype_of(self.around.precision.gradient).itemsize
+
     @cached_property
     def bytes_ahead(self) -> int:
         """Bytes that a gather ahead of its use holds; none where a gather only reads what rests, which is done then."""

@@ -81,6 +81,7 @@ class Unit:
         self.parameters = dict(parameters)
         self.segments: list[Segment] = []
         self.touched: set[str] = set()
+        self._keepers = 0
         together: frozenset[Phase] = frozenset().union(*(phases[n] for n, p in parameters.items() if p.requires_grad))
         grouped: dict[tuple[torch.dtype, frozenset[Phase]], dict[str, nn.Parameter]] = {}
         for name, parameter in parameters.items():
@@ -122,6 +123,11 @@ class Unit:
         return sum(segment.whole.numel() * segment.whole.itemsize for segment in self.segments)
 
     @property
+    def flow_bytes(self) -> int:
+        """Bytes of whole gradients that are made and reduced; 0 where they rest whole."""
+        return sum(segment.flow_bytes for segment in self.segments)
+
+    @property
     def bytes_ahead(self) -> int:
         """Bytes that a gather ahead of its use holds."""
         return sum(segment.bytes_ahead for segment in self.segments)
@@ -151,10 +157,20 @@ class Unit:
         for segment in self.segments:
             segment.free_ahead()
 
+    def keep(self) -> None:
+        """Stay whole, once gathered, until as many `let_go` have come."""
+        self._keepers += 1
+
+    def let_go(self) -> None:
+        """A stage that kept the unit whole is closed."""
+        self._keepers -= 1
+        self.free()
+
     def free(self) -> None:
-        """Give whole copies back where parameters rest sharded."""
-        for segment in self.segments:
-            segment.free()
+        """Give whole copies back where parameters rest sharded, unless a stage keeps them."""
+        if self._keepers == 0:
+            for segment in self.segments:
+                segment.free()
 
     def open_gradients(self) -> None:
         """Prepare `.grad` of every trainable parameter before a backward reaches the unit."""

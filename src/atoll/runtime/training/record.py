@@ -123,6 +123,7 @@ def describe(plan: Plan, footprints: Sequence[Footprint], blocks: Sequence[str])
         "mesh": plan.mesh.sizes,
         "layout": plan.layout.name,
         "residency": plan.residency,
+        "reduction": plan.reduction,
         "recompute": plan.recompute,
         "precision": asdict(plan.precision),
         "microbatch": plan.microbatch,

@@ -1,0 +1,168 @@
+"""How long a stage's gathered parameters stay whole, and how often its gradients are reduced.
+
+Under residency `unit` a stage is open for one action at a time, and inside it each block is freed after its use. Under
+`run` and `step` an open stage stays whole from UNSHARD to RESHARD: as long as there is room for it, or for the step.
+
+Which stages stay is decided with the whole row in view: who is used again last makes room, and a stage that would only
+push out one that is used again sooner is opened for its action alone (Belady, IBM Systems Journal 5(2), 1966). W needs
+no weights: a stage is closed right after its last F, I or B.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+from atoll.errors import ScheduleError
+from atoll.ir.action import Action, Op
+from atoll.ir.schedule import Schedule
+
+Residency = Literal["unit", "run", "step"]
+Reduction = Literal["microbatch", "run", "step"]
+
+RESIDENCIES: tuple[Residency, ...] = get_args(Residency)
+REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
+
+Row = Sequence[Action]
+
+_USES = (Op.F, Op.I, Op.B)
+_ENDS = (Op.W, Op.B)
+
+
+def insert_sharding(
+    schedule: Schedule,
+    *,
+    residency: Residency = "unit",
+    reduction: Reduction = "microbatch",
+    sizes: Sequence[float] | None = None,
+    room: float | None = None,
+) -> Schedule:
+    """UNSHARD before and RESHARD after what uses a stage's parameters, REDUCE_GRAD after what ends its gradients.
+
+    residency: `unit` opens a stage for one F, I or B; `run` keeps what there is room for; `step` opens once a step.
+    reduction: REDUCE_GRAD after each W and B, after the last before those of another stage, or once a step.
+    sizes: bytes of each stage's whole parameters, all alike if not given.  room: bytes that `run` may keep on a rank
+    from one action to another; as much as its largest stage if not given.
+    Raises ScheduleError if messages or sharding actions are there already, and for words and sizes that do not fit.
+    """
+    if schedule.has_sharding or schedule.has_messages:
+        raise ScheduleError(
+            f"insert_sharding takes a compute-only schedule, and {schedule} has been lowered already: start from "
+            "schedule.compute_only()"
+        )
+    _check(residency, RESIDENCIES, "residency")
+    _check(reduction, REDUCTIONS, "reduction")
+    bytes_of = tuple(sizes) if sizes is not None else (1.0,) * schedule.stages
+    if len(bytes_of) != schedule.stages or not all(math.isfinite(size) and size >= 0 for size in bytes_of):
+        raise ScheduleError(f"sizes = {bytes_of}: {schedule} has {schedule.stages} stages; give bytes for each")
+    rows = []
+    for rank, row in enumerate(schedule.actions):
+        largest = max((bytes_of[stage] for stage in schedule.placement.stages_of(rank)), default=0.0)
+        kept = {"unit": -1.0, "run": largest if room is None else room, "step": math.inf}[residency]
+        opened, closed = _openings(row, bytes_of, kept)
+        reduced = _reductions(row, reduction)
+        lowered: list[Action] = []
+        for at, action in enumerate(row):
+            if at in opened:
+                lowered.append(Action(action.stage, Op.UNSHARD))
+            lowered.append(action)
+            if at in closed:
+                lowered.append(Action(action.stage, Op.RESHARD))
+            if at in reduced:
+                lowered.append(Action(action.stage, Op.REDUCE_GRAD))
+        rows.append(tuple(lowered))
+    return Schedule(schedule.name, schedule.placement, schedule.microbatches, tuple(rows))
+
+
+def _check(word: str, known: Sequence[str], name: str) -> None:
+    if word not in known:
+        raise ScheduleError(f"{name} = {word!r}; known: {', '.join(known)}")
+
+
+def _openings(row: Row, sizes: Sequence[float], room: float) -> tuple[set[int], set[int]]:
+    """Steps of a row before which its stage is opened, and after which it is closed."""
+    following: dict[int, float] = {}
+    next_use: dict[int, float] = {}
+    for at in range(len(row) - 1, -1, -1):
+        if row[at].op in _USES:
+            next_use[at] = following.get(row[at].stage, math.inf)
+            following[row[at].stage] = at
+    opened: set[int] = set()
+    closed: set[int] = set()
+    kept: dict[int, int] = {}  # stage -> its last use so far
+    for at, action in enumerate(row):
+        if action.op not in _USES:
+            continue
+        stage = action.stage
+        if stage not in kept:
+            opened.add(at)
+        kept[stage] = at
+        # Close what is not used again or never fits, then what is used again last, until the rest fits.
+        while kept:
+            last = max(kept, key=lambda held: (sizes[held] > room, next_use[kept[held]], held == stage))
+            if next_use[kept[last]] < math.inf and sum(sizes[held] for held in kept) <= room:
+                break
+            closed.add(kept.pop(last))
+    return opened, closed
+
+
+def _reductions(row: Row, reduction: Reduction) -> set[int]:
+    """Steps of a row after which the gradients of its stage are reduced."""
+    ends = [at for at, action in enumerate(row) if action.op in _ENDS]
+    if reduction == "microbatch":
+        return set(ends)
+    if reduction == "run":
+        return {
+            at
+            for at, after in zip(ends, [*ends[1:], -1], strict=True)
+            if after < 0 or row[after].stage != row[at].stage
+        }
+    return set({row[at].stage: at for at in ends}.values())
+
+
+def held_stages(row: Row) -> list[frozenset[int]]:
+    """For each step of a lowered row: the stages that stay open beyond one use at that time."""
+    uses: dict[int, int] = {}
+    begun: dict[int, int] = {}
+    spans: list[tuple[int, int, int]] = []
+    for at, action in enumerate(row):
+        if action.op is Op.UNSHARD:
+            begun[action.stage], uses[action.stage] = at, 0
+        elif action.op in _USES and action.stage in begun:
+            uses[action.stage] += 1
+        elif action.op is Op.RESHARD and action.stage in begun:
+            start = begun.pop(action.stage)
+            if uses[action.stage] > 1:
+                spans.append((start, at, action.stage))
+    found: list[set[int]] = [set() for _ in row]
+    for start, stop, stage in spans:
+        for at in range(start, stop):
+            found[at].add(stage)
+    return [frozenset(stages) for stages in found]
+
+
+def unreduced_stages(row: Row) -> list[frozenset[int]]:
+    """For each step of a lowered row: the stages with gradients that were not reduced at the end of their action."""
+    found: list[frozenset[int]] = []
+    waiting: set[int] = set()
+    for action in row:
+        if action.op is Op.REDUCE_GRAD:
+            waiting.discard(action.stage)
+        elif action.op in (Op.I, Op.W, Op.B):
+            waiting.add(action.stage)
+        found.append(frozenset(waiting))
+    return found
+
+
+def counts(row: Row) -> dict[int, tuple[int, int]]:
+    """By stage of a lowered row: how often its parameters are gathered and its gradients are reduced."""
+    found: dict[int, tuple[int, int]] = {}
+    for action in row:
+        gathers, reductions = found.get(action.stage, (0, 0))
+        if action.op is Op.UNSHARD:
+            gathers += 1
+        elif action.op is Op.REDUCE_GRAD:
+            reductions += 1
+        found[action.stage] = (gathers, reductions)
+    return found

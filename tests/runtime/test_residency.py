@@ -1,0 +1,129 @@
+"""Every residency and reduction gives what one process gives, and gathers and reduces as often as the schedule says."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from atoll.ir.residency import REDUCTIONS, RESIDENCIES, Reduction, Residency, counts, held_stages
+from atoll.layouts import Level
+from atoll.runtime.sharding.segment import Segment
+from atoll.testing import run_ranks
+from atoll.testing.parity import Case, assert_parity
+from atoll.testing.tiny import TinyConfig
+
+EVERYTHING = TinyConfig(layers=6, tied=True, frozen=True, odd=True, small=True, unused=True, dropout=0.2)
+
+PAIRS = [(residency, reduction) for residency in RESIDENCIES for reduction in REDUCTIONS][1:]
+
+
+@pytest.mark.parametrize(("residency", "reduction"), PAIRS)
+@pytest.mark.parametrize("schedule", ["1f1b", "breadth-first", "zb-v"])
+@pytest.mark.parametrize("layout", ["NIG", "IIG", "GGG"])
+def test_parity_in_a_pipeline(layout: str, schedule: str, residency: Residency, reduction: Reduction) -> None:
+    case = Case(layout, pipeline=2, intra=2, schedule=schedule, model=EVERYTHING)
+    assert_parity(replace(case, residency=residency, reduction=reduction))
+
+
+@pytest.mark.parametrize("recompute", ["none", "block"])
+@pytest.mark.parametrize("layout", ["ING", "IIG", "GNG", "GGG"])
+def test_parity_over_two_groups(layout: str, recompute: str) -> None:
+    case = Case(layout, inter=2, intra=2, microbatches=8, model=EVERYTHING, recompute=recompute)
+    for residency, reduction in (("run", "run"), ("step", "step")):
+        assert_parity(replace(case, residency=residency, reduction=reduction))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("layout", ["IIG", "GGG"])
+def test_a_wrong_step_is_taken_back_while_stages_are_open(layout: str) -> None:
+    case = Case(layout, pipeline=2, intra=2, model=EVERYTHING, steps=5, schedule="zb-h2", post_validation=True)
+    assert_parity(replace(case, residency="step", reduction="step"))
+
+
+def counted(case: Case) -> tuple[dict[int, tuple[int, int]], dict[int, tuple[int, int]], int, int]:
+    """By stage: gathers and reductions of each of its units in the second step, as done and as the row says; the most
+    bytes whole after any gather, and as foretold."""
+    engine = case.engine()
+    engine.step(case.share(engine, 0))
+    gathers: Counter[int] = Counter()
+    reductions: Counter[int] = Counter()
+    most = 0
+    bring, reduce, gather = Segment._bring, Segment._reduce, Segment.gather
+
+    def whole() -> int:
+        segments = [segment for unit in engine.units for segment in unit.segments if not segment.permanent]
+        return sum(segment.whole.untyped_storage().nbytes() for segment in segments)
+
+    def bringing(segment: Segment, *args: Any) -> None:
+        gathers[segment._tag[0]] += 1
+        bring(segment, *args)
+
+    def reducing(segment: Segment, *args: Any) -> None:
+        reductions[segment._tag[0]] += segment.phases[-1] == args[0]
+        reduce(segment, *args)
+
+    def gathering(segment: Segment) -> None:
+        nonlocal most
+        gather(segment)
+        most = max(most, whole())
+
+    with (
+        patch.object(Segment, "_bring", bringing),
+        patch.object(Segment, "_reduce", reducing),
+        patch.object(Segment, "gather", gathering),
+    ):
+        engine.step(case.share(engine, 1))
+    done = {}
+    for stage in engine._sharded.stages:
+        trained = [unit.spec.index for unit in stage.units if unit.trainable]
+        brought = {gathers[unit.spec.index] // len(unit.segments) for unit in stage.units}
+        reduced = {reductions[index] for index in trained}
+        assert len(brought) == 1, "the units of a stage travel together"
+        done[stage.index] = (brought.pop(), max(reduced))
+    said = counts(engine._row)
+    if case.layout[1] == Level.N.name:
+        said = {stage: (count, 0) for stage, (count, _) in said.items()}
+    foretold = engine.working_memory().live
+    assert not any(segment.is_whole for unit in engine.units for segment in unit.segments if not segment.permanent)
+    engine.close()
+    return done, said, most, foretold
+
+
+@pytest.mark.parametrize(
+    ("schedule", "residency", "reduction"),
+    [
+        ("1f1b", "unit", "microbatch"),
+        ("1f1b", "run", "run"),
+        ("breadth-first", "run", "run"),
+        ("breadth-first", "step", "step"),
+        ("zb-h1", "run", "step"),
+        ("zb-v", "run", "run"),
+        ("zb-v", "step", "step"),
+    ],
+)
+@pytest.mark.parametrize("layout", ["ING", "IIG", "GGG"])
+def test_gathers_and_reductions_are_those_of_the_schedule(
+    layout: str, schedule: str, residency: Residency, reduction: Reduction
+) -> None:
+    model = TinyConfig(layers=6)
+    case = Case(layout, pipeline=2, intra=2, microbatches=8, schedule=schedule, model=model, precision="fp32")
+    for done, said, most, foretold in run_ranks(counted, 4, replace(case, residency=residency, reduction=reduction)):
+        assert done == said
+        assert most <= foretold
+
+
+def kept(case: Case) -> tuple[int, int]:
+    engine = case.engine()
+    sizes = max(len(stages) for stages in held_stages(engine._row)), engine.working_memory().live
+    engine.close()
+    return sizes
+
+
+def test_room_for_two_stages_keeps_two() -> None:
+    case = Case("III", pipeline=2, intra=2, schedule="zb-v", model=TinyConfig(layers=6), residency="run")
+    assert all(stages == 1 for stages, _ in run_ranks(kept, 4, case))
+    step = replace(case, residency="step")
+    assert all(stages == 2 for stages, _ in run_ranks(kept, 4, step))
