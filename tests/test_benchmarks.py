@@ -31,13 +31,17 @@ def test_the_work_is_what_the_formulas_count() -> None:
 
 def test_link_bound_of_ggg_is_three_crossings_a_microbatch() -> None:
     compute = {"one_rank": 0.5, "all_ranks": 0.8}
-    found = bounds.bounds(compute, parameters=WORK.parameters, inter=2, intra=2, microbatches=8, bits=400e6)["layouts"]
+    found = bounds.bounds(compute, parameters=WORK.parameters, inter=2, intra=2, microbatches=8, bits=400e6, blocks=8)[
+        "layouts"
+    ]
     # Two gathers and a reduction a microbatch, each a quarter of the parameters a rank, two ranks an island.
     assert found["GGG"]["inter_bytes"] == 3 * 8 * 4 * WORK.parameters / 4 * 2
     assert found["GGG"]["link_seconds"] == pytest.approx(9.08, abs=0.01)
     assert found["GGG"]["lower_seconds"] == found["GGG"]["link_seconds"]
     assert found["NNG"]["link_seconds"] == found["IIG"]["link_seconds"] < 0.8 == found["IIG"]["lower_seconds"]
-    assert len(found) == 14
+    assert found["GGG-breadth"]["inter_bytes"] == (2 - 1 / 8 + 1) * 4 * WORK.parameters / 4 * 2
+    assert found["NNG-breadth"]["inter_bytes"] == found["NNG"]["inter_bytes"]
+    assert len(found) == 2 * 14
 
 
 def test_allocations_are_unknown_where_nothing_counts_them() -> None:

@@ -103,17 +103,20 @@ def build(name: str, work: Work, *, inter: int, intra: int) -> Contender:
 
 
 def atoll(name: str, work: Work, *, inter: int, intra: int) -> Contender:
-    """`atoll-IIG`: Atoll with a layout, one microbatch after the other; `atoll-IIG-breadth`: block by block, every
-    microbatch, so that what is synced once a step has the time of all other blocks."""
+    """`atoll-IIG`: Atoll with a layout, one microbatch after the other.
+
+    `atoll-IIG-breadth`: block by block, every microbatch, so that what is synced once a step has the time of all other
+    blocks, and what is sharded is gathered twice a step and reduced once, since it stays whole with its block.
+    """
     _, levels, *order = name.split("-")
     layout = Layout(levels)
+    stays: dict[str, Any] = {"residency": "run", "reduction": "run"} if order else {}
     if order:
-        schedule = schedules.build(
-            "breadth-first", ranks=1, microbatches=work.microbatches, chunks=max(1, work.blocks - 2)
-        )
+        schedule = schedules.build("breadth-first", ranks=1, microbatches=work.microbatches, chunks=work.blocks)
     else:
         schedule = schedules.build("1f1b", ranks=1, microbatches=work.microbatches)
-    plan = Plan(MeshShape(1, inter, intra), layout, schedule, work.samples, precision=Precision.preset("fp32"))
+    precision = Precision.preset("fp32")
+    plan = Plan(MeshShape(1, inter, intra), layout, schedule, work.samples, precision=precision, **stays)
     engine = Engine(work.model(), plan, optimizer=work.optimizer, seed=work.seed, device="cpu")
 
     kept = work.kept_bytes * (work.microbatches if order else 1)

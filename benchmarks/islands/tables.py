@@ -19,7 +19,7 @@ def table(rows: Sequence[Mapping[str, Any]], layouts: Mapping[str, Any] | None =
         "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for row in sorted(rows, key=_seconds):
-        bound = bounded.get(_layout(row), {}).get("lower_seconds")
+        bound = bounded.get(row["name"].removeprefix("atoll-"), {}).get("lower_seconds")
         cells = [
             row["name"],
             f"{row['median_seconds']:.3f}",
@@ -64,7 +64,7 @@ def chart(title: str, rows: Sequence[Mapping[str, Any]], layouts: Mapping[str, A
             f'<rect x="{LEFT}" y="{y}" width="{long:.1f}" height="{BAR}" rx="3" fill="{color}"/>',
             f'<text x="{LEFT + long + 8:.1f}" y="{middle}" fill="#1d2530">{_seconds(row):.2f}</text>',
         ]
-        bound = (layouts or {}).get(_layout(row))
+        bound = (layouts or {}).get(row["name"].removeprefix("atoll-"))
         if bound is not None:
             x = LEFT + WIDTH * bound["lower_seconds"] / longest
             parts.append(f'<rect x="{x - 1.5:.1f}" y="{y - 2}" width="3" height="{BAR + 4}" fill="#1d2530"/>')
@@ -79,12 +79,6 @@ def measured_in(environment: Mapping[str, Any]) -> str:
         f"{environment['date']}, commit {environment['commit'][:12]}{dirty}, torch {environment['torch']}, "
         f"{environment['cores']} cores of {environment['cpu']}, load at the start {environment['load_at_start'][0]}."
     )
-
-
-def _layout(row: Mapping[str, Any]) -> str:
-    """`atoll-IIG`, `atoll-IIG-breadth` -> `IIG`."""
-    family, *rest = row["name"].split("-")
-    return rest[0] if family == "atoll" else ""
 
 
 def _seconds(row: Mapping[str, Any]) -> float:

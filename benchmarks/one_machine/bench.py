@@ -37,7 +37,7 @@ CLAIMS = {
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure every number of ranks."""
     work = Work(blocks=2) if arguments.quick else Work()
-    rounds = 1 if arguments.quick else 11
+    rounds = 1 if arguments.quick else 7
     deepspeed = [name for name in DEEPSPEED if name != "deepspeed-mics"] if has_deepspeed() else []
     if not deepspeed:
         print("DeepSpeed is not installed (pip install -e '.[bench]'): its rows are left out", flush=True)
@@ -70,7 +70,13 @@ def _measure(ranks: int, names: list[str], work: Work, rounds: int) -> dict[str,
             row.held_like(kept[row.name])
             rows.append(row.to_json() | {"ranks": ranks})
     limits = bounds.bounds(
-        compute, parameters=work.parameters, inter=1, intra=ranks, microbatches=work.microbatches, bits=None
+        compute,
+        parameters=work.parameters,
+        inter=1,
+        intra=ranks,
+        microbatches=work.microbatches,
+        bits=None,
+        blocks=work.blocks,
     )
     seconds = {row["name"]: row["median_seconds"] for row in rows}
     compared = {title: pair for title, pair in CLAIMS.items() if set(pair) <= set(seconds)}

@@ -40,8 +40,9 @@ TORCH = (
     "fsdp2-hsdp-nosync-kept",
     "ddp",
 )
-LAYOUTS = ("NNN", "NNG", "NNG-breadth", "NIG", "III", "IIG", "IIG-breadth", "GGG")
-"""Atoll's layouts that race; the bytes of all 14 are counted. `breadth` is the breadth-first schedule."""
+LAYOUTS = ("NNN", "NNG", "NNG-breadth", "NIG", "III", "IIG", "IIG-breadth", "GGG", "GGG-breadth")
+"""Atoll's layouts that race; the bytes of all 14 are counted. `breadth` is the breadth-first schedule, each block whole
+for all microbatches."""
 
 FAST = ("fsdp2-hsdp-last", "fsdp2-hsdp-last-kept", "fsdp2-hsdp-nosync-kept", "ddp", "deepspeed-zero1")
 """Peers that send little enough for a link of 100 Mbit/s."""
@@ -139,7 +140,7 @@ def _race(
     for row in field.alternate(names, rounds=rounds):
         row.held_like(kept[row.name])
         rows.append(row.to_json())
-    sizes = {"parameters": work.parameters, "microbatches": work.microbatches}
+    sizes = {"parameters": work.parameters, "microbatches": work.microbatches, "blocks": work.blocks}
     limits = bounds.bounds(compute, inter=INTER, intra=INTRA, bits=rate, **sizes)
     print(tables.table(rows, limits["layouts"]), flush=True)
     return {"rows": rows, "bounds": limits}
@@ -166,6 +167,8 @@ def _ratios(rows: Sequence[Mapping[str, Any]], limits: Mapping[str, Any]) -> dic
         "fsdp2-hsdp-last-kept / atoll-IIG": seconds["fsdp2-hsdp-last-kept"] / seconds["atoll-IIG"],
         "fsdp2-hsdp-last / atoll-IIG": seconds["fsdp2-hsdp-last"] / seconds["atoll-IIG"],
         "fsdp2-full / atoll-GGG": seconds["fsdp2-full"] / seconds["atoll-GGG"],
+        "fsdp2-full / atoll-GGG-breadth": seconds["fsdp2-full"] / seconds["atoll-GGG-breadth"],
+        "fsdp2-nosync / atoll-GGG-breadth": seconds["fsdp2-nosync"] / seconds["atoll-GGG-breadth"],
         "atoll-GGG / its link bound": seconds["atoll-GGG"] / limits["layouts"]["GGG"]["link_seconds"],
         "atoll-III / atoll-IIG": seconds["atoll-III"] / seconds["atoll-IIG"],
         "best Atoll / larger of compute and link": best_atoll / limits["layouts"]["NNG"]["lower_seconds"],

@@ -49,7 +49,7 @@ def counted(case: Case) -> tuple[dict[int, tuple[int, int]], dict[int, tuple[int
     engine = case.engine()
     engine.step(case.share(engine, 0))
     gathers: Counter[int] = Counter()
-    reductions: Counter[int] = Counter()
+    reductions: Counter[tuple[int, int]] = Counter()
     most = 0
     bring, reduce, gather = Segment._bring, Segment._reduce, Segment.gather
 
@@ -62,7 +62,7 @@ def counted(case: Case) -> tuple[dict[int, tuple[int, int]], dict[int, tuple[int
         bring(segment, *args)
 
     def reducing(segment: Segment, *args: Any) -> None:
-        reductions[segment._tag[0]] += segment.phases[-1] == args[0]
+        reductions[segment._tag] += segment.phases[-1] == args[0]
         reduce(segment, *args)
 
     def gathering(segment: Segment) -> None:
@@ -78,11 +78,11 @@ def counted(case: Case) -> tuple[dict[int, tuple[int, int]], dict[int, tuple[int
         engine.step(case.share(engine, 1))
     done = {}
     for stage in engine._sharded.stages:
-        trained = [unit.spec.index for unit in stage.units if unit.trainable]
+        trained = [segment for unit in stage.units for segment in unit.segments if segment.trainable]
         brought = {gathers[unit.spec.index] // len(unit.segments) for unit in stage.units}
-        reduced = {reductions[index] for index in trained}
+        reduced = {reductions[segment._tag] for segment in trained}
         assert len(brought) == 1, "the units of a stage travel together"
-        done[stage.index] = (brought.pop(), max(reduced))
+        done[stage.index] = (brought.pop(), max(reduced))  # what phase I alone trains is reduced less often
     said = counts(engine._row)
     if case.layout[1] == Level.N.name:
         said = {stage: (count, 0) for stage, (count, _) in said.items()}
