@@ -459,8 +459,8 @@ def test_what_cannot_be_built_is_refused() -> None:
         run_ranks(build_frozen, 2, Case(intra=2))
     with pytest.raises(RankError, match=r"the mesh has 3 ranks, torch.distributed has 2"):
         run_ranks(build_for_three_ranks, 2, Case(intra=2))
-    with pytest.raises(RankError, match=r"4 stages for 2 layers"):
-        run_ranks(build, 4, Case(pipeline=4, model=TinyConfig(layers=2)))
+    with pytest.raises(RankError, match=r"4 stages for 3 blocks"):
+        run_ranks(build, 4, Case(pipeline=4, model=TinyConfig(layers=1)))
 
 
 # ---- precision
