@@ -106,7 +106,7 @@ class Plan:
     compile: `block` compiles each block with torch.compile; `block-eager` traces the same graphs and runs them without
     generating code, which needs no compiler.
     post_validation: stages take the optimizer step without waiting for the global norm, which is checked afterwards.
-    prefetch: bytes of parameters that may be gathered before they are used; twice the largest unit if not given.
+    prefetch: bytes of parameters that may be gathered before they are used; what two blocks need if not given.
     """
 
     mesh: MeshShape

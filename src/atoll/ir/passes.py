@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from atoll.errors import ScheduleError
 from atoll.ir.action import Action, Op
-from atoll.ir.residency import insert_sharding
+from atoll.ir.residency import insert_sharding, refuse_if
 from atoll.ir.schedule import Schedule
 from atoll.ir.table import F, Table
 
@@ -38,11 +37,7 @@ def insert_messages(schedule: Schedule) -> Schedule:
 
     Raises ScheduleError if messages are there already.
     """
-    if schedule.has_messages:
-        raise ScheduleError(
-            f"insert_messages takes a schedule without messages, and {schedule} has been lowered already: start from "
-            "schedule.compute_only()"
-        )
+    refuse_if(schedule.has_messages, schedule, "insert_messages", "a schedule without messages")
     table = schedule.table
     before, after = _messages(table)
     rows = []

@@ -46,11 +46,7 @@ def insert_sharding(
     from one action to another; as much as its largest stage if not given.
     Raises ScheduleError if messages or sharding actions are there already, and for words and sizes that do not fit.
     """
-    if schedule.has_sharding or schedule.has_messages:
-        raise ScheduleError(
-            f"insert_sharding takes a compute-only schedule, and {schedule} has been lowered already: start from "
-            "schedule.compute_only()"
-        )
+    refuse_if(schedule.has_sharding or schedule.has_messages, schedule, "insert_sharding", "a compute-only schedule")
     _check(residency, RESIDENCIES, "residency")
     _check(reduction, REDUCTIONS, "reduction")
     bytes_of = tuple(sizes) if sizes is not None else (1.0,) * schedule.stages
@@ -73,6 +69,14 @@ def insert_sharding(
                 lowered.append(Action(action.stage, Op.REDUCE_GRAD))
         rows.append(tuple(lowered))
     return Schedule(schedule.name, schedule.placement, schedule.microbatches, tuple(rows))
+
+
+def refuse_if(is_lowered: bool, schedule: Schedule, name: str, wanted: str) -> None:
+    """Raise ScheduleError where the pass `name` is given a schedule that has been lowered already."""
+    if is_lowered:
+        raise ScheduleError(
+            f"{name} takes {wanted}, and {schedule} has been lowered already: start from schedule.compute_only()"
+        )
 
 
 def _check(word: str, known: Sequence[str], name: str) -> None:

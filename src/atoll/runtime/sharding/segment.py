@@ -119,6 +119,7 @@ class Segment:
         self.parameters = dict(parameters)
         self.map = FlatMap.build(((name, tuple(p.shape)) for name, p in parameters.items()), around.nest.ranks)
         self._tag = tag
+        self._gathers = self._real(GATHER_PARAMETER[around.layout.parameters])
         self._is_known = False
         self._staged: torch.Tensor | None = None
         self._gathering: lanes.Job | None = None
@@ -240,20 +241,22 @@ class Segment:
     @cached_property
     def bytes_ahead(self) -> int:
         """Bytes that a gather ahead of its use holds; none where a gather only reads what rests, which is done then."""
-        moves = self._real(GATHER_PARAMETER[self.around.layout.parameters])
+        moves = self._gathers
         if self.permanent or (len(moves) == 1 and self.around.transport.sees(self.around.peers(moves[0].axis))):
             return 0
-        part = Level.I if self._stages(moves) else Level.N
+        part = Level.I if self._stages else Level.N
         return len(self.range(part)) * self.whole.itemsize
 
-    def _stages(self, moves: Sequence[Move]) -> bool:
-        """Whether the first of two moves goes to memory that the others then read in place."""
+    @property
+    def _stages(self) -> bool:
+        """Whether the first of a gather's two moves goes to memory that the others then read in place."""
+        moves = self._gathers
         return len(moves) > 1 and self.around.transport.sees(self.around.peers(moves[1].axis))
 
     def gather_ahead(self) -> None:
         """Begin to make the parameters whole."""
         if not self.is_whole and self._gathering is None and self.bytes_ahead:
-            if not self._stages(self._real(GATHER_PARAMETER[self.around.layout.parameters])):
+            if not self._stages:
                 self._make_room()
             self._gathering = self.around.lanes["gather"].start(partial(self._bring, self._syncing_parameters))
 
@@ -283,13 +286,12 @@ class Segment:
             syncing.wait()
         own = self.rest if self.rest is not None else self.master
         assert own is not None, "every segment keeps its parameters somewhere"
-        moves = self._real(GATHER_PARAMETER[self.around.layout.parameters])
-        if self._stages(moves):
+        if self._stages:
             self._staged = self.around.transport.lend(len(self.range(Level.I)), self.compute)
         if self._staged is not None:
-            self._move(self._staged, moves[0], _Purpose.GATHER, own=own)
+            self._move(self._staged, self._gathers[0], _Purpose.GATHER, own=own)
         else:
-            self._fill(moves, own)
+            self._fill(self._gathers, own)
 
     def _fill(self, moves: Sequence[Move], own: torch.Tensor) -> None:
         """Make the whole copy by `moves`, from where this rank's part is."""
