@@ -167,3 +167,49 @@ def test_impossible_costs_are_refused(name: str, number: float) -> None:
 def test_a_cost_list_of_another_length_is_refused() -> None:
     with pytest.raises(ConfigError, match="cost forward has 3 numbers for 2 ranks"):
         simulate(build("1f1b", ranks=2, microbatches=2), Costs((1, 2, 3)))
+
+
+def test_what_uses_a_stage_waits_until_it_is_gathered() -> None:
+    found = times(typed("0UNSHARD 0F0 0F1 0RESHARD"), Costs(gather=2.5))
+    assert found["0UNSHARD"] == (0, 2.5)
+    assert found["0F0"] == (2.5, 3.5)
+    assert found["0F1"] == (3.5, 4.5)
+
+
+def test_gathers_follow_each_other_beside_the_computation() -> None:
+    row = "0UNSHARD 1UNSHARD 0F0 0RESHARD 1F0 1RESHARD"
+    found = times(typed(row, kind="loop", chunks=2), Costs(forward=2.0, gather=6.0))
+    assert found["0UNSHARD"] == (0, 3)
+    assert found["1UNSHARD"] == (3, 6)
+    assert found["0F0"] == (3, 4)
+    assert found["1F0"] == (6, 7)
+
+
+def test_nothing_waits_for_a_reduction_and_they_follow_each_other() -> None:
+    trace = simulate(typed("0F0 0F1 0B0 0REDUCE_GRAD 0B1 0REDUCE_GRAD"), Costs(reduce=5.0))
+    assert [(span.start, span.end) for span in trace.spans if span.lane == "reduce"] == [(4, 9), (9, 14)]
+    assert (trace.end, trace.finish) == (6, 14)
+    assert trace.hidden("reduce") == pytest.approx(2 / 10)
+    assert trace.hidden("gather") == 1.0
+
+
+def test_a_stage_that_is_opened_ahead_is_gathered_while_the_one_before_computes() -> None:
+    schedule = build("breadth-first", ranks=1, microbatches=4, chunks=4)
+    costs = Costs(gather=4.0)  # of a chunk what its four forwards take
+    late = simulate(insert_sharding(schedule, residency="run"), costs)
+    early = simulate(insert_sharding(schedule, residency="run", ahead=4), costs)
+    assert late.makespan == 12 + 6  # it begins with the first forward
+    assert late.hidden("gather") == 0
+    assert early.makespan == 12
+    assert early.hidden("gather") == pytest.approx(6 / 7)
+
+
+def test_the_order_decides_what_sharding_costs() -> None:
+    """Breadth-first with blocks that stay, against 1F1B that gathers for every action; communication half of compute."""
+    ranks, microbatches = 4, 16
+    costs = Costs(gather=1.5, reduce=1.5)
+    plain = build("1f1b", ranks=ranks, microbatches=microbatches)
+    broad = build("breadth-first", ranks=ranks, microbatches=microbatches, chunks=4)
+    slow = simulate(lower(plain, ahead=1), costs).finish
+    fast = simulate(lower(broad, residency="run", reduction="run", ahead=2), costs).finish
+    assert slow / fast > 1.3

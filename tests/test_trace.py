@@ -94,7 +94,7 @@ def test_chrome_json() -> None:
     assert first["args"] == {"stage": 0, "op": "F", "microbatch": 1}
     assert sum(event["ph"] == "X" for event in events) == len(trace.spans)
     lanes = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert lanes == {"compute", "send", "receive", "sharding"}
+    assert lanes == {"compute", "send", "receive", "gather", "reduce"}
     assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {"rank 0", "rank 1"}
     counter = next(event for event in events if event["ph"] == "C")
     assert (counter["ts"], counter["args"]) == (2000, {"bytes": 512})

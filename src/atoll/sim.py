@@ -3,7 +3,10 @@
 [Note: what the simulator assumes]
 A rank runs its actions in order, one at a time. A result reaches another rank one hop after it is released; the sender
 is not blocked, directions do not contend, and inside one rank it is there at once. F and I release at their end, B
-after its I part, or at its end where `fused_backward`. Sends, receives and sharding actions take no time of their own.
+after its I part, or at its end where `fused_backward`. Sends and receives take no time of their own.
+
+Gathers and reductions have a lane each on every rank, beside the computation: an UNSHARD begins when the rank has come
+to it and the one before is over, and what uses the stage waits for its end; nothing waits for a REDUCE_GRAD.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from functools import partial
 from atoll.errors import ConfigError
 from atoll.ir.action import COMPUTE_CODES, Action, Op
 from atoll.ir.schedule import Schedule
-from atoll.ir.table import SEND_B, SEND_F, B, F, I, Table, W
+from atoll.ir.table import REDUCE_GRAD, SEND_B, SEND_F, UNSHARD, B, F, I, Table, W
 from atoll.schedules.memory import Level, Memory, RankMemory, levels_of
 from atoll.schedules.problem import TOLERANCE
 from atoll.trace import MemorySample, Span, Trace, lane_of
@@ -32,6 +35,7 @@ class Costs:
     """Seconds (or any one unit) of each rank's whole share of a microbatch: a chunk takes 1/chunks of them.
 
     hop              latency of a message between two ranks
+    gather, reduce   an UNSHARD and a REDUCE_GRAD of all that the rank has; of a chunk 1/chunks
     fused_backward   a full backward releases the input's gradient at its end, not after its I part
 
     Raises ConfigError for a cost that is negative, infinite or not a number.
@@ -42,9 +46,11 @@ class Costs:
     weight_grad: Cost = 1.0
     hop: float = 0.0
     fused_backward: bool = False
+    gather: Cost = 0.0
+    reduce: Cost = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("forward", "input_grad", "weight_grad", "hop"):
+        for name in ("forward", "input_grad", "weight_grad", "hop", "gather", "reduce"):
             value = getattr(self, name)
             for number in value if isinstance(value, Sequence) else (value,):
                 if not (math.isfinite(number) and number >= 0):
@@ -52,14 +58,21 @@ class Costs:
 
     def per_rank(self, ranks: int) -> tuple[tuple[float, float, float], ...]:
         """(forward, input_grad, weight_grad) of each rank. Raises ConfigError for a list of another length."""
+        return tuple((f, i, w) for f, i, w in self._columns(ranks, "forward", "input_grad", "weight_grad"))
+
+    def sharding_per_rank(self, ranks: int) -> tuple[tuple[float, float], ...]:
+        """(gather, reduce) of each rank. Raises ConfigError for a list of another length."""
+        return tuple((gather, reduce) for gather, reduce in self._columns(ranks, "gather", "reduce"))
+
+    def _columns(self, ranks: int, *names: str) -> Iterator[tuple[float, ...]]:
         columns = []
-        for name in ("forward", "input_grad", "weight_grad"):
+        for name in names:
             value = getattr(self, name)
             column = tuple(value) if isinstance(value, Sequence) else (value,) * ranks
             if len(column) != ranks:
                 raise ConfigError(f"cost {name} has {len(column)} numbers for {ranks} ranks: give one, or one a rank")
             columns.append(column)
-        return tuple(zip(*columns, strict=True))
+        return zip(*columns, strict=True)
 
 
 def simulate(schedule: Schedule, costs: Costs, memory: Memory | None = None) -> Trace:
@@ -71,7 +84,9 @@ def simulate(schedule: Schedule, costs: Costs, memory: Memory | None = None) -> 
     table = schedule.table
     duration, release = _durations(schedule, costs)
     if schedule.has_messages or schedule.has_sharding:
-        start, end = _play_lowered(table, duration, release, costs.hop)
+        chunks = schedule.chunks
+        travel = [(gather / chunks, reduce / chunks) for gather, reduce in costs.sharding_per_rank(schedule.ranks)]
+        start, end = _play_lowered(table, duration, release, costs.hop, travel)
     else:
         start, end = _play(table, duration, release, costs.hop)
     lanes = [lane_of(op) for op in Op]
@@ -210,7 +225,13 @@ def _play(table: Table, duration: list[list[float]], release: list[list[float]],
     return start, end
 
 
-def _play_lowered(table: Table, duration: list[list[float]], release: list[list[float]], hop: float) -> _Times:
+def _play_lowered(
+    table: Table,
+    duration: list[list[float]],
+    release: list[list[float]],
+    hop: float,
+    travel: Sequence[tuple[float, float]],
+) -> _Times:
     """The same with messages and sharding actions in place: receives wait, sends take what was released.
 
     A send that follows its producer leaves at the release, though the rank is still busy with the rest of a B; one
@@ -221,6 +242,8 @@ def _play_lowered(table: Table, duration: list[list[float]], release: list[list[
     released = [_NOT_YET] * len(table.code)
     position, clock = table.offset[:-1], [0.0] * len(duration)
     last_compute = [-1] * len(duration)
+    gathered, reduced = [0.0] * len(duration), [0.0] * len(duration)  # when the lanes are free
+    whole = [0.0] * table.placement.stages  # when a stage that was opened is there
     waiter: dict[int, int] = {}
     ready = list(range(len(duration)))
     while ready:
@@ -236,6 +259,8 @@ def _play_lowered(table: Table, duration: list[list[float]], release: list[list[
                     break
                 now = max(now, arrival + hop if table.crosses[cell] else arrival)
             if kind < COMPUTE_CODES:
+                if kind != W:
+                    now = max(now, whole[table.cells[cell].stage])
                 begin = now
                 released[cell] = now + release[rank][kind]
                 now += duration[rank][kind]
@@ -248,6 +273,12 @@ def _play_lowered(table: Table, duration: list[list[float]], release: list[list[
                 released[cell] = now
             start[cell] = begin
             end[cell] = begin if kind in (SEND_F, SEND_B) else now
+            if kind == UNSHARD:
+                start[cell] = max(now, gathered[rank])
+                end[cell] = gathered[rank] = whole[table.cells[cell].stage] = start[cell] + travel[rank][0]
+            elif kind == REDUCE_GRAD:
+                start[cell] = max(now, reduced[rank])
+                end[cell] = reduced[rank] = start[cell] + travel[rank][1]
             if cell in waiter:
                 ready.append(waiter.pop(cell))
         clock[rank] = now

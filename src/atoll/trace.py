@@ -20,7 +20,8 @@ from atoll.ir.action import Action, Op
 COMPUTE_LANE = "compute"
 SEND_LANE = "send"
 RECEIVE_LANE = "receive"
-SHARDING_LANE = "sharding"
+GATHER_LANE = "gather"
+REDUCE_LANE = "reduce"
 
 
 def lane_of(op: Op) -> str:
@@ -28,7 +29,7 @@ def lane_of(op: Op) -> str:
     if op.is_compute:
         return COMPUTE_LANE
     if op.is_sharding:
-        return SHARDING_LANE
+        return REDUCE_LANE if op is Op.REDUCE_GRAD else GATHER_LANE
     return SEND_LANE if op in (Op.SEND_F, Op.SEND_B) else RECEIVE_LANE
 
 
@@ -108,6 +109,27 @@ class Trace:
     def compute(self, rank: int) -> tuple[Span, ...]:
         """Compute spans of `rank` in the order of time."""
         return self._rows[rank]
+
+    def hidden(self, lane: str) -> float:
+        """Share of the time of a lane's spans, on all ranks, in which their rank computes; 1 if they take none."""
+        taken = hidden = 0.0
+        for rank, row in enumerate(self._rows):
+            spans = sorted((span.start, span.end) for span in self.spans if (span.rank, span.lane) == (rank, lane))
+            taken += math.fsum(end - start for start, end in spans)
+            at = 0
+            for start, end in spans:
+                while at < len(row) and row[at].end <= start:
+                    at += 1
+                for span in row[at:]:
+                    if span.start >= end:
+                        break
+                    hidden += max(0.0, min(end, span.end) - max(start, span.start))
+        return hidden / taken if taken else 1.0
+
+    @cached_property
+    def finish(self) -> float:
+        """When the last action of any kind is over: gradients may be reduced after the last compute."""
+        return max(span.end for span in self.spans)
 
     @cached_property
     def start(self) -> float:

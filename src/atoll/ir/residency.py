@@ -37,6 +37,7 @@ def insert_sharding(
     reduction: Reduction = "microbatch",
     sizes: Sequence[float] | None = None,
     room: float | None = None,
+    ahead: int = 0,
 ) -> Schedule:
     """UNSHARD before and RESHARD after what uses a stage's parameters, REDUCE_GRAD after what ends its gradients.
 
@@ -44,6 +45,8 @@ def insert_sharding(
     reduction: REDUCE_GRAD after each W and B, after the last before those of another stage, or once a step.
     sizes: bytes of each stage's whole parameters, all alike if not given.  room: bytes that `run` may keep on a rank
     from one action to another; as much as its largest stage if not given.
+    ahead: how many F, I and B before its use a stage is opened, so that it is gathered while they compute; never before
+    it was closed.
     Raises ScheduleError if messages or sharding actions are there already, and for words and sizes that do not fit.
     """
     refuse_if(schedule.has_sharding or schedule.has_messages, schedule, "insert_sharding", "a compute-only schedule")
@@ -58,10 +61,10 @@ def insert_sharding(
         kept = {"unit": -1.0, "run": largest if room is None else room, "step": math.inf}[residency]
         opened, closed = _openings(row, bytes_of, kept)
         reduced = _reductions(row, reduction)
+        early = _early(row, opened, closed, ahead)
         lowered: list[Action] = []
         for at, action in enumerate(row):
-            if at in opened:
-                lowered.append(Action(action.stage, Op.UNSHARD))
+            lowered.extend(Action(stage, Op.UNSHARD) for stage in early.get(at, ()))
             lowered.append(action)
             if at in closed:
                 lowered.append(Action(action.stage, Op.RESHARD))
@@ -109,6 +112,20 @@ def _openings(row: Row, sizes: Sequence[float], room: float) -> tuple[set[int], 
                 break
             closed.add(kept.pop(last))
     return opened, closed
+
+
+def _early(row: Row, opened: set[int], closed: set[int], ahead: int) -> dict[int, list[int]]:
+    """Stages to open before a step of a row, each up to `ahead` uses before it is used."""
+    uses = [at for at, action in enumerate(row) if action.op in _USES]
+    found: dict[int, list[int]] = {}
+    for nth, at in enumerate(uses):
+        if at not in opened:
+            continue
+        stage, first = row[at].stage, nth
+        while first > max(0, nth - ahead) and not (uses[first - 1] in closed and row[uses[first - 1]].stage == stage):
+            first -= 1
+        found.setdefault(uses[first], []).append(stage)
+    return found
 
 
 def _reductions(row: Row, reduction: Reduction) -> set[int]:
