@@ -205,7 +205,7 @@ def test_a_stage_that_is_opened_ahead_is_gathered_while_the_one_before_computes(
 
 
 def test_the_order_decides_what_sharding_costs() -> None:
-    """Breadth-first with blocks that stay, against 1F1B that gathers for every action; communication half of compute."""
+    """Breadth-first with blocks that stay, against 1F1B that gathers for each action; gathers take half of compute."""
     ranks, microbatches = 4, 16
     costs = Costs(gather=1.5, reduce=1.5)
     plain = build("1f1b", ranks=ranks, microbatches=microbatches)
