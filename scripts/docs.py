@@ -96,6 +96,7 @@ MEANINGS: Mapping[str, str] = {
     "room for, or all for the step",
     "parallel.reduction": "how often gradients are reduced to where they rest: each microbatch, before those of "
     "another stage, or once a step",
+    "parallel.unit": "blocks that are gathered and reduced together: fewer and larger messages, more memory",
     "parallel.resident": "bytes of whole parameters that residency `run` may keep on a rank; its largest stage if not "
     "given",
     "parallel.compile": '"block" compiles each block with torch.compile; "block-eager" traces them only and needs '

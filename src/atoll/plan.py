@@ -102,6 +102,7 @@ class Plan:
     residency: how long gathered parameters stay whole: `unit`, each block for its use; `run`, stages that there is room
     for; `step`.  resident: bytes of whole parameters that `run` may keep on a rank between actions; as much as its
     largest stage if not given.
+    unit: blocks that are gathered and reduced together, where they follow each other in a stage and are of one class.
     reduction: how often gradients go to where they rest: `microbatch`, `run` (before those of another stage), `step`.
     compile: `block` compiles each block with torch.compile; `block-eager` traces the same graphs and runs them without
     generating code, which needs no compiler.
@@ -117,6 +118,7 @@ class Plan:
     residency: Residency = "unit"
     reduction: Reduction = "microbatch"
     resident: int | None = None
+    unit: int = 1
     recompute: str = "none"
     post_validation: bool = False
     compile: str = "none"
@@ -136,6 +138,8 @@ class Plan:
             raise PlanError(f"compile = {self.compile!r}; known: {', '.join(COMPILE)}")
         if self.prefetch is not None and self.prefetch < 0:
             raise PlanError(f"prefetch = {self.prefetch} bytes; use 0 to gather nothing ahead, or leave it out")
+        if self.unit < 1:
+            raise PlanError(f"unit = {self.unit}; a unit has at least one block")
         if self.residency not in RESIDENCIES:
             raise PlanError(f"residency = {self.residency!r}; known: {', '.join(RESIDENCIES)}")
         if self.reduction not in REDUCTIONS:

@@ -72,7 +72,9 @@ def unit_of(block: nn.Module) -> Unit:
     parameters = dict(block.named_parameters())
     linears = {f"{name}.weight" for name, module in block.named_modules() if isinstance(module, nn.Linear)}
     phases: Any = {name: frozenset("W" if name in linears else "I") for name in parameters}
-    return Unit(UnitSpec(0, "block", tuple(parameters), (0,)), parameters, around, owners=(0,), phases=phases)
+    return Unit(
+        UnitSpec(0, "block", tuple(parameters), (0,), is_shared=False), parameters, around, owners=(0,), phases=phases
+    )
 
 
 def net_bytes(act: Callable[[], Any]) -> tuple[int, Any]:
@@ -151,7 +153,13 @@ def test_weights_come_out_as_autograd_gives_them() -> None:
         parameters = dict(block.named_parameters())
         linears = {f"{name}.weight" for name, module in block.named_modules() if isinstance(module, nn.Linear)}
         phases: Any = {name: frozenset("W" if name in linears else "I") for name in parameters}
-        unit = Unit(UnitSpec(0, "block", tuple(parameters), (0,)), parameters, around, owners=(0,), phases=phases)
+        unit = Unit(
+            UnitSpec(0, "block", tuple(parameters), (0,), is_shared=False),
+            parameters,
+            around,
+            owners=(0,),
+            phases=phases,
+        )
         unit.open_gradients()
         moment = Moment(pending={})
         layers = defer(block, [unit], moment)

@@ -58,6 +58,7 @@ def plan_of(config: Config, world: int | None = None) -> Plan:
         residency=parallel.residency,
         reduction=parallel.reduction,
         resident=parallel.resident,
+        unit=parallel.unit,
     )
 
 

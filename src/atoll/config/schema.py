@@ -144,8 +144,8 @@ class Parallel(Section):
     follow as ranks / (pipeline * tensor * intra).  chunks: stages of each rank, for schedules that take them.
     post_validation: take the optimizer step before the global norm is known, and check afterwards.
     prefetch: bytes of parameters that may be gathered before they are used.
-    residency, reduction, resident: how long gathered parameters stay whole, and how often gradients are reduced; see
-    atoll.plan.Plan.
+    residency, reduction, resident, unit: how long gathered parameters stay whole, how often gradients are reduced, and
+    how many blocks at once; see atoll.plan.Plan.
     timeout: seconds until a silent peer is given up.
     A file may give `zero_optimization`, DeepSpeed's words, instead of `layout`.
     """
@@ -160,6 +160,7 @@ class Parallel(Section):
     residency: Literal["unit", "run", "step"] = "unit"
     reduction: Literal["microbatch", "run", "step"] = "microbatch"
     resident: Annotated[int, Field(ge=0)] | None = None
+    unit: Positive = 1
     tensor: Positive = 1
     intra: Positive = 1
     layout: Annotated[str, BeforeValidator(_as_layout)] = "NNN"

@@ -138,6 +138,7 @@ class Engine:
             lookahead=self._lookahead,
             recompute=plan.recompute,
             compiler=plan.compile,
+            together=plan.unit,
         )
         self.units = self._sharded.units
         if not self._sharded.trainable:

@@ -46,6 +46,7 @@ class Case:
     reads_in_place: bool = True
     residency: Residency = "unit"
     reduction: Reduction = "microbatch"
+    unit: int = 1
     steps: int = 3
     clip: float | None = 0.05
     lr: float = 1e-2
@@ -76,6 +77,7 @@ class Case:
             prefetch=self.prefetch,
             residency=self.residency,
             reduction=self.reduction,
+            unit=self.unit,
         )
 
     @property

@@ -331,7 +331,7 @@ class Executor:
         left = list(at.units)
 
         def weights_of_block(units: Sequence[Unit]) -> None:
-            ready = [unit for unit in units if unit in left and len(unit.spec.blocks) == 1]
+            ready = [unit for unit in units if unit in left and not unit.spec.is_shared]
             self._weights(ready, self._moment.pending or {})
             left[:] = [unit for unit in left if unit not in ready]
 

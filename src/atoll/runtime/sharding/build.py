@@ -43,14 +43,16 @@ def build(
     lookahead: Lookahead,
     recompute: str,
     compiler: str,
+    together: int = 1,
 ) -> Sharded:
     """Materialise this rank's blocks one after the other, each into its units, and hook them.
 
+    together: how many blocks are a unit, where they follow each other in a stage and are of one class.
     runs: the blocks of each stage.  ranks: world ranks along the pipeline.  rank_of_stage: pipeline rank of each stage.
     """
     place = around.transport.place
     blocks = tuple(adapter.blocks())
-    specs = unit_specs([(block.name, block.module) for block in blocks])
+    specs = unit_specs([(block.name, block.module) for block in blocks], groups_of(blocks, runs, together))
     trainable = _trainable(blocks, specs)
     shared = shared_parameters(adapter)
     mine = [stage for stage in range(len(runs)) if rank_of_stage[stage] == place.pp]
@@ -58,11 +60,13 @@ def build(
     phases = _phases([blocks[at] for at in local], shared, is_split=len(runs) > 1)
     units: dict[int, Unit] = {}
     replaced: dict[int, nn.Parameter] = {}
+    values: dict[str, nn.Parameter] = {}
     for at in local:
         _materialise(adapter, blocks[at], shared, replaced, seed=moment.seed, dtype=_first_dtype(around))
-        values = dict(blocks[at].named_parameters())
+        values.update(blocks[at].named_parameters())
         for spec in specs:
-            if at not in spec.blocks or spec.index in units:
+            is_there = spec.is_shared or at == spec.blocks[-1]
+            if at not in spec.blocks or spec.index in units or not is_there:
                 continue
             owners = tuple(ranks[pp] for pp in owners_of(spec.blocks, runs, rank_of_stage))
             found = {name: _find(values, name, shared) for name in spec.names}
@@ -96,6 +100,19 @@ def build(
         )
     ordered = tuple(units[index] for index in sorted(units))
     return Sharded(specs, ordered, tuple(stages), trainable)
+
+
+def groups_of(blocks: Sequence[Block], runs: Sequence[range], together: int) -> list[list[int]]:
+    """Blocks that are gathered together: up to so many that follow each other in a stage and are of one class."""
+    groups: list[list[int]] = []
+    for run in runs:
+        for nth, at in enumerate(run):
+            last = groups[-1] if nth else []
+            if last and len(last) < together and type(blocks[last[0]].module) is type(blocks[at].module):
+                last.append(at)
+            else:
+                groups.append([at])
+    return groups
 
 
 def _phases(blocks: Sequence[Block], shared: Mapping[str, str], *, is_split: bool) -> dict[str, frozenset[Phase]]:

@@ -204,11 +204,12 @@ class ShardedBlock:
         if has_to_come:
             self._lookahead.came()
 
-    def free(self) -> None:
-        """Give the block's units back."""
+    def free(self, *, backward: bool | None = None) -> None:
+        """Give the block's units back: those that end here in a pass of this direction, or all."""
         if self._is_gathered:
             for unit in self.units:
-                unit.free()
+                if backward is None or unit.ends_at(self.index, backward=backward):
+                    unit.free()
             self._lookahead.look()
 
     # ---- forward
@@ -251,7 +252,7 @@ class ShardedBlock:
     def _after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if self._moment.in_backward:
             return
-        self.free()
+        self.free(backward=False)
         if torch.is_grad_enabled() and not self._has_nothing_to_do:
             _visit(output, self._watch_output)
 
@@ -267,11 +268,11 @@ class ShardedBlock:
             unit.open_gradients()
 
     def _leave_backward(self) -> None:
-        self.free()
+        self.free(backward=True)
         for unit in self.units:
             self._reducer.leave(unit, self.index)
         if self._moment.after_block is not None:
-            self._moment.after_block(self.units)
+            self._moment.after_block([unit for unit in self.units if unit.ends_at(self.index, backward=True)])
 
 
 _BACKENDS = {"block": "inductor", "block-eager": "aot_eager"}

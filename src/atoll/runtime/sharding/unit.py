@@ -19,21 +19,25 @@ class UnitSpec:
     """Which parameters form a unit, known to every rank from the model alone.
 
     index: place in the model's order.  names: every name of a parameter, its first one being what checkpoints use.
-    blocks: the blocks that use the unit; more than one for shared parameters.
+    blocks: the blocks that use the unit, in order.  is_shared: whether several use the same parameters, and not each
+    its own.
     """
 
     index: int
     name: str
     names: tuple[str, ...]
     blocks: tuple[int, ...]
+    is_shared: bool
 
 
-def unit_specs(blocks: Sequence[tuple[str, nn.Module]]) -> tuple[UnitSpec, ...]:
+def unit_specs(blocks: Sequence[tuple[str, nn.Module]], groups: Sequence[Sequence[int]]) -> tuple[UnitSpec, ...]:
     """Partition the parameters of a model, given as (name, block) in execution order, into units.
 
-    A parameter of one block belongs to that block's unit. Parameters shared by the same blocks are a unit of their
-    own, placed before the unit of the first block that uses them. Names are qualified by the block's name.
+    groups: a partition of the blocks into those that are gathered together. A parameter of one block belongs to its
+    group's unit. Parameters shared by the same blocks are a unit of their own, placed before the unit of the first
+    block that uses them. Names are qualified by the block's name.
     """
+    group_of = {at: tuple(group) for group in groups for at in group}
     first_name: dict[int, str] = {}
     users: dict[int, list[int]] = {}
     for at, (prefix, module) in enumerate(blocks):
@@ -42,15 +46,16 @@ def unit_specs(blocks: Sequence[tuple[str, nn.Module]]) -> tuple[UnitSpec, ...]:
             used = users.setdefault(id(parameter), [])
             if at not in used:
                 used.append(at)
-    grouped: dict[tuple[int, ...], list[str]] = {}
+    grouped: dict[tuple[tuple[int, ...], bool], list[str]] = {}
     for key, used in users.items():
-        grouped.setdefault(tuple(used), []).append(first_name[key])
+        is_shared = len(used) > 1
+        grouped.setdefault((tuple(used) if is_shared else group_of[used[0]], is_shared), []).append(first_name[key])
     specs: list[UnitSpec] = []
-    for used_by in sorted(grouped, key=lambda used: (used[0], -len(used), used)):
-        names = grouped[used_by]
-        own = blocks[used_by[0]][0]
-        name = own if len(used_by) == 1 else f"shared {names[0]}"
-        specs.append(UnitSpec(len(specs), name, tuple(names), used_by))
+    for used_by, is_shared in sorted(grouped, key=lambda key: (key[0][0], not key[1], -len(key[0]), key[0])):
+        names = grouped[used_by, is_shared]
+        first, last = blocks[used_by[0]][0], blocks[used_by[-1]][0]
+        name = f"shared {names[0]}" if is_shared else first if first == last else f"{first} to {last}"
+        specs.append(UnitSpec(len(specs), name, tuple(names), used_by, is_shared))
     return tuple(specs)
 
 
@@ -85,7 +90,7 @@ class Unit:
         together: frozenset[Phase] = frozenset().union(*(phases[n] for n, p in parameters.items() if p.requires_grad))
         grouped: dict[tuple[torch.dtype, frozenset[Phase]], dict[str, nn.Parameter]] = {}
         for name, parameter in parameters.items():
-            used = together if len(spec.blocks) > 1 else phases[name]
+            used = together if spec.is_shared else phases[name]
             key = (parameter.dtype, used if parameter.requires_grad else frozenset())
             grouped.setdefault(key, {})[name] = parameter
         for part, ((_, used), group) in enumerate(grouped.items()):
@@ -95,12 +100,17 @@ class Unit:
         self.rests_whole = all(segment.permanent for segment in self.segments)
         self.stays_whole = all(segment.stays_whole for segment in self.segments)
         self.is_left_alone = self.stays_whole and around.nest.ranks == 1
-        self.syncs_early = len(spec.blocks) == 1
+        self.syncs_early = not spec.is_shared
 
     @property
     def trainable(self) -> bool:
         """Whether any parameter is trained."""
         return any(segment.trainable for segment in self.segments)
+
+    def ends_at(self, block: int, *, backward: bool) -> bool:
+        """Whether a pass in this direction needs the unit no more after `block`; a shared unit comes again for its next
+        one."""
+        return self.spec.is_shared or self.spec.blocks[0 if backward else -1] == block
 
     @property
     def is_first_owner(self) -> bool:

@@ -1,0 +1,86 @@
+"""Units of several blocks: the same results, fewer gathers of more bytes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from atoll.models import adapter_for
+from atoll.runtime.sharding.build import groups_of
+from atoll.runtime.sharding.segment import Segment
+from atoll.runtime.sharding.unit import unit_specs
+from atoll.testing import run_ranks
+from atoll.testing.parity import Case, assert_parity
+from atoll.testing.tiny import TinyConfig, tiny_model
+
+EVERYTHING = TinyConfig(layers=7, tied=True, frozen=True, odd=True, small=True, unused=True, dropout=0.2)
+
+
+@pytest.mark.parametrize("together", [2, 3, 9])
+@pytest.mark.parametrize("layout", ["NNG", "ING", "IIG", "GGG"])
+def test_parity_over_two_groups(layout: str, together: int) -> None:
+    assert_parity(Case(layout, inter=2, intra=2, microbatches=8, model=EVERYTHING, unit=together))
+
+
+@pytest.mark.parametrize("recompute", ["none", "block", "selective"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
+@pytest.mark.parametrize("layout", ["IIG", "GGG"])
+def test_parity_in_a_pipeline(layout: str, schedule: str, recompute: str) -> None:
+    case = Case(layout, pipeline=2, intra=2, schedule=schedule, model=EVERYTHING, unit=2, recompute=recompute)
+    assert_parity(case)
+    assert_parity(replace(case, residency="run", reduction="run"))
+
+
+def test_blocks_of_one_class_in_one_stage_are_a_unit() -> None:
+    with torch.device("meta"):
+        blocks = adapter_for(tiny_model(TinyConfig(layers=7))).blocks()
+    assert len(blocks) == 9
+    assert groups_of(blocks, [range(9)], 1) == [[at] for at in range(9)]
+    assert groups_of(blocks, [range(9)], 4) == [[0], [1, 2, 3, 4], [5, 6, 7], [8]]
+    assert groups_of(blocks, [range(5), range(5, 9)], 3) == [[0], [1, 2, 3], [4], [5, 6, 7], [8]]
+    specs = unit_specs([(block.name, block.module) for block in blocks], groups_of(blocks, [range(9)], 4))
+    assert [spec.blocks for spec in specs] == [(0,), (1, 2, 3, 4), (5, 6, 7), (8,)]
+    assert specs[1].name == f"{blocks[1].name} to {blocks[4].name}"
+    assert not any(spec.is_shared for spec in specs)
+
+
+def watched(case: Case) -> tuple[int, int, int]:
+    """Of the second step: gathers of segments, the most blocks whole after any, and what is left whole."""
+    engine = case.engine()
+    engine.step(case.share(engine, 0))
+    gathers = most = 0
+    bring, gather = Segment._bring, Segment.gather
+
+    def whole() -> int:
+        return sum(len(unit.spec.blocks) for unit in engine.units if unit.is_whole)
+
+    def bringing(segment: Segment, *args: Any) -> None:
+        nonlocal gathers
+        gathers += 1
+        bring(segment, *args)
+
+    def gathering(segment: Segment) -> None:
+        nonlocal most
+        gather(segment)
+        most = max(most, whole())
+
+    with patch.object(Segment, "_bring", bringing), patch.object(Segment, "gather", gathering):
+        engine.step(case.share(engine, 1))
+    left = whole()
+    engine.close()
+    return gathers, most, left
+
+
+def test_larger_units_are_gathered_less_often() -> None:
+    """Two microbatches, forward and backward: embedding, units of layers, head."""
+    model = TinyConfig(layers=8)
+    case = Case("GGG", inter=2, intra=2, microbatches=8, model=model, prefetch=0)
+    for together, units, blocks in ((1, 10, 2), (4, 4, 8), (8, 3, 9)):
+        for gathers, most, left in run_ranks(watched, 4, replace(case, unit=together)):
+            assert gathers == 2 * 2 * units
+            assert most <= blocks
+            assert left == 0
