@@ -32,8 +32,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from atoll._torch import CHECKPOINT_RECORDS, TORCH
 from atoll.errors import AtollError, CheckpointError, RankError
-from atoll.runtime._torch import CHECKPOINT_RECORDS, TORCH
 from atoll.runtime.checkpoint import Piece, is_complete, latest, load, prune, read_state, save, step_folder
 from atoll.runtime.checkpoint.collective import raise_everywhere
 from atoll.runtime.checkpoint.metadata import read_contents

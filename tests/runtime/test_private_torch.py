@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from atoll.runtime._torch import run_backward
+from atoll._torch import run_backward
 
 
 def test_a_backward_gives_what_the_public_function_gives() -> None:

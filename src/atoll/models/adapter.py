@@ -36,10 +36,14 @@ IGNORED_LABEL = -100
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A module that is never split between stages, and its qualified name in the model."""
+    """A module that is never split between stages, and its qualified name in the model.
+
+    is_joined: whether it stays on the stage of the block before it.
+    """
 
     name: str
     module: nn.Module
+    is_joined: bool = False
 
     def named_modules(self) -> Iterable[tuple[str, nn.Module]]:
         """The block's modules with their qualified names in the model, parents first; one used twice comes twice."""
@@ -259,7 +263,20 @@ def adapter_for(model: object) -> Adapter:
             return DecoderAdapter(model)
         case nn.Sequential():
             return SequentialAdapter(model)
+    if isinstance(model, nn.Module) and _is_of(model, "peft", "PeftModel"):
+        base: Any = model
+        return adapter_for(base.get_base_model())
+    if isinstance(model, nn.Module) and _is_of(model, "transformers", "PreTrainedModel"):
+        from atoll.models.hugging_face import HuggingFaceAdapter
+
+        return HuggingFaceAdapter(model)
     raise PlanError(
-        f"no adapter for a {type(model).__name__}: it is neither atoll.models.Decoder nor nn.Sequential. Give the "
-        "model a method atoll_adapter() that returns an atoll.models.Adapter (blocks, forward, loss, initialise)"
+        f"no adapter for a {type(model).__name__}: it is neither atoll.models.Decoder, nn.Sequential nor a model of "
+        "transformers. Give the model a method atoll_adapter() that returns an atoll.models.Adapter (blocks, forward, "
+        "loss, initialise); docs/adapters.md shows how"
     )
+
+
+def _is_of(model: nn.Module, package: str, name: str) -> bool:
+    """Whether a model is of a class of a package that need not be installed."""
+    return any(base.__name__ == name and base.__module__.split(".")[0] == package for base in type(model).__mro__)

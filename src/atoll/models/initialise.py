@@ -44,18 +44,24 @@ def shared_parameters(adapter: Adapter) -> dict[str, str]:
 def initialise_block(adapter: Adapter, block: Block, seed: int, *, shared: Mapping[str, str] | None = None) -> None:
     """Set every parameter of a block, children before parents, from (seed, qualified name).
 
-    The block's parameters may be of any dtype and on any device; on meta they stay without values.
+    The block's parameters may be of any dtype and on any device; on meta they stay without values. A module may set
+    those of modules inside it too.
     shared: later name -> first name of shared parameters, where the model's identities no longer show it.
     """
     names = shared_parameters(adapter) if shared is None else shared
-    modules = {name: module for each in adapter.blocks() for name, module in each.named_modules()}
-    for module_name, module in reversed(list(block.named_modules())):
-        values = initial_values(adapter, module, seed, name=module_name)
-        for name, parameter in module.named_parameters(recurse=False):
-            first = names.get(f"{module_name}.{name}")
-            value = values[name] if first is None else _first_use(adapter, modules, seed, first)
-            with torch.no_grad():
-                parameter.copy_(value)
+    modules = dict(block.named_modules())
+    with _drawn_in_fp32(modules) as drafts, torch.no_grad():
+        for name, module in reversed(modules.items()):
+            _draw(adapter, module, seed, name)
+        _check_set(modules, drafts)
+    for name, parameter in block.named_parameters():
+        first = names.get(name, name)
+        if first == name or first in drafts:
+            value = drafts[first].detach()
+        else:
+            value = _first_use(adapter, seed, first)
+        with torch.no_grad():
+            parameter.copy_(value)
 
 
 def initialise_model(adapter: Adapter, seed: int) -> None:
@@ -70,47 +76,61 @@ def initial_values(adapter: Adapter, module: nn.Module, seed: int, *, name: str)
 
     Buffers are set in place. The module's parameters are untouched, so they may be on meta, sharded or of any dtype.
     """
+    with _drawn_in_fp32({name: module}) as drafts, torch.no_grad():
+        _draw(adapter, module, seed, name)
+        _check_set({name: module}, drafts)
+    return {key.rpartition(".")[2]: draft.detach() for key, draft in drafts.items()}
+
+
+def _draw(adapter: Adapter, module: nn.Module, seed: int, name: str) -> None:
     generator = torch.Generator().manual_seed(name_seed(seed, name))
-    with _drawn_in_fp32(module) as drafts, torch.no_grad():
-        try:
-            adapter.initialise(module, generator)
-        except PlanError as error:
-            raise PlanError(f"module {name!r} cannot be initialised: {error}") from error
-        unset = [key for key, draft in drafts.items() if torch.isnan(draft).any()]
+    try:
+        adapter.initialise(module, generator)
+    except PlanError as error:
+        raise PlanError(f"module {name!r} cannot be initialised: {error}") from error
+
+
+def _check_set(modules: Mapping[str, nn.Module], drafts: Mapping[str, nn.Parameter]) -> None:
+    for name, module in modules.items():
+        unset = [key for key, draft in module.named_parameters(recurse=False) if torch.isnan(draft).any()]
         if unset:
             raise PlanError(
                 f"module {name!r} ({type(module).__name__}): its initialisation leaves {', '.join(unset)} without "
                 "values; set every parameter of the module in reset_parameters(), or in the adapter's initialise()"
             )
-        return {key: draft.detach() for key, draft in drafts.items()}
 
 
-def _first_use(adapter: Adapter, modules: Mapping[str, nn.Module], seed: int, parameter_name: str) -> Tensor:
+def _first_use(adapter: Adapter, seed: int, parameter_name: str) -> Tensor:
     """The value of a shared parameter, as the module of its first name draws it.
 
     See [Note: shared parameters start by their first use].
     """
     module_name, _, name = parameter_name.rpartition(".")
-    if module_name not in modules:
-        raise PlanError(f"shared parameter {parameter_name!r} has its first use in no block of the model")
-    return initial_values(adapter, modules[module_name], seed, name=module_name)[name]
+    for block in adapter.blocks():
+        for known, module in block.named_modules():
+            if known == module_name:
+                return initial_values(adapter, module, seed, name=module_name)[name]
+    raise PlanError(f"shared parameter {parameter_name!r} has its first use in no block of the model")
 
 
 @contextmanager
-def _drawn_in_fp32(module: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
-    """Put fp32 CPU drafts in the place of a module's own parameters, and the parameters back at the end.
+def _drawn_in_fp32(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, nn.Parameter]]:
+    """Put fp32 CPU drafts in the place of the modules' own parameters, and the parameters back at the end.
 
-    Drafts start as NaN, so that one which nothing sets is seen.
+    Drafts, by qualified name, start as NaN, so that one which nothing sets is seen.
     """
-    originals = dict(module.named_parameters(recurse=False, remove_duplicate=False))
-    drafts = {
-        name: nn.Parameter(torch.full(original.shape, torch.nan, dtype=torch.float32, device="cpu"))
-        for name, original in originals.items()
-    }
+    originals = [
+        (f"{name}.{key}" if name else key, module, key, parameter)
+        for name, module in modules.items()
+        for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+    ]
+    drafts: dict[str, nn.Parameter] = {}
     try:
-        for name, draft in drafts.items():
-            setattr(module, name, draft)
+        for name, module, key, parameter in originals:
+            draft = nn.Parameter(torch.full(parameter.shape, torch.nan, dtype=torch.float32, device="cpu"))
+            drafts[name] = draft
+            setattr(module, key, draft)
         yield drafts
     finally:
-        for name, original in originals.items():
-            setattr(module, name, original)
+        for _, module, key, parameter in originals:
+            setattr(module, key, parameter)

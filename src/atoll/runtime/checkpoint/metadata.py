@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from atoll._torch import CHECKPOINT_RECORDS
 from atoll.errors import CheckpointError
-from atoll.runtime._torch import CHECKPOINT_RECORDS
 
 _DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 import torch
 from torch.profiler import record_function
 
+from atoll._torch import is_profiling, run_backward
 from atoll.errors import AtollError, RunError
 from atoll.ir import Action, Op, Schedule
 from atoll.ir.residency import held_stages
 from atoll.models import Batch
-from atoll.runtime._torch import is_profiling, run_backward
 from atoll.runtime.pipeline.clock import Clock, clock_of
 from atoll.runtime.pipeline.deferred import compute_weights
 from atoll.runtime.pipeline.mail import Mail, Wire

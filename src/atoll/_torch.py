@@ -7,10 +7,13 @@ and were tried with 2.13; a test compares the range with the installed torch and
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, autograd
+from torch._subclasses import FakeTensorMode
 
 TORCH = ("2.11", "2.14")
 """The first minor version of torch in which the names are expected, and the first in which they must be looked up."""
@@ -45,6 +48,15 @@ def is_profiling() -> bool:
     """Whether a profiler records. Private: `torch.autograd._profiler_enabled`; the public way to name a range costs
     microseconds an action even when nobody records."""
     return bool(autograd._profiler_enabled())
+
+
+def fake_tensors() -> AbstractContextManager[Any]:
+    """A section in which tensors have shapes and no values, also where a model lies on `meta`.
+
+    Private: `torch._subclasses.FakeTensorMode`. On plain `meta` a model that asks for a tensor's value fails.
+    """
+    mode: AbstractContextManager[Any] = FakeTensorMode(allow_non_fake_inputs=True)
+    return mode
 
 
 def run_backward(output: Tensor, gradient: Tensor) -> None:
