@@ -49,17 +49,10 @@ def initialise_block(adapter: Adapter, block: Block, seed: int, *, shared: Mappi
     shared: later name -> first name of shared parameters, where the model's identities no longer show it.
     """
     names = shared_parameters(adapter) if shared is None else shared
-    modules = dict(block.named_modules())
-    with _drawn_in_fp32(modules) as drafts, torch.no_grad():
-        for name, module in reversed(modules.items()):
-            _draw(adapter, module, seed, name)
-        _check_set(modules, drafts)
+    values = _block_values(adapter, block, seed)
     for name, parameter in block.named_parameters():
         first = names.get(name, name)
-        if first == name or first in drafts:
-            value = drafts[first].detach()
-        else:
-            value = _first_use(adapter, seed, first)
+        value = values[first] if first in values else _first_use(adapter, seed, first)
         with torch.no_grad():
             parameter.copy_(value)
 
@@ -100,17 +93,25 @@ def _check_set(modules: Mapping[str, nn.Module], drafts: Mapping[str, nn.Paramet
             )
 
 
-def _first_use(adapter: Adapter, seed: int, parameter_name: str) -> Tensor:
-    """The value of a shared parameter, as the module of its first name draws it.
+def _block_values(adapter: Adapter, block: Block, seed: int) -> dict[str, Tensor]:
+    """The values of all of a block's names, fp32 on the CPU, as its own modules draw them."""
+    modules = dict(block.named_modules())
+    with _drawn_in_fp32(modules) as drafts, torch.no_grad():
+        for name, module in reversed(modules.items()):
+            _draw(adapter, module, seed, name)
+        _check_set(modules, drafts)
+    return {name: draft.detach() for name, draft in drafts.items()}
+
+
+def _first_use(adapter: Adapter, seed: int, name: str) -> Tensor:
+    """The value of a shared parameter, as the block of its first name draws it.
 
     See [Note: shared parameters start by their first use].
     """
-    module_name, _, name = parameter_name.rpartition(".")
     for block in adapter.blocks():
-        for known, module in block.named_modules():
-            if known == module_name:
-                return initial_values(adapter, module, seed, name=module_name)[name]
-    raise PlanError(f"shared parameter {parameter_name!r} has its first use in no block of the model")
+        if any(name == known for known, _ in block.named_parameters()):
+            return _block_values(adapter, block, seed)[name]
+    raise PlanError(f"shared parameter {name!r} has its first use in no block of the model")
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from torch import nn
 from atoll import schedules
 from atoll.ir.residency import Reduction, Residency
 from atoll.layouts import Layout, Precision
-from atoll.models import Adapter, adapter_for, initialise_model
+from atoll.models import Adapter, adapter_for, initialise_model, shared_parameters
 from atoll.plan import MeshShape, Plan
 from atoll.runtime.engine import Engine
 from atoll.runtime.randomness import seed_block
@@ -22,7 +22,7 @@ from atoll.runtime.sharding.optimizer import decay_matrices
 from atoll.runtime.step_end import StepResult
 from atoll.runtime.transport import GlooTransport
 from atoll.testing.pool import run_ranks
-from atoll.testing.tiny import TinyConfig, tiny_batch, tiny_model
+from atoll.testing.tiny import Recipe, TinyConfig
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -52,7 +52,7 @@ class Case:
     lr: float = 1e-2
     seed: int = 3
     device: str = "cpu"
-    model: TinyConfig = field(default_factory=TinyConfig)
+    model: Recipe = field(default_factory=TinyConfig)
 
     @property
     def ranks(self) -> int:
@@ -88,7 +88,7 @@ class Case:
     def engine(self) -> Engine:
         """This rank's engine."""
         with torch.device("meta"):
-            model = tiny_model(self.model)
+            model = self.model.build()
         with patch.object(GlooTransport, "shares_memory", self.reads_in_place):
             return Engine(
                 model,
@@ -102,7 +102,7 @@ class Case:
 
     def share(self, engine: Engine, step: int) -> dict[str, Any]:
         """A data-parallel rank's samples of a step: consecutive microbatches."""
-        batch = tiny_batch(self.model, step, self.samples)
+        batch = self.model.batch(step, self.samples)
         each = self.samples // engine.plan.mesh.data
         return {name: value[engine.place.data * each :][:each] for name, value in batch.items()}
 
@@ -155,7 +155,7 @@ def train(case: Case, first: int = 0) -> History:
 @lru_cache(maxsize=64)
 def reference(case: Case) -> History:
     """The same training by plain PyTorch in one process: no layout, no schedule, no engine."""
-    model = tiny_model(case.model)
+    model = case.model.build()
     adapter = adapter_for(model)
     initialise_model(adapter, case.seed)
     model.to(device=case.device, dtype=DTYPES[case.precision])
@@ -167,7 +167,7 @@ def reference(case: Case) -> History:
     optimizer = torch.optim.AdamW(groups, lr=case.lr)
     history = History()
     for step in range(case.steps):
-        batch = {name: value.to(case.device) for name, value in tiny_batch(case.model, step, case.samples).items()}
+        batch = {name: value.to(case.device) for name, value in case.model.batch(step, case.samples).items()}
         tokens = int((batch["labels"] != -100).sum())
         optimizer.zero_grad(set_to_none=True)
         total = 0.0
@@ -181,7 +181,9 @@ def reference(case: Case) -> History:
         optimizer.step()
         history.losses.append(total / tokens)
         history.norms.append(float(norm))
-    history.parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
+    later = shared_parameters(adapter)
+    named = [pair for block in adapter.blocks() for pair in block.named_parameters() if pair[0] not in later]
+    history.parameters = {name: parameter.detach().clone() for name, parameter in named}
     return history
 
 

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+
+class Recipe(Protocol):
+    """What a test trains: a model and its batches."""
+
+    def build(self) -> nn.Module:
+        """The model, on torch's current device."""
+        ...
+
+    def batch(self, step: int, samples: int) -> dict[str, Any]:
+        """A step's samples, at least `input_ids` and `labels`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +45,14 @@ class TinyConfig:
     def everything() -> TinyConfig:
         """All difficulties at once."""
         return TinyConfig(tied=True, frozen=True, odd=True, small=True, unused=True, dropout=0.2)
+
+    def build(self) -> nn.Module:
+        """The model, on torch's current device."""
+        return tiny_model(self)
+
+    def batch(self, step: int, samples: int) -> dict[str, Any]:
+        """A step's samples."""
+        return tiny_batch(self, step, samples)
 
 
 class _Embed(nn.Module):

@@ -1,0 +1,160 @@
+"""Tiny models of Hugging Face's families, with random values: what the adapter is tested on.
+
+`CAUSAL` and `MASKED` say which families, and which sizes each of them needs besides the common ones.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+_COMMON = {"num_hidden_layers": 4, "hidden_size": 16, "num_attention_heads": 4, "vocab_size": 48}
+_GATED = {**_COMMON, "intermediate_size": 24, "max_position_embeddings": 64, "num_key_value_heads": 2}
+_HEADS = {**_GATED, "head_dim": 4}
+_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_GPT = {"n_layer": 4, "n_embd": 16, "n_head": 4, "n_positions": 64, "vocab_size": 48}
+_PLAIN = {**_COMMON, "intermediate_size": 24, "max_position_embeddings": 64}
+_MAMBA = {"num_hidden_layers": 4, "hidden_size": 16, "vocab_size": 48, "num_heads": 4, "head_dim": 8, "state_size": 8}
+_EXPERTS = {**_HEADS, "num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+_LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "v_head_dim": 4, "qk_nope_head_dim": 4}
+_ROUTED = {"moe_intermediate_size": 8, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
+
+CAUSAL: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "llama": _HEADS,
+        "qwen2": _GATED,
+        "qwen3": _HEADS,
+        "mistral": {**_HEADS, "sliding_window": 4},
+        "gemma": _HEADS,
+        "gemma2": {**_HEADS, "sliding_window": 4},
+        "gemma3_text": {**_HEADS, "sliding_window": 4},
+        "phi3": _GATED,
+        "gpt2": _GPT,
+        "gpt_neox": _PLAIN,
+        "opt": {**_COMMON, "ffn_dim": 24, "max_position_embeddings": 64, "word_embed_proj_dim": 16},
+        "olmo2": _GATED,
+        "olmo": _GATED,
+        "olmo3": _GATED,
+        "falcon": _COMMON,
+        "starcoder2": _GATED,
+        "smollm3": _GATED,
+        "granite": _GATED,
+        "cohere": _GATED,
+        "cohere2": _GATED,
+        "bloom": {"n_layer": 4, "hidden_size": 16, "n_head": 4, "vocab_size": 48},
+        "mpt": {"n_layers": 4, "d_model": 16, "n_heads": 4, "vocab_size": 48, "max_seq_len": 64},
+        "gptj": {**_GPT, "rotary_dim": 4},
+        "codegen": {**_GPT, "rotary_dim": 4},
+        "gpt_bigcode": _GPT,
+        "phi": _PLAIN,
+        "stablelm": _GATED,
+        "persimmon": _PLAIN,
+        "glm": _HEADS,
+        "glm4": _HEADS,
+        "nemotron": _GATED,
+        "llama4_text": {**_HEADS, "intermediate_size_mlp": 24, "num_local_experts": 2},
+        "ernie4_5": _HEADS,
+        "hunyuan_v1_dense": _HEADS,
+        "seed_oss": _HEADS,
+        "exaone4": _HEADS,
+        "lfm2": _GATED,
+        "arcee": _HEADS,
+        "biogpt": _PLAIN,
+        "mamba2": {**_MAMBA, "n_groups": 1, "chunk_size": 4},
+        "mixtral": _EXPERTS,
+        "qwen3_moe": _EXPERTS,
+        "gpt_oss": _EXPERTS,
+        "deepseek_v3": {**_GATED, **_LATENT, **_ROUTED, "num_key_value_heads": 4, "first_k_dense_replace": 1},
+    }
+)
+
+MASKED: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "bert": _PLAIN,
+        "roberta": _PLAIN,
+        "distilbert": {"n_layers": 4, "dim": 16, "hidden_dim": 24, "n_heads": 4, "vocab_size": 48},
+        "electra": {**_PLAIN, "embedding_size": 8},
+        "modernbert": {**_PLAIN, "local_attention": 4},
+        "deberta-v2": _PLAIN,
+        "xlm-roberta": _PLAIN,
+        "camembert": _PLAIN,
+        "ernie": _PLAIN,
+        "nomic_bert": _PLAIN,
+        "eurobert": _GATED,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A tiny model of a family.
+
+    options: further values of its configuration.  padded: batches have an attention mask with padding at the end.
+    lora: with low-rank adapters of the `peft` package on all linear layers, everything else frozen.
+    frozen: everything but the layers is frozen.
+    """
+
+    name: str
+    options: tuple[tuple[str, Any], ...] = ()
+    padded: bool = False
+    lora: bool = False
+    frozen: bool = False
+
+    def build(self) -> nn.Module:
+        """The model on torch's current device, in training mode."""
+        import transformers
+
+        config = family_config(self.name, **dict(self.options))
+        kind = transformers.AutoModelForCausalLM if self.name in CAUSAL else transformers.AutoModelForMaskedLM
+        with _quietly():
+            model: nn.Module = kind.from_config(config)
+        if hasattr(config, "_experts_implementation"):
+            config._experts_implementation = "batched_mm"  # the others multiply no float64
+        if self.frozen:
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(".0." in name or ".1." in name or ".2." in name)
+        if self.lora:
+            import peft
+
+            return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
+        return model.train()
+
+    def batch(self, step: int, samples: int, sequence: int = 6) -> dict[str, Any]:
+        """A step's samples, with uncounted labels."""
+        generator = torch.Generator().manual_seed(1000 + step)
+        ids = torch.randint(3, 48, (samples, sequence), generator=generator)
+        labels = torch.randint(3, 48, (samples, sequence), generator=generator)
+        lengths = torch.randint(sequence // 2, sequence + 1, (samples, 1), generator=generator)
+        is_there = torch.arange(sequence)[None, :] < lengths
+        labels[~is_there] = -100
+        batch = {"input_ids": ids, "labels": labels}
+        return {**batch, "attention_mask": is_there.long()} if self.padded else batch
+
+
+def family_config(name: str, **options: Any) -> Any:
+    """The `transformers` configuration of a tiny model of a family."""
+    import transformers
+
+    sizes = {**_IDS, **(CAUSAL[name] if name in CAUSAL else MASKED[name]), **options}
+    with _quietly():
+        return transformers.AutoConfig.for_model(name, **sizes)
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Tiny sizes draw warnings that are meant for real ones."""
+    import transformers
+
+    level = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    transformers.logging.set_verbosity(level)
