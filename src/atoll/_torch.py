@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, autograd
 from torch._subclasses import FakeTensorMode
+from torch.distributed.tensor import DTensor
 
 TORCH = ("2.11", "2.14")
 """The first minor version of torch in which the names are expected, and the first in which they must be looked up."""
@@ -57,6 +58,15 @@ def fake_tensors() -> AbstractContextManager[Any]:
     """
     mode: AbstractContextManager[Any] = FakeTensorMode(allow_non_fake_inputs=True)
     return mode
+
+
+def local_part(parameter: Tensor) -> Tensor:
+    """The tensor that holds this rank's part of a parameter: the parameter itself unless it is a DTensor.
+
+    Private: `DTensor._local_tensor`. The public `to_local()` gives a new view, and it is the very tensor that has to be
+    moved to other storage.
+    """
+    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
 def run_backward(output: Tensor, gradient: Tensor) -> None:

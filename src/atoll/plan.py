@@ -107,6 +107,7 @@ class Plan:
     compile: `block` compiles each block with torch.compile; `block-eager` traces the same graphs and runs them without
     generating code, which needs no compiler.
     post_validation: stages take the optimizer step without waiting for the global norm, which is checked afterwards.
+    sequence_parallel: with tensor parallelism, what lies between the split modules works on a part of the sequence.
     prefetch: bytes of parameters that may be gathered before they are used; what two blocks need if not given.
     """
 
@@ -123,6 +124,7 @@ class Plan:
     post_validation: bool = False
     compile: str = "none"
     prefetch: int | None = None
+    sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
         if self.schedule.ranks != self.mesh.pipeline:
@@ -140,6 +142,8 @@ class Plan:
             raise PlanError(f"prefetch = {self.prefetch} bytes; use 0 to gather nothing ahead, or leave it out")
         if self.unit < 1:
             raise PlanError(f"unit = {self.unit}; a unit has at least one block")
+        if self.sequence_parallel and self.mesh.tensor == 1:
+            raise PlanError("sequence_parallel splits sequences over a tensor-parallel group, and tensor = 1 has none")
         if self.residency not in RESIDENCIES:
             raise PlanError(f"residency = {self.residency!r}; known: {', '.join(RESIDENCIES)}")
         if self.reduction not in REDUCTIONS:

@@ -9,7 +9,7 @@ from atoll.layouts.accounting import (
     published_memory,
     traffic,
 )
-from atoll.layouts.flat import Entry, FlatMap, Nest, Shape, Slice, boxes
+from atoll.layouts.flat import Box, Entry, FlatMap, Nest, Shape, Slice, boxes
 from atoll.layouts.layout import ALIASES, ALL, EFFECTIVE, Layout
 from atoll.layouts.level import (
     GATHER_INTER,

@@ -46,6 +46,51 @@ class Nest:
 
 
 @dataclass(frozen=True, slots=True)
+class Box:
+    """A part of a tensor of `shape`: `sizes` elements of each dim from `offsets` on."""
+
+    shape: Shape
+    offsets: Shape
+    sizes: Shape
+
+    @staticmethod
+    def whole(shape: Iterable[int]) -> Box:
+        """All of a tensor."""
+        sizes = tuple(shape)
+        return Box(sizes, (0,) * len(sizes), sizes)
+
+    @staticmethod
+    def part(shape: Iterable[int], dim: int, index: int, count: int) -> Box:
+        """Part `index` of `count` along a dim, as torch.chunk cuts."""
+        sizes = list(shape)
+        each = -(-sizes[dim] // count)
+        start = min(index * each, sizes[dim])
+        offsets = [0] * len(sizes)
+        offsets[dim] = start
+        whole, sizes[dim] = tuple(sizes), min(each, sizes[dim] - start)
+        return Box(whole, tuple(offsets), tuple(sizes))
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.sizes)
+
+    def overlaps(self, other: Box) -> bool:
+        """Whether an element lies in both."""
+        return all(
+            max(a, b) < min(a + n, b + m)
+            for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        )
+
+    def boxes(self, start: int, stop: int) -> tuple[tuple[Shape, Shape], ...]:
+        """Cut elements `start`..`stop` of the part, flattened, into boxes of the tensor: see `boxes`."""
+        return tuple(
+            (tuple(a + b for a, b in zip(self.offsets, offsets, strict=True)), sizes)
+            for offsets, sizes in boxes(self.sizes, start, stop)
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Entry:
     """One parameter in a flat buffer: `numel` elements from `offset`."""
 

@@ -8,6 +8,10 @@ A stage is a run of consecutive blocks. Whatever the runtime knows of a model, i
     loss()        a sum over the tokens that count: the runtime divides by the step's tokens, once
     initialise()  the initial values of one module's own parameters
 
+One that can be split over a tensor-parallel group has besides
+
+    tensor_plan() pattern of a module's name -> how it is split, in the words of transformers' plans
+
 A model brings its own adapter by a method `atoll_adapter()`; the built-in decoder and `nn.Sequential` need none.
 """
 
@@ -149,8 +153,28 @@ class DecoderAdapter:
             case _ if any(True for _ in module.parameters(recurse=False)):
                 raise PlanError(f"the decoder has no initial values for a {type(module).__name__}")
 
+    def tensor_plan(self, ranks: int) -> Mapping[str, str]:
+        """Heads and features of layers, vocabulary of embedding and head."""
+        config = self.model.config
+        check_heads(ranks, config.heads, config.kv_heads)
+        return {
+            "embed": "embedding_rowwise",
+            **{f"layers.*.attention.{name}": "colwise" for name in ("query", "key", "value")},
+            "layers.*.attention.output": "rowwise",
+            **{f"layers.*.feed_forward.{name}": "colwise" for name in ("gate", "up")},
+            "layers.*.feed_forward.down": "rowwise",
+            "head.output": "colwise_gather_output",
+        }
+
     def _layers(self) -> Iterable[Any]:
         return self.model.layers
+
+
+def check_heads(ranks: int, heads: int, kv_heads: int) -> None:
+    """Raise PlanError where the heads of attention cannot be split over so many ranks."""
+    for what, count in (("attention heads", heads), ("key and value heads", kv_heads)):
+        if count % ranks:
+            raise PlanError(f"tensor = {ranks} ranks cannot split {count} {what} evenly; use a divisor of {count}")
 
 
 class SequentialAdapter:
@@ -158,12 +182,19 @@ class SequentialAdapter:
 
     The first takes `batch["input_ids"]` (or `batch["inputs"]`), the last gives the logits or outputs. `loss` takes
     (outputs, batch) and gives a SUM; without one, outputs are logits [B, S, vocabulary] of `batch["labels"]`.
-    Modules start by their own `reset_parameters`.
+    Modules start by their own `reset_parameters`.  tensor_plan: how modules are split, see the module.
     """
 
-    def __init__(self, model: nn.Sequential, loss: SequentialLoss = token_cross_entropy) -> None:
+    def __init__(
+        self,
+        model: nn.Sequential,
+        loss: SequentialLoss = token_cross_entropy,
+        *,
+        tensor_plan: Mapping[str, str] | None = None,
+    ) -> None:
         self.model = model
         self._loss = loss
+        self._tensor_plan = tensor_plan
         top = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if name]
         self._blocks = tuple(Block(name, module) for name, module in top if "." not in name)
         if not self._blocks:
@@ -186,6 +217,15 @@ class SequentialAdapter:
     def initialise(self, module: nn.Module, generator: torch.Generator) -> None:
         """The module's own `reset_parameters`; see `reset_module`."""
         reset_module(module, generator)
+
+    def tensor_plan(self, ranks: int) -> Mapping[str, str]:
+        """The plan that was given."""
+        if self._tensor_plan is None:
+            raise PlanError(
+                f"tensor = {ranks}: nobody has said how this nn.Sequential is split; give it a method atoll_adapter() "
+                "that returns a SequentialAdapter(self, tensor_plan={...})"
+            )
+        return self._tensor_plan
 
 
 def reset_module(module: nn.Module, generator: torch.Generator) -> None:

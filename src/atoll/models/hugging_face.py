@@ -18,7 +18,7 @@ its base model's.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.errors import PlanError
-from atoll.models.adapter import Batch, Block, check_blocks, reset_module, token_cross_entropy
+from atoll.models.adapter import Batch, Block, check_blocks, check_heads, reset_module, token_cross_entropy
 from atoll.models.probe import Shape, fixed_options, hidden_argument, look_at, replace_hidden
 
 LABELS = "labels"
@@ -96,6 +96,19 @@ class HuggingFaceAdapter:
         own = [parameter for parameter in module.parameters(recurse=False) if parameter.isnan().any()]
         if own:
             reset_module(module, generator)
+
+    def tensor_plan(self, ranks: int) -> Mapping[str, str]:
+        """The model's own plan."""
+        plan = dict(self.model.tp_plan or {})
+        if not plan:
+            raise PlanError(
+                f"tensor = {ranks}: transformers has no tensor plan for a {type(self.model).__name__}; use tensor = 1, "
+                "or give the model an adapter with a tensor_plan(); docs/adapters.md shows how"
+            )
+        config = self.model.config.get_text_config()
+        heads = config.num_attention_heads
+        check_heads(ranks, heads, getattr(config, "num_key_value_heads", None) or heads)
+        return plan
 
     # ---- slots
 

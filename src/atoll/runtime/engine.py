@@ -7,19 +7,20 @@ import time
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor.parallel import loss_parallel
 
 from atoll.errors import AtollError, PlanError, RankError, RunError
 from atoll.ir import lower
 from atoll.ir.residency import held_stages, unreduced_stages
 from atoll.layouts import ITEM_BYTES, Footprint, WorkingMemory, footprint, working_memory
-from atoll.models import Adapter, Batch, adapter_for
+from atoll.models import Adapter, Batch, Block, adapter_for
 from atoll.models.adapter import IGNORED_LABEL
 from atoll.plan import Plan, split_blocks
 from atoll.runtime import failure
@@ -33,6 +34,7 @@ from atoll.runtime.sharding.hooks import Moment
 from atoll.runtime.sharding.lookahead import DIGESTS, Lookahead, Order, digest
 from atoll.runtime.sharding.optimizer import GroupOptions, OptimizerFactory, ShardedOptimizer
 from atoll.runtime.sharding.segment import Surroundings
+from atoll.runtime.sharding.tensor_parallel import TensorParallel
 from atoll.runtime.sharding.state import load_state, model_pieces, save_state, stored_states
 from atoll.runtime.step_end import Ending, LossScaler, StepEnd, StepResult
 from atoll.runtime.transport import Later, Peers, connect, world_rank, world_store
@@ -109,10 +111,9 @@ class Engine:
 
     def _build(self, optimizer: OptimizerFactory, groups: GroupOptions | None) -> None:
         plan = self.plan
-        if plan.mesh.tensor != 1:
-            raise PlanError(f"tensor = {plan.mesh.tensor}: tensor parallelism is not in this version; use 1")
         self.adapter: Adapter = adapter_for(self.model)
         blocks = self.adapter.blocks()
+        tensor = self._tensor_parallel(blocks) if plan.mesh.tensor > 1 else None
         placement = plan.schedule.placement
         runs = split_blocks(len(blocks), placement.stages)
         compute = ITEM_BYTES[plan.precision.compute]
@@ -138,6 +139,7 @@ class Engine:
             lookahead=self._lookahead,
             recompute=plan.recompute,
             compiler=plan.compile,
+            tensor=tensor,
             together=plan.unit,
         )
         self.units = self._sharded.units
@@ -157,6 +159,23 @@ class Engine:
             clip=self.clip,
             scaler=LossScaler() if plan.precision.compute == "float16" else None,
         )
+
+    def _tensor_parallel(self, blocks: Sequence[Block]) -> TensorParallel:
+        styles = getattr(self.adapter, "tensor_plan", None)
+        if styles is None:
+            raise PlanError(
+                f"tensor = {self.plan.mesh.tensor}: a {type(self.adapter).__name__} has no tensor_plan(), which says "
+                "how layers are split; use tensor = 1, or give the model an adapter that has one"
+            )
+        if self.plan.compile != "none":
+            raise PlanError("compile and tensor parallelism do not go together yet; use compile = 'none' or tensor = 1")
+        plan = styles(self.plan.mesh.tensor)
+        mesh = self.transport.tensor_mesh()
+        return TensorParallel(mesh, blocks, plan, sequence=self.plan.sequence_parallel)
+
+    def _split_loss(self) -> AbstractContextManager[None]:
+        """The loss of logits that are split over a tensor-parallel group, forward and backward."""
+        return loss_parallel() if self.plan.mesh.tensor > 1 else nullcontext()
 
     # ---- training
 
@@ -205,7 +224,7 @@ class Engine:
             earlier.append(result)
             return was_right
 
-        with self._guard(), _keeping_random_state(self.device):
+        with self._guard(), _keeping_random_state(self.device), self._split_loss():
             for stage in self._sharded.stages:
                 stage.train(True)
             for unit in self.units:
@@ -292,7 +311,7 @@ class Engine:
         return outcome.logits[0] if outcome.logits else None
 
     def _run_forward(self, batches: Sequence[Batch], order: Order, *, keep_logits: bool = False) -> Outcome:
-        with self._guard():
+        with self._guard(), self._split_loss():
             for stage in self._sharded.stages:
                 stage.train(False)
             self._lookahead.begin(len(batches), order)

@@ -155,13 +155,14 @@ class StepEnd:
         if self._units:
             norms = torch.stack([unit.squared_norm() for unit in self._units]).cpu()
             partials[[unit.spec.index for unit in self._units]] = norms
-        loss = 0.0 if outcome.loss_sum is None else float(outcome.loss_sum)
+        is_counted = outcome.loss_sum is not None and self._transport.place.tp == 0
+        loss = float(outcome.loss_sum) if is_counted and outcome.loss_sum is not None else 0.0
         # The norms have just waited for the device.
         idle = 1.0 - outcome.clock.busy() / max(time.monotonic() - begin, 1e-9)
         head = torch.tensor([loss, idle], dtype=torch.float64)
         names = [(unit, name) for unit in self._units for name, _ in unit.trained()]
         flags = torch.tensor([name in unit.touched for unit, name in names], dtype=torch.float64)
-        values = self._transport.total_data(torch.cat([head, partials, flags]))
+        values = self._transport.total_stage(torch.cat([head, partials, flags]))
         flags = values[2 + len(self._specs) :]
         self._share_flags(names, flags)
         touched = frozenset(name for (_, name), flag in zip(names, flags.tolist(), strict=True) if flag)
@@ -202,8 +203,8 @@ class StepEnd:
 
     def finish(self, ending: Ending) -> StepResult:
         """Wait for all ranks' sums, then step."""
-        own = ending.sums.values
-        sums = _Sums(self._transport.total(own if self._transport.place.data == 0 else torch.zeros_like(own)))
+        own, place = ending.sums.values, self._transport.place
+        sums = _Sums(self._transport.total(own if place.data == place.tp == 0 else torch.zeros_like(own)))
         return self._conclude(ending, sums)
 
     # ---- validated afterwards

@@ -31,6 +31,7 @@ from typing import ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from atoll.errors import RunError
 from atoll.plan import Place
@@ -57,6 +58,8 @@ class Channel(IntEnum):
     MEMORY = 14
     PLACE_GATHER = 15
     PLACE_REDUCE = 16
+    SUM_TENSOR = 17
+    SUM_STAGE = 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,7 @@ class Tag:
     part: int = 0
 
     def __int__(self) -> int:
-        """Thirty bits, since gloo's tags are 32-bit and signed."""
+        """Thirty-one bits, since gloo's tags are 32-bit and signed."""
         return (self.channel << 26) | ((self.index & 0x1FFF) << 13) | (self.part & 0x1FFF)
 
 
@@ -290,9 +293,9 @@ class Transport(ABC):
     def total_later(self, values: torch.Tensor) -> Later:
         """The same without waiting: `wait()` gives the sums. All ranks ask in one order."""
 
-    def total_data(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum of a small CPU tensor over the data-parallel ranks, the same bits on each of them."""
-        for axis, channel in (("intra", Channel.SUM_INTRA), ("inter", Channel.SUM_INTER)):
+    def total_stage(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum of a small CPU tensor over the ranks of one pipeline position, the same bits on each of them."""
+        for axis, channel in (("intra", Channel.SUM_INTRA), ("inter", Channel.SUM_INTER), ("tp", Channel.SUM_STAGE)):
             peers = Peers.along(axis, self.place)
             self.total_ordered(values, peers.ranks, Tag(channel, 0))
         return values
@@ -301,6 +304,23 @@ class Transport(ABC):
         """Sum a tensor in place over `ranks`, added in their order, so that all get the same bits."""
         if len(ranks) > 1:
             values.copy_(self.exchange(values, ranks, tag).wait())
+
+    def total_along(self, values: torch.Tensor, axis: str, tag: Tag) -> None:
+        """Sum a tensor in place over the ranks along `axis`, the same bits on each."""
+        ranks = self.place.peers(axis)
+        self.total_ordered(values, ranks, tag)
+        self._count(axis, values.nbytes * (len(ranks) - 1))
+
+    def tensor_mesh(self) -> DeviceMesh:
+        """The ranks of this one's tensor-parallel group, for torch's DTensor; all ranks ask at once."""
+        found: dist.ProcessGroup | None = None
+        for rank in range(self.place.mesh.world):
+            ranks = self.place.mesh.place(rank).peers("tp")
+            if ranks[0] == rank:
+                group = dist.new_group(list(ranks))
+                found = group if self.place.rank in ranks else found
+        assert found is not None, "every rank is in a group of its own axis"
+        return DeviceMesh.from_group(found, self.device.type)
 
     def exchange(self, values: torch.Tensor, ranks: Sequence[int], tag: Tag) -> Exchange:
         """Begin to sum a tensor over `ranks`."""
@@ -570,7 +590,7 @@ class NcclTransport(Transport):
         self._axes: dict[str, dist.ProcessGroup] = {}
         self._links: dict[tuple[int, int], dist.ProcessGroup] = {}
         mesh = place.mesh
-        for axis in ("inter", "intra"):
+        for axis in ("inter", "intra", "tp"):
             seen: set[tuple[int, ...]] = set()
             for rank in range(mesh.world):
                 ranks = mesh.place(rank).peers(axis)
@@ -597,12 +617,17 @@ class NcclTransport(Transport):
         assert work is not None, "the world holds every rank"
         return Collective(moved, work)
 
-    def total_data(self, values: torch.Tensor) -> torch.Tensor:
+    def total_stage(self, values: torch.Tensor) -> torch.Tensor:
         moved = values.to(self.device)
-        for axis in ("intra", "inter"):
+        for axis in ("intra", "inter", "tp"):
             if axis in self._axes:
                 dist.all_reduce(moved, group=self._axes[axis])
         return moved.cpu()
+
+    def total_along(self, values: torch.Tensor, axis: str, tag: Tag) -> None:
+        if axis in self._axes:
+            dist.all_reduce(values, group=self._axes[axis])
+            self._count(axis, values.nbytes * (len(self.place.peers(axis)) - 1))
 
     def send(self, tensor: torch.Tensor, peer: int, tag: Tag) -> Message:
         work = dist.isend(tensor, peer, group=self._links[self.place.rank, peer])

@@ -19,6 +19,7 @@ from atoll.plan import MeshShape, Plan
 from atoll.runtime.engine import Engine
 from atoll.runtime.randomness import seed_block
 from atoll.runtime.sharding.optimizer import decay_matrices
+from atoll.runtime.sharding.tensors import whole_output
 from atoll.runtime.step_end import StepResult
 from atoll.runtime.transport import GlooTransport
 from atoll.testing.pool import run_ranks
@@ -35,6 +36,8 @@ class Case:
     pipeline: int = 1
     inter: int = 1
     intra: int = 1
+    tensor: int = 1
+    sequence_parallel: bool = False
     schedule: str = "1f1b"
     microbatches: int = 8
     microbatch: int = 1
@@ -57,12 +60,12 @@ class Case:
     @property
     def ranks(self) -> int:
         """World size."""
-        return self.pipeline * self.inter * self.intra
+        return self.pipeline * self.inter * self.intra * self.tensor
 
     @property
     def plan(self) -> Plan:
         """The plan that the ranks run."""
-        mesh = MeshShape(self.pipeline, self.inter, self.intra)
+        mesh = MeshShape(self.pipeline, self.inter, self.intra, self.tensor)
         schedule = schedules.build(self.schedule, ranks=self.pipeline, microbatches=self.microbatches // mesh.data)
         precision = Precision.preset(self.precision)
         return Plan(
@@ -78,6 +81,7 @@ class Case:
             residency=self.residency,
             reduction=self.reduction,
             unit=self.unit,
+            sequence_parallel=self.sequence_parallel,
         )
 
     @property
@@ -121,7 +125,7 @@ def whole_parameters(engine: Engine) -> dict[str, torch.Tensor]:
     values = {}
     for unit in engine.units:
         unit.gather()
-        values.update({name: p.detach().clone() for name, p in unit.parameters.items()})
+        values.update({name: whole_output(p.detach()).clone() for name, p in unit.parameters.items()})
         unit.free()
     return values
 
@@ -222,6 +226,8 @@ def assert_parity(case: Case, *, tolerance: float = 1e-10) -> list[History]:
         pipeline=1,
         inter=1,
         intra=1,
+        tensor=1,
+        sequence_parallel=False,
         schedule="1f1b",
         recompute="none",
         post_validation=False,

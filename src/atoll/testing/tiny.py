@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from atoll.models import SequentialAdapter
+
 
 class Recipe(Protocol):
     """What a test trains: a model and its batches."""
@@ -106,12 +108,26 @@ class _Head(nn.Module):
         return logits
 
 
+class _Tiny(nn.Sequential):
+    """A Sequential that can be split over a tensor-parallel group."""
+
+    def atoll_adapter(self) -> SequentialAdapter:
+        """With a plan."""
+        plan = {
+            "0.table": "embedding_rowwise",
+            "*.up": "colwise",
+            "*.down": "rowwise",
+            f"{len(self) - 1}.out": "colwise_gather_output",
+        }
+        return SequentialAdapter(self, tensor_plan=plan)
+
+
 def tiny_model(config: TinyConfig) -> nn.Sequential:
     """Embedding, layers and head as an `nn.Sequential`, on torch's current device; tied by identity."""
     layers = [_Layer(config) for _ in range(config.layers)]
     if config.frozen and config.layers > 2:
         layers[-1].requires_grad_(False)
-    model = nn.Sequential(_Embed(config), *layers, _Head(config))
+    model = _Tiny(_Embed(config), *layers, _Head(config))
     if config.tied:
         head, embed = model[-1], model[0]
         assert isinstance(head, _Head)

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 import torch
 
 from atoll.errors import CheckpointError
-from atoll.layouts.flat import Shape, boxes
+from atoll.layouts.flat import Box, Shape
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Piece:
-    """Elements `start`..`stop` of the flattened tensor at `path`, of global `shape`.
+    """Elements `start`..`stop` of the flattened tensor at `path`, of global `shape`, or of a part of it.
 
+    within: the part of the tensor in which start..stop count; all of it if not given.
     path: keys of the nested state, e.g. ("optim", "state", "layers.0.q.weight", "exp_avg").
     tensor: contiguous, 1-D, `stop - start` elements, on any device; read by a save, written in place by a load.
     """
@@ -24,13 +25,14 @@ class Piece:
     start: int
     stop: int
     tensor: torch.Tensor
+    within: Box | None = None
 
     def __post_init__(self) -> None:
         where = f"piece {self.name!r} of shape {tuple(self.shape)}"
         if not self.path or not all(isinstance(key, str) and key for key in self.path):
             raise CheckpointError(f"{where}: path {self.path!r} must be non-empty strings")
-        if not 0 <= self.start <= self.stop <= math.prod(self.shape):
-            raise CheckpointError(f"{where}: no range {self.start}..{self.stop} in {math.prod(self.shape)} elements")
+        if not 0 <= self.start <= self.stop <= self._part.numel:
+            raise CheckpointError(f"{where}: no range {self.start}..{self.stop} in {self._part.numel} elements")
         if self.tensor.dim() != 1 or self.tensor.numel() != self.stop - self.start or not self.tensor.is_contiguous():
             raise CheckpointError(
                 f"{where}, range {self.start}..{self.stop}: needs a contiguous 1-D tensor of"
@@ -45,11 +47,17 @@ class Piece:
     @property
     def claim(self) -> Claim:
         """This piece without its data."""
-        return Claim(self.path, tuple(self.shape), self.start, self.stop, self.tensor.dtype)
+        return Claim(self.path, tuple(self.shape), self.start, self.stop, self.tensor.dtype, self._part)
+
+    @property
+    def _part(self) -> Box:
+        return Box.whole(self.shape) if self.within is None else self.within
 
     def box(self, offsets: Shape, sizes: Shape) -> torch.Tensor:
         """The box at `offsets` as a view; it must be one of `boxes` of this piece."""
-        at = flat_index(self.shape, offsets) - self.start
+        part = self._part
+        inner = tuple(offset - begin for offset, begin in zip(offsets, part.offsets, strict=True))
+        at = flat_index(part.sizes, inner) - self.start
         return self.tensor.detach()[at : at + math.prod(sizes)].view(sizes)
 
 
@@ -62,6 +70,7 @@ class Claim:
     start: int
     stop: int
     dtype: torch.dtype
+    within: Box
 
     @property
     def name(self) -> str:
@@ -83,7 +92,7 @@ class Claim:
         """(offsets, sizes) of the range's boxes; a tensor without elements is one empty box."""
         if math.prod(self.shape) == 0:
             return (((0,) * len(self.shape), self.shape),)
-        return boxes(self.shape, self.start, self.stop)
+        return self.within.boxes(self.start, self.stop)
 
 
 def flat_index(shape: Shape, offsets: Shape) -> int:

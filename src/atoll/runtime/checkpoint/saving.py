@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from atoll.errors import CheckpointError
+from atoll.layouts.flat import Box
 from atoll.runtime.checkpoint import folders
 from atoll.runtime.checkpoint.collective import alone, listing, picklable, quiet, raise_everywhere
 from atoll.runtime.checkpoint.pieces import Claim, Piece
@@ -154,7 +156,7 @@ def _global_plan(offers: Sequence[Sequence[Claim]]) -> tuple[list[SavePlan], Met
     tensors = {}
     for name, holders in by_name.items():
         chunks: list[ChunkStorageMetadata] = []
-        for claim in sorted(holders, key=lambda claim: claim.start):
+        for claim in sorted(holders, key=lambda claim: (claim.within.offsets, claim.start)):
             for item in _write_items(claim, first=len(chunks)):
                 plans[owner[claim]].items.append(item)
                 assert item.tensor_data is not None
@@ -173,15 +175,24 @@ def _problems(claims: Sequence[Claim]) -> list[str]:
         values = sorted({str(getattr(claim, what)) for claim in claims})
         if len(values) > 1:
             return [f"{name!r} is offered with more than one {what}: {', '.join(values)}"]
-    reached = 0
-    for claim in sorted(claims, key=lambda claim: (claim.start, claim.stop)):
-        if claim.start > reached:
-            return [f"{name!r}: no rank offers elements {reached}..{claim.start}"]
-        if claim.start < reached:
-            return [f"{name!r}: elements {claim.start}..{reached} are offered twice, by pieces that are not equal"]
-        reached = claim.stop
-    numel = math.prod(claims[0].shape)
-    return [f"{name!r}: no rank offers elements {reached}..{numel}"] if reached < numel else []
+    parts: dict[Box, list[Claim]] = {}
+    for claim in claims:
+        parts.setdefault(claim.within, []).append(claim)
+    for part, inside in parts.items():
+        where = name if len(parts) == 1 else f"{name} {part.sizes} at {part.offsets}"
+        reached = 0
+        for claim in sorted(inside, key=lambda claim: (claim.start, claim.stop)):
+            if claim.start > reached:
+                return [f"{where!r}: no rank offers elements {reached}..{claim.start}"]
+            if claim.start < reached:
+                return [f"{where!r}: elements {claim.start}..{reached} are offered twice, by pieces that are not equal"]
+            reached = claim.stop
+        if reached < part.numel:
+            return [f"{where!r}: no rank offers elements {reached}..{part.numel}"]
+    if any(a.overlaps(b) for a, b in combinations(parts, 2)):
+        return [f"{name!r}: parts are offered that overlap: {', '.join(f'{p.sizes} at {p.offsets}' for p in parts)}"]
+    missing = math.prod(claims[0].shape) - sum(part.numel for part in parts)
+    return [f"{name!r}: no rank offers {missing} of {math.prod(claims[0].shape)} elements"] if missing else []
 
 
 def _owners(offers: Mapping[Claim, Sequence[int]], ranks: int) -> dict[Claim, int]:

@@ -26,7 +26,9 @@ from weakref import WeakValueDictionary
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from atoll._torch import local_part
 from atoll.errors import RunError
 from atoll.runtime.sharding.hooks import Moment, Pending
 from atoll.runtime.sharding.unit import Unit
@@ -55,9 +57,29 @@ class DeferredWeight:
         module = self.module
         if not torch.is_grad_enabled():
             return F.linear(hidden, module.weight, module.bias)
+        if isinstance(module.weight, DTensor):
+            assert isinstance(hidden, DTensor), "a parallel style makes its input a DTensor"
+            return self._forward_split(hidden, module.weight, module.bias)
         given = (hidden, module.weight.detach(), module.bias, self._anchor)
         out: Tensor = linear(*given, self.slot) if torch.compiler.is_compiling() else _Linear.apply(self, *given)
         return out
+
+    def _forward_split(self, hidden: DTensor, weight: DTensor, bias: Any) -> DTensor:
+        """The same on this rank's part of the weight: its rows, whose results lie side by side, or its columns, whose
+        results are added up."""
+        mesh, own = hidden.device_mesh, local_part(weight).detach()
+        size = torch.Size((*hidden.shape[:-1], weight.shape[0]))
+        if weight.placements[0].is_shard(0):
+            given = hidden.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+            rest = None if bias is None else bias.to_local()
+            out = _Linear.apply(self, given, own, rest, self._anchor)
+            stride = torch.empty(size, device="meta").stride()
+            placements = [Shard(out.dim() - 1)]
+            return DTensor.from_local(out, mesh, placements, run_check=False, shape=size, stride=stride)
+        given = hidden.redistribute(placements=[Shard(hidden.dim() - 1)]).to_local()
+        out = _Linear.apply(self, given, own, None, self._anchor)
+        total = DTensor.from_local(out, mesh, [Partial()], run_check=False)
+        return total if bias is None else total + bias
 
     def collect(self, hidden: Tensor, gradient: Tensor) -> None:
         """Keep what W needs of one call, in I; or do W's work at once."""

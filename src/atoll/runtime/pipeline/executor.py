@@ -25,6 +25,7 @@ from atoll.runtime.pipeline.mail import Mail, Wire
 from atoll.runtime.pipeline.stage import Stage
 from atoll.runtime.sharding.hooks import Moment, Pending
 from atoll.runtime.sharding.segment import Phase
+from atoll.runtime.sharding.tensors import whole_output
 from atoll.runtime.sharding.unit import PHASES, Unit
 from atoll.runtime.transport import Transport
 from atoll.trace import Span
@@ -310,10 +311,10 @@ class Executor:
             step.inputs.pop(key, None)
             step.received.pop(key, None)
         if at.is_last and step.keeps_logits:
-            step.logits.append(output)
+            step.logits.append(whole_output(output))
             return
         if at.is_last:
-            output = at.adapter.loss(output, batch)
+            output = whole_output(at.adapter.loss(output, batch))
             step.losses.append(output.detach())
         if step.is_training or not at.is_last:
             step.outputs[key] = output

@@ -15,6 +15,8 @@ from atoll.runtime.pipeline.stage import Stage, owners_of
 from atoll.runtime.sharding.hooks import Moment, Reducer, ShardedBlock, watch_parameters
 from atoll.runtime.sharding.lookahead import Lookahead
 from atoll.runtime.sharding.segment import Phase, Surroundings, dtype_of
+from atoll.runtime.sharding.tensor_parallel import TensorParallel
+from atoll.runtime.sharding.tensors import Spread
 from atoll.runtime.sharding.unit import Unit, UnitSpec, unit_specs
 
 
@@ -44,9 +46,11 @@ def build(
     recompute: str,
     compiler: str,
     together: int = 1,
+    tensor: TensorParallel | None = None,
 ) -> Sharded:
     """Materialise this rank's blocks one after the other, each into its units, and hook them.
 
+    tensor: how blocks are split over a tensor-parallel group, if there is one.
     together: how many blocks are a unit, where they follow each other in a stage and are of one class.
     runs: the blocks of each stage.  ranks: world ranks along the pipeline.  rank_of_stage: pipeline rank of each stage.
     """
@@ -61,8 +65,12 @@ def build(
     units: dict[int, Unit] = {}
     replaced: dict[int, nn.Parameter] = {}
     values: dict[str, nn.Parameter] = {}
+    spreads: dict[str, Spread] = {}
     for at in local:
         _materialise(adapter, blocks[at], shared, replaced, seed=moment.seed, dtype=_first_dtype(around))
+        if tensor is not None:
+            found_spreads = tensor.apply(at)
+            spreads.update({shared.get(name, name): spread for name, spread in found_spreads.items()})
         values.update(blocks[at].named_parameters())
         for spec in specs:
             is_there = spec.is_shared or at == spec.blocks[-1]
@@ -70,7 +78,7 @@ def build(
                 continue
             owners = tuple(ranks[pp] for pp in owners_of(spec.blocks, runs, rank_of_stage))
             found = {name: _find(values, name, shared) for name in spec.names}
-            units[spec.index] = Unit(spec, found, around, owners=owners, phases=phases)
+            units[spec.index] = Unit(spec, found, around, owners=owners, phases=phases, spreads=spreads or None)
         for spec in specs:
             # A shared unit stays whole until its last block here has been initialised.
             if spec.index in units and max(used for used in spec.blocks if used in local) == at:

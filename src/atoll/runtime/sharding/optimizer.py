@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from atoll.errors import PlanError
+from atoll.layouts import Box
 from atoll.runtime.sharding.unit import Unit
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -21,6 +22,8 @@ WHOLE_MATRIX = ("Muon", "Adafactor", "LBFGS", "Shampoo", "SOAP")
 class ParameterSlice(nn.Parameter):
     """Elements `start`..`stop` of the flattened parameter `parameter_name`, a 1-D view of the rank's master shard.
 
+    Under tensor parallelism they count in `within`, the rank's part of the parameter.
+
     What `of` makes is an `nn.Parameter` with these attributes, not an instance of this class: torch's optimizers take
     their fast path for that very type only.
     """
@@ -29,12 +32,14 @@ class ParameterSlice(nn.Parameter):
     global_shape: tuple[int, ...]
     start: int
     stop: int
+    within: Box
 
     @staticmethod
-    def of(view: torch.Tensor, name: str, shape: tuple[int, ...], start: int, stop: int) -> ParameterSlice:
+    def of(view: torch.Tensor, name: str, within: Box, start: int, stop: int) -> ParameterSlice:
         """Wrap a view of the master shard."""
         made = cast(ParameterSlice, nn.Parameter(view))
-        made.parameter_name, made.global_shape, made.start, made.stop = name, shape, start, stop
+        made.parameter_name, made.global_shape, made.start, made.stop = name, within.shape, start, stop
+        made.within = within
         return made
 
 
@@ -70,7 +75,9 @@ class ShardedOptimizer:
                 held = segment.range(segment.around.layout.optimizer)
                 for part in segment.map.slices(held):
                     view = segment.master.narrow(0, part.offset, part.stop - part.start)
-                    self.slices[part.name] = ParameterSlice.of(view, part.name, part.shape, part.start, part.stop)
+                    self.slices[part.name] = ParameterSlice.of(
+                        view, part.name, segment.boxes[part.name], part.start, part.stop
+                    )
         grouped: dict[str, dict[str, Any]] = {}
         for name, shape in named_shapes:
             chosen = dict(options(name, shape)) if options is not None else {}

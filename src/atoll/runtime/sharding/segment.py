@@ -47,7 +47,9 @@ from atoll.layouts import (
     Precision,
 )
 from atoll.layouts import Segment as SegmentShape
+from atoll._torch import local_part
 from atoll.runtime import lanes
+from atoll.runtime.sharding.tensors import Spread, as_gradient, box_of, part_of, whole_of
 from atoll.runtime.transport import Channel, Peers, Tag, Transport
 
 _CHANNEL: Mapping[tuple[Kind, Axis], Channel] = {
@@ -100,7 +102,7 @@ class Surroundings:
 
 
 class Segment:
-    """Parameters of one dtype, one trainability and the same phases that share a flat buffer.
+    """Parameters of one dtype, one trainability, one tensor-parallel place and the same phases that share a flat buffer.
 
     phases: those in which this rank computes their gradients; none for frozen parameters.
     stays_whole: whether parameters and gradients rest whole, so that a microbatch neither gathers nor reduces.
@@ -113,11 +115,15 @@ class Segment:
         *,
         phases: tuple[Phase, ...],
         tag: tuple[int, int],
+        spread: Spread = Spread.SAME,
     ) -> None:
         self.around = around
         self.phases = phases
         self.parameters = dict(parameters)
-        self.map = FlatMap.build(((name, tuple(p.shape)) for name, p in parameters.items()), around.nest.ranks)
+        self.spread = spread
+        self.boxes = {name: box_of(parameter) for name, parameter in parameters.items()}
+        self._local = {name: local_part(parameter) for name, parameter in parameters.items()}
+        self.map = FlatMap.build(((name, tuple(p.shape)) for name, p in self._local.items()), around.nest.ranks)
         self._tag = tag
         self._gathers = self._real(GATHER_PARAMETER[around.layout.parameters])
         self._is_known = False
@@ -180,6 +186,7 @@ class Segment:
         self._absent = torch.full((), torch.nan, dtype=self.compute, device=device)
         self.flows: dict[Phase, torch.Tensor] = {}
         self._flow_views: dict[Phase, dict[str, torch.Tensor]] = {}
+        self._shown: dict[str, torch.Tensor] = {}
         self.final: torch.Tensor | None = None
         dtype = dtype_of(precision.gradient)
         self.gradients = {phase: self._zeros(g, dtype, is_read=g_is_read) for phase in self.phases}
@@ -206,22 +213,22 @@ class Segment:
     def _adopt(self) -> None:
         """Copy the parameters' values in, and make the parameters views of the whole buffer for good."""
         with torch.no_grad():
-            for name, parameter in self.parameters.items():
-                self._views[name].copy_(parameter)
+            for name, local in self._local.items():
+                self._views[name].copy_(local)
             if self.master is not None:
                 self._keep(self.master, self.around.layout.optimizer)
             if self.rest is not None and not self.permanent:
                 self._keep(self.rest, self.around.layout.parameters)
+            gradient = dtype_of(self.around.precision.gradient)
             for name, parameter in self.parameters.items():
-                parameter.data = self._views[name]
-                gradient = dtype_of(self.around.precision.gradient)
+                self._local[name].data = self._views[name]
                 if self.trainable and gradient != self.compute:
                     parameter.grad_dtype = gradient
 
     def _keep(self, target: torch.Tensor, level: Level) -> None:
         """Fill a resting buffer from the parameters' first values, at their full precision."""
         for part in self.map.slices(self.range(level)):
-            source = self.parameters[part.name].detach().reshape(-1)[part.start : part.stop]
+            source = self._local[part.name].detach().reshape(-1)[part.start : part.stop]
             target.narrow(0, part.offset, part.stop - part.start).copy_(source)
 
     # ---- parameters
@@ -276,8 +283,8 @@ class Segment:
                 self._fill(GATHER_PARAMETER[Level.I], self._staged)
                 self.around.transport.give_back(self._staged)
                 self._staged = None
-        for name, parameter in self.parameters.items():
-            parameter.data = self._views[name]
+        for name, local in self._local.items():
+            local.data = self._views[name]
         self.is_whole = True
 
     def _bring(self, syncing: lanes.Job | None) -> None:
@@ -313,8 +320,8 @@ class Segment:
         """Give the whole copy back."""
         if self.permanent or not self.is_whole:
             return
-        for name, parameter in self.parameters.items():
-            parameter.data = self._absent.expand(self._views[name].shape)
+        for name, local in self._local.items():
+            local.data = self._absent.expand(self._views[name].shape)
         self.whole.untyped_storage().resize_(0)
         self.is_whole = False
 
@@ -369,7 +376,8 @@ class Segment:
         """Point every parameter's `.grad` into the buffer that phase I accumulates in."""
         if "I" not in self.phases:
             return
-        for name, view in self._targets("I").items():
+        self._targets("I")
+        for name, view in self._shown.items():
             parameter = self.parameters[name]
             if parameter.grad is not view:
                 parameter.grad = view
@@ -391,6 +399,9 @@ class Segment:
                 flow = torch.empty(self.map.padded, dtype=resting.dtype, device=resting.device)
             self.flows[phase] = flow.zero_()
             self._flow_views[phase] = self._views_of(self.flows[phase])
+        if phase == "I" and not self._shown:
+            views = self._flow_views[phase]
+            self._shown = {name: as_gradient(self.parameters[name], view) for name, view in views.items()}
         return self._flow_views[phase]
 
     def reduce_gradients(self, phase: Phase, *, is_last: bool) -> None:
@@ -405,6 +416,7 @@ class Segment:
             flow = self.flows.pop(phase)
             del self._flow_views[phase]
             if phase == "I":
+                self._shown.clear()
                 for parameter in self.parameters.values():
                     parameter.grad = None
             self._reducing = self.around.lanes["reduce"].start(partial(self._reduce, phase, flow, self._reducing), flow)
@@ -452,6 +464,9 @@ class Segment:
         for move in SYNC_GRADIENT[g, os]:
             self._move(self._part(buffer, coarse, move.coarse), move, _Purpose.SYNC_GRADIENT)
         self.final = self._part(buffer, coarse, os)
+        if self.spread is Spread.SUMMED:
+            self.final = self.final.clone()  # what rests may be read by others
+            self.around.transport.total_along(self.final, "tp", Tag(Channel.SUM_TENSOR, *self._tag))
 
     def clear_gradients(self) -> None:
         """Forget the step's gradients."""
@@ -459,6 +474,7 @@ class Segment:
             gradient.zero_()
         for phase, flow in self.flows.items():
             del self._flow_views[phase]
+            self._shown.clear()
             self.around.transport.give_back(flow, was_read=False)
         self.flows.clear()
         self.final = None
@@ -467,6 +483,7 @@ class Segment:
         """Sum of squares, in float64 and still on the device, of the gradients that this rank alone accounts for."""
         nest, os = self.around.nest, self.around.layout.optimizer
         repeats = (os is Level.N and (nest.i, nest.j) != (0, 0)) or (os is Level.I and nest.i != 0)
+        repeats = repeats or (self.spread is not Spread.SPLIT and self.around.transport.place.tp != 0)
         if self.final is None or repeats:
             return torch.zeros((), dtype=torch.float64, device=self.around.device)
         return torch.linalg.vector_norm(self.final, dtype=torch.float64).square()
@@ -491,7 +508,8 @@ class Segment:
             self._part(whole, Level.N, level).copy_(own)
             for move in GATHER_PARAMETER[level]:
                 self._move(self._part(whole, Level.N, move.coarse), move, _Purpose.READ)
-            return {name: view.clone() for name, view in self._views_of(whole).items()}
+            views = self._views_of(whole)
+            return {name: whole_of(self.parameters[name], view) for name, view in views.items()}
 
     def write_values(self, values: Mapping[str, torch.Tensor]) -> None:
         """Write whole values to where they rest, and to every copy."""
@@ -502,7 +520,8 @@ class Segment:
         with torch.no_grad():
             for part in self.map.slices(self.range(level)):
                 if part.name in values:
-                    source = values[part.name].detach().reshape(-1)[part.start : part.stop]
+                    own = part_of(values[part.name].detach(), self.boxes[part.name])
+                    source = own.reshape(-1)[part.start : part.stop]
                     target.narrow(0, part.offset, part.stop - part.start).copy_(source)
         self.sync_parameters()
 

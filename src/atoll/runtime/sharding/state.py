@@ -91,7 +91,8 @@ def _parameter_pieces(units: Sequence[Unit]) -> Iterator[Piece]:
             assert source is not None, "every segment keeps its parameters somewhere"
             for part in segment.map.slices(segment.range(level)):
                 view = source.detach().narrow(0, part.offset, part.stop - part.start)
-                yield Piece(("model", part.name), part.shape, part.start, part.stop, view)
+                box = segment.boxes[part.name]
+                yield Piece(("model", part.name), box.shape, part.start, part.stop, view, within=box)
 
 
 def _buffer_pieces(buffers: Mapping[str, torch.Tensor]) -> Iterator[Piece]:
@@ -109,7 +110,7 @@ def _optimizer_pieces(optimizer: ShardedOptimizer) -> Iterator[Piece]:
             if not isinstance(value, torch.Tensor):
                 raise CheckpointError(f"optimizer state {key!r} of {name!r} is a {type(value).__name__}; need tensors")
             if value.numel() == own.numel() and value.dim() == 1:
-                yield Piece(path, own.global_shape, own.start, own.stop, value.detach())
+                yield Piece(path, own.global_shape, own.start, own.stop, value.detach(), within=own.within)
             else:
                 yield Piece(path, tuple(value.shape), 0, value.numel(), value.detach().view(-1))
 

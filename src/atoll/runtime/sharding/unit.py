@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from atoll.runtime.sharding.segment import Phase, Segment, Surroundings
+from atoll.runtime.sharding.tensors import Spread
 from atoll.runtime.transport import Channel, Tag
 
 PHASES: tuple[Phase, ...] = ("I", "W")
@@ -64,7 +65,7 @@ class Unit:
 
     `owners` are the world ranks, along the pipeline, that hold a copy: one, or more for parameters that stages
     share. Their gradients are summed after the data-parallel reduction. `phases` are those in which this rank computes
-    the gradient of a parameter. The parameters of a shared unit stay together, so that its copies have one flat map.
+    the gradient of a parameter, `spreads` what a tensor-parallel group has of it. The parameters of a shared unit stay together, so that its copies have one flat map.
 
     rests_whole: whether it is never gathered.  stays_whole: whether a microbatch neither gathers nor reduces it.
     is_left_alone: whether nobody shares it either, so that nothing is synced after a step.
@@ -79,6 +80,7 @@ class Unit:
         *,
         owners: tuple[int, ...],
         phases: Mapping[str, frozenset[Phase]],
+        spreads: Mapping[str, Spread] | None = None,
     ) -> None:
         self.spec = spec
         self.owners = owners
@@ -88,14 +90,15 @@ class Unit:
         self.touched: set[str] = set()
         self._keepers = 0
         together: frozenset[Phase] = frozenset().union(*(phases[n] for n, p in parameters.items() if p.requires_grad))
-        grouped: dict[tuple[torch.dtype, frozenset[Phase]], dict[str, nn.Parameter]] = {}
+        grouped: dict[tuple[torch.dtype, frozenset[Phase], Spread], dict[str, nn.Parameter]] = {}
         for name, parameter in parameters.items():
             used = together if spec.is_shared else phases[name]
-            key = (parameter.dtype, used if parameter.requires_grad else frozenset())
+            spread = spreads[name] if spreads is not None else Spread.SAME
+            key = (parameter.dtype, used if parameter.requires_grad else frozenset(), spread)
             grouped.setdefault(key, {})[name] = parameter
-        for part, ((_, used), group) in enumerate(grouped.items()):
+        for part, ((_, used, spread), group) in enumerate(grouped.items()):
             ordered = tuple(phase for phase in PHASES if phase in used)
-            self.segments.append(Segment(group, around, phases=ordered, tag=(spec.index, part)))
+            self.segments.append(Segment(group, around, phases=ordered, tag=(spec.index, part), spread=spread))
         self._by_name = {name: segment for segment in self.segments for name in segment.parameters}
         self.rests_whole = all(segment.permanent for segment in self.segments)
         self.stays_whole = all(segment.stays_whole for segment in self.segments)

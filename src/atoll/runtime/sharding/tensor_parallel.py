@@ -1,0 +1,200 @@
+"""Tensor parallelism: torch's parallel styles on the modules of a block, as the model's own plan names them.
+
+A plan says of each module, by a pattern of its name, how its weight is split. Names are those of `transformers`:
+
+    colwise, rowwise                an `nn.Linear` by its outputs, or by its inputs, whose results are added up
+    colwise_gather_output           by its outputs, which are whole again afterwards; of the head they stay split, and
+                                    so does the loss
+    rowwise_split_input             by its inputs, which come whole
+    embedding_rowwise               an embedding by its vocabulary
+    replicated_with_grad_allreduce  whole everywhere, but used on split heads: its gradients are added up
+
+A module all of whose parts are split takes its input once for all of them, so that their gradients are added up once.
+
+With `sequence`, what lies between the split modules of a layer works on a part of the sequence, and so do the messages
+between stages: [B, S / ranks, hidden] instead of [B, S, hidden]. Parameters that lie there have gradients of their part
+alone, which are added up once a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel.style import ParallelStyle
+
+from atoll.errors import PlanError
+from atoll.models import Block
+from atoll.runtime.sharding.tensors import Spread, is_split
+
+_SUMMED = "replicated_with_grad_allreduce"
+_ROWS = ("rowwise", "rowwise_split_input")
+_KNOWN = ("colwise", "colwise_gather_output", *_ROWS, "embedding_rowwise", _SUMMED)
+
+
+@dataclass(slots=True)
+class TensorParallel:
+    """Splits the blocks of one model over the ranks of `mesh`, which has one axis.
+
+    styles: pattern of a module's name -> style.
+    """
+
+    mesh: DeviceMesh
+    blocks: Sequence[Block]
+    styles: Mapping[str, str]
+    sequence: bool = False
+    _made: dict[int, tuple[nn.Parameter, nn.Parameter]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        unknown = sorted({style for style in self.styles.values() if style not in _KNOWN})
+        if unknown:
+            raise PlanError(
+                f"the model's tensor plan wants {', '.join(unknown)}; Atoll knows {', '.join(_KNOWN)}. Use tensor = 1, "
+                "or give the model an adapter with another tensor_plan()"
+            )
+        if not any(style in _ROWS for block in self.blocks for style in self._styles_of(block).values()):
+            raise PlanError("the model's tensor plan splits no layer of it; use tensor = 1")
+
+    def apply(self, at: int) -> dict[str, Spread]:
+        """Split a block with real parameters; what became of each of them."""
+        block = self.blocks[at]
+        styles = self._styles_of(block)
+        before = list(self._parameters(block))
+        for name, style in styles.items():
+            if style != _SUMMED:
+                self._check_even(block, name, style, is_head=self._is_head(at))
+                module = block.module.get_submodule(name) if name else block.module
+                parallelize_module(module, self.mesh, self._style(style, is_head=self._is_head(at)), src_data_rank=None)
+        self._keep_identities(before)
+        for name in self._shares_input(block, styles):
+            module = block.module.get_submodule(name) if name else block.module
+            module.register_forward_pre_hook(self._take_whole, with_kwargs=True)
+        if self.sequence and self._is_layer(at):
+            self._enter_and_leave(at)
+        return {name: self._spread(name, parameter, at, styles) for name, parameter in block.named_parameters()}
+
+    # ---- what is split
+
+    def _styles_of(self, block: Block) -> dict[str, str]:
+        """Module inside the block, "" for itself -> style."""
+        found = {}
+        for name, _ in block.named_modules():
+            style = next((style for pattern, style in self.styles.items() if fnmatchcase(name, pattern)), None)
+            if style is not None:
+                found[name.removeprefix(block.name).removeprefix(".")] = style
+        return found
+
+    def _is_layer(self, at: int) -> bool:
+        return 0 <= at < len(self.blocks) and any(s in _ROWS for s in self._styles_of(self.blocks[at]).values())
+
+    def _is_head(self, at: int) -> bool:
+        return at == len(self.blocks) - 1
+
+    def _style(self, style: str, *, is_head: bool) -> ParallelStyle:
+        given: Any = Shard(1) if self.sequence else Replicate()
+        match style:
+            case "colwise":
+                return ColwiseParallel()
+            case "colwise_gather_output" if is_head:
+                return ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+            case "colwise_gather_output":
+                return ColwiseParallel(output_layouts=Replicate())
+            case "rowwise":
+                return RowwiseParallel(output_layouts=given)
+            case "rowwise_split_input":
+                return RowwiseParallel(input_layouts=Replicate(), output_layouts=given)
+        return RowwiseParallel(input_layouts=Replicate())
+
+    def _check_even(self, block: Block, name: str, style: str, *, is_head: bool) -> None:
+        """Vocabularies may be cut unevenly; what lies inside a layer is cut into equal parts."""
+        module = block.module.get_submodule(name)
+        if type(module) is not nn.Linear or is_head:
+            return
+        size = module.in_features if style in _ROWS else module.out_features
+        if size % self.mesh.size():
+            where = f"{block.name}.{name}" if name else block.name
+            raise PlanError(f"{where} has {size} features, which tensor = {self.mesh.size()} ranks cannot split evenly")
+
+    def _spread(self, name: str, parameter: nn.Parameter, at: int, styles: Mapping[str, str]) -> Spread:
+        if is_split(parameter):
+            return Spread.SPLIT
+        if isinstance(parameter, DTensor):
+            return Spread.SAME
+        module = name.removeprefix(self.blocks[at].name).removeprefix(".").rpartition(".")[0]
+        works_on_part = self.sequence and self._is_layer(at)
+        return Spread.SUMMED if works_on_part or styles.get(module) == _SUMMED else Spread.SAME
+
+    def _parameters(self, block: Block) -> list[tuple[nn.Module, str, nn.Parameter]]:
+        return [
+            (module, name, parameter)
+            for module in block.module.modules()
+            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+        ]
+
+    def _keep_identities(self, before: Sequence[tuple[nn.Module, str, nn.Parameter]]) -> None:
+        """A parameter that was shared is shared again, and no whole one is left behind."""
+        for module, name, plain in before:
+            now = module.get_parameter(name)
+            if id(plain) in self._made:
+                module.register_parameter(name, self._made[id(plain)][1])
+            elif now is not plain:
+                now.requires_grad_(plain.requires_grad)
+                self._made[id(plain)] = (plain, now)
+                if not plain.is_meta:
+                    plain.data = plain.new_empty(0)
+
+    # ---- what comes in
+
+    def _shares_input(self, block: Block, styles: Mapping[str, str]) -> list[str]:
+        """Modules all of whose parts with parameters are split: their parts share one input."""
+        found = []
+        for parent in dict.fromkeys(name.rpartition(".")[0] for name, style in styles.items() if style in _ROWS):
+            module = block.module.get_submodule(parent) if parent else block.module
+            parts = [name for name, child in module.named_children() if any(True for _ in child.parameters())]
+            if all((f"{parent}.{name}" if parent else name) in styles for name in parts):
+                found.append(parent)
+            elif self.sequence:
+                raise PlanError(
+                    f"{block.name}.{parent} has parts that are not in the model's tensor plan, so it cannot work on a "
+                    "part of the sequence; turn sequence_parallel off"
+                )
+        return found
+
+    def _take_whole(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        layout: Any = Shard(1) if self.sequence else Replicate()
+        whole = DTensor.from_local(hidden, self.mesh, [layout], run_check=False).redistribute(placements=[Replicate()])
+        return ((whole, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": whole})
+
+    def _enter_and_leave(self, at: int) -> None:
+        """The first layer takes its part of the sequence, the last one gives all of it."""
+        module = self.blocks[at].module
+        if not self._is_layer(at - 1):
+            module.register_forward_pre_hook(self._split, with_kwargs=True)
+        if not self._is_layer(at + 1):
+            module.register_forward_hook(self._join)
+
+    def _split(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        part = self._moved(hidden, Replicate(), Shard(1))
+        return ((part, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": part})
+
+    def _join(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (self._moved(output[0], Shard(1), Replicate()), *output[1:])
+        return self._moved(output, Shard(1), Replicate())
+
+    def _moved(self, hidden: Tensor, before: Any, after: Any) -> Tensor:
+        given = DTensor.from_local(hidden, self.mesh, [before], run_check=False)
+        moved: Tensor = given.redistribute(placements=[after]).to_local()
+        return moved

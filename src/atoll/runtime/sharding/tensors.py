@@ -1,0 +1,67 @@
+"""A parameter and the part of it that this rank has under tensor parallelism."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import torch
+from torch.distributed.tensor import DTensor, Shard
+
+from atoll.layouts import Box
+
+
+class Spread(Enum):
+    """What the ranks of a tensor-parallel group have of a parameter.
+
+    SPLIT: each its part.  SAME: each all of it, and all of its gradient.  SUMMED: each all of it, and a gradient that
+    has to be added up over them.
+    """
+
+    SPLIT = "split"
+    SAME = "same"
+    SUMMED = "summed"
+
+
+def box_of(parameter: torch.Tensor) -> Box:
+    """Which part of the whole parameter this rank has."""
+    if not isinstance(parameter, DTensor):
+        return Box.whole(parameter.shape)
+    mesh, (placement,) = parameter.device_mesh, parameter.placements
+    if not isinstance(placement, Shard):
+        return Box.whole(parameter.shape)
+    return Box.part(parameter.shape, placement.dim, mesh.get_local_rank(), mesh.size())
+
+
+def is_split(parameter: torch.Tensor) -> bool:
+    """Whether the ranks of a tensor-parallel group have different parts of a parameter."""
+    return isinstance(parameter, DTensor) and isinstance(parameter.placements[0], Shard)
+
+
+def as_gradient(parameter: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+    """What a parameter's `.grad` is, for a view in which this rank's part accumulates."""
+    return _like(parameter, view) if isinstance(parameter, DTensor) else view
+
+
+def whole_of(parameter: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+    """The whole tensor, new, of which a view has this rank's part; all ranks of the tensor-parallel group call it."""
+    return _like(parameter, view).full_tensor().clone() if isinstance(parameter, DTensor) else view.clone()
+
+
+def whole_output(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor that may be split over the ranks of a tensor-parallel group; autograd goes through."""
+    if isinstance(tensor, DTensor):
+        whole: torch.Tensor = tensor.full_tensor()
+        return whole
+    return tensor
+
+
+def part_of(whole: torch.Tensor, box: Box) -> torch.Tensor:
+    """This rank's part of a whole tensor."""
+    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        whole = whole.narrow(dim, offset, size)
+    return whole
+
+
+def _like(parameter: DTensor, view: torch.Tensor) -> DTensor:
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(view, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
