@@ -46,6 +46,7 @@ __all__ = [
     "SYNC_GRADIENT",
     "SYNC_PARAMETER",
     "Axis",
+    "Box",
     "Entry",
     "FlatMap",
     "Footprint",

@@ -48,7 +48,7 @@ class HuggingFaceAdapter:
         inner = {*found.before[1:], *found.after[1:]}
         self._blocks = tuple(Block(name, modules[name], is_joined=name in inner) for name in owned)
         self._first_layer, self._end = len(found.before), len(found.before) + len(found.layers)
-        self._slots = [_Slot(layer) for layer in found.layers]
+        self._slots = [_Slot(layer) for layer in found.layers.children()]
         self._between = [module for name, module in modules.items() if not _lies_in(name, owned)]
         self._options = fixed_options(model)
         self._accepted = set(inspect.signature(model.forward).parameters)
@@ -91,7 +91,8 @@ class HuggingFaceAdapter:
             self.model._init_weights(module)
             restart = getattr(module, "reset_lora_parameters", None)
             if restart is not None:
-                for name in module.active_adapters:
+                adapters: Any = module.active_adapters
+                for name in adapters:
                     restart(name, True)
         own = [parameter for parameter in module.parameters(recurse=False) if parameter.isnan().any()]
         if own:

@@ -34,8 +34,8 @@ from atoll.runtime.sharding.hooks import Moment
 from atoll.runtime.sharding.lookahead import DIGESTS, Lookahead, Order, digest
 from atoll.runtime.sharding.optimizer import GroupOptions, OptimizerFactory, ShardedOptimizer
 from atoll.runtime.sharding.segment import Surroundings
-from atoll.runtime.sharding.tensor_parallel import TensorParallel
 from atoll.runtime.sharding.state import load_state, model_pieces, save_state, stored_states
+from atoll.runtime.sharding.tensor_parallel import TensorParallel
 from atoll.runtime.step_end import Ending, LossScaler, StepEnd, StepResult
 from atoll.runtime.transport import Later, Peers, connect, world_rank, world_store
 from atoll.trace import Trace

@@ -32,6 +32,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from atoll._torch import local_part
 from atoll.layouts import (
     GATHER_PARAMETER,
     REDUCE_GRADIENT,
@@ -47,7 +48,6 @@ from atoll.layouts import (
     Precision,
 )
 from atoll.layouts import Segment as SegmentShape
-from atoll._torch import local_part
 from atoll.runtime import lanes
 from atoll.runtime.sharding.tensors import Spread, as_gradient, box_of, part_of, whole_of
 from atoll.runtime.transport import Channel, Peers, Tag, Transport
@@ -102,7 +102,7 @@ class Surroundings:
 
 
 class Segment:
-    """Parameters of one dtype, one trainability, one tensor-parallel place and the same phases that share a flat buffer.
+    """Parameters that share a flat buffer: of one dtype, one trainability, one spread and the same phases.
 
     phases: those in which this rank computes their gradients; none for frozen parameters.
     stays_whole: whether parameters and gradients rest whole, so that a microbatch neither gathers nor reduces.

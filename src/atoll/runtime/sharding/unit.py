@@ -65,7 +65,8 @@ class Unit:
 
     `owners` are the world ranks, along the pipeline, that hold a copy: one, or more for parameters that stages
     share. Their gradients are summed after the data-parallel reduction. `phases` are those in which this rank computes
-    the gradient of a parameter, `spreads` what a tensor-parallel group has of it. The parameters of a shared unit stay together, so that its copies have one flat map.
+    the gradient of a parameter, `spreads` what a tensor-parallel group has of it. The parameters of a shared unit stay
+    together, so that its copies have one flat map.
 
     rests_whole: whether it is never gathered.  stays_whole: whether a microbatch neither gathers nor reduces it.
     is_left_alone: whether nobody shares it either, so that nothing is synced after a step.
