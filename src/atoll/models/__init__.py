@@ -1,6 +1,7 @@
 """Models, and how they split into blocks."""
 
 from atoll.models.adapter import (
+    STYLES,
     Adapter,
     Batch,
     Block,
@@ -21,6 +22,7 @@ from atoll.models.initialise import (
 )
 
 __all__ = [
+    "STYLES",
     "Adapter",
     "Batch",
     "Block",

@@ -37,6 +37,16 @@ SequentialLoss = Callable[[Tensor, Batch], Tensor]
 
 IGNORED_LABEL = -100
 
+STYLES = (
+    "colwise",
+    "colwise_gather_output",
+    "rowwise",
+    "rowwise_split_input",
+    "embedding_rowwise",
+    "replicated_with_grad_allreduce",
+)
+"""Ways to split a module over a tensor-parallel group; the runtime's `tensor_parallel` says what they do."""
+
 
 @dataclass(frozen=True, slots=True)
 class Block:

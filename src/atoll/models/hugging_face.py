@@ -20,13 +20,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from atoll.errors import PlanError
-from atoll.models.adapter import Batch, Block, check_blocks, check_heads, reset_module, token_cross_entropy
+from atoll.models.adapter import STYLES, Batch, Block, check_blocks, check_heads, reset_module, token_cross_entropy
 from atoll.models.probe import Shape, fixed_options, hidden_argument, look_at, replace_hidden
 
 LABELS = "labels"
@@ -99,17 +100,26 @@ class HuggingFaceAdapter:
             reset_module(module, generator)
 
     def tensor_plan(self, ranks: int) -> Mapping[str, str]:
-        """The model's own plan."""
-        plan = dict(self.model.tp_plan or {})
-        if not plan:
-            raise PlanError(
-                f"tensor = {ranks}: transformers has no tensor plan for a {type(self.model).__name__}; use tensor = 1, "
-                "or give the model an adapter with a tensor_plan(); docs/adapters.md shows how"
-            )
-        config = self.model.config.get_text_config()
-        heads = config.num_attention_heads
-        check_heads(ranks, heads, getattr(config, "num_key_value_heads", None) or heads)
-        return plan
+        """The model's own plan, where it has one that splits its layers; else every linear layer by its outputs, which
+        are whole again afterwards: right for any model, with more to send."""
+        own = {name: style for name, style in (self.model.tp_plan or {}).items() if style in STYLES}
+        layers = [block for block in self._blocks[self._first_layer : self._end]]
+        inside = [name for block in layers for name, _ in block.named_modules()]
+        if any(style == "rowwise" and any(fnmatchcase(n, pattern) for n in inside) for pattern, style in own.items()):
+            config = self.model.config.get_text_config()
+            heads = config.num_attention_heads
+            check_heads(ranks, heads, getattr(config, "num_key_value_heads", None) or heads)
+            return own
+        plan = {
+            name: "colwise_gather_output"
+            for block in layers
+            for name, module in block.named_modules()
+            if type(module) is nn.Linear or type(module).__name__ == "Conv1D"
+        }
+        ends = ((self.model.get_input_embeddings(), "embedding_rowwise", nn.Embedding),)
+        ends += ((self.model.get_output_embeddings(), "colwise_gather_output", nn.Linear),)
+        names = {id(module): name for name, module in self.model.named_modules()}
+        return {**plan, **{names[id(module)]: style for module, style, kind in ends if type(module) is kind}}
 
     # ---- slots
 

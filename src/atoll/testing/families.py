@@ -62,7 +62,7 @@ CAUSAL: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "llama4_text": {**_HEADS, "intermediate_size_mlp": 24, "num_local_experts": 2},
         "ernie4_5": _HEADS,
         "hunyuan_v1_dense": _HEADS,
-        "seed_oss": _HEADS,
+        "seed_oss": {**_HEADS, "attention_dropout": 0.0},  # no two heads alike: see "Randomness" in DESIGN.md
         "exaone4": _HEADS,
         "lfm2": _GATED,
         "arcee": _HEADS,

@@ -25,17 +25,16 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from atoll.errors import PlanError
-from atoll.models import Block
+from atoll.models import STYLES, Block
 from atoll.runtime.sharding.tensors import Spread, is_split
 
 _SUMMED = "replicated_with_grad_allreduce"
 _ROWS = ("rowwise", "rowwise_split_input")
-_KNOWN = ("colwise", "colwise_gather_output", *_ROWS, "embedding_rowwise", _SUMMED)
 
 
 @dataclass(slots=True)
@@ -52,14 +51,17 @@ class TensorParallel:
     _made: dict[int, tuple[nn.Parameter, nn.Parameter]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        unknown = sorted({style for style in self.styles.values() if style not in _KNOWN})
+        unknown = sorted({style for style in self.styles.values() if style not in STYLES})
         if unknown:
             raise PlanError(
-                f"the model's tensor plan wants {', '.join(unknown)}; Atoll knows {', '.join(_KNOWN)}. Use tensor = 1, "
+                f"the model's tensor plan wants {', '.join(unknown)}; Atoll knows {', '.join(STYLES)}. Use tensor = 1, "
                 "or give the model an adapter with another tensor_plan()"
             )
-        if not any(style in _ROWS for block in self.blocks for style in self._styles_of(block).values()):
-            raise PlanError("the model's tensor plan splits no layer of it; use tensor = 1")
+        if self.sequence and not any(self._is_layer(at) for at in range(len(self.blocks))):
+            raise PlanError(
+                "sequence_parallel needs layers whose parts are split by outputs and then by inputs (colwise and "
+                "rowwise), and the model's tensor plan has none; turn it off"
+            )
 
     def apply(self, at: int) -> dict[str, Spread]:
         """Split a block with real parameters; what became of each of them."""
@@ -68,8 +70,11 @@ class TensorParallel:
         before = list(self._parameters(block))
         for name, style in styles.items():
             if style != _SUMMED:
-                self._check_even(block, name, style, is_head=self._is_head(at))
-                module = block.module.get_submodule(name) if name else block.module
+                module = block.module.get_submodule(name)
+                self._check_even(f"{block.name}.{name}" if name else block.name, module, style)
+                if type(module).__name__ == "Conv1D":
+                    self._split_conv1d(module)
+                    continue
                 parallelize_module(module, self.mesh, self._style(style, is_head=self._is_head(at)), src_data_rank=None)
         self._keep_identities(before)
         for name in self._shares_input(block, styles):
@@ -111,15 +116,28 @@ class TensorParallel:
                 return RowwiseParallel(input_layouts=Replicate(), output_layouts=given)
         return RowwiseParallel(input_layouts=Replicate())
 
-    def _check_even(self, block: Block, name: str, style: str, *, is_head: bool) -> None:
-        """Vocabularies may be cut unevenly; what lies inside a layer is cut into equal parts."""
-        module = block.module.get_submodule(name)
-        if type(module) is not nn.Linear or is_head:
-            return
-        size = module.in_features if style in _ROWS else module.out_features
-        if size % self.mesh.size():
-            where = f"{block.name}.{name}" if name else block.name
-            raise PlanError(f"{where} has {size} features, which tensor = {self.mesh.size()} ranks cannot split evenly")
+    def _check_even(self, name: str, module: nn.Module, style: str) -> None:
+        """Vocabularies may be cut unevenly, and what is whole afterwards; what stays split is cut into equal parts."""
+        if type(module) is nn.Linear and style in ("colwise", *_ROWS):
+            size = module.in_features if style in _ROWS else module.out_features
+            if size % self.mesh.size():
+                raise PlanError(f"{name} has {size} features, which tensor = {self.mesh.size()} cannot split evenly")
+
+    def _split_conv1d(self, module: nn.Module) -> None:
+        """GPT-2's linear layer, whose weight lies the other way round, by its outputs."""
+
+        def split(name: str, child: nn.Module, mesh: DeviceMesh) -> None:
+            for key, parameter in list(child.named_parameters(recurse=False)):
+                parts = distribute_tensor(parameter, mesh, [Shard(parameter.dim() - 1)], src_data_rank=None)
+                child.register_parameter(key, nn.Parameter(parts, requires_grad=parameter.requires_grad))
+
+        def take(child: nn.Module, given: Any, mesh: DeviceMesh) -> Any:
+            return (DTensor.from_local(given[0], mesh, [Replicate()], run_check=False),)
+
+        def give(child: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+            return output.redistribute(placements=[Replicate()]).to_local()
+
+        distribute_module(module, self.mesh, split, take, give)
 
     def _spread(self, name: str, parameter: nn.Parameter, at: int, styles: Mapping[str, str]) -> Spread:
         if is_split(parameter):
@@ -141,13 +159,13 @@ class TensorParallel:
         """A parameter that was shared is shared again, and no whole one is left behind."""
         for module, name, plain in before:
             now = module.get_parameter(name)
-            if id(plain) in self._made:
-                module.register_parameter(name, self._made[id(plain)][1])
-            elif now is not plain:
+            if id(plain) not in self._made and now is not plain:
                 now.requires_grad_(plain.requires_grad)
                 self._made[id(plain)] = (plain, now)
-                if not plain.is_meta:
-                    plain.data = plain.new_empty(0)
+                plain.data = plain.new_empty(0)
+        for module, name, plain in before:
+            if id(plain) in self._made:
+                module.register_parameter(name, self._made[id(plain)][1])
 
     # ---- what comes in
 

@@ -1,0 +1,111 @@
+"""Weights of a Hugging Face folder, read by range: a rank reads what it keeps and nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from atoll.errors import PlanError
+from atoll.layouts import Box
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+class Weights:
+    """The safetensors of a folder, by the names that a model's parameters have.
+
+    Files are mapped into memory, so only what is asked for is read. Where the file's names lack or have the prefix of
+    the headless model, such as "model." or "transformer.", they are found all the same.
+
+    Raises PlanError for a folder without safetensors, and for one that lacks some of `names`, except those that `added`
+    lists: they are not in the folder, and start as a new model does.
+    """
+
+    def __init__(
+        self, folder: Path, names: Mapping[str, tuple[int, ...]], *, prefix: str = "", added: Iterable[str] = ()
+    ) -> None:
+        self.folder = Path(folder)
+        self._files = _open_files(self.folder)
+        self._stored: dict[str, str] = {}
+        skipped = set(added)
+        missing = []
+        for name in names:
+            plain = name.replace(".base_layer.", ".")
+            shorter = plain.removeprefix(f"{prefix}.")
+            found = next((each for each in (plain, shorter, f"{prefix}.{plain}") if each in self._files), None)
+            if found is not None:
+                self._stored[name] = found
+            elif name not in skipped:
+                missing.append(name)
+        if missing:
+            raise PlanError(
+                f"{self.folder} lacks {len(missing)} of the model's {len(names)} parameters: {', '.join(missing[:4])}"
+                f"{', ...' if len(missing) > 4 else ''}; it has {', '.join(sorted(self._files)[:4])}, .... Files of an "
+                "older form are read by `atoll import`, whole"
+            )
+        wrong = [
+            f"{name} is {tuple(self._slice(name).get_shape())} there and {shape} here"
+            for name, shape in names.items()
+            if name in self._stored and tuple(self._slice(name).get_shape()) != tuple(shape)
+        ]
+        if wrong:
+            raise PlanError(f"{self.folder} is of another size: {'; '.join(wrong[:4])}")
+
+    def __contains__(self, name: str) -> bool:
+        """Whether the folder has a parameter."""
+        return name in self._stored
+
+    def read_into(self, target: torch.Tensor, name: str, within: Box, start: int, stop: int) -> None:
+        """Fill a 1-D tensor with elements `start`..`stop` of the flattened part `within` of a parameter."""
+        at = 0
+        for offsets, sizes in within.boxes(start, stop):
+            box = self._box(name, offsets, sizes)
+            target.narrow(0, at, box.numel()).view(box.shape).copy_(box)
+            at += box.numel()
+
+    def whole(self, name: str) -> torch.Tensor:
+        """All of a parameter, as a view of the file."""
+        shape = tuple(self._slice(name).get_shape())
+        return self._box(name, (0,) * len(shape), shape)
+
+    def _slice(self, name: str) -> Any:
+        stored = self._stored[name]
+        return self._files[stored].get_slice(stored)
+
+    def _box(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
+        stored = self._stored[name]
+        ranges = tuple(slice(begin, begin + size) for begin, size in zip(offsets, sizes, strict=True))
+        found: torch.Tensor = self._slice(name)[ranges] if ranges else self._files[stored].get_tensor(stored)
+        return found
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a folder holds safetensors."""
+    return (Path(folder) / INDEX).is_file() or (Path(folder) / SINGLE).is_file()
+
+
+def _open_files(folder: Path) -> dict[str, Any]:
+    """Name in the files -> the open file."""
+    from safetensors import SafetensorError, safe_open
+
+    if not has_weights(folder):
+        raise PlanError(
+            f"{folder} holds neither {SINGLE} nor {INDEX}; give the folder of a model that was saved as safetensors"
+        )
+    if (folder / INDEX).is_file():
+        listed = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+    else:
+        listed = dict.fromkeys([SINGLE], SINGLE)
+    opened: dict[str, Any] = {}
+    try:
+        for file in sorted(set(listed.values())):
+            handle = safe_open(folder / file, framework="pt")
+            opened.update(dict.fromkeys(handle.keys(), handle))
+    except (OSError, SafetensorError) as error:
+        raise PlanError(f"{folder / file} cannot be read as safetensors: {error}") from error
+    return opened
