@@ -20,6 +20,7 @@ from atoll.models.initialise import (
     name_seed,
     shared_parameters,
 )
+from atoll.models.weights import Weights, weights_for
 
 __all__ = [
     "STYLES",
@@ -30,6 +31,7 @@ __all__ = [
     "DecoderAdapter",
     "DecoderConfig",
     "SequentialAdapter",
+    "Weights",
     "adapter_for",
     "check_blocks",
     "initial_values",
@@ -39,4 +41,5 @@ __all__ = [
     "reset_module",
     "shared_parameters",
     "token_cross_entropy",
+    "weights_for",
 ]

@@ -103,7 +103,7 @@ class HuggingFaceAdapter:
         """The model's own plan, where it has one that splits its layers; else every linear layer by its outputs, which
         are whole again afterwards: right for any model, with more to send."""
         own = {name: style for name, style in (self.model.tp_plan or {}).items() if style in STYLES}
-        layers = [block for block in self._blocks[self._first_layer : self._end]]
+        layers = self._blocks[self._first_layer : self._end]
         inside = [name for block in layers for name, _ in block.named_modules()]
         if any(style == "rowwise" and any(fnmatchcase(n, pattern) for n in inside) for pattern, style in own.items()):
             config = self.model.config.get_text_config()
@@ -116,8 +116,8 @@ class HuggingFaceAdapter:
             for name, module in block.named_modules()
             if type(module) is nn.Linear or type(module).__name__ == "Conv1D"
         }
-        ends = ((self.model.get_input_embeddings(), "embedding_rowwise", nn.Embedding),)
-        ends += ((self.model.get_output_embeddings(), "colwise_gather_output", nn.Linear),)
+        ends: list[tuple[Any, str, type]] = [(self.model.get_input_embeddings(), "embedding_rowwise", nn.Embedding)]
+        ends += [(self.model.get_output_embeddings(), "colwise_gather_output", nn.Linear)]
         names = {id(module): name for name, module in self.model.named_modules()}
         return {**plan, **{names[id(module)]: style for module, style, kind in ends if type(module) is kind}}
 

@@ -13,7 +13,7 @@ take `shared_parameters(adapter)` before, and pass it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -41,17 +41,28 @@ def shared_parameters(adapter: Adapter) -> dict[str, str]:
     return later
 
 
-def initialise_block(adapter: Adapter, block: Block, seed: int, *, shared: Mapping[str, str] | None = None) -> None:
+def initialise_block(
+    adapter: Adapter,
+    block: Block,
+    seed: int,
+    *,
+    shared: Mapping[str, str] | None = None,
+    known: Container[str] = (),
+) -> None:
     """Set every parameter of a block, children before parents, from (seed, qualified name).
 
     The block's parameters may be of any dtype and on any device; on meta they stay without values. A module may set
     those of modules inside it too.
     shared: later name -> first name of shared parameters, where the model's identities no longer show it.
+    known: first names of parameters whose values come from elsewhere; they are left alone.
     """
     names = shared_parameters(adapter) if shared is None else shared
-    values = _block_values(adapter, block, seed)
+    left = {name for name, _ in block.named_parameters() if names.get(name, name) not in known}
+    values = _block_values(adapter, block, seed, left)
     for name, parameter in block.named_parameters():
         first = names.get(name, name)
+        if name not in left:
+            continue
         value = values[first] if first in values else _first_use(adapter, seed, first)
         with torch.no_grad():
             parameter.copy_(value)
@@ -85,7 +96,8 @@ def _draw(adapter: Adapter, module: nn.Module, seed: int, name: str) -> None:
 
 def _check_set(modules: Mapping[str, nn.Module], drafts: Mapping[str, nn.Parameter]) -> None:
     for name, module in modules.items():
-        unset = [key for key, draft in module.named_parameters(recurse=False) if torch.isnan(draft).any()]
+        own = {key: f"{name}.{key}" if name else key for key, _ in module.named_parameters(recurse=False)}
+        unset = [key for key, full in own.items() if full in drafts and torch.isnan(drafts[full]).any()]
         if unset:
             raise PlanError(
                 f"module {name!r} ({type(module).__name__}): its initialisation leaves {', '.join(unset)} without "
@@ -93,10 +105,19 @@ def _check_set(modules: Mapping[str, nn.Module], drafts: Mapping[str, nn.Paramet
             )
 
 
-def _block_values(adapter: Adapter, block: Block, seed: int) -> dict[str, Tensor]:
-    """The values of all of a block's names, fp32 on the CPU, as its own modules draw them."""
-    modules = dict(block.named_modules())
-    with _drawn_in_fp32(modules) as drafts, torch.no_grad():
+def _block_values(adapter: Adapter, block: Block, seed: int, wanted: Container[str] | None = None) -> dict[str, Tensor]:
+    """The values of a block's names, all or those that are `wanted`, fp32 on the CPU, as its own modules draw them.
+
+    Buffers are set in place.
+    """
+
+    def takes_part(name: str, module: nn.Module) -> bool:
+        if wanted is None or any(True for _ in module.buffers(recurse=False)):
+            return True
+        return any(f"{name}.{key}" in wanted for key, _ in module.named_parameters(remove_duplicate=False))
+
+    modules = {name: module for name, module in block.named_modules() if takes_part(name, module)}
+    with _drawn_in_fp32(modules, wanted) as drafts, torch.no_grad():
         for name, module in reversed(modules.items()):
             _draw(adapter, module, seed, name)
         _check_set(modules, drafts)
@@ -115,7 +136,9 @@ def _first_use(adapter: Adapter, seed: int, name: str) -> Tensor:
 
 
 @contextmanager
-def _drawn_in_fp32(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, nn.Parameter]]:
+def _drawn_in_fp32(
+    modules: Mapping[str, nn.Module], wanted: Container[str] | None = None
+) -> Iterator[dict[str, nn.Parameter]]:
     """Put fp32 CPU drafts in the place of the modules' own parameters, and the parameters back at the end.
 
     Drafts, by qualified name, start as NaN, so that one which nothing sets is seen.
@@ -124,6 +147,7 @@ def _drawn_in_fp32(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, nn.Pa
         (f"{name}.{key}" if name else key, module, key, parameter)
         for name, module in modules.items()
         for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+        if wanted is None or f"{name}.{key}" in wanted
     ]
     drafts: dict[str, nn.Parameter] = {}
     try:

@@ -11,6 +11,8 @@ import torch
 
 from atoll.errors import PlanError
 from atoll.layouts import Box
+from atoll.models.adapter import Adapter
+from atoll.models.initialise import shared_parameters
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -56,7 +58,7 @@ class Weights:
         if wrong:
             raise PlanError(f"{self.folder} is of another size: {'; '.join(wrong[:4])}")
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         """Whether the folder has a parameter."""
         return name in self._stored
 
@@ -82,6 +84,24 @@ class Weights:
         ranges = tuple(slice(begin, begin + size) for begin, size in zip(offsets, sizes, strict=True))
         found: torch.Tensor = self._slice(name)[ranges] if ranges else self._files[stored].get_tensor(stored)
         return found
+
+
+def weights_for(adapter: Adapter, folder: Path) -> Weights:
+    """The weights of a folder for a model, by the first name of each parameter.
+
+    Those of adapters of the `peft` package are not looked for.
+    """
+    shared = shared_parameters(adapter)
+    named = [pair for block in adapter.blocks() for pair in block.named_parameters() if pair[0] not in shared]
+    model = getattr(adapter, "model", None)
+    if any(not parameter.is_meta for _, parameter in named):
+        raise PlanError(f"weights = {str(folder)!r} for a model that has values already; build it on the meta device")
+    return Weights(
+        folder,
+        {name: tuple(parameter.shape) for name, parameter in named},
+        prefix=getattr(model, "base_model_prefix", ""),
+        added=[name for name, _ in named if "lora_" in name],
+    )
 
 
 def has_weights(folder: Path) -> bool:

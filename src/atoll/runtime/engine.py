@@ -20,7 +20,7 @@ from atoll.errors import AtollError, PlanError, RankError, RunError
 from atoll.ir import lower
 from atoll.ir.residency import held_stages, unreduced_stages
 from atoll.layouts import ITEM_BYTES, Footprint, WorkingMemory, footprint, working_memory
-from atoll.models import Adapter, Batch, Block, adapter_for
+from atoll.models import Adapter, Batch, Block, adapter_for, weights_for
 from atoll.models.adapter import IGNORED_LABEL
 from atoll.plan import Plan, split_blocks
 from atoll.runtime import failure
@@ -61,6 +61,7 @@ class Engine:
     optimizer: takes parameter groups of 1-D slices and gives an elementwise torch optimizer.
     groups: (name, shape) -> options of the parameter's group, such as {"weight_decay": 0.0}.
     clip: largest global gradient norm; None leaves gradients alone.
+    weights: a Hugging Face folder whose safetensors the model starts from; each rank reads what it keeps.
 
     torch.distributed must have been initialised with as many ranks as the plan's mesh, unless that is one.
     Raises PlanError, on every rank, where model and plan do not fit.
@@ -76,6 +77,7 @@ class Engine:
         clip: float | None = None,
         seed: int = 0,
         device: torch.device | str | None = None,
+        weights: Path | str | None = None,
     ) -> None:
         self.plan = plan
         self.model = model
@@ -102,14 +104,14 @@ class Engine:
         problem: Exception | None = None
         with self._guard():
             try:
-                self._build(optimizer, groups)
+                self._build(optimizer, groups, weights)
             except Exception as error:
                 problem = error
             self._agree(problem)
             self.transport.share(self._working_memory(reads_in_place=True).lent)
             self._lookahead.limit = self.working_memory().ahead
 
-    def _build(self, optimizer: OptimizerFactory, groups: GroupOptions | None) -> None:
+    def _build(self, optimizer: OptimizerFactory, groups: GroupOptions | None, weights: Path | str | None) -> None:
         plan = self.plan
         self.adapter: Adapter = adapter_for(self.model)
         blocks = self.adapter.blocks()
@@ -125,7 +127,14 @@ class Engine:
             self.device, alone=self.place.nest.ranks == 1, waits_on_host=self.transport.waits_on_host
         )
         around = Surroundings(
-            plan.layout, plan.precision, self.place.nest, self.transport, self.device, self._lanes, plan.post_validation
+            plan.layout,
+            plan.precision,
+            self.place.nest,
+            self.transport,
+            self.device,
+            self._lanes,
+            plan.post_validation,
+            None if weights is None else weights_for(self.adapter, Path(weights)),
         )
         line = self.place.peers("pp")
         self._check_same_values()

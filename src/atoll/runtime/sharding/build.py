@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from atoll.errors import PlanError
-from atoll.models import Adapter, Block, initialise_block, shared_parameters
+from atoll.models import Adapter, Block, Weights, initialise_block, shared_parameters
 from atoll.runtime.pipeline.deferred import DeferredWeight, defer, is_deferrable
 from atoll.runtime.pipeline.stage import Stage, owners_of
 from atoll.runtime.sharding.hooks import Moment, Reducer, ShardedBlock, watch_parameters
@@ -67,7 +67,9 @@ def build(
     values: dict[str, nn.Parameter] = {}
     spreads: dict[str, Spread] = {}
     for at in local:
-        _materialise(adapter, blocks[at], shared, replaced, seed=moment.seed, dtype=_first_dtype(around))
+        _materialise(
+            adapter, blocks[at], shared, replaced, seed=moment.seed, dtype=_first_dtype(around), weights=around.weights
+        )
         if tensor is not None:
             found_spreads = tensor.apply(at)
             spreads.update({shared.get(name, name): spread for name, spread in found_spreads.items()})
@@ -157,8 +159,10 @@ def _materialise(
     *,
     seed: int,
     dtype: torch.dtype,
+    weights: Weights | None,
 ) -> None:
-    """Give a block on `meta` real parameters with their initial values; leave a real one as it is."""
+    """Give a block on `meta` real parameters with their initial values, but for those that `weights` has; leave a real
+    one as it is."""
     parameters = [parameter for _, parameter in block.named_parameters()]
     if not any(parameter.is_meta for parameter in parameters):
         return
@@ -175,7 +179,7 @@ def _materialise(
         for name, buffer in list(module.named_buffers(recurse=False)):
             if buffer.is_meta:
                 module.register_buffer(name, torch.empty_like(buffer, device="cpu"))
-    initialise_block(adapter, block, seed, shared=shared)
+    initialise_block(adapter, block, seed, shared=shared, known=() if weights is None else weights)
 
 
 def _ids(replaced: Mapping[int, nn.Parameter]) -> set[int]:

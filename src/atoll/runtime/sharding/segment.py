@@ -48,6 +48,7 @@ from atoll.layouts import (
     Precision,
 )
 from atoll.layouts import Segment as SegmentShape
+from atoll.models import Weights
 from atoll.runtime import lanes
 from atoll.runtime.sharding.tensors import Spread, as_gradient, box_of, part_of, whole_of
 from atoll.runtime.transport import Channel, Peers, Tag, Transport
@@ -85,6 +86,7 @@ class Surroundings:
     """What a segment needs to know of the run.
 
     lanes: where what travels does so beside the computation.
+    weights: where the parameters' first values are read; those that are not there are what the model brings.
     keeps_apart: whether p and master are stored apart even where one could serve for both.
     """
 
@@ -95,6 +97,7 @@ class Surroundings:
     device: torch.device
     lanes: Mapping[lanes.Kind, lanes.Lane]
     keeps_apart: bool = False
+    weights: Weights | None = None
 
     def peers(self, axis: Axis) -> Peers:
         """The ranks along a data-parallel axis."""
@@ -180,7 +183,7 @@ class Segment:
             assert self.rest is not None
             self.whole = self.rest
         else:
-            self.whole = torch.zeros(self.map.padded, dtype=self.compute, device=device)
+            self.whole = torch.empty(self.map.padded, dtype=self.compute, device=device)
         self.is_whole = True
         self._views = self._views_of(self.whole)
         self._absent = torch.full((), torch.nan, dtype=self.compute, device=device)
@@ -211,13 +214,15 @@ class Segment:
         return held.narrow(0, inner.start - outer.start, len(inner))
 
     def _adopt(self) -> None:
-        """Copy the parameters' values in, and make the parameters views of the whole buffer for good."""
+        """Take the first values to where they rest, and make the parameters views of the whole buffer for good."""
+        weights = self.around.weights
         with torch.no_grad():
             for name, local in self._local.items():
-                self._views[name].copy_(local)
+                if weights is None or name not in weights:
+                    self._views[name].copy_(local)
             if self.master is not None:
                 self._keep(self.master, self.around.layout.optimizer)
-            if self.rest is not None and not self.permanent:
+            if self.rest is not None:
                 self._keep(self.rest, self.around.layout.parameters)
             gradient = dtype_of(self.around.precision.gradient)
             for name, parameter in self.parameters.items():
@@ -227,9 +232,13 @@ class Segment:
 
     def _keep(self, target: torch.Tensor, level: Level) -> None:
         """Fill a resting buffer from the parameters' first values, at their full precision."""
+        weights = self.around.weights
         for part in self.map.slices(self.range(level)):
-            source = self._local[part.name].detach().reshape(-1)[part.start : part.stop]
-            target.narrow(0, part.offset, part.stop - part.start).copy_(source)
+            place = target.narrow(0, part.offset, part.stop - part.start)
+            if weights is not None and part.name in weights:
+                weights.read_into(place, part.name, self.boxes[part.name], part.start, part.stop)
+            else:
+                place.copy_(self._local[part.name].detach().reshape(-1)[part.start : part.stop])
 
     # ---- parameters
 
