@@ -122,7 +122,8 @@ def _words(rows: Sequence[Mapping[str, Any]]) -> str:
     said: dict[str, list[str]] = {}
     for row in rows:
         if row["words"]:
-            said.setdefault(row["words"], []).append(f"{row['system']} {row.get('version', '')}, {row['schedule']}")
+            who = f"{row['system']} of {row['version']}" if "version" in row else row["system"]
+            said.setdefault(row["words"], []).append(f"{who}, {row['schedule']}")
     return "\n".join(f"- {'; '.join(who)}:\n  `{words}`" for words, who in said.items())
 
 
@@ -173,7 +174,7 @@ same values, sees the same microbatches, and is compared with plain PyTorch in o
 - **right**: each gradient of the first step, and each parameter after the last, differs by at most 1e-10 · \
 max(1e-2, max|b|) in float64, 1e-4 in float32. The largest difference of those in float64 is {right:.1e}.
 - **wrong**: how many of the {parameters} parameters did not move at all (missing), how many others got a wrong \
-gradient, and by how much of its largest element. Nothing is raised and nothing is printed.
+gradient, and by how much of its largest element. No error is raised.
 - **refused** when it is built, **fails** in a step, **hangs**: the words are below.
 
 Means over data-parallel ranks (torch, DeepSpeed) or microbatches (DeepSpeed) are conventions, and are taken out."""
@@ -183,10 +184,10 @@ The first row is the same sharding without a pipeline. *By hand* is the same pip
 averaged after the step. Both are right, so it is the pair that is not.
 
 **FSDP2, resharded** is `reshard_after_forward=True`. With a split backward torch lists a stage's parameters before it \
-gathers them, so those that are resharded at that moment are not found in the graph, and their gradients are dropped. \
-*Gathered first* is the same with a gather before each part of a backward: right, which shows the cause. **Kept** is \
-`reshard_after_forward=False`, what torchtitan chooses beside a pipeline unless told otherwise: right, and a stage's \
-parameters stay whole.
+gathers them, so those that are resharded at that moment are not found in the graph, and their gradients are dropped \
+without an error or a warning. *Gathered first* is the same with a gather before each part of a backward: right, which \
+shows the cause. **Kept** is `reshard_after_forward=False`, what torchtitan chooses beside a pipeline unless told \
+otherwise: right, and a stage's parameters stay whole.
 
 **DDP** does not reduce what a split backward computes, since its hooks are not called (pytorch issue 144530): each \
 rank keeps its own gradient. Where all forwards come before the first backward it fails in the second step, because of \
@@ -194,7 +195,7 @@ the forward by which a stage finds out its shapes; with *shapes given* it does n
 FSDP2's code."""
 
 _DEEPSPEED = """\
-In 0.19.2 each stage divides its gradients by the number of microbatches, those that arrive already divided too: all \
-but the last stage get an eighth (DeepSpeed issue 8152, repaired in 0.19.3). The project pins 0.19.2 for other reasons \
-(`pyproject.toml`); the newest version was put beside it as said in `bench.py`. DeepSpeed's pipeline has one schedule; \
-gradients in float64 it refuses, so it runs in float32."""
+In 0.19.2 every stage divides by the number of microbatches, also what arrives divided: the first of the two gets an \
+eighth of its gradients (DeepSpeed issue 8152, repaired in 0.19.3). The project pins 0.19.2 for another reason \
+(`pyproject.toml`); other versions are put beside it as `bench.py` says. DeepSpeed's pipeline has one schedule. \
+Gradients in float64 it refuses, so it runs in float32."""
