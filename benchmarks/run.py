@@ -15,8 +15,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ("overhead", "precision", "schedules", "parity", "emulated")
-SLOW = ("one_machine", "two_islands")
-"""Those that run when they are named; the second one needs root."""
+SLOW = ("who_gets_it_right", "one_machine", "two_islands")
+"""Those that run when they are named; the last one needs root."""
 
 
 def main() -> None:

@@ -1,20 +1,26 @@
-"""What the benchmarks compute without measuring: bounds, rows, tables."""
+"""What the benchmarks compute without measuring: bounds, rows, tables, verdicts."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.pipelining.schedules import get_schedule_class
 
+from atoll.testing import RankPool
 from benchmarks.islands import bounds, race, tables
 from benchmarks.islands.allocations import Allocations, library
+from benchmarks.islands.contenders import has_deepspeed
 from benchmarks.islands.race import Row, Seen, check_losses
 from benchmarks.islands.ranks import Ranks, Where
 from benchmarks.islands.work import Work
+from benchmarks.who_gets_it_right import bench, contenders, verdict
+from benchmarks.who_gets_it_right.work import Work as Trained
 
 WORK = Work()
 
@@ -86,6 +92,7 @@ def test_counted_allocations_are_those_of_all_threads() -> None:
     program = """
 import threading
 from benchmarks.islands.allocations import Allocations, library
+from benchmarks.islands.contenders import has_deepspeed
 import torch
 allocations = Allocations()
 before = allocations.out()
@@ -125,3 +132,53 @@ def test_ranks_hold_what_is_foretold() -> None:
                 assert found.rest_bytes is not None
                 assert found.peak_bytes == pytest.approx(found.foretold_peak_bytes, rel=0.06), name
                 assert found.rest_bytes == pytest.approx(found.foretold_bytes, rel=0.03), name
+
+
+def test_every_schedule_of_torch_is_judged() -> None:
+    with pytest.raises(ValueError, match="Unknown schedule name") as raised:
+        get_schedule_class("none")
+    known = set(re.findall(r"'(\w+)'", str(raised.value).split("options are")[1]))
+    assert set(contenders.ATOLL) == known - {"PipelineScheduleSingle", "PipelineScheduleMulti"} | {contenders.ALONE}
+
+
+def test_a_verdict_is_that_of_the_worst_rank() -> None:
+    good, bad = verdict.Seen(0.0, 0.0, 0.0, moved=True), verdict.Seen(0.5, 0.5, 0.9, moved=True)
+    gone, later = verdict.Seen(1.0, 1.0, 1.0, moved=False), verdict.Seen(0.0, 0.5, 0.0, moved=True)
+    assert verdict.weigh([{"a": good}, {"b": good}], 1e-10).verdict == "right"
+    assert verdict.weigh([{"a": good}, {"a": later}], 1e-10).verdict == "wrong"
+    found = verdict.weigh([{"a": good, "b": good, "c": gone}, {"a": bad, "b": good, "c": gone}], 1e-10)
+    assert (found.verdict, found.parameters, found.missing, found.wrong, found.off) == ("wrong", 3, 1, 1, 0.9)
+
+
+def test_the_table_of_verdicts() -> None:
+    row = {"missing": 0, "wrong": 0, "off": 0.0}
+    rows = [
+        {**row, "schedule": "1F1B", "system": "a", "verdict": "right"},
+        {**row, "schedule": "1F1B", "system": "b", "verdict": "wrong", "missing": 2, "wrong": 3, "off": 0.875},
+        {**row, "schedule": "ZB", "system": "b", "verdict": "refused"},
+    ]
+    assert bench._table(rows, down="schedule", across="system").splitlines() == [
+        "| schedule | a | b |",
+        "|---|---|---|",
+        "| 1F1B | right | **wrong**: 2 missing, 3 off by up to 88% |",
+        "| ZB |  | **refused** |",
+    ]
+
+
+def test_systems_are_compared_with_one_process() -> None:
+    work = Trained(layers=2, microbatches=4)
+    with RankPool() as pool:
+        for system in ("torch by hand", "torch FSDP2, kept", "atoll GGG"):
+            found = verdict.judge(pool, work, system=system, row="InterleavedZeroBubble")
+            assert found["verdict"] == "right", found
+            assert found["parameters"] == 16
+
+
+@pytest.mark.skipif(not has_deepspeed(), reason="DeepSpeed is not installed")
+def test_deepspeed_refuses_zero_2_in_a_pipeline() -> None:
+    with RankPool() as pool:
+        found = verdict.judge(pool, Trained(layers=2, intra=1, dtype="float32"), system="deepspeed 2", row="1F1B")
+    assert (found["verdict"], found["words"]) == (
+        "refused",
+        "ZeRO-2 and ZeRO-3 are incompatible with pipeline parallelism",
+    )

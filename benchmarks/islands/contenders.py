@@ -199,7 +199,7 @@ def deepspeed(name: str, work: Work, *, intra: int) -> Contender:
     Its buckets are sized for models of billions: they are a block here, like everyone's units, and parameters are
     freed after the forward.
     """
-    ds = _deepspeed_on_gloo()
+    ds = deepspeed_on_gloo()
     model: Any = work.model()
     block = work.parameters // work.blocks
     zero: dict[str, Any] = {"stage": DEEPSPEED[name], "reduce_bucket_size": block}
@@ -233,7 +233,7 @@ def deepspeed(name: str, work: Work, *, intra: int) -> Contender:
     return Contender(name, step, close=engine.destroy)
 
 
-def _deepspeed_on_gloo() -> Any:
+def deepspeed_on_gloo() -> Any:
     """DeepSpeed over the group that there is, with what it takes for granted and gloo lacks."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed as ds

@@ -1,0 +1,201 @@
+"""Who computes the right gradients and parameters when a pipeline is combined with sharding.
+
+The same model, batches and microbatches on Atoll, on torch.distributed.pipelining with FSDP2 and on DeepSpeed, in
+float64 on CPUs, each compared with plain PyTorch in one process. Every case runs on ranks of its own; one that hangs is
+ended.
+
+    matrix      torch's schedules, two stages by two data-parallel ranks; without a pipeline, two data-parallel ranks
+    deepspeed   its pipeline with ZeRO 0 to 3, in the version that is installed and in those that lie beside it:
+                pip install --no-deps --target build/deepspeed-0.19.8 deepspeed==0.19.8
+    layouts     Atoll's 14 layouts with the same schedules, two stages by two groups of two
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from atoll.layouts import EFFECTIVE
+from atoll.testing import RankPool
+from benchmarks.environment import ROOT
+from benchmarks.islands.contenders import has_deepspeed
+from benchmarks.islands.tables import measured_in
+from benchmarks.who_gets_it_right.contenders import ALONE, ATOLL, SHARDINGS
+from benchmarks.who_gets_it_right.verdict import TOLERANCE, judge
+from benchmarks.who_gets_it_right.work import Work
+
+SYSTEMS = (*(f"torch {name}" for name in SHARDINGS), *(f"atoll {layout}" for layout in ("NNN", "NNG", "NGG", "GGG")))
+STAGES = ((0, "float64"), (0, "float32"), (1, "float32"), (2, "float32"), (3, "float32"))
+"""ZeRO's stages and what they are tried in."""
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Judge every case."""
+    rows = [ALONE, "InterleavedZeroBubble"] if arguments.quick else list(ATOLL)
+    layouts = [layout.name for layout in EFFECTIVE][: 1 if arguments.quick else None]
+    work = Work()
+    grouped = replace(work, inter=2, microbatches=4)
+    with RankPool() as pool:
+        matrix = [
+            _judge(pool, replace(work, pipeline=1) if row == ALONE else work, system=system, row=row)
+            for row in rows
+            for system in SYSTEMS
+        ]
+        atoll = [
+            _judge(pool, grouped, system=f"atoll {layout}", row=row)
+            for layout in layouts
+            for row in rows
+            if row != ALONE
+        ]
+    found = [] if arguments.quick else _deepspeed(work)
+    return {
+        "work": asdict(work),
+        "tolerance": dict(TOLERANCE),
+        "matrix": matrix,
+        "deepspeed": found,
+        "grouped": asdict(grouped),
+        "layouts": atoll,
+    }
+
+
+def _judge(pool: RankPool, work: Work, *, system: str, row: str) -> dict[str, Any]:
+    found = judge(pool, work, system=system, row=row)
+    print(f"{row}, {system}: {_cell(found)}", flush=True)
+    return found
+
+
+def _deepspeed(work: Work) -> list[dict[str, Any]]:
+    """Each version with each stage; its processes are new each time, since it keeps its groups for good."""
+    if not has_deepspeed():
+        print("DeepSpeed is not installed (pip install -e '.[bench]'): its rows are left out", flush=True)
+        return []
+    rows = []
+    folders = {path.name.removeprefix("deepspeed-"): [str(path)] for path in (ROOT / "build").glob("deepspeed-*")}
+    for name, first in ({version("deepspeed"): []} | folders).items():
+        for stage, dtype in STAGES:
+            with _searched(first), RankPool() as pool:
+                row = _judge(pool, replace(work, dtype=dtype), system=f"deepspeed {stage}", row="1F1B")
+            rows.append({**row, "version": name, "dtype": dtype})
+    return rows
+
+
+@contextmanager
+def _searched(first: Sequence[str]) -> Iterator[None]:
+    """Let ranks import from these folders before any other."""
+    sys.path[:0] = first
+    try:
+        yield
+    finally:
+        del sys.path[: len(first)]
+
+
+def _cell(found: Mapping[str, Any]) -> str:
+    """A verdict in a few words."""
+    if found["verdict"] == "right":
+        return "right"
+    if found["verdict"] != "wrong":
+        return f"**{found['verdict']}**"
+    parts = [f"{found['missing']} missing"] if found["missing"] else []
+    if found["wrong"]:
+        parts.append(f"{found['wrong']} off by up to {found['off']:.0%}")
+    return f"**wrong**: {', '.join(parts) or 'in a later step'}"
+
+
+def _table(rows: Sequence[Mapping[str, Any]], *, down: str, across: str) -> str:
+    """The verdicts, by two of the rows' keys."""
+    columns = list(dict.fromkeys(row[across] for row in rows))
+    lines = [f"| {down} | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
+    for name in dict.fromkeys(row[down] for row in rows):
+        cells = {row[across]: _cell(row) for row in rows if row[down] == name}
+        lines.append(f"| {name} | " + " | ".join(cells.get(column, "") for column in columns) + " |")
+    return "\n".join(lines)
+
+
+def _words(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What refused or failed, and what it said."""
+    said: dict[str, list[str]] = {}
+    for row in rows:
+        if row["words"]:
+            who = f"{row['system']} of {row['version']}" if "version" in row else row["system"]
+            said.setdefault(row["words"], []).append(f"{who}, {row['schedule']}")
+    return "\n".join(f"- {'; '.join(who)}:\n  `{words}`" for words, who in said.items())
+
+
+def report(result: Mapping[str, Any]) -> str:
+    """Everything, in markdown."""
+    matrix = [{**row, "schedule": _label(row["schedule"])} for row in result["matrix"]]
+    layouts = [
+        {**row, "schedule": ATOLL[row["schedule"]], "layout": row["system"].removeprefix("atoll ")}
+        for row in result["layouts"]
+    ]
+    zero = [
+        {**row, "ZeRO": f"{row['system'].removeprefix('deepspeed ')}, {row['dtype']}"} for row in result["deepspeed"]
+    ]
+    right = [row["difference"] for row in (*matrix, *layouts) if row["verdict"] == "right"]
+    words = _words([*result["matrix"], *result["deepspeed"], *result["layouts"]])
+    parts = [
+        "# Who gets it right",
+        "Written by `python benchmarks/run.py who_gets_it_right`.",
+        measured_in(result["environment"]) if "environment" in result else "",
+        _SET_UP.format(**result["work"], right=max(right), parameters=matrix[0]["parameters"]),
+        "## torch and Atoll: two stages, two data-parallel ranks",
+        _table(matrix, down="schedule", across="system"),
+        _TORCH,
+        "## DeepSpeed: its 1F1B, two stages, two data-parallel ranks" if zero else "",
+        _table(zero, down="ZeRO", across="version") if zero else "",
+        _DEEPSPEED if zero else "",
+        "## Atoll: two stages, two groups of two data-parallel ranks",
+        _table(layouts, down="layout", across="schedule"),
+        f"## In their own words\n\n{words}" if words else "",
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def publish(result: Mapping[str, Any], folder: Path) -> None:
+    """Write the page beside the raw result."""
+    (folder / "README.md").write_text(report(result), encoding="utf-8")
+
+
+def _label(row: str) -> str:
+    return row if row == ALONE else f"{row} (Atoll: {ATOLL[row]})"
+
+
+_SET_UP = """\
+Embedding, {layers} layers of a norm and two linears, head; {microbatches} microbatches a data-parallel rank, {steps} \
+steps of plain SGD at a rate of 1, so that what a step takes off a parameter is its gradient. Everyone starts from the \
+same values, sees the same microbatches, and is compared with plain PyTorch in one process.
+
+- **right**: each gradient of the first step, and each parameter after the last, differs by at most 1e-10 · \
+max(1e-2, max|b|) in float64, 1e-4 in float32. The largest difference of those in float64 is {right:.1e}.
+- **wrong**: how many of the {parameters} parameters did not move at all (missing), how many others got a wrong \
+gradient, and by how much of its largest element. No error is raised.
+- **refused** when it is built, **fails** in a step, **hangs**: the words are below.
+
+Means over data-parallel ranks (torch, DeepSpeed) or microbatches (DeepSpeed) are conventions, and are taken out."""
+
+_TORCH = """\
+The first row is the same sharding without a pipeline. *By hand* is the same pipeline without sharding, its gradients \
+averaged after the step. Both are right, so it is the pair that is not.
+
+**FSDP2, resharded** is `reshard_after_forward=True`. With a split backward torch lists a stage's parameters before it \
+gathers them, so those that are resharded at that moment are not found in the graph, and their gradients are dropped \
+without an error or a warning. *Gathered first* is the same with a gather before each part of a backward: right, which \
+shows the cause. **Kept** is `reshard_after_forward=False`, what torchtitan chooses beside a pipeline unless told \
+otherwise: right, and a stage's parameters stay whole.
+
+**DDP** does not reduce what a split backward computes, since its hooks are not called (pytorch issue 144530): each \
+rank keeps its own gradient. Where all forwards come before the first backward it fails in the second step, because of \
+the forward by which a stage finds out its shapes; with *shapes given* it does not. `replicate` is its newer form, on \
+FSDP2's code."""
+
+_DEEPSPEED = """\
+In 0.19.2 every stage divides by the number of microbatches, also what arrives divided: the first of the two gets an \
+eighth of its gradients (DeepSpeed issue 8152, repaired in 0.19.3). The project pins 0.19.2 for another reason \
+(`pyproject.toml`); other versions are put beside it as `bench.py` says. DeepSpeed's pipeline has one schedule. \
+Gradients in float64 it refuses, so it runs in float32."""

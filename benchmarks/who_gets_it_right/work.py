@@ -1,0 +1,96 @@
+"""What is trained, and what plain PyTorch makes of it in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from atoll.models import adapter_for, initialise_model
+from atoll.testing.tiny import TinyConfig, tiny_model
+
+Parameters = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """A tiny model, trained by plain SGD at a rate of 1: what a step takes off a parameter is its gradient.
+
+    microbatches: of each data-parallel rank, one sample each.  dtype: a name in torch.
+    """
+
+    pipeline: int = 2
+    inter: int = 1
+    intra: int = 2
+    microbatches: int = 8
+    steps: int = 2
+    dtype: str = "float64"
+    layers: int = 8
+    sequence: int = 6
+    seed: int = 3
+
+    @property
+    def data(self) -> int:
+        """Data-parallel ranks."""
+        return self.inter * self.intra
+
+    @property
+    def ranks(self) -> int:
+        """World size."""
+        return self.pipeline * self.data
+
+    @property
+    def config(self) -> TinyConfig:
+        """Embedding, layers of a norm and two linears, head: no difficulty that a peer might not claim to master."""
+        return TinyConfig(layers=self.layers)
+
+    def model(self) -> nn.Sequential:
+        """The model with the values that everyone starts from."""
+        model = tiny_model(self.config)
+        initialise_model(adapter_for(model), self.seed)
+        return model.to(getattr(torch, self.dtype))
+
+    def samples(self, step: int) -> Parameters:
+        """The samples of a step over all ranks."""
+        generator = torch.Generator().manual_seed(step)
+        shape = (self.data * self.microbatches, self.sequence)
+        return {
+            name: torch.randint(self.config.vocabulary, shape, generator=generator) for name in ("input_ids", "labels")
+        }
+
+    def share(self, step: int, data: int) -> Parameters:
+        """Those of a data-parallel rank."""
+        return {name: value.chunk(self.data)[data] for name, value in self.samples(step).items()}
+
+    def loss(self, logits: Tensor, labels: Tensor, *, averaged: int = 1) -> Tensor:
+        """A microbatch's part of the mean over the step's tokens.
+
+        averaged: over how many the caller takes a mean of gradients, where one process adds them up.
+        """
+        tokens = self.data * self.microbatches * self.sequence
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") * averaged / tokens
+
+
+def copied(parameters: Mapping[str, Tensor]) -> Parameters:
+    """Copies that further steps do not change."""
+    return {name: value.detach().clone() for name, value in parameters.items()}
+
+
+@lru_cache(maxsize=4)
+def one_process(work: Work) -> list[Parameters]:
+    """The parameters before the first step and after each."""
+    model = work.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    found = [copied(dict(model.named_parameters()))]
+    for step in range(work.steps):
+        samples = work.samples(step)
+        optimizer.zero_grad()
+        for ids, labels in zip(samples["input_ids"].split(1), samples["labels"].split(1), strict=True):
+            work.loss(model(ids), labels).backward()
+        optimizer.step()
+        found.append(copied(dict(model.named_parameters())))
+    return found
