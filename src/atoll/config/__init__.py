@@ -1,12 +1,13 @@
 """TOML -> values: the schema of a config, reading it, and the plan it asks for."""
 
 from atoll.config.load import from_dict, known_keys, load
-from atoll.config.schema import Checkpoint, Config, Data, Model, Parallel, Run, Train
+from atoll.config.schema import Checkpoint, Config, Data, Lora, Model, Parallel, Run, Train
 
 __all__ = [
     "Checkpoint",
     "Config",
     "Data",
+    "Lora",
     "Model",
     "Parallel",
     "Run",

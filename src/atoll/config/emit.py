@@ -16,8 +16,11 @@ def to_toml(tables: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(parts)
 
 
-def value_to_toml(value: bool | int | float | str | list[Any] | tuple[Any, ...]) -> str:
-    """One value, as TOML writes it."""
+def value_to_toml(value: bool | int | float | str | list[Any] | tuple[Any, ...] | Mapping[str, Any]) -> str:
+    """One value, as TOML writes it; a table in one line."""
+    if isinstance(value, Mapping):
+        items = ", ".join(f"{json.dumps(key)} = {value_to_toml(item)}" for key, item in value.items())
+        return f"{{ {items} }}" if items else "{}"
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, (list, tuple)):

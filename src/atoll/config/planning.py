@@ -32,7 +32,7 @@ def plan_of(config: Config, world: int | None = None) -> Plan:
     except UserError as error:
         problems.append(f"parallel.schedule: {error}")
     else:
-        if schedule.stages > config.model.layers:
+        if config.model.is_builtin and schedule.stages > config.model.layers:
             problems.append(
                 f"parallel.pipeline = {parallel.pipeline} with schedule {parallel.schedule!r} makes {schedule.stages} "
                 f"stages of model.layers = {config.model.layers}: every stage needs at least one layer; use at most "
@@ -59,6 +59,7 @@ def plan_of(config: Config, world: int | None = None) -> Plan:
         reduction=parallel.reduction,
         resident=parallel.resident,
         unit=parallel.unit,
+        sequence_parallel=parallel.sequence_parallel,
     )
 
 

@@ -6,6 +6,7 @@ Every section checks its own sizes against each other; `atoll.config.planning` c
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
@@ -41,9 +42,19 @@ class Section(BaseModel):
 
 
 class Model(Section):
-    """[model]: the network. `kv_heads` defaults to `heads`, `ffn` to 8/3 `hidden` rounded up to a multiple of 8."""
+    """[model]: the network.
+
+    source: "builtin", the decoder of `atoll.models`, whose sizes are the keys from `layers` on; "transformers:NAME", a
+    family of the `transformers` package such as "transformers:llama"; or the folder of a Hugging Face model.
+    config: values of the `transformers` configuration, for sources that have one.
+    weights: None takes those of the source's folder if it has any; "initial" draws them; else a folder of safetensors
+    or a checkpoint.
+    `kv_heads` defaults to `heads`, `ffn` to 8/3 `hidden` rounded up to a multiple of 8.
+    """
 
     source: str = "builtin"
+    config: dict[str, Any] = Field(default_factory=dict)
+    weights: str | None = None
     layers: Positive = 8
     hidden: Positive = 128
     heads: Positive = 4
@@ -62,20 +73,32 @@ class Model(Section):
         if not isinstance(data, dict):
             return data
         derived: dict[str, Any] = {}
+        if data.get("source", "builtin") != "builtin":
+            return data
         if type(data.get("heads")) is int:
             derived["kv_heads"] = data["heads"]
         if type(data.get("hidden")) is int:
             derived["ffn"] = -(-data["hidden"] * 8 // 24) * 8
         return {**derived, **data}
 
+    @property
+    def is_builtin(self) -> bool:
+        """Whether the model is the decoder of `atoll.models`."""
+        return self.source == "builtin"
+
     @model_validator(mode="after")
     def _check(self) -> Model:
         problems = []
-        if self.source != "builtin":
-            problems.append(
-                f"model.source = {self.source!r}: this version trains the built-in decoder only; use 'builtin' "
-                f"(Hugging Face models come later)"
-            )
+        if not self.is_builtin:
+            sizes = set(type(self).model_fields) - {"source", "config", "weights", "vocabulary"}
+            useless = sorted(sizes & self.model_fields_set)
+            if useless:
+                problems.append(
+                    f"model.{', model.'.join(useless)}: sizes of the built-in decoder; those of {self.source!r} are "
+                    "written as [model.config], in transformers' words"
+                )
+        elif self.config:
+            problems.append('model.config: for sources of transformers; model.source is "builtin"')
         if self.hidden % self.heads:
             problems.append(
                 f"model.hidden = {self.hidden} is not a multiple of model.heads = {self.heads}; use hidden = "
@@ -100,7 +123,8 @@ class Data(Section):
     """[data]: the corpus and how it becomes tokens. `sequence` is in tokens, `validation` a share of the corpus."""
 
     source: str = "stdlib"
-    tokenizer: str = "bpe-4096"
+    tokenizer: str = "auto"
+    """"auto": that of the model's folder if it has one, else bpe-4096."""
     sequence: Positive = 256
     validation: Annotated[float, Field(ge=0, le=0.5)] = 0.02
     text_field: str = "text"
@@ -114,7 +138,9 @@ class Train(Section):
     """[train]: steps, batch and optimizer. Batches are in sequences, `warmup` and the `eval_` keys in steps.
 
     clip: largest global gradient norm, 0 for none.  eval_every: 0 for the start and the end only.
-    sample_tokens: length of the text generated at the end, 0 for none.  frozen: name patterns with * and ?.
+    sample_tokens: length of the text generated at the end, 0 for none.
+    trainable, frozen: name patterns with * and ?; with `trainable` nothing else is trained, what is `frozen` is not.
+    objective: "causal" predicts the next token, "masked" those that were hidden, `mask_ratio` of them.
     """
 
     steps: Positive = 300
@@ -134,7 +160,22 @@ class Train(Section):
     eval_batches: Positive = 8
     sample_tokens: Natural = 64
     prompt: str = "def "
+    trainable: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ()
     frozen: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ()
+    objective: Literal["causal", "masked"] = "causal"
+    mask_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.15
+
+
+class Lora(Section):
+    """[lora]: low-rank adapters of the `peft` package on a frozen model. rank: 0 for none.
+
+    alpha: their results are multiplied by alpha / rank.  targets: ends of module names, or "all-linear".
+    """
+
+    rank: Natural = 0
+    alpha: Annotated[float, Field(gt=0)] = 16.0
+    dropout: Probability = 0.0
+    targets: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ("all-linear",)
 
 
 class Parallel(Section):
@@ -146,6 +187,7 @@ class Parallel(Section):
     prefetch: bytes of parameters that may be gathered before they are used.
     residency, reduction, resident, unit: how long gathered parameters stay whole, how often gradients are reduced, and
     how many blocks at once; see atoll.plan.Plan.
+    sequence_parallel: what lies between the parts split by `tensor` works on a part of the sequence.
     timeout: seconds until a silent peer is given up.
     A file may give `zero_optimization`, DeepSpeed's words, instead of `layout`.
     """
@@ -162,19 +204,12 @@ class Parallel(Section):
     resident: Annotated[int, Field(ge=0)] | None = None
     unit: Positive = 1
     tensor: Positive = 1
+    sequence_parallel: bool = False
     intra: Positive = 1
     layout: Annotated[str, BeforeValidator(_as_layout)] = "NNN"
     recompute: Literal["none", "block", "selective"] = "none"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     timeout: Annotated[float, Field(gt=0)] = 600.0
-
-    @model_validator(mode="after")
-    def _check(self) -> Parallel:
-        if self.tensor != 1:
-            raise ValueError(
-                f"parallel.tensor = {self.tensor}: this version has no tensor parallelism yet; use tensor = 1"
-            )
-        return self
 
 
 class Run(Section):
@@ -199,6 +234,7 @@ class Config(Section):
     model: Model = Field(default_factory=Model)
     data: Data = Field(default_factory=Data)
     train: Train = Field(default_factory=Train)
+    lora: Lora = Field(default_factory=Lora)
     parallel: Parallel = Field(default_factory=Parallel)
     run: Run = Field(default_factory=Run)
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
@@ -220,6 +256,14 @@ class Config(Section):
     def data_seed(self) -> int:
         """Seed of the sample order."""
         return self.train.seed if self.data.seed is None else self.data.seed
+
+    @property
+    def tokenizer(self) -> str:
+        """What makes the tokens: data.tokenizer, where that is "auto" the one of the model's folder, or a new one."""
+        if self.data.tokenizer != "auto":
+            return self.data.tokenizer
+        own = Path(self.model.source) / "tokenizer.json"
+        return str(own) if not self.model.is_builtin and own.is_file() else "bpe-4096"
 
     def with_notes(self, notes: Sequence[str]) -> Config:
         """The same config that also says `notes`."""

@@ -1,6 +1,7 @@
 """Text to token arrays, and the order in which samples are taken. No torch."""
 
 from atoll.data.corpus import Source, documents, find_source, fingerprint
+from atoll.data.masking import hide
 from atoll.data.order import IGNORED_LABEL, Batch, SampleOrder, batch, sample_count, validation_batches
 from atoll.data.store import Corpus, prepare
 from atoll.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
@@ -18,6 +19,7 @@ __all__ = [
     "documents",
     "find_source",
     "fingerprint",
+    "hide",
     "prepare",
     "sample_count",
     "validation_batches",

@@ -26,6 +26,9 @@ END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 """What a tokenizer.json may call its end of text; the first that it knows is taken."""
 
+MASK_NAMES = ("[MASK]", "<mask>", "<|mask|>")
+"""What a tokenizer.json may call the token that hides others; the first that it knows is taken."""
+
 SMALLEST_BPE = 257
 """All bytes and the end of text."""
 
@@ -53,6 +56,11 @@ class Tokenizer(Protocol):
         """The id that closes a document, if there is one."""
         ...
 
+    @property
+    def mask(self) -> int | None:
+        """The id that hides others, if there is one."""
+        ...
+
     def encode(self, text: str) -> NDArray[np.uint32]:
         """Token ids of a text, without any special token."""
         ...
@@ -76,6 +84,7 @@ class ByteTokenizer:
 
     size = 256
     end_of_text = None
+    mask = None
 
     def encode(self, text: str) -> NDArray[np.uint32]:
         """The bytes of a text."""
@@ -121,6 +130,12 @@ class FileTokenizer:
     def end_of_text(self) -> int | None:
         """The id of the first of END_OF_TEXT_NAMES that the tokenizer knows."""
         known = (self._inner.token_to_id(name) for name in END_OF_TEXT_NAMES)
+        return next((token for token in known if token is not None), None)
+
+    @property
+    def mask(self) -> int | None:
+        """The id of the first of MASK_NAMES that the tokenizer knows."""
+        known = (self._inner.token_to_id(name) for name in MASK_NAMES)
         return next((token for token in known if token is not None), None)
 
     def encode(self, text: str) -> NDArray[np.uint32]:

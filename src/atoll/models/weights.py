@@ -115,7 +115,8 @@ def _open_files(folder: Path) -> dict[str, Any]:
 
     if not has_weights(folder):
         raise PlanError(
-            f"{folder} holds neither {SINGLE} nor {INDEX}; give the folder of a model that was saved as safetensors"
+            f"{folder} is neither a checkpoint nor a folder with {SINGLE} or {INDEX}; give one of a model that was "
+            "saved as safetensors, or by Atoll"
         )
     if (folder / INDEX).is_file():
         listed = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]

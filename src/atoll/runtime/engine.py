@@ -25,7 +25,7 @@ from atoll.models.adapter import IGNORED_LABEL
 from atoll.plan import Plan, split_blocks
 from atoll.runtime import failure
 from atoll.runtime.allocator import keep_freed_memory
-from atoll.runtime.checkpoint import Piece
+from atoll.runtime.checkpoint import Piece, is_complete
 from atoll.runtime.lanes import Kind, Lane, lanes_of
 from atoll.runtime.pipeline.executor import Executor, Outcome
 from atoll.runtime.sharding.access import Edit, chosen_names, differing, whole_gradients
@@ -34,7 +34,7 @@ from atoll.runtime.sharding.hooks import Moment
 from atoll.runtime.sharding.lookahead import DIGESTS, Lookahead, Order, digest
 from atoll.runtime.sharding.optimizer import GroupOptions, OptimizerFactory, ShardedOptimizer
 from atoll.runtime.sharding.segment import Surroundings
-from atoll.runtime.sharding.state import load_state, model_pieces, save_state, stored_states
+from atoll.runtime.sharding.state import load_state, load_values, model_pieces, save_state, stored_states
 from atoll.runtime.sharding.tensor_parallel import TensorParallel
 from atoll.runtime.step_end import Ending, LossScaler, StepEnd, StepResult
 from atoll.runtime.transport import Later, Peers, connect, world_rank, world_store
@@ -61,7 +61,7 @@ class Engine:
     optimizer: takes parameter groups of 1-D slices and gives an elementwise torch optimizer.
     groups: (name, shape) -> options of the parameter's group, such as {"weight_decay": 0.0}.
     clip: largest global gradient norm; None leaves gradients alone.
-    weights: a Hugging Face folder whose safetensors the model starts from; each rank reads what it keeps.
+    weights: a folder that the model starts from, of safetensors or a checkpoint; each rank reads what it keeps.
 
     torch.distributed must have been initialised with as many ranks as the plan's mesh, unless that is one.
     Raises PlanError, on every rank, where model and plan do not fit.
@@ -110,6 +110,10 @@ class Engine:
             self._agree(problem)
             self.transport.share(self._working_memory(reads_in_place=True).lent)
             self._lookahead.limit = self.working_memory().ahead
+            if weights is not None and is_complete(Path(weights)):
+                load_values(Path(weights), self.units, self._buffers())
+                for unit in self.units:
+                    unit.sync_parameters()
 
     def _build(self, optimizer: OptimizerFactory, groups: GroupOptions | None, weights: Path | str | None) -> None:
         plan = self.plan
@@ -134,7 +138,7 @@ class Engine:
             self.device,
             self._lanes,
             plan.post_validation,
-            None if weights is None else weights_for(self.adapter, Path(weights)),
+            None if weights is None or is_complete(Path(weights)) else weights_for(self.adapter, Path(weights)),
         )
         line = self.place.peers("pp")
         self._check_same_values()

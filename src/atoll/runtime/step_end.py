@@ -155,8 +155,7 @@ class StepEnd:
         if self._units:
             norms = torch.stack([unit.squared_norm() for unit in self._units]).cpu()
             partials[[unit.spec.index for unit in self._units]] = norms
-        is_counted = outcome.loss_sum is not None and self._transport.place.tp == 0
-        loss = float(outcome.loss_sum) if is_counted and outcome.loss_sum is not None else 0.0
+        loss = 0.0 if outcome.loss_sum is None else float(outcome.loss_sum)
         # The norms have just waited for the device.
         idle = 1.0 - outcome.clock.busy() / max(time.monotonic() - begin, 1e-9)
         head = torch.tensor([loss, idle], dtype=torch.float64)

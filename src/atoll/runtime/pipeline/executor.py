@@ -66,7 +66,10 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a row of actions gave on this rank: the sum of its losses, its outputs where asked for, its clock."""
+    """What a row of actions gave on this rank: the sum of its losses, its outputs where asked for, its clock.
+
+    loss_sum: on the last stage, of one rank of a tensor-parallel group: all of them have the same.
+    """
 
     loss_sum: torch.Tensor | None
     logits: tuple[torch.Tensor, ...]
@@ -228,7 +231,8 @@ class Executor:
         step = self._step
         self._mail.end()
         self._step = _Step((), is_training=False)
-        loss_sum = torch.stack(step.losses).sum() if step.losses else None
+        counts = self._transport.place.tp == 0
+        loss_sum = torch.stack(step.losses).sum() if step.losses and counts else None
         return Outcome(loss_sum, tuple(step.logits), self._clock)
 
     def _prepared(self, row: Sequence[Action], microbatches: int) -> _Row:

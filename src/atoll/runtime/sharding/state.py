@@ -75,6 +75,11 @@ def load_state(
     return state
 
 
+def load_values(folder: Path, units: Sequence[Unit], buffers: Mapping[str, torch.Tensor]) -> None:
+    """Fill masters, frozen parameters and buffers alone; every rank calls it."""
+    checkpoint.load(folder, list(model_pieces(units, buffers)), strict=False)
+
+
 def model_pieces(units: Sequence[Unit], buffers: Mapping[str, torch.Tensor]) -> Iterator[Piece]:
     """What this rank keeps of parameters and persistent buffers."""
     yield from _parameter_pieces(units)

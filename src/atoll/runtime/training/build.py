@@ -12,48 +12,67 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from atoll.config import Config, Train
+from atoll.config import Config, Model, Train
 from atoll.errors import ConfigError
 from atoll.models import Decoder, DecoderConfig
 from atoll.plan import Plan
 from atoll.runtime.engine import Engine
 from atoll.runtime.sharding.optimizer import decay_matrices
+from atoll.runtime.training.pretrained import first_weights, hugging_face_model
 
 
-def build_model(config: Config, vocabulary: int) -> Decoder:
-    """The configured decoder on `meta`, with its frozen parameters marked."""
+def build_model(config: Config, vocabulary: int) -> nn.Module:
+    """The configured model on `meta`, with what is not trained marked."""
     model = config.model
-    sizes = DecoderConfig(
-        vocabulary=vocabulary,
-        layers=model.layers,
-        hidden=model.hidden,
-        heads=model.heads,
-        kv_heads=model.kv_heads,
-        ffn=model.ffn,
-        dropout=model.dropout,
-        tie_embeddings=model.tie_embeddings,
-        rope_theta=model.rope_theta,
-        norm_eps=model.norm_eps,
-    )
     with torch.device("meta"):
-        built = Decoder(sizes)
-    freeze(built, config.train.frozen)
+        built = _decoder(model, vocabulary) if model.is_builtin else hugging_face_model(config, vocabulary)
+    choose_trained(built, config.train.trainable, config.train.frozen)
     return built
 
 
-def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Stop training the parameters whose names match one of the patterns; a shared one by any of its names."""
+def _decoder(model: Model, vocabulary: int) -> Decoder:
+    return Decoder(
+        DecoderConfig(
+            vocabulary=vocabulary,
+            layers=model.layers,
+            hidden=model.hidden,
+            heads=model.heads,
+            kv_heads=model.kv_heads,
+            ffn=model.ffn,
+            dropout=model.dropout,
+            tie_embeddings=model.tie_embeddings,
+            rope_theta=model.rope_theta,
+            norm_eps=model.norm_eps,
+        )
+    )
+
+
+def choose_trained(model: nn.Module, trainable: Sequence[str], frozen: Sequence[str]) -> None:
+    """Train the parameters whose names match `trainable` (all that are trained now, if empty) and not `frozen`.
+
+    Patterns are fnmatch's; a shared parameter is matched by any of its names. Raises ConfigError for one that matches
+    nothing, and where nothing is left to train.
+    """
     named = dict(model.named_parameters(remove_duplicate=False))
     problems = []
-    for pattern in patterns:
-        found = [name for name in named if fnmatchcase(name, pattern)]
-        for name in found:
-            named[name].requires_grad_(False)
-        if not found:
-            near = difflib.get_close_matches(pattern, named, n=3, cutoff=0.3) or list(named)[:3]
-            problems.append(f"train.frozen: {pattern!r} matches no parameter; there are {', '.join(near)}, ...")
+    chosen: dict[str, set[str]] = {"trainable": set(), "frozen": set()}
+    for key, patterns in (("trainable", trainable), ("frozen", frozen)):
+        for pattern in patterns:
+            found = [name for name in named if fnmatchcase(name, pattern)]
+            chosen[key].update(found)
+            if not found:
+                near = difflib.get_close_matches(pattern, named, n=3, cutoff=0.3) or list(named)[:3]
+                problems.append(f"train.{key}: {pattern!r} matches no parameter; there are {', '.join(near)}, ...")
+    if trainable:
+        kept = {id(named[name]) for name in chosen["trainable"]}
+        for parameter in named.values():
+            parameter.requires_grad_(id(parameter) in kept)
+    for name in chosen["frozen"]:
+        named[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in named.values()):
-        problems.append(f"train.frozen = {list(patterns)}: every parameter is frozen, so there is nothing to train")
+        given = {"trainable": list(trainable), "frozen": list(frozen)}
+        said = ", ".join(f"train.{key} = {patterns}" for key, patterns in given.items() if patterns)
+        problems.append(f"{said}: every parameter is frozen, so there is nothing to train")
     if problems:
         raise ConfigError("\n  ".join(problems))
 
@@ -73,6 +92,7 @@ def build_engine(model: nn.Module, plan: Plan, config: Config, device: torch.dev
         clip=train.clip or None,
         seed=train.seed,
         device=device,
+        weights=first_weights(config),
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from atoll.config import Config
-from atoll.data import Batch, Corpus, SampleOrder, batch, prepare, sample_count, validation_batches
+from atoll.data import Batch, Corpus, SampleOrder, batch, hide, prepare, sample_count, validation_batches
 from atoll.errors import ConfigError
 from atoll.plan import Place
 from atoll.runtime.places import cache_folder
@@ -17,7 +17,7 @@ def prepare_corpus(config: Config, *, say: Callable[[str], None] | None = None) 
     data = config.data
     return prepare(
         data.source,
-        tokenizer=data.tokenizer,
+        tokenizer=config.tokenizer,
         cache=Path(data.cache) if data.cache is not None else cache_folder(),
         sequence=data.sequence,
         global_batch=config.train.global_batch,
@@ -28,15 +28,24 @@ def prepare_corpus(config: Config, *, say: Callable[[str], None] | None = None) 
 
 
 def vocabulary_of(config: Config, corpus: Corpus) -> int:
-    """Ids the model knows: model.vocabulary, or as many as the tokenizer has."""
+    """Ids the model knows: model.vocabulary, or as many as the tokenizer has, and one that hides others where it is
+    needed."""
     ids = corpus.tokenizer.size
+    if config.train.objective == "masked":
+        ids = max(ids, mask_of(corpus) + 1)
     wanted = config.model.vocabulary
     if wanted is not None and wanted < ids:
         raise ConfigError(
             f"model.vocabulary = {wanted} is smaller than the {ids} ids of data.tokenizer = "
-            f"{config.data.tokenizer!r}; use at least {ids}, or leave it out"
+            f"{config.tokenizer!r}; use at least {ids}, or leave it out"
         )
     return ids if wanted is None else wanted
+
+
+def mask_of(corpus: Corpus) -> int:
+    """The id that hides others under the masked objective: the tokenizer's, or one behind all of its."""
+    own = corpus.tokenizer.mask
+    return corpus.tokenizer.size if own is None else own
 
 
 class Samples:
@@ -54,6 +63,8 @@ class Samples:
         share = self._batch // place.mesh.data
         self._share = slice(place.data * share, (place.data + 1) * share)
         self._next: Batch | None = None
+        self._train = config.train
+        self._mask = mask_of(corpus)
         self._order = SampleOrder(sample_count(corpus.train, self._sequence), config.data_seed)
 
     def take(self) -> Batch:
@@ -67,8 +78,16 @@ class Samples:
         """What `take` will give."""
         if self._next is None:
             indices = self._order.take(self.position, self._batch)[self._share]
-            self._next = batch(self._corpus.train, indices, self._sequence)
+            taken = batch(self._corpus.train, indices, self._sequence)
+            self._next = self._objective(taken, self.position + self._share.start)
         return self._next
+
+    def _objective(self, taken: Batch, position: int) -> Batch:
+        """What is to be predicted of samples that stand at `position` and after it."""
+        if self._train.objective == "causal":
+            return taken
+        positions = range(position, position + len(taken["input_ids"]))
+        return hide(taken, positions, seed=self._train.seed, ratio=self._train.mask_ratio, token=self._mask)
 
     @property
     def has_validation(self) -> bool:
@@ -78,5 +97,6 @@ class Samples:
     def validation(self) -> Iterator[Batch]:
         """The shares of the first eval_batches batches of the validation split, each a step's size."""
         whole = validation_batches(self._corpus.validation, self._sequence, size=self._batch, limit=self._eval_batches)
-        for each in whole:
-            yield {name: values[self._share] for name, values in each.items()}
+        for at, each in enumerate(whole):
+            share = {name: values[self._share] for name, values in each.items()}
+            yield self._objective(share, at * self._batch + self._share.start)

@@ -108,9 +108,10 @@ def run(config: Config, plan: Plan, *, device: torch.device, resume: bool, stop:
 def _introduce(plan: Plan, model: nn.Module, corpus: Corpus, device: torch.device) -> str:
     mesh = plan.mesh
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    tensor = f", tensor {mesh.tensor}" if mesh.tensor > 1 else ""
     world = "1 rank" if mesh.world == 1 else f"{mesh.world} ranks"
     return (
-        f"{world} on {device.type}: pipeline {mesh.pipeline}, inter {mesh.inter}, intra {mesh.intra}; "
+        f"{world} on {device.type}: pipeline {mesh.pipeline}, inter {mesh.inter}, intra {mesh.intra}{tensor}; "
         f"layout {plan.layout.name}, {plan.schedule.name} with {plan.schedule.microbatches} microbatches of "
         f"{plan.microbatch} a rank, {plan.precision.compute}\n"
         f"{format_count(parameters)} parameters, {format_count(len(corpus.train))} training tokens, "

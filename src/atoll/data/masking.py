@@ -1,0 +1,36 @@
+"""The masked-language objective (arXiv 1810.04805): which tokens are hidden, and by what.
+
+Of a sample's tokens a share is chosen; four in five of them become the hiding token, one in ten another token, the
+rest stay as they are. The label of a chosen position is what was there, of all others none. The choice depends on the
+seed and on the sample's position in the order, never on ranks or batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from atoll.data.order import IGNORED_LABEL, Batch
+
+HIDDEN, OTHER = 0.8, 0.1
+"""Shares of the chosen tokens that are hidden, and that another token replaces."""
+
+
+def hide(batch: Batch, positions: Iterable[int], *, seed: int, ratio: float, token: int) -> Batch:
+    """The batch with some of its tokens hidden; `positions` of its samples in the order.
+
+    token: what hides; ids below it may replace others, as all of them may where it is the largest.
+    """
+    ids = batch["input_ids"].copy()
+    labels = np.full_like(ids, IGNORED_LABEL)
+    for row, position in enumerate(positions):
+        chance = np.random.default_rng((seed, position))
+        is_there = batch["labels"][row] != IGNORED_LABEL
+        chosen = (chance.random(ids.shape[1]) < ratio) & is_there
+        labels[row, chosen] = ids[row, chosen]
+        how = chance.random(ids.shape[1])
+        others = chance.integers(token, size=ids.shape[1])
+        ids[row] = np.where(chosen & (how < HIDDEN), token, ids[row])
+        ids[row] = np.where(chosen & (how >= HIDDEN) & (how < HIDDEN + OTHER), others, ids[row])
+    return {**batch, "input_ids": ids, "labels": labels}

@@ -1,0 +1,228 @@
+"""Hugging Face folders to checkpoints, and back.
+
+A checkpoint holds master weights under the names of the model's parameters. A folder holds the same in the dtype that
+its config.json says, with what `from_pretrained` needs beside it: config.json and the tokenizer. One process does
+either, with at most one file of safetensors in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from atoll.config import Config, from_dict
+from atoll.errors import CheckpointError, ConfigError
+from atoll.models import adapter_for, shared_parameters
+from atoll.models.weights import INDEX, SINGLE, Weights, has_weights, weights_for
+from atoll.runtime import checkpoint
+from atoll.runtime.checkpoint import Piece
+from atoll.runtime.checkpoint.metadata import read_contents
+from atoll.runtime.training.pretrained import FAMILY, hugging_face_config, hugging_face_model
+
+SHARD_BYTES = 5_000_000_000
+"""Largest file of an export."""
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What was written: how many tensors and bytes, in which files."""
+
+    folder: Path
+    tensors: int
+    nbytes: int
+    files: tuple[str, ...]
+    read_whole: bool = False
+
+
+def import_folder(source: Path, target: Path, *, objective: str = "causal") -> Moved:
+    """Write the weights of a Hugging Face folder as a checkpoint, which an engine loads or starts from.
+
+    Files whose tensors have the names of the model's parameters are copied tensor by tensor; others, of an older form
+    or with experts apart, are read by `from_pretrained`, whole.
+    """
+    config = from_dict({"model": {"source": str(source)}, "train": {"objective": objective}})
+    with torch.device("meta"):
+        model = hugging_face_model(config, 1)
+    adapter = adapter_for(model)
+    try:
+        weights: Mapping[str, torch.Tensor] | Weights = weights_for(adapter, source)
+        read_whole = False
+    except Exception:
+        if not has_weights(source):
+            raise
+        weights = _loaded(model, source)
+        read_whole = True
+    later = shared_parameters(adapter)
+    names = [name for block in adapter.blocks() for name, _ in block.named_parameters() if name not in later]
+    names = list(dict.fromkeys(names))
+    pieces = []
+    for name in names:
+        whole = weights.whole(name) if isinstance(weights, Weights) else weights[name].detach()
+        pieces.append(Piece(("model", name), tuple(whole.shape), 0, whole.numel(), whole.reshape(-1)))
+    state: dict[str, Any] = {"step": 0, "scaler": None, "groups": [], "caller": {"config": config.dump()}}
+    checkpoint.save(target, pieces, state)
+    nbytes = sum(piece.tensor.nbytes for piece in pieces)
+    return Moved(target, len(pieces), nbytes, tuple(sorted(file.name for file in target.iterdir())), read_whole)
+
+
+def export_folder(source: Path, target: Path, *, dtype: str | None = None) -> Moved:
+    """Write a checkpoint as a Hugging Face folder; of a model with low-rank adapters those alone, as `peft` does.
+
+    dtype: of the tensors; if not given what config.json says, else that of the checkpoint.
+    Raises CheckpointError for a checkpoint that does not say which model it is of.
+    """
+    config = _config_of(source)
+    if target.exists() and any(target.iterdir()):
+        raise ConfigError(f"{target} is not empty; give a new folder")
+    with torch.device("meta"):
+        model = hugging_face_model(config, 1)
+    stored = read_contents(source / ".metadata").tensors
+    names = {name.removeprefix("model."): name for name in stored if name.startswith("model.")}
+    sizes = hugging_face_config(config)
+    _fit_vocabulary(sizes, model, stored, names)
+    target.mkdir(parents=True, exist_ok=True)
+    if config.lora.rank:
+        return _export_adapters(source, target, config, model, names, stored)
+    own: Any = getattr(torch, dtype) if dtype is not None else sizes.dtype
+    moved = _write(source, target, names, stored, own)
+    sizes.dtype = own
+    sizes.architectures = [type(model).__name__]
+    sizes.save_pretrained(target)
+    _copy_tokenizer(config, target)
+    return moved
+
+
+def _config_of(folder: Path) -> Config:
+    """The config that a checkpoint was trained with."""
+    if not checkpoint.is_complete(folder):
+        raise CheckpointError(
+            f"{folder} is not a finished checkpoint; name a folder such as <run>/checkpoints/step-..."
+        )
+    text = checkpoint.read_state(folder).get("caller", {}).get("config")
+    if text is None:
+        raise CheckpointError(
+            f"{folder} does not say which model it is of: only checkpoints of atoll train and atoll import can be "
+            "exported"
+        )
+    config = from_dict(tomllib.loads(text))
+    if config.model.is_builtin:
+        raise CheckpointError(f"{folder} is of the built-in decoder, which is no model of transformers")
+    return config
+
+
+def _loaded(model: nn.Module, source: Path) -> dict[str, torch.Tensor]:
+    whole = type(model).from_pretrained(source, local_files_only=True)  # type: ignore[attr-defined]
+    return dict(whole.named_parameters(remove_duplicate=False))
+
+
+def _fit_vocabulary(sizes: Any, model: nn.Module, stored: Mapping[str, Any], names: Mapping[str, str]) -> None:
+    """A family's model was given as many ids as its tokenizer had, which the checkpoint knows."""
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    name = next((n for n, module in model.named_modules() if module is embedding), "").replace("base_model.model.", "")
+    found = names.get(f"{name}.weight")
+    if found is not None:
+        sizes.get_text_config().vocab_size = int(stored[found].size[0])
+
+
+def _write(
+    source: Path, target: Path, names: Mapping[str, str], stored: Mapping[str, Any], dtype: torch.dtype | None
+) -> Moved:
+    """The tensors in files of a bounded size, and their index where there are several."""
+    from safetensors.torch import save_file
+
+    files = list(_files(names, stored, dtype))
+    index: dict[str, str] = {}
+    total = 0
+    for at, group in enumerate(files, start=1):
+        file = SINGLE if len(files) == 1 else f"model-{at:05d}-of-{len(files):05d}.safetensors"
+        tensors = _read(source, {name: names[name] for name in group}, stored, dtype)
+        save_file(tensors, target / file, metadata={"format": "pt"})
+        index.update(dict.fromkeys(group, file))
+        total += sum(tensor.nbytes for tensor in tensors.values())
+    if len(files) > 1:
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2)
+        (target / INDEX).write_text(text + "\n", encoding="utf-8")
+    return Moved(target, len(index), total, tuple(sorted({*index.values()})))
+
+
+def _files(names: Mapping[str, str], stored: Mapping[str, Any], dtype: torch.dtype | None) -> Iterator[list[str]]:
+    group: list[str] = []
+    size = 0
+    for name, key in names.items():
+        nbytes = stored[key].size.numel() * (dtype or stored[key].properties.dtype).itemsize
+        if group and size + nbytes > SHARD_BYTES:
+            yield group
+            group, size = [], 0
+        group.append(name)
+        size += nbytes
+    yield group
+
+
+def _read(
+    source: Path, names: Mapping[str, str], stored: Mapping[str, Any], dtype: torch.dtype | None
+) -> dict[str, torch.Tensor]:
+    """Whole tensors by the names they shall have."""
+    found = {}
+    pieces = []
+    for name, key in names.items():
+        shape = tuple(stored[key].size)
+        found[name] = torch.empty(shape, dtype=dtype or stored[key].properties.dtype)
+        pieces.append(Piece(tuple(_path(key)), shape, 0, found[name].numel(), found[name].view(-1)))
+    checkpoint.load(source, pieces, strict=False)
+    return found
+
+
+def _path(key: str) -> Sequence[str]:
+    return ("model", key.removeprefix("model."))
+
+
+def _export_adapters(
+    source: Path,
+    target: Path,
+    config: Config,
+    model: Any,
+    names: Mapping[str, str],
+    stored: Mapping[str, Any],
+) -> Moved:
+    """adapter_model.safetensors and adapter_config.json, as `peft` names what is in them."""
+    from safetensors.torch import save_file
+
+    (name, lora), *_ = model.peft_config.items()
+    added = {key: names[key] for key in names if ".lora_" in key}
+    tensors = _read(source, added, stored, None)
+    plain = {f"base_model.model.{key.replace(f'.{name}.', '.')}": tensor for key, tensor in tensors.items()}
+    save_file(plain, target / "adapter_model.safetensors", metadata={"format": "pt"})
+    lora.inference_mode = True
+    is_family = config.model.source.startswith(FAMILY)
+    lora.base_model_name_or_path = None if is_family else str(Path(config.model.source).absolute())
+    lora.save_pretrained(target)
+    nbytes = sum(tensor.nbytes for tensor in plain.values())
+    return Moved(target, len(plain), nbytes, ("adapter_config.json", "adapter_model.safetensors"))
+
+
+def _copy_tokenizer(config: Config, target: Path) -> None:
+    source = Path(config.model.source)
+    for file in TOKENIZER_FILES:
+        if (source / file).is_file():
+            shutil.copyfile(source / file, target / file)

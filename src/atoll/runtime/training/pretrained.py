@@ -1,0 +1,104 @@
+"""Models of the `transformers` package, and low-rank adapters of `peft`, as a config names them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from atoll.config import Config
+from atoll.errors import ConfigError
+from atoll.models.weights import has_weights
+
+FAMILY = "transformers:"
+"""What a model.source begins with that names a family and no folder."""
+
+
+def hugging_face_model(config: Config, vocabulary: int) -> nn.Module:
+    """The model that model.source names, on torch's current device, with its adapters if any are asked for.
+
+    Raises ConfigError for a source that there is not, a vocabulary that does not fit, and without the packages.
+    """
+    transformers = _package("transformers")
+    sizes = hugging_face_config(config, vocabulary)
+    kind = (
+        transformers.AutoModelForMaskedLM if config.train.objective == "masked" else transformers.AutoModelForCausalLM
+    )
+    try:
+        model: nn.Module = kind.from_config(sizes)
+    except ValueError as error:
+        raise ConfigError(
+            f"model.source = {config.model.source!r} with train.objective = {config.train.objective!r}: {error}"
+        ) from error
+    return with_adapters(model, config) if config.lora.rank else model
+
+
+def hugging_face_config(config: Config, vocabulary: int | None = None) -> Any:
+    """The `transformers` configuration of model.source with the values of model.config.
+
+    vocabulary: ids that the model has to know: a family's model gets as many, a folder's must have them.
+    """
+    transformers = _package("transformers")
+    model = config.model
+    given = dict(model.config)
+    try:
+        if model.source.startswith(FAMILY):
+            if vocabulary is not None:
+                given = {"vocab_size": vocabulary, **given}
+            found = transformers.AutoConfig.for_model(model.source.removeprefix(FAMILY), **given)
+            for key in ("pad_token_id", "bos_token_id", "eos_token_id"):  # the family's, which know its own tokenizer
+                if key not in given:
+                    setattr(found, key, None)
+        else:
+            found = transformers.AutoConfig.from_pretrained(model.source, local_files_only=True, **given)
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f'model.source = {model.source!r}: {error}. Use "builtin", "{FAMILY}" and a family such as llama, or the '
+            "folder of a model with a config.json"
+        ) from error
+    known = found.get_text_config().vocab_size
+    if vocabulary is not None and known < vocabulary:
+        raise ConfigError(
+            f"the model of {model.source!r} knows {known} ids, and data.tokenizer = {config.tokenizer!r} needs "
+            f"{vocabulary}; use the model's own tokenizer"
+        )
+    return found
+
+
+def with_adapters(model: nn.Module, config: Config) -> nn.Module:
+    """The model frozen, with low-rank adapters of the `peft` package."""
+    peft = _package("peft")
+    lora = config.lora
+    targets: Any = list(lora.targets)
+    try:
+        adapted: nn.Module = peft.get_peft_model(
+            model,
+            peft.LoraConfig(
+                r=lora.rank,
+                lora_alpha=lora.alpha,
+                lora_dropout=lora.dropout,
+                target_modules="all-linear" if targets == ["all-linear"] else targets,
+                base_model_name_or_path=config.model.source,
+            ),
+        )
+    except ValueError as error:
+        raise ConfigError(f"lora.targets = {targets}: {error}") from error
+    return adapted
+
+
+def first_weights(config: Config) -> Path | None:
+    """The folder that the model starts from; None where its values are drawn."""
+    model = config.model
+    if model.weights is not None:
+        return None if model.weights == "initial" else Path(model.weights)
+    folder = Path(model.source)
+    is_folder = not model.is_builtin and not model.source.startswith(FAMILY)
+    return folder if is_folder and has_weights(folder) else None
+
+
+def _package(name: str) -> Any:
+    try:
+        return __import__(name)
+    except ImportError as error:
+        raise ConfigError(f'this needs the package {name}: pip install "atoll[hf]"') from error
