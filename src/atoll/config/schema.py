@@ -90,8 +90,9 @@ class Model(Section):
     def _check(self) -> Model:
         problems = []
         if not self.is_builtin:
-            sizes = set(type(self).model_fields) - {"source", "config", "weights", "vocabulary"}
-            useless = sorted(sizes & self.model_fields_set)
+            others = {"source", "config", "weights", "vocabulary"}
+            fields = type(self).model_fields.items()
+            useless = sorted(key for key, field in fields if key not in others and getattr(self, key) != field.default)
             if useless:
                 problems.append(
                     f"model.{', model.'.join(useless)}: sizes of the built-in decoder; those of {self.source!r} are "
