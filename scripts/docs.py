@@ -39,6 +39,7 @@ from atoll.layouts import (
 )
 from atoll.schedules import CATALOGUE, build
 from atoll.sim import Costs, simulate
+from atoll.testing.families import CAUSAL, MASKED
 from atoll.units import format_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,7 +49,11 @@ PART = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTAL
 # ---- the keys of a config
 
 MEANINGS: Mapping[str, str] = {
-    "model.source": '"builtin", the decoder of `atoll.models`; other sources are refused in this version',
+    "model.source": '"builtin", the decoder of `atoll.models`; "transformers:llama" or another family, from scratch; or '
+    "the folder of a Hugging Face model: [models.md](models.md)",
+    "model.config": "values of the `transformers` configuration, for sources that have one",
+    "model.weights": 'a folder of safetensors or a checkpoint to start from, or "initial"; by default those of the '
+    "source's folder if it has any",
     "model.layers": "transformer layers; at least as many as pipeline stages",
     "model.hidden": "width of the hidden state, a multiple of `heads` with an even quotient",
     "model.heads": "attention heads",
@@ -60,7 +65,8 @@ MEANINGS: Mapping[str, str] = {
     "model.norm_eps": "epsilon of the RMSNorms",
     "model.vocabulary": "ids that the model knows, at least the tokenizer's",
     "data.source": '"stdlib", or a file or folder: [data.md](data.md)',
-    "data.tokenizer": '"bytes" (256 ids, none special), "bpe-N" (trained on the corpus), or a tokenizer.json',
+    "data.tokenizer": '"bytes" (256 ids, none special), "bpe-N" (trained on the corpus), or a tokenizer.json; "auto" is '
+    "that of the model's folder if it has one, else bpe-4096",
     "data.sequence": "tokens of a sample",
     "data.validation": "share of the corpus that is held back",
     "data.text_field": "key or column of the text in JSONL, parquet and datasets",
@@ -84,7 +90,14 @@ MEANINGS: Mapping[str, str] = {
     "train.eval_batches": "validation batches at most, each as large as a step",
     "train.sample_tokens": "tokens generated at the end, 0 for none",
     "train.prompt": "what the generated text begins with",
+    "train.trainable": "name patterns with `*` and `?`: nothing else is trained, as in `*.mlp.*`",
     "train.frozen": "name patterns with `*` and `?` of parameters that are not trained, as in `embed.*`",
+    "train.objective": '"causal" predicts the next token, "masked" those that were hidden, as BERT does',
+    "train.mask_ratio": 'share of the tokens that "masked" chooses: of ten eight are hidden, one is replaced',
+    "lora.rank": "of low-rank adapters on a frozen model, 0 for none; they need `peft`",
+    "lora.alpha": "what the adapters give is multiplied by alpha / rank",
+    "lora.dropout": "on what goes into them",
+    "lora.targets": 'ends of names of the layers that get them, or "all-linear"',
     "parallel.ranks": "local processes; under a launcher its world decides",
     "parallel.pipeline": "pipeline ranks",
     "parallel.schedule": "a name of the [catalogue](schedules.md)",
@@ -101,7 +114,8 @@ MEANINGS: Mapping[str, str] = {
     "given",
     "parallel.compile": '"block" compiles each block with torch.compile; "block-eager" traces them only and needs '
     "no compiler",
-    "parallel.tensor": "1; tensor parallelism is not in this version",
+    "parallel.tensor": "ranks that split each layer and the vocabulary: [models.md](models.md)",
+    "parallel.sequence_parallel": "between the split parts of a layer each of them works on a part of the sequence",
     "parallel.intra": "ranks of a group; there are ranks / (pipeline · tensor · intra) groups",
     "parallel.layout": "three levels, or an alias such as `zero-2`: [layouts.md](layouts.md)",
     "parallel.recompute": 'activations made again in backward: "block" all of a block\'s, "selective" all but the '
@@ -120,6 +134,7 @@ DEFAULTS: Mapping[str, str] = {
     "model.kv_heads": "`heads`",
     "model.ffn": "8/3 of `hidden`, rounded up to a multiple of 8",
     "model.vocabulary": "the tokenizer's",
+    "model.weights": "those of the source",
     "data.cache": "`$XDG_CACHE_HOME/atoll` or `~/.cache/atoll`",
     "data.seed": "`train.seed`",
 }
@@ -138,8 +153,9 @@ def config_keys() -> str:
         for key, each in model.model_fields.items():
             name = f"{section}.{key}"
             seen.add(name)
-            assert each.default is not PydanticUndefined, f"{name} has no default"
-            default = DEFAULTS.get(name) or f"`{value_to_toml(each.default)}`"
+            value = each.get_default(call_default_factory=True)
+            assert value is not PydanticUndefined, f"{name} has no default"
+            default = DEFAULTS.get(name) or f"`{value_to_toml(value)}`"
             rows.append([f"`{key}`", _type_of(properties[key]), default, MEANINGS[name]])
         parts.append(f"### `[{section}]`\n\n" + markdown_table(["key", "type", "default", "meaning"], rows))
     unknown = set(MEANINGS) - seen
@@ -161,7 +177,13 @@ def _type_of(schema: Mapping[str, Any]) -> str:
         for word, sign in (("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤"), ("exclusiveMaximum", "<"))
         if word in schema
     ]
-    name = {"integer": "whole number", "number": "number", "string": "string", "boolean": "true or false"}
+    name = {
+        "integer": "whole number",
+        "number": "number",
+        "string": "string",
+        "object": "table",
+        "boolean": "true or false",
+    }
     return " ".join([name[schema["type"]], ", ".join(bounds)]).strip()
 
 
@@ -311,10 +333,24 @@ def error_table() -> str:
 
 # ---- pages
 
+
+def families() -> str:
+    """Families that the tests train, by what they predict."""
+    rows = [["next token", ", ".join(sorted(CAUSAL))], ["hidden tokens", ", ".join(sorted(MASKED))]]
+    return markdown_table(["predicts", "families, as transformers calls them"], rows)
+
+
+def adapter_example() -> str:
+    text = (ROOT / "docs" / "examples" / "ranker.py").read_text(encoding="utf-8")
+    return f"```python\n{text}```\n"
+
+
 PARTS: Mapping[str, Callable[[], str]] = {
+    "adapter-example": adapter_example,
     "command-line": command_line,
     "config-keys": config_keys,
     "errors": error_table,
+    "families": families,
     "layout-example": layout_example,
     "layout-formulas": layout_formulas,
     **schedule_pages.PARTS,

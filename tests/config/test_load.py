@@ -157,8 +157,8 @@ sequence = 0
         ("[train]\nbetas = [0.9]", "train.betas.1"),
         ("[train]\nbetas = [0.9, 1.0]", "train.betas.1 = 1.0: must be less than 1"),
         ("[parallel]\nlayout = 'GIX'", "parallel.layout = 'GIX': no layout 'GIX'"),
-        ("[parallel]\ntensor = 2", "no tensor parallelism yet; use tensor = 1"),
-        ("[model]\nsource = 'gpt2'", "built-in decoder only"),
+        ("[parallel]\ntensor = 0", "parallel.tensor = 0"),
+        ("[model]\nsource = 'gpt2'\nlayers = 2", "model.layers: sizes of the built-in decoder"),
         ("[model]\nhidden = 12\nheads = 4", "is odd; rotary positions need an even head size; use hidden = 8 or 16"),
         ("train = 5", "train = 5: must be a table, [train]"),
     ],
@@ -232,12 +232,13 @@ def test_emitted_toml_reads_back(text: str, number: float, flags: list[bool]) ->
 
 def test_the_promised_keys_exist() -> None:
     known = known_keys()
-    assert tuple(known) == ("model", "data", "train", "parallel", "run", "checkpoint")
+    assert tuple(known) == ("model", "data", "train", "lora", "parallel", "run", "checkpoint")
     promised = {
         "model": "source layers hidden heads kv_heads ffn dropout tie_embeddings rope_theta norm_eps vocabulary",
         "data": "source tokenizer sequence validation text_field cache seed",
         "train": "steps global_batch microbatch precision seed lr min_lr_ratio warmup lr_schedule betas eps "
         "weight_decay clip eval_every eval_batches sample_tokens prompt frozen",
+        "lora": "rank alpha dropout targets",
         "parallel": "ranks pipeline schedule tensor intra layout zero_optimization recompute device timeout",
         "run": "folder port overwrite tensorboard",
         "checkpoint": "every keep",

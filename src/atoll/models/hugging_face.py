@@ -105,7 +105,10 @@ class HuggingFaceAdapter:
         own = {name: style for name, style in (self.model.tp_plan or {}).items() if style in STYLES}
         layers = self._blocks[self._first_layer : self._end]
         inside = [name for block in layers for name, _ in block.named_modules()]
-        if any(style == "rowwise" and any(fnmatchcase(n, pattern) for n in inside) for pattern, style in own.items()):
+        if any(
+            style in ("rowwise", "rowwise_split_input") and any(fnmatchcase(n, pattern) for n in inside)
+            for pattern, style in own.items()
+        ):
             config = self.model.config.get_text_config()
             heads = config.num_attention_heads
             check_heads(ranks, heads, getattr(config, "num_key_value_heads", None) or heads)
@@ -119,7 +122,7 @@ class HuggingFaceAdapter:
         ends: list[tuple[Any, str, type]] = [(self.model.get_input_embeddings(), "embedding_rowwise", nn.Embedding)]
         ends += [(self.model.get_output_embeddings(), "colwise_gather_output", nn.Linear)]
         names = {id(module): name for name, module in self.model.named_modules()}
-        return {**plan, **{names[id(module)]: style for module, style, kind in ends if type(module) is kind}}
+        return {**plan, **{names[id(module)]: style for module, style, kind in ends if isinstance(module, kind)}}
 
     # ---- slots
 

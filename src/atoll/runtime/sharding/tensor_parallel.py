@@ -63,6 +63,25 @@ class TensorParallel:
                 "rowwise), and the model's tensor plan has none; turn it off"
             )
 
+        self._check_shared()
+
+    def _check_shared(self) -> None:
+        """A shared weight is split wherever it is used, or nowhere."""
+        uses: dict[int, dict[bool, str]] = {}
+        for block in self.blocks:
+            styles = self._styles_of(block)
+            for name, module in block.named_modules():
+                inner = name.removeprefix(block.name).removeprefix(".")
+                for key, parameter in module.named_parameters(recurse=False):
+                    is_split = key == "weight" and styles.get(inner, _SUMMED) != _SUMMED
+                    uses.setdefault(id(parameter), {}).setdefault(is_split, f"{name}.{key}")
+        mixed = [names for names in uses.values() if len(names) > 1]
+        if mixed:
+            raise PlanError(
+                f"the model's tensor plan splits {mixed[0][True]} and not {mixed[0][False]}, which are one parameter; use "
+                "tensor = 1, or give the model an adapter with another tensor_plan()"
+            )
+
     def apply(self, at: int) -> dict[str, Spread]:
         """Split a block with real parameters; what became of each of them."""
         block = self.blocks[at]
