@@ -49,8 +49,8 @@ PART = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTAL
 # ---- the keys of a config
 
 MEANINGS: Mapping[str, str] = {
-    "model.source": '"builtin", the decoder of `atoll.models`; "transformers:llama" or another family, from scratch; or '
-    "the folder of a Hugging Face model: [models.md](models.md)",
+    "model.source": '"builtin", the decoder of `atoll.models`; "transformers:llama" or another family, from scratch; '
+    "or the folder of a Hugging Face model: [models.md](models.md)",
     "model.config": "values of the `transformers` configuration, for sources that have one",
     "model.weights": 'a folder of safetensors or a checkpoint to start from, or "initial"; by default those of the '
     "source's folder if it has any",
@@ -65,8 +65,8 @@ MEANINGS: Mapping[str, str] = {
     "model.norm_eps": "epsilon of the RMSNorms",
     "model.vocabulary": "ids that the model knows, at least the tokenizer's",
     "data.source": '"stdlib", or a file or folder: [data.md](data.md)',
-    "data.tokenizer": '"bytes" (256 ids, none special), "bpe-N" (trained on the corpus), or a tokenizer.json; "auto" is '
-    "that of the model's folder if it has one, else bpe-4096",
+    "data.tokenizer": '"bytes" (256 ids, none special), "bpe-N" (trained on the corpus), or a tokenizer.json; "auto" '
+    "is that of the model's folder if it has one, else bpe-4096",
     "data.sequence": "tokens of a sample",
     "data.validation": "share of the corpus that is held back",
     "data.text_field": "key or column of the text in JSONL, parquet and datasets",

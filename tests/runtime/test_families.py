@@ -60,25 +60,25 @@ def logits_and_gradients(case: Case) -> tuple[torch.Tensor | None, dict[str, tor
 @pytest.mark.parametrize("name", MAIN)
 def test_logits_and_gradients_are_those_of_the_model_itself(name: str, case: Case) -> None:
     """Against transformers alone: its forward, and the loss of it that shifts no labels."""
-    case = replace(case, model=Family(name), clip=None)
+    undropped = {"gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"), "opt": ("dropout",)}.get(name, ())
+    case = replace(case, model=Family(name, tuple((key, 0.0) for key in undropped)), clip=None)
     model: Any = case.model.build()
     initialise_model(adapter_for(model), case.seed)
     model.double()
     batch = case.model.batch(0, case.samples)
     with torch.no_grad():
         wanted = model.eval()(input_ids=batch["input_ids"][:1], use_cache=False).logits
-    if name != "gpt2":  # whose dropout draws by microbatch and block
-        model.train()
-        out = model(input_ids=batch["input_ids"], use_cache=False).logits
-        torch.nn.functional.cross_entropy(out.flatten(0, 1), batch["labels"].flatten()).backward()
+    out = model(input_ids=batch["input_ids"], use_cache=False).logits
+    torch.nn.functional.cross_entropy(out.flatten(0, 1), batch["labels"].flatten()).backward()
     seen = set()
     for logits, gradients in run_ranks(logits_and_gradients, case.ranks, case):
         if logits is not None:
             assert difference(logits, wanted) <= 1e-10
-        for each, value in gradients.items() if name != "gpt2" else ():
-            assert difference(value, model.get_parameter(each).grad) <= 1e-7, each  # fp32 norms, other microbatches
+        for each, value in gradients.items():
+            # One batch here, microbatches there: norms in fp32 round otherwise.
+            assert difference(value, model.get_parameter(each).grad) <= 1e-6, each
             seen.add(each)
-    assert name == "gpt2" or seen == {each for each, _ in model.named_parameters()}
+    assert seen == {each for each, _ in model.named_parameters()}
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

@@ -117,7 +117,7 @@ class HuggingFaceAdapter:
             name: "colwise_gather_output"
             for block in layers
             for name, module in block.named_modules()
-            if type(module) is nn.Linear or type(module).__name__ == "Conv1D"
+            if (type(module) is nn.Linear or type(module).__name__ == "Conv1D") and ".lora_" not in name
         }
         ends: list[tuple[Any, str, type]] = [(self.model.get_input_embeddings(), "embedding_rowwise", nn.Embedding)]
         ends += [(self.model.get_output_embeddings(), "colwise_gather_output", nn.Linear)]

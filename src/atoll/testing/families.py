@@ -123,7 +123,8 @@ class Family:
         if self.lora:
             import peft
 
-            return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
+            with _quietly():
+                return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear"))
         return model.train()
 
     def batch(self, step: int, samples: int, sequence: int = 6) -> dict[str, Any]:

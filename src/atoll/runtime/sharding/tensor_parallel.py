@@ -78,8 +78,8 @@ class TensorParallel:
         mixed = [names for names in uses.values() if len(names) > 1]
         if mixed:
             raise PlanError(
-                f"the model's tensor plan splits {mixed[0][True]} and not {mixed[0][False]}, which are one parameter; use "
-                "tensor = 1, or give the model an adapter with another tensor_plan()"
+                f"the model's tensor plan splits {mixed[0][True]} and not {mixed[0][False]}, which are one parameter; "
+                "use tensor = 1, or give the model an adapter with another tensor_plan()"
             )
 
     def apply(self, at: int) -> dict[str, Spread]:
