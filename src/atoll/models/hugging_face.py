@@ -100,15 +100,13 @@ class HuggingFaceAdapter:
             reset_module(module, generator)
 
     def tensor_plan(self, ranks: int) -> Mapping[str, str]:
-        """The model's own plan, where it has one that splits its layers; else every linear layer by its outputs, which
-        are whole again afterwards: right for any model, with more to send."""
+        """The model's own plan, where it has one that splits its layers; else, and with low-rank adapters, every linear
+        layer by its outputs, which are whole again afterwards: right for any model, with more to send."""
         own = {name: style for name, style in (self.model.tp_plan or {}).items() if style in STYLES}
         layers = self._blocks[self._first_layer : self._end]
         inside = [name for block in layers for name, _ in block.named_modules()]
-        if any(
-            style in ("rowwise", "rowwise_split_input") and any(fnmatchcase(n, pattern) for n in inside)
-            for pattern, style in own.items()
-        ):
+        has_adapters = any(name.endswith(".base_layer") for name in inside)
+        if not has_adapters and any(fnmatchcase(name, row) for row in _rows(own) for name in inside):
             config = self.model.config.get_text_config()
             heads = config.num_attention_heads
             check_heads(ranks, heads, getattr(config, "num_key_value_heads", None) or heads)
@@ -244,6 +242,11 @@ class _Stub(nn.Module):
         """Zeros."""
         rows, length = self._size
         return self._shape.zeros(rows, length, like=self.weight)
+
+
+def _rows(plan: Mapping[str, str]) -> list[str]:
+    """Patterns of modules that are split by their inputs."""
+    return [pattern for pattern, style in plan.items() if style in ("rowwise", "rowwise_split_input")]
 
 
 def _lies_in(name: str, owned: Sequence[str]) -> bool:
