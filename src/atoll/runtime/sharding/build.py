@@ -73,6 +73,7 @@ def build(
         if tensor is not None:
             found_spreads = tensor.apply(at)
             spreads.update({shared.get(name, name): spread for name, spread in found_spreads.items()})
+            replaced.update({key: tensor.now(parameter) for key, parameter in replaced.items()})
         values.update(blocks[at].named_parameters())
         for spec in specs:
             is_there = spec.is_shared or at == spec.blocks[-1]
@@ -161,15 +162,22 @@ def _materialise(
     dtype: torch.dtype,
     weights: Weights | None,
 ) -> None:
-    """Give a block on `meta` real parameters with their initial values, but for those that `weights` has; leave a real
-    one as it is."""
+    """Give a block on `meta` real parameters with their initial values; leave a real one as it is.
+
+    Those that `weights` has get no values, and those that an earlier block brought keep theirs.
+    """
     parameters = [parameter for _, parameter in block.named_parameters()]
     if not any(parameter.is_meta for parameter in parameters):
         return
     if not all(parameter.is_meta or id(parameter) in _ids(replaced) for parameter in parameters):
         raise PlanError(f"block {block.name!r} is partly on meta; build the whole model on meta, or none of it")
-    for module in block.module.modules():
+    known = set()
+    before = set(replaced)
+    for prefix, module in block.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            first = shared.get(f"{prefix}.{name}", f"{prefix}.{name}")
+            if id(parameter) in before or (weights is not None and first in weights):
+                known.add(first)
             if not parameter.is_meta:
                 continue
             if id(parameter) not in replaced:
@@ -179,7 +187,7 @@ def _materialise(
         for name, buffer in list(module.named_buffers(recurse=False)):
             if buffer.is_meta:
                 module.register_buffer(name, torch.empty_like(buffer, device="cpu"))
-    initialise_block(adapter, block, seed, shared=shared, known=() if weights is None else weights)
+    initialise_block(adapter, block, seed, shared=shared, known=known)
 
 
 def _ids(replaced: Mapping[int, nn.Parameter]) -> set[int]:

@@ -86,7 +86,8 @@ class TensorParallel:
         """Split a block with real parameters; what became of each of them."""
         block = self.blocks[at]
         styles = self._styles_of(block)
-        before = list(self._parameters(block))
+        self._put_back(self._parameters(block))
+        before = self._parameters(block)
         for name, style in styles.items():
             if style != _SUMMED:
                 module = block.module.get_submodule(name)
@@ -102,6 +103,10 @@ class TensorParallel:
         if self.sequence and self._is_layer(at):
             self._enter_and_leave(at)
         return {name: self._spread(name, parameter, at, styles) for name, parameter in block.named_parameters()}
+
+    def now(self, parameter: nn.Parameter) -> nn.Parameter:
+        """What a parameter of a block that was split has become."""
+        return self._made[id(parameter)][1] if id(parameter) in self._made else parameter
 
     # ---- what is split
 
@@ -176,15 +181,19 @@ class TensorParallel:
 
     def _keep_identities(self, before: Sequence[tuple[nn.Module, str, nn.Parameter]]) -> None:
         """A parameter that was shared is shared again, and no whole one is left behind."""
-        for module, name, plain in before:
+        for module, name, was in before:
             now = module.get_parameter(name)
-            if id(plain) not in self._made and now is not plain:
-                now.requires_grad_(plain.requires_grad)
-                self._made[id(plain)] = (plain, now)
-                plain.data = plain.new_empty(0)
-        for module, name, plain in before:
-            if id(plain) in self._made:
-                module.register_parameter(name, self._made[id(plain)][1])
+            if isinstance(was, DTensor):
+                module.register_parameter(name, was)
+            elif now is not was and id(was) not in self._made:
+                now.requires_grad_(was.requires_grad)
+                self._made[id(was)] = (was, now)
+                was.data = was.new_empty(0)
+        self._put_back(before)
+
+    def _put_back(self, parameters: Sequence[tuple[nn.Module, str, nn.Parameter]]) -> None:
+        for module, name, parameter in parameters:
+            module.register_parameter(name, self.now(parameter))
 
     # ---- what comes in
 

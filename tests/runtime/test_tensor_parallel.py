@@ -1,0 +1,138 @@
+"""Tensor parallelism inside flat buffers: every layout, schedule and recompute gives one process's result."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from atoll.errors import RankError
+from atoll.layouts import EFFECTIVE
+from atoll.models import Decoder, DecoderConfig
+from atoll.testing import run_ranks
+from atoll.testing.parity import Case, assert_parity, difference, reference, whole_parameters
+from atoll.testing.tiny import TinyConfig
+
+TINY = TinyConfig(tied=True, small=True, unused=True, frozen=True, vocabulary=17)
+PAIR = Case(tensor=2, microbatches=4, steps=2, model=TINY)
+
+
+class Small:
+    """The built-in decoder as a recipe."""
+
+    def build(self) -> Decoder:
+        return Decoder(DecoderConfig(vocabulary=19, layers=3, hidden=16, heads=4, kv_heads=2, ffn=24))
+
+    def batch(self, step: int, samples: int) -> dict[str, torch.Tensor]:
+        return TinyConfig(vocabulary=19).batch(step, samples)
+
+
+@pytest.mark.parametrize("layout", [layout.name for layout in EFFECTIVE])
+def test_every_layout(layout: str) -> None:
+    assert_parity(replace(PAIR, layout=layout, inter=2))
+
+
+@pytest.mark.parametrize("layout", ["NNG", "IIG", "GGG", "INI"])
+def test_on_two_levels(layout: str) -> None:
+    assert_parity(replace(PAIR, layout=layout, inter=2, intra=2))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"])
+def test_every_kind_of_schedule(schedule: str) -> None:
+    assert_parity(replace(PAIR, layout="NNG", pipeline=2, schedule=schedule))
+
+
+@pytest.mark.parametrize("recompute", ["block", "selective"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_recompute(recompute: str, schedule: str) -> None:
+    assert_parity(replace(PAIR, layout="GGG", pipeline=2, schedule=schedule, recompute=recompute))
+
+
+def test_post_validated_steps() -> None:
+    assert_parity(replace(PAIR, layout="IIG", pipeline=2, schedule="zb-h1", post_validation=True, clip=0.05, steps=4))
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("tensor", [2, 3])
+def test_the_decoder(tensor: int, sequence_parallel: bool) -> None:
+    if tensor == 3:
+        with pytest.raises(RankError, match="tensor = 3 ranks cannot split 4 attention heads evenly"):
+            run_ranks(build_only, 3, Case(tensor=3, microbatches=2, model=Small()))
+        return
+    case = Case(tensor=2, pipeline=2, schedule="zb-h1", microbatches=2, steps=2, model=Small())
+    assert_parity(replace(case, sequence_parallel=sequence_parallel))
+
+
+def build_only(case: Case) -> None:
+    case.engine().close()
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        (
+            Case(tensor=2, microbatches=2, model=TinyConfig(odd=True)),
+            "13 features, which tensor = 2 cannot split evenly",
+        ),
+        (Case(tensor=2, microbatches=2, compile="block-eager"), "compile and tensor parallelism do not go together"),
+        (Case(tensor=2, microbatches=2, sequence_parallel=True), "parts that are not in the model's tensor plan"),
+    ],
+)
+def test_what_cannot_be_is_refused(case: Case, words: str) -> None:
+    with pytest.raises(RankError, match=words):
+        run_ranks(build_only, 2, case)
+
+
+def save(case: Case, folder: Path) -> None:
+    engine = case.engine()
+    engine.step(case.share(engine, 0))
+    engine.save(folder)
+    engine.close()
+
+
+def load_and_finish(case: Case, folder: Path) -> dict[str, torch.Tensor]:
+    engine = case.engine()
+    engine.load(folder)
+    for step in range(1, case.steps):
+        engine.step(case.share(engine, step))
+    values = whole_parameters(engine)
+    engine.close()
+    return values
+
+
+WIDE = replace(PAIR, layout="IIG", inter=2)
+DEEP = replace(PAIR, tensor=1, layout="GGG", pipeline=2, inter=2)
+
+
+@pytest.mark.parametrize(("first", "second"), [(WIDE, DEEP), (DEEP, WIDE)], ids=["from-tp", "to-tp"])
+def test_checkpoints_go_from_and_to_any_split(first: Case, second: Case, tmp_path: Path) -> None:
+    run_ranks(save, first.ranks, first, tmp_path / "one")
+    wanted = reference(replace(second, layout="NNN", pipeline=1, inter=1, tensor=1)).parameters
+    seen = set()
+    for values in run_ranks(load_and_finish, second.ranks, second, tmp_path / "one"):
+        for name, value in values.items():
+            assert difference(value, wanted[name]) <= 1e-10, name
+            seen.add(name)
+    assert seen == set(wanted)
+
+
+def read_and_edit(case: Case) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    engine = case.engine()
+    with engine.full_parameters("*") as values:
+        before = {name: value.clone() for name, value in values.items()}
+        for name, value in values.items():
+            if name.endswith("down.weight"):
+                value.mul_(2.0)
+    after = whole_parameters(engine)
+    engine.close()
+    return before, after
+
+
+def test_whole_parameters_are_read_and_edited() -> None:
+    for before, after in run_ranks(read_and_edit, WIDE.ranks, WIDE):
+        assert before["1.down.weight"].shape == (8, 12)
+        for name, value in after.items():
+            factor = 2.0 if name.endswith("down.weight") else 1.0
+            assert torch.equal(value, before[name] * factor), name
