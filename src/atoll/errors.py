@@ -11,7 +11,7 @@
     `-- RunError                     a run that broke
         `-- RankError                the first error of one rank, as all ranks report it
 
-A message says what, the values, where, and what to do.
+A message says what, the values, where, and what to do. A CostWarning says what is right and costs more than it has to.
 """
 
 from __future__ import annotations
@@ -64,3 +64,7 @@ class RankError(RunError):
         super().__init__(message)
         self.rank = rank
         self.exit_code = exit_code
+
+
+class CostWarning(UserWarning):
+    """A setting that is right, and sends or holds much more than another one."""

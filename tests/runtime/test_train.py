@@ -16,7 +16,7 @@ from torch import nn
 from atoll.config import Config, Train
 from atoll.config.load import from_dict
 from atoll.errors import CheckpointError, ConfigError, RankError, RunError
-from atoll.runtime.training.build import Schedule, build_model, freeze, learning_rates
+from atoll.runtime.training.build import Schedule, build_model, choose_trained, learning_rates
 from atoll.runtime.training.folder import RunFolder, append, read_records
 from atoll.runtime.training.samples import prepare_corpus, vocabulary_of
 from atoll.runtime.training.session import run
@@ -273,17 +273,27 @@ def test_a_schedule_restores_through_json() -> None:
 
 def test_frozen_patterns_must_match() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    freeze(model, ["0.*"])
+    choose_trained(model, [], ["0.*"])
     assert [parameter.requires_grad for parameter in model.parameters()] == [False, False, True, True]
     with pytest.raises(ConfigError, match=r"'2\.weight' matches no parameter; there are .*1\.weight"):
-        freeze(model, ["2.weight"])
+        choose_trained(model, [], ["2.weight"])
     with pytest.raises(ConfigError, match="every parameter is frozen"):
-        freeze(model, ["*"])
+        choose_trained(model, [], ["*"])
+
+
+def test_trainable_patterns_leave_out_everything_else() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    choose_trained(model, ["*.weight"], ["1.*"])
+    assert [parameter.requires_grad for parameter in model.parameters()] == [True, False, False, False]
+    with pytest.raises(ConfigError, match=r"train\.trainable: '3\.\*' matches no parameter"):
+        choose_trained(model, ["3.*"], [])
+    with pytest.raises(ConfigError, match="every parameter is frozen"):
+        choose_trained(model, ["0.*"], ["0.*"])
 
 
 def test_frozen_parameters_are_found_by_their_shared_name() -> None:
     config = Config().model_copy(update={"train": Train(frozen=("head.output.weight",))})
-    assert not build_model(config, 32).embed.weight.requires_grad
+    assert not build_model(config, 32).get_parameter("embed.weight").requires_grad
 
 
 def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(tmp_path: Path, corpus: Path) -> None:

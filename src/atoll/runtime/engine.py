@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import time
+import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +17,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor.parallel import loss_parallel
 
-from atoll.errors import AtollError, PlanError, RankError, RunError
+from atoll.advice import StageSize, advice
+from atoll.errors import AtollError, CostWarning, PlanError, RankError, RunError
 from atoll.ir import lower
 from atoll.ir.residency import held_stages, unreduced_stages
 from atoll.layouts import ITEM_BYTES, Footprint, WorkingMemory, footprint, working_memory
@@ -122,7 +124,7 @@ class Engine:
         tensor = self._tensor_parallel(blocks) if plan.mesh.tensor > 1 else None
         placement = plan.schedule.placement
         runs = split_blocks(len(blocks), placement.stages)
-        compute = ITEM_BYTES[plan.precision.compute]
+        compute = ITEM_BYTES[plan.precision.compute] / plan.mesh.tensor
         sizes = [sum(p.numel() for at in run for _, p in blocks[at].named_parameters()) * compute for run in runs]
         schedule = lower(
             plan.schedule, residency=plan.residency, reduction=plan.reduction, sizes=sizes, room=plan.resident
@@ -141,6 +143,7 @@ class Engine:
             None if weights is None or is_complete(Path(weights)) else weights_for(self.adapter, Path(weights)),
         )
         line = self.place.peers("pp")
+        self.advice = self._advise(blocks, runs)
         self._check_same_values()
         self._sharded = build(
             self.adapter,
@@ -172,6 +175,19 @@ class Engine:
             clip=self.clip,
             scaler=LossScaler() if plan.precision.compute == "float16" else None,
         )
+
+    def _advise(self, blocks: Sequence[Block], runs: Sequence[range]) -> tuple[str, ...]:
+        """What the plan costs more than it has to; rank 0 says so."""
+        sizes = []
+        for run in runs:
+            parameters = [parameter for at in run for _, parameter in blocks[at].named_parameters()]
+            split = self.plan.mesh.tensor
+            trained = sum(p.numel() for p in parameters if p.requires_grad)
+            sizes.append(StageSize(sum(p.numel() for p in parameters) // split, trained // split))
+        found = advice(self.plan, sizes)
+        for each in found if self.place.rank == 0 else ():
+            warnings.warn(each, CostWarning, stacklevel=4)
+        return found
 
     def _tensor_parallel(self, blocks: Sequence[Block]) -> TensorParallel:
         styles = getattr(self.adapter, "tensor_plan", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from atoll import schedules
+from atoll.errors import CostWarning
 from atoll.ir.residency import Reduction, Residency
 from atoll.layouts import Layout, Precision
 from atoll.models import Adapter, adapter_for, initialise_model, shared_parameters
@@ -93,7 +95,8 @@ class Case:
         """This rank's engine."""
         with torch.device("meta"):
             model = self.model.build()
-        with patch.object(GlooTransport, "shares_memory", self.reads_in_place):
+        with patch.object(GlooTransport, "shares_memory", self.reads_in_place), warnings.catch_warnings():
+            warnings.simplefilter("ignore", CostWarning)
             return Engine(
                 model,
                 self.plan,

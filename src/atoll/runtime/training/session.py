@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 
 from atoll.config import Config
 from atoll.data import Corpus
+from atoll.errors import CostWarning
 from atoll.plan import Plan
 from atoll.runtime import checkpoint
 from atoll.runtime.training.build import build_engine, build_model
@@ -93,7 +95,11 @@ def run(config: Config, plan: Plan, *, device: torch.device, resume: bool, stop:
         display.say(f"note: {note}")
     display.say(_introduce(plan, model, corpus, device))
 
-    engine = build_engine(model, plan, config, device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CostWarning)
+        engine = build_engine(model, plan, config, device)
+    for note in engine.advice:
+        display.say(f"note: {note}")
     try:
         folder = RunFolder(Path(config.run.folder))
         begin = time.monotonic()

@@ -1,0 +1,238 @@
+"""Hugging Face folders in and out: bit for bit, onto any layout, with or without adapters."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from atoll.cli.main import app
+from atoll.config import from_dict
+from atoll.errors import CheckpointError, ConfigError, PlanError, RankError
+from atoll.models import adapter_for
+from atoll.models.weights import weights_for
+from atoll.runtime.engine import Engine
+from atoll.runtime.interchange import export_folder, import_folder
+from atoll.runtime.training.folder import RunFolder
+from atoll.runtime.training.session import run
+from atoll.runtime.training.signals import StopRequest
+from atoll.testing import run_ranks
+from atoll.testing.families import Family
+from atoll.testing.parity import Case, whole_parameters
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings("ignore")  # transformers looks at whatever else is installed
+
+SPREAD = [
+    Case(layout="IIG", pipeline=2, intra=2, precision="fp32", microbatches=4),
+    Case(layout="GGG", tensor=2, inter=2, precision="fp32", microbatches=4),
+]
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers.utils.logging.disable_progress_bar()
+
+
+def save(name: str, folder: Path, *, dtype: torch.dtype = torch.float32, **how: Any) -> Any:
+    torch.manual_seed(0)
+    model: Any = Family(name).build().to(dtype)
+    model.config.dtype = dtype
+    model.save_pretrained(folder, **how)
+    return model
+
+
+def first_values(case: Case, folder: Path) -> dict[str, torch.Tensor]:
+    with torch.device("meta"):
+        model = case.model.build()
+    engine = Engine(model, case.plan, optimizer=lambda groups: torch.optim.AdamW(groups, lr=1e-2), weights=folder)
+    values = whole_parameters(engine)
+    engine.close()
+    return values
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "gemma2", "opt"])
+@pytest.mark.parametrize("case", SPREAD, ids=["pp2-IIG", "tp2-GGG"])
+def test_a_folder_is_read_by_every_rank(name: str, case: Case, tmp_path: Path) -> None:
+    model = save(name, tmp_path)
+    seen = set()
+    for values in run_ranks(first_values, 4, replace(case, model=Family(name)), tmp_path):
+        for each, value in values.items():
+            assert torch.equal(value, model.get_parameter(each)), each
+            seen.add(id(model.get_parameter(each)))
+    assert seen == {id(parameter) for parameter in model.parameters()}
+
+
+def test_a_rank_reads_only_what_it_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = save("llama", tmp_path)
+    read = sum(run_ranks(elements_read, 4, SPREAD[0], tmp_path))
+    wanted = sum(parameter.numel() for parameter in model.parameters())
+    # IIG keeps masters once over all ranks; parameters are views of them.
+    assert read <= 2 * wanted * 1.02
+
+
+def elements_read(case: Case, folder: Path) -> int:
+    from atoll.models.weights import Weights
+
+    read = 0
+    original = Weights._box
+
+    def box(self: Weights, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
+        nonlocal read
+        read += int(np.prod(sizes))
+        return original(self, name, offsets, sizes)
+
+    Weights._box = box  # type: ignore[method-assign]
+    try:
+        first_values(replace(case, model=Family("llama")), folder)
+    finally:
+        Weights._box = original  # type: ignore[method-assign]
+    return read
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["qwen2", "gpt2", "mixtral"])
+def test_in_and_out_bit_for_bit(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    model = save(name, tmp_path / "given", dtype=dtype, max_shard_size="20KB")
+    moved = import_folder(tmp_path / "given", tmp_path / "checkpoint")
+    assert moved.read_whole == (name == "mixtral")
+    export_folder(tmp_path / "checkpoint", tmp_path / "back")
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    assert type(back) is type(model)
+    assert back.dtype == dtype
+    wanted = model.state_dict()
+    assert set(back.state_dict()) == set(wanted)
+    for each, value in back.state_dict().items():
+        assert torch.equal(value, wanted[each]), each
+
+
+def config(folder: Path, **model: Any) -> dict[str, Any]:
+    text = folder / "text.txt"
+    text.write_text("".join(f"{number} brown foxes\n" for number in range(200)))
+    return {
+        "model": model,
+        "data": {"source": str(text), "tokenizer": "bytes", "sequence": 8, "cache": str(folder / "cache")},
+        "train": {"steps": 2, "global_batch": 4, "microbatch": 1, "sample_tokens": 0, "precision": "fp64", "lr": 1e-2},
+        "parallel": {"ranks": 4, "pipeline": 2, "intra": 2, "layout": "IIG"},
+        "run": {"folder": str(folder / "run"), "tensorboard": False, "overwrite": True},
+    }
+
+
+LLAMA = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+}
+
+
+def train_and_look(values: dict[str, Any]) -> tuple[str, torch.Tensor | None]:
+    """Train a config; the last checkpoint, and logits of an engine that starts from it."""
+    found = from_dict(values)
+    RunFolder(Path(found.run.folder)).check(resume=False, overwrite=True)
+    ending = run(found, found.to_plan(), device=torch.device("cpu"), resume=False, stop=StopRequest())
+    from atoll.runtime.training.build import build_engine, build_model
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine = build_engine(build_model(found, 256), found.to_plan(), found, torch.device("cpu"))
+    engine.load(ending.checkpoint)
+    logits = engine.logits({"input_ids": torch.arange(8)[None]})
+    engine.close()
+    return str(ending.checkpoint), logits
+
+
+def test_what_was_trained_is_exported_and_trains_on(tmp_path: Path) -> None:
+    values = config(tmp_path, source="transformers:llama", config=LLAMA)
+    results = run_ranks(train_and_look, 4, values)
+    (checkpoint, _), logits = results[0], next(found for _, found in results if found is not None)
+    export_folder(Path(checkpoint), tmp_path / "out", dtype="float64")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        assert torch.allclose(model(input_ids=torch.arange(8)[None]).logits, logits, rtol=0, atol=1e-12)
+    again = config(tmp_path, source=str(tmp_path / "out"))
+    again["parallel"] = {"ranks": 4, "pipeline": 2, "tensor": 2}
+    run_ranks(train_and_look, 4, again)
+    started = config(tmp_path, source="transformers:llama", config=LLAMA, weights=checkpoint)
+    run_ranks(train_and_look, 4, started)
+
+
+def test_adapters_are_saved_as_peft_does(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    base = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**LLAMA)).double()
+    base.save_pretrained(tmp_path / "base")
+    values = config(tmp_path, source=str(tmp_path / "base"))
+    values |= {"lora": {"rank": 2, "alpha": 8.0, "targets": ["q_proj", "v_proj"]}}
+    values["parallel"]["layout"] = "ING"
+    results = run_ranks(train_and_look, 4, values)
+    logits = next(found for _, found in results if found is not None)
+    export_folder(Path(results[0][0]), tmp_path / "adapters")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    adapted = peft.PeftModel.from_pretrained(plain, tmp_path / "adapters").double().eval()
+    with torch.no_grad():
+        assert torch.allclose(adapted(input_ids=torch.arange(8)[None]).logits, logits, rtol=0, atol=1e-12)
+        assert not torch.allclose(base.eval()(input_ids=torch.arange(8)[None]).logits, logits, atol=1e-6)
+
+
+def test_masked_models_train(tmp_path: Path) -> None:
+    sizes = {key: value for key, value in LLAMA.items() if key not in ("num_key_value_heads", "vocab_size")}
+    values = config(tmp_path, source="transformers:bert", config=sizes)
+    values["train"] |= {"objective": "masked", "mask_ratio": 0.3}
+    assert run_ranks(train_and_look_at_nothing, 4, values)[0].endswith("step-000002")
+
+
+def train_and_look_at_nothing(values: dict[str, Any]) -> str:
+    found = from_dict(values)
+    RunFolder(Path(found.run.folder)).check(resume=False, overwrite=True)
+    return str(run(found, found.to_plan(), device=torch.device("cpu"), resume=False, stop=StopRequest()).checkpoint)
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = Family("llama").build()
+    adapter = adapter_for(model)
+    with pytest.raises(PlanError, match=r"neither a checkpoint nor a folder with model\.safetensors"):
+        weights_for(adapter, tmp_path)
+    save("qwen2", tmp_path / "other")
+    with torch.device("meta"):
+        larger = adapter_for(Family("llama", (("intermediate_size", 32),)).build())
+    with pytest.raises(PlanError, match=r"is of another size: .*gate_proj\.weight is"):
+        weights_for(larger, tmp_path / "other")
+    with torch.device("meta"):
+        stranger = adapter_for(Family("gpt2").build())
+    with pytest.raises(PlanError, match=r"lacks .* of the model's"):
+        weights_for(stranger, tmp_path / "other")
+    with pytest.raises(CheckpointError, match="is not a finished checkpoint"):
+        export_folder(tmp_path, tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"model\.source = 'nowhere'"):
+        import_folder(Path("nowhere"), tmp_path / "out")
+
+
+def test_the_commands_say_what_they_wrote(tmp_path: Path) -> None:
+    save("qwen2", tmp_path / "given")
+    runner = CliRunner()
+    result = runner.invoke(app, ["import", str(tmp_path / "given"), str(tmp_path / "checkpoint"), "--json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout.splitlines()[-1])["read_whole"] is False
+    result = runner.invoke(app, ["export", str(tmp_path / "checkpoint"), str(tmp_path / "back")])
+    assert result.exit_code == 0, result.output
+    assert "51 tensors" in result.stdout
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "something").touch()
+    result = runner.invoke(app, ["export", str(tmp_path / "checkpoint"), str(tmp_path / "full")])
+    assert "is not empty" in str(result.exception)
+
+
+def test_ranks_refuse_a_folder_together(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="neither a checkpoint nor a folder"):
+        run_ranks(first_values, 4, replace(SPREAD[0], model=Family("llama")), tmp_path)
