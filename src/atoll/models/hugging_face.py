@@ -186,7 +186,8 @@ class HuggingFaceAdapter:
         if any(buffer.is_meta for buffer in own.values()):
             for name, buffer in own.items():
                 setattr(module, name, torch.empty_like(buffer, device="cpu"))
-            self.model._init_weights(module)
+            with torch.device("cpu"):
+                self.model._init_weights(module)
             own = dict(module.named_buffers(recurse=False))
         for name, buffer in own.items():
             if buffer.device != device:
