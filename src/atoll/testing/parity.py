@@ -235,6 +235,11 @@ def assert_parity(case: Case, *, tolerance: float = 1e-10) -> list[History]:
         recompute="none",
         post_validation=False,
         compile="none",
+        residency="unit",
+        reduction="microbatch",
+        unit=1,
+        prefetch=None,
+        reads_in_place=True,
     )
     wanted = reference(neutral)
     histories = run_ranks(train, case.ranks, case, timeout=180)

@@ -30,7 +30,7 @@ class TinyConfig:
 
     tied: embedding and head share their weight.  frozen: a linear in each layer and one whole layer are frozen.
     odd: widths that no number of ranks divides.  small: parameters of one element.  unused: a parameter that no
-    forward touches, and one that only microbatches with an even first token touch.
+    forward touches, and one that only microbatches with an even first token touch.  trained: the only blocks that are.
     """
 
     layers: int = 4
@@ -42,6 +42,7 @@ class TinyConfig:
     small: bool = False
     unused: bool = False
     dropout: float = 0.0
+    trained: tuple[int, ...] | None = None
 
     @staticmethod
     def everything() -> TinyConfig:
@@ -133,6 +134,9 @@ def tiny_model(config: TinyConfig) -> nn.Sequential:
         assert isinstance(head, _Head)
         assert isinstance(embed, _Embed)
         head.out.weight = embed.table.weight
+    if config.trained is not None:
+        for at, block in enumerate(model):
+            block.requires_grad_(at in config.trained)
     return model
 
 

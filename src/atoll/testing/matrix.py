@@ -1,0 +1,115 @@
+"""Everything with everything: every schedule × layout × tensor parallelism × recompute × kind of model.
+
+`whole()` is every combination; `sample()` some of them, in which any two values of any two of the factors, and of the
+others that a plan has, meet at least once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from atoll.layouts import EFFECTIVE
+from atoll.schedules import CATALOGUE
+from atoll.testing.parity import Case
+from atoll.testing.tiny import TinyConfig
+
+LAYERS = 5
+"""With embedding and head 7 blocks, which no pipeline divides."""
+
+MODELS: Mapping[str, TinyConfig] = MappingProxyType(
+    {
+        "uneven": TinyConfig(layers=LAYERS, dropout=0.2),
+        "tied": TinyConfig(layers=LAYERS, tied=True, vocabulary=17, small=True),
+        "frozen": TinyConfig(layers=LAYERS, frozen=True, unused=True),
+        "one stage trained": TinyConfig(layers=LAYERS, trained=(1,)),
+    }
+)
+
+FACTORS: Mapping[str, Sequence[Any]] = MappingProxyType(
+    {
+        "schedule": tuple(CATALOGUE),
+        "layout": tuple(layout.name for layout in EFFECTIVE),
+        "tensor": (1, 2),
+        "recompute": ("none", "block", "selective"),
+        "model": tuple(MODELS),
+    }
+)
+"""What is combined in full."""
+
+OTHERS: Mapping[str, Sequence[Any]] = MappingProxyType(
+    {
+        "data": ((2, 1), (1, 2)),
+        "residency": ("unit", "run", "step"),
+        "reduction": ("microbatch", "run", "step"),
+        "unit": (1, 2),
+        "reads_in_place": (True, False),
+    }
+)
+"""What the sample covers too, and the whole matrix draws. data: groups, and ranks of a group."""
+
+Choice = dict[str, Any]
+
+
+def whole() -> Iterator[Choice]:
+    """Every combination of `FACTORS`, with values of `OTHERS` drawn for each."""
+    draw = random.Random(0)
+    for values in itertools.product(*FACTORS.values()):
+        drawn = {name: draw.choice(others) for name, others in OTHERS.items()}
+        yield {**dict(zip(FACTORS, values, strict=True)), **drawn}
+
+
+def sample() -> list[Choice]:
+    """A row for each schedule and layout, whose other values are those that bring most pairs not seen yet."""
+    factors = {**FACTORS, **OTHERS}
+    seen: set[tuple[str, Any, str, Any]] = set()
+    rows: list[Choice] = []
+    for schedule, layout in itertools.product(FACTORS["schedule"], FACTORS["layout"]):
+        row: Choice = {"schedule": schedule, "layout": layout}
+        for name in list(factors)[2:]:
+            row[name] = max(factors[name], key=lambda value: (_new(seen, row, name, value), -_uses(rows, name, value)))
+        seen.update(_pairs(row))
+        rows.append(row)
+    return rows
+
+
+def case_of(choice: Choice) -> Case:
+    """What `assert_parity` runs of a combination: two pipeline ranks with four microbatches each."""
+    inter, intra = choice["data"]
+    options = {name: choice[name] for name in ("schedule", "layout", "tensor", "recompute")}
+    others = {name: choice[name] for name in ("residency", "reduction", "unit", "reads_in_place")}
+    model = MODELS[choice["model"]]
+    return Case(pipeline=2, inter=inter, intra=intra, microbatches=8, steps=2, model=model, **options, **others)
+
+
+def name_of(choice: Choice) -> str:
+    """A line for a person."""
+    return "-".join(str(value).replace(" ", "_") for value in choice.values())
+
+
+def missing_pairs(rows: Sequence[Choice]) -> set[tuple[str, Any, str, Any]]:
+    """Pairs of values that meet in no row."""
+    factors = {**FACTORS, **OTHERS}
+    every = {
+        (one, a, other, b)
+        for one, other in itertools.combinations(factors, 2)
+        for a in factors[one]
+        for b in factors[other]
+    }
+    return every - {pair for row in rows for pair in _pairs(row)}
+
+
+def _pairs(row: Choice) -> Iterator[tuple[str, Any, str, Any]]:
+    for (one, a), (other, b) in itertools.combinations(row.items(), 2):
+        yield one, a, other, b
+
+
+def _new(seen: set[tuple[str, Any, str, Any]], row: Choice, name: str, value: Any) -> int:
+    return sum((other, given, name, value) not in seen for other, given in row.items())
+
+
+def _uses(rows: Sequence[Choice], name: str, value: Any) -> int:
+    return sum(row[name] == value for row in rows)

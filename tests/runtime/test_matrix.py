@@ -1,0 +1,29 @@
+"""A sample of everything with everything: any two settings meet. `make matrix` runs all of it."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+
+from atoll.testing.matrix import Choice, case_of, missing_pairs, name_of, sample, whole
+from atoll.testing.parity import assert_parity
+
+SAMPLE = sample()
+
+
+@pytest.mark.parametrize("choice", SAMPLE, ids=[name_of(choice) for choice in SAMPLE])
+def test_a_sample(choice: Choice) -> None:
+    if choice["schedule"] == "optimal" and find_spec("ortools") is None:
+        pytest.skip("needs ortools")
+    assert_parity(case_of(choice))
+
+
+def test_any_two_values_meet() -> None:
+    assert not missing_pairs(SAMPLE)
+
+
+def test_the_whole_is_every_combination_once() -> None:
+    found = [tuple(choice.values())[:5] for choice in whole()]
+    assert len(found) == len(set(found)) == 15 * 14 * 2 * 3 * 4
+    assert not missing_pairs(list(whole()))
