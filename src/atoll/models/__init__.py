@@ -19,6 +19,7 @@ from atoll.models.initialise import (
     name_seed,
     shared_parameters,
 )
+from atoll.models.weigh import weigh_blocks
 
 __all__ = [
     "Adapter",
@@ -37,4 +38,5 @@ __all__ = [
     "reset_module",
     "shared_parameters",
     "token_cross_entropy",
+    "weigh_blocks",
 ]

@@ -19,9 +19,9 @@ from atoll.errors import AtollError, PlanError, RankError, RunError
 from atoll.ir import lower
 from atoll.ir.residency import held_stages, unreduced_stages
 from atoll.layouts import ITEM_BYTES, Footprint, WorkingMemory, footprint, working_memory
-from atoll.models import Adapter, Batch, adapter_for
+from atoll.models import Adapter, Batch, adapter_for, weigh_blocks
 from atoll.models.adapter import IGNORED_LABEL
-from atoll.plan import Plan, split_blocks
+from atoll.plan import Plan
 from atoll.runtime import failure
 from atoll.runtime.allocator import keep_freed_memory
 from atoll.runtime.checkpoint import Piece
@@ -36,6 +36,7 @@ from atoll.runtime.sharding.segment import Surroundings
 from atoll.runtime.sharding.state import load_state, model_pieces, save_state, stored_states
 from atoll.runtime.step_end import Ending, LossScaler, StepEnd, StepResult
 from atoll.runtime.transport import Later, Peers, connect, world_rank, world_store
+from atoll.stages import split_blocks
 from atoll.trace import Trace
 
 
@@ -114,7 +115,7 @@ class Engine:
         self.adapter: Adapter = adapter_for(self.model)
         blocks = self.adapter.blocks()
         placement = plan.schedule.placement
-        runs = split_blocks(len(blocks), placement.stages)
+        self.runs = runs = split_blocks(weigh_blocks(blocks), placement, layers_per_stage=plan.layers_per_stage)
         compute = ITEM_BYTES[plan.precision.compute]
         sizes = [sum(p.numel() for at in run for _, p in blocks[at].named_parameters()) * compute for run in runs]
         schedule = lower(

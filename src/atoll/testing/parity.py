@@ -47,6 +47,7 @@ class Case:
     residency: Residency = "unit"
     reduction: Reduction = "microbatch"
     unit: int = 1
+    layers_per_stage: tuple[int, ...] | None = None
     steps: int = 3
     clip: float | None = 0.05
     lr: float = 1e-2
@@ -78,6 +79,7 @@ class Case:
             residency=self.residency,
             reduction=self.reduction,
             unit=self.unit,
+            layers_per_stage=self.layers_per_stage,
         )
 
     @property
@@ -224,6 +226,7 @@ def assert_parity(case: Case, *, tolerance: float = 1e-10) -> list[History]:
         recompute="none",
         post_validation=False,
         compile="none",
+        layers_per_stage=None,
     )
     wanted = reference(neutral)
     histories = run_ranks(train, case.ranks, case, timeout=180)
