@@ -146,6 +146,7 @@ class Parallel(Section):
     prefetch: bytes of parameters that may be gathered before they are used.
     residency, reduction, resident, unit: how long gathered parameters stay whole, how often gradients are reduced, and
     how many blocks at once; see atoll.plan.Plan.
+    layers_per_stage: how many layers each stage gets; as even as can be if not given.
     timeout: seconds until a silent peer is given up.
     A file may give `zero_optimization`, DeepSpeed's words, instead of `layout`.
     """
@@ -154,6 +155,7 @@ class Parallel(Section):
     pipeline: Positive = 1
     schedule: str = "1f1b"
     chunks: Positive | None = None
+    layers_per_stage: Annotated[tuple[Natural, ...] | None, BeforeValidator(_as_tuple)] = None
     post_validation: bool = False
     compile: Literal["none", "block", "block-eager"] = "none"
     prefetch: Annotated[int, Field(ge=0)] | None = None
