@@ -54,7 +54,7 @@ MEANINGS: Mapping[str, str] = {
     "model.config": "values of the `transformers` configuration, for sources that have one",
     "model.weights": 'a folder of safetensors or a checkpoint to start from, or "initial"; by default those of the '
     "source's folder if it has any",
-    "model.layers": "transformer layers; at least as many as pipeline stages",
+    "model.layers": "transformer layers; with embedding and head at least as many as pipeline stages",
     "model.hidden": "width of the hidden state, a multiple of `heads` with an even quotient",
     "model.heads": "attention heads",
     "model.kv_heads": "key and value heads, a divisor of `heads`: grouped queries",
@@ -102,6 +102,7 @@ MEANINGS: Mapping[str, str] = {
     "parallel.pipeline": "pipeline ranks",
     "parallel.schedule": "a name of the [catalogue](schedules.md)",
     "parallel.chunks": "stages of each rank, for schedules that take them",
+    "parallel.layers_per_stage": "how many layers each stage gets, as in `[3, 5, 5, 3]`; spread evenly if not given",
     "parallel.post_validation": "take the optimizer step without waiting for the global norm, and check it afterwards",
     "parallel.prefetch": "bytes of parameters that may be gathered before they are used, 0 for none; what two blocks "
     "need if not given",
@@ -171,7 +172,8 @@ def _type_of(schema: Mapping[str, Any]) -> str:
         return " or ".join(_type_of(each) for each in schema["anyOf"] if each.get("type") != "null")
     if schema["type"] == "array":
         items = schema.get("prefixItems")
-        return f"{len(items)} numbers" if items else "list of strings"
+        kinds = {"string": "strings", "integer": "whole numbers"}
+        return f"{len(items)} numbers" if items else f"list of {kinds[schema['items']['type']]}"
     bounds = [
         f"{sign} {schema[word]:g}"
         for word, sign in (("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤"), ("exclusiveMaximum", "<"))

@@ -1,4 +1,4 @@
-"""Mesh coordinates, plans that do not fit, and the split of blocks into stages."""
+"""Mesh coordinates, and plans that do not fit."""
 
 import pytest
 from hypothesis import given, settings
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from atoll import schedules
 from atoll.errors import PlanError
 from atoll.layouts import Layout, Nest
-from atoll.plan import MeshShape, Plan, split_blocks
+from atoll.plan import MeshShape, Plan
 
 LAW = settings(deadline=None, max_examples=50)
 AXIS = st.integers(1, 4)
@@ -86,35 +86,3 @@ def test_plans_that_do_not_fit(change: dict[str, object], message: str) -> None:
     }
     with pytest.raises(PlanError, match=message):
         Plan(**{**fitting, **change})  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("layers", "stages", "lengths"),
-    [
-        (8, 1, [10]),
-        (8, 2, [5, 5]),
-        (8, 3, [4, 3, 3]),
-        (7, 3, [4, 2, 3]),
-        (4, 4, [2, 1, 1, 2]),
-        (4, 5, [2, 1, 1, 1, 1]),
-        (4, 6, [1] * 6),
-    ],
-)
-def test_picture_of_splits(layers: int, stages: int, lengths: list[int]) -> None:
-    assert [len(run) for run in split_blocks(layers + 2, stages)] == lengths
-
-
-@LAW
-@given(layers=st.integers(1, 40), data=st.data())
-def test_splits_are_contiguous_and_even(layers: int, data: st.DataObject) -> None:
-    stages = data.draw(st.integers(1, layers))
-    runs = split_blocks(layers + 2, stages)
-    assert [block for run in runs for block in run] == list(range(layers + 2))
-    counts = [sum(0 < block <= layers for block in run) for run in runs]
-    assert max(counts) - min(counts) <= 1
-    assert counts[-1] == min(counts)
-
-
-def test_more_stages_than_blocks_are_refused() -> None:
-    with pytest.raises(PlanError, match="5 stages for 4 blocks"):
-        split_blocks(4, 5)

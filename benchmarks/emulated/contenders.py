@@ -14,8 +14,10 @@ from torch.distributed import pipelining
 from atoll import schedules
 from atoll.ir import Placement, Schedule
 from atoll.layouts import Layout, Precision
-from atoll.plan import MeshShape, Plan, split_blocks
+from atoll.models import adapter_for, weigh_blocks
+from atoll.plan import MeshShape, Plan
 from atoll.runtime.engine import Engine
+from atoll.stages import split_blocks
 from atoll.testing.parity import whole_parameters
 from atoll.trace import Span
 from benchmarks.emulated.work import Device, Work
@@ -91,7 +93,7 @@ def torch_contender(work: Work, device: Device, name: str) -> Contender:
     placement = Placement(kind, work.ranks, chunks)  # type: ignore[arg-type]
     mine = placement.stages_of(dist.get_rank())
     model = work.filled_model(device, stages=placement.stages)
-    runs = split_blocks(len(model), placement.stages)
+    runs = split_blocks(weigh_blocks(adapter_for(model).blocks()), placement)
     named = list(model.named_children())
     parts = [nn.Sequential(OrderedDict(named[runs[stage].start : runs[stage].stop])) for stage in mine]
     stages = [

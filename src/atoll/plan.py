@@ -109,6 +109,7 @@ class Plan:
     post_validation: stages take the optimizer step without waiting for the global norm, which is checked afterwards.
     sequence_parallel: with tensor parallelism, what lies between the split modules works on a part of the sequence.
     prefetch: bytes of parameters that may be gathered before they are used; what two blocks need if not given.
+    layers_per_stage: how many layers each stage gets; as even as can be if not given (atoll.stages).
     """
 
     mesh: MeshShape
@@ -125,6 +126,7 @@ class Plan:
     compile: str = "none"
     prefetch: int | None = None
     sequence_parallel: bool = False
+    layers_per_stage: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.schedule.ranks != self.mesh.pipeline:
@@ -157,28 +159,3 @@ class Plan:
     def global_batch(self) -> int:
         """Samples a step over all ranks."""
         return self.microbatch * self.schedule.microbatches * self.mesh.data
-
-
-def split_blocks(blocks: int, stages: int) -> tuple[range, ...]:
-    """Cut `blocks` = embedding, layers, head into `stages` contiguous runs with layers spread evenly.
-
-    The first run takes the embedding and the last the head; earlier runs get the extra layers of an uneven split
-    except that the last is never the one to get more. With more stages than layers, all blocks are spread evenly
-    instead. Raises PlanError for more stages than blocks.
-    """
-    if stages > blocks:
-        raise PlanError(
-            f"{stages} stages for {blocks} blocks: each stage needs at least one; use at most {blocks} stages "
-            f"(pipeline x chunks) or a deeper model"
-        )
-    layers, ends = blocks - 2, 1
-    if stages == 1 or stages > layers:
-        layers, ends = blocks, 0
-    base, extra = divmod(layers, stages)
-    runs = []
-    start = 0
-    for stage in range(stages):
-        count = base + (stage < extra) + ends * ((stage == 0) + (stage == stages - 1))
-        runs.append(range(start, start + count))
-        start += count
-    return tuple(runs)

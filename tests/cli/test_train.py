@@ -127,7 +127,8 @@ def test_the_plan_says_what_each_rank_holds(finished: tuple[Path, subprocess.Com
     assert (plan["layout"], plan["global_batch"], plan["schedule"]["name"]) == ("IGI", 8, "1f1b")
     assert plan["schedule"]["actions"][1][:2] == ["1F0", "1B0"]
     assert [rank["stages"] for rank in plan["ranks"]] == [[0], [0], [1], [1]]
-    assert plan["ranks"][3]["blocks"] == ["layers.1", "head"]
+    assert plan["stages"] == [["embed", "layers.0", "layers.1"], ["head"]]  # the head multiplies more than a layer
+    assert plan["ranks"][3]["blocks"] == ["head"]
     for rank in plan["ranks"]:
         held = rank["predicted_bytes"]
         assert held["total"] == held["parameters"] + held["gradients"] + held["optimizer"] > 0
@@ -207,7 +208,8 @@ def run_broken(config: Path, manner: str) -> tuple[subprocess.CompletedProcess[s
     """A run whose rank 1 breaks in its second step; what it said, and how long it took to end after that."""
     script = config.parent / "broken.py"
     script.write_text(BREAKS_IN_RANK_1)
-    result = atoll(sys.executable, script, config.parent, manner, "train", config, *sets("parallel.pipeline=2"))
+    halves = sets("parallel.pipeline=2", "parallel.layers_per_stage=[1, 1]")
+    result = atoll(sys.executable, script, config.parent, manner, "train", config, *halves)
     last_sign = (config.parent / "run" / "metrics.jsonl").stat().st_mtime
     for rank in ("parent", "0", "1"):
         assert not is_running(int((config.parent / f"pid-{rank}").read_text())), f"{rank} is still there"
@@ -279,11 +281,11 @@ def test_a_wrong_config_is_refused(
     assert not (config.parent / "run" / "config.toml").exists()
 
 
-def test_more_stages_than_layers_are_refused(
+def test_more_stages_than_blocks_are_refused(
     config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = sets("parallel.ranks=4", "parallel.pipeline=4")
-    assert "4 stages of model.layers = 2" in refused(capsys, monkeypatch, "train", config, *arguments)
+    arguments = sets("parallel.ranks=4", "parallel.pipeline=4", "model.layers=1")
+    assert "model.layers = 1 makes 4 stages for 3 blocks" in refused(capsys, monkeypatch, "train", config, *arguments)
 
 
 def test_a_missing_config_is_refused(

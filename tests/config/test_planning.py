@@ -59,11 +59,27 @@ def test_a_batch_that_does_not_factor() -> None:
         _config(ranks=8, batch=18, microbatch=4).to_plan()
 
 
-def test_more_stages_than_layers() -> None:
-    with pytest.raises(
-        ConfigError, match=r"makes 4 stages of model.layers = 3: .* at most 3 stages or at least 4 layers"
-    ):
-        _config(layers=3, ranks=4, pipeline=4).to_plan()
+def test_more_stages_than_blocks() -> None:
+    with pytest.raises(ConfigError) as caught:
+        _config(layers=1, ranks=4, pipeline=4).to_plan()
+    assert str(caught.value) == (
+        "parallel.pipeline = 4 with schedule '1f1b' and model.layers = 1 makes 4 stages for 3 blocks: each stage needs "
+        "at least one; use at most 3 stages (pipeline x chunks) or a deeper model"
+    )
+    assert _config(layers=2, ranks=4, pipeline=4).to_plan().schedule.stages == 4
+
+
+def test_layers_by_hand() -> None:
+    assert _config(ranks=2, pipeline=2, layers_per_stage=[6, 2]).to_plan().layers_per_stage == (6, 2)
+    assert _config(ranks=4, pipeline=4, layers_per_stage=[0, 4, 4, 0]).to_plan().layers_per_stage == (0, 4, 4, 0)
+    with pytest.raises(ConfigError) as caught:
+        _config(ranks=2, pipeline=2, layers_per_stage=[3, 3, 3]).to_plan()
+    assert str(caught.value) == (
+        "parallel.layers_per_stage = [3, 3, 3]: it has 3 numbers for 2 stages; give one a stage; its sum is 9, and "
+        "there are 8 layers, 'layers.0' to 'layers.7'"
+    )
+    with pytest.raises(ConfigError, match=r"layers_per_stage.* greater than or equal to 0"):
+        _config(ranks=2, pipeline=2, layers_per_stage=[9, -1])
 
 
 def test_an_unknown_schedule_names_the_nearest() -> None:
@@ -75,7 +91,7 @@ def test_an_unknown_schedule_names_the_nearest() -> None:
     ("config", "parts"),
     [
         (_config(ranks=5, pipeline=4, schedule="gpip"), ["parallel.ranks = 5", "did you mean 'gpipe'"]),
-        (_config(layers=2, ranks=8, pipeline=4, batch=7), ["train.global_batch = 7", "model.layers = 2"]),
+        (_config(layers=1, ranks=8, pipeline=4, batch=7), ["train.global_batch = 7", "model.layers = 1"]),
     ],
 )
 def test_problems_come_together(config: Config, parts: list[str]) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from atoll import schedules
-from atoll.errors import ConfigError, UserError
+from atoll.errors import ConfigError, PlanError, UserError
+from atoll.ir import Schedule
 from atoll.layouts import Layout, Precision
 from atoll.plan import MeshShape, Plan
+from atoll.stages import BlockWeight, split_blocks
 
 if TYPE_CHECKING:
     from atoll.config.schema import Config
@@ -32,12 +34,8 @@ def plan_of(config: Config, world: int | None = None) -> Plan:
     except UserError as error:
         problems.append(f"parallel.schedule: {error}")
     else:
-        if config.model.is_builtin and schedule.stages > config.model.layers:
-            problems.append(
-                f"parallel.pipeline = {parallel.pipeline} with schedule {parallel.schedule!r} makes {schedule.stages} "
-                f"stages of model.layers = {config.model.layers}: every stage needs at least one layer; use at most "
-                f"{config.model.layers} stages or at least {schedule.stages} layers"
-            )
+        if config.model.is_builtin:
+            problems += _stage_problems(config, schedule)
     if problems:
         raise ConfigError("\n  ".join(problems if len(problems) == 1 else [f"{len(problems)} problems", *problems]))
     return Plan(
@@ -60,6 +58,7 @@ def plan_of(config: Config, world: int | None = None) -> Plan:
         resident=parallel.resident,
         unit=parallel.unit,
         sequence_parallel=parallel.sequence_parallel,
+        layers_per_stage=parallel.layers_per_stage,
     )
 
 
@@ -97,6 +96,21 @@ def _batch_problems(config: Config, data: int) -> list[str]:
         f"train.global_batch = {batch} is not a multiple of train.microbatch * data-parallel ranks = "
         f"{microbatch} * {data} = {part}; {hint}"
     ]
+
+
+def _stage_problems(config: Config, schedule: Schedule) -> list[str]:
+    """What the engine would say of the decoder's blocks, whatever they weigh."""
+    parallel, layers = config.parallel, config.model.layers
+    names = ["embed", *(f"layers.{at}" for at in range(layers)), "head"]
+    blocks = [BlockWeight(name, name.split(".")[0], cost=1, memory=1) for name in names]
+    try:
+        split_blocks(blocks, schedule.placement, layers_per_stage=parallel.layers_per_stage)
+    except PlanError as error:
+        if parallel.layers_per_stage is not None:
+            return [f"parallel.{error}"]
+        given = f"parallel.pipeline = {parallel.pipeline} with schedule {parallel.schedule!r}"
+        return [f"{given} and model.layers = {layers} makes {error}"]
+    return []
 
 
 def _divisors(number: int) -> list[int]:

@@ -189,6 +189,7 @@ class Parallel(Section):
     residency, reduction, resident, unit: how long gathered parameters stay whole, how often gradients are reduced, and
     how many blocks at once; see atoll.plan.Plan.
     sequence_parallel: what lies between the parts split by `tensor` works on a part of the sequence.
+    layers_per_stage: how many layers each stage gets; as even as can be if not given.
     timeout: seconds until a silent peer is given up.
     A file may give `zero_optimization`, DeepSpeed's words, instead of `layout`.
     """
@@ -197,6 +198,7 @@ class Parallel(Section):
     pipeline: Positive = 1
     schedule: str = "1f1b"
     chunks: Positive | None = None
+    layers_per_stage: Annotated[tuple[Natural, ...] | None, BeforeValidator(_as_tuple)] = None
     post_validation: bool = False
     compile: Literal["none", "block", "block-eager"] = "none"
     prefetch: Annotated[int, Field(ge=0)] | None = None

@@ -20,6 +20,7 @@ from atoll.models.initialise import (
     name_seed,
     shared_parameters,
 )
+from atoll.models.weigh import weigh_blocks
 from atoll.models.weights import Weights, weights_for
 
 __all__ = [
@@ -41,5 +42,6 @@ __all__ = [
     "reset_module",
     "shared_parameters",
     "token_cross_entropy",
+    "weigh_blocks",
     "weights_for",
 ]

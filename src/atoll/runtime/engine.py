@@ -22,9 +22,9 @@ from atoll.errors import AtollError, CostWarning, PlanError, RankError, RunError
 from atoll.ir import lower
 from atoll.ir.residency import held_stages, unreduced_stages
 from atoll.layouts import ITEM_BYTES, Footprint, WorkingMemory, footprint, working_memory
-from atoll.models import Adapter, Batch, Block, adapter_for, weights_for
+from atoll.models import Adapter, Batch, Block, adapter_for, weigh_blocks, weights_for
 from atoll.models.adapter import IGNORED_LABEL
-from atoll.plan import Plan, split_blocks
+from atoll.plan import Plan
 from atoll.runtime import failure
 from atoll.runtime.allocator import keep_freed_memory
 from atoll.runtime.checkpoint import Piece, is_complete
@@ -40,6 +40,7 @@ from atoll.runtime.sharding.state import load_state, load_values, model_pieces, 
 from atoll.runtime.sharding.tensor_parallel import TensorParallel
 from atoll.runtime.step_end import Ending, LossScaler, StepEnd, StepResult
 from atoll.runtime.transport import Later, Peers, connect, world_rank, world_store
+from atoll.stages import split_blocks
 from atoll.trace import Trace
 
 
@@ -123,7 +124,7 @@ class Engine:
         blocks = self.adapter.blocks()
         tensor = self._tensor_parallel(blocks) if plan.mesh.tensor > 1 else None
         placement = plan.schedule.placement
-        runs = split_blocks(len(blocks), placement.stages)
+        self.runs = runs = split_blocks(weigh_blocks(blocks), placement, layers_per_stage=plan.layers_per_stage)
         compute = ITEM_BYTES[plan.precision.compute] / plan.mesh.tensor
         sizes = [sum(p.numel() for at in run for _, p in blocks[at].named_parameters()) * compute for run in runs]
         schedule = lower(

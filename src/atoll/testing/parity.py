@@ -52,6 +52,7 @@ class Case:
     residency: Residency = "unit"
     reduction: Reduction = "microbatch"
     unit: int = 1
+    layers_per_stage: tuple[int, ...] | None = None
     steps: int = 3
     clip: float | None = 0.05
     lr: float = 1e-2
@@ -84,6 +85,7 @@ class Case:
             reduction=self.reduction,
             unit=self.unit,
             sequence_parallel=self.sequence_parallel,
+            layers_per_stage=self.layers_per_stage,
         )
 
     @property
@@ -240,6 +242,7 @@ def assert_parity(case: Case, *, tolerance: float = 1e-10) -> list[History]:
         unit=1,
         prefetch=None,
         reads_in_place=True,
+        layers_per_stage=None,
     )
     wanted = reference(neutral)
     histories = run_ranks(train, case.ranks, case, timeout=180)

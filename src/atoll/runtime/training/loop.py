@@ -194,7 +194,9 @@ class Loop:
         held = [Footprint(*(int(part) for part in row)) for row in self.engine.transport.total(values).tolist()]
         if self._is_writer:
             self._recorder = Recorder(self.folder, self.config, step=step, is_fresh=is_fresh)
-            self._recorder.plan(plan, held, [block.name for block in self.engine.adapter.blocks()])
+            blocks = self.engine.adapter.blocks()
+            stages = [[blocks[at].name for at in run] for run in self.engine.runs]
+            self._recorder.plan(plan, held, stages)
 
     # ---- between steps
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from atoll.config import Config
 from atoll.layouts import Footprint
-from atoll.plan import Plan, split_blocks
+from atoll.plan import Plan
 from atoll.runtime.engine import Evaluation
 from atoll.runtime.step_end import StepResult
 from atoll.runtime.training import folder as files
@@ -49,7 +49,7 @@ class Recorder:
             with files.writing(folder.tensorboard):
                 self._events = SummaryWriter(str(folder.tensorboard), purge_step=None if is_fresh else step + 1)
 
-    def plan(self, plan: Plan, footprints: Sequence[Footprint], blocks: Sequence[str]) -> None:
+    def plan(self, plan: Plan, footprints: Sequence[Footprint], blocks: Sequence[Sequence[str]]) -> None:
         """What each rank does, and the bytes it is predicted to hold."""
         files.write(self.folder.plan, json.dumps(describe(plan, footprints, blocks), indent=1) + "\n")
 
@@ -102,10 +102,9 @@ class Recorder:
                     self._events.add_scalar(f"{group}/{name}", value, record["step"])
 
 
-def describe(plan: Plan, footprints: Sequence[Footprint], blocks: Sequence[str]) -> dict[str, Any]:
-    """A plan as plain values. blocks: the model's, by name; footprints: by rank, in bytes."""
+def describe(plan: Plan, footprints: Sequence[Footprint], blocks: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """A plan as plain values. blocks: names of each stage's; footprints: by rank, in bytes."""
     schedule = plan.schedule
-    runs = split_blocks(len(blocks), schedule.stages)
     ranks = []
     for rank, footprint in enumerate(footprints):
         place = plan.mesh.place(rank)
@@ -115,7 +114,7 @@ def describe(plan: Plan, footprints: Sequence[Footprint], blocks: Sequence[str])
                 "rank": rank,
                 "coordinates": place.coordinates,
                 "stages": list(stages),
-                "blocks": [blocks[at] for stage in stages for at in runs[stage]],
+                "blocks": [name for stage in stages for name in blocks[stage]],
                 "predicted_bytes": {**asdict(footprint), "total": footprint.total},
             }
         )
@@ -136,5 +135,6 @@ def describe(plan: Plan, footprints: Sequence[Footprint], blocks: Sequence[str])
             "microbatches": schedule.microbatches,
             "actions": [[str(action) for action in row] for row in schedule.compute_only().actions],
         },
+        "stages": [list(names) for names in blocks],
         "ranks": ranks,
     }

@@ -1,0 +1,292 @@
+"""Which blocks each stage has.
+
+    5 layers that cost 2 each, between an embedding of cost 0 and a head of cost 3
+
+    line of 3 ranks    embed 2 2 | 2 2 | 2 3           ranks 4, 4, 5
+    v of 2 ranks       embed 2 2 | 2 2 | 2 | 3         ranks 4 + 3, 4 + 2
+
+[Note: what is even]
+Compared are, one after the other, of each the largest first and then the next:
+
+1. What ranks have to do. Whatever the schedule, a step takes as long as its busiest rank works, every microbatch; a
+   long stage costs while the pipeline fills and drains. So ranks come before stages, and what a V puts on one rank, as
+   embedding and head, counts together.
+2. What stages have to do: schedules take the stages of a rank for equally long.
+3. What turns have to do, the more the better. The n-th stages of all ranks are a turn; they run at the same time, in
+   the time of the longest, so what is longer should be in one turn.
+4. The memory of ranks.
+
+Of equal splits the first stages get more: 1F1B waits least for them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain, pairwise, permutations
+
+from atoll.errors import PlanError
+from atoll.ir import Placement
+from atoll.units import format_bytes
+
+TRIES = 6_000
+"""Ways that are weighed before the search takes no more detours."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockWeight:
+    """What a block asks of the rank that has it.
+
+    kind: what blocks of the same sort have in common, such as their class.  cost: time of a microbatch, in any unit.
+    memory: bytes.  is_joined: whether it stays on the stage of the block before it.
+    """
+
+    name: str
+    kind: str
+    cost: float
+    memory: float
+    is_joined: bool = False
+
+
+def split_blocks(
+    blocks: Sequence[BlockWeight],
+    placement: Placement,
+    *,
+    layers_per_stage: Sequence[int] | None = None,
+    limit: float | None = None,
+) -> tuple[range, ...]:
+    """Cut blocks into a contiguous run for each stage, as evenly as the note above says, or by hand.
+
+    layers_per_stage: how many layers each stage gets (`layers_of`); what comes before them goes with the first stage,
+    and what follows with the last.  limit: bytes that no rank's blocks may exceed together.
+
+    The most even split on a line, and for equal layers on any placement; else one that is near it. Raises PlanError
+    where none is found.
+    """
+    parts = _parts(blocks)
+    stages = placement.stages
+    if layers_per_stage is not None:
+        counts = _by_hand(blocks, parts, layers_per_stage, stages)
+    elif stages > len(parts):
+        joined = f" ({len(blocks)}, of which {len(blocks) - len(parts)} stay with the one before)"
+        raise PlanError(
+            f"{stages} stages for {len(parts)} blocks{joined if len(parts) < len(blocks) else ''}: each stage needs "
+            f"at least one; use at most {len(parts)} stages (pipeline x chunks) or a deeper model"
+        )
+    else:
+        counts = list(_Search(blocks, parts, placement, limit).find())
+    bounds = list(accumulate(counts, initial=0))
+    starts = [*(part.start for part in parts), len(blocks)]
+    runs = tuple(range(starts[first], starts[last]) for first, last in pairwise(bounds))
+    if limit is not None:
+        _check_memory(blocks, placement, runs, limit)
+    return runs
+
+
+def layers_of(blocks: Sequence[BlockWeight]) -> range:
+    """Which blocks are layers: the first of the commonest kind, the last of it, and what lies between.
+
+    Joined blocks are one with the block before them. Where no kind comes twice, all but the first and the last block.
+    """
+    parts = _parts(blocks)
+    kinds = [blocks[part.start].kind for part in parts]
+    counts = Counter(kinds)
+    most = max(counts.values())
+    found = [at for at, kind in enumerate(kinds) if counts[kind] == most]
+    if most == 1 and len(parts) > 2:
+        found = found[1:-1]
+    return range(parts[found[0]].start, parts[found[-1]].stop)
+
+
+def _parts(blocks: Sequence[BlockWeight]) -> list[range]:
+    """Blocks that stay together."""
+    starts = [at for at, block in enumerate(blocks) if at == 0 or not block.is_joined]
+    return [range(first, last) for first, last in pairwise([*starts, len(blocks)])]
+
+
+def _by_hand(
+    blocks: Sequence[BlockWeight], parts: Sequence[range], layers_per_stage: Sequence[int], stages: int
+) -> list[int]:
+    """Parts of each stage."""
+    layers = layers_of(blocks)
+    before = sum(part.start < layers.start for part in parts)
+    after = sum(part.start >= layers.stop for part in parts)
+    number = len(parts) - before - after
+    counts = list(layers_per_stage)
+    problems = []
+    if len(counts) != stages:
+        problems.append(f"it has {len(counts)} numbers for {stages} stages; give one a stage")
+    if any(count < 0 for count in counts):
+        problems.append("a stage cannot have fewer than 0 layers")
+    if sum(counts) != number:
+        first, last = blocks[layers.start].name, blocks[layers.stop - 1].name
+        problems.append(f"its sum is {sum(counts)}, and there are {number} layers, {first!r} to {last!r}")
+    if not problems:
+        counts[0] += before
+        counts[-1] += after
+        problems = [f"stage {stage} would have no block" for stage, count in enumerate(counts) if count == 0]
+    if problems:
+        raise PlanError(f"layers_per_stage = {list(layers_per_stage)}: {'; '.join(problems)}")
+    return counts
+
+
+Way = tuple[int, ...]
+"""How many parts each stage gets."""
+
+_Amounts = tuple[float, ...]
+_Weight = tuple[float, _Amounts, _Amounts, _Amounts, _Amounts, Way]
+_LineWeight = tuple[_Amounts, _Amounts, Way]
+
+
+class _Search:
+    """Looks for the most even way to cut."""
+
+    def __init__(
+        self, blocks: Sequence[BlockWeight], parts: Sequence[range], placement: Placement, limit: float | None
+    ) -> None:
+        self._placement = placement
+        self._limit = math.inf if limit is None else limit
+        self._costs = _running_sum(sum(blocks[at].cost for at in part) for part in parts)
+        self._memory = _running_sum(sum(blocks[at].memory for at in part) for part in parts)
+        self._tries = 0
+
+    def find(self) -> Way:
+        """The most even way that was found; where it is above the limit, so are all others that were tried."""
+        stages = self._placement.stages
+        found = _cut_line(self._costs, self._memory, stages, limit=self._limit)
+        if found is not None:
+            found = self._improve(found)
+        if found is None or self._weigh(found)[0] > 0:
+            lightest = _cut_line(self._memory, self._costs, stages)
+            assert lightest is not None, "without a limit there is a way"
+            found = self._improve(lightest)
+        return found
+
+    def _improve(self, way: Way) -> Way:
+        """Move parts between stages while that helps, then see whether it helps after a move that does not."""
+        if self._placement.kind == "line":
+            return way
+        self._tries = TRIES
+        best, way = self._descend(way)
+        goes_on = True
+        while goes_on:
+            goes_on = False
+            for detour in permutations(range(len(way)), 2):
+                if self._tries <= 0:
+                    return way
+                if way[detour[0]] == 1:
+                    continue
+                weight, reached = self._descend(_moved(way, detour))
+                if weight < best:
+                    best, way, goes_on = weight, reached, True
+                    break
+        return way
+
+    def _descend(self, way: Way) -> tuple[_Weight, Way]:
+        """To a way that no move makes more even."""
+        best = self._weigh(way)
+        goes_on = True
+        while goes_on:
+            goes_on = False
+            for move in permutations(range(len(way)), 2):
+                if way[move[0]] > 1:
+                    moved = _moved(way, move)
+                    weight = self._weigh(moved, best)
+                    if weight < best:
+                        best, way, goes_on = weight, moved, True
+        return best, way
+
+    def _weigh(self, way: Way, best: _Weight | None = None) -> _Weight:
+        """What the note says of a way, after the bytes above the limit: less is better.
+
+        `best` again, which ends the comparison early, if the way's ranks have more to do.
+        """
+        self._tries -= 1
+        costs = self._turns(self._costs, way)
+        ranks = _falling(map(sum, zip(*costs, strict=True)))
+        if best is not None and best[0] == 0 and ranks > best[1]:
+            return best
+        held = list(map(sum, zip(*self._turns(self._memory, way), strict=True)))
+        return (
+            sum(each - self._limit for each in held if each > self._limit),
+            ranks,
+            _falling(chain.from_iterable(costs)),
+            tuple(sorted(-sum(turn) for turn in costs)),
+            _falling(held),
+            tuple(-count for count in way),
+        )
+
+    def _turns(self, sums: Sequence[float], way: Way) -> list[list[float]]:
+        """What the stages of each turn have, rank by rank."""
+        ranks = self._placement.ranks
+        at = [sums[part] for part in accumulate(way, initial=0)]
+        stages = [last - first for first, last in pairwise(at)]
+        turns = [stages[first : first + ranks] for first in range(0, len(stages), ranks)]
+        if self._placement.kind == "v":
+            turns[1].reverse()
+        return turns
+
+
+def _moved(way: Way, move: tuple[int, int]) -> Way:
+    """A stage gives one part to another; those between them pass one on."""
+    giver, taker = move
+    changed = list(way)
+    changed[giver] -= 1
+    changed[taker] += 1
+    return tuple(changed)
+
+
+def _cut_line(costs: Sequence[float], memory: Sequence[float], stages: int, limit: float = math.inf) -> Way | None:
+    """The most even way on a line, from running sums; None if each has a stage above the limit.
+
+    Dynamic programming: which of two ways to cut the first parts is more even does not change with what follows.
+    """
+    parts = len(costs) - 1
+    best: dict[int, _LineWeight] = {0: ((), (), ())}
+    for stage in range(1, stages + 1):
+        longer: dict[int, _LineWeight] = {}
+        for last in range(stage, parts - stages + stage + 1):
+            found: _LineWeight | None = None
+            for first in range(last - 1, stage - 2, -1):
+                cost, held = costs[last] - costs[first], memory[last] - memory[first]
+                most = math.inf if found is None else found[0][0]
+                if held > limit or cost > most:
+                    break
+                before = best.get(first)
+                if before is None or max(before[0], default=0.0) > most:
+                    continue
+                way = (_falling((*before[0], cost)), _falling((*before[1], held)), (*before[2], first - last))
+                found = way if found is None else min(found, way)
+            if found is not None:
+                longer[last] = found
+        best = longer
+    return tuple(-less for less in best[parts][2]) if parts in best else None
+
+
+def _falling(values: Iterable[float]) -> tuple[float, ...]:
+    return tuple(sorted(values, reverse=True))
+
+
+def _running_sum(values: Iterable[float]) -> list[float]:
+    return list(accumulate(values, initial=0.0))
+
+
+def _check_memory(blocks: Sequence[BlockWeight], placement: Placement, runs: Sequence[range], limit: float) -> None:
+    """Raise PlanError if a rank holds more than the limit, for the one that holds most."""
+    held = [
+        sum(blocks[at].memory for stage in placement.stages_of(rank) for at in runs[stage])
+        for rank in range(placement.ranks)
+    ]
+    rank = max(range(placement.ranks), key=lambda rank: held[rank])
+    if held[rank] <= limit:
+        return
+    has = " and ".join(
+        f"stage {stage}, {blocks[runs[stage][0]].name!r} to {blocks[runs[stage][-1]].name!r}"
+        for stage in placement.stages_of(rank)
+    )
+    raise PlanError(
+        f"{len(runs)} stages need {format_bytes(held[rank])} on pipeline rank {rank} ({has}), the limit is "
+        f"{format_bytes(limit)}; use more stages or a layout that shards more"
+    )
