@@ -27,7 +27,7 @@ from atoll.layouts.level import (
     Moves,
 )
 from atoll.layouts.precision import ITEM_BYTES, PRESETS, Precision
-from atoll.layouts.working import AT_ONCE, REDUCED_AT_ONCE, WorkingMemory, working_memory
+from atoll.layouts.working import AT_ONCE, REDUCED_AT_ONCE, Use, WorkingMemory, most_whole, working_memory
 
 __all__ = [
     "ALIASES",
@@ -62,9 +62,11 @@ __all__ = [
     "Shape",
     "Slice",
     "Traffic",
+    "Use",
     "WorkingMemory",
     "boxes",
     "footprint",
+    "most_whole",
     "published_memory",
     "traffic",
     "working_memory",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from atoll.layouts.accounting import Segment
@@ -24,13 +24,14 @@ class WorkingMemory:
 
     live: whole copies of parameters.  ahead: what may be gathered before it is asked for; part of `live` or `lent`.
     lent: set aside for good, for what the ranks of a group read in place.  buffers: gradients that are made and
-    reduced, and what arrives for them.
+    reduced, and what arrives for them.  flows: whole gradients that are made and reduced; part of `lent` or `buffers`.
     """
 
     live: int
     ahead: int
     lent: int
     buffers: int
+    flows: int
 
     @property
     def total(self) -> int:
@@ -47,15 +48,16 @@ def working_memory(
     reads_in_place: bool,
     prefetch: int | None = None,
     keeps_apart: bool = False,
-    kept: int = 0,
+    uses: Sequence[Use] | None = None,
     unreduced: int | None = None,
 ) -> WorkingMemory:
     """What the rank at `nest` needs for `blocks`, each given by the segments that it uses.
 
     reads_in_place: whether the ranks of a group read each other's memory, as they do on one host's CPUs.
     prefetch: bytes that may be gathered ahead; None: as much as `AT_ONCE` blocks need.
-    kept: bytes that stay whole from one action to another.  unreduced: bytes of whole gradients that wait for others of
-    their stage before they are reduced; None: each block's are reduced in its microbatch.
+    uses: what a step gathers and frees, in order; None: one block after the other, each freed after its use.
+    unreduced: bytes of whole gradients that wait for others of their stage before they are reduced, which takes no
+    longer than the backward of the others; None: each block's are reduced in its microbatch.
     """
     each = [
         _block(block, layout, precision=precision, nest=nest, reads_in_place=reads_in_place, keeps_apart=keeps_apart)
@@ -66,15 +68,72 @@ def working_memory(
     ahead = 0
     if has_to_travel:
         ahead = AT_ONCE * (staged or whole) if prefetch is None else prefetch
-    flows = (REDUCED_AT_ONCE + 1) * flow if unreduced is None else REDUCED_AT_ONCE * flow + unreduced
+    flows = max((REDUCED_AT_ONCE + 1) * flow, unreduced or 0)
+    at_worst = flows if unreduced is None else REDUCED_AT_ONCE * flow + unreduced
     is_shared = reads_in_place and nest.intra > 1
-    lent = (max(ahead, AT_ONCE * staged) if staged else 0) + (flows if is_shared else 0)
+    lent = (max(ahead, AT_ONCE * staged) if staged else 0) + (at_worst if is_shared else 0)
+    limit = ahead if not staged else 0
     return WorkingMemory(
-        live=whole + kept + (ahead if not staged else 0),
+        live=whole + limit if uses is None else most_whole(uses, limit),
         ahead=ahead,
         lent=lent,
         buffers=arriving + (0 if is_shared else flows),
+        flows=flows,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """One block's turn: bytes by key of what it needs whole, and what is not needed whole any more afterwards."""
+
+    needs: Mapping[int, int]
+    frees: Collection[int]
+
+
+def most_whole(uses: Sequence[Use], limit: int) -> int:
+    """The most bytes of whole copies in a step that gathers up to `limit` bytes ahead, as the runtime does."""
+    order = list(_gathered(uses))
+    whole: dict[int, int] = {}
+    ahead: dict[int, Mapping[int, int]] = {}
+    most = following = 0
+
+    def look(coming: int) -> None:
+        nonlocal most
+        for at in range(following, len(order)):
+            if at in ahead:
+                continue
+            under_way = [key for each in ahead.values() for key in each]
+            if any(key in whole or key in under_way for key in order[at]):
+                break
+            size = sum(order[at].values())
+            if coming + sum(sum(each.values()) for each in ahead.values()) + size > limit:
+                break
+            ahead[at] = order[at]
+        most = max(most, coming + sum(whole.values()) + sum(sum(each.values()) for each in ahead.values()))
+
+    for use in uses:
+        missing = {key: size for key, size in use.needs.items() if key not in whole}
+        if missing:
+            ahead.pop(following, None)
+            following += 1
+            look(sum(missing.values()))
+            whole.update(missing)
+            look(0)
+        for key in use.frees:
+            whole.pop(key, None)
+        look(0)
+    return most
+
+
+def _gathered(uses: Sequence[Use]) -> Iterator[Mapping[int, int]]:
+    """What has to be gathered for each use that finds something missing."""
+    whole: set[int] = set()
+    for use in uses:
+        missing = {key: size for key, size in use.needs.items() if key not in whole}
+        if missing:
+            yield missing
+        whole.update(missing)
+        whole.difference_update(use.frees)
 
 
 def _block(

@@ -7,7 +7,7 @@ import time
 import warnings
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,9 +19,9 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from atoll.advice import StageSize, advice
 from atoll.errors import AtollError, CostWarning, PlanError, RankError, RunError
-from atoll.ir import lower
+from atoll.ir import Op, lower
 from atoll.ir.residency import held_stages, unreduced_stages
-from atoll.layouts import ITEM_BYTES, Footprint, WorkingMemory, footprint, working_memory
+from atoll.layouts import ITEM_BYTES, Footprint, Use, WorkingMemory, footprint, working_memory
 from atoll.models import Adapter, Batch, Block, adapter_for, weigh_blocks, weights_for
 from atoll.models.adapter import IGNORED_LABEL
 from atoll.plan import Plan
@@ -38,6 +38,7 @@ from atoll.runtime.sharding.optimizer import GroupOptions, OptimizerFactory, Sha
 from atoll.runtime.sharding.segment import Surroundings
 from atoll.runtime.sharding.state import load_state, load_values, model_pieces, save_state, stored_states
 from atoll.runtime.sharding.tensor_parallel import TensorParallel
+from atoll.runtime.sharding.unit import PHASES
 from atoll.runtime.step_end import Ending, LossScaler, StepEnd, StepResult
 from atoll.runtime.transport import Later, Peers, connect, world_rank, world_store
 from atoll.stages import split_blocks
@@ -388,8 +389,6 @@ class Engine:
     def _working_memory(self, *, reads_in_place: bool) -> WorkingMemory:
         stages = {stage.index: stage for stage in self._sharded.stages}
         blocks = [block for stage in stages.values() for block in stage.sharded]
-        whole = {at: sum(unit.nbytes for unit in stage.units if not unit.rests_whole) for at, stage in stages.items()}
-        flows = {at: sum(unit.flow_bytes for unit in stage.units) for at, stage in stages.items()}
         return working_memory(
             [[segment.shape for unit in block.units for segment in unit.segments] for block in blocks],
             self.plan.layout,
@@ -398,8 +397,42 @@ class Engine:
             reads_in_place=reads_in_place,
             prefetch=self.plan.prefetch,
             keeps_apart=self.plan.post_validation,
-            kept=_largest(held_stages(self._row), whole),
-            unreduced=None if self.plan.reduction == "microbatch" else _largest(unreduced_stages(self._row), flows),
+            uses=self._uses(),
+            unreduced=None if self.plan.reduction == "microbatch" else self._unreduced(),
+        )
+
+    def _uses(self) -> list[Use]:
+        """What the training row gathers and frees, block by block."""
+        stages = {stage.index: stage for stage in self._sharded.stages}
+        found = []
+        for action, held in zip(self._row, held_stages(self._row), strict=True):
+            stage = stages[action.stage]
+            units = [unit for unit in stage.units if not unit.rests_whole]
+            if action.op is Op.RESHARD:
+                found.append(Use({}, [unit.spec.index for unit in units]))
+            if action.op not in (Op.F, Op.I, Op.B):
+                continue
+            backward = action.op is not Op.F
+            for block in reversed(stage.sharded) if backward else stage.sharded:
+                own = [unit for unit in units if unit in block.units]
+                ends = [unit for unit in own if unit.ends_at(block.index, backward=backward)]
+                frees = () if action.stage in held else [unit.spec.index for unit in ends]
+                found.append(Use({unit.spec.index: unit.nbytes for unit in own}, frees))
+        return found
+
+    def _unreduced(self) -> int:
+        """The most bytes of whole gradients that wait for later microbatches at any time."""
+        units = {stage.index: stage.units for stage in self._sharded.stages}
+        waiting = [unreduced_stages(self._row, phase) for phase in PHASES]
+        sizes = {
+            (phase, at): sum(unit.flow_bytes_of(phase) for unit in own) for phase in PHASES for at, own in units.items()
+        }
+        return max(
+            (
+                sum(sizes[phase, at] for phase, stages in zip(PHASES, each, strict=True) for at in stages)
+                for each in zip(*waiting, strict=True)
+            ),
+            default=0,
         )
 
     def trace(self) -> Trace:
@@ -649,11 +682,6 @@ class Engine:
                 "the model's initial values differ between ranks; build it on the meta device (Atoll then draws them "
                 "from the seed), or set the same seed or load the same weights on every rank"
             )
-
-
-def _largest(stages: Iterable[frozenset[int]], sizes: Mapping[int, int]) -> int:
-    """The most bytes of several stages at any time."""
-    return max((sum(sizes[stage] for stage in each) for each in stages), default=0)
 
 
 _TRAINING = "training"

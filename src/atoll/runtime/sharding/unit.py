@@ -141,6 +141,10 @@ class Unit:
         """Bytes of whole gradients that are made and reduced; 0 where they rest whole."""
         return sum(segment.flow_bytes for segment in self.segments)
 
+    def flow_bytes_of(self, phase: Phase) -> int:
+        """Those that come out in one phase."""
+        return sum(segment.flow_bytes // len(segment.phases) for segment in self.segments if phase in segment.phases)
+
     @property
     def bytes_ahead(self) -> int:
         """Bytes that a gather ahead of its use holds."""
