@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN = .venv/bin
 
-.PHONY: train test check bench bench-islands bench-machine gpu docs clean
+.PHONY: train test check bench bench-islands bench-machine matrix gpu docs clean
 
 train: .venv/.stamp
 	$(BIN)/atoll train configs/quickstart.toml
@@ -24,6 +24,10 @@ bench-islands: .venv/.bench
 
 bench-machine: .venv/.bench
 	$(BIN)/python benchmarks/run.py one_machine
+
+# Every schedule, layout, recompute and so on with every other: more than an hour.
+matrix: .venv/.stamp
+	$(BIN)/python benchmarks/run.py matrix
 
 gpu: .venv/.stamp
 	$(BIN)/python -m pytest tests/gpu -q

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from atoll import schedules
 from atoll.ir import Placement
 from atoll.layouts import Layout, Precision
-from atoll.plan import MeshShape, Plan, split_blocks
+from atoll.plan import MeshShape, Plan
 from atoll.runtime.engine import Engine
 from atoll.testing.parity import whole_parameters
 from atoll.testing.tiny import tiny_model
@@ -162,8 +162,8 @@ def torch_contender(work: Work, sharding: Sharding, row: str) -> Contender:
 def _parts(work: Work, mine: Sequence[int], *, stages: int) -> list[nn.Sequential]:
     """A rank's stages; their parameters have the whole model's names."""
     named = list(work.model().named_children())
-    runs = split_blocks(len(named), stages)
-    return [nn.Sequential(OrderedDict(named[runs[stage].start : runs[stage].stop])) for stage in mine]
+    begins = [len(named) * stage // stages for stage in range(stages + 1)]
+    return [nn.Sequential(OrderedDict(named[begins[stage] : begins[stage + 1]])) for stage in mine]
 
 
 def _loop(work: Work, model: nn.Module) -> Callable[[Parameters], None]:

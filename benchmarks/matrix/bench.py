@@ -1,0 +1,139 @@
+"""Everything with everything: each combination of `atoll.testing.matrix` against one process, in float64.
+
+Thousands of runs take more than an hour. What is done is written to build/matrix.jsonl, beside the commit, and a run
+that was interrupted goes on from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from atoll.testing.matrix import FACTORS, MODELS, OTHERS, Choice, case_of, name_of, whole
+from atoll.testing.parity import measure_parity
+from benchmarks.environment import ROOT
+from benchmarks.islands.tables import measured_in
+
+TOLERANCE = 1e-10
+EACH = 601
+"""Of a quick run, one case in so many."""
+
+DONE = ROOT / "build" / "matrix.jsonl"
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Run what has not been run yet of this commit's matrix."""
+    choices = list(islice(whole(), 0, None, EACH)) if arguments.quick else list(whole())
+    commit = _commit()
+    done = {} if arguments.quick else dict(_done(commit))
+    for at, choice in enumerate(choices):
+        name = name_of(choice)
+        if name in done:
+            continue
+        done[name] = _judge(choice)
+        if not arguments.quick:
+            _note(commit, name, done[name])
+        if done[name]["problem"] or at % 100 == 0:
+            print(f"{at + 1}/{len(choices)} {name}: {done[name]['problem'] or 'right'}", flush=True)
+    rows = [{**_cell(choice), **done[name_of(choice)]} for choice in choices]
+    cells: dict[str, list[int]] = {}
+    for row in rows:
+        cell = cells.setdefault(f"{row['schedule']}/{row['layout']}", [0, 0])
+        cell[0] += not row["problem"]
+        cell[1] += 1
+    return {
+        "cases": len(rows),
+        "right": sum(not row["problem"] for row in rows),
+        "seconds": sum(row["seconds"] for row in rows),
+        "worst": max(row["worst"] for row in rows),
+        "tolerance": TOLERANCE,
+        "cells": cells,
+        "problems": [f"{name_of(c)}: {done[name_of(c)]['problem']}" for c in choices if done[name_of(c)]["problem"]],
+    }
+
+
+def report(result: Mapping[str, Any]) -> str:
+    """The table, schedules by layouts, and what it was made of."""
+    schedules, layouts = FACTORS["schedule"], FACTORS["layout"]
+    head = f"| | {' | '.join(layouts)} |\n|---|{'---|' * len(layouts)}\n"
+    body = "".join(
+        f"| {name} | {' | '.join(_text(result, name, layout) for layout in layouts)} |\n" for name in schedules
+    )
+    problems = "".join(f"- {problem}\n" for problem in result["problems"])
+    return _PAGE.format(
+        table=head + body,
+        problems=f"\n{problems}" if problems else "",
+        models=", ".join(MODELS),
+        others=", ".join(f"{name} ({' / '.join(map(str, values))})" for name, values in OTHERS.items()),
+        minutes=result["seconds"] / 60,
+        **{key: result[key] for key in ("cases", "right", "worst")},
+    )
+
+
+def publish(result: Mapping[str, Any], folder: Path) -> None:
+    """Write the page beside the raw result."""
+    text = report(result) + "\n" + measured_in(result["environment"])
+    (folder / "README.md").write_text(text, encoding="utf-8")
+
+
+def _judge(choice: Choice) -> dict[str, Any]:
+    begin = time.monotonic()
+    worst, problem = 0.0, ""
+    try:
+        worst, where, _ = measure_parity(case_of(choice))
+        problem = where if not worst <= TOLERANCE else ""
+    except Exception as error:
+        problem = str(error).strip().splitlines()[-1]
+    return {"worst": worst, "problem": problem, "seconds": round(time.monotonic() - begin, 3)}
+
+
+def _cell(choice: Choice) -> dict[str, str]:
+    return {name: choice[name] for name in ("schedule", "layout")}
+
+
+def _text(result: Mapping[str, Any], schedule: str, layout: str) -> str:
+    right, cases = result["cells"].get(f"{schedule}/{layout}", (0, 0))
+    return f"{right}" if right == cases else f"**{right} of {cases}**"
+
+
+def _commit() -> str:
+    return subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+def _done(commit: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What was run of this commit before."""
+    if DONE.is_file():
+        for line in DONE.read_text(encoding="utf-8").splitlines():
+            known = json.loads(line)
+            if known.pop("commit") == commit:
+                yield known.pop("name"), known
+
+
+def _note(commit: str, name: str, found: Mapping[str, Any]) -> None:
+    DONE.parent.mkdir(exist_ok=True)
+    with DONE.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"commit": commit, "name": name, **found}) + "\n")
+
+
+_PAGE = """\
+# Everything with everything
+
+Every schedule × every effective layout × tensor parallelism 1 and 2 × recompute none, block and selective × kinds of \
+model ({models}), two pipeline ranks by two data-parallel ranks, each with what was drawn of {others}. Two steps of \
+AdamW with clipping in float64, compared with plain PyTorch in one process: loss, gradient norm and every parameter, \
+max|a-b| ≤ 1e-10 · max(1e-2, max|b|).
+
+{right} of {cases} are right; the largest difference is {worst:.1e}. They took {minutes:.0f} minutes. In each place \
+the number that is right, bold where not all are.
+
+{table}{problems}
+`make matrix` runs it. `make test` runs a sample in which any two settings meet (`tests/runtime/test_matrix.py`).
+"""
