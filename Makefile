@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN = .venv/bin
 
-.PHONY: train test check bench bench-islands bench-machine matrix gpu docs clean
+.PHONY: train test check bench bench-islands bench-machine bench-low-rank matrix gpu docs clean
 
 train: .venv/.stamp
 	$(BIN)/atoll train configs/quickstart.toml
@@ -24,6 +24,9 @@ bench-islands: .venv/.bench
 
 bench-machine: .venv/.bench
 	$(BIN)/python benchmarks/run.py one_machine
+
+bench-low-rank: .venv/.stamp
+	$(BIN)/python benchmarks/run.py low_rank
 
 # Every schedule, layout, recompute and so on with every other: more than an hour.
 matrix: .venv/.stamp

@@ -18,7 +18,10 @@ from atoll.models import Adapter, SequentialAdapter
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Sizes. `microbatches` are of one rank and step, each of `samples` x `tokens` x `hidden` numbers."""
+    """Sizes. `microbatches` are of one rank and step, each of `samples` x `tokens` x `hidden` numbers.
+
+    low_rank: of adapters of the `peft` package on both linear layers of every block, the rest frozen; 0 for none.
+    """
 
     blocks: int = 8
     hidden: int = 384
@@ -28,6 +31,7 @@ class Work:
     tokens: int = 16
     lr: float = 1e-3
     seed: int = 0
+    low_rank: int = 0
 
     @property
     def parameters(self) -> int:
@@ -36,11 +40,16 @@ class Work:
         linears = 2 * self.hidden * self.inner + self.inner + self.hidden
         return self.blocks * (norm + linears)
 
-    def model(self) -> nn.Sequential:
+    def model(self) -> nn.Module:
         """The model with its initial values, the same on every rank."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
-            return Chain(*(Block(self.hidden, self.inner) for _ in range(self.blocks)))
+            chain = Chain(*(Block(self.hidden, self.inner) for _ in range(self.blocks)))
+            if not self.low_rank:
+                return chain
+            import peft
+
+            return peft.get_peft_model(chain, peft.LoraConfig(r=self.low_rank, target_modules=["up", "down"]))
 
     def batch(self, step: int, rank: int) -> Tensor:
         """A rank's inputs of a step, [microbatches * samples, tokens, hidden]."""

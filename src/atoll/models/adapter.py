@@ -295,6 +295,9 @@ def check_blocks(blocks: Sequence[Block], model: nn.Module) -> None:
 
 def adapter_for(model: object) -> Adapter:
     """The adapter of a model: its own, or the one that fits its class; an adapter is returned as it is."""
+    if isinstance(model, nn.Module) and _is_of(model, "peft", "PeftModel"):
+        wrapped: Any = model
+        return adapter_for(wrapped.get_base_model())
     own = getattr(model, "atoll_adapter", None)
     if callable(own):
         adapter = own()
@@ -313,9 +316,6 @@ def adapter_for(model: object) -> Adapter:
             return DecoderAdapter(model)
         case nn.Sequential():
             return SequentialAdapter(model)
-    if isinstance(model, nn.Module) and _is_of(model, "peft", "PeftModel"):
-        base: Any = model
-        return adapter_for(base.get_base_model())
     if isinstance(model, nn.Module) and _is_of(model, "transformers", "PreTrainedModel"):
         from atoll.models.hugging_face import HuggingFaceAdapter
 
