@@ -88,6 +88,7 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.parametrize("page", pages_with("python"))
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # torch's own tools say so without ranks
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # transformers looks at whatever is installed
 def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of a page, in order and in one namespace."""
     monkeypatch.chdir(tmp_path)
