@@ -90,15 +90,17 @@ def _sent(plan: Plan, stages: Sequence[StageSize], residency: Residency, reducti
     for row in lowered.actions:
         total = 0.0
         for stage, (gathers, reductions) in counts(row).items():
-            total += traffic(
+            whole, trained = stages[stage].parameters * item, stages[stage].trained * ITEM_BYTES[plan.precision.reduce]
+            sizes = {"inter": plan.mesh.inter, "intra": plan.mesh.intra, "microbatches": plan.schedule.microbatches}
+            gathered = traffic(plan.layout, parameters_bytes=whole, trainable_bytes=0, gathers=gathers, **sizes)
+            reduced = traffic(
                 plan.layout,
-                parameters_bytes=stages[stage].parameters * item,
-                trainable_bytes=stages[stage].trained * ITEM_BYTES[plan.precision.reduce],
-                inter=plan.mesh.inter,
-                intra=plan.mesh.intra,
-                microbatches=plan.schedule.microbatches,
-                gathers=gathers,
+                parameters_bytes=trained,
+                trainable_bytes=trained,
+                gathers=0,
                 reductions=reductions,
-            ).total
+                **sizes,
+            )
+            total += gathered.total + reduced.total
         most = max(most, total)
     return most
