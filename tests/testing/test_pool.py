@@ -170,11 +170,11 @@ def test_a_case_leaves_nothing_behind() -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's list of threads")
 def test_a_trained_case_leaves_no_group_behind() -> None:
-    """One group may still wait for the garbage collector."""
-    run_ranks(threads, 2)
+    """One group may still wait for the garbage collector. What was there before, DTensor's caches remember."""
+    before = max(run_ranks(threads, 2))
     for _ in range(4):
         run_ranks(train, 2, Case(layout="GGG", intra=2, microbatches=2, steps=1))
-    assert max(run_ranks(threads, 2)) <= 3
+    assert max(run_ranks(threads, 2)) <= before + 2
 
 
 def shared_maps() -> int:

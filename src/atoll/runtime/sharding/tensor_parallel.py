@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from atoll.errors import PlanError
 from atoll.models import STYLES, Block
+from atoll.models.probe import hidden_argument, replace_hidden
 from atoll.runtime.sharding.tensors import Spread, is_split
 
 _SUMMED = "replicated_with_grad_allreduce"
@@ -99,7 +101,7 @@ class TensorParallel:
         self._keep_identities(before)
         for name in self._shares_input(block, styles):
             module = block.module.get_submodule(name) if name else block.module
-            module.register_forward_pre_hook(self._take_whole, with_kwargs=True)
+            module.register_forward_pre_hook(partial(_take_whole, self.mesh, self._passed), with_kwargs=True)
         if self.sequence and self._is_layer(at):
             self._enter_and_leave(at)
         return {name: self._spread(name, parameter, at, styles) for name, parameter in block.named_parameters()}
@@ -126,7 +128,7 @@ class TensorParallel:
         return at == len(self.blocks) - 1
 
     def _style(self, style: str, *, is_head: bool) -> ParallelStyle:
-        given: Any = Shard(1) if self.sequence else Replicate()
+        given = self._passed
         match style:
             case "colwise":
                 return ColwiseParallel()
@@ -212,35 +214,42 @@ class TensorParallel:
                 )
         return found
 
-    def _take_whole(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        hidden = args[0] if args else kwargs["hidden_states"]
-        layout: Any = Shard(1) if self.sequence else Replicate()
-        whole = DTensor.from_local(hidden, self.mesh, [layout], run_check=False).redistribute(placements=[Replicate()])
-        return ((whole, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": whole})
-
     def _enter_and_leave(self, at: int) -> None:
         """The first layer takes its part of the sequence, the last one gives all of it."""
         module = self.blocks[at].module
         if not self._is_layer(at - 1):
-            module.register_forward_pre_hook(self._split, with_kwargs=True)
+            module.register_forward_pre_hook(partial(_take_part, self.mesh), with_kwargs=True)
         if not self._is_layer(at + 1):
-            module.register_forward_hook(self._join)
+            module.register_forward_hook(partial(_give_whole, self.mesh))
 
-    def _split(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        hidden = args[0] if args else kwargs["hidden_states"]
-        part = self._moved(hidden, Replicate(), Shard(1))
-        return ((part, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": part})
+    @property
+    def _passed(self) -> Any:
+        """How the hidden state lies between the split modules of a layer."""
+        return Shard(1) if self.sequence else Replicate()
 
-    def _join(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if isinstance(output, tuple):
-            return (self._moved(output[0], Shard(1), Replicate()), *output[1:])
-        return self._moved(output, Shard(1), Replicate())
 
-    def _moved(self, hidden: Tensor, before: Any, after: Any) -> Tensor:
-        given = DTensor.from_local(hidden, self.mesh, [before], run_check=False)
-        moved: Tensor = given.redistribute(placements=[after]).to_local()
-        return moved
+# Hooks, which hold the mesh and nothing that holds them: Python's collector would see the circle late.
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def _take_whole(mesh: DeviceMesh, passed: Any, module: nn.Module, args: Any, kwargs: Any) -> Arguments:
+    hidden = DTensor.from_local(hidden_argument(args, kwargs), mesh, [passed], run_check=False)
+    return replace_hidden(args, kwargs, hidden.redistribute(placements=[Replicate()]))
+
+
+def _take_part(mesh: DeviceMesh, module: nn.Module, args: Any, kwargs: Any) -> Arguments:
+    return replace_hidden(args, kwargs, _moved(mesh, hidden_argument(args, kwargs), Replicate(), Shard(1)))
+
+
+def _give_whole(mesh: DeviceMesh, module: nn.Module, args: Any, output: Any) -> Any:
+    if isinstance(output, tuple):
+        return (_moved(mesh, output[0], Shard(1), Replicate()), *output[1:])
+    return _moved(mesh, output, Shard(1), Replicate())
+
+
+def _moved(mesh: DeviceMesh, hidden: Tensor, before: Any, after: Any) -> Tensor:
+    moved: Tensor = (
+        DTensor.from_local(hidden, mesh, [before], run_check=False).redistribute(placements=[after]).to_local()
+    )
+    return moved
