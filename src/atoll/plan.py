@@ -108,7 +108,8 @@ class Plan:
     generating code, which needs no compiler.
     post_validation: stages take the optimizer step without waiting for the global norm, which is checked afterwards.
     sequence_parallel: with tensor parallelism, what lies between the split modules works on a part of the sequence.
-    prefetch: bytes of parameters that may be gathered before they are used; what two blocks need if not given.
+    prefetch: bytes of parameters that may be gathered before they are used; what a block needs for each link that a
+    gather crosses if not given.
     layers_per_stage: how many layers each stage gets; as even as can be if not given (atoll.stages).
     """
 

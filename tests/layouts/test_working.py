@@ -47,18 +47,20 @@ def test_parameters_that_are_read_in_place_are_not_gathered_ahead() -> None:
     assert (need.live, need.ahead) == (WHOLE, 0)
     assert need.lent == (REDUCED_AT_ONCE + 1) * WHOLE
     sent = of("IIG", in_place=False)
-    assert (sent.live, sent.ahead, sent.lent) == ((1 + AT_ONCE) * WHOLE, AT_ONCE * WHOLE, 0)
+    assert (sent.live, sent.ahead, sent.lent) == (2 * WHOLE, WHOLE, 0)  # one link, one block ahead
     assert sent.buffers >= (REDUCED_AT_ONCE + 1) * WHOLE
 
 
 def test_two_levels_gather_ahead_what_crosses_the_link() -> None:
     need = of("GGG", in_place=True)
     assert need.live == WHOLE
-    assert need.ahead == AT_ONCE * WHOLE // 2
-    assert need.lent == need.ahead + (REDUCED_AT_ONCE + 1) * WHOLE
+    assert need.ahead == WHOLE // 2
+    assert need.lent == AT_ONCE * WHOLE // 2 + (REDUCED_AT_ONCE + 1) * WHOLE
     assert need.buffers == WHOLE // 4
     assert of("GGG", in_place=True, prefetch=0).ahead == 0
     assert of("GGG", in_place=True, prefetch=10 * WHOLE).lent >= 10 * WHOLE
+    both = of("GGG", in_place=False)
+    assert (both.live, both.ahead) == (3 * WHOLE, 2 * WHOLE)  # two links
     assert of("GGG", in_place=False, prefetch=WHOLE).live == 2 * WHOLE
 
 

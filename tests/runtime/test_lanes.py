@@ -28,7 +28,7 @@ def test_jobs_begin_in_order_and_two_run_at_once() -> None:
             both.wait()
             gate.wait(10.0)
 
-    jobs = [lane.start(partial(work, at)) for at in range(6)]
+    jobs = [lane.start(partial(work, at), unit=at) for at in range(6)]
     both.wait()
     assert sorted(begun) == list(range(AT_ONCE)), "the third waits"
     gate.set()
@@ -44,8 +44,8 @@ def test_an_error_is_raised_where_it_is_waited_for() -> None:
     def work() -> None:
         raise ValueError("lost")
 
-    job = lane.start(work)
-    lane.start(lambda: None).wait()
+    job = lane.start(work, unit=0)
+    lane.start(lambda: None, unit=0).wait()
     with pytest.raises(ValueError, match="lost"):
         job.wait()
     lane.close()
@@ -58,7 +58,7 @@ def test_what_reductions_work_on_is_bounded() -> None:
     for _ in range(5):
         buffer = torch.zeros(3)
         held.append(weakref.ref(buffer))
-        lane.start(lambda: None, buffer)
+        lane.start(lambda: None, buffer, unit=0)
         del buffer
         assert sum(ref() is not None for ref in held) <= REDUCED_AT_ONCE
     lane.close()
@@ -67,7 +67,7 @@ def test_what_reductions_work_on_is_bounded() -> None:
 def test_gradients_are_off_in_jobs() -> None:
     lane = Threads("gather")
     found: list[bool] = []
-    lane.start(lambda: found.append(torch.is_grad_enabled())).wait()
+    lane.start(lambda: found.append(torch.is_grad_enabled()), unit=0).wait()
     assert found == [False]
     lane.close()
 
@@ -76,7 +76,7 @@ def test_a_rank_that_shares_nothing_has_no_threads() -> None:
     before = threading.active_count()
     lanes = lanes_of(torch.device("cpu"), alone=True, waits_on_host=True)
     for kind in KINDS:
-        lanes[kind].start(lambda: None).wait()
+        lanes[kind].start(lambda: None, unit=0).wait()
         lanes[kind].close()
     assert threading.active_count() == before
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -82,14 +84,37 @@ def sent_in_two_steps(case: Case) -> tuple[dict[str, int], int, int]:
 
 @pytest.mark.parametrize("layout", [layout.name for layout in EFFECTIVE])
 def test_frozen_parameters_are_gathered_and_never_synced(layout: str) -> None:
-    """As for adapters on a frozen base; and what is gathered ahead is not gathered twice."""
+    """As for adapters on a frozen base."""
     model = TinyConfig(layers=3, frozen=True)
-    case = Case(layout=layout, inter=2, intra=2, precision="fp64", microbatches=8, model=model)
+    case = Case(layout=layout, inter=2, intra=2, precision="fp64", microbatches=8, model=model, prefetch=0)
     for sent, whole, trained in run_ranks(sent_in_two_steps, case.ranks, case):
         assert 0 < trained < whole
         options = {"inter": 2, "intra": 2, "microbatches": 2}
         expected = traffic(Layout(layout), parameters_bytes=whole, trainable_bytes=trained, **options)
         assert sent == {"inter": expected.inter_bytes, "intra": expected.intra_bytes}
+
+
+@pytest.mark.parametrize("reads_in_place", [True, False])
+@pytest.mark.parametrize("layout", ["GNG", "GGG"])
+def test_what_is_gathered_ahead_is_not_gathered_twice(layout: str, reads_in_place: bool) -> None:
+    """Nor at all where the row turns round: the head between F and B, the embedding between B and the next F."""
+    case = Case(layout, inter=2, intra=2, precision="fp64", microbatches=8, model=TinyConfig(layers=2))
+    case = replace(case, reads_in_place=reads_in_place)
+    embedding, head = 16 * 8 * 8, (8 + 8 + 16 * 8) * 8
+    at_hand = traffic(
+        Layout("GNN"),
+        parameters_bytes=2 * head + embedding,
+        trainable_bytes=0,
+        inter=2,
+        intra=2,
+        microbatches=1,
+        gathers=1,
+    )
+    for sent, whole, trained in run_ranks(sent_in_two_steps, case.ranks, case):
+        options = {"inter": 2, "intra": 2, "microbatches": 2}
+        expected = traffic(Layout(layout), parameters_bytes=whole, trainable_bytes=trained, **options)
+        assert sent["inter"] == expected.inter_bytes - at_hand.inter_bytes
+        assert sent["intra"] == expected.intra_bytes - at_hand.intra_bytes
 
 
 def live_storage_during_backward(case: Case) -> tuple[int, int]:

@@ -47,14 +47,14 @@ def test_a_wrong_step_is_taken_back_while_stages_are_open(layout: str) -> None:
     assert_parity(replace(case, residency="step", reduction="step"))
 
 
-def counted(case: Case) -> tuple[dict[int, tuple[int, int]], dict[int, tuple[int, int]], int, int]:
+def counted(case: Case) -> tuple[dict[int, tuple[int, int]], dict[int, tuple[int, int]], int, int, int]:
     """By stage: gathers and reductions of each of its units in the second step, as done and as the row says; the most
-    bytes whole after any gather, and as foretold."""
+    bytes whole after any gather, and as foretold; and how many gathers found what was set aside."""
     engine = case.engine()
     engine.step(case.share(engine, 0))
     gathers: Counter[int] = Counter()
     reductions: Counter[tuple[int, int]] = Counter()
-    most = 0
+    most = at_hand = 0
     bring, reduce, gather = Segment._bring, Segment._reduce, Segment.gather
 
     def whole() -> int:
@@ -70,7 +70,9 @@ def counted(case: Case) -> tuple[dict[int, tuple[int, int]], dict[int, tuple[int
         reduce(segment, *args)
 
     def gathering(segment: Segment) -> None:
-        nonlocal most
+        nonlocal most, at_hand
+        at_hand += segment._is_aside
+        gathers[segment._tag[0]] += segment._is_aside
         gather(segment)
         most = max(most, whole())
 
@@ -93,7 +95,7 @@ def counted(case: Case) -> tuple[dict[int, tuple[int, int]], dict[int, tuple[int
     foretold = engine.working_memory().live
     assert not any(segment.is_whole for unit in engine.units for segment in unit.segments if not segment.permanent)
     engine.close()
-    return done, said, most, foretold
+    return done, said, most, foretold, at_hand
 
 
 @pytest.mark.parametrize(
@@ -109,14 +111,19 @@ def counted(case: Case) -> tuple[dict[int, tuple[int, int]], dict[int, tuple[int
     ],
 )
 @pytest.mark.parametrize("layout", ["ING", "IIG", "GGG"])
+@pytest.mark.parametrize("prefetch", [None, 0])
 def test_gathers_and_reductions_are_those_of_the_schedule(
-    layout: str, schedule: str, residency: Residency, reduction: Reduction
+    prefetch: int | None, layout: str, schedule: str, residency: Residency, reduction: Reduction
 ) -> None:
-    model = TinyConfig(layers=6)
-    case = Case(layout, pipeline=2, intra=2, microbatches=8, schedule=schedule, model=model, precision="fp32")
-    for done, said, most, foretold in run_ranks(counted, 4, replace(case, residency=residency, reduction=reduction)):
-        assert done == said
-        assert most <= foretold
+    """All of them travel where nothing is gathered ahead; else those of a unit that a row turns round with do not."""
+    case = Case(layout, pipeline=2, intra=2, microbatches=8, schedule=schedule, model=TinyConfig(layers=6))
+    case = replace(case, residency=residency, reduction=reduction, precision="fp32", prefetch=prefetch)
+    for in_place in (True, False):
+        for done, said, most, foretold, at_hand in run_ranks(counted, 4, replace(case, reads_in_place=in_place)):
+            assert done == said
+            assert most <= foretold
+            turns = prefetch is None and not in_place and residency == "unit"
+            assert (at_hand > 0) == turns
 
 
 def kept(case: Case) -> tuple[int, int]:
@@ -195,10 +202,10 @@ def peaks(case: Case) -> Peaks:
             unreduced = max(unreduced, made)
         return found
 
-    def reducing(segment: Segment, phase: Any, flow: Tensor, before: Any) -> None:
+    def reducing(segment: Segment, phase: Any, flow: Tensor) -> None:
         nonlocal made
         nbytes = flow.nbytes
-        reduce(segment, phase, flow, before)
+        reduce(segment, phase, flow)
         with lock:
             made -= nbytes
 

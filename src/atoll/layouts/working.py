@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from atoll.layouts.accounting import Segment
 from atoll.layouts.flat import Nest
 from atoll.layouts.layout import Layout
-from atoll.layouts.level import REDUCE_GRADIENT, SYNC_GRADIENT, Axis, Kind, Level, Moves
+from atoll.layouts.level import GATHER_PARAMETER, REDUCE_GRADIENT, SYNC_GRADIENT, Axis, Kind, Level, Moves
 from atoll.layouts.precision import ITEM_BYTES, Precision
 
 AT_ONCE = 2
-"""Gathers, and syncs, under way at once: one on the slow link, one on the fast one."""
+"""Syncs, and at most gathers, under way at once: one on the slow link, one on the fast one."""
 
 REDUCED_AT_ONCE = 1
 """Reductions under way while the next one's gradients are made."""
@@ -54,7 +54,7 @@ def working_memory(
     """What the rank at `nest` needs for `blocks`, each given by the segments that it uses.
 
     reads_in_place: whether the ranks of a group read each other's memory, as they do on one host's CPUs.
-    prefetch: bytes that may be gathered ahead; None: as much as `AT_ONCE` blocks need.
+    prefetch: bytes that may be gathered ahead; None: what one block needs for each link that a gather crosses.
     uses: what a step gathers and frees, in order; None: one block after the other, each freed after its use.
     unreduced: bytes of whole gradients that wait for others of their stage before they are reduced, which takes no
     longer than the backward of the others; None: each block's are reduced in its microbatch.
@@ -67,14 +67,16 @@ def working_memory(
     has_to_travel = whole > 0 and (nest.intra < 2 or not reads_in_place or staged > 0)
     ahead = 0
     if has_to_travel:
-        ahead = AT_ONCE * (staged or whole) if prefetch is None else prefetch
+        links = [move.axis for move in GATHER_PARAMETER[layout.parameters] if nest.size(move.axis) > 1]
+        crossed = [axis for axis in links if axis is not Axis.INTRA or not reads_in_place]
+        ahead = max(1, len(crossed)) * (staged or whole) if prefetch is None else prefetch
     flows = max((REDUCED_AT_ONCE + 1) * flow, unreduced or 0)
     at_worst = flows if unreduced is None else REDUCED_AT_ONCE * flow + unreduced
     is_shared = reads_in_place and nest.intra > 1
     lent = (max(ahead, AT_ONCE * staged) if staged else 0) + (at_worst if is_shared else 0)
     limit = ahead if not staged else 0
     return WorkingMemory(
-        live=whole + limit if uses is None else most_whole(uses, limit),
+        live=whole + limit if uses is None else most_whole(uses, limit, turns=ahead > 0),
         ahead=ahead,
         lent=lent,
         buffers=arriving + (0 if is_shared else flows),
@@ -90,10 +92,14 @@ class Use:
     frees: Collection[int]
 
 
-def most_whole(uses: Sequence[Use], limit: int) -> int:
-    """The most bytes of whole copies in a step that gathers up to `limit` bytes ahead, as the runtime does."""
+def most_whole(uses: Sequence[Use], limit: int, *, turns: bool) -> int:
+    """The most bytes of whole copies in a step that gathers up to `limit` bytes ahead, as the runtime does.
+
+    turns: whether what a row uses last and next again is set aside in between.
+    """
     order = list(_gathered(uses))
     whole: dict[int, int] = {}
+    aside: dict[int, int] = {}
     ahead: dict[int, Mapping[int, int]] = {}
     most = following = 0
 
@@ -103,23 +109,32 @@ def most_whole(uses: Sequence[Use], limit: int) -> int:
             if at in ahead:
                 continue
             under_way = [key for each in ahead.values() for key in each]
-            if any(key in whole or key in under_way for key in order[at]):
+            wanted = {key: size for key, size in order[at].items() if key not in whole and key not in aside}
+            if turns and not wanted and at == following:
+                continue
+            if not wanted or any(key in under_way for key in wanted):
                 break
-            size = sum(order[at].values())
+            size = sum(wanted.values())
             if coming + sum(sum(each.values()) for each in ahead.values()) + size > limit:
                 break
-            ahead[at] = order[at]
-        most = max(most, coming + sum(whole.values()) + sum(sum(each.values()) for each in ahead.values()))
+            ahead[at] = wanted
+        there = sum(whole.values()) + sum(aside.values())
+        most = max(most, coming + there + sum(sum(each.values()) for each in ahead.values()))
 
     for use in uses:
         missing = {key: size for key, size in use.needs.items() if key not in whole}
         if missing:
             ahead.pop(following, None)
             following += 1
-            look(sum(missing.values()))
+            look(sum(size for key, size in missing.items() if key not in aside))
             whole.update(missing)
+            for key in missing:
+                aside.pop(key, None)
             look(0)
+        comes_next = order[following] if turns and use.needs and following < len(order) else {}
         for key in use.frees:
+            if key in whole and key in comes_next:
+                aside[key] = whole[key]
             whole.pop(key, None)
         look(0)
     return most

@@ -165,7 +165,12 @@ class Engine:
             raise PlanError("the model has no trainable parameter; set requires_grad on what is to be trained")
         self._optimizer = ShardedOptimizer(self.units, optimizer, named_shapes=self._sharded.trainable, options=groups)
         self._executor = Executor(
-            self._sharded.stages, schedule, ranks=line, transport=self.transport, moment=self._moment
+            self._sharded.stages,
+            schedule,
+            ranks=line,
+            transport=self.transport,
+            moment=self._moment,
+            lanes=self._lanes.values() if self.place.nest.ranks > 1 else (),
         )
         self._row = schedule.actions[self.place.pp]
         self._forward_row = schedule.forward_only().actions[self.place.pp]

@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from functools import partial
 from typing import Literal, Protocol
 
 import torch
@@ -30,6 +31,16 @@ _AT_MOST: Mapping[Kind, int | None] = {"reduce": REDUCED_AT_ONCE, "sync": None, 
 """Reductions hold buffers of their own; syncs work on what rests, and gathers are counted by who asks ahead."""
 
 
+class Clock(Protocol):
+    """Notes when what travelled did."""
+
+    def now(self) -> float:
+        """A point in time of what runs here."""
+
+    def travelled(self, kind: Kind, unit: int, start: float) -> None:
+        """A unit's job that began at `start` is over."""
+
+
 class Job(Protocol):
     """Work under way."""
 
@@ -42,20 +53,33 @@ class Lane(ABC):
 
     at_most: jobs that may be under way; the next one waits for the first of them. What a job works on is held until it
     is over, so `at_most` bounds the memory of a kind of job too.
+    clock: of the row that is played, if one is.
     """
 
-    def __init__(self, at_most: int | None) -> None:
+    def __init__(self, kind: Kind, at_most: int | None) -> None:
+        self._kind = kind
         self._at_most = at_most
         self._under_way: deque[tuple[Job, tuple[torch.Tensor, ...]]] = deque()
+        self.clock: Clock | None = None
 
-    def start(self, work: Callable[[], None], *held: torch.Tensor) -> Job:
-        """Begin `work`, or let it wait for its turn."""
-        job = self._begin(work)
+    def start(self, work: Callable[[], None], *held: torch.Tensor, unit: int, after: Job | None = None) -> Job:
+        """Begin `work` on a unit behind another job, or let it wait for its turn."""
+        job = self._begin(partial(self.do, work, unit=unit, after=after))
         if self._at_most is not None:
             self._under_way.append((job, held))
             while len(self._under_way) > self._at_most:
                 self._under_way.popleft()[0].wait()
         return job
+
+    def do(self, work: Callable[[], None], *, unit: int, after: Job | None = None) -> None:
+        """Do `work` on a unit here, behind another job."""
+        if after is not None:
+            after.wait()
+        clock = self.clock
+        start = clock.now() if clock is not None else 0.0
+        work()
+        if clock is not None:
+            clock.travelled(self._kind, unit, start)
 
     def finish(self) -> None:
         """Wait for the jobs that are held on to, and let go of what they worked on."""
@@ -112,8 +136,7 @@ class Threads(Lane):
     not keep the process."""
 
     def __init__(self, kind: Kind) -> None:
-        super().__init__(_AT_MOST[kind])
-        self._kind = kind
+        super().__init__(kind, _AT_MOST[kind])
         self._jobs: queue.SimpleQueue[_ThreadJob | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
 
@@ -161,7 +184,7 @@ class Stream(Lane):
     the computation had launched by then, so memory that the computation gave back is never written too early."""
 
     def __init__(self, kind: Kind, device: torch.device) -> None:
-        super().__init__(_AT_MOST[kind])
+        super().__init__(kind, _AT_MOST[kind])
         self._stream = torch.cuda.Stream(device)
 
     def _begin(self, work: Callable[[], None]) -> Job:
@@ -217,7 +240,7 @@ def lanes_of(device: torch.device, *, alone: bool, waits_on_host: bool) -> dict[
     waits_on_host: whether jobs return when they are done, not when they have been launched.
     """
     if alone:
-        return dict.fromkeys(KINDS, Inline(None))
+        return {kind: Inline(kind, None) for kind in KINDS}
     if device.type != "cuda":
         return {kind: Threads(kind) for kind in KINDS}
     if waits_on_host:

@@ -1,4 +1,4 @@
-"""When actions began and ended.
+"""When actions began and ended, and what travelled beside them.
 
 On the CPU two readings of the monotonic clock, which the ranks of one host share, and an entry in a list: a fraction
 of a microsecond an action. On CUDA a pair of events on the stream that computes, from a pool; they are read after the
@@ -7,19 +7,25 @@ step, when the device has passed them, so nothing waits for the device on their 
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Mapping
 
 import torch
 
-from atoll.ir import Action
+from atoll.ir import Action, Op
+from atoll.runtime.lanes import Kind
 from atoll.trace import Span, lane_of
+
+_OP: Mapping[Kind, Op] = {"gather": Op.UNSHARD, "reduce": Op.REDUCE_GRAD}
 
 
 class Clock:
-    """Records one row of actions at a time."""
+    """Records one row of actions at a time. stages: of each unit, the stage that it is shown with."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, stages: Mapping[int, int]) -> None:
         self._rank = rank
+        self._stages = stages
         self._marks: list[tuple[Action, float, float]] = []
 
     def begin(self) -> None:
@@ -34,6 +40,11 @@ class Clock:
         """Note that an action which began at `start` is over."""
         self._marks.append((action, start, time.monotonic()))
 
+    def travelled(self, kind: Kind, unit: int, start: float) -> None:
+        """Note that a unit has been gathered or reduced since `start`, on whichever thread this is."""
+        if kind in _OP:
+            self.add(Action(self._stages[unit], _OP[kind]), start)
+
     def busy(self) -> float:
         """Seconds in the row's compute actions."""
         return sum(end - start for action, start, end in self._marks if action.op.is_compute)
@@ -46,8 +57,9 @@ class Clock:
 class DeviceClock(Clock):
     """The same by CUDA events. A point in time is the number of a pooled event."""
 
-    def __init__(self, rank: int) -> None:
-        super().__init__(rank)
+    def __init__(self, rank: int, stages: Mapping[int, int]) -> None:
+        super().__init__(rank, stages)
+        self._lock = threading.Lock()
         self._events: list[torch.cuda.Event] = []
         self._used = 0
         self._origin = 0.0
@@ -59,11 +71,12 @@ class DeviceClock(Clock):
         self.now()
 
     def now(self) -> float:
-        if self._used == len(self._events):
-            self._events.append(torch.cuda.Event(enable_timing=True))
-        self._events[self._used].record()
-        self._used += 1
-        return self._used - 1
+        with self._lock:  # lanes have threads where the host waits for messages
+            at, self._used = self._used, self._used + 1
+            if at == len(self._events):
+                self._events.append(torch.cuda.Event(enable_timing=True))
+        self._events[at].record()
+        return at
 
     def add(self, action: Action, start: float) -> None:
         self._marks.append((action, start, self.now()))
@@ -72,10 +85,11 @@ class DeviceClock(Clock):
         return sum(span.end - span.start for span in self.spans() if span.action.op.is_compute)
 
     def spans(self) -> tuple[Span, ...]:
-        """Waits for the last event; the origin is when the host began the row."""
+        """Waits for the events; the origin is when the host began the row."""
         if not self._marks:
             return ()
-        self._events[self._used - 1].synchronize()
+        for event in self._events[: self._used]:
+            event.synchronize()
         first = self._events[0]
 
         def seconds(mark: float) -> float:
@@ -87,6 +101,6 @@ class DeviceClock(Clock):
         )
 
 
-def clock_of(device: torch.device, rank: int) -> Clock:
+def clock_of(device: torch.device, rank: int, stages: Mapping[int, int]) -> Clock:
     """The clock for a device."""
-    return DeviceClock(rank) if device.type == "cuda" else Clock(rank)
+    return DeviceClock(rank, stages) if device.type == "cuda" else Clock(rank, stages)

@@ -19,6 +19,7 @@ from atoll.errors import AtollError, RunError
 from atoll.ir import Action, Op, Schedule
 from atoll.ir.residency import held_stages
 from atoll.models import Batch
+from atoll.runtime.lanes import Lane
 from atoll.runtime.pipeline.clock import Clock, clock_of
 from atoll.runtime.pipeline.deferred import compute_weights
 from atoll.runtime.pipeline.mail import Mail, Wire
@@ -154,7 +155,10 @@ _PHASES_OF: Mapping[Op, tuple[Phase, ...]] = {Op.I: ("I",), Op.W: ("W",), Op.B: 
 
 
 class Executor:
-    """Runs rows of actions on this rank's stages. `schedule` is lowered: its sends and receives are in place."""
+    """Runs rows of actions on this rank's stages. `schedule` is lowered: its sends and receives are in place.
+
+    lanes: what travels beside the rows, which is noted on their clock.
+    """
 
     def __init__(
         self,
@@ -164,7 +168,9 @@ class Executor:
         ranks: Sequence[int],
         transport: Transport,
         moment: Moment,
+        lanes: Iterable[Lane] = (),
     ) -> None:
+        self._lanes = tuple(lanes)
         self._stages = {stage.index: stage for stage in stages}
         self._placement = schedule.placement
         self._rows = schedule.actions
@@ -172,7 +178,8 @@ class Executor:
         self._ranks = tuple(ranks)
         self._transport = transport
         self._moment = moment
-        self._clocks = {training: clock_of(transport.device, transport.place.pp) for training in (True, False)}
+        shown = {unit.spec.index: stage.index for stage in stages for unit in stage.units}
+        self._clocks = {training: clock_of(transport.device, transport.place.pp, shown) for training in (True, False)}
         self._clock = self._clocks[False]
         self._mail = Mail(transport, self._rank_of)
         self._step = _Step((), is_training=False)
@@ -216,6 +223,8 @@ class Executor:
         self._mail.begin(own.actions, batches, training=training)
         self._clock = self._clocks[training]
         self._clock.begin()
+        for lane in self._lanes:
+            lane.clock = self._clock
         self._first_microbatch = first_microbatch
         with torch.set_grad_enabled(training):
             self._play(before)

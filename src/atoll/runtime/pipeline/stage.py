@@ -10,6 +10,7 @@ import torch
 from atoll.models import Adapter, Batch
 from atoll.runtime.pipeline.deferred import DeferredWeight
 from atoll.runtime.sharding.hooks import Reducer, ShardedBlock
+from atoll.runtime.sharding.lookahead import Lookahead
 from atoll.runtime.sharding.unit import Unit
 
 
@@ -29,6 +30,7 @@ class Stage:
     sharded: tuple[ShardedBlock, ...]
     deferred: tuple[DeferredWeight, ...]
     reducer: Reducer
+    lookahead: Lookahead
     kept: list[Unit] = field(default_factory=list)
 
     def forward(self, hidden: torch.Tensor | None, batch: Batch) -> torch.Tensor:
@@ -36,11 +38,13 @@ class Stage:
         return self.adapter.forward(self.blocks.start, self.blocks.stop, hidden, batch)
 
     def open(self, *, stays: bool) -> None:
-        """UNSHARD. Each block gathers its units when it comes to them; with `stays` they are whole until RESHARD."""
+        """UNSHARD. The first blocks may be gathered from now on, each at last when it is come to; with `stays` they are
+        whole until RESHARD."""
         if stays:
             for unit in self.units:
                 unit.keep()
             self.kept.extend(self.units)
+        self.lookahead.look()
 
     def close(self) -> None:
         """RESHARD: free what was kept, and what an early stop or an input without gradient left whole."""

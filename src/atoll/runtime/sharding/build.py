@@ -106,7 +106,16 @@ def build(
         last = len(runs) - 1
         stages.append(
             Stage(
-                stage, runs[stage], stage == 0, stage == last, adapter, users, tuple(hooked), tuple(deferred), reducer
+                stage,
+                runs[stage],
+                stage == 0,
+                stage == last,
+                adapter,
+                users,
+                tuple(hooked),
+                tuple(deferred),
+                reducer,
+                lookahead,
             )
         )
     ordered = tuple(units[index] for index in sorted(units))

@@ -209,7 +209,7 @@ class ShardedBlock:
         if self._is_gathered:
             for unit in self.units:
                 if backward is None or unit.ends_at(self.index, backward=backward):
-                    unit.free()
+                    self._lookahead.left(unit)
             self._lookahead.look()
 
     # ---- forward

@@ -3,6 +3,10 @@
 An order is learned for each kind of row (training, evaluating so many microbatches) while it runs, and is advice: where
 a row leaves it, nothing is gathered ahead for the rest of the row, and what was gathered for nothing is given back. All
 ranks that share parameters must gather alike, so an order is followed only where they agreed that theirs are the same.
+
+Where a row turns round, at the end of a stage's forward or backward, the block that it has used last is often the one
+that it uses next. Its copy is set aside then instead of given back: it takes the room of a block in use, and does not
+travel again.
 """
 
 from __future__ import annotations
@@ -43,6 +47,7 @@ class Lookahead:
         self._expected: Order | None = None
         self._seen: list[Block] = []
         self._ahead: dict[int, int] = {}
+        self._aside: list[Unit] = []
         self._coming = 0
         self._next = 0
 
@@ -65,11 +70,20 @@ class Lookahead:
             self._forget()
             return
         self._ahead.pop(self._next, None)
+        self._aside = [unit for unit in self._aside if unit not in block.units]
         self._next += 1
         self._coming = _size(block)
         for unit in block.units:
             unit.gather_ahead()
         self.look()
+
+    def left(self, unit: Unit) -> None:
+        """A unit is not used any more for now: it is freed, or set aside where the next block uses it too."""
+        known = self._expected
+        turns = known is not None and self._next < len(known) and unit in known[self._next].units
+        unit.free(aside=turns)
+        if turns:
+            self._aside.append(unit)
 
     def came(self) -> None:
         """The block that was asked for is there: what it took on its way is free for another."""
@@ -85,7 +99,9 @@ class Lookahead:
             if at in self._ahead:
                 continue
             block = self._expected[at]
-            wanted = [unit for unit in block.units if not unit.is_whole]
+            wanted = [unit for unit in block.units if not unit.is_there]
+            if not wanted and at == self._next:
+                continue  # the row turns round
             if not wanted or any(unit.is_under_way for unit in wanted):
                 return  # whole now, or on its way for an earlier use, after which it is given back
             size = _size(block)
@@ -109,14 +125,17 @@ class Lookahead:
             assert self._expected is not None, "only an expected block is gathered ahead"
             for unit in self._expected[at].units:
                 unit.free_ahead()
+        for unit in self._aside:
+            unit.free_ahead()
         self._ahead.clear()
+        self._aside.clear()
         self._coming = 0
         self._expected = None
 
 
 def _size(block: Block) -> int:
     """Bytes of a block on its way."""
-    return sum(unit.bytes_ahead for unit in block.units if not unit.is_whole)
+    return sum(unit.bytes_ahead for unit in block.units if not unit.is_there)
 
 
 _FAR = 16

@@ -23,7 +23,7 @@ does not depend on the order in which a schedule runs I and W.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property, partial
@@ -131,6 +131,7 @@ class Segment:
         self._gathers = self._real(GATHER_PARAMETER[around.layout.parameters])
         self._is_known = False
         self._staged: torch.Tensor | None = None
+        self._is_aside = False
         self._gathering: lanes.Job | None = None
         self._reducing: lanes.Job | None = None
         self._syncing_gradients: lanes.Job | None = None
@@ -243,6 +244,11 @@ class Segment:
     # ---- parameters
 
     @property
+    def is_there(self) -> bool:
+        """Whether the parameters are whole, or set aside."""
+        return self.is_whole or self._is_aside
+
+    @property
     def is_under_way(self) -> bool:
         """Whether the parameters are being gathered ahead of their use."""
         return self._gathering is not None
@@ -271,10 +277,10 @@ class Segment:
 
     def gather_ahead(self) -> None:
         """Begin to make the parameters whole."""
-        if not self.is_whole and self._gathering is None and self.bytes_ahead:
+        if not self.is_there and self._gathering is None and self.bytes_ahead:
             if not self._stages:
                 self._make_room()
-            self._gathering = self.around.lanes["gather"].start(partial(self._bring, self._syncing_parameters))
+            self._gathering = self._start("gather", self._bring, after=self._syncing_parameters)
 
     def gather(self) -> None:
         """Make the parameters whole, and up to date."""
@@ -282,11 +288,12 @@ class Segment:
             self.settle_parameters()
             return
         with torch.no_grad():
-            if self._gathering is None:
-                self._bring(self._syncing_parameters)
-            else:
+            if self._gathering is not None:
                 self._gathering.wait()
                 self._gathering = None
+            elif not self._is_aside:
+                self.around.lanes["gather"].do(self._bring, unit=self._tag[0], after=self._syncing_parameters)
+            self._is_aside = False
             self._syncing_parameters = None
             if self._staged is not None:
                 self._fill(GATHER_PARAMETER[Level.I], self._staged)
@@ -296,10 +303,8 @@ class Segment:
             local.data = self._views[name]
         self.is_whole = True
 
-    def _bring(self, syncing: lanes.Job | None) -> None:
+    def _bring(self) -> None:
         """What of a gather travels: all of it, or the first of two moves."""
-        if syncing is not None:
-            syncing.wait()
         own = self.rest if self.rest is not None else self.master
         assert own is not None, "every segment keeps its parameters somewhere"
         if self._stages:
@@ -325,17 +330,22 @@ class Segment:
         if self.whole.untyped_storage().nbytes() == 0:
             self.whole.untyped_storage().resize_(self.whole.numel() * self.whole.itemsize)
 
-    def free(self) -> None:
-        """Give the whole copy back."""
+    def free(self, *, aside: bool = False) -> None:
+        """Give the whole copy back; or set it aside, until `gather` takes it up or `free_ahead` gives it back."""
         if self.permanent or not self.is_whole:
             return
         for name, local in self._local.items():
             local.data = self._absent.expand(self._views[name].shape)
-        self.whole.untyped_storage().resize_(0)
+        if not aside:
+            self.whole.untyped_storage().resize_(0)
+        self._is_aside = aside
         self.is_whole = False
 
     def free_ahead(self) -> None:
-        """Give back what was gathered ahead and not used."""
+        """Give back what was gathered ahead, or set aside, and not used."""
+        if self._is_aside:
+            self.whole.untyped_storage().resize_(0)
+            self._is_aside = False
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
@@ -350,8 +360,8 @@ class Segment:
 
         A copy that was gathered before is given back: it is out of date.
         """
-        self.free_ahead()
         self.free()
+        self.free_ahead()
         self._is_known = False
         if self.master is None or self.rest is None:
             return
@@ -365,7 +375,7 @@ class Segment:
             else:
                 self.rest.copy_(self._part(self.master, os, p))
         if SYNC_PARAMETER[os, p]:
-            self._syncing_parameters = self.around.lanes["sync"].start(self._spread)
+            self._syncing_parameters = self._start("sync", self._spread)
 
     def _spread(self) -> None:
         assert self.rest is not None, "parameters that rest nowhere are not synced"
@@ -428,15 +438,14 @@ class Segment:
                 self._shown.clear()
                 for parameter in self.parameters.values():
                     parameter.grad = None
-            self._reducing = self.around.lanes["reduce"].start(partial(self._reduce, phase, flow, self._reducing), flow)
+            # Behind the one before: their tags are the same.
+            self._reducing = self._start("reduce", partial(self._reduce, phase, flow), flow, after=self._reducing)
         if is_last:
             self._open.discard(phase)
             if not self._open:
                 self.sync_gradients()
 
-    def _reduce(self, phase: Phase, flow: torch.Tensor, before: lanes.Job | None) -> None:
-        if before is not None:  # the tags are the same
-            before.wait()
+    def _reduce(self, phase: Phase, flow: torch.Tensor) -> None:
         level = self.around.layout.gradients
         total = flow.to(dtype_of(self.around.precision.reduce))
         moves = self._real(REDUCE_GRADIENT[level])
@@ -448,7 +457,7 @@ class Segment:
     def sync_gradients(self) -> None:
         """Begin to turn the accumulated gradients into `final`, the optimizer's, at the level of os."""
         if self.trainable and self._syncing_gradients is None:
-            self._syncing_gradients = self.around.lanes["sync"].start(partial(self._sync, self._reducing))
+            self._syncing_gradients = self._start("sync", self._sync, after=self._reducing)
 
     def settle_gradients(self) -> None:
         """Wait until `final` is there."""
@@ -458,9 +467,7 @@ class Segment:
         self._syncing_gradients = self._reducing = None
         self._open = set(self.phases)
 
-    def _sync(self, reducing: lanes.Job | None) -> None:
-        if reducing is not None:
-            reducing.wait()
+    def _sync(self) -> None:
         resting, *others = (self.gradients[phase] for phase in self.phases)
         for other in others:
             resting.add_(other)
@@ -535,6 +542,11 @@ class Segment:
         self.sync_parameters()
 
     # ----
+
+    def _start(
+        self, kind: lanes.Kind, work: Callable[[], None], *held: torch.Tensor, after: lanes.Job | None = None
+    ) -> lanes.Job:
+        return self.around.lanes[kind].start(work, *held, unit=self._tag[0], after=after)
 
     def _real(self, moves: Sequence[Move]) -> list[Move]:
         """Those along which there is anybody."""

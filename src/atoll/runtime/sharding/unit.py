@@ -156,6 +156,11 @@ class Unit:
         return all(segment.is_whole for segment in self.segments)
 
     @property
+    def is_there(self) -> bool:
+        """Whether it is whole, or set aside."""
+        return all(segment.is_there for segment in self.segments)
+
+    @property
     def is_under_way(self) -> bool:
         """Whether a gather ahead of its use is under way."""
         return any(segment.is_under_way for segment in self.segments)
@@ -171,7 +176,7 @@ class Unit:
             segment.gather()
 
     def free_ahead(self) -> None:
-        """Give back what was gathered ahead and not used."""
+        """Give back what was gathered ahead, or set aside, and not used."""
         for segment in self.segments:
             segment.free_ahead()
 
@@ -184,11 +189,11 @@ class Unit:
         self._keepers -= 1
         self.free()
 
-    def free(self) -> None:
-        """Give whole copies back where parameters rest sharded, unless a stage keeps them."""
+    def free(self, *, aside: bool = False) -> None:
+        """Give whole copies back where parameters rest sharded, or set them aside, unless a stage keeps them."""
         if self._keepers == 0:
             for segment in self.segments:
-                segment.free()
+                segment.free(aside=aside)
 
     def open_gradients(self) -> None:
         """Prepare `.grad` of every trainable parameter before a backward reaches the unit."""
