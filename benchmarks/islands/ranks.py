@@ -29,9 +29,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from atoll.runtime.launch import LIFELINE, LOOPBACK, watch_parent
-from benchmarks.islands.contenders import Contender
 from benchmarks.islands.network import INTERFACE, Islands
-from benchmarks.islands.work import Work
 
 Answer = TypeVar("Answer")
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,20 +38,25 @@ GROUP_SECONDS = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """inter, intra: islands, and ranks in each.  islands: None where all ranks share the machine's loopback."""
+    """A mesh of ranks.
+
+    inter, intra: islands, and data-parallel ranks in each.  islands: None where all ranks share the machine's loopback.
+    pipeline: stages of which each island has all, the outermost axis of the mesh.
+    """
 
     inter: int
     intra: int
     islands: Islands | None = None
+    pipeline: int = 1
 
     @property
     def ranks(self) -> int:
         """All of them."""
-        return self.inter * self.intra
+        return self.pipeline * self.inter * self.intra
 
     def command(self, rank: int, command: Sequence[str]) -> list[str]:
         """What starts a rank's command where it belongs."""
-        return list(command) if self.islands is None else self.islands.command(rank // self.intra, command)
+        return list(command) if self.islands is None else self.islands.command(rank // self.intra % self.inter, command)
 
 
 @dataclass(slots=True)
@@ -61,10 +64,11 @@ class Rank:
     """What a process knows of itself, and the contenders that it has built. loaded: families it has used before."""
 
     number: int
+    world: int
     inter: int
     intra: int
-    work: Work
-    contenders: dict[str, Contender] = field(default_factory=dict)
+    work: Any
+    contenders: dict[str, Any] = field(default_factory=dict)
     loaded: set[str] = field(default_factory=set)
 
     @property
@@ -76,7 +80,7 @@ class Rank:
 class Ranks:
     """The processes, seen from the parent; a context manager that ends them. preload: a library for each."""
 
-    def __init__(self, where: Where, work: Work, *, preload: Path | None = None) -> None:
+    def __init__(self, where: Where, work: object, *, preload: Path | None = None) -> None:
         self.where, self.work, self.preload = where, work, preload
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
@@ -134,7 +138,7 @@ class Ranks:
         self._processes.append(process)
         self._connections.append(ours)
         self._logs.append(Path(log))
-        ours.send(Rank(number, self.where.inter, self.where.intra, self.work))
+        ours.send(Rank(number, self.where.ranks, self.where.inter, self.where.intra, self.work))
 
     def ask(
         self, function: Callable[..., Answer], *args: Any, only: Sequence[int] | None = None, timeout: float = 300.0
@@ -222,7 +226,6 @@ def _join(rank: Rank) -> None:
     torch.set_num_threads(1)
     limit = timedelta(seconds=GROUP_SECONDS)
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    world = rank.inter * rank.intra
-    store = dist.TCPStore(host, port, world, is_master=rank.number == 0, timeout=limit)
-    dist.init_process_group("gloo", store=store, rank=rank.number, world_size=world, timeout=limit)
+    store = dist.TCPStore(host, port, rank.world, is_master=rank.number == 0, timeout=limit)
+    dist.init_process_group("gloo", store=store, rank=rank.number, world_size=rank.world, timeout=limit)
     dist.barrier()
