@@ -141,8 +141,8 @@ def report(result: Mapping[str, Any]) -> str:
     parts = [
         "# Sharded parameters in a pipeline",
         "Written by `make bench-sharded-pipeline`. **The device and the network are emulated**: compute sleeps, and "
-        "the data-parallel ranks sit in two namespaces of one machine, joined by a veth pair with a token bucket on both "
-        "ends. Trust ratios, not seconds.",
+        "the data-parallel ranks sit in two namespaces of one machine, joined by a veth pair with a token bucket on "
+        "both ends. Trust ratios, not seconds.",
         tables.measured_in(result["environment"]) if "environment" in result else "",
         f"{work['layers']} layers on {PIPELINE} pipeline x {DATA} data-parallel ranks, units of {work['together']} "
         f"layers, {work['microbatches']} microbatches, F, I and W of a rank "

@@ -9,13 +9,14 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from atoll.errors import LayoutError, RankError
-from atoll.testing import RankPool, run_ranks
+from atoll.testing import RankPool, pool, run_ranks
 from atoll.testing.parity import Case, train
 
 
@@ -96,6 +97,14 @@ def test_processes_stay_warm_and_groups_are_new() -> None:
     assert [value for value, _ in two + three + again] == [3, 3, 6, 6, 6, 11, 11]
     assert [process for _, process in three][:2] == [process for _, process in two]
     assert [process for _, process in again] == [process for _, process in two]
+
+
+def test_processes_are_replaced_after_so_many_cases() -> None:
+    with RankPool() as ranks, patch.object(pool, "AT_MOST", 2):
+        seen = [tuple(process for _, process in ranks.run(total_and_process, 2, 1)) for _ in range(5)]
+    assert seen[0] == seen[1]
+    assert seen[2] == seen[3]
+    assert len(set(seen)) == 3
 
 
 def test_tensors_travel_back() -> None:

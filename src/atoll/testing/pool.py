@@ -21,6 +21,9 @@ one thread each, and every case gets a new gloo group over a new part of the sto
     3. the parent tells those that have reported to leave the group, which breaks the connections of the others;
     4. ranks that do not report in time after that are killed, and the next case starts new processes.
 
+Processes are replaced after `AT_MOST` cases: what torch keeps as long as a process lives, such as the meshes that DTensor
+has seen, with their groups' threads and sockets, does not pile up for ever.
+
 The function travels by name: it must be at the top of a module that the parent can import again.
 """
 
@@ -52,6 +55,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 START_SECONDS = 120.0
+AT_MOST = 400
 LEAVE_SECONDS = 2.0
 """How long the other ranks may take to leave a broken case before they are killed."""
 
@@ -116,8 +120,7 @@ class RankPool:
 
     def _grow(self, ranks: int) -> None:
         """Starts the processes that are missing, all at once."""
-        gone = any(worker.process.poll() is not None for worker in self._workers)
-        if gone:
+        if any(worker.process.poll() is not None or worker.cases >= AT_MOST for worker in self._workers):
             self.close()
 
         new = [_start_worker(sees_gpus=self._sees_gpus) for _ in range(ranks - len(self._workers))]
@@ -218,10 +221,12 @@ class _Worker:
     connection: Connection
     lifeline: int
     log: Path
+    cases: int = 0
     released: bool = False
     log_start: int = 0
 
     def begin_case(self) -> None:
+        self.cases += 1
         self.released = False
         self.log_start = self.log.stat().st_size
 
