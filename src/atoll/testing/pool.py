@@ -21,8 +21,8 @@ one thread each, and every case gets a new gloo group over a new part of the sto
     3. the parent tells those that have reported to leave the group, which breaks the connections of the others;
     4. ranks that do not report in time after that are killed, and the next case starts new processes.
 
-Processes are replaced after `AT_MOST` cases: what torch keeps as long as a process lives, such as the meshes that DTensor
-has seen, with their groups' threads and sockets, does not pile up for ever.
+Processes are replaced after `AT_MOST` cases: what torch keeps as long as a process lives, such as the meshes that
+DTensor has seen, with their groups' threads and sockets, does not pile up for ever.
 
 The function travels by name: it must be at the top of a module that the parent can import again.
 """
