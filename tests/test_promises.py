@@ -136,6 +136,15 @@ def test_the_quickstart_fits_its_machine() -> None:
     assert config.notes == ()
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda path: path.name)
+def test_every_shipped_config_is_a_plan(path: Path) -> None:
+    from atoll.config import load
+
+    config = load(path)
+    assert config.to_plan().mesh.world == config.parallel.ranks
+    assert config.notes == ()
+
+
 def test_relative_links_lead_somewhere() -> None:
     missing = [
         f"{page.relative_to(ROOT)}: {target}"
