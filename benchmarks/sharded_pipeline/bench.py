@@ -89,7 +89,8 @@ def _race(
     work: Work, ranks: Ranks, names: Sequence[str], differences: Mapping[str, float], share: float, *, rounds: int
 ) -> dict[str, Any]:
     """Steps in turns; the first round warms up."""
-    rows: dict[str, dict[str, Any]] = {name: {"seconds": [], "gather": [], "reduce": [], "bytes": []} for name in names}
+    noted = ("seconds", "bytes", "gather", "reduce", "gather_computing", "reduce_computing")
+    rows: dict[str, dict[str, Any]] = {name: {what: [] for what in noted} for name in names}
     for at in range(rounds + 1):
         turn = at % len(names)
         for name in (*names[turn:], *names[:turn]):
@@ -100,8 +101,11 @@ def _race(
             row["seconds"].append(max(each.end for each in seen) - max(each.start for each in seen))
             row["bytes"].append(sum(each.inter_bytes for each in seen) / DATA)
             for lane in ("gather", "reduce"):
-                taken, hidden = (sum(getattr(each, lane)[which] for each in seen) for which in range(2))
-                row[lane].append(hidden / taken if taken > NOTHING else None)
+                travels = [getattr(each, lane) for each in seen]
+                taken = sum(travel.taken for travel in travels)
+                if taken > NOTHING:
+                    row[lane].append(1 - sum(travel.held for travel in travels) / taken)
+                    row[f"{lane}_computing"].append(sum(travel.computing for travel in travels) / taken)
     for name, row in rows.items():
         row["median_seconds"] = median(row["seconds"])
         row["gradient_difference"] = differences[name]
@@ -148,8 +152,8 @@ def report(result: Mapping[str, Any]) -> str:
         f"layers, {work['microbatches']} microbatches, F, I and W of a rank "
         f"{1000 * work['operation_seconds']:.0f} ms each: {work['compute_seconds']:.2f} s of compute a rank and step. "
         "float64, SGD; gradients of the first step against one process. Medians of steps in turns; each follows "
-        "another one at once. *hidden*: share of the time in which something is gathered or reduced, on all ranks, "
-        "within which the rank's device computes. *simulator*: each rank has its part of the link, and a stage is "
+        "another one at once. *hidden*: of the time in which something is gathered or reduced, on all ranks, the "
+        "share in which nobody waits for it. *simulator*: each rank has its part of the link, and a stage is "
         "gathered as a whole.",
     ]
     for question, found in races.items():
@@ -202,9 +206,8 @@ def _table(question: str, found: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _percent(shares: Sequence[float | None]) -> str:
-    known = [share for share in shares if share is not None]
-    return f"{median(known):.1%}" if known else ""
+def _percent(shares: Sequence[float]) -> str:
+    return f"{median(shares):.1%}" if shares else ""
 
 
 def publish(result: Mapping[str, Any], folder: Path) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -57,15 +57,24 @@ def prepare(rank: Rank) -> bool:
 class Seen:
     """One rank's step. start, end: of the machine's monotonic clock.
 
-    gather, reduce: (seconds, seconds within which the device computed) of what Atoll gathered and reduced.
+    gather, reduce: of what Atoll gathered and reduced.
     inter_bytes: what the rank's island sent across, where it is the rank that reads the counter.
     """
 
     start: float
     end: float
-    gather: tuple[float, float]
-    reduce: tuple[float, float]
+    gather: Travel
+    reduce: Travel
     inter_bytes: int
+
+
+@dataclass(slots=True)
+class Travel:
+    """Seconds in which anything was under way, in which the device computed besides, and in which it was waited for."""
+
+    taken: float = 0.0
+    computing: float = 0.0
+    held: float = 0.0
 
 
 def step(rank: Rank, name: str, at: int) -> Seen:
@@ -80,29 +89,45 @@ def step(rank: Rank, name: str, at: int) -> Seen:
     contender.step(batches[0])
     _DEVICE.operations.clear()
     before = bytes_sent(INTERFACE)
-    start = time.monotonic()
-    contender.step(batches[1])
-    end = time.monotonic()
+    gather, reduce = Travel(), Travel()
+    with _timed("gather", gather), _timed("reduce_gradients", reduce), _timed("settle_gradients", reduce):
+        start = time.monotonic()
+        contender.step(batches[1])
+        end = time.monotonic()
     contender.drain()
     dist.barrier()
     sent = bytes_sent(INTERFACE) - before if rank.number < DATA else 0
-    gathered, reduced = _hidden(contender, "gather"), _hidden(contender, "reduce")
+    _note(contender, "gather", gather)
+    _note(contender, "reduce", reduce)
     dist.barrier()
-    return Seen(start, end, gathered, reduced, sent)
+    return Seen(start, end, gather, reduce, sent)
 
 
-def _hidden(contender: Contender, lane: str) -> tuple[float, float]:
-    """Seconds in which anything was under way on a lane, and those of them in which the device computed."""
+@contextmanager
+def _timed(name: str, travel: Travel) -> Iterator[None]:
+    """Add up what the computation's thread spends in a method of the segments, all of which is waiting."""
+    method = getattr(Segment, name)
+
+    def timed(segment: Segment, *args: Any, **options: Any) -> None:
+        begin = time.monotonic()
+        method(segment, *args, **options)
+        travel.held += time.monotonic() - begin
+
+    with patch.object(Segment, name, timed):
+        yield
+
+
+def _note(contender: Contender, lane: str, travel: Travel) -> None:
+    """What was under way on a lane, and for how much of it the device computed."""
     if contender.engine is None:
-        return 0.0, 0.0
+        return
     spans = contender.engine.trace().spans
     under_way = _joined([(span.start, span.end) for span in spans if span.lane == lane])
     computing = _joined([(start, end) for _, start, end in _DEVICE.operations])
-    taken = sum(end - start for start, end in under_way)
-    hidden = sum(
+    travel.taken = sum(end - start for start, end in under_way)
+    travel.computing = sum(
         max(0.0, min(end, until) - max(start, since)) for start, end in under_way for since, until in computing
     )
-    return taken, hidden
 
 
 def _joined(intervals: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
