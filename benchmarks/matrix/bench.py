@@ -1,7 +1,7 @@
 """Everything with everything: each combination of `atoll.testing.matrix` against one process, in float64.
 
-Thousands of runs take more than an hour. What is done is written to build/matrix.jsonl, beside the commit, and a run
-that was interrupted goes on from there.
+Thousands of runs take more than an hour. Each is written down when it is done, in results/cases.jsonl, and a run that was
+interrupted goes on from there as long as the package's source is the same.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ TOLERANCE = 1e-10
 EACH = 601
 """Of a quick run, one case in so many."""
 
-DONE = ROOT / "build" / "matrix.jsonl"
+DONE = ROOT / "benchmarks" / "matrix" / "results" / "cases.jsonl"
+"""The source's tree as git names it, then a line a case."""
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Run what has not been run yet of this commit's matrix."""
+    """Run what has not been run yet of this source's matrix."""
     choices = list(islice(whole(), 0, None, EACH)) if arguments.quick else list(whole())
-    commit = _commit()
-    done = {} if arguments.quick else dict(_done(commit))
+    done = {} if arguments.quick else dict(_done(_source()))
     for at, choice in enumerate(choices):
         name = name_of(choice)
         if name in done:
             continue
         done[name] = _judge(choice)
         if not arguments.quick:
-            _note(commit, name, done[name])
+            _note(name, done[name])
         if done[name]["problem"] or at % 100 == 0:
             print(f"{at + 1}/{len(choices)} {name}: {done[name]['problem'] or 'right'}", flush=True)
     rows = [{**_cell(choice), **done[name_of(choice)]} for choice in choices]
@@ -102,25 +102,26 @@ def _text(result: Mapping[str, Any], schedule: str, layout: str) -> str:
     return f"{right}" if right == cases else f"**{right} of {cases}**"
 
 
-def _commit() -> str:
+def _source() -> str:
     return subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+        ["git", "rev-parse", "HEAD:src/atoll"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.strip()
 
 
-def _done(commit: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What was run of this commit before."""
-    if DONE.is_file():
-        for line in DONE.read_text(encoding="utf-8").splitlines():
-            known = json.loads(line)
-            if known.pop("commit") == commit:
-                yield known.pop("name"), known
+def _done(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What was run of this source before; the file begins anew where it is of another one."""
+    known = DONE.read_text(encoding="utf-8").splitlines() if DONE.is_file() else []
+    if known[:1] != [source]:
+        DONE.parent.mkdir(exist_ok=True)
+        DONE.write_text(source + "\n", encoding="utf-8")
+    for line in known[1:] if known[:1] == [source] else ():
+        found = json.loads(line)
+        yield found.pop("name"), found
 
 
-def _note(commit: str, name: str, found: Mapping[str, Any]) -> None:
-    DONE.parent.mkdir(exist_ok=True)
+def _note(name: str, found: Mapping[str, Any]) -> None:
     with DONE.open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"commit": commit, "name": name, **found}) + "\n")
+        file.write(json.dumps({"name": name, **found}) + "\n")
 
 
 _PAGE = """\
