@@ -1,7 +1,7 @@
 """Everything with everything: each combination of `atoll.testing.matrix` against one process, in float64.
 
-Thousands of runs take more than an hour. Each is written down when it is done, in results/cases.jsonl, and a run that was
-interrupted goes on from there as long as the package's source is the same.
+Thousands of runs take more than an hour. Each is written down when it is done, in results/cases.jsonl, and a run that
+was interrupted goes on from there as long as the package's source is the same.
 """
 
 from __future__ import annotations
