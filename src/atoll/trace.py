@@ -68,7 +68,7 @@ class Idle(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """Spans of `ranks` pipeline ranks with `chunks` stages each. Measures are of compute actions, F, I, W and B, L, S, T and G.
+    """Spans of `ranks` pipeline ranks with `chunks` stages each. Measures are of compute actions.
 
     memory        bytes that ranks hold over time, if they are known: a pending W keeps some too
     memory_wait   per rank, idle time in which a forward was there and did not fit; empty where no limit is known
@@ -235,17 +235,21 @@ class Trace:
     def _producers(self, action: Action) -> list[Action]:
         """What other stages, or slices of the vocabulary, may have made for `action`."""
         stage, microbatch, last = action.stage, action.microbatch, self.ranks * self.chunks - 1
-        above = (stage + 1, (Op.I, Op.B))
-        slices = [(rank, (Op.L if action.op is Op.F else Op.S,)) for rank in range(self.ranks)]
-        made: dict[Op, list[tuple[int, tuple[Op, ...]]]] = {
-            Op.F: slices if stage == 0 else [(stage - 1, (Op.F,))],
-            Op.I: slices if stage == last else [above],
-            Op.B: slices if stage == last else [above],
-            Op.S: [(last, (Op.F,))],
-            Op.T: [(last, (Op.I, Op.B))],
-            Op.G: [(0, (Op.I, Op.B))],
-        }
-        return [Action(at, op, microbatch) for at, ops in made.get(action.op, ()) for op in ops]
+        slices, backward = range(self.ranks), (Op.I, Op.B)
+        made: tuple[Iterable[int], tuple[Op, ...]] = (), ()
+        match action.op:
+            case Op.F:
+                made = (slices, (Op.L,)) if stage == 0 else ((stage - 1,), (Op.F,))
+            case Op.I | Op.B:
+                made = (slices, (Op.S,)) if stage == last else ((stage + 1,), backward)
+            case Op.S:
+                made = (last,), (Op.F,)
+            case Op.T:
+                made = (last,), backward
+            case Op.G:
+                made = (0,), backward
+        stages, ops = made
+        return [Action(at, op, microbatch) for at in stages for op in ops]
 
 
 def to_chrome(trace: Trace) -> str:

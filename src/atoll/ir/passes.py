@@ -89,7 +89,7 @@ def _place_receives(queue: Mapping[int, Action], end: int, before: _Actions) -> 
     """
     latest = end
     placed: list[tuple[int, Action]] = []
-    for cell, receive in reversed(queue.items()):
+    for cell, receive in reversed(list(queue.items())):
         latest = min(latest, cell)
         placed.append((latest, receive))
     for cell, receive in reversed(placed):

@@ -219,7 +219,7 @@ class Table:
             wanted = [self.at[{SEND_L: L, SEND_S: S, SEND_T: RECV_B}[code]][key]]
         here, there = self.rank[cell], []
         for needed in wanted:
-            is_sent = needed >= 0 and COMPUTE_CODES <= self.code[needed]
+            is_sent = needed >= 0 and self.code[needed] >= COMPUTE_CODES
             if needed < 0 or (self.rank[needed] == here and is_sent and code != SEND_T):
                 continue
             if self.rank[needed] == here:
