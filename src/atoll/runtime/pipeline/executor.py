@@ -501,5 +501,3 @@ class Executor:
         (step.logits if step.keeps_logits else step.losses).append(found)
         if step.is_training and gradient is not None:
             step.gradients[key] = gradient.mul_(step.scale)
-        if not step.is_training:
-            del step.outputs[key]
