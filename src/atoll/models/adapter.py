@@ -56,7 +56,7 @@ STYLES = (
 class Vocabulary:
     """The two ends of a model whose rows are those of its vocabulary, by their modules' qualified names.
 
-    embedding: an `nn.Embedding`, whose output is all that the model takes of the tokens.
+    embedding: an `nn.Embedding`, or one of a class which does something to each row by itself, as scaling does.
     head: an `nn.Linear`, whose output, times `scale` and then capped to `cap` * tanh(logit / `cap`), is the logits, and
     whose loss is `token_cross_entropy`.
     """

@@ -47,7 +47,17 @@ class LookedUp(End):
         self._rows.pop(self._moment.microbatch, None)
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
-        return self._rows[self._moment.microbatch]
+        rows, module = self._rows[self._moment.microbatch], self._module
+        if type(module) is nn.Embedding:
+            return rows
+        # What else its class does to rows, it does where these are its table.
+        table, padding = module._parameters["weight"], module.padding_idx
+        try:
+            module._parameters["weight"], module.padding_idx = rows.flatten(0, -2), None  # type: ignore[assignment]
+            found: torch.Tensor = type(module).forward(module, torch.arange(given.numel(), device=given.device))
+        finally:
+            module._parameters["weight"], module.padding_idx = table, padding
+        return found.view(*given.shape, -1)
 
 
 class Scored(End):

@@ -264,7 +264,7 @@ def _materialise(
     first names, is left alone.
     """
     parameters = [parameter for name, parameter in block.named_parameters() if shared.get(name, name) not in elsewhere]
-    if not any(parameter.is_meta for parameter in parameters):
+    if not any(tensor.is_meta for tensor in (*parameters, *block.module.buffers())):
         return
     if not all(parameter.is_meta or id(parameter) in _ids(replaced) for parameter in parameters):
         raise PlanError(f"block {block.name!r} is partly on meta; build the whole model on meta, or none of it")

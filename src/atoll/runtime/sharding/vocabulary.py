@@ -51,7 +51,7 @@ def vocabulary_of(adapter: Adapter, ranks: int) -> Vocabulary:
     problems = []
     for name, kind in ((found.embedding, nn.Embedding), (found.head, nn.Linear)):
         module = modules.get(name)
-        if type(module) is not kind:
+        if not (isinstance(module, kind) if kind is nn.Embedding else type(module) is kind):
             problems.append(f"{name} is a {type(module).__name__}, not an nn.{kind.__name__}")
     if problems:
         raise PlanError(_refusal("; ".join(problems)))
