@@ -108,6 +108,7 @@ class Plan:
     generating code, which needs no compiler.
     post_validation: stages take the optimizer step without waiting for the global norm, which is checked afterwards.
     sequence_parallel: with tensor parallelism, what lies between the split modules works on a part of the sequence.
+    vocabulary_parallel: each pipeline rank has a slice of embedding and head, looks up and scores every microbatch.
     prefetch: bytes of parameters that may be gathered before they are used; what a block needs for each link that a
     gather crosses if not given.
     layers_per_stage: how many layers each stage gets; as even as can be if not given (atoll.stages).
@@ -127,6 +128,7 @@ class Plan:
     compile: str = "none"
     prefetch: int | None = None
     sequence_parallel: bool = False
+    vocabulary_parallel: bool = False
     layers_per_stage: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -147,6 +149,12 @@ class Plan:
             raise PlanError(f"unit = {self.unit}; a unit has at least one block")
         if self.sequence_parallel and self.mesh.tensor == 1:
             raise PlanError("sequence_parallel splits sequences over a tensor-parallel group, and tensor = 1 has none")
+        if self.vocabulary_parallel and (self.mesh.pipeline == 1 or self.mesh.tensor > 1):
+            raise PlanError(
+                "vocabulary_parallel splits embedding and head over two or more pipeline ranks, and not over a "
+                f"tensor-parallel group besides; the mesh has pipeline = {self.mesh.pipeline} and tensor = "
+                f"{self.mesh.tensor}. Turn it off, or change these"
+            )
         if self.residency not in RESIDENCIES:
             raise PlanError(f"residency = {self.residency!r}; known: {', '.join(RESIDENCIES)}")
         if self.reduction not in REDUCTIONS:

@@ -15,13 +15,13 @@ import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 
 from atoll.errors import ConfigError
 from atoll.ir.action import COMPUTE_CODES, Action, Op
 from atoll.ir.schedule import Schedule
-from atoll.ir.table import REDUCE_GRAD, SEND_B, SEND_F, UNSHARD, B, F, I, Table, W
+from atoll.ir.table import REDUCE_GRAD, SEND_B, SEND_F, UNSHARD, B, F, G, I, L, S, T, Table, W
 from atoll.schedules.memory import Level, Memory, RankMemory, levels_of
 from atoll.schedules.problem import TOLERANCE
 from atoll.trace import MemorySample, Span, Trace, lane_of
@@ -36,6 +36,8 @@ class Costs:
 
     hop              latency of a message between two ranks
     gather, reduce   an UNSHARD and a REDUCE_GRAD of all that the rank has; of a chunk 1/chunks
+    look_up          an L, and a G: the rank's slice of the embedding
+    score            an S, which scores and makes the gradient of what is scored; score_grad a T, the slice's own
     fused_backward   a full backward releases the input's gradient at its end, not after its I part
 
     Raises ConfigError for a cost that is negative, infinite or not a number.
@@ -48,9 +50,12 @@ class Costs:
     fused_backward: bool = False
     gather: Cost = 0.0
     reduce: Cost = 0.0
+    look_up: Cost = 0.0
+    score: Cost = 0.0
+    score_grad: Cost = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("forward", "input_grad", "weight_grad", "hop", "gather", "reduce"):
+        for name in (f.name for f in fields(self) if f.name != "fused_backward"):
             value = getattr(self, name)
             for number in value if isinstance(value, Sequence) else (value,):
                 if not (math.isfinite(number) and number >= 0):
@@ -63,6 +68,12 @@ class Costs:
     def sharding_per_rank(self, ranks: int) -> tuple[tuple[float, float], ...]:
         """(gather, reduce) of each rank. Raises ConfigError for a list of another length."""
         return tuple((gather, reduce) for gather, reduce in self._columns(ranks, "gather", "reduce"))
+
+    def vocabulary_per_rank(self, ranks: int) -> tuple[tuple[float, float, float], ...]:
+        """(look_up, score, score_grad) of each rank. Raises ConfigError for a list of another length."""
+        return tuple(
+            (look, score, grad) for look, score, grad in self._columns(ranks, "look_up", "score", "score_grad")
+        )
 
     def _columns(self, ranks: int, *names: str) -> Iterator[tuple[float, ...]]:
         columns = []
@@ -169,11 +180,14 @@ def _waited(
 def _durations(schedule: Schedule, costs: Costs) -> tuple[list[list[float]], list[list[float]]]:
     """rank, code -> how long it takes, and after how long of it the result is released."""
     duration, release = [], []
-    for forward, input_grad, weight_grad in costs.per_rank(schedule.ranks):
+    rows = zip(costs.per_rank(schedule.ranks), costs.vocabulary_per_rank(schedule.ranks), strict=True)
+    for (forward, input_grad, weight_grad), (look_up, score, score_grad) in rows:
         shares = [0.0] * COMPUTE_CODES
         shares[F], shares[I], shares[W] = forward, input_grad, weight_grad
         shares[B] = input_grad + weight_grad
         shares = [share / schedule.chunks for share in shares]
+        shares[L] = shares[G] = look_up
+        shares[S], shares[T] = score, score_grad
         duration.append(shares)
         early = list(shares)
         if not costs.fused_backward:
@@ -192,12 +206,13 @@ def _play(table: Table, duration: list[list[float]], release: list[list[float]],
     Each rank runs on until it needs what has not been made; whoever makes it wakes it. Which ready rank goes first
     does not matter: the times are a function of the order of actions alone. It ends, since the schedule is valid.
     """
-    need, crosses, code, offset = table.need, table.crosses, table.code, table.offset
+    need, crosses, others = table.need, table.crosses, table.others
+    code, offset = table.code, table.offset
     start = [0.0] * len(code)
     end = [0.0] * len(code)
     released = [_NOT_YET] * len(code)
     position, clock = offset[:-1], [0.0] * len(duration)
-    waiter: dict[int, int] = {}
+    waiters: dict[int, list[int]] = {}
     ready = list(range(len(duration)))
     while ready:
         rank = ready.pop()
@@ -208,21 +223,35 @@ def _play(table: Table, duration: list[list[float]], release: list[list[float]],
             if needed >= 0:
                 arrival = released[needed]
                 if arrival < 0:
-                    waiter[needed], position[rank] = rank, cell
+                    waiters.setdefault(needed, []).append(rank)
+                    position[rank] = cell
                     break
                 if crosses[cell]:
                     arrival += hop
                 if arrival > now:
                     now = arrival
+            if cell in others:
+                missing, arrival = _gathered(others[cell], released)
+                if missing >= 0:
+                    waiters.setdefault(missing, []).append(rank)
+                    position[rank] = cell
+                    break
+                now = max(now, arrival + hop)
             kind = code[cell]
             start[cell] = now
             released[cell] = now + gives[kind]
             now += takes[kind]
             end[cell] = now
-            if cell in waiter:
-                ready.append(waiter.pop(cell))
+            if cell in waiters:
+                ready.extend(waiters.pop(cell))
         clock[rank] = now
     return start, end
+
+
+def _gathered(needs: Sequence[int], released: Sequence[float]) -> tuple[int, float]:
+    """The first of some cells that has not been released, or -1, and when the last of them was."""
+    missing = next((cell for cell in needs if released[cell] < 0), -1)
+    return missing, max(released[cell] for cell in needs)
 
 
 def _play_lowered(
@@ -244,7 +273,7 @@ def _play_lowered(
     last_compute = [-1] * len(duration)
     gathered, reduced = [0.0] * len(duration), [0.0] * len(duration)  # when the lanes are free
     whole = [0.0] * table.placement.stages  # when a stage that was opened is there
-    waiter: dict[int, int] = {}
+    waiters: dict[int, list[int]] = {}
     ready = list(range(len(duration)))
     while ready:
         rank = ready.pop()
@@ -255,11 +284,19 @@ def _play_lowered(
             if needed >= 0:
                 arrival = released[needed]
                 if arrival < 0:
-                    waiter[needed], position[rank] = rank, cell
+                    waiters.setdefault(needed, []).append(rank)
+                    position[rank] = cell
                     break
                 now = max(now, arrival + hop if table.crosses[cell] else arrival)
+            if cell in table.others:
+                missing, arrival = _gathered(table.others[cell], released)
+                if missing >= 0:
+                    waiters.setdefault(missing, []).append(rank)
+                    position[rank] = cell
+                    break
+                now = max(now, arrival + hop)
             if kind < COMPUTE_CODES:
-                if kind != W:
+                if kind in (F, I, B):
                     now = max(now, whole[table.cells[cell].stage])
                 begin = now
                 released[cell] = now + release[rank][kind]
@@ -279,7 +316,7 @@ def _play_lowered(
             elif kind == REDUCE_GRAD:
                 start[cell] = max(now, reduced[rank])
                 end[cell] = reduced[rank] = start[cell] + travel[rank][1]
-            if cell in waiter:
-                ready.append(waiter.pop(cell))
+            if cell in waiters:
+                ready.extend(waiters.pop(cell))
         clock[rank] = now
     return start, end

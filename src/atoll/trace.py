@@ -30,7 +30,7 @@ def lane_of(op: Op) -> str:
         return COMPUTE_LANE
     if op.is_sharding:
         return REDUCE_LANE if op is Op.REDUCE_GRAD else GATHER_LANE
-    return SEND_LANE if op in (Op.SEND_F, Op.SEND_B) else RECEIVE_LANE
+    return SEND_LANE if op.startswith("SEND") else RECEIVE_LANE
 
 
 class Span(NamedTuple):
@@ -68,7 +68,7 @@ class Idle(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """Spans of `ranks` pipeline ranks with `chunks` stages each. Measures are of compute actions, F, I, W and B.
+    """Spans of `ranks` pipeline ranks with `chunks` stages each. Measures are of compute actions.
 
     memory        bytes that ranks hold over time, if they are known: a pending W keeps some too
     memory_wait   per rank, idle time in which a forward was there and did not fit; empty where no limit is known
@@ -205,7 +205,7 @@ class Trace:
                 if span.action.op is Op.F:
                     held += 1
                     peak = max(peak, held)
-                elif span.action.op is not Op.W:
+                elif span.action.op in (Op.I, Op.B):
                     held -= 1
             peaks.append(peak / self.chunks)
         return tuple(peaks)
@@ -223,7 +223,8 @@ class Trace:
         seen = set(path)
         while True:
             span = path[-1]
-            before, producer = previous.get(span), _producer(span.action, made)
+            producers = [made[each] for each in self._producers(span.action) if each in made]
+            before, producer = previous.get(span), max(producers, key=lambda span: span.end, default=None)
             follows = before is not None and span.start - before.end <= limit
             chosen = before if follows or producer is None else producer
             if chosen is None or chosen in seen:
@@ -231,15 +232,24 @@ class Trace:
             path.append(chosen)
             seen.add(chosen)
 
-
-def _producer(action: Action, made: dict[Action, Span]) -> Span | None:
-    """The span of another stage whose result `action` uses."""
-    if action.op is Op.F:
-        return made.get(Action(action.stage - 1, Op.F, action.microbatch))
-    if action.op is Op.W:
-        return None
-    above = (Action(action.stage + 1, op, action.microbatch) for op in (Op.I, Op.B))
-    return next((made[candidate] for candidate in above if candidate in made), None)
+    def _producers(self, action: Action) -> list[Action]:
+        """What other stages, or slices of the vocabulary, may have made for `action`."""
+        stage, microbatch, last = action.stage, action.microbatch, self.ranks * self.chunks - 1
+        slices, backward = range(self.ranks), (Op.I, Op.B)
+        made: tuple[Iterable[int], tuple[Op, ...]] = (), ()
+        match action.op:
+            case Op.F:
+                made = (slices, (Op.L,)) if stage == 0 else ((stage - 1,), (Op.F,))
+            case Op.I | Op.B:
+                made = (slices, (Op.S,)) if stage == last else ((stage + 1,), backward)
+            case Op.S:
+                made = (last,), (Op.F,)
+            case Op.T:
+                made = (last,), backward
+            case Op.G:
+                made = (0,), backward
+        stages, ops = made
+        return [Action(at, op, microbatch) for at in stages for op in ops]
 
 
 def to_chrome(trace: Trace) -> str:

@@ -19,6 +19,15 @@ class Op(StrEnum):
     3SEND_B0  stage 3 sends its input's gradient to stage 2           2RECV_B0  stage 2 receives its output's gradient
     2UNSHARD  opens the stage's parameters    2RESHARD  frees what is still whole
     2REDUCE_GRAD  flushes the gradients that have not been reduced
+
+    Where the vocabulary is split over the ranks, each has a slice of embedding and head, named by its first stage:
+
+    2L0       looks up microbatch 0 in the slice              2SEND_L0  sends that to the rank of stage 0
+    2S0       scores the last stage's output by the slice     2SEND_S0  sends the scores to the last stage's rank
+    2T0       backward for the slice of the head              2G0       backward for the slice of the embedding
+    2RECV_S0, 2RECV_T0 and 2RECV_G0 receive what these three work on. Stage 0 sends its input's gradient to all slices
+    (0SEND_B0) and receives what they looked up (0RECV_F0); the last stage, say 3, sends its output (3SEND_F0), receives
+    the scores (3RECV_B0), which are the loss and the gradient, and sends what T needs of them (3SEND_T0).
     """
 
     code: int
@@ -27,10 +36,20 @@ class Op(StrEnum):
     I = "I"  # noqa: E741  (torch's name for it)
     W = "W"
     B = "B"
+    L = "L"
+    S = "S"
+    T = "T"
+    G = "G"
     SEND_F = "SEND_F"
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"
     RECV_B = "RECV_B"
+    SEND_L = "SEND_L"
+    SEND_S = "SEND_S"
+    RECV_S = "RECV_S"
+    SEND_T = "SEND_T"
+    RECV_T = "RECV_T"
+    RECV_G = "RECV_G"
     UNSHARD = "UNSHARD"
     RESHARD = "RESHARD"
     REDUCE_GRAD = "REDUCE_GRAD"
@@ -43,8 +62,13 @@ class Op(StrEnum):
 
     @property
     def is_compute(self) -> bool:
-        """F, I, W or B."""
+        """F, I, W or B, or L, S, T or G."""
         return self.code < COMPUTE_CODES
+
+    @property
+    def is_of_slice(self) -> bool:
+        """Of a slice of the vocabulary, which is named by the first stage of its rank, and not of a stage."""
+        return self in _OF_SLICE
 
     @property
     def is_message(self) -> bool:
@@ -57,15 +81,19 @@ class Op(StrEnum):
         return self.code >= MICROBATCH_CODES
 
 
-COMPUTE_CODES = 4
+COMPUTE_CODES = 8
 """Codes below it are compute."""
 
-MICROBATCH_CODES = 8
+MICROBATCH_CODES = 18
 """Codes below it carry a microbatch."""
 
-COMPUTE = (Op.F, Op.I, Op.W, Op.B)
-MESSAGES = (Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B)
+VOCABULARY = (Op.L, Op.S, Op.T, Op.G)
+COMPUTE = (Op.F, Op.I, Op.W, Op.B, *VOCABULARY)
+VOCABULARY_MESSAGES = (Op.SEND_L, Op.SEND_S, Op.RECV_S, Op.SEND_T, Op.RECV_T, Op.RECV_G)
+MESSAGES = (Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B, *VOCABULARY_MESSAGES)
 SHARDING = (Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD)
+
+_OF_SLICE = frozenset({*VOCABULARY, *VOCABULARY_MESSAGES} - {Op.SEND_T})
 
 _NOTATION = re.compile(r"(\d+)([A-Z_]+?)(\d*)")
 

@@ -101,8 +101,14 @@ def _time_rows(schedule: Schedule, trace: Timeline, width: int) -> list[list[str
     return [[line] for line in lines]
 
 
-_COLOURS = {Op.F: "#8fb8de", Op.I: "#f2b880", Op.W: "#a9cf9a", Op.B: "#e8998d"}
-_NAMES = {Op.F: "F forward", Op.I: "I backward for the input", Op.W: "W backward for the weights", Op.B: "B backward"}
+_COLOURS = {
+    Op.F: "#8fb8de", Op.I: "#f2b880", Op.W: "#a9cf9a", Op.B: "#e8998d",
+    Op.L: "#c9d3dc", Op.S: "#c3a6d8", Op.T: "#dcc8ea", Op.G: "#e3ddc5",
+}  # fmt: skip
+_NAMES = {
+    Op.F: "F forward", Op.I: "I backward for the input", Op.W: "W backward for the weights", Op.B: "B backward",
+    Op.L: "L look-up", Op.S: "S score", Op.T: "T weights of scores", Op.G: "G weights of look-ups",
+}  # fmt: skip
 _ROW, _BAR, _LEFT, _RIGHT = 30, 26, 64, 16  # pixels: pitch of ranks, height of a bar, margins
 _LETTER = 7.5  # pixels of a character of a bar's name, at most
 

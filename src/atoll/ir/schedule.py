@@ -74,6 +74,11 @@ class Schedule:
         """Whether UNSHARD, RESHARD or REDUCE_GRAD are in place."""
         return self.table.has_sharding
 
+    @property
+    def has_vocabulary(self) -> bool:
+        """Whether embedding and head are split over the ranks, and L, S, T and G in place."""
+        return self.table.has_vocabulary
+
     def only(self, ops: Collection[Op]) -> Schedule:
         """The same orders with nothing but `ops`; still validated."""
         kept = frozenset(ops)
@@ -85,8 +90,11 @@ class Schedule:
         return self.only(COMPUTE)
 
     def forward_only(self) -> Schedule:
-        """The forward part, for evaluation: F with its messages, and UNSHARD and RESHARD around at least one F."""
-        rows = tuple(_forward_row(row) for row in self.actions)
+        """The forward part, for evaluation: F with its messages, and UNSHARD and RESHARD around at least one F.
+
+        Of a split vocabulary L and S with their messages.
+        """
+        rows = tuple(_forward_row(row, self.stages - 1 if self.has_vocabulary else None) for row in self.actions)
         return Schedule(self.name, self.placement, self.microbatches, rows)
 
     def __str__(self) -> str:
@@ -94,11 +102,14 @@ class Schedule:
         return f"{self.name}: {sizes}"
 
 
-_FORWARD = frozenset({Op.F, Op.SEND_F, Op.RECV_F, Op.UNSHARD, Op.RESHARD})
+_FORWARD = frozenset({Op.F, Op.SEND_F, Op.RECV_F, Op.UNSHARD, Op.RESHARD, Op.L, Op.SEND_L, Op.S, Op.SEND_S, Op.RECV_S})
 
 
-def _forward_row(row: tuple[Action, ...]) -> tuple[Action, ...]:
-    """The forward part of one rank. An UNSHARD ... RESHARD pair that then holds no F goes too."""
+def _forward_row(row: tuple[Action, ...], scored: int | None) -> tuple[Action, ...]:
+    """The forward part of one rank. An UNSHARD ... RESHARD pair that then holds no F goes too.
+
+    scored: the stage that receives scores, if any does.
+    """
     empty: set[int] = set()
     opened: dict[int, int] = {}
     for step, action in enumerate(row):
@@ -109,4 +120,8 @@ def _forward_row(row: tuple[Action, ...]) -> tuple[Action, ...]:
         elif action.op is Op.RESHARD and action.stage in opened:
             empty |= {opened.pop(action.stage), step}
     empty |= set(opened.values())
-    return tuple(action for step, action in enumerate(row) if action.op in _FORWARD and step not in empty)
+    return tuple(
+        action
+        for step, action in enumerate(row)
+        if (action.op in _FORWARD and step not in empty) or (action.op is Op.RECV_B and action.stage == scored)
+    )

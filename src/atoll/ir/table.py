@@ -6,13 +6,16 @@ nothing here assumes that the schedule is a valid one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from atoll.ir.action import COMPUTE_CODES, MICROBATCH_CODES, Action, Op
 from atoll.ir.placement import Placement
 
 F, I, W, B = Op.F.code, Op.I.code, Op.W.code, Op.B.code  # noqa: E741
+L, S, T, G = Op.L.code, Op.S.code, Op.T.code, Op.G.code
 SEND_F, RECV_F, SEND_B, RECV_B = Op.SEND_F.code, Op.RECV_F.code, Op.SEND_B.code, Op.RECV_B.code
+SEND_L, SEND_S, RECV_S = Op.SEND_L.code, Op.SEND_S.code, Op.RECV_S.code
+SEND_T, RECV_T, RECV_G = Op.SEND_T.code, Op.RECV_T.code, Op.RECV_G.code
 UNSHARD, RESHARD, REDUCE_GRAD = Op.UNSHARD.code, Op.RESHARD.code, Op.REDUCE_GRAD.code
 
 
@@ -25,9 +28,10 @@ class Table:
     code, rank, key           cell -> code of its op; its rank; stage * microbatches + microbatch (-1: no such place)
     at                        code, key -> the first such cell, or -1
     strays, repeats           cells outside the pipeline or on another's rank; (cell, first cell) of what comes twice
-    has_messages              whether any send or receive is present; has_sharding likewise
+    has_messages              whether any send or receive is present; has_sharding, has_vocabulary likewise
     need                      cell -> the cell that must have finished on another (or its own) rank before it, or -1
     crosses                   cell -> whether what it needs comes from another rank
+    others                    cell -> what it needs besides, all from other ranks, where it gathers from many
     """
 
     def __init__(self, placement: Placement, microbatches: int, actions: Sequence[Sequence[Action]]) -> None:
@@ -50,9 +54,14 @@ class Table:
 
         self.has_messages = any(COMPUTE_CODES <= code < MICROBATCH_CODES for code in self.code)
         self.has_sharding = max(self.code, default=0) >= MICROBATCH_CODES
+        self.has_vocabulary = any(at >= 0 for code in (L, S) for at in self.at[code])
         self.need = [-1] * len(self.cells)
         self.crosses = [False] * len(self.cells)
+        self.others: dict[int, tuple[int, ...]] = {}
         self._find_needs()
+        if self.has_vocabulary:
+            for cell in range(len(self.cells)):
+                self._find_vocabulary_needs(cell)
 
     def step(self, cell: int) -> int:
         """The cell's place in its rank's list."""
@@ -63,8 +72,14 @@ class Table:
         cell = self.at[I][key]
         return cell if cell >= 0 else self.at[B][key]
 
+    def needs(self, cell: int) -> Iterator[int]:
+        """Everything that a cell waits for on other ranks."""
+        if self.crosses[cell]:
+            yield self.need[cell]
+        yield from self.others.get(cell, ())
+
     def source(self, cell: int) -> int:
-        """The compute cell whose result the send in `cell` carries, or -1."""
+        """The compute cell whose result the SEND_F or SEND_B in `cell` carries, or -1."""
         key = self.key[cell]
         return self.at[F][key] if self.code[cell] == SEND_F else self.gradient(key)
 
@@ -73,22 +88,24 @@ class Table:
 
         Sends never block, receives do. Needs inside one rank are taken as met: their order is another law.
         """
-        need, crosses, offset = self.need, self.crosses, self.offset
+        need, crosses, others, offset = self.need, self.crosses, self.others, self.offset
         position = offset[:-1]
         finished = bytearray(len(self.cells))
-        waiter: dict[int, int] = {}
+        waiters: dict[int, list[int]] = {}
         ready = list(range(len(position)))
         while ready:
             rank = ready.pop()
             cell, end = position[rank], offset[rank + 1]
             while cell < end:
                 needed = need[cell]
-                if needed >= 0 and crosses[cell] and not finished[needed]:
-                    waiter[needed] = rank
+                if needed < 0 or not crosses[cell] or finished[needed]:
+                    needed = -1 if cell not in others else next((at for at in others[cell] if not finished[at]), -1)
+                if needed >= 0:
+                    waiters.setdefault(needed, []).append(rank)
                     break
                 finished[cell] = 1
-                if cell in waiter:
-                    ready.append(waiter.pop(cell))
+                if cell in waiters:
+                    ready.extend(waiters.pop(cell))
                 cell += 1
             position[rank] = cell
         return [cell for rank, cell in enumerate(position) if cell < offset[rank + 1]]
@@ -101,7 +118,7 @@ class Table:
         position = self.offset[:-1]
         clock = [0] * len(position)
         done = [-1] * len(self.cells)
-        waiter: dict[int, int] = {}
+        waiters: dict[int, list[int]] = {}
         column = [0] * len(self.cells)
         ready = list(range(len(position)))
         while ready:
@@ -109,16 +126,20 @@ class Table:
             cell, end, now = position[rank], self.offset[rank + 1], clock[rank]
             while cell < end:
                 needed = self.need[cell]
-                if needed >= 0:
-                    if done[needed] < 0:
-                        waiter[needed] = rank
-                        break
-                    now = max(now, done[needed])
+                if needed < 0 or done[needed] >= 0:
+                    missing = (at for at in self.others.get(cell, ()) if done[at] < 0)
+                    awaited = next(missing, -1)
+                else:
+                    awaited = needed
+                if awaited >= 0:
+                    waiters.setdefault(awaited, []).append(rank)
+                    break
+                now = max(now, *(done[at] for at in (needed, *self.others.get(cell, ())) if at >= 0), 0)
                 column[cell] = now
                 now += self.code[cell] < COMPUTE_CODES
                 done[cell] = now
-                if cell in waiter:
-                    ready.append(waiter.pop(cell))
+                if cell in waiters:
+                    ready.extend(waiters.pop(cell))
                 cell += 1
             position[rank], clock[rank] = cell, now
         return column
@@ -129,7 +150,7 @@ class Table:
             cell, code = len(self.cells), action.op.code
             stage, microbatch = action.stage, action.microbatch
             key = -1
-            is_mine = 0 <= stage < stages and rank_of_stage[stage] == rank
+            is_mine = 0 <= stage < stages and (stage if action.op.is_of_slice else rank_of_stage[stage]) == rank
             if not is_mine or (microbatch is None) != (code >= MICROBATCH_CODES):
                 self.strays.append(cell)
             elif microbatch is not None:
@@ -151,7 +172,7 @@ class Table:
         """F and RECV_F need the stage below, I, B and RECV_B the stage above; with messages the receive waits."""
         microbatches, places, rank = self.microbatches, len(self.at[F]), self.rank
         for cell, (code, key) in enumerate(zip(self.code, self.key, strict=True)):
-            if key < 0 or code in (W, SEND_F, SEND_B):
+            if key < 0 or code not in _OF_STAGES:
                 continue
             if code in (F, RECV_F):
                 if key < microbatches:
@@ -169,3 +190,52 @@ class Table:
                 continue
             self.need[cell] = needed
             self.crosses[cell] = crosses
+
+    def _find_vocabulary_needs(self, cell: int) -> None:
+        """Stage 0 needs what all slices looked up, the last stage what they scored, and they what these stages made.
+
+        With messages the receives wait for the sends, and what is on the same rank for what makes it.
+        """
+        code, key, size = self.code[cell], self.key[cell], self.microbatches
+        if key < 0 or code not in _OF_VOCABULARY:
+            return
+        stage, microbatch = divmod(key, size)
+        last = len(self.at[F]) - size + microbatch
+        lowered = self.has_messages
+        wanted: list[int] = []
+        if code in (F, RECV_F) and stage == 0:
+            wanted = [self.at[SEND_L if lowered else L][slice_] for slice_ in self._slices(microbatch)]
+            wanted += [self.at[L][microbatch]] if lowered else []
+        elif code in (I, B, RECV_B) and key == last:
+            wanted = [self.at[SEND_S if lowered else S][slice_] for slice_ in self._slices(microbatch)]
+            wanted += [self.at[S][self.rank[cell] * size + microbatch]] if lowered else []
+        elif code in (S, RECV_S):
+            wanted = [self.at[F][last], self.at[SEND_F][last]]
+        elif code in (T, RECV_T):
+            wanted = [self.gradient(last), self.at[SEND_T][last]]
+        elif code in (G, RECV_G):
+            wanted = [self.gradient(microbatch), self.at[SEND_B][microbatch]]
+        elif code in (SEND_L, SEND_S, SEND_T):
+            wanted = [self.at[{SEND_L: L, SEND_S: S, SEND_T: RECV_B}[code]][key]]
+        here, there = self.rank[cell], []
+        for needed in wanted:
+            is_sent = needed >= 0 and self.code[needed] >= COMPUTE_CODES
+            if needed < 0 or (self.rank[needed] == here and is_sent and code != SEND_T):
+                continue
+            if self.rank[needed] == here:
+                self.need[cell] = needed
+            elif not lowered or (is_sent and code >= COMPUTE_CODES):
+                there.append(needed)
+        if there and self.need[cell] < 0:
+            self.need[cell], *there = there
+            self.crosses[cell] = True
+        if there:
+            self.others[cell] = tuple(there)
+
+    def _slices(self, microbatch: int) -> range:
+        """Keys of a microbatch in all slices."""
+        return range(microbatch, self.placement.ranks * self.microbatches, self.microbatches)
+
+
+_OF_STAGES = frozenset({F, I, B, RECV_F, RECV_B})
+_OF_VOCABULARY = frozenset({F, I, B, S, T, G, RECV_F, RECV_B, SEND_L, SEND_S, RECV_S, SEND_T, RECV_T, RECV_G})

@@ -5,12 +5,35 @@ A schedule may be forward-only, compute-only, or lowered: a law about actions th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from atoll.errors import ScheduleError
 from atoll.ir.action import COMPUTE_CODES, MICROBATCH_CODES, Action, Op
-from atoll.ir.table import RECV_B, RECV_F, REDUCE_GRAD, RESHARD, SEND_B, SEND_F, UNSHARD, B, F, I, Table, W
+from atoll.ir.table import (
+    RECV_B,
+    RECV_F,
+    RECV_G,
+    RECV_S,
+    RECV_T,
+    REDUCE_GRAD,
+    RESHARD,
+    SEND_B,
+    SEND_F,
+    SEND_L,
+    SEND_S,
+    SEND_T,
+    UNSHARD,
+    B,
+    F,
+    G,
+    I,
+    L,
+    S,
+    T,
+    Table,
+    W,
+)
 
 DRAWN = 5
 """Violations whose cells are drawn; all are listed."""
@@ -35,6 +58,8 @@ def at_home(table: Table) -> list[Violation]:
         stages = table.placement.stages_of(rank)
         if action.stage not in stages:
             problem = f"{action} is not of this rank"
+        elif action.op.is_of_slice and action.stage != rank:
+            problem = f"{action} is of a slice of the vocabulary, which the rank's first stage names"
         elif action.op.is_sharding:
             problem = f"{action} has a microbatch, {action.op} is of a whole stage"
         else:
@@ -106,6 +131,25 @@ def order_on_rank(table: Table) -> list[Violation]:
     return found
 
 
+def whole_vocabulary(table: Table) -> list[Violation]:
+    """Where the vocabulary is split, every rank looks up and scores each microbatch, backward too if that is run."""
+    if not table.has_vocabulary:
+        return []
+    found = []
+    size = table.microbatches
+    for key in range(table.placement.ranks * size):
+        runs_backward = table.gradient(key % size) >= 0
+        for op, is_wanted in ((Op.L, True), (Op.S, True), (Op.T, runs_backward), (Op.G, runs_backward)):
+            cell = table.at[op.code][key]
+            if is_wanted and cell < 0:
+                problem = f"rank {key // size} never runs {_name(table, key, op)}"
+                found.append(Violation("whole vocabulary", problem, None, "every rank has a slice of the vocabulary"))
+            elif cell >= 0 and not is_wanted:
+                problem = f"{table.cells[cell]} is of a microbatch that is not run backward"
+                found.append(Violation("whole vocabulary", problem, cell))
+    return found
+
+
 def messages_complete(table: Table) -> list[Violation]:
     """With messages: one send and one receive for every result that another rank uses, and no others.
 
@@ -126,12 +170,35 @@ def messages_complete(table: Table) -> list[Violation]:
             if producer >= 0 and consumer >= 0:
                 wanted |= {sent, received}
                 found += _message(table, producer, sent, received, consumer)
+    for producer, sent, received, consumer in _vocabulary_messages(table):
+        wanted |= {sent, received}
+        found += _message(table, producer, sent, received, consumer)
     for cell, (code, key) in enumerate(zip(table.code, table.key, strict=True)):
         is_message = COMPUTE_CODES <= code < MICROBATCH_CODES
         if is_message and key >= 0 and table.at[code][key] == cell and cell not in wanted:
             reason = "nothing is passed between ranks there"
             found.append(Violation(_COMPLETE, f"{table.cells[cell]} is not needed", cell, reason))
     return found
+
+
+def _vocabulary_messages(table: Table) -> Iterator[tuple[int, int, int, int]]:
+    """(producer, send, receive, consumer) of what travels between the slices of the vocabulary and the two ends."""
+    if not table.has_vocabulary:
+        return
+    at, size = table.at, table.microbatches
+    for key in range(table.placement.ranks * size):
+        rank, first = divmod(key, size)
+        last = len(at[F]) - size + first
+        if rank != _rank(table, first):
+            yield at[L][key], at[SEND_L][key], at[RECV_F][first], at[F][first]
+            if at[G][key] >= 0:
+                yield table.gradient(first), at[SEND_B][first], at[RECV_G][key], at[G][key]
+        if rank != _rank(table, last):
+            yield at[F][last], at[SEND_F][last], at[RECV_S][key], at[S][key]
+            used = table.gradient(last)
+            yield at[S][key], at[SEND_S][key], at[RECV_B][last], used if used >= 0 else len(table.cells) - 1
+            if at[T][key] >= 0:
+                yield at[RECV_B][last], at[SEND_T][last], at[RECV_T][key], at[T][key]
 
 
 _COMPLETE = "messages complete"
@@ -155,22 +222,30 @@ def _message(table: Table, producer: int, sent: int, received: int, consumer: in
 
 
 def messages_in_order(table: Table) -> list[Violation]:
-    """Receives of a directed pair of ranks, forward and backward together, are in the order of its sends."""
+    """Receives of a directed pair of ranks, forward and backward together, are in the order of its sends.
+
+    What travels to and from slices of the vocabulary has for each of its kinds an order of its own.
+    """
     found = []
-    latest: dict[tuple[int, int], tuple[int, int]] = {}
+    latest: dict[tuple[int, int, int], tuple[int, int]] = {}
     for cell, code in enumerate(table.code):
-        sent = table.need[cell]
-        if code not in (RECV_F, RECV_B) or sent < 0:
+        if code not in _RECEIVES:
             continue
-        pair = (table.rank[sent], table.rank[cell])
-        last_sent, last_received = latest.get(pair, (-1, -1))
-        if sent < last_sent:
-            problem = f"{table.cells[cell]} comes after {table.cells[last_received]}, which is sent later"
-            needed = (last_received, sent, last_sent)
-            found.append(Violation("messages in order", problem, cell, _where(table, sent), needed))
-        else:
-            latest[pair] = (sent, cell)
+        for sent in table.needs(cell):
+            sender = table.cells[sent].op
+            is_pipeline = code in (RECV_F, RECV_B) and not sender.is_of_slice
+            pair = (table.rank[sent], table.rank[cell], -1 if is_pipeline else code)
+            last_sent, last_received = latest.get(pair, (-1, -1))
+            if sent < last_sent:
+                problem = f"{table.cells[cell]} comes after {table.cells[last_received]}, which is sent later"
+                needed = (last_received, sent, last_sent)
+                found.append(Violation("messages in order", problem, cell, _where(table, sent), needed))
+            else:
+                latest[pair] = (sent, cell)
     return found
+
+
+_RECEIVES = frozenset({RECV_F, RECV_B, RECV_S, RECV_T, RECV_G})
 
 
 def sharding_alternates(table: Table) -> list[Violation]:
@@ -223,15 +298,15 @@ def executable(table: Table) -> list[Violation]:
     if not blocked:
         return []
     first = {table.rank[cell]: cell for cell in blocked}
-    waits = [_waits_for(table, cell) for _, cell in sorted(first.items())]
+    waits = [_waits_for(table, cell, first) for _, cell in sorted(first.items())]
     cycle = _cycle(table, first)
     names = " -> ".join(f"rank {table.rank[cell]}" for cell in (*cycle, cycle[0]))
     problem = f"deadlock: {names}, each waiting for the next"
     return [Violation("executable", problem, cycle[0], "; ".join(waits), tuple(blocked))]
 
 
-def _waits_for(table: Table, cell: int) -> str:
-    needed = table.need[cell]
+def _waits_for(table: Table, cell: int, first: Mapping[int, int]) -> str:
+    needed = _awaited(table, cell, first)
     awaited = f"{table.cells[needed]} of rank {table.rank[needed]}"
     return f"rank {table.rank[cell]}: {table.cells[cell]} waits for {awaited}"
 
@@ -242,8 +317,13 @@ def _cycle(table: Table, first: dict[int, int]) -> list[int]:
     cell = min(first.values())
     while cell not in path:
         path.append(cell)
-        cell = first[table.rank[table.need[cell]]]
+        cell = first[table.rank[_awaited(table, cell, first)]]
     return path[path.index(cell) :]
+
+
+def _awaited(table: Table, cell: int, first: Mapping[int, int]) -> int:
+    """What a blocked cell waits for: of several, one that is itself behind the first blocked cell of its rank."""
+    return next(needed for needed in table.needs(cell) if first.get(table.rank[needed], needed + 1) <= needed)
 
 
 Law = Callable[[Table], list[Violation]]
@@ -254,6 +334,7 @@ LAWS: tuple[Law, ...] = (
     one_forward,
     whole_backward,
     order_on_rank,
+    whole_vocabulary,
     messages_complete,
     messages_in_order,
     sharding_alternates,

@@ -7,6 +7,7 @@ from atoll.models.adapter import (
     Block,
     DecoderAdapter,
     SequentialAdapter,
+    Vocabulary,
     adapter_for,
     check_blocks,
     reset_module,
@@ -20,7 +21,7 @@ from atoll.models.initialise import (
     name_seed,
     shared_parameters,
 )
-from atoll.models.weigh import weigh_blocks
+from atoll.models.weigh import relative_score, weigh_blocks
 from atoll.models.weights import Weights, weights_for
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "DecoderAdapter",
     "DecoderConfig",
     "SequentialAdapter",
+    "Vocabulary",
     "Weights",
     "adapter_for",
     "check_blocks",
@@ -39,6 +41,7 @@ __all__ = [
     "initialise_block",
     "initialise_model",
     "name_seed",
+    "relative_score",
     "reset_module",
     "shared_parameters",
     "token_cross_entropy",

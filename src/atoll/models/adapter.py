@@ -12,13 +12,17 @@ One that can be split over a tensor-parallel group has besides
 
     tensor_plan() pattern of a module's name -> how it is split, in the words of transformers' plans
 
+and one whose vocabulary can be split over the pipeline
+
+    vocabulary()  which modules are the embedding and the head
+
 A model brings its own adapter by a method `atoll_adapter()`; the built-in decoder and `nn.Sequential` need none.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -49,6 +53,21 @@ STYLES = (
 
 
 @dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """The two ends of a model whose rows are those of its vocabulary, by their modules' qualified names.
+
+    embedding: an `nn.Embedding`, or one of a class which does something to each row by itself, as scaling does.
+    head: an `nn.Linear`, whose output, times `scale` and then capped to `cap` * tanh(logit / `cap`), is the logits, and
+    whose loss is `token_cross_entropy`.
+    """
+
+    embedding: str
+    head: str
+    scale: float = 1.0
+    cap: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Block:
     """A module that is never split between stages, and its qualified name in the model.
 
@@ -68,6 +87,12 @@ class Block:
         """The block's parameters with their qualified names in the model; one used twice comes twice."""
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             yield f"{self.name}.{name}", parameter
+
+    def parameters_but(self, modules: Container[str]) -> Iterable[nn.Parameter]:
+        """The block's parameters without those of some modules; one used twice comes twice."""
+        for name, module in self.named_modules():
+            if name not in modules:
+                yield from module.parameters(recurse=False)
 
 
 @runtime_checkable
@@ -176,6 +201,10 @@ class DecoderAdapter:
             "head.output": "colwise_gather_output",
         }
 
+    def vocabulary(self) -> Vocabulary:
+        """The embedding, and the projection behind the final norm."""
+        return Vocabulary("embed", "head.output")
+
     def _layers(self) -> Iterable[Any]:
         return self.model.layers
 
@@ -193,6 +222,7 @@ class SequentialAdapter:
     The first takes `batch["input_ids"]` (or `batch["inputs"]`), the last gives the logits or outputs. `loss` takes
     (outputs, batch) and gives a SUM; without one, outputs are logits [B, S, vocabulary] of `batch["labels"]`.
     Modules start by their own `reset_parameters`.  tensor_plan: how modules are split, see the module.
+    vocabulary: which of them are the embedding and the head.
     """
 
     def __init__(
@@ -201,10 +231,12 @@ class SequentialAdapter:
         loss: SequentialLoss = token_cross_entropy,
         *,
         tensor_plan: Mapping[str, str] | None = None,
+        vocabulary: Vocabulary | None = None,
     ) -> None:
         self.model = model
         self._loss = loss
         self._tensor_plan = tensor_plan
+        self._vocabulary = vocabulary
         top = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if name]
         self._blocks = tuple(Block(name, module) for name, module in top if "." not in name)
         if not self._blocks:
@@ -236,6 +268,17 @@ class SequentialAdapter:
                 "that returns a SequentialAdapter(self, tensor_plan={...})"
             )
         return self._tensor_plan
+
+    def vocabulary(self) -> Vocabulary:
+        """What was given."""
+        if self._loss is not token_cross_entropy:
+            raise PlanError("vocabulary_parallel computes token cross-entropy, and this nn.Sequential has another loss")
+        if self._vocabulary is None:
+            raise PlanError(
+                "vocabulary_parallel: nobody has said which modules of this nn.Sequential are embedding and head; give "
+                "it a method atoll_adapter() that returns a SequentialAdapter(self, vocabulary=Vocabulary(...))"
+            )
+        return self._vocabulary
 
 
 def reset_module(module: nn.Module, generator: torch.Generator) -> None:

@@ -17,6 +17,7 @@ its base model's.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,7 +28,16 @@ import torch
 from torch import Tensor, nn
 
 from atoll.errors import PlanError
-from atoll.models.adapter import STYLES, Batch, Block, check_blocks, check_heads, reset_module, token_cross_entropy
+from atoll.models.adapter import (
+    STYLES,
+    Batch,
+    Block,
+    Vocabulary,
+    check_blocks,
+    check_heads,
+    reset_module,
+    token_cross_entropy,
+)
 from atoll.models.probe import Shape, fixed_options, hidden_argument, look_at, replace_hidden
 
 LABELS = "labels"
@@ -121,6 +131,71 @@ class HuggingFaceAdapter:
         ends += [(self.model.get_output_embeddings(), "colwise_gather_output", nn.Linear)]
         names = {id(module): name for name, module in self.model.named_modules()}
         return {**plan, **{names[id(module)]: style for module, style, kind in ends if isinstance(module, kind)}}
+
+    def vocabulary(self) -> Vocabulary:
+        """The model's own input and output embeddings, and what its forward does to logits."""
+        names = {id(module): name for name, module in self.model.named_modules()}
+        ends = [self.model.get_input_embeddings(), self.model.get_output_embeddings()]
+        embedding, head = (names.get(id(end), "") for end in ends)
+        if head not in {block.name for block in self._blocks[self._end :]}:
+            raise PlanError(
+                f"vocabulary_parallel: the head of {type(self.model).__name__} ({head or 'none'}) is part of a larger "
+                "block; turn it off, or give the model an adapter with a vocabulary()"
+            )
+        self._check_rows(ends[0])
+        rows = getattr(ends[1], "out_features", 0)
+        given = torch.linspace(-3.0, 3.0, 2 * rows, dtype=torch.float64).view(1, 2, rows)
+        logits = self._logits_of(given, head)
+        cap = getattr(self.model.config.get_text_config(), "final_logit_softcapping", None)
+        scale = float(logits.flatten()[0] / given.flatten()[0]) if cap is None and logits.numel() else 1.0
+        wanted = given * scale if cap is None else torch.tanh(given / cap) * cap
+        if logits.shape != given.shape or not torch.allclose(logits.double(), wanted, rtol=1e-6, atol=1e-6):
+            raise PlanError(
+                f"vocabulary_parallel: {type(self.model).__name__} does more to its head's output than scaling it or "
+                "capping it by config.final_logit_softcapping; turn it off"
+            )
+        return Vocabulary(embedding, head, scale=1.0 if abs(scale - 1.0) < 1e-6 else scale, cap=cap)
+
+    def _check_rows(self, embedding: Any) -> None:
+        """Raise PlanError for an embedding that does not work on each of its rows alone, as scaling does."""
+        if type(embedding) is nn.Embedding or not isinstance(embedding, nn.Embedding):
+            return
+        small = copy.copy(embedding)
+        weight = torch.arange(12.0, dtype=torch.float64).view(4, 3)
+        small._parameters = {"weight": nn.Parameter(weight)}
+        small._buffers = {
+            key: torch.empty_like(each, device="cpu") for key, each in embedding._buffers.items() if each is not None
+        }
+        small.padding_idx = None
+        ids = torch.tensor([[2, 0, 2, 3]])
+        with torch.no_grad():
+            self.model._init_weights(small)
+            small.weight.copy_(weight)
+            found = small(ids)
+            small.weight = nn.Parameter(weight[ids[0]])
+            is_same = torch.equal(small(torch.arange(4)[None]), found)
+        if not is_same:
+            raise PlanError(
+                f"vocabulary_parallel: a {type(embedding).__name__} does more than look up rows; turn it off"
+            )
+
+    def _logits_of(self, given: Tensor, head: str) -> Tensor:
+        """What the model's forward gives where its head gives `given`, and what is before that what it gets."""
+        hidden = given.new_zeros(1, 2, self.model.get_input_embeddings().embedding_dim)
+        stood = []
+        for block in self._blocks[self._end :]:
+            parent, leaf = self._parent(block.name)
+            stood.append((parent, leaf, block.module))
+            parent._modules[leaf] = _Slot(block.module).doing(
+                (lambda *args, **kwargs: given) if block.name == head else (lambda hidden, *args, **kwargs: hidden)
+            )
+        try:
+            with torch.no_grad(), self._only(self._end, len(self._blocks), hidden, (1, 2)):
+                logits: Tensor = self.model(input_ids=torch.zeros(1, 2, dtype=torch.long), **self._options).logits
+        finally:
+            for parent, leaf, module in stood:
+                parent._modules[leaf] = module
+        return logits
 
     # ---- slots
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from torch import nn
 
@@ -13,7 +13,7 @@ TRAINED_COPIES = 4
 """What a trained parameter takes: itself, its gradient, and the two states that Adam keeps."""
 
 
-def weigh_blocks(blocks: Sequence[Block]) -> tuple[BlockWeight, ...]:
+def weigh_blocks(blocks: Sequence[Block], *, apart: Container[str] = ()) -> tuple[BlockWeight, ...]:
     """Cost and memory of each block.
 
     cost: multiplications a token, of matrices and their like: parameters of two dimensions or more, except tables that
@@ -23,25 +23,39 @@ def weigh_blocks(blocks: Sequence[Block]) -> tuple[BlockWeight, ...]:
     less than they are against a head.
 
     memory: bytes of parameters in the dtype that they have, and for trained ones of what belongs to them, unsharded.
+
+    apart: modules that weigh nothing, since every rank has a part of them.
     """
     return tuple(
-        BlockWeight(block.name, type(block.module).__name__, _cost(block), _memory(block.module), block.is_joined)
+        BlockWeight(
+            block.name, type(block.module).__name__, _cost(block, apart), _memory(block, apart), block.is_joined
+        )
         for block in blocks
     )
 
 
-def _cost(block: Block) -> int:
+def relative_score(blocks: Sequence[Block], weights: Sequence[BlockWeight], head: str) -> float:
+    """How long scoring takes against the forward of everything else: two products of the head's weight, not one."""
+    modules = {name: module for block in blocks for name, module in block.named_modules()}
+    products = sum(parameter.numel() for parameter in modules[head].parameters() if parameter.dim() >= 2)
+    return 2 * products / max(sum(weight.cost for weight in weights) / 3, 1.0)
+
+
+def _cost(block: Block, apart: Container[str]) -> int:
     return sum(
         parameter.numel() * (2 + parameter.requires_grad)
-        for _, module in block.named_modules()
-        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        for name, module in block.named_modules()
+        if name not in apart and not isinstance(module, (nn.Embedding, nn.EmbeddingBag))
         for parameter in module.parameters(recurse=False)
         if parameter.dim() >= 2
     )
 
 
-def _memory(module: nn.Module) -> int:
-    return sum(
-        parameter.numel() * parameter.element_size() * (TRAINED_COPIES if parameter.requires_grad else 1)
-        for parameter in module.parameters()
-    )
+def _memory(block: Block, apart: Container[str]) -> int:
+    held = {
+        parameter: parameter.numel() * parameter.element_size() * (TRAINED_COPIES if parameter.requires_grad else 1)
+        for name, module in block.named_modules()
+        if name not in apart
+        for parameter in module.parameters(recurse=False)
+    }
+    return sum(held.values())

@@ -19,10 +19,10 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from atoll.advice import StageSize, advice
 from atoll.errors import AtollError, CostWarning, PlanError, RankError, RunError
-from atoll.ir import Op, lower
+from atoll.ir import Op, insert_vocabulary, lower
 from atoll.ir.residency import held_stages, unreduced_stages
 from atoll.layouts import ITEM_BYTES, Footprint, Use, WorkingMemory, footprint, working_memory
-from atoll.models import Adapter, Batch, Block, adapter_for, weigh_blocks, weights_for
+from atoll.models import Adapter, Batch, Block, adapter_for, relative_score, weigh_blocks, weights_for
 from atoll.models.adapter import IGNORED_LABEL
 from atoll.plan import Plan
 from atoll.runtime import failure
@@ -39,6 +39,7 @@ from atoll.runtime.sharding.segment import Surroundings
 from atoll.runtime.sharding.state import load_state, load_values, model_pieces, save_state, stored_states
 from atoll.runtime.sharding.tensor_parallel import TensorParallel
 from atoll.runtime.sharding.unit import PHASES
+from atoll.runtime.sharding.vocabulary import vocabulary_of
 from atoll.runtime.step_end import Ending, LossScaler, StepEnd, StepResult
 from atoll.runtime.transport import Later, Peers, connect, world_rank, world_store
 from atoll.stages import split_blocks
@@ -125,12 +126,17 @@ class Engine:
         blocks = self.adapter.blocks()
         tensor = self._tensor_parallel(blocks) if plan.mesh.tensor > 1 else None
         placement = plan.schedule.placement
-        self.runs = runs = split_blocks(weigh_blocks(blocks), placement, layers_per_stage=plan.layers_per_stage)
+        vocabulary = vocabulary_of(self.adapter, plan.mesh.pipeline) if plan.vocabulary_parallel else None
+        ends = () if vocabulary is None else (vocabulary.embedding, vocabulary.head)
+        block_weights = weigh_blocks(blocks, apart=ends)
+        self.runs = runs = split_blocks(block_weights, placement, layers_per_stage=plan.layers_per_stage)
+        own = [[p for at in run for p in blocks[at].parameters_but(ends)] for run in runs]
         compute = ITEM_BYTES[plan.precision.compute] / plan.mesh.tensor
-        sizes = [sum(p.numel() for at in run for _, p in blocks[at].named_parameters()) * compute for run in runs]
-        schedule = lower(
-            plan.schedule, residency=plan.residency, reduction=plan.reduction, sizes=sizes, room=plan.resident
-        )
+        sizes = [sum(p.numel() for p in parameters) * compute for parameters in own]
+        schedule = plan.schedule
+        if vocabulary is not None:
+            schedule = insert_vocabulary(schedule, score=relative_score(blocks, block_weights, vocabulary.head))
+        schedule = lower(schedule, residency=plan.residency, reduction=plan.reduction, sizes=sizes, room=plan.resident)
         self._lanes = lanes_of(
             self.device, alone=self.place.nest.ranks == 1, waits_on_host=self.transport.waits_on_host
         )
@@ -145,7 +151,7 @@ class Engine:
             None if weights is None or is_complete(Path(weights)) else weights_for(self.adapter, Path(weights)),
         )
         line = self.place.peers("pp")
-        self.advice = self._advise(blocks, runs)
+        self.advice = self._advise(own)
         self._check_same_values()
         self._sharded = build(
             self.adapter,
@@ -159,6 +165,7 @@ class Engine:
             compiler=plan.compile,
             tensor=tensor,
             together=plan.unit,
+            vocabulary=vocabulary,
         )
         self.units = self._sharded.units
         if not self._sharded.trainable:
@@ -171,6 +178,9 @@ class Engine:
             transport=self.transport,
             moment=self._moment,
             lanes=self._lanes.values() if self.place.nest.ranks > 1 else (),
+            vocabulary=self._sharded.vocabulary,
+            stays=plan.residency == "step",
+            reduces_each=plan.reduction == "microbatch",
         )
         self._row = schedule.actions[self.place.pp]
         self._forward_row = schedule.forward_only().actions[self.place.pp]
@@ -183,11 +193,10 @@ class Engine:
             scaler=LossScaler() if plan.precision.compute == "float16" else None,
         )
 
-    def _advise(self, blocks: Sequence[Block], runs: Sequence[range]) -> tuple[str, ...]:
+    def _advise(self, stages: Sequence[Sequence[nn.Parameter]]) -> tuple[str, ...]:
         """What the plan costs more than it has to; rank 0 says so."""
         sizes = []
-        for run in runs:
-            parameters = [parameter for at in run for _, parameter in blocks[at].named_parameters()]
+        for parameters in stages:
             split = self.plan.mesh.tensor
             trained = sum(p.numel() for p in parameters if p.requires_grad)
             sizes.append(StageSize(sum(p.numel() for p in parameters) // split, trained // split))
@@ -206,7 +215,7 @@ class Engine:
         if self.plan.compile != "none":
             raise PlanError("compile and tensor parallelism do not go together yet; use compile = 'none' or tensor = 1")
         plan = styles(self.plan.mesh.tensor)
-        mesh = self.transport.tensor_mesh()
+        mesh = self.transport.mesh_along("tp")
         return TensorParallel(mesh, blocks, plan, sequence=self.plan.sequence_parallel)
 
     def _split_loss(self) -> AbstractContextManager[None]:
@@ -393,9 +402,11 @@ class Engine:
 
     def _working_memory(self, *, reads_in_place: bool) -> WorkingMemory:
         stages = {stage.index: stage for stage in self._sharded.stages}
-        blocks = [block for stage in stages.values() for block in stage.sharded]
+        blocks = [block.units for stage in stages.values() for block in stage.sharded]
+        if self._sharded.vocabulary is not None:
+            blocks += [table.units for table in self._sharded.vocabulary.tables]
         return working_memory(
-            [[segment.shape for unit in block.units for segment in unit.segments] for block in blocks],
+            [[segment.shape for unit in units for segment in unit.segments] for units in blocks],
             self.plan.layout,
             precision=self.plan.precision,
             nest=self.place.nest,
@@ -409,8 +420,11 @@ class Engine:
     def _uses(self) -> list[Use]:
         """What the training row gathers and frees, block by block."""
         stages = {stage.index: stage for stage in self._sharded.stages}
-        found = []
+        found: list[Use] = []
         for action, held in zip(self._row, held_stages(self._row), strict=True):
+            if action.op in (Op.L, Op.S):
+                found += self._use_of_slice(action.op)
+                continue
             stage = stages[action.stage]
             units = [unit for unit in stage.units if not unit.rests_whole]
             if action.op is Op.RESHARD:
@@ -425,14 +439,27 @@ class Engine:
                 found.append(Use({unit.spec.index: unit.nbytes for unit in own}, frees))
         return found
 
+    def _use_of_slice(self, op: Op) -> list[Use]:
+        """What a look-up or a score gathers and frees."""
+        slice_ = self._sharded.vocabulary
+        assert slice_ is not None, "only a split vocabulary is looked up and scored in slices"
+        unit = (slice_.embedding if op is Op.L else slice_.head).unit
+        frees = () if self.plan.residency == "step" else (unit.spec.index,)
+        return [] if unit.rests_whole else [Use({unit.spec.index: unit.nbytes}, frees)]
+
     def _unreduced(self) -> int:
-        """The most bytes of whole gradients that wait for later microbatches at any time."""
+        """The most bytes of whole gradients that wait for later microbatches at any time.
+
+        Those of a slice of the vocabulary wait from the first microbatch to the last.
+        """
         units = {stage.index: stage.units for stage in self._sharded.stages}
         waiting = [unreduced_stages(self._row, phase) for phase in PHASES]
         sizes = {
             (phase, at): sum(unit.flow_bytes_of(phase) for unit in own) for phase in PHASES for at, own in units.items()
         }
-        return max(
+        slice_ = self._sharded.vocabulary
+        slices = 0 if slice_ is None else sum(table.unit.flow_bytes for table in slice_.tables)
+        return slices + max(
             (
                 sum(sizes[phase, at] for phase, stages in zip(PHASES, each, strict=True) for at in stages)
                 for each in zip(*waiting, strict=True)
@@ -631,6 +658,9 @@ class Engine:
         counted = 0
         try:
             batches = self._cut(batch, exactly=exactly)
+            if self._sharded.vocabulary is not None:
+                for piece in batches:
+                    self._sharded.vocabulary.check(piece)
             if self.place.pp == 0 and self.place.tp == 0:
                 counted = sum(int((piece["labels"] != IGNORED_LABEL).sum()) for piece in batches)
         except Exception as error:

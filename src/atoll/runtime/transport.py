@@ -60,6 +60,12 @@ class Channel(IntEnum):
     PLACE_REDUCE = 16
     SUM_TENSOR = 17
     SUM_STAGE = 18
+    LOOKED_UP = 19
+    SCORED = 20
+    SCORES = 21
+    SCORE_SUMS = 22
+    TOTALS = 23
+    LOOK_UP_GRADIENT = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,11 +317,11 @@ class Transport(ABC):
         self.total_ordered(values, ranks, tag)
         self._count(axis, values.nbytes * (len(ranks) - 1))
 
-    def tensor_mesh(self) -> DeviceMesh:
-        """The ranks of this one's tensor-parallel group, for torch's DTensor; all ranks ask at once."""
+    def mesh_along(self, axis: str) -> DeviceMesh:
+        """The ranks along `axis` through this one, for torch's DTensor; all ranks ask at once."""
         found: dist.ProcessGroup | None = None
         for rank in range(self.place.mesh.world):
-            ranks = self.place.mesh.place(rank).peers("tp")
+            ranks = self.place.mesh.place(rank).peers(axis)
             if ranks[0] == rank:
                 group = dist.new_group(list(ranks))
                 found = group if self.place.rank in ranks else found

@@ -3,7 +3,8 @@
 [Note: what is kept]
 A rank's whole share of a microbatch keeps `activation` bytes from F to I and `weight_grad` bytes from I to W; a chunk
 keeps 1/chunks of them. A full backward keeps nothing for W: its activation goes when it ends. `static` bytes are there
-all the time: parameters, gradients, optimizer state.
+all the time: parameters, gradients, optimizer state. Where the vocabulary is split, what a rank's slice has scored of a
+microbatch keeps `score` bytes from S to T.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class RankMemory(NamedTuple):
     weight_grad: float
     static: float
     limit: float
+    score: float = 0.0
 
     @property
     def room(self) -> float:
@@ -45,9 +47,10 @@ class Memory:
     weight_grad: Amount = 1.0
     static: Amount = 0.0
     limit: Amount | None = None
+    score: Amount = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("activation", "weight_grad", "static", "limit"):
+        for name in ("activation", "weight_grad", "static", "limit", "score"):
             value = getattr(self, name)
             for number in value if isinstance(value, Sequence) else (value,):
                 if number is not None and not (math.isfinite(number) and number >= 0):
@@ -56,7 +59,7 @@ class Memory:
     def per_rank(self, ranks: int) -> tuple[RankMemory, ...]:
         """The amounts of each rank. Raises ConfigError for a list of another length."""
         columns = []
-        for name in ("activation", "weight_grad", "static", "limit"):
+        for name in ("activation", "weight_grad", "static", "limit", "score"):
             value = getattr(self, name)
             column = tuple(value) if isinstance(value, Sequence) else (math.inf if value is None else value,) * ranks
             if len(column) != ranks:
@@ -74,7 +77,7 @@ class Level(NamedTuple):
 
 def levels_of(row: Iterable[Action], chunks: int, memory: RankMemory) -> list[Level]:
     """Of each compute action of a rank. Whole activations and weight gradients are counted, so that thirds add up."""
-    kept = pending = 0
+    kept = pending = scored = 0
     before = memory.static
     levels = []
     for action in row:
@@ -82,10 +85,13 @@ def levels_of(row: Iterable[Action], chunks: int, memory: RankMemory) -> list[Le
             kept += 1
         elif action.op is Op.W:
             pending -= 1
-        else:
+        elif action.op in (Op.I, Op.B):
             kept -= 1
             pending += action.op is Op.I
+        else:
+            scored += (action.op is Op.S) - (action.op is Op.T)
         after = memory.static + (kept * memory.activation + pending * memory.weight_grad) / chunks
+        after += scored * memory.score
         levels.append(Level(max(before, after), after))
         before = after
     return levels

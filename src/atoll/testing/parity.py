@@ -40,6 +40,7 @@ class Case:
     intra: int = 1
     tensor: int = 1
     sequence_parallel: bool = False
+    vocabulary_parallel: bool = False
     schedule: str = "1f1b"
     microbatches: int = 8
     microbatch: int = 1
@@ -85,6 +86,7 @@ class Case:
             reduction=self.reduction,
             unit=self.unit,
             sequence_parallel=self.sequence_parallel,
+            vocabulary_parallel=self.vocabulary_parallel,
             layers_per_stage=self.layers_per_stage,
         )
 
@@ -241,6 +243,7 @@ def measure_parity(case: Case) -> tuple[float, str, list[History]]:
         intra=1,
         tensor=1,
         sequence_parallel=False,
+        vocabulary_parallel=False,
         schedule="1f1b",
         recompute="none",
         post_validation=False,

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from atoll.models import SequentialAdapter
+from atoll.models import SequentialAdapter, Vocabulary
 
 
 class Recipe(Protocol):
@@ -110,17 +110,18 @@ class _Head(nn.Module):
 
 
 class _Tiny(nn.Sequential):
-    """A Sequential that can be split over a tensor-parallel group."""
+    """A Sequential that can be split over a tensor-parallel group, and its vocabulary over a pipeline."""
 
     def atoll_adapter(self) -> SequentialAdapter:
-        """With a plan."""
+        """With a plan, and with its two ends."""
         plan = {
             "0.table": "embedding_rowwise",
             "*.up": "colwise",
             "*.down": "rowwise",
             f"{len(self) - 1}.out": "colwise_gather_output",
         }
-        return SequentialAdapter(self, tensor_plan=plan)
+        vocabulary = Vocabulary("0.table", f"{len(self) - 1}.out")
+        return SequentialAdapter(self, tensor_plan=plan, vocabulary=vocabulary)
 
 
 def tiny_model(config: TinyConfig) -> nn.Sequential:

@@ -86,7 +86,7 @@ class DeferredWeight:
         if not self._waits:
             self.unit.touched.add(self.name)
             with torch.no_grad():
-                _accumulate(self.unit.gradient(self.name), hidden, gradient)
+                accumulate(self.unit.gradient(self.name), hidden, gradient)
             return
         if self._moment.pending is None:
             raise RunError(f"the gradient of {self.name} was computed outside of a step; use engine.step")
@@ -161,11 +161,12 @@ def _bias(gradient: Tensor) -> Tensor:
 
 
 def defer(module: nn.Module, units: Sequence[Unit], moment: Moment, *, waits: bool = True) -> list[DeferredWeight]:
-    """Defer every trained `nn.Linear` weight inside a block; or, without `waits`, add it up in I, in one operation."""
+    """Defer every trained `nn.Linear` weight of a block that is in `units`; or, without `waits`, add it up in I, in one
+    operation."""
     owners = {id(p): (unit, name) for unit in units for name, p in unit.parameters.items()}
     found = []
     for child in module.modules():
-        if is_deferrable(child):
+        if is_deferrable(child) and id(child.weight) in owners:
             unit, name = owners[id(child.weight)]
             found.append(DeferredWeight(child, unit, name, moment, waits=waits))
     return found
@@ -194,13 +195,13 @@ def compute_weights(units: Iterable[Unit], pending: Pending, *, reduces: bool = 
             if isinstance(kept, Tensor):
                 target.add_(kept)
             else:
-                _accumulate(target, *kept)
+                accumulate(target, *kept)
             del kept
         if reduces:
             unit.reduce_gradients("W", is_last=is_last)
 
 
-def _accumulate(target: Tensor, hidden: Tensor, gradient: Tensor) -> None:
+def accumulate(target: Tensor, hidden: Tensor, gradient: Tensor) -> None:
     """target [out, in] += gradient [..., out].T @ hidden [..., in], in one operation where the dtypes allow it."""
     rows = gradient.reshape(-1, gradient.shape[-1]).t()
     columns = hidden.reshape(-1, hidden.shape[-1])

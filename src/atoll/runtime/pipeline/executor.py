@@ -7,9 +7,11 @@ backward is I, the message that others wait for, then W (see deferred.py).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import takewhile
 
 import torch
 from torch.profiler import record_function
@@ -24,10 +26,12 @@ from atoll.runtime.pipeline.clock import Clock, clock_of
 from atoll.runtime.pipeline.deferred import compute_weights
 from atoll.runtime.pipeline.mail import Mail, Wire
 from atoll.runtime.pipeline.stage import Stage
+from atoll.runtime.pipeline.vocabulary import SplitVocabulary
 from atoll.runtime.sharding.hooks import Moment, Pending
 from atoll.runtime.sharding.segment import Phase
 from atoll.runtime.sharding.tensors import whole_output
 from atoll.runtime.sharding.unit import PHASES, Unit
+from atoll.runtime.sharding.vocabulary import VocabularySlice
 from atoll.runtime.transport import Transport
 from atoll.trace import Span
 
@@ -39,8 +43,8 @@ _NONE: frozenset[Phase] = frozenset()
 
 _UNNAMED: AbstractContextManager[None] = nullcontext()
 
-_BACKWARD = (Op.RECV_B, Op.B, Op.I)
-"""Where the first of these stands, a row's backwards begin."""
+_BACKWARD = frozenset({Op.RECV_B, Op.B, Op.I, Op.RECV_S, Op.S})
+"""Where the first of these stands, a row's backwards begin: scores are the first part of the last stage's."""
 
 
 @dataclass(slots=True)
@@ -169,7 +173,11 @@ class Executor:
         transport: Transport,
         moment: Moment,
         lanes: Iterable[Lane] = (),
+        vocabulary: VocabularySlice | None = None,
+        stays: bool = False,
+        reduces_each: bool = True,
     ) -> None:
+        """vocabulary: this rank's slice, if it is split; whether it stays whole for a row, and is reduced each time."""
         self._lanes = tuple(lanes)
         self._stages = {stage.index: stage for stage in stages}
         self._placement = schedule.placement
@@ -179,9 +187,15 @@ class Executor:
         self._transport = transport
         self._moment = moment
         shown = {unit.spec.index: stage.index for stage in stages for unit in stage.units}
+        if vocabulary is not None:
+            shown |= {table.unit.spec.index: transport.place.pp for table in vocabulary.tables}
         self._clocks = {training: clock_of(transport.device, transport.place.pp, shown) for training in (True, False)}
         self._clock = self._clocks[False]
         self._mail = Mail(transport, self._rank_of)
+        self._vocabulary: SplitVocabulary | None = None
+        if vocabulary is not None:
+            options = {"stays": stays, "reduces_each": reduces_each}
+            self._vocabulary = SplitVocabulary(vocabulary, self._mail, schedule.placement, ranks, **options)
         self._step = _Step((), is_training=False)
         self._row = _Row.of((), 0)
         self._known: dict[tuple[int, int], tuple[Sequence[Action], _Row]] = {}
@@ -197,6 +211,22 @@ class Executor:
             Op.UNSHARD: self._open,
             Op.RESHARD: lambda stage, _: self._stages[stage].close(),
             Op.REDUCE_GRAD: lambda stage, _: None,  # units have been reduced as they were complete
+        }
+        if self._vocabulary is not None:
+            self._acts = {**self._acts, **self._vocabulary_acts(self._vocabulary)}
+
+    def _vocabulary_acts(self, split: SplitVocabulary) -> Mapping[Op, Callable[[int, int], None]]:
+        return {
+            Op.L: split.look_up,
+            Op.S: split.score,
+            Op.T: lambda _, microbatch: split.learn_score(microbatch, self._step.scale),
+            Op.G: split.learn_look_up,
+            Op.SEND_L: split.send_looked_up,
+            Op.SEND_S: split.send_scores,
+            Op.RECV_S: split.receive_scored,
+            Op.SEND_T: split.send_totals,
+            Op.RECV_T: split.receive_totals,
+            Op.RECV_G: split.receive_gradient,
         }
 
     def run(
@@ -220,7 +250,7 @@ class Executor:
         self._step = _Step(batches, is_training=training, keeps_logits=keep_logits)
         own = self._row = self._prepared(row, len(batches))
         before, after = own.actions[: own.first_backward], own.actions[own.first_backward :]
-        self._mail.begin(own.actions, batches, training=training)
+        self._begin(own.actions, batches, training=training, keep_logits=keep_logits)
         self._clock = self._clocks[training]
         self._clock.begin()
         for lane in self._lanes:
@@ -232,6 +262,9 @@ class Executor:
                 for stage in self._stages.values():
                     stage.close()
                 self._step = _Step(batches, is_training=training)
+                if self._vocabulary is not None:
+                    self._vocabulary.end()
+                    self._vocabulary.begin(own.actions, batches, training=training)
                 self._mail.begin_again(self._stale(after))
                 self._play(before)
             if scale is not None:
@@ -239,10 +272,22 @@ class Executor:
             self._play(after)
         step = self._step
         self._mail.end()
+        if self._vocabulary is not None:
+            self._vocabulary.end()
         self._step = _Step((), is_training=False)
         counts = self._transport.place.tp == 0
         loss_sum = torch.stack(step.losses).sum() if step.losses and counts else None
         return Outcome(loss_sum, tuple(step.logits), self._clock)
+
+    def _begin(self, row: Sequence[Action], batches: Sequence[Batch], *, training: bool, keep_logits: bool) -> None:
+        """Begin with the messages of a row."""
+        split = self._vocabulary
+        if split is None:
+            self._mail.begin(row, batches, training=training)
+            return
+        split.begin(row, batches, training=training, keeps_logits=keep_logits)
+        parcels = partial(split.parcels, batches=batches, training=training, logits=keep_logits)
+        self._mail.begin(row, batches, training=training, parcels=parcels)
 
     def _prepared(self, row: Sequence[Action], microbatches: int) -> _Row:
         """A row for so many microbatches; rows are played many times, and kept as long as this."""
@@ -275,18 +320,30 @@ class Executor:
                 raise self._failure(action, error) from error
             clock.add(action, start)
 
-    def _stale(self, later: Sequence[Action]) -> list[Action]:
-        """Receives after the first backward whose messages were sent before the sender's first backward."""
-        return [action for action in later if action.op is Op.RECV_F and self._is_early(action)]
+    def _stale(self, later: Sequence[Action]) -> list[tuple[Action, int]]:
+        """Receives after the first backward of messages that were sent before the sender's first backward, and these
+        senders."""
+        early = [set(takewhile(lambda action: action.op not in _BACKWARD, row)) for row in self._rows]
+        found = []
+        for receive in later:
+            for rank, send in self._sends_of(receive):
+                if send in early[rank]:
+                    found.append((receive, self._ranks[rank]))
+        return found
 
-    def _is_early(self, receive: Action) -> bool:
-        sender = receive.stage - 1
-        for action in self._rows[self._placement.rank_of(sender)]:
-            if action.op in _BACKWARD:
-                return False
-            if action.op is Op.SEND_F and (action.stage, action.microbatch) == (sender, receive.microbatch):
-                return True
-        return False
+    def _sends_of(self, receive: Action) -> Iterator[tuple[int, Action]]:
+        """What a receive of a forward waits for: pipeline ranks, and their sends."""
+        stage, microbatch = receive.stage, receive.microbatch
+        own = self._transport.place.pp
+        if receive.op is Op.RECV_S:
+            stage = self._placement.stages
+        elif receive.op is Op.RECV_F and stage == 0:
+            ranks = (rank for rank in range(len(self._ranks)) if rank != own)
+            yield from ((rank, Action(rank, Op.SEND_L, microbatch)) for rank in ranks)
+            return
+        elif receive.op is not Op.RECV_F:
+            return
+        yield self._placement.rank_of(stage - 1), Action(stage - 1, Op.SEND_F, microbatch)
 
     def _failure(self, action: Action, error: Exception) -> RunError:
         place = self._transport.place
@@ -301,6 +358,10 @@ class Executor:
 
     def _peer(self, action: Action) -> int | None:
         """The world rank that a message's action talks to."""
+        if action.op in (Op.RECV_S, Op.RECV_T, Op.SEND_S):
+            return self._rank_of(self._placement.stages - 1)
+        if action.op in (Op.RECV_G, Op.SEND_L):
+            return self._rank_of(0)
         step = {Op.SEND_F: 1, Op.RECV_F: -1, Op.F: -1, Op.SEND_B: -1, Op.RECV_B: 1, Op.B: 1}.get(action.op)
         if step is None or not 0 <= action.stage + step < self._placement.stages:
             return None
@@ -323,6 +384,10 @@ class Executor:
         if not step.is_training:
             step.inputs.pop(key, None)
             step.received.pop(key, None)
+        if at.is_last and self._vocabulary is not None:
+            self._vocabulary.take_scored(microbatch, output)
+            step.outputs[key] = output
+            return
         if at.is_last and step.keeps_logits:
             step.logits.append(whole_output(output))
             return
@@ -354,7 +419,7 @@ class Executor:
             self._input_backward(stage, microbatch)
         finally:
             self._moment.after_block = None
-        if stage > 0 and not self._is_here(stage - 1):
+        if not self._is_here(stage - 1):
             self._send_backward(stage, microbatch)
         self._compute_weights(left, (stage, microbatch))
 
@@ -366,7 +431,7 @@ class Executor:
         gradient = step.gradients.pop(key, None)
         pending: Pending = {}
         step.pending[key] = pending
-        if at.is_last:
+        if at.is_last and self._vocabulary is None:
             gradient = torch.full_like(output, step.scale)
         if output.requires_grad and gradient is not None:
             moment = self._moment
@@ -376,6 +441,8 @@ class Executor:
             finally:
                 moment.in_backward, moment.pending = False, None
         at.end_input_backward()
+        if at.looked_up is not None:
+            at.looked_up.drop()
         if hidden is None or not hidden.requires_grad:
             return
         # A stage whose output does not depend on its input still owes the one before it a gradient.
@@ -399,12 +466,18 @@ class Executor:
 
     def _send_forward(self, stage: int, microbatch: int) -> None:
         step, key = self._step, (stage, microbatch)
-        self._mail.send_forward(stage, microbatch, step.outputs[key])
+        if self._vocabulary is not None and stage == self._vocabulary.last_stage:
+            self._vocabulary.send_scored(microbatch, step.outputs[key])
+        else:
+            self._mail.send_forward(stage, microbatch, step.outputs[key])
         if not step.is_training:
             del step.outputs[key]
 
     def _receive_forward(self, stage: int, microbatch: int) -> None:
         step = self._step
+        if stage == 0 and self._vocabulary is not None:
+            step.inputs[stage, microbatch] = self._vocabulary.receive_looked_up(microbatch)
+            return
         received = self._mail.receive(Op.RECV_F, stage)
         assert received is not None, "an activation is always sent"
         buffer, wire = received
@@ -415,11 +488,27 @@ class Executor:
     def _send_backward(self, stage: int, microbatch: int) -> None:
         """Send what a backward owes, unless the backward did so itself."""
         gradient = self._step.gradients.pop((stage - 1, microbatch), None)
-        if gradient is not None:
+        if gradient is None:
+            return
+        if stage == 0:
+            assert self._vocabulary is not None, "nothing lies before stage 0 but the slices of a vocabulary"
+            self._vocabulary.send_gradient(microbatch, gradient)
+        else:
             self._mail.send_backward(stage, microbatch, gradient)
 
     def _receive_backward(self, stage: int, microbatch: int) -> None:
+        if self._vocabulary is not None and stage == self._vocabulary.last_stage:
+            self._receive_scores(self._vocabulary, microbatch)
+            return
         received = self._mail.receive(Op.RECV_B, stage)
         if received is not None:
             self._step.gradients[stage, microbatch] = received[0]
             self._step.received.setdefault((stage, microbatch), []).append(received)
+
+    def _receive_scores(self, split: SplitVocabulary, microbatch: int) -> None:
+        """The loss and what the last stage's backward begins with; or the logits."""
+        step, key = self._step, (split.last_stage, microbatch)
+        found, gradient = split.receive_scores(microbatch)
+        (step.logits if step.keeps_logits else step.losses).append(found)
+        if step.is_training and gradient is not None:
+            step.gradients[key] = gradient.mul_(step.scale)

@@ -26,7 +26,7 @@ from atoll.models import Batch
 from atoll.runtime.transport import Channel, Message, Tag, Transport
 
 AHEAD = 2
-"""Receives that are posted beyond the one that is wanted next."""
+"""Receiving actions whose messages are posted beyond the one that is wanted next."""
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _HEADER = 12
@@ -41,9 +41,18 @@ class Wire:
     has_gradient: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """A message of a split vocabulary, of which both sides know what it brings."""
+
+    peer: int
+    tag: Tag
+    wire: Wire
+
+
 @dataclass(slots=True)
 class _Expected:
-    """A receive of the row, and its message while it is posted."""
+    """A message that a receive of the row waits for, while it is posted."""
 
     op: Op
     stage: int
@@ -51,6 +60,7 @@ class _Expected:
     kind: tuple[int, int]
     peer: int
     tag: Tag
+    wire: Wire | None = None
     message: Message | None = None
     buffer: torch.Tensor | None = None
 
@@ -72,10 +82,24 @@ class Mail:
         self._expected: list[_Expected] = []
         self._next = 0
 
-    def begin(self, row: Sequence[Action], batches: Sequence[Batch], *, training: bool) -> None:
-        """Begin a row; the first receives are posted where their shapes are known."""
+    def begin(
+        self,
+        row: Sequence[Action],
+        batches: Sequence[Batch],
+        *,
+        training: bool,
+        parcels: Callable[[Action], list[Parcel] | None] | None = None,
+    ) -> None:
+        """Begin a row; the first receives are posted where their shapes are known.
+
+        parcels: what a receive of a split vocabulary brings; None for one of a stage.
+        """
         self._kinds = [self._kind_of((training, _shapes(batch))) for batch in batches]
-        self._expected = [self._expect(action) for action in row if action.op in (Op.RECV_F, Op.RECV_B)]
+        self._expected = []
+        for action in row:
+            if action.op in _RECEIVES:
+                known = None if parcels is None else parcels(action)
+                self._expected += [self._expect(action)] if known is None else _expect_parcels(action, known)
         self._next = 0
         self._post()
 
@@ -91,14 +115,14 @@ class Mail:
         tag = Tag(Channel.FORWARD if is_forward else Channel.BACKWARD, sender, action.microbatch)
         return _Expected(action.op, action.stage, action.microbatch, kind, self._rank_of(sender), tag)
 
-    def begin_again(self, stale: Sequence[Action]) -> None:
+    def begin_again(self, stale: Sequence[tuple[Action, int]]) -> None:
         """Begin the same row again after a false start.
 
-        stale: receives that the row did not come to, of messages that their senders' false starts sent. Receives that
-        are posted beyond those stay posted: the next messages of their tags are the right ones.
+        stale: receives that the row did not come to, and the ranks whose false starts sent their messages. Receives
+        that are posted beyond those stay posted: the next messages of their tags are the right ones.
         """
-        for action in stale:
-            self._next = next(at for at, each in enumerate(self._expected) if each.is_for(action))
+        for action, peer in stale:
+            self._next = next(at for at, each in enumerate(self._expected) if each.is_for(action) and each.peer == peer)
             received = self.receive(action.op, action.stage)
             if received is not None:
                 self.recycle(*received)
@@ -123,8 +147,11 @@ class Mail:
 
     def send_backward(self, stage: int, microbatch: int, gradient: torch.Tensor) -> None:
         """Send the gradient of a stage's input to the rank of the one before."""
-        peer = self._rank_of(stage - 1)
-        self._transport.post(gradient.contiguous(), peer, Tag(Channel.BACKWARD, stage, microbatch))
+        self.send(gradient.contiguous(), self._rank_of(stage - 1), Tag(Channel.BACKWARD, stage, microbatch))
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: Tag) -> None:
+        """Send a contiguous tensor to a world rank that knows its shape."""
+        self._transport.post(tensor, peer, tag)
 
     # ---- receiving
 
@@ -133,11 +160,13 @@ class Mail:
         expected = self._expected[self._next]
         assert (expected.op, expected.stage) == (op, stage), "receives are asked for in the order of the row"
         self._next += 1
-        if expected.kind not in self._wires:
-            self._wires[expected.kind] = self._ask(expected)
-        wire = self._wires[expected.kind]
-        if op is Op.RECV_B and not wire.has_gradient:
-            return None
+        wire = expected.wire
+        if wire is None:
+            if expected.kind not in self._wires:
+                self._wires[expected.kind] = self._ask(expected)
+            wire = self._wires[expected.kind]
+            if op is Op.RECV_B and not wire.has_gradient:
+                return None
         if expected.message is None:
             self._start(expected, wire)
         self._post()
@@ -154,13 +183,18 @@ class Mail:
 
     def _post(self) -> None:
         """Post the next receives, as far as their shapes are known."""
-        for expected in self._expected[self._next : self._next + AHEAD]:
+        actions: set[tuple[Op, int, int]] = set()
+        for at in range(self._next, len(self._expected)):
+            expected = self._expected[at]
+            actions.add((expected.op, expected.stage, expected.microbatch))
+            if len(actions) > AHEAD:
+                return
             if expected.message is not None:
                 continue
-            wire = self._wires.get(expected.kind)
+            wire = expected.wire or self._wires.get(expected.kind)
             if wire is None:
                 return
-            if expected.op is Op.RECV_F or wire.has_gradient:
+            if expected.wire is not None or expected.op is Op.RECV_F or wire.has_gradient:
                 self._start(expected, wire)
 
     def _start(self, expected: _Expected, wire: Wire) -> None:
@@ -190,6 +224,17 @@ class Mail:
     def _decode(header: torch.Tensor) -> Wire:
         dtype, has_gradient, dims, *sizes = header.tolist()
         return Wire(tuple(sizes[:dims]), _DTYPES[dtype], bool(has_gradient))
+
+
+_RECEIVES = frozenset({Op.RECV_F, Op.RECV_B, Op.RECV_S, Op.RECV_T, Op.RECV_G})
+
+
+def _expect_parcels(action: Action, parcels: Sequence[Parcel]) -> list[_Expected]:
+    assert action.microbatch is not None, "messages have microbatches"
+    return [
+        _Expected(action.op, action.stage, action.microbatch, (-1, -1), each.peer, each.tag, each.wire)
+        for each in parcels
+    ]
 
 
 def _shapes(batch: Mapping[str, torch.Tensor]) -> tuple[tuple[str, tuple[int, ...]], ...]:

@@ -6,18 +6,84 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
-from atoll.models import Adapter, Batch
+from atoll.models import Adapter, Batch, Block
 from atoll.runtime.pipeline.deferred import DeferredWeight
-from atoll.runtime.sharding.hooks import Reducer, ShardedBlock
+from atoll.runtime.sharding.hooks import Moment, Reducer, ShardedBlock
 from atoll.runtime.sharding.lookahead import Lookahead
 from atoll.runtime.sharding.unit import Unit
+
+
+class End:
+    """Takes the place of embedding or head where the vocabulary is split over the ranks."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        module.forward = self.forward
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        """Instead of the module's own."""
+        raise NotImplementedError
+
+    def lies_in(self, block: Block) -> bool:
+        """Whether a block has the module."""
+        return any(module is self._module for module in block.module.modules())
+
+
+class LookedUp(End):
+    """Gives what was looked up of the microbatch that runs, which a recomputed forward asks for again."""
+
+    def __init__(self, module: nn.Module, moment: Moment) -> None:
+        super().__init__(module)
+        self._moment = moment
+        self._rows: dict[int, torch.Tensor] = {}
+
+    def take(self, rows: torch.Tensor) -> None:
+        """What was looked up of the present microbatch."""
+        self._rows[self._moment.microbatch] = rows
+
+    def drop(self) -> None:
+        """The present microbatch needs it no more."""
+        self._rows.pop(self._moment.microbatch, None)
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        rows, module = self._rows[self._moment.microbatch], self._module
+        if type(module) is nn.Embedding:
+            return rows
+        # What else its class does to rows, it does where these are its table.
+        table, padding = module._parameters["weight"], module.padding_idx
+        try:
+            module._parameters["weight"], module.padding_idx = rows.flatten(0, -2), None  # type: ignore[assignment]
+            found: torch.Tensor = type(module).forward(module, torch.arange(given.numel(), device=given.device))
+        finally:
+            module._parameters["weight"], module.padding_idx = table, padding
+        return found.view(*given.shape, -1)
+
+
+class Scored(End):
+    """Passes on what the head is given, and remembers it: that is what the stage gives."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.given: torch.Tensor | None = None
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        self.given = given
+        return given
+
+    def taken(self) -> torch.Tensor:
+        """What the head was given."""
+        assert self.given is not None, "the last stage runs the head"
+        given, self.given = self.given, None
+        return given
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
     """Blocks `blocks` of the model, and the units they use in the order of the backward.
 
+    looked_up, scored: what stands for embedding and head where the vocabulary is split.
     kept: units that stay whole while the stage is open.
     """
 
@@ -31,11 +97,20 @@ class Stage:
     deferred: tuple[DeferredWeight, ...]
     reducer: Reducer
     lookahead: Lookahead
+    looked_up: LookedUp | None = None
+    scored: Scored | None = None
     kept: list[Unit] = field(default_factory=list)
 
     def forward(self, hidden: torch.Tensor | None, batch: Batch) -> torch.Tensor:
-        """The hidden state after the stage, [B, S, hidden] as a rule, or the logits on the last stage."""
-        return self.adapter.forward(self.blocks.start, self.blocks.stop, hidden, batch)
+        """The hidden state after the stage, [B, S, hidden] as a rule, or the logits on the last stage.
+
+        Where the vocabulary is split, stage 0 is given what was looked up, and the last gives what is to be scored.
+        """
+        if self.looked_up is not None and hidden is not None:
+            self.looked_up.take(hidden)
+            hidden = None
+        output = self.adapter.forward(self.blocks.start, self.blocks.stop, hidden, batch)
+        return output if self.scored is None else self.scored.taken()
 
     def open(self, *, stays: bool) -> None:
         """UNSHARD. The first blocks may be gathered from now on, each at last when it is come to; with `stays` they are

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from atoll.errors import PlanError
-from atoll.models import Adapter, Block, Weights, initialise_block, shared_parameters
+from atoll.models import Adapter, Block, Vocabulary, Weights, initialise_block, shared_parameters
 from atoll.runtime.pipeline.deferred import DeferredWeight, defer, is_deferrable
-from atoll.runtime.pipeline.stage import Stage, owners_of
+from atoll.runtime.pipeline.stage import LookedUp, Scored, Stage, owners_of
 from atoll.runtime.sharding.hooks import Moment, Reducer, ShardedBlock, watch_parameters
 from atoll.runtime.sharding.lookahead import Lookahead
 from atoll.runtime.sharding.segment import Phase, Surroundings, dtype_of
 from atoll.runtime.sharding.tensor_parallel import TensorParallel
 from atoll.runtime.sharding.tensors import Spread
 from atoll.runtime.sharding.unit import Unit, UnitSpec, unit_specs
+from atoll.runtime.sharding.vocabulary import Table, VocabularySlice, as_slice, block_of, names_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +26,14 @@ class Sharded:
     """This rank's part of the model.
 
     specs: every unit of the whole model.  units: this rank's, in the model's order.  trainable: name and shape of
-    every trained parameter of the whole model.
+    every trained parameter of the whole model.  vocabulary: this rank's slice of it, if it is split.
     """
 
     specs: tuple[UnitSpec, ...]
     units: tuple[Unit, ...]
     stages: tuple[Stage, ...]
     trainable: tuple[tuple[str, tuple[int, ...]], ...]
+    vocabulary: VocabularySlice | None = None
 
 
 def build(
@@ -47,18 +49,21 @@ def build(
     compiler: str,
     together: int = 1,
     tensor: TensorParallel | None = None,
+    vocabulary: Vocabulary | None = None,
 ) -> Sharded:
     """Materialise this rank's blocks one after the other, each into its units, and hook them.
 
-    tensor: how blocks are split over a tensor-parallel group, if there is one.
+    tensor: how blocks are split over a tensor-parallel group, if there is one.  vocabulary: the ends whose rows are
+    split over the pipeline, if they are.
     together: how many blocks are a unit, where they follow each other in a stage and are of one class.
     runs: the blocks of each stage.  ranks: world ranks along the pipeline.  rank_of_stage: pipeline rank of each stage.
     """
     place = around.transport.place
     blocks = tuple(adapter.blocks())
-    specs = unit_specs([(block.name, block.module) for block in blocks], groups_of(blocks, runs, together))
-    trainable = _trainable(blocks, specs)
     shared = shared_parameters(adapter)
+    apart = names_of(adapter, vocabulary, shared) if vocabulary is not None else ()
+    specs = unit_specs([(block.name, block.module) for block in blocks], groups_of(blocks, runs, together), apart)
+    trainable = _trainable(blocks, specs)
     mine = [stage for stage in range(len(runs)) if rank_of_stage[stage] == place.pp]
     local = [block for stage in mine for block in runs[stage]]
     phases = _phases([blocks[at] for at in local], shared, is_split=len(runs) > 1)
@@ -66,9 +71,21 @@ def build(
     replaced: dict[int, nn.Parameter] = {}
     values: dict[str, nn.Parameter] = {}
     spreads: dict[str, Spread] = {}
+    sliced: VocabularySlice | None = None
+    if vocabulary is not None:
+        sliced = _slice_vocabulary(adapter, vocabulary, specs[: len(apart)], shared, around, moment, lookahead)
+        units.update({table.unit.spec.index: table.unit for table in sliced.tables})
+    elsewhere = {name for names in apart for name in names}
     for at in local:
         _materialise(
-            adapter, blocks[at], shared, replaced, seed=moment.seed, dtype=_first_dtype(around), weights=around.weights
+            adapter,
+            blocks[at],
+            shared,
+            replaced,
+            elsewhere,
+            seed=moment.seed,
+            dtype=_first_dtype(around),
+            weights=around.weights,
         )
         if tensor is not None:
             found_spreads = tensor.apply(at)
@@ -76,17 +93,18 @@ def build(
             replaced.update({key: tensor.now(parameter) for key, parameter in replaced.items()})
         values.update(blocks[at].named_parameters())
         for spec in specs:
-            is_there = spec.is_shared or at == spec.blocks[-1]
-            if at not in spec.blocks or spec.index in units or not is_there:
+            if at not in spec.blocks or spec.index in units or not (spec.is_shared or at == spec.blocks[-1]):
                 continue
             owners = tuple(ranks[pp] for pp in owners_of(spec.blocks, runs, rank_of_stage))
             found = {name: _find(values, name, shared) for name in spec.names}
             units[spec.index] = Unit(spec, found, around, owners=owners, phases=phases, spreads=spreads or None)
         for spec in specs:
             # A shared unit stays whole until its last block here has been initialised.
-            if spec.index in units and max(used for used in spec.blocks if used in local) == at:
+            if spec.blocks and spec.index in units and max(used for used in spec.blocks if used in local) == at:
                 units[spec.index].free()
         _place_buffers(blocks[at].module, around.device)
+    last = len(runs) - 1
+    ends = {stage: _end_of(adapter, vocabulary, stage, last, moment) for stage in mine}
     stages = []
     for stage in mine:
         users = tuple(
@@ -97,13 +115,13 @@ def build(
         deferred: list[DeferredWeight] = []
         for at in runs[stage]:
             own = [unit for unit in users if at in unit.spec.blocks]
-            options = {"recompute": recompute, "compiler": compiler}
+            has_end = any(end is not None and end.lies_in(blocks[at]) for end in ends[stage])
+            options = {"recompute": recompute, "compiler": "none" if has_end else compiler}
             hooked.append(ShardedBlock(blocks[at].module, at, own, reducer, moment, lookahead, **options))
             waits = len(runs) > 1
             if waits or (compiler == "none" and around.device.type == "cpu"):
                 deferred += defer(blocks[at].module, own, moment, waits=waits)
         watch_parameters(users, reducer, moment)
-        last = len(runs) - 1
         stages.append(
             Stage(
                 stage,
@@ -116,10 +134,79 @@ def build(
                 tuple(deferred),
                 reducer,
                 lookahead,
+                *ends[stage],
             )
         )
     ordered = tuple(units[index] for index in sorted(units))
-    return Sharded(specs, ordered, tuple(stages), trainable)
+    return Sharded(specs, ordered, tuple(stages), trainable, sliced)
+
+
+def _slice_vocabulary(
+    adapter: Adapter,
+    vocabulary: Vocabulary,
+    specs: Sequence[UnitSpec],
+    shared: Mapping[str, str],
+    around: Surroundings,
+    moment: Moment,
+    lookahead: Lookahead,
+) -> VocabularySlice:
+    """Materialise one parameter of the two ends after the other, and keep this rank's rows of it."""
+    place, mesh = around.transport.place, around.transport.mesh_along("pp")
+    blocks = tuple(adapter.blocks())
+    modules = {name: module for block in blocks for name, module in block.named_modules()}
+    found: dict[str, nn.Parameter] = {}
+    for end in (vocabulary.embedding, vocabulary.head):
+        block = blocks[block_of(blocks, end)]
+        own = dict(modules[end].named_parameters(recurse=False))
+        for key, parameter in own.items():
+            first = shared.get(f"{end}.{key}", f"{end}.{key}")
+            if first not in found:
+                if parameter.is_meta:
+                    empty = torch.empty(parameter.shape, dtype=_first_dtype(around))
+                    parameter = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                    modules[end].register_parameter(key, parameter)
+                    if around.weights is None or first not in around.weights:
+                        every = {shared.get(name, name) for name, _ in block.named_parameters()}
+                        initialise_block(adapter, block, moment.seed, shared=shared, known=every - {first})
+                found[first] = as_slice(parameter, mesh)
+            modules[end].register_parameter(key, found[first])
+    units = {}
+    for spec in specs:
+        held = {name: found[name] for name in spec.names}
+        phases: dict[str, frozenset[Phase]] = {name: frozenset({"W"}) for name in held}
+        spreads = dict.fromkeys(held, Spread.SPLIT)
+        unit = Unit(spec, held, around, owners=(place.rank,), phases=phases, spreads=spreads)
+        units.update(dict.fromkeys(held, unit))
+        unit.free()
+
+    def table(end: str) -> Table:
+        names = {key: shared.get(f"{end}.{key}", f"{end}.{key}") for key, _ in modules[end].named_parameters()}
+        return Table(block_of(blocks, end), units[names["weight"]], names["weight"], names.get("bias"), lookahead)
+
+    embedding = modules[vocabulary.embedding]
+    assert isinstance(embedding, nn.Embedding), "it has been looked at"
+    return VocabularySlice(
+        vocabulary,
+        table(vocabulary.embedding),
+        table(vocabulary.head),
+        index=place.pp,
+        ranks=mesh.size(),
+        size=embedding.num_embeddings,
+        padding=embedding.padding_idx,
+    )
+
+
+def _end_of(
+    adapter: Adapter, vocabulary: Vocabulary | None, stage: int, last: int, moment: Moment
+) -> tuple[LookedUp | None, Scored | None]:
+    """What stands in the places of embedding and head on a stage."""
+    if vocabulary is None:
+        return None, None
+    modules = {name: module for block in adapter.blocks() for name, module in block.named_modules()}
+    return (
+        LookedUp(modules[vocabulary.embedding], moment) if stage == 0 else None,
+        Scored(modules[vocabulary.head]) if stage == last else None,
+    )
 
 
 def groups_of(blocks: Sequence[Block], runs: Sequence[range], together: int) -> list[list[int]]:
@@ -166,6 +253,7 @@ def _materialise(
     block: Block,
     shared: Mapping[str, str],
     replaced: dict[int, nn.Parameter],
+    elsewhere: Collection[str],
     *,
     seed: int,
     dtype: torch.dtype,
@@ -173,10 +261,11 @@ def _materialise(
 ) -> None:
     """Give a block on `meta` real parameters with their initial values; leave a real one as it is.
 
-    Those that `weights` has get no values, and those that an earlier block brought keep theirs.
+    Those that `weights` has get no values, and those that an earlier block brought keep theirs. What is `elsewhere`, by
+    first names, is left alone.
     """
-    parameters = [parameter for _, parameter in block.named_parameters()]
-    if not any(parameter.is_meta for parameter in parameters):
+    parameters = [parameter for name, parameter in block.named_parameters() if shared.get(name, name) not in elsewhere]
+    if not any(tensor.is_meta for tensor in (*parameters, *block.module.buffers())):
         return
     if not all(parameter.is_meta or id(parameter) in _ids(replaced) for parameter in parameters):
         raise PlanError(f"block {block.name!r} is partly on meta; build the whole model on meta, or none of it")
@@ -185,6 +274,9 @@ def _materialise(
     for prefix, module in block.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             first = shared.get(f"{prefix}.{name}", f"{prefix}.{name}")
+            if first in elsewhere:
+                known.add(first)
+                continue
             if id(parameter) in before or (weights is not None and first in weights):
                 known.add(first)
             if not parameter.is_meta:

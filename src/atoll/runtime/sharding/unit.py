@@ -20,8 +20,8 @@ class UnitSpec:
     """Which parameters form a unit, known to every rank from the model alone.
 
     index: place in the model's order.  names: every name of a parameter, its first one being what checkpoints use.
-    blocks: the blocks that use the unit, in order.  is_shared: whether several use the same parameters, and not each
-    its own.
+    blocks: the blocks that use the unit, in order; none for slices of the vocabulary, which every rank has.
+    is_shared: whether several use the same parameters, and not each its own.
     """
 
     index: int
@@ -31,12 +31,18 @@ class UnitSpec:
     is_shared: bool
 
 
-def unit_specs(blocks: Sequence[tuple[str, nn.Module]], groups: Sequence[Sequence[int]]) -> tuple[UnitSpec, ...]:
+def unit_specs(
+    blocks: Sequence[tuple[str, nn.Module]],
+    groups: Sequence[Sequence[int]],
+    apart: Sequence[Sequence[str]] = (),
+) -> tuple[UnitSpec, ...]:
     """Partition the parameters of a model, given as (name, block) in execution order, into units.
 
     groups: a partition of the blocks into those that are gathered together. A parameter of one block belongs to its
     group's unit. Parameters shared by the same blocks are a unit of their own, placed before the unit of the first
     block that uses them. Names are qualified by the block's name.
+
+    apart: names of parameters that are a unit each time, before all others and of no block.
     """
     group_of = {at: tuple(group) for group in groups for at in group}
     first_name: dict[int, str] = {}
@@ -48,10 +54,13 @@ def unit_specs(blocks: Sequence[tuple[str, nn.Module]], groups: Sequence[Sequenc
             if at not in used:
                 used.append(at)
     grouped: dict[tuple[tuple[int, ...], bool], list[str]] = {}
+    elsewhere = {name for names in apart for name in names}
     for key, used in users.items():
+        if first_name[key] in elsewhere:
+            continue
         is_shared = len(used) > 1
         grouped.setdefault((tuple(used) if is_shared else group_of[used[0]], is_shared), []).append(first_name[key])
-    specs: list[UnitSpec] = []
+    specs = [UnitSpec(at, f"vocabulary {names[0]}", tuple(names), (), False) for at, names in enumerate(apart)]
     for used_by, is_shared in sorted(grouped, key=lambda key: (key[0][0], not key[1], -len(key[0]), key[0])):
         names = grouped[used_by, is_shared]
         first, last = blocks[used_by[0]][0], blocks[used_by[-1]][0]

@@ -1,0 +1,343 @@
+"""A rank's slice of the vocabulary: its rows of the embedding and of the head (arXiv 2411.05288).
+
+    look_up   ids [B, S] -> their rows, zeros for those of other slices; the sum over the slices is the embedding
+    score     hidden [B, S, hidden] -> what this slice says of the labels, and of the hidden state's gradient
+    combine   the scores of all slices -> the loss and the hidden state's gradient
+    learn     what all slices said together -> the gradient of the head's rows
+
+[Note: one exchange] With z the logits of a token, p = softmax(z) and W the head, the hidden state's gradient is
+sum(p * W) - W[label]. A slice does not know the sum of all exponentials, but the mean of its rows under the softmax of
+its own logits needs no other slice; what is missing is one factor a token, the slice's share of the sum. So a slice
+sends that mean, the row of the label if it has it, its largest logit, its sum and the label's logit. Whoever gets these
+of all slices has loss and gradient, and the factors are what the slices need for their own gradients. Nobody ever has
+the logits of more than a slice. Softmax and sums are in fp32 (fp64 for fp64), as in `token_cross_entropy`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from atoll._torch import local_part
+from atoll.errors import PlanError
+from atoll.layouts import Box
+from atoll.models import Adapter, Batch, Block, Vocabulary
+from atoll.models.adapter import IGNORED_LABEL
+from atoll.runtime.pipeline.deferred import accumulate
+from atoll.runtime.sharding.lookahead import Lookahead
+from atoll.runtime.sharding.tensors import part_of
+from atoll.runtime.sharding.unit import Unit
+
+
+def vocabulary_of(adapter: Adapter, ranks: int) -> Vocabulary:
+    """The ends of a model whose vocabulary is split over so many pipeline ranks.
+
+    Raises PlanError where the adapter does not name them, or where they are not what can be split.
+    """
+    asked = getattr(adapter, "vocabulary", None)
+    if asked is None:
+        raise PlanError(
+            f"vocabulary_parallel: a {type(adapter).__name__} has no vocabulary(), which says which modules are "
+            "embedding and head; turn it off, or give the model an adapter that has one"
+        )
+    found: Vocabulary = asked()
+    modules = {name: module for block in adapter.blocks() for name, module in block.named_modules()}
+    problems = []
+    for name, kind in ((found.embedding, nn.Embedding), (found.head, nn.Linear)):
+        module = modules.get(name)
+        if not (isinstance(module, kind) if kind is nn.Embedding else type(module) is kind):
+            problems.append(f"{name} is a {type(module).__name__}, not an nn.{kind.__name__}")
+    if problems:
+        raise PlanError(_refusal("; ".join(problems)))
+    embedding, head = modules[found.embedding], modules[found.head]
+    assert isinstance(embedding, nn.Embedding)
+    assert isinstance(head, nn.Linear)
+    if embedding.weight.shape != head.weight.shape:
+        problems.append(f"embedding {tuple(embedding.weight.shape)} and head {tuple(head.weight.shape)} differ")
+    if embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse:
+        problems.append(f"{found.embedding} has max_norm, scale_grad_by_freq or sparse gradients")
+    own = {id(parameter) for module in (embedding, head) for parameter in module.parameters(recurse=False)}
+    for name, module in modules.items():
+        if name not in (found.embedding, found.head) and any(id(p) in own for p in module.parameters(recurse=False)):
+            problems.append(f"{name} uses a parameter of them too")
+    rows = embedding.weight.shape[0]
+    if -(-rows // ranks) * (ranks - 1) >= rows:
+        problems.append(f"{rows} rows leave one of {ranks} ranks without any")
+    if problems:
+        raise PlanError(_refusal("; ".join(problems)))
+    return found
+
+
+def _refusal(problem: str) -> str:
+    return f"vocabulary_parallel cannot split this model's embedding and head: {problem}. Turn it off"
+
+
+def names_of(adapter: Adapter, vocabulary: Vocabulary, shared: Mapping[str, str]) -> tuple[tuple[str, ...], ...]:
+    """First names of the parameters that are units of their own: those of the head and of the embedding, or of both."""
+    modules = {name: module for block in adapter.blocks() for name, module in block.named_modules()}
+    groups: list[tuple[str, ...]] = []
+    for end in (vocabulary.embedding, vocabulary.head):
+        own = [f"{end}.{key}" for key, _ in modules[end].named_parameters(recurse=False)]
+        names = tuple(shared.get(name, name) for name in own)
+        known = next((at for at, group in enumerate(groups) if set(group) & set(names)), None)
+        if known is None:
+            groups.append(names)
+        else:
+            groups[known] = tuple(dict.fromkeys((*groups[known], *names)))
+    return tuple(groups)
+
+
+def as_slice(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+    """This rank's rows of a parameter, which keeps its shape as a DTensor."""
+    whole = parameter.detach()
+    box = Box.part(whole.shape, 0, mesh.get_local_rank(), mesh.size())
+    rows = part_of(whole, box).clone()
+    split = DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
+    return nn.Parameter(split, requires_grad=parameter.requires_grad)
+
+
+@dataclass(slots=True)
+class Table:
+    """One end on this rank. index: the block that it lies in, for the order of gathers."""
+
+    index: int
+    unit: Unit
+    weight_name: str
+    bias_name: str | None
+    lookahead: Lookahead
+    units: tuple[Unit, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.units = (self.unit,)
+
+    @property
+    def trainable(self) -> bool:
+        """Whether the weight is trained."""
+        return self.unit.parameters[self.weight_name].requires_grad
+
+    def gather(self) -> tuple[Tensor, Tensor | None]:
+        """The rows of weight and bias, whole over the data-parallel ranks."""
+        has_to_come = not self.unit.is_whole
+        if has_to_come:
+            self.lookahead.asked(self)
+        self.unit.gather()
+        if has_to_come:
+            self.lookahead.came()
+        weight = local_part(self.unit.parameters[self.weight_name]).detach()
+        return weight, None if self.bias_name is None else local_part(self.unit.parameters[self.bias_name]).detach()
+
+    def free(self) -> None:
+        """Done with them."""
+        self.lookahead.left(self.unit)
+        self.lookahead.look()
+
+
+@dataclass(slots=True)
+class Scores:
+    """What a slice says of a microbatch of N tokens.
+
+    sums: [3, N], the largest logit, the sum of exponentials relative to it, and the label's logit or 0.
+    answer: [N + labels in the slice, hidden], the mean of the head's rows, and behind it the rows of the labels; with
+    `logits` asked for these, [N, rows]; None where only the loss is wanted.
+    """
+
+    sums: Tensor
+    answer: Tensor | None = None
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What a slice keeps from S to T: the softmax of its own logits, and what it scored."""
+
+    hidden: Tensor
+    softmax: Tensor
+    slope: Tensor | None
+    sums: Tensor
+
+
+class VocabularySlice:
+    """Rows `rows` of the vocabulary, of pipeline rank `index` of `ranks`."""
+
+    def __init__(self, vocabulary: Vocabulary, embedding: Table, head: Table, *, index: int, ranks: int, size: int,
+                 padding: int | None) -> None:  # fmt: skip
+        self.embedding, self.head = embedding, head
+        self.index, self.ranks, self.size = index, ranks, size
+        self._scale, self._cap, self._padding = vocabulary.scale, vocabulary.cap, padding
+        self.rows = self.rows_of(index)
+        self._kept: dict[int, _Kept] = {}
+
+    def rows_of(self, index: int) -> range:
+        """The rows of another rank's slice."""
+        box = Box.part((self.size,), 0, index, self.ranks)
+        return range(box.offsets[0], box.offsets[0] + box.sizes[0])
+
+    @property
+    def width(self) -> int:
+        """Of a row."""
+        return int(self.head.unit.parameters[self.head.weight_name].shape[1])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of rows and hidden states."""
+        return self.head.unit.parameters[self.head.weight_name].dtype
+
+    @property
+    def precise(self) -> torch.dtype:
+        """Of sums and losses."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    @property
+    def tables(self) -> tuple[Table, ...]:
+        """The ends whose units differ."""
+        return (self.embedding,) if self.embedding.unit is self.head.unit else (self.embedding, self.head)
+
+    def keep(self) -> None:
+        """Stay whole until `let_go`."""
+        for table in self.tables:
+            table.unit.keep()
+
+    def let_go(self) -> None:
+        """The end of `keep`."""
+        for table in self.tables:
+            table.unit.let_go()
+
+    def check(self, batch: Batch) -> None:
+        """Raise PlanError for ids and labels of no slice, which every slice would leave to the others."""
+        ids, labels = batch["input_ids"], batch["labels"]
+        for name, values in (("input_ids", ids), ("labels", labels[labels != IGNORED_LABEL])):
+            if values.numel() and not (int(values.min()) >= 0 and int(values.max()) < self.size):
+                raise PlanError(
+                    f"{name} from {int(values.min())} to {int(values.max())}: the vocabulary has {self.size} rows"
+                )
+
+    def begin(self) -> None:
+        """A step begins: nothing of an earlier one is kept."""
+        self._kept.clear()
+
+    @torch.no_grad()
+    def look_up(self, ids: Tensor) -> Tensor:
+        """[B, S] -> [B, S, hidden], zeros where an id is in another slice."""
+        weight, _ = self.embedding.gather()
+        at, is_here = self._local(ids)
+        found = F.embedding(at, weight)
+        self.embedding.free()
+        return found.masked_fill_(~is_here[..., None], 0.0)
+
+    @torch.no_grad()
+    def learn_look_up(self, ids: Tensor, gradient: Tensor) -> None:
+        """Add the gradient of what was looked up to the embedding's."""
+        at, is_here = self._local(ids)
+        if self._padding is not None:
+            is_here &= ids != self._padding
+        target = self._gradient(self.embedding, self.embedding.weight_name)
+        target.index_add_(0, at[is_here], gradient[is_here].to(target.dtype))
+
+    @torch.no_grad()
+    def score(self, microbatch: int, hidden: Tensor, labels: Tensor, *, training: bool, logits: bool) -> Scores:
+        """What this slice says; in training what `learn` needs is kept until then."""
+        weight, bias = self.head.gather()
+        flat = hidden.detach().reshape(-1, hidden.shape[-1])
+        scored, slope = self._finish(F.linear(flat, weight, bias))
+        if logits:
+            self.head.free()
+            return Scores(scored.new_zeros(3, 1), scored)
+        precise = scored.to(self.precise)
+        largest = precise.amax(1)
+        exponentials = (precise - largest[:, None]).exp_()
+        total = exponentials.sum(1)
+        at, is_here = self._local(labels.reshape(-1))
+        tokens = is_here.nonzero().squeeze(1)
+        own = torch.zeros_like(largest)
+        own[tokens] = precise[tokens, at[tokens]]
+        scores = Scores(torch.stack([largest, total, own]))
+        if training:
+            softmax = exponentials.div_(total[:, None]).to(self.dtype)
+            weighted = softmax if slope is None else softmax * slope
+            rows = weight[at[tokens]]
+            if slope is not None:
+                rows = rows * slope[tokens, at[tokens]][:, None]
+            scores.answer = torch.cat([weighted @ weight, rows])
+            if self.head.unit.trainable:
+                self._kept[microbatch] = _Kept(flat, softmax, slope, scores.sums)
+        self.head.free()
+        return scores
+
+    @torch.no_grad()
+    def learn_score(self, microbatch: int, labels: Tensor, totals: Tensor, scale: float) -> None:
+        """Add the gradient of the head's rows: of `scale` times the loss, whose log-sums are `totals` [N]."""
+        kept = self._kept.pop(microbatch, None)
+        if kept is None:
+            return
+        flat = labels.reshape(-1)
+        at, is_here = self._local(flat)
+        factor = (kept.sums[0] - totals).exp_().mul_(kept.sums[1]).mul_(scale).masked_fill_(flat == IGNORED_LABEL, 0.0)
+        gradient = kept.softmax.to(self.precise) * factor[:, None]
+        tokens = is_here.nonzero().squeeze(1)
+        gradient[tokens, at[tokens]] -= scale
+        if kept.slope is not None:
+            gradient *= kept.slope
+        accumulate(self._gradient(self.head, self.head.weight_name), kept.hidden, gradient.to(self.dtype))
+        if self.head.bias_name is not None:
+            self._gradient(self.head, self.head.bias_name).add_(gradient.sum(0))
+
+    @torch.no_grad()
+    def combine(self, scores: Sequence[Scores], labels: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Of all slices in order: the loss summed over tokens, the log-sums [N], the hidden state's gradient."""
+        flat = labels.reshape(-1)
+        is_counted = flat != IGNORED_LABEL
+        sums = torch.stack([each.sums for each in scores])
+        largest = sums[:, 0].amax(0)
+        totals = (sums[:, 1] * (sums[:, 0] - largest).exp()).sum(0).log() + largest
+        loss = (totals - sums[:, 2].sum(0))[is_counted].sum()
+        if any(each.answer is None for each in scores):
+            return loss, totals, None
+        gradient = totals.new_zeros(flat.numel(), self.width)
+        for each in scores:
+            assert each.answer is not None
+            factor = (each.sums[0] - totals).exp() * each.sums[1]
+            gradient.addcmul_(each.answer[: flat.numel()].to(gradient.dtype), factor[:, None])
+        for index, each in enumerate(scores):
+            assert each.answer is not None
+            tokens = self.labels_in(index, flat).nonzero().squeeze(1)
+            gradient[tokens] -= each.answer[flat.numel() :].to(gradient.dtype)
+        gradient.masked_fill_(~is_counted[:, None], 0.0)
+        return loss, totals, gradient.view(*labels.shape, self.width)
+
+    def labels_in(self, index: int, labels: Tensor) -> Tensor:
+        """Which labels are in the slice of a rank."""
+        rows = self.rows_of(index)
+        return (labels >= rows.start) & (labels < rows.stop)
+
+    def reduce(self, table: Table, *, is_last: bool) -> None:
+        """Begin to reduce the gradients of an end."""
+        table.unit.reduce_gradients("W", is_last=is_last)
+
+    def _local(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows of ids in the slice, any for those that are not, and which are."""
+        at = ids - self.rows.start
+        is_here = (at >= 0) & (at < len(self.rows))
+        return at.clamp(0, len(self.rows) - 1), is_here
+
+    def _gradient(self, table: Table, name: str) -> Tensor:
+        table.unit.touched.add(name)
+        return table.unit.weight_gradient(name)
+
+    def _finish(self, scored: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What the model does to the head's output, and its derivative where that is not 1."""
+        if self._scale != 1.0:
+            scored = scored * self._scale
+        if self._cap is not None:
+            scored = torch.tanh(scored / self._cap)
+            return scored * self._cap, (1.0 - scored.square()) * self._scale
+        return scored, None if self._scale == 1.0 else torch.full_like(scored[:1, :1], self._scale).expand_as(scored)
+
+
+def block_of(blocks: Sequence[Block], module: str) -> int:
+    """The block that a module lies in."""
+    return next(at for at, block in enumerate(blocks) if any(name == module for name, _ in block.named_modules()))

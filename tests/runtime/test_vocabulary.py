@@ -1,0 +1,285 @@
+"""A vocabulary split over the pipeline: every schedule, layout and kind of model gives one process's result."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from atoll import schedules
+from atoll.errors import PlanError, RankError
+from atoll.layouts import Layout
+from atoll.models import Decoder, DecoderConfig, SequentialAdapter, Vocabulary
+from atoll.plan import MeshShape, Plan
+from atoll.testing import run_ranks
+from atoll.testing.parity import Case, assert_parity, difference, reference, train, whole_parameters
+from atoll.testing.tiny import TinyConfig
+
+EVERYTHING = TinyConfig(layers=8, vocabulary=17, tied=True, frozen=True, odd=True, small=True, unused=True, dropout=0.2)
+SPLIT = Case(pipeline=2, vocabulary_parallel=True, microbatches=4, steps=2, model=EVERYTHING)
+
+
+@pytest.mark.parametrize("pipeline", [2, 3, 4])
+@pytest.mark.parametrize("name", schedules.CATALOGUE)
+def test_every_schedule(name: str, pipeline: int) -> None:
+    assert_parity(replace(SPLIT, schedule=name, pipeline=pipeline, microbatches=2 * pipeline))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+@pytest.mark.parametrize("layout", ["NNN", "NNG", "IIG", "GGG", "ING", "INI", "IGG"])
+def test_every_kind_of_layout(layout: str, schedule: str) -> None:
+    assert_parity(replace(SPLIT, layout=layout, schedule=schedule, intra=2, microbatches=8))
+
+
+@pytest.mark.parametrize("layout", ["IIG", "GGG"])
+def test_on_two_levels(layout: str) -> None:
+    assert_parity(replace(SPLIT, layout=layout, inter=2, intra=2, microbatches=16, schedule="zb-h1"))
+
+
+@pytest.mark.parametrize("residency", ["run", "step"])
+@pytest.mark.parametrize("reduction", ["run", "step"])
+def test_residency_and_reduction(residency: Any, reduction: Any) -> None:
+    case = replace(SPLIT, layout="GGG", intra=2, microbatches=8, schedule="interleaved")
+    assert_parity(replace(case, residency=residency, reduction=reduction))
+
+
+@pytest.mark.parametrize("recompute", ["block", "selective"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h2", "dualpipe-v"])
+def test_recompute(schedule: str, recompute: str) -> None:
+    assert_parity(replace(SPLIT, schedule=schedule, recompute=recompute, layout="IIG", intra=2, microbatches=8))
+
+
+MODELS = {
+    "untied": TinyConfig(vocabulary=17),
+    "tied": TinyConfig(vocabulary=17, tied=True),
+    "only the head trained": TinyConfig(vocabulary=17, trained=(5,)),
+    "only the embedding trained": TinyConfig(vocabulary=17, trained=(0,)),
+    "both ends frozen": TinyConfig(vocabulary=17, trained=(1, 3)),
+}
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "v-half"])
+@pytest.mark.parametrize("model", MODELS)
+def test_which_ends_are_trained(model: str, schedule: str) -> None:
+    assert_parity(replace(SPLIT, model=MODELS[model], schedule=schedule, layout="GGG", intra=2, microbatches=8))
+
+
+@pytest.mark.parametrize("name", schedules.CATALOGUE)
+def test_post_validation_gives_the_same_bits(name: str) -> None:
+    case = replace(SPLIT, layout="IIG", intra=2, schedule=name, clip=1.0, steps=4, microbatches=8)
+    waiting = run_ranks(train, case.ranks, case)
+    ahead = run_ranks(train, case.ranks, replace(case, post_validation=True))
+    for one, other in zip(waiting, ahead, strict=True):
+        assert one.losses == other.losses
+        assert one.norms == other.norms
+        assert all(torch.equal(one.parameters[key], other.parameters[key]) for key in one.parameters)
+
+
+@pytest.mark.parametrize("pipeline", [3, 4])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "gpipe"])
+def test_post_validated_steps_that_are_taken_back(schedule: str, pipeline: int) -> None:
+    case = replace(SPLIT, pipeline=pipeline, schedule=schedule, microbatches=3 * pipeline)
+    assert_parity(replace(case, post_validation=True, clip=0.05, steps=4))
+
+
+class Small:
+    """The built-in decoder as a recipe."""
+
+    def __init__(self, *, tied: bool) -> None:
+        self.tied = tied
+
+    def build(self) -> Decoder:
+        sizes = {"vocabulary": 19, "layers": 3, "hidden": 16, "heads": 4, "kv_heads": 2, "ffn": 24}
+        return Decoder(DecoderConfig(**sizes, tie_embeddings=self.tied))
+
+    def batch(self, step: int, samples: int) -> dict[str, torch.Tensor]:
+        return TinyConfig(vocabulary=19).batch(step, samples)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_decoder(tied: bool) -> None:
+    assert_parity(replace(SPLIT, schedule="zb-h1", model=Small(tied=tied), layout="IIG", intra=2, microbatches=8))
+
+
+# ---- evaluation and logits
+
+
+def evaluate(case: Case) -> tuple[float, torch.Tensor | None]:
+    engine = case.engine()
+    share = case.share(engine, 0)
+    engine.step(share)
+    loss = engine.evaluate({name: value[:2] for name, value in share.items()}).loss
+    logits = engine.logits({"input_ids": share["input_ids"][:2]})
+    engine.close()
+    return loss, logits
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_evaluation_and_logits(schedule: str) -> None:
+    case = replace(SPLIT, schedule=schedule, pipeline=3, microbatches=6)
+    whole = run_ranks(evaluate, 3, replace(case, vocabulary_parallel=False))
+    split = run_ranks(evaluate, 3, case)
+    for (loss, logits), (wanted_loss, wanted) in zip(split, whole, strict=True):
+        assert abs(loss - wanted_loss) < 1e-12
+        assert (logits is None) == (wanted is None)
+        if logits is not None and wanted is not None:
+            assert difference(logits, wanted) < 1e-12
+
+
+# ---- checkpoints, reads and edits
+
+
+def save(case: Case, folder: Path) -> None:
+    engine = case.engine()
+    engine.step(case.share(engine, 0))
+    engine.save(folder)
+    engine.close()
+
+
+def load_and_finish(case: Case, folder: Path) -> dict[str, torch.Tensor]:
+    engine = case.engine()
+    engine.load(folder)
+    for step in range(1, case.steps):
+        engine.step(case.share(engine, step))
+    values = whole_parameters(engine)
+    engine.close()
+    return values
+
+
+WHOLE = replace(SPLIT, vocabulary_parallel=False, layout="IIG", intra=2)
+DEEP = replace(SPLIT, pipeline=3, layout="GGG", schedule="zb-v", microbatches=4)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [(WHOLE, DEEP), (DEEP, WHOLE), (DEEP, SPLIT)], ids=["to", "from", "fewer"]
+)
+def test_checkpoints_go_from_and_to_any_split(first: Case, second: Case, tmp_path: Path) -> None:
+    run_ranks(save, first.ranks, first, tmp_path / "one")
+    neutral = replace(second, layout="NNN", pipeline=1, intra=1, schedule="1f1b", vocabulary_parallel=False)
+    wanted = reference(neutral).parameters
+    seen = set()
+    for values in run_ranks(load_and_finish, second.ranks, second, tmp_path / "one"):
+        for name, value in values.items():
+            assert difference(value, wanted[name]) <= 1e-10, name
+            seen.add(name)
+    assert seen == set(wanted)
+
+
+def read_and_edit(case: Case) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    engine = case.engine()
+    gradients: dict[str, Any] = {}
+    with engine.full_parameters("*") as values:
+        before = {name: value.clone() for name, value in values.items()}
+        values["0.table.weight"].mul_(2.0)
+    after = whole_parameters(engine)
+    engine.step(case.share(engine, 0), before_update=lambda: gradients.update(engine.full_gradients("0.table.*")))
+    engine.close()
+    return before, after, gradients
+
+
+def test_whole_parameters_and_gradients_are_read_and_edited_on_every_rank() -> None:
+    for before, after, gradients in run_ranks(read_and_edit, 4, replace(SPLIT, layout="GGG", intra=2)):
+        assert before["0.table.weight"].shape == gradients["0.table.weight"].shape == (17, 8)
+        for name, value in after.items():
+            assert torch.equal(value, before[name] * (2.0 if name == "0.table.weight" else 1.0)), name
+
+
+# ---- what is held
+
+
+def held(case: Case) -> tuple[int, int, int]:
+    engine = case.engine()
+    engine.step(case.share(engine, 0))
+    footprint = engine.footprint()
+    found = engine.memory(), footprint
+    engine.close()
+    assert found[0] == footprint
+    return footprint.parameters, footprint.gradients, footprint.optimizer
+
+
+@pytest.mark.parametrize("layout", ["NNN", "IIG", "GGG"])
+def test_footprint_is_what_is_held_and_the_ends_are_spread(layout: str) -> None:
+    case = replace(SPLIT, pipeline=4, model=TinyConfig(layers=4, vocabulary=400), layout=layout, precision="fp32")
+    whole = run_ranks(held, 4, replace(case, vocabulary_parallel=False))
+    split = run_ranks(held, 4, case)
+    assert max(map(sum, split)) < 0.7 * max(map(sum, whole))
+    assert max(map(sum, split)) < 1.2 * min(map(sum, split))
+
+
+# ---- what cannot be
+
+
+class Silent(nn.Sequential):
+    """A Sequential that names no ends."""
+
+
+class Strange(Silent):
+    """One with another loss, or ends that are none."""
+
+    ends: Vocabulary | None = Vocabulary("0", "2")
+    has_loss = False
+
+    def atoll_adapter(self) -> SequentialAdapter:
+        options: dict[str, Any] = {"loss": lambda logits, batch: logits.sum()} if self.has_loss else {}
+        return SequentialAdapter(self, vocabulary=self.ends, **options)
+
+
+class Cause:
+    """A recipe of a model that is refused."""
+
+    def __init__(self, kind: type[nn.Sequential], *, rows: int = 8, **changes: Any) -> None:
+        self.kind, self.rows, self.changes = kind, rows, changes
+
+    def build(self) -> nn.Module:
+        model = self.kind(nn.Embedding(self.rows, 4), nn.Linear(4, 4), nn.Linear(4, self.rows, bias=False))
+        for name, value in self.changes.items():
+            setattr(model, name, value)
+        return model
+
+    def batch(self, step: int, samples: int) -> dict[str, torch.Tensor]:
+        return TinyConfig(vocabulary=self.rows).batch(step, samples)
+
+
+def build_only(case: Case) -> None:
+    case.engine().close()
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (Cause(Silent), "nobody has said which modules of this nn.Sequential are embedding and head"),
+        (Cause(Strange, has_loss=True), "vocabulary_parallel computes token cross-entropy"),
+        (Cause(Strange, ends=Vocabulary("1", "2")), "1 is a Linear, not an nn.Embedding"),
+        (Cause(Strange, ends=Vocabulary("0", "1")), r"embedding \(8, 4\) and head \(4, 4\) differ"),
+        (Cause(Strange, rows=1), "1 rows leave one of 2 ranks without any"),
+    ],
+)
+def test_models_that_cannot_be_split_are_refused(model: Cause, words: str) -> None:
+    with pytest.raises(RankError, match=words):
+        run_ranks(build_only, 2, replace(SPLIT, model=model))
+
+
+@pytest.mark.parametrize(("pipeline", "tensor"), [(1, 1), (2, 2)])
+def test_meshes_that_do_not_fit_are_refused(pipeline: int, tensor: int) -> None:
+    mesh = MeshShape(pipeline, tensor=tensor)
+    schedule = schedules.build("1f1b", ranks=pipeline, microbatches=2)
+    with pytest.raises(PlanError, match="vocabulary_parallel splits embedding and head over two or more"):
+        Plan(mesh, Layout("NNN"), schedule, 1, vocabulary_parallel=True)
+
+
+def with_a_strange_label(case: Case) -> None:
+    engine = case.engine()
+    share = case.share(engine, 0)
+    share["labels"][0, 5] = 17
+    with pytest.raises(PlanError, match=r"labels from .* to 17: the vocabulary has 17 rows"):
+        engine.step(share)
+    engine.step(case.share(engine, 0))
+    engine.close()
+
+
+def test_labels_outside_of_the_vocabulary_are_refused_and_the_engine_goes_on() -> None:
+    run_ranks(with_a_strange_label, 2, SPLIT)
