@@ -19,9 +19,8 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from atoll.advice import StageSize, advice
 from atoll.errors import AtollError, CostWarning, PlanError, RankError, RunError
-from atoll.ir import Op, insert_vocabulary, lower
-from atoll.ir.residency import held_stages, unreduced_stages
-from atoll.layouts import ITEM_BYTES, Footprint, Use, WorkingMemory, footprint, working_memory
+from atoll.ir import insert_vocabulary, lower
+from atoll.layouts import ITEM_BYTES, Footprint, WorkingMemory
 from atoll.models import Adapter, Batch, Block, adapter_for, relative_score, weigh_blocks, weights_for
 from atoll.models.adapter import IGNORED_LABEL
 from atoll.plan import Plan
@@ -32,13 +31,13 @@ from atoll.runtime.lanes import Kind, Lane, lanes_of
 from atoll.runtime.pipeline.executor import Executor, Outcome
 from atoll.runtime.sharding.access import Edit, chosen_names, differing, whole_gradients
 from atoll.runtime.sharding.build import build
+from atoll.runtime.sharding.holdings import held_at_rest, held_now, needed_in_a_step
 from atoll.runtime.sharding.hooks import Moment
 from atoll.runtime.sharding.lookahead import DIGESTS, Lookahead, Order, digest
 from atoll.runtime.sharding.optimizer import GroupOptions, OptimizerFactory, ShardedOptimizer
 from atoll.runtime.sharding.segment import Surroundings
 from atoll.runtime.sharding.state import load_state, load_values, model_pieces, save_state, stored_states
 from atoll.runtime.sharding.tensor_parallel import TensorParallel
-from atoll.runtime.sharding.unit import PHASES
 from atoll.runtime.sharding.vocabulary import vocabulary_of
 from atoll.runtime.step_end import Ending, LossScaler, StepEnd, StepResult
 from atoll.runtime.transport import Later, Peers, connect, world_rank, world_store
@@ -373,99 +372,18 @@ class Engine:
 
     def memory(self) -> Footprint:
         """Bytes of parameters, gradients and optimizer state that this rank holds now."""
-        held: dict[str, dict[int, int]] = {"parameters": {}, "gradients": {}, "optimizer": {}}
-        for unit in self.units:
-            for segment in unit.segments:
-                for component, tensors in segment.held().items():
-                    for tensor in tensors:
-                        storage = tensor.untyped_storage()
-                        held[component][id(tensor) if storage.nbytes() == 0 else storage.data_ptr()] = storage.nbytes()
-        for tensor in self._optimizer.state_tensors():
-            held["optimizer"][tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return Footprint(**{component: sum(sizes.values()) for component, sizes in held.items()})
+        return held_now(self.units, self._optimizer.state_tensors())
 
     def footprint(self, *, states: int = 2) -> Footprint:
         """The bytes that the layouts' accounting predicts for this rank; `states` as in `atoll.layouts.footprint`."""
-        segments = [segment.shape for unit in self.units for segment in unit.segments]
-        return footprint(
-            segments,
-            self.plan.layout,
-            precision=self.plan.precision,
-            nest=self.place.nest,
-            states=states,
-            keeps_apart=self.plan.post_validation,
-        )
+        return held_at_rest(self.units, self.plan, self.place.nest, states=states)
 
     def working_memory(self) -> WorkingMemory:
         """The bytes that this rank needs within a step besides what rests and what autograd keeps."""
         return self._working_memory(reads_in_place=self.transport.sees(Peers.along("intra", self.place)))
 
     def _working_memory(self, *, reads_in_place: bool) -> WorkingMemory:
-        stages = {stage.index: stage for stage in self._sharded.stages}
-        blocks = [block.units for stage in stages.values() for block in stage.sharded]
-        if self._sharded.vocabulary is not None:
-            blocks += [table.units for table in self._sharded.vocabulary.tables]
-        return working_memory(
-            [[segment.shape for unit in units for segment in unit.segments] for units in blocks],
-            self.plan.layout,
-            precision=self.plan.precision,
-            nest=self.place.nest,
-            reads_in_place=reads_in_place,
-            prefetch=self.plan.prefetch,
-            keeps_apart=self.plan.post_validation,
-            uses=self._uses(),
-            unreduced=None if self.plan.reduction == "microbatch" else self._unreduced(),
-        )
-
-    def _uses(self) -> list[Use]:
-        """What the training row gathers and frees, block by block."""
-        stages = {stage.index: stage for stage in self._sharded.stages}
-        found: list[Use] = []
-        for action, held in zip(self._row, held_stages(self._row), strict=True):
-            if action.op in (Op.L, Op.S):
-                found += self._use_of_slice(action.op)
-                continue
-            stage = stages[action.stage]
-            units = [unit for unit in stage.units if not unit.rests_whole]
-            if action.op is Op.RESHARD:
-                found.append(Use({}, [unit.spec.index for unit in units]))
-            if action.op not in (Op.F, Op.I, Op.B):
-                continue
-            backward = action.op is not Op.F
-            for block in reversed(stage.sharded) if backward else stage.sharded:
-                own = [unit for unit in units if unit in block.units]
-                ends = [unit for unit in own if unit.ends_at(block.index, backward=backward)]
-                frees = () if action.stage in held else [unit.spec.index for unit in ends]
-                found.append(Use({unit.spec.index: unit.nbytes for unit in own}, frees))
-        return found
-
-    def _use_of_slice(self, op: Op) -> list[Use]:
-        """What a look-up or a score gathers and frees."""
-        slice_ = self._sharded.vocabulary
-        assert slice_ is not None, "only a split vocabulary is looked up and scored in slices"
-        unit = (slice_.embedding if op is Op.L else slice_.head).unit
-        frees = () if self.plan.residency == "step" else (unit.spec.index,)
-        return [] if unit.rests_whole else [Use({unit.spec.index: unit.nbytes}, frees)]
-
-    def _unreduced(self) -> int:
-        """The most bytes of whole gradients that wait for later microbatches at any time.
-
-        Those of a slice of the vocabulary wait from the first microbatch to the last.
-        """
-        units = {stage.index: stage.units for stage in self._sharded.stages}
-        waiting = [unreduced_stages(self._row, phase) for phase in PHASES]
-        sizes = {
-            (phase, at): sum(unit.flow_bytes_of(phase) for unit in own) for phase in PHASES for at, own in units.items()
-        }
-        slice_ = self._sharded.vocabulary
-        slices = 0 if slice_ is None else sum(table.unit.flow_bytes for table in slice_.tables)
-        return slices + max(
-            (
-                sum(sizes[phase, at] for phase, stages in zip(PHASES, each, strict=True) for at in stages)
-                for each in zip(*waiting, strict=True)
-            ),
-            default=0,
-        )
+        return needed_in_a_step(self._sharded, self._row, self.plan, self.place.nest, reads_in_place=reads_in_place)
 
     def trace(self) -> Trace:
         """This rank's timeline of the last training step, in seconds of the host's monotonic clock."""
