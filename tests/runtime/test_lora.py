@@ -71,7 +71,7 @@ class Seen:
 
 def train(layout: str, mesh: MeshShape) -> Seen:
     schedule = schedules.build("1f1b", ranks=mesh.pipeline, microbatches=MICROBATCHES)
-    plan = Plan(mesh, Layout(layout), schedule, 1, precision=Precision.preset("fp64"))
+    plan = Plan(mesh, Layout(layout), schedule, 1, precision=Precision.preset("fp64"), prefetch=0)
     engine = Engine(build(), plan, optimizer=lambda groups: torch.optim.AdamW(groups, lr=0.05))
     before = dict(engine.transport.sent)
     for step in range(STEPS):
