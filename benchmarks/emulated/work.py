@@ -184,7 +184,7 @@ class _PauseWeight(torch.autograd.Function):
 @contextmanager
 def pausing_weights(work: Work, device: Device) -> Iterator[None]:
     """Let Atoll's W sleep: it computes weight gradients itself, outside of autograd, in one function."""
-    accumulate = deferred._accumulate
+    accumulate = deferred.accumulate
     before = 0.0
 
     def paused(target: Tensor, hidden: Tensor, gradient: Tensor) -> None:
@@ -196,11 +196,11 @@ def pausing_weights(work: Work, device: Device) -> Iterator[None]:
             device.pause("W", before)
             before = 0.0
 
-    deferred._accumulate = paused
+    deferred.accumulate = paused
     try:
         yield
     finally:
-        deferred._accumulate = accumulate
+        deferred.accumulate = accumulate
 
 
 def gradients_of_one_process(work: Work, *, stages: int) -> dict[str, Tensor]:

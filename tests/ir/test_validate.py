@@ -25,6 +25,10 @@ BROKEN = {
     "backward on one stage": (["0F0", "1F0 1B0"], ["rank 0 never runs 0B0"]),
     "backward before forward": (["0F0 0B0", "1B0 1F0"], ["rank 1, step 0: 1B0 runs before 1F0", "1F0, which rank 1"]),
     "W before I": (["0F0 0B0", "1F0 1W0 1I0"], ["1W0 runs before 1I0"]),
+    "slice without a score": (
+        ["0L0 0F0 0S0 0B0 0T0 0G0", "1L0 1F0 1B0 1T0 1G0"],
+        ["rank 1 never runs 1S0", "every rank has a slice of the vocabulary"],
+    ),
     "deadlock": (
         ["0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"],
         [

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from atoll.errors import RankError
 from atoll.models import adapter_for, initialise_model
 from atoll.testing import run_ranks
 from atoll.testing.families import CAUSAL, MASKED, Family
@@ -39,6 +40,44 @@ def test_pipeline_and_sharding(name: str) -> None:
 def test_pipeline_and_tensor_parallelism(name: str) -> None:
     tolerance = 1e-5 if name in SINGLE_PRECISION else 1e-10
     assert_parity(replace(TENSOR, model=Family(name, padded=True)), tolerance=tolerance)
+
+
+SPLIT_ENDS = [*CAUSAL, "distilbert", "electra", "modernbert", "eurobert"]
+"""Heads that are a block of their own."""
+
+
+@pytest.mark.parametrize("name", SPLIT_ENDS)
+def test_vocabulary_parallelism(name: str) -> None:
+    case = Case(pipeline=2, vocabulary_parallel=True, schedule="zb-h1", microbatches=2, steps=2)
+    tolerance = 1e-5 if name == "mamba2" else 1e-10  # its logits are fp32 in an fp64 model
+    assert_parity(replace(case, model=Family(name, padded=True)), tolerance=tolerance)
+
+
+def test_vocabulary_parallelism_with_a_scale_of_its_logits() -> None:
+    case = Case(pipeline=2, vocabulary_parallel=True, schedule="zb-v", layout="GGG", intra=2, microbatches=4, steps=2)
+    assert_parity(replace(case, model=Family("granite", (("logits_scaling", 4.0), ("embedding_multiplier", 3.0)))))
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (Family("bert"), "the head of BertForMaskedLM .cls.predictions.decoder. is part of a larger block"),
+    ],
+)
+def test_heads_inside_of_blocks_are_refused(model: Family, words: str) -> None:
+    with pytest.raises(RankError, match=words):
+        run_ranks(build_only, 2, Case(pipeline=2, vocabulary_parallel=True, microbatches=2, model=model))
+
+
+def build_only(case: Case) -> None:
+    case.engine().close()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_low_rank_adapters_beside_split_ends(name: str) -> None:
+    pytest.importorskip("peft")
+    case = replace(PIPELINE, layout="ING", vocabulary_parallel=True)
+    assert_parity(replace(case, model=Family(name, lora=True)))
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "phi3", "gpt_neox", "starcoder2"])

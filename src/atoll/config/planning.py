@@ -58,6 +58,7 @@ def plan_of(config: Config, world: int | None = None) -> Plan:
         resident=parallel.resident,
         unit=parallel.unit,
         sequence_parallel=parallel.sequence_parallel,
+        vocabulary_parallel=parallel.vocabulary,
         layers_per_stage=parallel.layers_per_stage,
     )
 

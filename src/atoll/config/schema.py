@@ -188,6 +188,7 @@ class Parallel(Section):
     prefetch: bytes of parameters that may be gathered before they are used.
     residency, reduction, resident, unit: how long gathered parameters stay whole, how often gradients are reduced, and
     how many blocks at once; see atoll.plan.Plan.
+    vocabulary: the rows of embedding and head are split over the pipeline's ranks.
     sequence_parallel: what lies between the parts split by `tensor` works on a part of the sequence.
     layers_per_stage: how many layers each stage gets; as even as can be if not given.
     timeout: seconds until a silent peer is given up.
@@ -208,6 +209,7 @@ class Parallel(Section):
     unit: Positive = 1
     tensor: Positive = 1
     sequence_parallel: bool = False
+    vocabulary: bool = False
     intra: Positive = 1
     layout: Annotated[str, BeforeValidator(_as_layout)] = "NNN"
     recompute: Literal["none", "block", "selective"] = "none"

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -108,7 +109,7 @@ def _check_set(modules: Mapping[str, nn.Module], drafts: Mapping[str, nn.Paramet
 def _block_values(adapter: Adapter, block: Block, seed: int, wanted: Container[str] | None = None) -> dict[str, Tensor]:
     """The values of a block's names, all or those that are `wanted`, fp32 on the CPU, as its own modules draw them.
 
-    Buffers are set in place.
+    Buffers are set in place. What a module draws besides is drawn too and dropped: what follows is then the same.
     """
 
     def takes_part(name: str, module: nn.Module) -> bool:
@@ -116,12 +117,15 @@ def _block_values(adapter: Adapter, block: Block, seed: int, wanted: Container[s
             return True
         return any(f"{name}.{key}" in wanted for key, _ in module.named_parameters(remove_duplicate=False))
 
-    modules = {name: module for name, module in block.named_modules() if takes_part(name, module)}
-    with _drawn_in_fp32(modules, wanted) as drafts, torch.no_grad():
+    every = dict(block.named_modules())
+    modules = {name: module for name, module in every.items() if takes_part(name, module)}
+    beside = {name: module for name, module in every.items() if name not in modules}
+    with _drawn_in_fp32(modules, beside) as drafts, torch.no_grad():
         for name, module in reversed(modules.items()):
             _draw(adapter, module, seed, name)
-        _check_set(modules, drafts)
-    return {name: draft.detach() for name, draft in drafts.items()}
+        drawn = {name: draft for name, draft in drafts.items() if wanted is None or name in wanted}
+        _check_set(modules, drawn)
+    return {name: draft.detach() for name, draft in drawn.items()}
 
 
 def _first_use(adapter: Adapter, seed: int, name: str) -> Tensor:
@@ -137,23 +141,25 @@ def _first_use(adapter: Adapter, seed: int, name: str) -> Tensor:
 
 @contextmanager
 def _drawn_in_fp32(
-    modules: Mapping[str, nn.Module], wanted: Container[str] | None = None
+    modules: Mapping[str, nn.Module], beside: Mapping[str, nn.Module] = MappingProxyType({})
 ) -> Iterator[dict[str, nn.Parameter]]:
     """Put fp32 CPU drafts in the place of the modules' own parameters, and the parameters back at the end.
 
-    Drafts, by qualified name, start as NaN, so that one which nothing sets is seen.
+    Drafts, by qualified name, start as NaN, so that one which nothing sets is seen. Modules `beside` get such that
+    nobody looks at: what is drawn for them, perhaps by one of `modules` that they lie in, changes nothing.
     """
     originals = [
-        (f"{name}.{key}" if name else key, module, key, parameter)
-        for name, module in modules.items()
+        (name, module, key, parameter)
+        for name, module in (*modules.items(), *beside.items())
         for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
-        if wanted is None or f"{name}.{key}" in wanted
     ]
     drafts: dict[str, nn.Parameter] = {}
     try:
         for name, module, key, parameter in originals:
-            draft = nn.Parameter(torch.full(parameter.shape, torch.nan, dtype=torch.float32, device="cpu"))
-            drafts[name] = draft
+            draft = nn.Parameter(torch.empty(parameter.shape, dtype=torch.float32, device="cpu"))
+            if name in modules:
+                drafts[f"{name}.{key}" if name else key] = draft
+                draft.detach().fill_(torch.nan)
             setattr(module, key, draft)
         yield drafts
     finally:

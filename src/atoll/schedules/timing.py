@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from atoll.ir.action import COMPUTE_CODES
 from atoll.ir.placement import Placement
 from atoll.ir.table import B, F, I, W
 
@@ -45,7 +44,7 @@ class Timing:
             hop = costs.hop
         rows = []
         for forward, input_grad, weight_grad in per_rank:
-            row = [0.0] * COMPUTE_CODES
+            row = [0.0] * len((F, I, W, B))
             row[F], row[I], row[W], row[B] = forward, input_grad, weight_grad, input_grad + weight_grad
             rows.append(tuple(row))
         return cls(tuple(rows), hop)

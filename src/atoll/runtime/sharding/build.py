@@ -150,26 +150,28 @@ def _slice_vocabulary(
     moment: Moment,
     lookahead: Lookahead,
 ) -> VocabularySlice:
-    """Materialise one parameter of the two ends after the other, and keep this rank's rows of it."""
+    """Materialise the two ends one after the other, and keep this rank's rows of them."""
     place, mesh = around.transport.place, around.transport.mesh_along("pp")
     blocks = tuple(adapter.blocks())
     modules = {name: module for block in blocks for name, module in block.named_modules()}
     found: dict[str, nn.Parameter] = {}
     for end in (vocabulary.embedding, vocabulary.head):
-        block = blocks[block_of(blocks, end)]
-        own = dict(modules[end].named_parameters(recurse=False))
-        for key, parameter in own.items():
-            first = shared.get(f"{end}.{key}", f"{end}.{key}")
+        block, module = blocks[block_of(blocks, end)], modules[end]
+        firsts = {key: shared.get(f"{end}.{key}", f"{end}.{key}") for key, _ in module.named_parameters()}
+        drawn = set()
+        for key, first in firsts.items():
+            parameter = module.get_parameter(key)
+            if first not in found and parameter.is_meta:
+                empty = torch.empty(parameter.shape, dtype=_first_dtype(around))
+                module.register_parameter(key, nn.Parameter(empty, requires_grad=parameter.requires_grad))
+                drawn |= set() if around.weights is not None and first in around.weights else {first}
+        if drawn:
+            every = {shared.get(name, name) for name, _ in block.named_parameters()}
+            initialise_block(adapter, block, moment.seed, shared=shared, known=every - drawn)
+        for key, first in firsts.items():
             if first not in found:
-                if parameter.is_meta:
-                    empty = torch.empty(parameter.shape, dtype=_first_dtype(around))
-                    parameter = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                    modules[end].register_parameter(key, parameter)
-                    if around.weights is None or first not in around.weights:
-                        every = {shared.get(name, name) for name, _ in block.named_parameters()}
-                        initialise_block(adapter, block, moment.seed, shared=shared, known=every - {first})
-                found[first] = as_slice(parameter, mesh)
-            modules[end].register_parameter(key, found[first])
+                found[first] = as_slice(module.get_parameter(key), mesh)
+            module.register_parameter(key, found[first])
     units = {}
     for spec in specs:
         held = {name: found[name] for name in spec.names}
