@@ -19,6 +19,11 @@ from benchmarks.islands.contenders import has_deepspeed
 from benchmarks.islands.race import Row, Seen, check_losses
 from benchmarks.islands.ranks import Ranks, Where
 from benchmarks.islands.work import Work
+from benchmarks.low_rank import bench as low_rank
+from benchmarks.matrix import bench as matrix
+from benchmarks.sharded_pipeline import bench as sharded_pipeline
+from benchmarks.sharded_pipeline.race import _joined
+from benchmarks.sharded_pipeline.work import Work as Sleeping
 from benchmarks.who_gets_it_right import bench, contenders, verdict
 from benchmarks.who_gets_it_right.work import Work as Trained
 
@@ -182,3 +187,58 @@ def test_deepspeed_refuses_zero_2_in_a_pipeline() -> None:
         "refused",
         "ZeRO-2 and ZeRO-3 are incompatible with pipeline parallelism",
     )
+
+
+def test_the_rate_of_a_link_is_a_share_of_the_compute() -> None:
+    """Four ranks of an island gather twice and reduce once; of each the other island has a half."""
+    work = Sleeping()
+    layers = 4 * work.layers_a_rank * 64 * 64 * 8
+    assert work.bytes_a_microbatch == 3 * layers / 2
+    assert work.rate(0.5) * 0.5 * work.compute_seconds == 8 * 16 * work.bytes_a_microbatch
+    assert len(work.share(0, 1)["labels"]) == 16
+
+
+def test_what_is_under_way_twice_counts_once() -> None:
+    assert _joined([(3.0, 4.0), (0.0, 2.0), (1.0, 2.5), (2.5, 2.7)]) == [(0.0, 2.7), (3.0, 4.0)]
+    assert _joined([]) == []
+
+
+def test_the_page_of_the_sharded_pipeline() -> None:
+    empty: dict[str, Any] = {"gather": [], "reduce": [], "foretold_seconds": None, "gradient_difference": 0.0}
+    fast = {**empty, "median_seconds": 1.0, "bytes": [2e6], "gather": [0.9, 0.95, 1.0], "is_right": True}
+    slow = {**empty, "median_seconds": 2.0, "bytes": [4e6], "is_right": False, "gradient_difference": 0.5}
+    race = {"share": 0.5, "bits_a_second": 2e8, "base": "fast", "rows": {"slow": slow, "fast": fast}}
+    result = {
+        "work": {"layers": 48, "together": 4, "microbatches": 16, "operation_seconds": 0.06, "compute_seconds": 2.88},
+        "races": {"hidden": {**race, "ratios": {"slow": 2.0, "fast": 1.0}}},
+        "whole": {"fast": [{"layers": 8, "bytes": 270_336, "foretold": 270_336}]},
+    }
+    page = sharded_pipeline.report(result).splitlines()
+    assert "| fast | 1.00 | 1.000 |  | 2.0 | 95.0% |  | right |" in page
+    assert "| slow | 2.00 | 2.000 |  | 4.0 |  |  | off by 5e-01 |" in page
+    assert "| fast | 8 | 270,336 | 270,336 |" in page
+
+
+def test_the_page_of_low_rank_adapters() -> None:
+    rows = [{"name": f"atoll-{name}", "median_seconds": at + 1.0, "inter_bytes": 3e6} for at, name in enumerate("ab")]
+    races = [{"bits_a_second": 4e8, "rows": rows, "ratios": {"atoll-b / atoll-ING": 2.5}}]
+    result = {"work": {"parameters": 90, "microbatches": 8}, "trained": 10, "races": races}
+    assert "| b | 2.000 | 2.50 | 3.00 |" in low_rank.report(result).splitlines()
+
+
+def test_the_matrix_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(matrix, "DONE", tmp_path / "results" / "cases.jsonl")
+    assert list(matrix._done("one")) == []
+    matrix._note("a", {"worst": 0.0, "problem": "", "seconds": 1.0})
+    assert list(matrix._done("one")) == [("a", {"worst": 0.0, "problem": "", "seconds": 1.0})]
+    assert list(matrix._done("another")) == []
+    assert list(matrix._done("one")) == []
+
+
+def test_the_page_of_the_matrix_shows_what_is_wrong() -> None:
+    one, other, *_ = matrix.FACTORS["layout"]
+    cells = {f"gpipe/{one}": [24, 24], f"gpipe/{other}": [23, 24]}
+    result = {"cases": 48, "right": 47, "seconds": 60.0, "worst": 0.1, "cells": cells, "problems": ["a: loss"]}
+    page = matrix.report(result)
+    assert "| gpipe | 24 | **23 of 24** | 0 |" in page
+    assert "- a: loss" in page
