@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN = .venv/bin
 
-.PHONY: train test check bench bench-islands bench-machine bench-low-rank matrix gpu docs clean
+.PHONY: train test check bench bench-islands bench-machine bench-low-rank bench-vocabulary matrix gpu docs clean
 
 train: .venv/.stamp
 	$(BIN)/atoll train configs/quickstart.toml
@@ -27,6 +27,10 @@ bench-machine: .venv/.bench
 
 bench-low-rank: .venv/.stamp
 	$(BIN)/python benchmarks/run.py low_rank
+
+# A large head on the last pipeline rank, or split over all.
+bench-vocabulary: .venv/.stamp
+	$(BIN)/python benchmarks/run.py vocabulary
 
 # Every schedule, layout, recompute and so on with every other: more than an hour.
 matrix: .venv/.stamp

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import subprocess
@@ -19,6 +20,7 @@ from benchmarks.islands.contenders import has_deepspeed
 from benchmarks.islands.race import Row, Seen, check_losses
 from benchmarks.islands.ranks import Ranks, Where
 from benchmarks.islands.work import Work
+from benchmarks.vocabulary import bench as vocabulary
 from benchmarks.who_gets_it_right import bench, contenders, verdict
 from benchmarks.who_gets_it_right.work import Work as Trained
 
@@ -54,6 +56,12 @@ def test_allocations_are_unknown_where_nothing_counts_them() -> None:
     allocations = Allocations()
     allocations.forget()
     assert (allocations.out(), allocations.most()) == (None, None)
+
+
+def test_a_split_vocabulary_is_measured() -> None:
+    result = vocabulary.run(argparse.Namespace(quick=True))
+    assert [row["name"] for row in result["rows"]] == ["layers even", "layers by cost", "vocabulary split"]
+    assert "| 1f1b | vocabulary split |" in vocabulary.report(result)
 
 
 def test_a_step_lasts_from_the_last_start_to_the_last_end() -> None:
