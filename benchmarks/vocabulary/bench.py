@@ -150,24 +150,26 @@ def report(result: Mapping[str, Any]) -> str:
         tables.measured_in(result["environment"]) if "environment" in result else "",
         f"{result['ranks']} ranks, {result['microbatches']} microbatches; F, I and W of a rank's layers take "
         f"{result['seconds'] * 1e3:g} ms each, of the whole head {2e3 * result['seconds']:g} ms; hop "
-        f"{result['hop_seconds'] * 1e3:.2f} ms. Medians of {len(result['rows'][0]['seconds'])} steps in turns; all losses "
-        f"are equal to {SAME_LOSS:g}. *Simulated* is `atoll.sim` with the medians of each rank's operations, *ideal* all "
-        "work divided by the ranks. Bytes are of parameters, gradients and optimizer state.",
+        f"{result['hop_seconds'] * 1e3:.2f} ms. Medians of {len(result['rows'][0]['seconds'])} steps in turns; all "
+        f"losses are equal to {SAME_LOSS:g}. *Simulated* is `atoll.sim` with the medians of each rank's operations, "
+        "*ideal* all work divided by the ranks. Bytes are of parameters, gradients and optimizer state.",
         "\n".join(
             [
                 "| schedule | way | seconds a step | simulated | over | ideal | largest rank MB | smallest rank MB |",
                 "|---|---|--:|--:|--:|--:|--:|--:|",
-                *(
-                    f"| {row['schedule']} | {row['name']} | {row['median_seconds']:.3f} | {row['simulated_seconds']:.3f} "
-                    f"| {row['over_simulation']:.1%} | {row['ideal_seconds']:.3f} | {row['largest_bytes'] / 1e6:.2f} "
-                    f"| {row['smallest_bytes'] / 1e6:.2f} |"
-                    for row in result["rows"]
-                ),
+                *map(_line, result["rows"]),
             ]
         ),
         "\n".join(_ratios(result["rows"])),
     ]
     return "\n\n".join(line for line in lines if line) + "\n"
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    cells = [row["schedule"], row["name"], f"{row['median_seconds']:.3f}", f"{row['simulated_seconds']:.3f}"]
+    cells += [f"{row['over_simulation']:.1%}", f"{row['ideal_seconds']:.3f}"]
+    cells += [f"{row['largest_bytes'] / 1e6:.2f}", f"{row['smallest_bytes'] / 1e6:.2f}"]
+    return f"| {' | '.join(cells)} |"
 
 
 def _ratios(rows: Sequence[Mapping[str, Any]]) -> list[str]:
