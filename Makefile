@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN = .venv/bin
 
-.PHONY: train test check bench bench-islands bench-machine bench-low-rank bench-sharded-pipeline matrix gpu docs clean
+.PHONY: train test check bench bench-islands bench-machine bench-low-rank bench-sharded-pipeline bench-vocabulary matrix gpu docs clean
 
 train: .venv/.stamp
 	$(BIN)/atoll train configs/quickstart.toml
@@ -31,6 +31,10 @@ bench-low-rank: .venv/.stamp
 # Root, ip and tc: a link between the data-parallel ranks.
 bench-sharded-pipeline: .venv/.stamp
 	$(BIN)/python benchmarks/run.py sharded_pipeline
+
+# A large head on the last pipeline rank, or split over all.
+bench-vocabulary: .venv/.stamp
+	$(BIN)/python benchmarks/run.py vocabulary
 
 # Every schedule, layout, recompute and so on with every other: more than an hour.
 matrix: .venv/.stamp

@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ("overhead", "precision", "schedules", "parity", "emulated")
-SLOW = ("matrix", "who_gets_it_right", "low_rank", "sharded_pipeline", "one_machine", "two_islands")
+SLOW = ("matrix", "who_gets_it_right", "low_rank", "sharded_pipeline", "vocabulary", "one_machine", "two_islands")
 """Those that run when they are named; two_islands, low_rank and sharded_pipeline need root."""
 
 

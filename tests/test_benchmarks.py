@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import subprocess
@@ -24,6 +25,7 @@ from benchmarks.matrix import bench as matrix
 from benchmarks.sharded_pipeline import bench as sharded_pipeline
 from benchmarks.sharded_pipeline.race import _joined
 from benchmarks.sharded_pipeline.work import Work as Sleeping
+from benchmarks.vocabulary import bench as vocabulary
 from benchmarks.who_gets_it_right import bench, contenders, verdict
 from benchmarks.who_gets_it_right.work import Work as Trained
 
@@ -59,6 +61,12 @@ def test_allocations_are_unknown_where_nothing_counts_them() -> None:
     allocations = Allocations()
     allocations.forget()
     assert (allocations.out(), allocations.most()) == (None, None)
+
+
+def test_a_split_vocabulary_is_measured() -> None:
+    result = vocabulary.run(argparse.Namespace(quick=True))
+    assert [row["name"] for row in result["rows"]] == ["layers even", "layers by cost", "vocabulary split"]
+    assert "| 1f1b | vocabulary split |" in vocabulary.report(result)
 
 
 def test_a_step_lasts_from_the_last_start_to_the_last_end() -> None:

@@ -53,3 +53,13 @@ def test_post_validated_steps(layout: str) -> None:
     for one, other in zip(on_gpu(case), on_gpu(replace(case, post_validation=True)), strict=True):
         assert one.losses == other.losses
         assert all(torch.equal(one.parameters[key], other.parameters[key]) for key in one.parameters)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_a_split_vocabulary(schedule: str) -> None:
+    case = Case("IIG", pipeline=2, intra=2, schedule=schedule, model=EVERYTHING, device="cuda")
+    wanted = reference(replace(case, layout="NNN", pipeline=1, intra=1, schedule="1f1b"))
+    for got in on_gpu(replace(case, vocabulary_parallel=True)):
+        got.parameters = {name: value.cuda() for name, value in got.parameters.items()}
+        worst, where = worst_difference(got, wanted)
+        assert worst <= 1e-10, where

@@ -15,6 +15,7 @@ from atoll.errors import PlanError, RankError
 from atoll.layouts import Layout
 from atoll.models import Decoder, DecoderConfig, SequentialAdapter, Vocabulary
 from atoll.plan import MeshShape, Plan
+from atoll.runtime.engine import Engine
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, assert_parity, difference, reference, train, whole_parameters
 from atoll.testing.tiny import TinyConfig
@@ -186,6 +187,51 @@ def test_whole_parameters_and_gradients_are_read_and_edited_on_every_rank() -> N
         assert before["0.table.weight"].shape == gradients["0.table.weight"].shape == (17, 8)
         for name, value in after.items():
             assert torch.equal(value, before[name] * (2.0 if name == "0.table.weight" else 1.0)), name
+
+
+class Llama:
+    """A family of transformers as a recipe of a model without values."""
+
+    def build(self) -> nn.Module:
+        from atoll.testing.families import Family
+
+        return Family("llama").build()
+
+
+def started(folder: Path, *, is_split: bool) -> dict[str, torch.Tensor]:
+    with torch.device("meta"):
+        model = Llama().build()
+    plan = replace(SPLIT, vocabulary_parallel=is_split, layout="IGG", intra=2).plan
+    engine = Engine(model, plan, optimizer=torch.optim.SGD, weights=folder, device="cpu")
+    values = whole_parameters(engine)
+    engine.close()
+    return values
+
+
+def test_weights_are_read_by_range(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    model: Any = Llama().build()
+    model.save_pretrained(tmp_path)
+    wanted = dict(model.named_parameters())
+    seen = set()
+    for values in run_ranks(started, 4, tmp_path, is_split=True):
+        for name, value in values.items():
+            assert torch.equal(value.float(), wanted[name].detach().float()), name
+            seen.add(name)
+    assert seen == set(wanted)
+
+
+# ---- precision
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_low_precision_is_near_what_it_is_without(precision: str) -> None:
+    model = TinyConfig(vocabulary=17, tied=True)
+    case = replace(SPLIT, precision=precision, layout="IIG", intra=2, microbatches=8, schedule="zb-h1", model=model)
+    split = run_ranks(train, 4, case)
+    whole = run_ranks(train, 4, replace(case, vocabulary_parallel=False))
+    assert split[0].losses == pytest.approx(whole[0].losses, rel=2e-3)
+    assert split[0].norms == pytest.approx(whole[0].norms, rel=2e-2)
 
 
 # ---- what is held

@@ -134,6 +134,7 @@ class Engine:
         sizes = [sum(p.numel() for p in parameters) * compute for parameters in own]
         schedule = plan.schedule
         if vocabulary is not None:
+            self.transport.open_vocabulary_links(placement.rank_of(0), placement.rank_of(placement.stages - 1))
             schedule = insert_vocabulary(schedule, score=relative_score(blocks, block_weights, vocabulary.head))
         schedule = lower(schedule, residency=plan.residency, reduction=plan.reduction, sizes=sizes, room=plan.resident)
         self._lanes = lanes_of(
@@ -351,6 +352,8 @@ class Engine:
         """The model's output for one microbatch: [B, S, vocabulary] on the last stage's ranks, None elsewhere."""
         self.settle()
         tensors = {name: torch.as_tensor(value, device=self.device) for name, value in batch.items()}
+        if self._sharded.vocabulary is not None:
+            self._sharded.vocabulary.check(tensors)
         outcome = self._run_forward([tensors], (), keep_logits=True)
         return outcome.logits[0] if outcome.logits else None
 

@@ -317,6 +317,10 @@ class Transport(ABC):
         self.total_ordered(values, ranks, tag)
         self._count(axis, values.nbytes * (len(ranks) - 1))
 
+    def open_vocabulary_links(self, first: int, last: int) -> None:  # noqa: B027 (nothing to do where tags match)
+        """Ways between the slices of a vocabulary and the pipeline ranks of the first and the last stage; all ranks ask
+        at once."""
+
     def mesh_along(self, axis: str) -> DeviceMesh:
         """The ranks along `axis` through this one, for torch's DTensor; all ranks ask at once."""
         found: dist.ProcessGroup | None = None
@@ -595,6 +599,7 @@ class NcclTransport(Transport):
         self._outbox = StreamOutbox()
         self._axes: dict[str, dist.ProcessGroup] = {}
         self._links: dict[tuple[int, int], dist.ProcessGroup] = {}
+        self._vocabulary_links: dict[tuple[Channel, int, int], dist.ProcessGroup] = {}
         mesh = place.mesh
         for axis in ("inter", "intra", "tp"):
             seen: set[tuple[int, ...]] = set()
@@ -617,6 +622,26 @@ class NcclTransport(Transport):
                     if place.rank in (low, high):
                         self._links[source, target] = group
 
+    def open_vocabulary_links(self, first: int, last: int) -> None:
+        """A communicator for each kind of message and link: kinds are sent and received in orders of their own."""
+        mesh = self.place.mesh
+        for rank in range(mesh.world):
+            line = mesh.place(rank).peers("pp")
+            if line[0] != rank:
+                continue
+            for kind, end, leaves in _VOCABULARY_WAYS:
+                hub = line[first if end == 0 else last]
+                for other in (each for each in line if each != hub):
+                    source, target = (hub, other) if leaves else (other, hub)
+                    group = dist.new_group(sorted((source, target)))
+                    if self.place.rank in (source, target):
+                        self._vocabulary_links[kind, source, target] = group
+
+    def _link(self, source: int, target: int, tag: Tag) -> dist.ProcessGroup:
+        kind = Channel.SCORES if tag.channel is Channel.SCORE_SUMS else tag.channel
+        own = self._vocabulary_links.get((kind, source, target))
+        return self._links[source, target] if own is None else own
+
     def total_later(self, values: torch.Tensor) -> Later:
         moved = values.to(self.device, copy=True)
         work = dist.all_reduce(moved, async_op=True)
@@ -636,12 +661,12 @@ class NcclTransport(Transport):
             self._count(axis, values.nbytes * (len(self.place.peers(axis)) - 1))
 
     def send(self, tensor: torch.Tensor, peer: int, tag: Tag) -> Message:
-        work = dist.isend(tensor, peer, group=self._links[self.place.rank, peer])
+        work = dist.isend(tensor, peer, group=self._link(self.place.rank, peer, tag))
         assert work is not None, "a link holds both its ranks"
         return work
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: Tag) -> Message:
-        work = dist.irecv(tensor, peer, group=self._links[peer, self.place.rank])
+        work = dist.irecv(tensor, peer, group=self._link(peer, self.place.rank, tag))
         assert work is not None, "a link holds both its ranks"
         return work
 
@@ -666,6 +691,16 @@ class NcclTransport(Transport):
             return
         dist.reduce_scatter_tensor(target, whole, group=self._axes[peers.axis])
         self._count(peers.axis, own.nbytes * len(peers.others))
+
+
+_VOCABULARY_WAYS = (
+    (Channel.LOOKED_UP, 0, False),
+    (Channel.LOOK_UP_GRADIENT, 0, True),
+    (Channel.SCORED, 1, True),
+    (Channel.SCORES, 1, False),
+    (Channel.TOTALS, 1, True),
+)
+"""Kinds of messages to and from the slices of a vocabulary: at the first stage or the last, and whether from there."""
 
 
 def connect(place: Place, device: torch.device) -> Transport:

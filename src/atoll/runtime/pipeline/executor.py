@@ -511,4 +511,4 @@ class Executor:
         found, gradient = split.receive_scores(microbatch)
         (step.logits if step.keeps_logits else step.losses).append(found)
         if step.is_training and gradient is not None:
-            step.gradients[key] = gradient.mul_(step.scale)
+            step.gradients[key] = gradient.mul_(step.scale).to(step.outputs[key].dtype)

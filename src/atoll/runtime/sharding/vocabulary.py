@@ -209,8 +209,8 @@ class VocabularySlice:
 
     def check(self, batch: Batch) -> None:
         """Raise PlanError for ids and labels of no slice, which every slice would leave to the others."""
-        ids, labels = batch["input_ids"], batch["labels"]
-        for name, values in (("input_ids", ids), ("labels", labels[labels != IGNORED_LABEL])):
+        for name in batch.keys() & {"input_ids", "labels"}:
+            values = batch[name][batch[name] != IGNORED_LABEL] if name == "labels" else batch[name]
             if values.numel() and not (int(values.min()) >= 0 and int(values.max()) < self.size):
                 raise PlanError(
                     f"{name} from {int(values.min())} to {int(values.max())}: the vocabulary has {self.size} rows"
