@@ -185,7 +185,7 @@ class VocabularySlice:
     @property
     def dtype(self) -> torch.dtype:
         """Of rows and hidden states."""
-        return self.head.unit.parameters[self.head.weight_name].dtype
+        return local_part(self.head.unit.parameters[self.head.weight_name]).dtype
 
     @property
     def precise(self) -> torch.dtype:
