@@ -52,9 +52,10 @@ class Table:
             self._index_row(rank, row)
             self.offset.append(len(self.cells))
 
-        self.has_messages = any(COMPUTE_CODES <= code < MICROBATCH_CODES for code in self.code)
-        self.has_sharding = max(self.code, default=0) >= MICROBATCH_CODES
-        self.has_vocabulary = any(at >= 0 for code in (L, S) for at in self.at[code])
+        codes = set(self.code)
+        self.has_messages = any(COMPUTE_CODES <= code < MICROBATCH_CODES for code in codes)
+        self.has_sharding = max(codes, default=0) >= MICROBATCH_CODES
+        self.has_vocabulary = L in codes or S in codes
         self.need = [-1] * len(self.cells)
         self.crosses = [False] * len(self.cells)
         self.others: dict[int, tuple[int, ...]] = {}
@@ -150,7 +151,7 @@ class Table:
             cell, code = len(self.cells), action.op.code
             stage, microbatch = action.stage, action.microbatch
             key = -1
-            is_mine = 0 <= stage < stages and (stage if action.op.is_of_slice else rank_of_stage[stage]) == rank
+            is_mine = 0 <= stage < stages and (stage if code in _OF_SLICES else rank_of_stage[stage]) == rank
             if not is_mine or (microbatch is None) != (code >= MICROBATCH_CODES):
                 self.strays.append(cell)
             elif microbatch is not None:
@@ -230,5 +231,6 @@ class Table:
         return [at[kept[code]][key]] if code in kept else [], []
 
 
+_OF_SLICES = frozenset(op.code for op in Op if op.is_of_slice)
 _OF_STAGES = frozenset({F, I, B, RECV_F, RECV_B})
 _OF_VOCABULARY = frozenset({F, I, B, S, T, G, RECV_F, RECV_B, SEND_L, SEND_S, RECV_S, SEND_T, RECV_T, RECV_G})
