@@ -68,8 +68,8 @@ def command(
     Keys of the JSON object: schedule, ranks, chunks, microbatches; makespan; bubble_rate, the makespan's share in
     which the busiest rank computes nothing; span, the largest of the ranks' own spans (end of the last action - start
     of the first); span_bubble_rate, the same of it; peak_microbatches, per rank; peak_bytes, per rank; lower_bound,
-    below which no order on these ranks has its objective, without a split head; critical_path, the actions of the chain that ends last, in
-    its order; actions, per rank, in torch's notation.
+    below which no order on these ranks has its objective, a split head not counted; critical_path, the actions of the
+    chain that ends last, in its order; actions, per rank, in torch's notation.
     """
     from atoll.schedules import Memory
     from atoll.sim import Costs, simulate
