@@ -99,9 +99,11 @@ class Table:
             cell, end = position[rank], offset[rank + 1]
             while cell < end:
                 needed = need[cell]
-                if needed < 0 or not crosses[cell] or finished[needed]:
-                    needed = -1 if cell not in others else next((at for at in others[cell] if not finished[at]), -1)
-                if needed >= 0:
+                is_met = needed < 0 or not crosses[cell] or finished[needed]
+                if is_met and cell in others:
+                    needed = next((at for at in others[cell] if not finished[at]), -1)
+                    is_met = needed < 0
+                if not is_met:
                     waiters.setdefault(needed, []).append(rank)
                     break
                 finished[cell] = 1
