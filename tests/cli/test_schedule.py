@@ -48,6 +48,13 @@ def test_json() -> None:
     assert found["actions"] == [[str(action) for action in row] for row in expected]
 
 
+def test_a_split_head() -> None:
+    found = payload(*COMMAND, "--split-head", "2")
+    # Each rank works 16 * (3 + 6 / 4); with the head on one rank that one would work 16 * 9.
+    assert 72 <= found["makespan"] <= 80
+    assert [sum("S" in action for action in row) for row in found["actions"]] == [16] * 4  # type: ignore[attr-defined]
+
+
 def test_bytes_bound_and_critical_path() -> None:
     found = payload(*COMMAND, "--static-bytes", "10", "--activation-bytes", "2,2,3,3")
     assert found["peak_bytes"] == [18, 16, 16, 13]

@@ -181,3 +181,30 @@ def test_a_module_without_a_rule_is_named() -> None:
 def test_a_rule_that_forgets_a_parameter_is_named() -> None:
     with pytest.raises(PlanError, match=r"module '0' \(_ForgetfulScale\).* leaves amount without"):
         initialise_model(adapter_for(nn.Sequential(_ForgetfulScale())), 0)
+
+
+class Nested(nn.Module):
+    """Draws for the module inside it too, as some families do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 4)
+        self.scale = nn.Parameter(torch.empty(2))
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.inner.weight)
+        nn.init.normal_(self.scale)
+
+
+@pytest.mark.parametrize("known", [{"0.inner.weight"}, {"0.inner.weight", "0.inner.bias"}, {"0.scale"}])
+def test_what_is_known_stays_and_changes_nothing_of_what_is_drawn_with_it(known: set[str]) -> None:
+    """A weight that comes from elsewhere was drawn over in place, and what followed it was drawn without it."""
+    whole = nn.Sequential(Nested())
+    initialise_model(adapter_for(whole), 7)
+    model = nn.Sequential(Nested())
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 5.0)
+    adapter = adapter_for(model)
+    initialise_block(adapter, _block(adapter, "0"), 7, known=known)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, torch.full_like(parameter, 5.0) if name in known else whole.get_parameter(name))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from atoll.models import Decoder, DecoderConfig, adapter_for, weigh_blocks
+from atoll.models import Decoder, DecoderConfig, adapter_for, relative_score, weigh_blocks
 from atoll.stages import layers_of
 
 HIDDEN, FFN, VOCABULARY = 8, 12, 32
@@ -74,3 +74,13 @@ def test_a_model_of_transformers_with_adapters() -> None:
     lora = 2 * 8 + 2 * 24
     costs = [weight.cost for weight in weigh_blocks(adapter_for(adapted).blocks())]
     assert costs == [0, 0, *[2 * layer + 3 * lora] * 2, 0, 2 * 8 * 32]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_ends_that_every_rank_has_a_part_of_weigh_nothing(tied: bool) -> None:
+    blocks = adapter_for(decoder(tied=tied)).blocks()
+    weights = weigh_blocks(blocks, apart=("embed", "head.output"))
+    assert [weight.cost for weight in weights] == [0, 3 * LAYER, 3 * LAYER, 0]
+    assert weights[0].memory == 0
+    assert weights[3].memory == 4 * 4 * HIDDEN  # the final norm
+    assert relative_score(blocks, weights, "head.output") == 2 * VOCABULARY * HIDDEN / (2 * LAYER)

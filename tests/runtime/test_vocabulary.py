@@ -81,7 +81,7 @@ def test_post_validation_gives_the_same_bits(name: str) -> None:
 
 
 @pytest.mark.parametrize("pipeline", [3, 4])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "gpipe"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zb-h2", "zb-v", "dualpipe-v"])
 def test_post_validated_steps_that_are_taken_back(schedule: str, pipeline: int) -> None:
     case = replace(SPLIT, pipeline=pipeline, schedule=schedule, microbatches=3 * pipeline)
     assert_parity(replace(case, post_validation=True, clip=0.05, steps=4))

@@ -52,6 +52,10 @@ def command(
     weight_grad_bytes: Annotated[
         str, typer.Option(help=f"Bytes that a microbatch keeps on a rank from I to W: {_BYTES}")
     ] = "1",
+    split_head: Annotated[
+        float | None,
+        typer.Option(help="Time of a head's F of a microbatch, as long for its I and its W, split over all ranks."),
+    ] = None,
     csv: Annotated[Path | None, typer.Option(help="Write torch.distributed.pipelining's format here.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Write a picture here.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -64,8 +68,8 @@ def command(
     Keys of the JSON object: schedule, ranks, chunks, microbatches; makespan; bubble_rate, the makespan's share in
     which the busiest rank computes nothing; span, the largest of the ranks' own spans (end of the last action - start
     of the first); span_bubble_rate, the same of it; peak_microbatches, per rank; peak_bytes, per rank; lower_bound,
-    below which no order on these ranks has its objective; critical_path, the actions of the chain that ends last, in
-    its order; actions, per rank, in torch's notation.
+    below which no order on these ranks has its objective, a split head not counted; critical_path, the actions of the
+    chain that ends last, in its order; actions, per rank, in torch's notation.
     """
     from atoll.schedules import Memory
     from atoll.sim import Costs, simulate
@@ -86,6 +90,8 @@ def command(
     sizes = {"ranks": ranks, "microbatches": microbatches}
     asked = {"chunks": chunks, "placement": placement, "unit": unit, "objective": objective}
     schedule, bound = _build(name, sizes, asked, costs, memory)
+    if split_head is not None:
+        schedule, costs = _split_head(schedule, costs, split_head)
     trace = simulate(schedule, costs, memory)
     _note_excess(schedule, memory)
     if csv is not None:
@@ -128,6 +134,19 @@ def _build(
         if option not in known and asked[option] not in (None, own):
             typer.echo(f"note: {name} has no use for --{option}", err=True)
     return schedule, bound
+
+
+def _split_head(schedule: Schedule, costs: Costs, head: float) -> tuple[Schedule, Costs]:
+    """The schedule with look-ups and scores of a split vocabulary, and what they take."""
+    from dataclasses import replace
+
+    from atoll.ir import insert_vocabulary
+
+    each = head / schedule.ranks
+    forward = sum(takes for takes, _, _ in costs.per_rank(schedule.ranks)) / schedule.ranks
+    found = replace(costs, score=2 * each, score_grad=each)
+    relative = {"score": 2 * each / forward, "hop": costs.hop / forward} if forward else {}
+    return insert_vocabulary(schedule, **relative), found
 
 
 def _problem_of(given: dict[str, Any], sizes: dict[str, int], costs: Costs, memory: Memory) -> Problem:

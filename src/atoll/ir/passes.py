@@ -57,18 +57,20 @@ def _messages(table: Table) -> tuple[_Actions, _Actions]:
     """Cell -> the receives before it, and cell -> the sends after it."""
     queues: dict[tuple[int, int, int], dict[int, Action]] = {}
     after: dict[int, dict[Action, None]] = {}
-    consumers = [(needed, cell) for cell in range(len(table.cells)) for needed in table.needs(cell)]
+    consumers = [(needed, cell) for cell, needed in enumerate(table.need) if table.crosses[cell]]
+    consumers += [(needed, cell) for cell, others in table.others.items() for needed in others]
     for needed, cell in sorted(consumers):
         action, made, used = table.cells[cell], table.code[needed], table.code[cell]
         if used == T:  # what it works on is known before the gradient is, with the scores
             continue
         sent = Op.SEND_F if made == F else Op.SEND_B if made in (I, B) else _SENDS[made]
-        after.setdefault(needed, {})[replace(table.cells[needed], op=sent)] = None
+        maker = table.cells[needed]
+        after.setdefault(needed, {})[Action(maker.stage, sent, maker.microbatch)] = None
         pair = (table.rank[needed], table.rank[cell], -1)
         if made in _SENDS or used in _RECEIVES:
             pair = (-1, table.rank[cell], made if made in _SENDS else used)
         received = _RECEIVES.get(used, Op.RECV_F if used == F else Op.RECV_B)
-        queues.setdefault(pair, {}).setdefault(cell, replace(action, op=received))
+        queues.setdefault(pair, {}).setdefault(cell, Action(action.stage, received, action.microbatch))
 
     before: _Actions = {}
     for queue in queues.values():

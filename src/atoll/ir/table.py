@@ -52,9 +52,10 @@ class Table:
             self._index_row(rank, row)
             self.offset.append(len(self.cells))
 
-        self.has_messages = any(COMPUTE_CODES <= code < MICROBATCH_CODES for code in self.code)
-        self.has_sharding = max(self.code, default=0) >= MICROBATCH_CODES
-        self.has_vocabulary = any(at >= 0 for code in (L, S) for at in self.at[code])
+        codes = set(self.code)
+        self.has_messages = any(COMPUTE_CODES <= code < MICROBATCH_CODES for code in codes)
+        self.has_sharding = max(codes, default=0) >= MICROBATCH_CODES
+        self.has_vocabulary = L in codes or S in codes
         self.need = [-1] * len(self.cells)
         self.crosses = [False] * len(self.cells)
         self.others: dict[int, tuple[int, ...]] = {}
@@ -98,9 +99,11 @@ class Table:
             cell, end = position[rank], offset[rank + 1]
             while cell < end:
                 needed = need[cell]
-                if needed < 0 or not crosses[cell] or finished[needed]:
-                    needed = -1 if cell not in others else next((at for at in others[cell] if not finished[at]), -1)
-                if needed >= 0:
+                is_met = needed < 0 or not crosses[cell] or finished[needed]
+                if is_met and cell in others:
+                    needed = next((at for at in others[cell] if not finished[at]), -1)
+                    is_met = needed < 0
+                if not is_met:
                     waiters.setdefault(needed, []).append(rank)
                     break
                 finished[cell] = 1
@@ -150,7 +153,7 @@ class Table:
             cell, code = len(self.cells), action.op.code
             stage, microbatch = action.stage, action.microbatch
             key = -1
-            is_mine = 0 <= stage < stages and (stage if action.op.is_of_slice else rank_of_stage[stage]) == rank
+            is_mine = 0 <= stage < stages and (stage if code in _OF_SLICES else rank_of_stage[stage]) == rank
             if not is_mine or (microbatch is None) != (code >= MICROBATCH_CODES):
                 self.strays.append(cell)
             elif microbatch is not None:
@@ -194,48 +197,42 @@ class Table:
     def _find_vocabulary_needs(self, cell: int) -> None:
         """Stage 0 needs what all slices looked up, the last stage what they scored, and they what these stages made.
 
-        With messages the receives wait for the sends, and what is on the same rank for what makes it.
+        With messages the receives wait for the sends, and everything for what is made on its own rank.
         """
-        code, key, size = self.code[cell], self.key[cell], self.microbatches
-        if key < 0 or code not in _OF_VOCABULARY:
+        code, here = self.code[cell], self.rank[cell]
+        if self.key[cell] < 0 or code not in _OF_VOCABULARY:
             return
-        stage, microbatch = divmod(key, size)
-        last = len(self.at[F]) - size + microbatch
-        lowered = self.has_messages
-        wanted: list[int] = []
-        if code in (F, RECV_F) and stage == 0:
-            wanted = [self.at[SEND_L if lowered else L][slice_] for slice_ in self._slices(microbatch)]
-            wanted += [self.at[L][microbatch]] if lowered else []
-        elif code in (I, B, RECV_B) and key == last:
-            wanted = [self.at[SEND_S if lowered else S][slice_] for slice_ in self._slices(microbatch)]
-            wanted += [self.at[S][self.rank[cell] * size + microbatch]] if lowered else []
-        elif code in (S, RECV_S):
-            wanted = [self.at[F][last], self.at[SEND_F][last]]
-        elif code in (T, RECV_T):
-            wanted = [self.gradient(last), self.at[SEND_T][last]]
-        elif code in (G, RECV_G):
-            wanted = [self.gradient(microbatch), self.at[SEND_B][microbatch]]
-        elif code in (SEND_L, SEND_S, SEND_T):
-            wanted = [self.at[{SEND_L: L, SEND_S: S, SEND_T: RECV_B}[code]][key]]
-        here, there = self.rank[cell], []
-        for needed in wanted:
-            is_sent = needed >= 0 and self.code[needed] >= COMPUTE_CODES
-            if needed < 0 or (self.rank[needed] == here and is_sent and code != SEND_T):
-                continue
-            if self.rank[needed] == here:
+        made, sent = self._vocabulary_sources(code, *divmod(self.key[cell], self.microbatches))
+        for needed in made:
+            if needed >= 0 and self.rank[needed] == here:
                 self.need[cell] = needed
-            elif not lowered or (is_sent and code >= COMPUTE_CODES):
-                there.append(needed)
+        far = sent if code >= COMPUTE_CODES else [] if self.has_messages else made
+        there = [needed for needed in far if needed >= 0 and self.rank[needed] != here]
         if there and self.need[cell] < 0:
             self.need[cell], *there = there
             self.crosses[cell] = True
         if there:
             self.others[cell] = tuple(there)
 
-    def _slices(self, microbatch: int) -> range:
-        """Keys of a microbatch in all slices."""
-        return range(microbatch, self.placement.ranks * self.microbatches, self.microbatches)
+    def _vocabulary_sources(self, code: int, stage: int, microbatch: int) -> tuple[list[int], list[int]]:
+        """What makes that which an op uses, and what sends it: cells, or -1."""
+        at, size = self.at, self.microbatches
+        slices = range(microbatch, self.placement.ranks * size, size)
+        key, last = stage * size + microbatch, len(at[F]) - size + microbatch
+        if code in (F, RECV_F) and stage == 0:
+            return [at[L][each] for each in slices], [at[SEND_L][each] for each in slices]
+        if code in (I, B, RECV_B) and key == last:
+            return [at[S][each] for each in slices], [at[SEND_S][each] for each in slices]
+        if code in (S, RECV_S):
+            return [at[F][last]], [at[SEND_F][last]]
+        if code in (T, RECV_T):
+            return [self.gradient(last)], [at[SEND_T][last]]
+        if code in (G, RECV_G):
+            return [self.gradient(microbatch)], [at[SEND_B][microbatch]]
+        kept = {SEND_L: L, SEND_S: S, SEND_T: RECV_B}
+        return [at[kept[code]][key]] if code in kept else [], []
 
 
+_OF_SLICES = frozenset(op.code for op in Op if op.is_of_slice)
 _OF_STAGES = frozenset({F, I, B, RECV_F, RECV_B})
 _OF_VOCABULARY = frozenset({F, I, B, S, T, G, RECV_F, RECV_B, SEND_L, SEND_S, RECV_S, SEND_T, RECV_T, RECV_G})

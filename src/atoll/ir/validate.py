@@ -232,8 +232,7 @@ def messages_in_order(table: Table) -> list[Violation]:
         if code not in _RECEIVES:
             continue
         for sent in table.needs(cell):
-            sender = table.cells[sent].op
-            is_pipeline = code in (RECV_F, RECV_B) and not sender.is_of_slice
+            is_pipeline = table.code[sent] == (SEND_F if code == RECV_F else SEND_B) and code <= RECV_B
             pair = (table.rank[sent], table.rank[cell], -1 if is_pipeline else code)
             last_sent, last_received = latest.get(pair, (-1, -1))
             if sent < last_sent:

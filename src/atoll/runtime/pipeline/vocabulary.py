@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from atoll.errors import RunError
 from atoll.ir import Action, Op, Placement
 from atoll.models import Batch
 from atoll.runtime.pipeline.mail import Mail, Parcel, Wire
@@ -174,6 +175,13 @@ class SplitVocabulary:
 
     def take_scored(self, microbatch: int, hidden: torch.Tensor) -> None:
         """What the last stage gave, on its own rank."""
+        ids = self._row.batches[microbatch]["input_ids"]
+        wanted = (*ids.shape, self._slice.width), self._slice.dtype
+        if (tuple(hidden.shape), hidden.dtype) != wanted:
+            raise RunError(
+                f"the head is given {tuple(hidden.shape)} of {hidden.dtype}, and a split vocabulary scores "
+                f"{wanted[0]} of {wanted[1]}; turn vocabulary_parallel off"
+            )
         self._row.hidden[microbatch] = hidden.detach()
 
     def receive_scored(self, stage: int, microbatch: int) -> None:

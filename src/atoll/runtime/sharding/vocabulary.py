@@ -185,7 +185,7 @@ class VocabularySlice:
     @property
     def dtype(self) -> torch.dtype:
         """Of rows and hidden states."""
-        return self.head.unit.parameters[self.head.weight_name].dtype
+        return local_part(self.head.unit.parameters[self.head.weight_name]).dtype
 
     @property
     def precise(self) -> torch.dtype:
@@ -208,7 +208,13 @@ class VocabularySlice:
             table.unit.let_go()
 
     def check(self, batch: Batch) -> None:
-        """Raise PlanError for ids and labels of no slice, which every slice would leave to the others."""
+        """Raise PlanError for ids and labels of no slice, which every slice would leave to the others, and for shapes
+        that are not [B, S]."""
+        shapes = {name: tuple(batch[name].shape) for name in ("input_ids", "labels") if name in batch}
+        if "input_ids" not in shapes or len(set(shapes.values())) > 1 or len(shapes["input_ids"]) != 2:
+            raise PlanError(
+                f"vocabulary_parallel takes input_ids and labels of one shape [B, S]; the batch has {shapes}"
+            )
         for name in batch.keys() & {"input_ids", "labels"}:
             values = batch[name][batch[name] != IGNORED_LABEL] if name == "labels" else batch[name]
             if values.numel() and not (int(values.min()) >= 0 and int(values.max()) < self.size):
