@@ -207,7 +207,7 @@ def _table(question: str, found: Mapping[str, Any]) -> str:
 
 
 def _percent(shares: Sequence[float]) -> str:
-    return f"{median(shares):.1%}" if shares else ""
+    return f"{max(0.0, median(shares)):.1%}" if shares else ""
 
 
 def publish(result: Mapping[str, Any], folder: Path) -> None:
