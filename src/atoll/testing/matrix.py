@@ -47,9 +47,15 @@ OTHERS: Mapping[str, Sequence[Any]] = MappingProxyType(
         "reduction": ("microbatch", "run", "step"),
         "unit": (1, 2),
         "reads_in_place": (True, False),
+        "vocabulary_parallel": (False, True),
     }
 )
 """What the sample covers too, and the whole matrix draws. data: groups, and ranks of a group."""
+
+Pair = tuple[str, Any, str, Any]
+
+REFUSED: frozenset[Pair] = frozenset({("tensor", 2, "vocabulary_parallel", True)})
+"""Values that do not go together."""
 
 Choice = dict[str, Any]
 
@@ -58,19 +64,23 @@ def whole() -> Iterator[Choice]:
     """Every combination of `FACTORS`, with values of `OTHERS` drawn for each."""
     draw = random.Random(0)
     for values in itertools.product(*FACTORS.values()):
-        drawn = {name: draw.choice(others) for name, others in OTHERS.items()}
-        yield {**dict(zip(FACTORS, values, strict=True)), **drawn}
+        row: Choice = dict(zip(FACTORS, values, strict=True))
+        for name in OTHERS:
+            row[name] = draw.choice(_choices(row, name))
+        yield row
 
 
 def sample() -> list[Choice]:
     """A row for each schedule and layout, whose other values are those that bring most pairs not seen yet."""
     factors = {**FACTORS, **OTHERS}
-    seen: set[tuple[str, Any, str, Any]] = set()
+    seen: set[Pair] = set()
     rows: list[Choice] = []
     for schedule, layout in itertools.product(FACTORS["schedule"], FACTORS["layout"]):
         row: Choice = {"schedule": schedule, "layout": layout}
         for name in list(factors)[2:]:
-            row[name] = max(factors[name], key=lambda value: (_new(seen, row, name, value), -_uses(rows, name, value)))
+            values = _choices(row, name)
+            alike = [earlier for earlier in rows if _choices(earlier, name) == values]
+            row[name] = max(values, key=lambda value: (_new(seen, row, name, value), -_uses(alike, name, value)))
         seen.update(_pairs(row))
         rows.append(row)
     return rows
@@ -80,7 +90,7 @@ def case_of(choice: Choice) -> Case:
     """What `assert_parity` runs of a combination: two pipeline ranks with four microbatches each."""
     inter, intra = choice["data"]
     options = {name: choice[name] for name in ("schedule", "layout", "tensor", "recompute")}
-    others = {name: choice[name] for name in ("residency", "reduction", "unit", "reads_in_place")}
+    others = {name: choice[name] for name in OTHERS if name != "data"}
     model = MODELS[choice["model"]]
     return Case(pipeline=2, inter=inter, intra=intra, microbatches=8, steps=2, model=model, **options, **others)
 
@@ -90,8 +100,8 @@ def name_of(choice: Choice) -> str:
     return "-".join(str(value).replace(" ", "_") for value in choice.values())
 
 
-def missing_pairs(rows: Sequence[Choice]) -> set[tuple[str, Any, str, Any]]:
-    """Pairs of values that meet in no row."""
+def missing_pairs(rows: Sequence[Choice]) -> set[Pair]:
+    """Pairs of values that meet in no row, and could."""
     factors = {**FACTORS, **OTHERS}
     every = {
         (one, a, other, b)
@@ -99,15 +109,23 @@ def missing_pairs(rows: Sequence[Choice]) -> set[tuple[str, Any, str, Any]]:
         for a in factors[one]
         for b in factors[other]
     }
-    return every - {pair for row in rows for pair in _pairs(row)}
+    return every - REFUSED - {pair for row in rows for pair in _pairs(row)}
 
 
-def _pairs(row: Choice) -> Iterator[tuple[str, Any, str, Any]]:
+def _choices(row: Choice, name: str) -> list[Any]:
+    """The values of a factor that go with the others of a row."""
+    values = {**FACTORS, **OTHERS}[name]
+    return [
+        value for value in values if not any((other, given, name, value) in REFUSED for other, given in row.items())
+    ]
+
+
+def _pairs(row: Choice) -> Iterator[Pair]:
     for (one, a), (other, b) in itertools.combinations(row.items(), 2):
         yield one, a, other, b
 
 
-def _new(seen: set[tuple[str, Any, str, Any]], row: Choice, name: str, value: Any) -> int:
+def _new(seen: set[Pair], row: Choice, name: str, value: Any) -> int:
     return sum((other, given, name, value) not in seen for other, given in row.items())
 
 
