@@ -128,6 +128,37 @@ def test_gathers_and_reductions_are_those_of_the_schedule(
                 assert at_hand > 0
 
 
+M = 8
+"""Microbatches of a rank."""
+
+
+@pytest.mark.parametrize(
+    ("schedule", "residency", "reduction", "gathers", "reductions"),
+    [
+        ("1f1b", "unit", "microbatch", 2 * M, M),
+        ("1f1b", "run", "run", 1, 1),
+        ("gpipe", "step", "step", 1, 1),
+        ("zb-h1", "run", "step", 1, 1),
+        ("breadth-first", "run", "run", 2 - 1 / 2, 1),
+        ("interleaved", "unit", "step", 2 * M, 1),
+        ("interleaved", "step", "step", 1, 1),
+        ("zb-v", "unit", "microbatch", 2 * M, M),
+        ("zb-v", "step", "step", 1, 1),
+    ],
+)
+@pytest.mark.parametrize("pipeline", [2, 3, 4])
+def test_a_parameter_is_gathered_and_reduced_as_often_as_the_table_says(
+    pipeline: int, schedule: str, residency: Residency, reduction: Reduction, gathers: float, reductions: float
+) -> None:
+    """Two chunks where a schedule has chunks, of which `run` keeps one; the mean over a rank's stages."""
+    model = TinyConfig(layers=2 * pipeline)
+    case = Case("GGG", pipeline=pipeline, intra=2, microbatches=2 * M, schedule=schedule, model=model, prefetch=0)
+    for done, said, *_ in run_ranks(counted, case.ranks, replace(case, residency=residency, reduction=reduction)):
+        assert done == said
+        assert sum(count for count, _ in done.values()) / len(done) == gathers
+        assert sum(count for _, count in done.values()) / len(done) == reductions
+
+
 def kept(case: Case) -> tuple[int, int]:
     engine = case.engine()
     sizes = max(len(stages) for stages in held_stages(engine._row)), engine.working_memory().live
