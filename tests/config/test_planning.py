@@ -98,3 +98,11 @@ def test_problems_come_together(config: Config, parts: list[str]) -> None:
     with pytest.raises(ConfigError, match="2 problems") as caught:
         config.to_plan()
     assert all(part in str(caught.value) for part in parts)
+
+
+def test_parts_of_a_sequence_are_of_one_size() -> None:
+    config = _config(ranks=4, tensor=2, intra=2, sequence_parallel=True)
+    assert config.to_plan().sequence_parallel
+    odd = config.model_copy(update={"data": config.data.model_copy(update={"sequence": 33})})
+    with pytest.raises(ConfigError, match=r"data.sequence = 33 is not a multiple of parallel.tensor = 2.* use 32"):
+        odd.to_plan()

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from atoll.errors import RankError
+from atoll.errors import PlanError, RankError
 from atoll.layouts import EFFECTIVE
 from atoll.models import Decoder, DecoderConfig
+from atoll.runtime.training.text import generate
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, assert_parity, difference, reference, whole_parameters
 from atoll.testing.tiny import TinyConfig
@@ -136,3 +137,55 @@ def test_whole_parameters_are_read_and_edited() -> None:
         for name, value in after.items():
             factor = 2.0 if name.endswith("down.weight") else 1.0
             assert torch.equal(value, before[name] * factor), name
+
+
+class Letters:
+    """A tokenizer of as many letters as the model knows."""
+
+    size = 16
+    end_of_text = None
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) - ord("a") for letter in text]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(chr(ord("a") + token) for token in ids)
+
+
+def written(case: Case) -> str:
+    engine = case.engine()
+    text = generate(engine, Letters(), "abc", tokens=6, context=8, seed=0)  # type: ignore[arg-type]
+    engine.close()
+    return text
+
+
+def test_text_of_any_length_is_written_on_parts_of_sequences() -> None:
+    alone = Case(microbatches=2, model=Small())
+    (wanted,) = run_ranks(written, 1, alone)
+    case = replace(alone, tensor=2, pipeline=2, sequence_parallel=True)
+    assert run_ranks(written, 4, case) == [wanted] * 4
+    assert len(wanted) == 9
+
+
+def uneven(case: Case) -> list[str]:
+    """What a batch that does not divide is answered, and that the engine goes on."""
+    engine = case.engine()
+    batch = case.share(engine, 0)
+    length = batch["labels"].shape[1]
+    short = {name: value[:, : length - 1] for name, value in batch.items()}
+    said = []
+    for act in (engine.step, engine.evaluate):
+        with pytest.raises(PlanError) as caught:
+            act(short)
+        said.append(str(caught.value))
+    with pytest.raises(PlanError):
+        engine.logits({"input_ids": short["input_ids"][:1]})
+    engine.step(batch)
+    engine.close()
+    return said
+
+
+def test_sequences_that_do_not_divide_are_refused() -> None:
+    case = Case(tensor=2, microbatches=2, sequence_parallel=True, model=Small())
+    for said in run_ranks(uneven, 2, case):
+        assert all("tokens, which tensor = 2 ranks with sequence_parallel cannot split evenly" in text for text in said)

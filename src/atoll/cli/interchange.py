@@ -44,7 +44,7 @@ def export_command(
 ) -> None:
     """Write the checkpoint SOURCE as the Hugging Face folder TARGET, for `from_pretrained`.
 
-    Of a run with [lora], the adapters alone, as the `peft` package writes them.
+    Of a run with low-rank adapters these alone, as the `peft` package writes them.
 
     Keys of the JSON object: folder; tensors; bytes; files; read_whole, false.
     """

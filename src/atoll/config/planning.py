@@ -36,6 +36,7 @@ def plan_of(config: Config, world: int | None = None) -> Plan:
     else:
         if config.model.is_builtin:
             problems += _stage_problems(config, schedule)
+    problems += _length_problems(config)
     if problems:
         raise ConfigError("\n  ".join(problems if len(problems) == 1 else [f"{len(problems)} problems", *problems]))
     return Plan(
@@ -96,6 +97,16 @@ def _batch_problems(config: Config, data: int) -> list[str]:
     return [
         f"train.global_batch = {batch} is not a multiple of train.microbatch * data-parallel ranks = "
         f"{microbatch} * {data} = {part}; {hint}"
+    ]
+
+
+def _length_problems(config: Config) -> list[str]:
+    tensor, sequence = config.parallel.tensor, config.data.sequence
+    if not config.parallel.sequence_parallel or sequence % tensor == 0:
+        return []
+    return [
+        f"data.sequence = {sequence} is not a multiple of parallel.tensor = {tensor}, whose ranks take a part each "
+        f"with parallel.sequence_parallel; use {sequence // tensor * tensor or tensor}, or turn it off"
     ]
 
 

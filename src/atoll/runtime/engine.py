@@ -354,6 +354,7 @@ class Engine:
         tensors = {name: torch.as_tensor(value, device=self.device) for name, value in batch.items()}
         if self._sharded.vocabulary is not None:
             self._sharded.vocabulary.check(tensors)
+        self._check_length(tensors)
         outcome = self._run_forward([tensors], (), keep_logits=True)
         return outcome.logits[0] if outcome.logits else None
 
@@ -610,7 +611,20 @@ class Engine:
                 f"rank {self.place.rank} was given a batch of {rows} samples; a data-parallel rank's share is {wanted} "
                 f"({most} microbatches of {size})"
             )
+        self._check_length(tensors)
         return [{name: tensor[at * size : (at + 1) * size] for name, tensor in tensors.items()} for at in range(count)]
+
+    def _check_length(self, batch: Batch) -> None:
+        """Sequences of which each rank of a tensor-parallel group works on a part must have parts of one size."""
+        if not self.plan.sequence_parallel:
+            return
+        for name in ("input_ids", "labels"):
+            length = batch[name].shape[1] if name in batch and batch[name].dim() > 1 else 0
+            if length % self.plan.mesh.tensor:
+                raise PlanError(
+                    f"{name} has sequences of {length} tokens, which tensor = {self.plan.mesh.tensor} ranks with "
+                    "sequence_parallel cannot split evenly; pad them to a multiple, or turn sequence_parallel off"
+                )
 
     def _guard(self) -> _Guard:
         return _Guard(self)

@@ -20,12 +20,14 @@ def generate(engine: Engine, tokenizer: Tokenizer, prompt: str, *, tokens: int, 
     ids = [int(token) for token in tokenizer.encode(prompt)] or [tokenizer.end_of_text or 0]
     generator = torch.Generator().manual_seed(seed)
     speaks = engine.place.data == 0 and engine.place.tp == 0
+    part = engine.plan.mesh.tensor if engine.plan.sequence_parallel else 1
     for _ in range(tokens):
-        window = torch.tensor([ids[-context:]])
-        logits = engine.logits({"input_ids": window})
+        window = ids[-context:]
+        padding = [0] * (-len(window) % part)  # behind what is looked at, so it changes nothing
+        logits = engine.logits({"input_ids": torch.tensor([window + padding])})
         drawn = torch.zeros(1, dtype=torch.float64)
         if speaks and logits is not None:
-            drawn[0] = _draw(logits[0, -1, : tokenizer.size].float().cpu(), generator)
+            drawn[0] = _draw(logits[0, len(window) - 1, : tokenizer.size].float().cpu(), generator)
         token = int(engine.transport.total(drawn))
         if token == tokenizer.end_of_text:
             break
