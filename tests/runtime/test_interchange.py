@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from atoll.cli.main import app
 from atoll.config import from_dict
+from atoll.data.tokenizer import FileTokenizer
 from atoll.errors import CheckpointError, ConfigError, PlanError, RankError
 from atoll.models import adapter_for
 from atoll.models.weights import weights_for
@@ -182,6 +183,23 @@ def test_adapters_are_saved_as_peft_does(tmp_path: Path) -> None:
     with torch.no_grad():
         assert torch.allclose(adapted(input_ids=torch.arange(8)[None]).logits, logits, rtol=0, atol=1e-12)
         assert not torch.allclose(base.eval()(input_ids=torch.arange(8)[None]).logits, logits, atol=1e-6)
+
+
+def test_the_run_s_tokenizer_goes_with_the_model(tmp_path: Path) -> None:
+    values = config(tmp_path, source="transformers:llama", config={**LLAMA, "vocab_size": 300})
+    values["data"]["tokenizer"] = "bpe-300"
+    checkpoint = Path(run_ranks(train_and_look_at_nothing, 4, values)[0])
+    assert (checkpoint.parent.parent / "tokenizer.json").is_file()
+    with warnings.catch_warnings(record=True) as caught:
+        export_folder(checkpoint, tmp_path / "out")
+    assert not [each for each in caught if "token_id" in str(each.message)]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    own = FileTokenizer.read(checkpoint.parent.parent / "tokenizer.json")
+    assert tokenizer("12 brown foxes", add_special_tokens=False)["input_ids"] == own.encode("12 brown foxes").tolist()
+    assert tokenizer.eos_token_id == own.end_of_text
+    plain = config(tmp_path, source="transformers:llama", config=LLAMA)
+    folder = Path(run_ranks(train_and_look_at_nothing, 4, plain)[0]).parent.parent
+    assert not (folder / "tokenizer.json").exists()
 
 
 def test_masked_models_train(tmp_path: Path) -> None:

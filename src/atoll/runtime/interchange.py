@@ -19,12 +19,14 @@ import torch
 from torch import nn
 
 from atoll.config import Config, from_dict
+from atoll.data.tokenizer import FileTokenizer
 from atoll.errors import CheckpointError, ConfigError
 from atoll.models import adapter_for, shared_parameters
 from atoll.models.weights import INDEX, SINGLE, Weights, has_weights, weights_for
 from atoll.runtime import checkpoint
 from atoll.runtime.checkpoint import Piece
 from atoll.runtime.checkpoint.metadata import read_contents
+from atoll.runtime.training.folder import RunFolder
 from atoll.runtime.training.pretrained import FAMILY, hugging_face_config, hugging_face_model
 
 SHARD_BYTES = 5_000_000_000
@@ -63,7 +65,7 @@ def import_folder(source: Path, target: Path, *, objective: str = "causal") -> M
     """
     config = from_dict({"model": {"source": str(source)}, "train": {"objective": objective}})
     with torch.device("meta"):
-        model = hugging_face_model(config, 1)
+        model = hugging_face_model(config, None)
     adapter = adapter_for(model)
     try:
         weights: Mapping[str, torch.Tensor] | Weights = weights_for(adapter, source)
@@ -96,7 +98,7 @@ def export_folder(source: Path, target: Path, *, dtype: str | None = None) -> Mo
     if target.exists() and any(target.iterdir()):
         raise ConfigError(f"{target} is not empty; give a new folder")
     with torch.device("meta"):
-        model = hugging_face_model(config, 1)
+        model = hugging_face_model(config, None)
     stored = read_contents(source / ".metadata").tensors
     names = {name.removeprefix("model."): name for name in stored if name.startswith("model.")}
     sizes = hugging_face_config(config)
@@ -109,7 +111,7 @@ def export_folder(source: Path, target: Path, *, dtype: str | None = None) -> Mo
     sizes.dtype = own
     sizes.architectures = [type(model).__name__]
     sizes.save_pretrained(target)
-    _copy_tokenizer(config, target)
+    _copy_tokenizer(config, source, target)
     return moved
 
 
@@ -221,8 +223,16 @@ def _export_adapters(
     return Moved(target, len(plain), nbytes, ("adapter_config.json", "adapter_model.safetensors"))
 
 
-def _copy_tokenizer(config: Config, target: Path) -> None:
+def _copy_tokenizer(config: Config, checkpoint_folder: Path, target: Path) -> None:
+    """That of the model's folder, or else the one of the run."""
     source = Path(config.model.source)
     for file in TOKENIZER_FILES:
         if (source / file).is_file():
             shutil.copyfile(source / file, target / file)
+    own = RunFolder(checkpoint_folder.parent.parent).tokenizer
+    if own.is_file() and not any((target / file).exists() for file in TOKENIZER_FILES):
+        from transformers import PreTrainedTokenizerFast
+
+        known = FileTokenizer.read(own)
+        end = None if known.end_of_text is None else known.decode([known.end_of_text])
+        PreTrainedTokenizerFast(tokenizer_file=str(own), eos_token=end).save_pretrained(target)

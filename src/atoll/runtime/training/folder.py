@@ -6,6 +6,7 @@
                  validation.jsonl       one object an evaluation, the first as step 0
                  trace.json             one measured step, for chrome://tracing or Perfetto
                  sample.txt             text generated at the end
+                 tokenizer.json         what the tokens mean, but where they are bytes
                  checkpoints/step-000100
                  tensorboard/
 
@@ -62,6 +63,11 @@ class RunFolder:
     def sample(self) -> Path:
         """The generated text."""
         return self.root / "sample.txt"
+
+    @property
+    def tokenizer(self) -> Path:
+        """The tokenizer, as the `tokenizers` library writes it."""
+        return self.root / "tokenizer.json"
 
     @property
     def checkpoints(self) -> Path:
@@ -121,7 +127,8 @@ class RunFolder:
 
     def clear(self) -> None:
         """Remove what an earlier run left, and nothing else."""
-        for path in (self.config, self.plan, self.metrics, self.validation, self.trace, self.sample):
+        files = (self.config, self.plan, self.metrics, self.validation, self.trace, self.sample, self.tokenizer)
+        for path in files:
             with writing(path):
                 path.unlink(missing_ok=True)
         for folder in (self.checkpoints, self.tensorboard):

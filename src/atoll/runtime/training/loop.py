@@ -193,7 +193,7 @@ class Loop:
         values[self.engine.place.rank] = torch.tensor([own.parameters, own.gradients, own.optimizer])
         held = [Footprint(*(int(part) for part in row)) for row in self.engine.transport.total(values).tolist()]
         if self._is_writer:
-            self._recorder = Recorder(self.folder, self.config, step=step, is_fresh=is_fresh)
+            self._recorder = Recorder(self.folder, self.config, self.corpus.tokenizer, step=step, is_fresh=is_fresh)
             blocks = self.engine.adapter.blocks()
             stages = [[blocks[at].name for at in run] for run in self.engine.runs]
             self._recorder.plan(plan, held, stages)

@@ -15,8 +15,10 @@ FAMILY = "transformers:"
 """What a model.source begins with that names a family and no folder."""
 
 
-def hugging_face_model(config: Config, vocabulary: int) -> nn.Module:
+def hugging_face_model(config: Config, vocabulary: int | None) -> nn.Module:
     """The model that model.source names, on torch's current device, with its adapters if any are asked for.
+
+    vocabulary: as `hugging_face_config` has it.
 
     Raises ConfigError for a source that there is not, a vocabulary that does not fit, and without the packages.
     """
@@ -37,7 +39,8 @@ def hugging_face_model(config: Config, vocabulary: int) -> nn.Module:
 def hugging_face_config(config: Config, vocabulary: int | None = None) -> Any:
     """The `transformers` configuration of model.source with the values of model.config.
 
-    vocabulary: ids that the model has to know: a family's model gets as many, a folder's must have them.
+    vocabulary: ids that the model has to know: a family's model gets as many, a folder's must have them; None where
+    that does not matter.
     """
     transformers = _package("transformers")
     model = config.model

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from atoll.config import Config
+from atoll.data.tokenizer import FileTokenizer, Tokenizer
 from atoll.layouts import Footprint
 from atoll.plan import Plan
 from atoll.runtime.engine import Evaluation
@@ -35,13 +36,15 @@ def _finite(value: float) -> float | None:
 class Recorder:
     """Writes a run folder. Opened once, fresh or after `step` steps of the same run."""
 
-    def __init__(self, folder: RunFolder, config: Config, *, step: int, is_fresh: bool) -> None:
+    def __init__(self, folder: RunFolder, config: Config, tokenizer: Tokenizer, *, step: int, is_fresh: bool) -> None:
         self.folder = folder
         if is_fresh:
             folder.clear()
         else:
             folder.rewind(step)
         files.write(folder.config, config.dump())
+        if isinstance(tokenizer, FileTokenizer):
+            files.write(folder.tokenizer, tokenizer.to_json())
         self._events: SummaryWriter | None = None
         if config.run.tensorboard and importlib.util.find_spec("tensorboard") is not None:
             from torch.utils.tensorboard import SummaryWriter
