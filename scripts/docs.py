@@ -88,7 +88,7 @@ MEANINGS: Mapping[str, str] = {
     "train.clip": "largest global gradient norm, 0 for none",
     "train.eval_every": "steps between validations; 0 for the start and the end only",
     "train.eval_batches": "validation batches at most, each as large as a step",
-    "train.sample_tokens": "tokens generated at the end, 0 for none",
+    "train.sample_tokens": "tokens generated at the end, 0 for none; none with the masked objective",
     "train.prompt": "what the generated text begins with",
     "train.trainable": "name patterns with `*` and `?`: nothing else is trained, as in `*.mlp.*`",
     "train.frozen": "name patterns with `*` and `?` of parameters that are not trained, as in `embed.*`",

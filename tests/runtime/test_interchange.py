@@ -205,8 +205,9 @@ def test_the_run_s_tokenizer_goes_with_the_model(tmp_path: Path) -> None:
 def test_masked_models_train(tmp_path: Path) -> None:
     sizes = {key: value for key, value in LLAMA.items() if key not in ("num_key_value_heads", "vocab_size")}
     values = config(tmp_path, source="transformers:bert", config=sizes)
-    values["train"] |= {"objective": "masked", "mask_ratio": 0.3}
+    values["train"] |= {"objective": "masked", "mask_ratio": 0.3, "sample_tokens": 4}
     assert run_ranks(train_and_look_at_nothing, 4, values)[0].endswith("step-000002")
+    assert not (tmp_path / "run" / "sample.txt").exists()
 
 
 def train_and_look_at_nothing(values: dict[str, Any]) -> str:

@@ -260,7 +260,7 @@ class Loop:
 
     def _sample(self) -> str | None:
         train = self.config.train
-        if train.sample_tokens == 0:
+        if train.sample_tokens == 0 or train.objective == "masked":  # which fills gaps, and continues nothing
             return None
         text = generate(
             self.engine,
