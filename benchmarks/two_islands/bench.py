@@ -209,6 +209,8 @@ def report(result: Mapping[str, Any]) -> str:
         tables.measured_in(result["environment"]) if "environment" in result else "",
         "Bytes are of one island and step, by the interfaces' counters, TCP's headers included. The bound is the "
         "larger of compute (all ranks at once, no messages, no optimizer) and the formula's bytes at the link's rate. "
+        "The formula lets everything travel; what a microbatch uses last and the next one first is not gathered again, "
+        "so layouts with parameters at G send less. "
         "Peak and rest are the C library's allocator's, on all threads, and memory that ranks share; the foretold "
         "peak is footprint, working memory, the batch and what autograd keeps. DeepSpeed's buckets are a block each, "
         "as everyone's units, and it frees parameters after the forward.",
