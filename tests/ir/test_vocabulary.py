@@ -90,6 +90,18 @@ def test_a_heavy_head_costs_what_it_does_on_all_ranks_together(name: str) -> Non
     assert simulate(lower(split), costs).makespan == pytest.approx(found, rel=0.02)
 
 
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_a_step_takes_about_what_an_even_split_would_in_which_nothing_waits(name: str) -> None:
+    tolerance = 1.01 if name in ("zb-h1", "zb-h2", "zb-v", "v-half", "dualpipe-v", "unit", "auto") else 1.09
+    for ranks, microbatches in ((2, 8), (4, 8), (4, 16), (8, 32)):
+        schedule = build(name, ranks=ranks, microbatches=microbatches)
+        for each in (0.5 / ranks, 2.0 / ranks):
+            split = insert_vocabulary(schedule, score=2 * each, hop=0.02)
+            even = simulate(schedule, Costs(1 + each, 1 + each, 1 + each, hop=0.02)).makespan
+            found = simulate(split, Costs(hop=0.02, score=2 * each, score_grad=each)).makespan
+            assert found < tolerance * even, (ranks, microbatches, each)
+
+
 def test_scores_that_wait_for_their_gradient_are_few_and_counted() -> None:
     split = insert_vocabulary(build("1f1b", ranks=4, microbatches=16))
     trace = simulate(split, Costs(score=0.5, score_grad=0.25), Memory(activation=0.0, weight_grad=0.0, score=1.0))

@@ -13,7 +13,7 @@ from atoll.layouts import EFFECTIVE
 from atoll.models import Decoder, DecoderConfig
 from atoll.runtime.training.text import generate
 from atoll.testing import run_ranks
-from atoll.testing.parity import Case, assert_parity, difference, reference, whole_parameters
+from atoll.testing.parity import Case, assert_checkpoint_parity, assert_parity, whole_parameters
 from atoll.testing.tiny import TinyConfig
 
 TINY = TinyConfig(tied=True, small=True, unused=True, frozen=True, vocabulary=17)
@@ -86,37 +86,13 @@ def test_what_cannot_be_is_refused(case: Case, words: str) -> None:
         run_ranks(build_only, 2, case)
 
 
-def save(case: Case, folder: Path) -> None:
-    engine = case.engine()
-    engine.step(case.share(engine, 0))
-    engine.save(folder)
-    engine.close()
-
-
-def load_and_finish(case: Case, folder: Path) -> dict[str, torch.Tensor]:
-    engine = case.engine()
-    engine.load(folder)
-    for step in range(1, case.steps):
-        engine.step(case.share(engine, step))
-    values = whole_parameters(engine)
-    engine.close()
-    return values
-
-
 WIDE = replace(PAIR, layout="IIG", inter=2)
 DEEP = replace(PAIR, tensor=1, layout="GGG", pipeline=2, inter=2)
 
 
 @pytest.mark.parametrize(("first", "second"), [(WIDE, DEEP), (DEEP, WIDE)], ids=["from-tp", "to-tp"])
 def test_checkpoints_go_from_and_to_any_split(first: Case, second: Case, tmp_path: Path) -> None:
-    run_ranks(save, first.ranks, first, tmp_path / "one")
-    wanted = reference(replace(second, layout="NNN", pipeline=1, inter=1, tensor=1)).parameters
-    seen = set()
-    for values in run_ranks(load_and_finish, second.ranks, second, tmp_path / "one"):
-        for name, value in values.items():
-            assert difference(value, wanted[name]) <= 1e-10, name
-            seen.add(name)
-    assert seen == set(wanted)
+    assert_checkpoint_parity(first, second, tmp_path / "one")
 
 
 def read_and_edit(case: Case) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

@@ -17,7 +17,14 @@ from atoll.models import Decoder, DecoderConfig, SequentialAdapter, Vocabulary
 from atoll.plan import MeshShape, Plan
 from atoll.runtime.engine import Engine
 from atoll.testing import run_ranks
-from atoll.testing.parity import Case, assert_parity, difference, reference, train, whole_parameters
+from atoll.testing.parity import (
+    Case,
+    assert_checkpoint_parity,
+    assert_parity,
+    difference,
+    train,
+    whole_parameters,
+)
 from atoll.testing.tiny import TinyConfig
 
 EVERYTHING = TinyConfig(layers=8, vocabulary=17, tied=True, frozen=True, odd=True, small=True, unused=True, dropout=0.2)
@@ -134,23 +141,6 @@ def test_evaluation_and_logits(schedule: str) -> None:
 # ---- checkpoints, reads and edits
 
 
-def save(case: Case, folder: Path) -> None:
-    engine = case.engine()
-    engine.step(case.share(engine, 0))
-    engine.save(folder)
-    engine.close()
-
-
-def load_and_finish(case: Case, folder: Path) -> dict[str, torch.Tensor]:
-    engine = case.engine()
-    engine.load(folder)
-    for step in range(1, case.steps):
-        engine.step(case.share(engine, step))
-    values = whole_parameters(engine)
-    engine.close()
-    return values
-
-
 WHOLE = replace(SPLIT, vocabulary_parallel=False, layout="IIG", intra=2)
 DEEP = replace(SPLIT, pipeline=3, layout="GGG", schedule="zb-v", microbatches=4)
 
@@ -159,15 +149,7 @@ DEEP = replace(SPLIT, pipeline=3, layout="GGG", schedule="zb-v", microbatches=4)
     ("first", "second"), [(WHOLE, DEEP), (DEEP, WHOLE), (DEEP, SPLIT)], ids=["to", "from", "fewer"]
 )
 def test_checkpoints_go_from_and_to_any_split(first: Case, second: Case, tmp_path: Path) -> None:
-    run_ranks(save, first.ranks, first, tmp_path / "one")
-    neutral = replace(second, layout="NNN", pipeline=1, intra=1, schedule="1f1b", vocabulary_parallel=False)
-    wanted = reference(neutral).parameters
-    seen = set()
-    for values in run_ranks(load_and_finish, second.ranks, second, tmp_path / "one"):
-        for name, value in values.items():
-            assert difference(value, wanted[name]) <= 1e-10, name
-            seen.add(name)
-    assert seen == set(wanted)
+    assert_checkpoint_parity(first, second, tmp_path / "one")
 
 
 def read_and_edit(case: Case) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:

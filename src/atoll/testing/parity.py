@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -235,7 +236,48 @@ def assert_parity(case: Case, *, tolerance: float = 1e-10) -> list[History]:
 def measure_parity(case: Case) -> tuple[float, str, list[History]]:
     """Run a case on its ranks: the largest difference of any from the single process, where it is, and the ranks'
     histories. Infinite where no rank holds a parameter."""
-    neutral = replace(
+    wanted = reference(_neutral(case))
+    histories = run_ranks(train, case.ranks, case, timeout=180)
+    found = [(*worst_difference(history, wanted), rank) for rank, history in enumerate(histories)]
+    worst, where, rank = max(found)
+    missing = set(wanted.parameters).difference(*(history.parameters for history in histories))
+    if missing:
+        return float("inf"), f"no rank holds {sorted(missing)}", histories
+    return worst, f"rank {rank} differs by {worst:.3g} at {where}", histories
+
+
+def assert_checkpoint_parity(first: Case, second: Case, folder: Path) -> None:
+    """One step as `first` says, saved in `folder`, loaded and gone on with as `second` says: the single process."""
+    run_ranks(_save_one_step, first.ranks, first, folder)
+    wanted = reference(_neutral(second)).parameters
+    seen = set()
+    for values in run_ranks(_load_and_finish, second.ranks, second, folder):
+        for name, value in values.items():
+            assert difference(value, wanted[name]) <= 1e-10, name
+            seen.add(name)
+    assert seen == set(wanted)
+
+
+def _save_one_step(case: Case, folder: Path) -> None:
+    engine = case.engine()
+    engine.step(case.share(engine, 0))
+    engine.save(folder)
+    engine.close()
+
+
+def _load_and_finish(case: Case, folder: Path) -> dict[str, torch.Tensor]:
+    engine = case.engine()
+    engine.load(folder)
+    for step in range(1, case.steps):
+        engine.step(case.share(engine, step))
+    values = whole_parameters(engine)
+    engine.close()
+    return values
+
+
+def _neutral(case: Case) -> Case:
+    """The case whose single process is the same."""
+    return replace(
         case,
         layout="NNN",
         pipeline=1,
@@ -255,11 +297,3 @@ def measure_parity(case: Case) -> tuple[float, str, list[History]]:
         reads_in_place=True,
         layers_per_stage=None,
     )
-    wanted = reference(neutral)
-    histories = run_ranks(train, case.ranks, case, timeout=180)
-    found = [(*worst_difference(history, wanted), rank) for rank, history in enumerate(histories)]
-    worst, where, rank = max(found)
-    missing = set(wanted.parameters).difference(*(history.parameters for history in histories))
-    if missing:
-        return float("inf"), f"no rank holds {sorted(missing)}", histories
-    return worst, f"rank {rank} differs by {worst:.3g} at {where}", histories

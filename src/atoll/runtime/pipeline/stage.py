@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -15,16 +16,16 @@ from atoll.runtime.sharding.lookahead import Lookahead
 from atoll.runtime.sharding.unit import Unit
 
 
-class End:
+class End(ABC):
     """Takes the place of embedding or head where the vocabulary is split over the ranks."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         module.forward = self.forward
 
+    @abstractmethod
     def forward(self, given: torch.Tensor) -> torch.Tensor:
         """Instead of the module's own."""
-        raise NotImplementedError
 
     def lies_in(self, block: Block) -> bool:
         """Whether a block has the module."""
