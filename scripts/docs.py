@@ -349,6 +349,12 @@ def adapter_example() -> str:
     return f"```python\n{text}```\n"
 
 
+def matrix() -> str:
+    """What the whole matrix gave when it was last run."""
+    page = (ROOT / "benchmarks" / "matrix" / "README.md").read_text(encoding="utf-8")
+    return page.partition("## Result\n\n")[2]
+
+
 PARTS: Mapping[str, Callable[[], str]] = {
     "adapter-example": adapter_example,
     "command-line": command_line,
@@ -357,6 +363,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "families": families,
     "layout-example": layout_example,
     "layout-formulas": layout_formulas,
+    "matrix": matrix,
     **schedule_pages.PARTS,
     **tradeoffs.TABLES,
 }

@@ -10,7 +10,7 @@ import argparse
 import json
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from benchmarks.islands.tables import measured_in
 TOLERANCE = 1e-10
 EACH = 601
 """Of a quick run, one case in so many."""
+
+TABLES = (("schedule", "layout"), ("model", "recompute, tp"))
 
 DONE = ROOT / "benchmarks" / "matrix" / "results" / "cases.jsonl"
 """The source's tree as git names it, then a line a case."""
@@ -41,33 +43,23 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             _note(name, done[name])
         if done[name]["problem"] or at % 100 == 0:
             print(f"{at + 1}/{len(choices)} {name}: {done[name]['problem'] or 'right'}", flush=True)
-    rows = [{**_cell(choice), **done[name_of(choice)]} for choice in choices]
-    cells: dict[str, list[int]] = {}
-    for row in rows:
-        cell = cells.setdefault(f"{row['schedule']}/{row['layout']}", [0, 0])
-        cell[0] += not row["problem"]
-        cell[1] += 1
+    rows = [{**_names(choice), **done[name_of(choice)]} for choice in choices]
     return {
         "cases": len(rows),
         "right": sum(not row["problem"] for row in rows),
         "seconds": sum(row["seconds"] for row in rows),
         "worst": max(row["worst"] for row in rows),
         "tolerance": TOLERANCE,
-        "cells": cells,
+        "tables": [_counts(rows, down, across) for down, across in TABLES],
         "problems": [f"{name_of(c)}: {done[name_of(c)]['problem']}" for c in choices if done[name_of(c)]["problem"]],
     }
 
 
 def report(result: Mapping[str, Any]) -> str:
-    """The table, schedules by layouts, and what it was made of."""
-    schedules, layouts = FACTORS["schedule"], FACTORS["layout"]
-    head = f"| | {' | '.join(layouts)} |\n|---|{'---|' * len(layouts)}\n"
-    body = "".join(
-        f"| {name} | {' | '.join(_text(result, name, layout) for layout in layouts)} |\n" for name in schedules
-    )
+    """The tables, and what they were made of."""
     problems = "".join(f"- {problem}\n" for problem in result["problems"])
     return _PAGE.format(
-        table=head + body,
+        tables="\n".join(_table(counts) for counts in result["tables"]),
         problems=f"\n{problems}" if problems else "",
         models=", ".join(MODELS),
         others=", ".join(f"{name} ({' / '.join(map(str, values))})" for name, values in OTHERS.items()),
@@ -93,12 +85,31 @@ def _judge(choice: Choice) -> dict[str, Any]:
     return {"worst": worst, "problem": problem, "seconds": round(time.monotonic() - begin, 3)}
 
 
-def _cell(choice: Choice) -> dict[str, str]:
-    return {name: choice[name] for name in ("schedule", "layout")}
+def _names(choice: Choice) -> dict[str, str]:
+    """What the tables go by: the factors, and two of them together."""
+    split = f"{choice['recompute']}, tp {choice['tensor']}"
+    return {name: str(choice[name]) for name in FACTORS} | {"recompute, tp": split}
 
 
-def _text(result: Mapping[str, Any], schedule: str, layout: str) -> str:
-    right, cases = result["cells"].get(f"{schedule}/{layout}", (0, 0))
+def _counts(rows: Sequence[Mapping[str, Any]], down: str, across: str) -> dict[str, dict[str, list[int]]]:
+    """How many are right, and how many there are, by two of the rows' names."""
+    found: dict[str, dict[str, list[int]]] = {}
+    for row in rows:
+        cell = found.setdefault(row[down], {}).setdefault(row[across], [0, 0])
+        cell[0] += not row["problem"]
+        cell[1] += 1
+    return found
+
+
+def _table(counts: Mapping[str, Mapping[str, Sequence[int]]]) -> str:
+    across = list(dict.fromkeys(name for row in counts.values() for name in row))
+    lines = ["| | " + " | ".join(across) + " |", "|---|" + "---|" * len(across)]
+    for name, row in counts.items():
+        lines.append(f"| {name} | " + " | ".join(_text(*row.get(column, (0, 0))) for column in across) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _text(right: int, cases: int) -> str:
     return f"{right}" if right == cases else f"**{right} of {cases}**"
 
 
@@ -132,9 +143,11 @@ model ({models}), two pipeline ranks by two data-parallel ranks, each with what 
 AdamW with clipping in float64, compared with plain PyTorch in one process: loss, gradient norm and every parameter, \
 max|a-b| ≤ 1e-10 · max(1e-2, max|b|).
 
+`make matrix` runs it. `make test` runs a sample in which any two settings meet (`tests/runtime/test_matrix.py`).
+
+## Result
+
 {right} of {cases} are right; the largest difference is {worst:.1e}. They took {minutes:.0f} minutes. In each place \
 the number that is right, bold where not all are.
 
-{table}{problems}
-`make matrix` runs it. `make test` runs a sample in which any two settings meet (`tests/runtime/test_matrix.py`).
-"""
+{tables}{problems}"""
