@@ -244,9 +244,8 @@ def test_the_matrix_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 def test_the_page_of_the_matrix_shows_what_is_wrong() -> None:
-    one, other, *_ = matrix.FACTORS["layout"]
-    cells = {f"gpipe/{one}": [24, 24], f"gpipe/{other}": [23, 24]}
-    result = {"cases": 48, "right": 47, "seconds": 60.0, "worst": 0.1, "cells": cells, "problems": ["a: loss"]}
+    tables = [{"gpipe": {"NNN": [24, 24], "NNI": [23, 24]}, "unit": {"NNN": [24, 24]}}]
+    result = {"cases": 72, "right": 71, "seconds": 60.0, "worst": 0.1, "tables": tables, "problems": ["a: loss"]}
     page = matrix.report(result)
-    assert "| gpipe | 24 | **23 of 24** | 0 |" in page
+    assert "| | NNN | NNI |\n|---|---|---|\n| gpipe | 24 | **23 of 24** |\n| unit | 24 | 0 |\n" in page
     assert "- a: loss" in page
