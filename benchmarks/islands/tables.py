@@ -81,6 +81,14 @@ def measured_in(environment: Mapping[str, Any]) -> str:
     )
 
 
+def grid(cells: Mapping[str, Mapping[str, str]], *, corner: str = "") -> str:
+    """A table of rows of cells by their columns' names; empty where a row has none."""
+    across = list(dict.fromkeys(name for row in cells.values() for name in row))
+    lines = [f"| {' | '.join([corner, *across])} |", "|---|" + "---|" * len(across)]
+    lines += [f"| {' | '.join([name, *(row.get(column, '') for column in across)])} |" for name, row in cells.items()]
+    return "\n".join(lines)
+
+
 def _seconds(row: Mapping[str, Any]) -> float:
     return float(row["median_seconds"])
 

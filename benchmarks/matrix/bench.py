@@ -18,13 +18,14 @@ from typing import Any
 from atoll.testing.matrix import FACTORS, MODELS, OTHERS, Choice, case_of, name_of, whole
 from atoll.testing.parity import measure_parity
 from benchmarks.environment import ROOT
-from benchmarks.islands.tables import measured_in
+from benchmarks.islands.tables import grid, measured_in
 
 TOLERANCE = 1e-10
 EACH = 601
 """Of a quick run, one case in so many."""
 
 TABLES = (("schedule", "layout"), ("model", "recompute, tp"))
+"""What goes down and what across, as `_names` has it."""
 
 DONE = ROOT / "benchmarks" / "matrix" / "results" / "cases.jsonl"
 """The source's tree as git names it, then a line a case."""
@@ -102,11 +103,8 @@ def _counts(rows: Sequence[Mapping[str, Any]], down: str, across: str) -> dict[s
 
 
 def _table(counts: Mapping[str, Mapping[str, Sequence[int]]]) -> str:
-    across = list(dict.fromkeys(name for row in counts.values() for name in row))
-    lines = ["| | " + " | ".join(across) + " |", "|---|" + "---|" * len(across)]
-    for name, row in counts.items():
-        lines.append(f"| {name} | " + " | ".join(_text(*row.get(column, (0, 0))) for column in across) + " |")
-    return "\n".join(lines) + "\n"
+    cells = {name: {column: _text(*count) for column, count in row.items()} for name, row in counts.items()}
+    return grid(cells) + "\n"
 
 
 def _text(right: int, cases: int) -> str:
@@ -114,9 +112,12 @@ def _text(right: int, cases: int) -> str:
 
 
 def _source() -> str:
-    return subprocess.run(
-        ["git", "rev-parse", "HEAD:src/atoll"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.strip()
+    """The package's tree, with what is not committed yet."""
+    return _git("rev-parse", f"{_git('stash', 'create') or 'HEAD'}:src/atoll")
+
+
+def _git(*words: str) -> str:
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def _done(source: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -25,7 +25,7 @@ from atoll.layouts import EFFECTIVE
 from atoll.testing import RankPool
 from benchmarks.environment import ROOT
 from benchmarks.islands.contenders import has_deepspeed
-from benchmarks.islands.tables import measured_in
+from benchmarks.islands.tables import grid, measured_in
 from benchmarks.who_gets_it_right.contenders import ALONE, ATOLL, SHARDINGS
 from benchmarks.who_gets_it_right.verdict import TOLERANCE, judge
 from benchmarks.who_gets_it_right.work import Work
@@ -109,12 +109,10 @@ def _cell(found: Mapping[str, Any]) -> str:
 
 def _table(rows: Sequence[Mapping[str, Any]], *, down: str, across: str) -> str:
     """The verdicts, by two of the rows' keys."""
-    columns = list(dict.fromkeys(row[across] for row in rows))
-    lines = [f"| {down} | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
-    for name in dict.fromkeys(row[down] for row in rows):
-        cells = {row[across]: _cell(row) for row in rows if row[down] == name}
-        lines.append(f"| {name} | " + " | ".join(cells.get(column, "") for column in columns) + " |")
-    return "\n".join(lines)
+    cells: dict[str, dict[str, str]] = {}
+    for row in rows:
+        cells.setdefault(row[down], {})[row[across]] = _cell(row)
+    return grid(cells, corner=down)
 
 
 def _words(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -92,7 +92,8 @@ def test_a_heavy_head_costs_what_it_does_on_all_ranks_together(name: str) -> Non
 
 @pytest.mark.parametrize("name", CATALOGUE)
 def test_a_step_takes_about_what_an_even_split_would_in_which_nothing_waits(name: str) -> None:
-    tolerance = 1.01 if name in ("zb-h1", "zb-h2", "zb-v", "v-half", "dualpipe-v", "unit", "auto") else 1.09
+    full = dict.fromkeys(("gpipe", "1f1b", "interleaved", "breadth-first"), 1.09)
+    tolerance = {**full, "v-min": 1.045}.get(name, 1.01)
     for ranks, microbatches in ((2, 8), (4, 8), (4, 16), (8, 32)):
         schedule = build(name, ranks=ranks, microbatches=microbatches)
         for each in (0.5 / ranks, 2.0 / ranks):
