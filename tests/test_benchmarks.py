@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from torch.distributed.pipelining.schedules import get_schedule_class
@@ -19,6 +20,7 @@ from benchmarks.islands.allocations import Allocations, library
 from benchmarks.islands.contenders import has_deepspeed
 from benchmarks.islands.race import Row, Seen, check_losses
 from benchmarks.islands.ranks import Ranks, Where
+from benchmarks.islands.scatter import scatter
 from benchmarks.islands.work import Work
 from benchmarks.low_rank import bench as low_rank
 from benchmarks.matrix import bench as matrix
@@ -249,3 +251,18 @@ def test_the_page_of_the_matrix_shows_what_is_wrong() -> None:
     page = matrix.report(result)
     assert "|  | NNN | NNI |\n|---|---|---|\n| gpipe | 24 | **23 of 24** |\n| unit | 24 |  |\n" in page
     assert "- a: loss" in page
+
+
+def test_the_picture_of_a_race_numbers_both_fronts() -> None:
+    rows = [
+        {"name": "ours, slow & small", "median_seconds": 3.0, "peak_bytes": 2e6, "is_ours": True},
+        {"name": "ours, fast", "median_seconds": 2.0, "peak_bytes": 4e6, "is_ours": True},
+        {"name": "ours, dominated", "median_seconds": 3.5, "peak_bytes": 5e6, "is_ours": True},
+        {"name": "a peer", "median_seconds": 2.5, "peak_bytes": 3e6, "is_ours": False, "is_right": True},
+        {"name": "a wrong peer", "median_seconds": 1.0, "peak_bytes": 1e6, "is_ours": False, "is_right": False},
+    ]
+    picture = scatter("A race", rows, note="a link")
+    found = ElementTree.fromstring(picture)
+    texts = ["".join(each.itertext()) for each in found.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"ours, slow & small", "3.00 s, 2.0 MB", "ours, fast", "a peer", "peak memory of a rank, MB"} <= set(texts)
+    assert not {"ours, dominated", "a wrong peer"} & set(texts)
