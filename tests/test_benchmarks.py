@@ -25,7 +25,9 @@ from benchmarks.islands.work import Work
 from benchmarks.low_rank import bench as low_rank
 from benchmarks.matrix import bench as matrix
 from benchmarks.sharded_pipeline import bench as sharded_pipeline
-from benchmarks.sharded_pipeline.race import _joined
+from benchmarks.sharded_pipeline import race as ranks_of_the_race
+from benchmarks.sharded_pipeline.settings import MICROBATCHES, Ours, Setting, Theirs, seeds
+from benchmarks.sharded_pipeline.work import DATA, PIPELINE
 from benchmarks.sharded_pipeline.work import Work as Sleeping
 from benchmarks.vocabulary import bench as vocabulary
 from benchmarks.who_gets_it_right import bench, contenders, verdict
@@ -202,31 +204,80 @@ def test_deepspeed_refuses_zero_2_in_a_pipeline() -> None:
 def test_the_rate_of_a_link_is_a_share_of_the_compute() -> None:
     """Four ranks of an island gather twice and reduce once; of each the other island has a half."""
     work = Sleeping()
-    layers = 4 * work.layers_a_rank * 64 * 64 * 8
+    layers = 4 * work.layers_a_rank * work.layer_bytes
     assert work.bytes_a_microbatch == 3 * layers / 2
-    assert work.rate(0.5) * 0.5 * work.compute_seconds == 8 * 16 * work.bytes_a_microbatch
-    assert len(work.share(0, 1)["labels"]) == 16
+    assert work.rate(0.5) * 0.5 * work.compute_seconds == pytest.approx(8 * 16 * work.bytes_a_microbatch)
+    assert work.kept_bytes == work.layer_bytes
+    assert len(work.share(0, 1)["labels"]) == 32
 
 
-def test_what_is_under_way_twice_counts_once() -> None:
-    assert _joined([(3.0, 4.0), (0.0, 2.0), (1.0, 2.5), (2.5, 2.7)]) == [(0.0, 2.7), (3.0, 4.0)]
-    assert _joined([]) == []
+def test_a_step_computes_as_long_in_any_number_of_microbatches() -> None:
+    work = Sleeping()
+    spent = {3 * m * work.layers_a_rank * work.layer_seconds(m) for m in MICROBATCHES}
+    assert all(seconds == pytest.approx(work.compute_seconds) for seconds in spent)
+
+
+def test_the_search_walks_by_one_choice_at_a_time() -> None:
+    start = seeds()
+    names = [setting.name for setting in start]
+    assert len(set(names)) == len(names)
+    for setting in start:
+        around = list(setting.neighbours())
+        assert setting.name not in {each.name for each in around}
+        assert all(each.unit * each.stages_a_rank <= 4 for each in around)
+    one = Ours(schedule="1f1b", residency="step", reduction="step")
+    assert {each.name for each in one.neighbours()} == {
+        "atoll 1f1b, GGG, step/step, m 8",
+        "atoll 1f1b, GGG, step/step, m 32",
+        "atoll 1f1b, GGG, step/step, m 16, posted",
+        "atoll 1f1b, GGG, step/step, m 16, unit 2",
+        "atoll 1f1b, NGG, step, m 16",
+    }
+
+
+def test_torch_has_every_schedule_of_the_race() -> None:
+    for setting in seeds():
+        if isinstance(setting, Theirs):
+            assert get_schedule_class(setting.schedule).__name__ == f"Schedule{setting.schedule}"
+
+
+def test_both_sides_of_the_race_compute_what_one_process_does() -> None:
+    """torch with a reduce-scatter of its own, which gives what gloo's does; ours with a step validated afterwards."""
+    wrong = Theirs(schedule="ZBVZeroBubble", is_kept=False, microbatches=8)
+    right: tuple[Setting, ...] = (
+        Theirs(schedule="1F1B", microbatches=8),
+        Theirs(schedule="1F1B", microbatches=8, is_direct=False),
+        Ours(schedule="zb-v", layout="NNG", microbatches=8, posts=True),
+    )
+    with Ranks(Where(DATA, 1, None, PIPELINE), Sleeping(seconds=1e-3)) as ranks:
+        ranks.ask(ranks_of_the_race.prepare)
+        for setting in right:
+            assert max(ranks.ask(ranks_of_the_race.build, setting)) < 1e-10
+            assert all(len(seen.ends) == 2 for seen in ranks.ask(ranks_of_the_race.steps, setting, 1, 2))
+        assert max(ranks.ask(ranks_of_the_race.build, wrong)) > 0.1
 
 
 def test_the_page_of_the_sharded_pipeline() -> None:
-    empty: dict[str, Any] = {"gather": [], "reduce": [], "foretold_seconds": None, "gradient_difference": 0.0}
-    fast = {**empty, "median_seconds": 1.0, "bytes": [2e6], "gather": [0.9, 0.95, 1.0], "is_right": True}
-    slow = {**empty, "median_seconds": 2.0, "bytes": [4e6], "is_right": False, "gradient_difference": 0.5}
-    race = {"share": 0.5, "bits_a_second": 2e8, "base": "fast", "rows": {"slow": slow, "fast": fast}}
-    result = {
-        "work": {"layers": 48, "together": 4, "microbatches": 16, "operation_seconds": 0.06, "compute_seconds": 2.88},
-        "races": {"hidden": {**race, "ratios": {"slow": 2.0, "fast": 1.0}}},
-        "whole": {"fast": [{"layers": 8, "bytes": 270_336, "foretold": 270_336}]},
-    }
-    page = sharded_pipeline.report(result).splitlines()
-    assert "| fast | 1.00 | 1.000 |  | 2.0 | 95.0% |  | right |" in page
-    assert "| slow | 2.00 | 2.000 |  | 4.0 |  |  | off by 5e-01 |" in page
-    assert "| fast | 8 | 270,336 | 270,336 |" in page
+    def raced(name: str, seconds: float, megabytes: float, **more: Any) -> dict[str, Any]:
+        found = {"name": name, "median_seconds": seconds, "peak_bytes": 1e6 * megabytes, "inter_bytes": 4e6}
+        ours = {"is_ours": name.startswith("atoll"), "gradient_difference": 0.0, "is_right": True, "is_raced": True}
+        return {**found, **ours, **more}
+
+    theirs, ours = (setting.name for setting in sharded_pipeline.LIKE)
+    rows = [
+        raced(theirs, 2.0, 6.0),
+        raced(ours, 1.6, 6.0),
+        raced("atoll small", 1.9, 5.0),
+        raced("torch wrong", 1.0, 4.0, is_right=False, is_raced=False, gradient_difference=0.9),
+    ]
+    found = {"share": 2.0, "bits_a_second": 1e8, "rows": rows, **sharded_pipeline._decided(rows)}
+    work = {"layers": 16, "layer_bytes": 2e5, "kept_bytes": 2e5, "microbatches": 16, "operation_seconds": 0.03}
+    result = {"work": {**work, "compute_seconds": 1.44}, "races": {"limited": found}}
+    page = sharded_pipeline.report(result)
+    assert f"| 6.0 | {theirs} | 2.00 | {ours} | 1.60 | 6.0 | 1.25 |" in page.splitlines()
+    assert "| **atoll small** | 1.90 | 5.0 | 4.0 | 0.32 | right |" in page.splitlines()
+    assert f"{theirs}` against `{ours}`" in page
+    assert "`torch wrong` (0.9)" in page
 
 
 def test_the_page_of_low_rank_adapters() -> None:

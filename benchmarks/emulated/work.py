@@ -25,7 +25,10 @@ OPERATION_SECONDS = 0.020
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What is trained: one layer a stage, in float64 by SGD. `seconds`: F, I and W of a rank each."""
+    """What is trained: one layer a stage, in float64 by SGD. `seconds`: F, I and W of a rank each.
+
+    kept: elements that a layer keeps of each sample from its F to its W, as the activations of a real one would be.
+    """
 
     ranks: int
     microbatches: int
@@ -35,6 +38,7 @@ class Work:
     sequence: int = 8
     lr: float = 1e-2
     seed: int = 0
+    kept: int = 0
 
     @property
     def tokens(self) -> int:
@@ -44,7 +48,7 @@ class Work:
     def model(self, device: Device, *, stages: int, is_torch: bool) -> nn.Sequential:
         """The model on torch's current device. `is_torch`: weight gradients sleep inside autograd."""
         embedding, head = nn.Embedding(self.vocabulary, self.width), nn.Linear(self.width, self.vocabulary, bias=False)
-        layers = [Layer(self.width, device, is_torch=is_torch) for _ in range(stages)]
+        layers = [Layer(self.width, device, is_torch=is_torch, kept=self.kept) for _ in range(stages)]
         layers[0].embedding, layers[-1].head = embedding, head
         return Chain(self, device, layers)
 
@@ -116,9 +120,10 @@ class Layer(nn.Module):
     which ends for the last one with the loss.
     """
 
-    def __init__(self, width: int, device: Device, *, is_torch: bool) -> None:
+    def __init__(self, width: int, device: Device, *, is_torch: bool, kept: int = 0) -> None:
         super().__init__()
         self.linear = nn.Linear(width, width, bias=False)
+        self.kept = kept
         self.embedding: nn.Embedding | None = None
         self.head: nn.Linear | None = None
         self.device, self.is_torch = device, is_torch
@@ -129,10 +134,11 @@ class Layer(nn.Module):
             entered = F.embedding(hidden, _Enter.apply(self.embedding.weight, self.device))
         else:
             entered = _Enter.apply(hidden, self.device)
+        given = _Keep.apply(entered, self.kept) if self.kept else entered
         if self.is_torch:
-            made = entered + F.linear(entered, _PauseWeight.apply(self.linear.weight, self.device))
+            made = entered + F.linear(given, _PauseWeight.apply(self.linear.weight, self.device))
         else:
-            made = entered + self.linear(entered)
+            made = entered + self.linear(given)
         if self.head is not None:
             return self.head(made)
         if made.requires_grad:
@@ -164,6 +170,19 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         ctx.device.end("I")
+        return gradient, None
+
+
+class _Keep(torch.autograd.Function):
+    """The linear's input at the head of a larger buffer: who keeps the input for W keeps `elements` a sample."""
+
+    @staticmethod
+    def forward(ctx: Any, entering: Tensor, elements: int) -> Tensor:
+        buffer = entering.new_empty(max(elements * entering.shape[0], entering.numel()))
+        return buffer[: entering.numel()].view_as(entering).copy_(entering)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
 
 

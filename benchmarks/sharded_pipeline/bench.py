@@ -1,14 +1,14 @@
-"""Sharded parameters in a pipeline, on an emulated device and an emulated link.
+"""Sharded parameters in a pipeline: a race by memory, on an emulated device and an emulated link.
 
-48 layers on 4 pipeline x 2 data-parallel ranks, 16 microbatches of a rank. Compute sleeps; the data-parallel ranks sit
-on two islands whose link has the rate at which what 1F1B sends with layout GGG, everything gathered twice and reduced
-once a microbatch, takes a given share of the time that a rank computes. Three questions:
+16 layers on 4 pipeline x 2 data-parallel ranks. Compute sleeps, layers keep what layers of a real model would keep, and
+the data-parallel ranks sit on two islands. Two questions, by the link between them: what 1F1B sends with layout GGG,
+everything gathered twice and reduced once a microbatch, takes a given share of the time that a rank computes.
 
-    hidden    the link needs half of the time of compute: what does GGG cost over NNN, and how much of it is hidden?
-    limited   the link needs twice the time of compute: which schedule and residency is fastest?
-    whole     how many layers are ever whole on a rank?
+    hidden    half of it
+    limited   twice as much
 
-torch's pipelining with FSDP2 takes turns with Atoll on the same blocks, batches and optimizer.
+Both sides run in every setting that an expert would try (settings.py). One visit each decides who is near the front of
+seconds against peak memory (search.py); those take turns.
 """
 
 from __future__ import annotations
@@ -16,200 +16,275 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from atoll import schedules
-from atoll.ir import lower
-from atoll.sim import Costs, simulate
 from benchmarks.islands import tables
-from benchmarks.islands.network import Islands
-from benchmarks.islands.ranks import Ranks, Where
-from benchmarks.sharded_pipeline import race
-from benchmarks.sharded_pipeline.contenders import ATOLL, CHUNKS, TORCH_NAMES
+from benchmarks.islands.allocations import library
+from benchmarks.islands.front import best_against_best, front, near_front, verdicts
+from benchmarks.islands.scatter import scatter
+from benchmarks.sharded_pipeline.search import Row, Track, rows_of, search
+from benchmarks.sharded_pipeline.settings import EXTRA, Ours, Setting, Theirs, seeds
 from benchmarks.sharded_pipeline.work import DATA, PIPELINE, Work
 
-NNN, UNIT, BARE = "atoll 1f1b, NNN", "atoll 1f1b, GGG, unit", "atoll 1f1b, GGG, unit, nothing ahead"
-RUN = ("atoll breadth-first, GGG, run", "atoll unit, GGG, run")
-TORCH = tuple(f"torch {name}" for name in TORCH_NAMES)
-RACES: Mapping[str, tuple[float, tuple[str, ...]]] = {
-    "hidden": (0.5, (NNN, UNIT, BARE)),
-    "limited": (2.0, (UNIT, *RUN, *TORCH)),
-}
-"""By question: the share of the compute's time that the link takes, and who is asked."""
+SHARES: Mapping[str, float] = {"limited": 2.0, "hidden": 0.5}
 
-NOTHING = 0.01
-"""Seconds on all ranks that the actions themselves take where nothing travels."""
+MOST: Mapping[bool, int] = {True: 36, False: 24}
+"""Visits beyond the seeds, ours and theirs."""
 
-SAME_GRADIENT = 1e-10
+RACED = 1.02
+"""What would be on its side's front if it were so much faster takes part in the race."""
+
 ROUNDS = 5
+LIKE = (Theirs(schedule="1F1B"), Ours(schedule="1f1b", residency="step", reduction="step"))
+"""Like for like: one order, one gather and one reduction a step, in the same units."""
+
+FEW: tuple[Setting, ...] = (LIKE[0], LIKE[1], Ours(schedule="1f1b"), Theirs(schedule="ZBVZeroBubble", is_kept=False))
+"""A quick run's."""
+
+NOTES = Path(__file__).with_name("results") / "visits.jsonl"
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Ask every question."""
+    """Search, then race. A run that was interrupted goes on where it was, if the source is the same."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the namespaces are removed
-    work = Work(microbatches=4, seconds=0.024) if arguments.quick else Work()
+    work = Work(seconds=0.008) if arguments.quick else Work()
     result: dict[str, Any] = {
         "device": "emulated: compute sleeps",
         "network": "emulated: two namespaces of one machine, veth, tbf burst 1mb latency 100ms on both ends",
         "work": {
             "layers": work.layers,
-            "together": work.together,
+            "layer_bytes": work.layer_bytes,
+            "kept_bytes": work.kept_bytes,
             "microbatches": work.microbatches,
             "operation_seconds": work.seconds,
             "compute_seconds": work.compute_seconds,
         },
-        "races": {},
-        "whole": {},
     }
-    with Islands() as islands, Ranks(Where(DATA, 1, islands, PIPELINE), work) as ranks:
-        for question, (share, names) in RACES.items():
-            islands.limit(None)
-            differences = {name: max(ranks.ask(race.build, name)) for name in names}
-            result["cpu_first"] = all(ranks.ask(race.prepare))
-            for name in (UNIT, BARE):
-                if name in names and name not in result["whole"]:
-                    seen = ranks.ask(race.whole, name)
-                    result["whole"][name] = [
-                        {"layers": each.layers, "bytes": each.bytes, "foretold": each.foretold} for each in seen
-                    ]
-            islands.limit(work.rate(share))
-            result["races"][question] = _race(
-                work, ranks, names, differences, share, rounds=1 if arguments.quick else ROUNDS
-            )
-            for name in names:
-                ranks.ask(race.close, name)
-            print(f"{question}: " + ", ".join(f"{k} {v:.3f}" for k, v in result["races"][question]["ratios"].items()))
+    notes = None if arguments.quick else NOTES
+    with library() as preload, Track(work, preload=preload, notes=notes) as track:
+        result["cpu_first"] = track.cpu_first
+        if arguments.quick:
+            rows = search(track, SHARES, FEW, most={True: 0, False: 0})
+        else:
+            rows = search(track, SHARES, (*seeds(), *EXTRA), most=MOST)
+        known = {setting.name: setting for setting in _settings(rows)}
+        result["races"] = {}
+        for question, share in SHARES.items():
+            raced = _race(track, [known[name] for name in _entrants(rows, question)], question, share, arguments.quick)
+            result["races"][question] = {
+                "share": share,
+                "bits_a_second": work.rate(share),
+                "rows": _merged(rows_of(rows, question, right=False), raced),
+            }
+    result["failed"] = {row["name"]: row["problem"] for row in rows if row["problem"]}
+    for found in result["races"].values():
+        found |= _decided(found["rows"])
+    if notes is not None:
+        notes.unlink(missing_ok=True)
     return result
 
 
+def _settings(rows: Sequence[Row]) -> list[Setting]:
+    return [Ours(**row["setting"]) if row["is_ours"] else Theirs(**row["setting"]) for row in rows]
+
+
+def _entrants(rows: Sequence[Row], question: str) -> list[str]:
+    """Who races: both sides' near fronts, and what a reader would ask for."""
+    near = [
+        row["name"]
+        for is_ours in (True, False)
+        for row in near_front(rows_of(rows, question, is_ours=is_ours), slack=RACED)
+    ]
+    wanted = [setting.name for setting in (*LIKE, *EXTRA)]
+    visited = {row["name"] for row in rows_of(rows, question)}
+    return list(dict.fromkeys([*near, *(name for name in wanted if name in visited)]))
+
+
 def _race(
-    work: Work, ranks: Ranks, names: Sequence[str], differences: Mapping[str, float], share: float, *, rounds: int
-) -> dict[str, Any]:
-    """Steps in turns; the first round warms up."""
-    noted = ("seconds", "bytes", "gather", "reduce", "gather_computing", "reduce_computing")
-    rows: dict[str, dict[str, Any]] = {name: {what: [] for what in noted} for name in names}
-    for at in range(rounds + 1):
-        turn = at % len(names)
-        for name in (*names[turn:], *names[:turn]):
-            seen = ranks.ask(race.step, name, at)
-            if at == 0:
-                continue
-            row = rows[name]
-            row["seconds"].append(max(each.end for each in seen) - max(each.start for each in seen))
-            row["bytes"].append(sum(each.inter_bytes for each in seen) / DATA)
-            for lane in ("gather", "reduce"):
-                travels = [getattr(each, lane) for each in seen]
-                taken = sum(travel.taken for travel in travels)
-                if taken > NOTHING:
-                    row[lane].append(1 - sum(travel.held for travel in travels) / taken)
-                    row[f"{lane}_computing"].append(sum(travel.computing for travel in travels) / taken)
-    for name, row in rows.items():
-        row["median_seconds"] = median(row["seconds"])
-        row["gradient_difference"] = differences[name]
-        row["is_right"] = differences[name] <= SAME_GRADIENT
-        row["foretold_seconds"] = _foretold(work, name, share)
-    base = NNN if NNN in rows else UNIT
+    track: Track, entrants: Sequence[Setting], question: str, share: float, is_quick: bool
+) -> dict[str, list[Row]]:
+    """Steps in turns, by name; each round begins with another one."""
+    seen: dict[str, list[Row]] = {setting.name: [] for setting in entrants}
+    rounds = 1 if is_quick else ROUNDS
+    done = [found for found in track.known("round") if found["question"] == question]
+    for found in done[:rounds]:
+        for name, row in found["rows"].items():
+            seen[name].append(row)
+    if len(done) >= rounds:
+        return seen
+    for setting in entrants:
+        track.build(setting)
+    for at in range(len(done), rounds):
+        turn = at % len(entrants)
+        found = {}
+        for setting in (*entrants[turn:], *entrants[:turn]):
+            found[setting.name] = track.steps(setting, share=share, first=2 * at)
+        track.note("round", {"question": question, "rows": found})
+        for name, row in found.items():
+            seen[name].append(row)
+    for setting in entrants:
+        track.close(setting)
+    best = {name: median(second for row in rows for second in row["seconds"]) for name, rows in seen.items()}
+    print(f"{question}: " + ", ".join(f"{name} {value:.3f}" for name, value in sorted(best.items())), flush=True)
+    return seen
+
+
+def _merged(visited: Sequence[Row], raced: Mapping[str, Sequence[Row]]) -> list[Row]:
+    """A visit's row, with what the race has seen in place of its seconds."""
+    merged = []
+    for row in visited:
+        rounds = raced.get(row["name"], ())
+        row = {key: value for key, value in row.items() if key not in ("seen", "problem")} | {"is_raced": bool(rounds)}
+        if rounds:
+            row["seconds"] = [second for each in rounds for second in each["seconds"]]
+            row["median_seconds"] = median(row["seconds"])
+            row["peak_bytes"] = median(each["peak_bytes"] for each in rounds)
+            row["inter_bytes"] = median(each["inter_bytes"] for each in rounds)
+        merged.append(row)
+    return merged
+
+
+def _decided(rows: Sequence[Row]) -> dict[str, Any]:
+    """The verdicts of a race: at every budget at which a peer runs, of the best, and like for like."""
+    raced = [row for row in rows if row["is_raced"] and row["is_right"]]
+    by_name = {row["name"]: row for row in raced}
+    theirs, ours = (by_name[setting.name] for setting in LIKE)
     return {
-        "share": share,
-        "bits_a_second": work.rate(share),
-        "rows": rows,
-        "base": base,
-        "ratios": {
-            name: median(a / b for a, b in zip(row["seconds"], rows[base]["seconds"], strict=True))
-            for name, row in rows.items()
+        "verdicts": [verdict.to_json() for verdict in verdicts(raced)],
+        "best": best_against_best(raced).to_json(),
+        "like": {
+            "peer": theirs["name"],
+            "ours": ours["name"],
+            "ratio": round(theirs["median_seconds"] / ours["median_seconds"], 4),
         },
     }
 
 
-def _foretold(work: Work, name: str, share: float) -> float | None:
-    """Seconds of a step by the simulator, in which each rank has its part of the link for itself."""
-    who, _, how = name.partition(" ")
-    if who != "atoll":
-        return None
-    setting = ATOLL[how]
-    options = {} if setting.schedule == "1f1b" else {"chunks": CHUNKS}
-    schedule = schedules.build(setting.schedule, ranks=PIPELINE, microbatches=work.microbatches, **options)
-    lowered = lower(schedule, **{key: value for key, value in setting.plan.items() if key != "prefetch"}, ahead=1)
-    travel = 0.0 if setting.layout == "NNN" else share * work.seconds  # a gather or a reduction of a rank's layers
-    costs = Costs(forward=work.seconds, input_grad=work.seconds, weight_grad=work.seconds, gather=travel, reduce=travel)
-    trace = simulate(lowered, costs)
-    return trace.finish - trace.start
-
-
 def report(result: Mapping[str, Any]) -> str:
-    """A table a question."""
-    work, races = result["work"], result["races"]
+    """The page."""
+    work = result["work"]
     parts = [
         "# Sharded parameters in a pipeline",
+        "Which schedule, layout and residency trains fastest in a given memory, when the data-parallel ranks of a "
+        "pipeline are joined by a slow link? Atoll and torch's pipelining with FSDP2, each in every setting that a "
+        "search found worth a race.",
         "Written by `make bench-sharded-pipeline`. **The device and the network are emulated**: compute sleeps, and "
         "the data-parallel ranks sit in two namespaces of one machine, joined by a veth pair with a token bucket on "
-        "both ends. Trust ratios, not seconds.",
+        "both ends. Messages, autograd, the optimizer and memory are real. Trust ratios, not seconds.",
         tables.measured_in(result["environment"]) if "environment" in result else "",
-        f"{work['layers']} layers on {PIPELINE} pipeline x {DATA} data-parallel ranks, units of {work['together']} "
-        f"layers, {work['microbatches']} microbatches, F, I and W of a rank "
-        f"{1000 * work['operation_seconds']:.0f} ms each: {work['compute_seconds']:.2f} s of compute a rank and step. "
-        "float64, SGD; gradients of the first step against one process. Medians of steps in turns; each follows "
-        "another one at once. *hidden*: of the time in which something is gathered or reduced, on all ranks, the "
-        "share in which nobody waits for it. *simulator*: each rank has its part of the link, and a stage is "
-        "gathered as a whole.",
+        f"{work['layers']} layers of {work['layer_bytes'] / 1e3:.0f} kB on {PIPELINE} pipeline × {DATA} data-parallel "
+        f"ranks, float64, SGD. A step takes the same samples however they are cut: with m = {work['microbatches']} "
+        f"microbatches, F, I and W of a rank sleep {1000 * work['operation_seconds']:.0f} ms each and a layer keeps "
+        f"{work['kept_bytes'] / 1e3:.0f} kB of a microbatch until its W is done, as much as its parameters; with half "
+        f"as many, each is twice as long and as large. A rank computes {work['compute_seconds']:.2f} s a step. Layers "
+        "keep by autograd's saved tensors, the same on both sides.",
+        "*s*: seconds from the end of one step to the end of the next, over all ranks, median of a race in turns. "
+        "*peak*: bytes that the C library's allocator gave out on all threads, above what there was before the "
+        "contender was built, on the fullest rank. *across*: what an island sends a step. Gradients of the first step "
+        "are compared with one process; who is off by more than 1e-10 cannot win.",
+        _SETTINGS,
     ]
-    for question, found in races.items():
-        parts.append(_table(question, found))
-    if result["whole"]:
-        lines = [
-            "## Layers whole at once",
-            "",
-            "| setting | most layers whole | most bytes | foretold |",
-            "|---|--:|--:|--:|",
-        ]
-        for name, seen in result["whole"].items():
-            most = max(seen, key=lambda each: each["bytes"])
-            layers = max(each["layers"] for each in seen)
-            lines.append(f"| {name} | {layers} | {most['bytes']:,} | {most['foretold']:,} |")
-        parts.append("\n".join(lines))
+    for question, found in result["races"].items():
+        parts += _section(question, found)
+    parts.append(_wrong(result))
+    parts.append(_DENIED)
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
+_SETTINGS = """\
+**Settings.** Atoll: schedule and stages a rank, layout, for `GGG` residency/reduction, for `NGG` reduction, \
+microbatches (m), layers a unit; *posted* is the post-validated optimizer step. torch: schedule and stages a rank, \
+`reshard_after_forward` False (*kept*) or True (*resharded*), microbatches, layers a unit. torch's pipelining reduces \
+gradients once a step, after a stage's last backward, and offers no other time."""
+
+_DENIED = """\
+## What the CPU and gloo deny the peer, and what it was given
+
+On CPUs FSDP2 blocks while it reduces, and gloo's reduce-scatter sends an all-reduce's bytes. So torch gets a \
+reduce-scatter of its own (`FSDPModule.set_custom_reduce_scatter`): a direct exchange of what each rank owns, in the \
+background, waited for before the optimizer's step, as a stream of NCCL's would be. Rows with *gloo's reduction* go \
+without. On a line torch gathers when a unit's first forward comes; here everything is gathered as the step begins, \
+except in rows with *gathered late*. Neither side clips gradients; Atoll computes their norm and checks it each step, \
+torch does not."""
+
 _TITLES = {
-    "hidden": "The link takes half of the time of compute",
-    "limited": "The link takes twice the time of compute",
+    "limited": "A limited link: twice the time of compute",
+    "hidden": "A link that can be hidden: half the time of compute",
 }
 
 
-def _table(question: str, found: Mapping[str, Any]) -> str:
-    lines = [
+def _section(question: str, found: Mapping[str, Any]) -> list[str]:
+    rows = [row for row in found["rows"] if row["is_raced"]]
+    bits = found["bits_a_second"]
+    right = [row for row in rows if row["is_right"]]
+    members = {id(row) for side in (True, False) for row in front(row for row in right if row["is_ours"] is side)}
+    best, like = found["best"], found["like"]
+    return [
         f"## {_TITLES[question]}",
-        "",
-        f"{found['bits_a_second'] / 1e6:.0f} Mbit/s each way: what 1F1B sends with GGG, everything gathered twice and "
-        f"reduced once a microbatch, takes {found['share']:g} times as long as a rank computes. Ratios are to "
-        f"`{found['base']}`.",
-        "",
-        "| | seconds a step | ratio | simulator | MB across | gathers hidden | reductions hidden | gradients |",
-        "|---|--:|--:|--:|--:|--:|--:|---|",
+        f"{bits / 1e6:.0f} Mbit/s each way: what 1F1B with `GGG` would send if every unit were gathered twice and "
+        f"reduced once a microbatch takes {found['share']:g} times as long as a rank computes.",
+        f"![seconds against peak memory](results/{question}.svg)",
+        "At every memory in which a peer runs, both sides' best:",
+        _verdicts(found["verdicts"], {row["name"]: row for row in rows}),
+        f"**Best against best**: torch's time over Atoll's is {_ratio(best['ratio'])} (`{best['peer']}` against "
+        f"`{best['ours']}`). **Like for like**, one order, one gather and one reduction a step in the same units: "
+        f"{_ratio(like['ratio'])} (`{like['peer']}` against `{like['ours']}`).",
+        "Those that raced; bold is on its side's front. *link*: how long what was sent takes at the link's rate.",
+        _table(sorted(rows, key=lambda row: float(row["median_seconds"])), members, bits),
     ]
-    for name, row in sorted(found["rows"].items(), key=lambda pair: pair[1]["median_seconds"]):
-        foretold = row["foretold_seconds"]
-        cells = [
-            name,
-            f"{row['median_seconds']:.2f}",
-            f"{found['ratios'][name]:.3f}",
-            "" if foretold is None else f"{foretold:.2f}",
-            f"{median(row['bytes']) / 1e6:.1f}",
-            _percent(row["gather"]),
-            _percent(row["reduce"]),
-            "right" if row["is_right"] else f"off by {row['gradient_difference']:.0e}",
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
+
+
+def _verdicts(found: Sequence[Mapping[str, Any]], rows: Mapping[str, Row]) -> str:
+    lines = ["| MB | torch | s | Atoll | s | MB | torch / Atoll |", "|--:|---|--:|---|--:|--:|--:|"]
+    for verdict in found:
+        peer, ours = rows[verdict["peer"]], rows.get(verdict["ours"] or "")
+        cells = [f"{verdict['budget_bytes'] / 1e6:.1f}", peer["name"], f"{peer['median_seconds']:.2f}"]
+        cells += ["nothing fits", "", ""] if ours is None else [ours["name"], *_seconds_and_peak(ours)]
+        lines.append("| " + " | ".join([*cells, _ratio(verdict["ratio"])]) + " |")
     return "\n".join(lines)
 
 
-def _percent(shares: Sequence[float]) -> str:
-    return f"{max(0.0, median(shares)):.1%}" if shares else ""
+def _seconds_and_peak(row: Row) -> list[str]:
+    return [f"{row['median_seconds']:.2f}", f"{row['peak_bytes'] / 1e6:.1f}"]
+
+
+def _table(rows: Sequence[Row], members: Collection[int], bits: float) -> str:
+    lines = ["| contender | s | peak MB | MB across | link s | gradients |", "|---|--:|--:|--:|--:|---|"]
+    for row in rows:
+        name = f"**{row['name']}**" if id(row) in members else row["name"]
+        sent = [f"{row['inter_bytes'] / 1e6:.1f}", f"{8 * row['inter_bytes'] / bits:.2f}"]
+        verdict = "right" if row["is_right"] else "wrong"
+        lines.append("| " + " | ".join([name, *_seconds_and_peak(row), *sent, verdict]) + " |")
+    return "\n".join(lines)
+
+
+def _wrong(result: Mapping[str, Any]) -> str:
+    """Who computed something else, and who did not get through."""
+    rows = next(iter(result["races"].values()))["rows"]
+    wrong = [f"`{row['name']}` ({row['gradient_difference']:.1g})" for row in rows if not row["is_right"]]
+    failed = [f"`{name}`: {problem}" for name, problem in result.get("failed", {}).items()]
+    said = []
+    if wrong:
+        said.append(
+            "## Wrong\n\nGradients that differ from one process, and the largest difference relative to a gradient; "
+            "no error was raised ([why](../who_gets_it_right/README.md)): " + ", ".join(wrong) + "."
+        )
+    if failed:
+        said.append("Failed: " + "; ".join(failed) + ".")
+    return "\n\n".join(said)
+
+
+def _ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
 
 
 def publish(result: Mapping[str, Any], folder: Path) -> None:
-    """Write the page beside the raw result."""
+    """Write the page and its pictures beside the raw result."""
     (folder / "README.md").write_text(report(result), encoding="utf-8")
+    for question, found in result["races"].items():
+        note = f"{found['bits_a_second'] / 1e6:.0f} Mbit/s; lower and further left is better; crosses are wrong"
+        picture = scatter(_TITLES[question], found["rows"], note=note)
+        (folder / "results" / f"{question}.svg").write_text(picture, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""48 layers that sleep where a device would compute, on 4 pipeline x 2 data-parallel ranks, in float64 by SGD."""
+"""Layers that sleep where a device would compute, on 4 pipeline x 2 data-parallel ranks, in float64 by SGD."""
 
 from __future__ import annotations
 
@@ -16,19 +16,27 @@ FLOAT64 = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work(Sleeping):
-    """What is trained. `seconds`: F, I and W of a rank's share of the layers each; `microbatches` are of one rank."""
+    """What is trained: `samples` of each data-parallel rank a step, in as many microbatches as a contender likes.
 
-    layers: int = 48
-    together: int = 4
+    seconds: F, I and W of a rank's share of the layers each, where there are `microbatches`; with others, each takes
+    as much longer or shorter.  kept: of a sample; a layer keeps as many bytes of one of `microbatches` as it has of
+    parameters, where dense layers of 7B parameters in bf16 keep 0.5 to 1.3 times as many.
+    """
+
+    layers: int = 16
     ranks: int = PIPELINE
     microbatches: int = 16
-    seconds: float = 0.060
-    lr: float = 1e-6
+    samples: int = 32
+    seconds: float = 0.030
+    width: int = 160
+    sequence: int = 4
+    kept: int = 160 * 160 // 2
+    lr: float = 1e-3
 
     @property
     def tokens(self) -> int:
         """Tokens of a step on all ranks; all count."""
-        return DATA * self.microbatches * self.sequence
+        return DATA * self.samples * self.sequence
 
     @property
     def layers_a_rank(self) -> int:
@@ -36,15 +44,28 @@ class Work(Sleeping):
         return self.layers // self.ranks
 
     @property
+    def layer_bytes(self) -> int:
+        """A layer's parameters."""
+        return self.width * self.width * FLOAT64
+
+    @property
+    def kept_bytes(self) -> int:
+        """What a layer keeps of one of `microbatches` from F to W."""
+        return self.kept * self.samples // self.microbatches * FLOAT64
+
+    @property
     def compute_seconds(self) -> float:
         """What a rank computes in a step."""
         return 3 * self.seconds * self.microbatches
 
+    def layer_seconds(self, microbatches: int) -> float:
+        """F, I and W of a layer each, where a step has so many microbatches."""
+        return self.seconds * self.microbatches / microbatches / self.layers_a_rank
+
     @property
     def bytes_a_microbatch(self) -> float:
         """What an island sends across for a microbatch where everything is gathered twice and reduced once."""
-        layer = self.width * self.width * FLOAT64
-        return 3 * layer * self.layers / DATA
+        return 3 * self.layer_bytes * self.layers / DATA
 
     def rate(self, share: float) -> float:
         """Bits a second at which that takes `share` of the time of a rank's computation."""
@@ -52,13 +73,12 @@ class Work(Sleeping):
 
     def share(self, step: int, data: int) -> dict[str, Tensor]:
         """A data-parallel rank's samples of a step."""
-        whole = self.whole(step)
-        return {name: value[data * self.microbatches :][: self.microbatches] for name, value in whole.items()}
+        return {name: value[data * self.samples :][: self.samples] for name, value in self.whole(step).items()}
 
     def whole(self, step: int) -> dict[str, Tensor]:
-        """All samples of a step, one a microbatch."""
+        """All samples of a step."""
         generator = torch.Generator().manual_seed(step)
-        shape = (DATA * self.microbatches, self.sequence)
+        shape = (DATA * self.samples, self.sequence)
         return {name: torch.randint(self.vocabulary, shape, generator=generator) for name in ("input_ids", "labels")}
 
     def gradients_of_one_process(self) -> dict[str, Tensor]:
