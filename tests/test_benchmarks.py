@@ -15,13 +15,15 @@ import pytest
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from atoll.testing import RankPool
-from benchmarks.islands import bounds, race, tables
+from benchmarks.islands import cases, front, search
 from benchmarks.islands.allocations import Allocations, library
-from benchmarks.islands.contenders import has_deepspeed
-from benchmarks.islands.race import Row, Seen, check_losses
+from benchmarks.islands.bounds import formula
+from benchmarks.islands.contenders import Atoll, Ddp, DeepSpeed, Fsdp2, has_deepspeed, read_setting, setting_json
+from benchmarks.islands.race import Field, Row, Seen
 from benchmarks.islands.ranks import Ranks, Where
 from benchmarks.islands.scatter import scatter
-from benchmarks.islands.work import Work
+from benchmarks.islands.work import Chain, Text, Work
+from benchmarks.islands.work import Sleeping as Device
 from benchmarks.low_rank import bench as low_rank
 from benchmarks.matrix import bench as matrix
 from benchmarks.sharded_pipeline import bench as sharded_pipeline
@@ -33,32 +35,101 @@ from benchmarks.vocabulary import bench as vocabulary
 from benchmarks.who_gets_it_right import bench, contenders, verdict
 from benchmarks.who_gets_it_right.work import Work as Trained
 
-WORK = Work()
+WORK = Chain()
 
 
-def row(name: str, seconds: float, losses: list[float]) -> Row:
-    return Row(name, seconds=[seconds] * len(losses), cpu_seconds=[1.0] * len(losses), losses=losses)
+def raced(name: str, seconds: float, megabytes: float, *, is_ours: bool) -> dict[str, Any]:
+    return {"name": name, "median_seconds": seconds, "peak_bytes": megabytes * 1e6, "is_ours": is_ours}
 
 
-def test_the_work_is_what_the_formulas_count() -> None:
-    model = Work(blocks=2, hidden=8, inner=12).model()
-    assert sum(parameter.numel() for parameter in model.parameters()) == Work(blocks=2, hidden=8, inner=12).parameters
+@pytest.mark.parametrize("work", [Chain(count=2), Text(samples=1, layers=1, tokens=8), Device(samples=2, count=2)])
+def test_a_step_is_the_same_in_any_number_of_microbatches(work: Work) -> None:
+    model, batch = work.model(), work.batch(0, 1)
+    pieces = work.pieces(batch, work.samples)
+    assert [len(piece["labels"]) for piece in pieces] == [1] * work.samples
+    whole, parts = work.loss(model, batch), [work.loss(model, piece) for piece in pieces]
+    assert float(whole.detach()) == pytest.approx(sum(float(part.detach()) for part in parts) / len(parts), rel=1e-4)
+
+
+def test_the_sizes_of_the_works() -> None:
     assert WORK.parameters == pytest.approx(9.46e6, rel=1e-3)
+    assert Text().parameters == pytest.approx(1e8, rel=0.01)
+    device = Device()
+    # 6.74 GB between two nodes at 100 Gb/s take 0.539 s beside 1.06 s of compute for a sample.
+    seconds = 4 * device.parameters / 2 * 8 / device.rate(100)
+    assert seconds / device.seconds == pytest.approx(0.539 / 1.06, rel=1e-2)
+    kept = device.kept_bytes(1) / device.samples
+    assert kept == pytest.approx(device.kept * 4 * device.parameters, rel=0.02)
 
 
-def test_link_bound_of_ggg_is_three_crossings_a_microbatch() -> None:
-    compute = {"one_rank": 0.5, "all_ranks": 0.8}
-    found = bounds.bounds(compute, parameters=WORK.parameters, inter=2, intra=2, microbatches=8, bits=400e6, blocks=8)[
-        "layouts"
+def test_ggg_crosses_three_times_a_microbatch() -> None:
+    found = formula(Atoll("GGG").layout, parameters=WORK.parameters, inter=2, intra=2, microbatches=8)
+    # Two gathers and a reduction a microbatch, each a quarter of the parameters a rank.
+    assert found.inter_bytes == 3 * 8 * 4 * WORK.parameters / 4
+
+
+def test_the_front_and_what_is_near_it() -> None:
+    rows = [
+        raced("slow and small", 4.0, 50, is_ours=True),
+        raced("dominated", 4.1, 60, is_ours=True),
+        raced("far behind", 9.0, 60, is_ours=True),
+        raced("fast and large", 1.0, 100, is_ours=True),
     ]
-    # Two gathers and a reduction a microbatch, each a quarter of the parameters a rank, two ranks an island.
-    assert found["GGG"]["inter_bytes"] == 3 * 8 * 4 * WORK.parameters / 4 * 2
-    assert found["GGG"]["link_seconds"] == pytest.approx(9.08, abs=0.01)
-    assert found["GGG"]["lower_seconds"] == found["GGG"]["link_seconds"]
-    assert found["NNG"]["link_seconds"] == found["IIG"]["link_seconds"] < 0.8 == found["IIG"]["lower_seconds"]
-    assert found["GGG-breadth"]["inter_bytes"] == (2 - 1 / 8 + 1) * 4 * WORK.parameters / 4 * 2
-    assert found["NNG-breadth"]["inter_bytes"] == found["NNG"]["inter_bytes"]
-    assert len(found) == 2 * 14
+    assert [row["name"] for row in front.front(rows)] == ["slow and small", "fast and large"]
+    near = {row["name"] for row in front.near_front(rows, slack=1.1)}
+    assert near == {"slow and small", "dominated", "fast and large"}
+
+
+def test_a_race_is_decided_at_every_budget_of_a_peer() -> None:
+    rows = [
+        raced("ours, small", 3.0, 50, is_ours=True),
+        raced("ours, large", 1.0, 100, is_ours=True),
+        raced("peer, tiny", 9.0, 40, is_ours=False),
+        raced("peer, middle", 4.0, 70, is_ours=False),
+        raced("peer, no better", 4.0, 80, is_ours=False),
+        raced("peer, large", 2.0, 99, is_ours=False),
+    ]
+    found = [(each.budget / 1e6, each.peer["name"], each.ratio) for each in front.verdicts(rows)]
+    # 100 MB fit a budget of 99: peaks of one setting differ by as much.
+    assert found == [(40, "peer, tiny", None), (70, "peer, middle", 4 / 3), (99, "peer, large", 2.0)]
+    best = front.best_against_best(rows).to_json()
+    assert (best["ours"], best["peer"], best["ratio"]) == ("ours, large", "peer, large", 2.0)
+
+
+@pytest.mark.parametrize(("inter", "intra"), [(2, 2), (1, 4)])
+def test_the_settings_that_are_searched(inter: int, intra: int) -> None:
+    space = search.settings(WORK, inter=inter, intra=intra)
+    names = [setting.name for setting in space]
+    assert len(set(names)) == len(names), "a name says everything in which settings differ"
+    assert all(read_setting(setting_json(setting)) == setting for setting in space)
+    starts = search.starts(space)
+    families = {Atoll, Fsdp2, Ddp} | ({DeepSpeed} if has_deepspeed() else set())
+    assert {type(setting) for setting in starts} == families
+    reached, waiting = set(starts), list(starts)
+    while waiting:
+        new = set(search.neighbours(waiting.pop(), space)) - reached
+        reached |= new
+        waiting += new
+    assert reached == set(space), "every setting can be reached by changing one choice at a time"
+
+
+def test_the_page_of_a_race() -> None:
+    ours, theirs = Row(Atoll("GGG")), Row(Fsdp2(prefetch=2))
+    for found, seconds, peak in ((ours, 1.0, 90), (theirs, 2.0, 95)):
+        found.add([Seen(0.0, seconds, 0.5, (3.0,), 10, 20)], islands=1)
+        found.peak_bytes = found.rest_bytes = peak * 1_000_000
+    rows = [each.to_json() for each in (ours, theirs)]
+    race = {"compute": {"one_rank": 0.5, "all_ranks": 0.6}, "visited": rows, **cases.judged(rows)}
+    assert race["best_against_best"]["ratio"] == 2.0
+    assert race["like_for_like"] == {"gathered twice, reduced once, over all ranks": 2.0}
+    result = {"work": WORK.to_json(), "races": {"400 Mbit/s each way": race}}
+    case = cases.Case(title="A race", words="Emulated.", work=WORK, courses={})
+    page = cases.report(case, "make it", result)
+    assert "`Atoll GGG x1` is **2.00 times as fast** as `FSDP2 x1, prefetch 2`" in page
+    assert "| 95.0 | FSDP2 x1, prefetch 2 | Atoll GGG x1 | 2.00 |" in page
+    (name, picture), *_ = cases.pictures(case, result).items()
+    assert f"(results/{name})" in page
+    ElementTree.fromstring(picture)
 
 
 def test_allocations_are_unknown_where_nothing_counts_them() -> None:
@@ -74,35 +145,18 @@ def test_a_split_vocabulary_is_measured() -> None:
 
 
 def test_a_step_lasts_from_the_last_start_to_the_last_end() -> None:
-    found = Row("x")
+    found = Row(Atoll("NNN"))
     found.add([Seen(1.0, 2.0, 0.5, (3.0,), 10, 20), Seen(1.5, 2.5, 0.5, (3.0,), 30, 40)], islands=2)
     assert (found.seconds, found.cpu_seconds, found.inter_bytes, found.intra_bytes) == ([1.0], [1.0], 20, 30)
 
 
-def test_contenders_that_took_more_steps_are_compared_over_the_common_ones() -> None:
-    long, short = row("a", 1.0, [2.0, 1.0, 0.5]), row("b", 1.0, [2.0, 1.0])
-    assert check_losses([long, short]) == 0
-    assert (long.loss, short.loss) == (1.0, 1.0)
-
-
-def test_losses_that_part_are_an_error() -> None:
-    assert check_losses([row("a", 1.0, [2.0, 1.0]), row("b", 1.0, [2.0, 1.0005])]) == pytest.approx(5e-4)
-    with pytest.raises(RuntimeError, match="b and a do not train alike"):
-        check_losses([row("a", 1.0, [2.0, 1.0]), row("b", 1.0, [2.0, 1.1])])
-
-
-def test_table_and_picture_show_every_contender_in_order() -> None:
-    rows: list[dict[str, Any]] = [
-        {**row(name, seconds, [1.0]).to_json(), "loss": 1.0}
-        for name, seconds in (("fsdp2-full", 20.0), ("atoll-IIG", 2.0))
-    ]
-    layouts = {"IIG": {"lower_seconds": 0.8}}
-    lines = tables.table(rows, layouts).splitlines()
-    assert [line.split("|")[1].strip() for line in lines[2:]] == ["atoll-IIG", "fsdp2-full"]
-    assert "0.800" in lines[2]
-    picture = tables.chart("a < b", rows, layouts)
-    assert picture.index("atoll-IIG") < picture.index("fsdp2-full")
-    assert "a &lt; b" in picture
+def test_contenders_that_train_otherwise_are_an_error() -> None:
+    field = Field(Ranks(Where(1, 2), WORK), None)
+    field._steps.update({"Atoll NNN x1": 0, "DDP x1, buckets of 25 MB": 0})
+    field._check(Atoll("NNN"), [2.0, 1.0])
+    field._check(Ddp(), [2.0001])
+    with pytest.raises(RuntimeError, match="DDP x1, buckets of 25 MB and Atoll NNN x1 do not train alike: step 2"):
+        field._check(Ddp(), [1.1])
 
 
 def test_counted_allocations_are_those_of_all_threads() -> None:
@@ -130,25 +184,28 @@ print(round((allocations.out() - before) / 1e6), round((allocations.most() - bef
     assert done.stdout.split() == ["8", "12"], done.stderr
 
 
-def test_ranks_hold_what_is_foretold() -> None:
+def test_ranks_hold_what_is_predicted() -> None:
     """Peak and rest of real runs, by the allocator, against footprint and working memory.
 
     Of three runs the least peak: where a core is short, a rank waits for its readers with one more buffer.
     """
-    work = Work(blocks=4)
+    work = Chain(count=4)
     with library() as preload:
         if preload is None:
             pytest.skip("no C compiler")
         with Ranks(Where(2, 2), work, preload=preload) as ranks:
-            for name in ("atoll-NNG", "atoll-IIG", "atoll-GGG"):
-                runs = [Row(name) for _ in range(3)]
+            field = Field(ranks, None)
+            for layout in ("NNG", "IIG", "GGG"):
+                runs = [Row(Atoll(layout, 8)) for _ in range(3)]
                 for each in runs:
-                    each.remember(ranks.ask(race.memory, name))
+                    field.open(each.setting)
+                    field.step(each, is_alone=True)
+                    field.close(each.setting)
                 found = min(runs, key=lambda each: each.peak_bytes or 0)
                 assert found.peak_bytes is not None
                 assert found.rest_bytes is not None
-                assert found.peak_bytes == pytest.approx(found.foretold_peak_bytes, rel=0.06), name
-                assert found.rest_bytes == pytest.approx(found.foretold_bytes, rel=0.03), name
+                assert found.peak_bytes == pytest.approx(found.predicted_peak_bytes, rel=0.06), layout
+                assert found.rest_bytes == pytest.approx(found.predicted_rest_bytes, rel=0.03), layout
 
 
 def test_every_schedule_of_torch_is_judged() -> None:

@@ -1,7 +1,7 @@
-"""Who does the work: Atoll's layouts, FSDP2 and DDP of torch, ZeRO and MiCS of DeepSpeed.
+"""Who does the work, in which setting: Atoll, torch's FSDP2 and DDP, DeepSpeed's ZeRO, MiCS and hpZ.
 
-`build(name, ...)` makes one by its name. Every contender is a step on a rank's batch; all see the same batches, begin
-with the same values and scale the loss so that gradients are means over all ranks' tokens.
+A setting is a value; `build` makes its contender on a rank. Every contender is a step on a rank's batch; all see the
+same batches, begin with the same values and scale the loss so that gradients are means over all ranks' tokens.
 """
 
 from __future__ import annotations
@@ -12,22 +12,26 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import Any, Literal, Protocol
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from atoll import schedules
 from atoll.layouts import Layout, Precision
 from atoll.plan import MeshShape, Plan
 from atoll.runtime.engine import Engine
-from benchmarks.islands.work import Work
+from atoll.runtime.transport import GlooTransport
+from benchmarks.islands.transports import CollectiveTransport, DirectReduceScatter, prepare_groups
+from benchmarks.islands.work import Batch, Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +39,11 @@ class Contender:
     """`step` trains on a rank's batch and gives its mean loss, or, if `sees_all`, that of all ranks.
 
     sent: bytes that this rank has sent by axis since it was built, where the contender counts them itself.
-    rest, peak: bytes that this rank should hold between steps, and at most within one, where they are foretold.
+    rest, peak: bytes predicted to be held between steps, and at most within one, where there is a prediction.
     drain: waits for what a step has left under way for the next one; None where nothing is.
     """
 
-    name: str
-    step: Callable[[Tensor], float]
+    step: Callable[[Batch], float]
     sees_all: bool = False
     sent: Callable[[], Mapping[str, int]] = dict
     rest: Callable[[], int | None] = lambda: None
@@ -49,188 +52,321 @@ class Contender:
     close: Callable[[], None] = lambda: None
 
 
+class Setting(Protocol):
+    """What races. `microbatches` are of a rank's step. `name` says everything in which settings of a family differ."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def microbatches(self) -> int: ...
+
+    def build(self, work: Work, *, inter: int, intra: int) -> Contender:
+        """The contender on this rank, of `inter` islands with `intra` ranks each."""
+        ...
+
+
+def is_ours(setting: Setting) -> bool:
+    """Whether Atoll trains."""
+    return isinstance(setting, Atoll)
+
+
+def setting_json(setting: Setting) -> dict[str, Any]:
+    """A setting as it is kept; `read_setting` reads it."""
+    return {"family": type(setting).__name__, **asdict(setting)}  # type: ignore[call-overload]
+
+
+def read_setting(kept: Mapping[str, Any]) -> Setting:
+    """The setting that `setting_json` kept."""
+    values = dict(kept)
+    families: Mapping[str, Any] = {kind.__name__: kind for kind in (Atoll, Fsdp2, Ddp, DeepSpeed)}
+    found: Setting = families[values.pop("family")](**values)
+    return found
+
+
+def _words(*words: str | None) -> str:
+    return ", ".join(word for word in words if word)
+
+
+# ---- Atoll
+
+
 @dataclass(frozen=True, slots=True)
-class Sharding:
-    """A setting of FSDP2.
+class Atoll:
+    """Atoll without a pipeline.
+
+    breadth: block by block, every microbatch (the breadth-first schedule, residency and reduction `run`), so that what
+    is sharded is gathered twice a step and reduced once; else one microbatch after the other.
+    prefetch: bytes gathered ahead; None for the engine's choice.
+    transport: `shared` reads in place inside an island, `direct` sends messages there too, `gloo` uses gloo's own
+    collectives along each axis.
+    """
+
+    layout: str
+    microbatches: int = 1
+    breadth: bool = False
+    prefetch: int | None = None
+    transport: Literal["shared", "direct", "gloo"] = "shared"
+
+    @property
+    def name(self) -> str:
+        ahead = None if self.prefetch is None else f"prefetch {self.prefetch}"
+        by = {"shared": None, "direct": "messages only", "gloo": "gloo's collectives"}[self.transport]
+        order = "breadth-first" if self.breadth else None
+        return _words(f"Atoll {self.layout} x{self.microbatches}", order, ahead, by)
+
+    def build(self, work: Work, *, inter: int, intra: int) -> Contender:
+        stays: dict[str, Any] = {"residency": "run", "reduction": "run"} if self.breadth else {}
+        if self.breadth:
+            schedule = schedules.build("breadth-first", ranks=1, microbatches=self.microbatches, chunks=work.blocks)
+        else:
+            schedule = schedules.build("1f1b", ranks=1, microbatches=self.microbatches)
+        plan = Plan(
+            MeshShape(1, inter, intra),
+            Layout(self.layout),
+            schedule,
+            work.samples // self.microbatches,
+            precision=Precision.preset("fp32"),
+            prefetch=self.prefetch,
+            **stays,
+        )
+        with self._transport():
+            engine = Engine(work.model(), plan, optimizer=work.optimizer, seed=work.seed, device="cpu")
+        if self.transport == "gloo":
+            prepare_groups(engine)
+        kept = work.kept_bytes(self.microbatches) * (self.microbatches if self.breadth else 1)
+
+        def drain() -> None:
+            for unit in engine.units:
+                unit.settle_parameters()
+
+        return Contender(
+            lambda batch: engine.step(batch).loss,
+            sees_all=True,
+            sent=lambda: dict(engine.transport.sent),
+            rest=lambda: engine.footprint().total + engine.working_memory().lent,
+            peak=lambda: engine.footprint().total + engine.working_memory().total + kept,
+            drain=drain,
+            close=engine.close,
+        )
+
+    def _transport(self) -> Any:
+        if self.transport == "shared":
+            return nullcontext()
+        if self.transport == "direct":
+            return patch.object(GlooTransport, "shares_memory", False)
+        return patch("atoll.runtime.transport.GlooTransport", CollectiveTransport)
+
+
+# ---- torch
+
+
+@dataclass(frozen=True, slots=True)
+class Fsdp2:
+    """FSDP2 with a unit a block, as its own are wrapped by torchtitan.
 
     groups: shard inside an island and replicate across (HSDP), instead of over all ranks.
-    reshard: free parameters after the forward.  kept: and not after the backward either, but in the last microbatch.
-    reduce: which microbatches reduce in the group, and which of these across groups: "each" or "last".
+    after: what becomes of parameters after a forward: freed, kept until the backward, kept sharded inside an `island`
+    (`reshard_after_forward` as a number), or kept for the whole `step`.
+    reduce: which microbatches reduce in the group, and `across`, which of these reduce between groups.
+    prefetch: blocks that are gathered ahead explicitly, with asynchronous gathers; 0 for the default.
+    scatter: `gloo` for gloo's reduce-scatter, which sends an all-reduce's bytes; `direct` for one by plain messages,
+    which sends a reduce-scatter's (`set_custom_reduce_scatter`).
     """
 
+    microbatches: int = 1
     groups: bool = False
-    reshard: bool = True
-    kept: bool = False
-    reduce: str = "each"
-    across: str = "each"
+    after: Literal["free", "keep", "island", "step"] = "free"
+    reduce: Literal["each", "last"] = "each"
+    across: Literal["each", "last"] = "each"
+    prefetch: int = 2
+    scatter: Literal["gloo", "direct"] = "gloo"
+
+    @property
+    def name(self) -> str:
+        after = {"free": None, "keep": "no reshard", "island": "reshard to the island", "step": "kept gathered"}
+        once = self.microbatches > 1 and (
+            "reduced once" if self.reduce == "last" else "across once" if self.across == "last" else None
+        )
+        ahead = f"prefetch {self.prefetch}" if self.prefetch else None
+        direct = "direct reduce-scatter" if self.scatter == "direct" else None
+        kind = "HSDP" if self.groups else "FSDP2"
+        return _words(f"{kind} x{self.microbatches}", after[self.after], once or None, ahead, direct)
+
+    def build(self, work: Work, *, inter: int, intra: int) -> Contender:
+        model = work.model()
+        mesh = _mesh(inter, intra) if self.groups else _mesh(inter * intra)
+        reshard: bool | int = intra if self.after == "island" else self.after == "free"
+        units = work.units(model)
+        for block in units:
+            fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+        fully_shard(model, mesh=mesh, reshard_after_forward=bool(reshard))
+        assert isinstance(model, FSDPModule)
+        if self.prefetch:
+            model._set_unshard_async_op(True)
+            for at, block in enumerate(units):
+                block.set_modules_to_forward_prefetch(units[at + 1 : at + 1 + self.prefetch])
+                block.set_modules_to_backward_prefetch(units[max(0, at - self.prefetch) : at][::-1])
+        if self.scatter == "direct":
+            for block in units:
+                block.set_custom_reduce_scatter(DirectReduceScatter())
+
+        def before(is_last: bool) -> None:
+            model.set_requires_gradient_sync(is_last or self.reduce == "each")
+            if self.groups:
+                model.set_requires_all_reduce(is_last or (self.reduce == "each" and self.across == "each"))
+            if self.after == "step":
+                model.set_reshard_after_backward(is_last)
+
+        return _loop(work, model, work.optimizer(model.parameters()), self.microbatches, before=before)
 
 
-FSDP2: Mapping[str, Sharding] = MappingProxyType(
-    {
-        "fsdp2-full": Sharding(),
-        "fsdp2-nosync": Sharding(reduce="last"),
-        "fsdp2-noreshard": Sharding(reshard=False),
-        "fsdp2-noreshard-nosync-kept": Sharding(reshard=False, kept=True, reduce="last"),
-        "fsdp2-hsdp": Sharding(groups=True),
-        "fsdp2-hsdp-last": Sharding(groups=True, across="last"),
-        "fsdp2-hsdp-last-kept": Sharding(groups=True, reshard=False, kept=True, across="last"),
-        "fsdp2-hsdp-nosync-kept": Sharding(groups=True, reshard=False, kept=True, reduce="last", across="last"),
-    }
-)
-
-DEEPSPEED: Mapping[str, int] = MappingProxyType(
-    {"deepspeed-zero1": 1, "deepspeed-zero2": 2, "deepspeed-zero3": 3, "deepspeed-mics": 3}
-)
-"""Name -> stage."""
+@lru_cache
+def _mesh(*sizes: int) -> DeviceMesh:
+    """One mesh of each shape: a new one would open its connections again."""
+    return init_device_mesh("cpu", sizes, mesh_dim_names=("inter", "intra")[-len(sizes) :])
 
 
-def has_deepspeed() -> bool:
-    """Whether DeepSpeed is installed."""
-    return importlib.util.find_spec("deepspeed") is not None
+@dataclass(frozen=True, slots=True)
+class Ddp:
+    """torch's DistributedDataParallel with gradients as views of its buckets.
 
-
-def build(name: str, work: Work, *, inter: int, intra: int) -> Contender:
-    """The contender called `name` on this rank, of `inter` islands with `intra` ranks each."""
-    if name == "compute":
-        return _loop(name, work, work.model(), optimizes=False)
-    if name == "ddp":
-        return _loop(name, work, DistributedDataParallel(work.model(), gradient_as_bucket_view=True))
-    if name in FSDP2:
-        return fsdp2(name, work, inter=inter, intra=intra)
-    if name in DEEPSPEED:
-        return deepspeed(name, work, intra=intra)
-    return atoll(name, work, inter=inter, intra=intra)
-
-
-def atoll(name: str, work: Work, *, inter: int, intra: int) -> Contender:
-    """`atoll-IIG`: Atoll with a layout, one microbatch after the other.
-
-    `atoll-IIG-breadth`: block by block, every microbatch, so that what is synced once a step has the time of all other
-    blocks, and what is sharded is gathered twice a step and reduced once, since it stays whole with its block.
+    bucket: megabytes of a bucket (25 is the default).  zero: with torch's ZeroRedundancyOptimizer (ZeRO-1).
     """
-    _, levels, *order = name.split("-")
-    layout = Layout(levels)
-    stays: dict[str, Any] = {"residency": "run", "reduction": "run"} if order else {}
-    if order:
-        schedule = schedules.build("breadth-first", ranks=1, microbatches=work.microbatches, chunks=work.blocks)
-    else:
-        schedule = schedules.build("1f1b", ranks=1, microbatches=work.microbatches)
-    precision = Precision.preset("fp32")
-    plan = Plan(MeshShape(1, inter, intra), layout, schedule, work.samples, precision=precision, **stays)
-    engine = Engine(work.model(), plan, optimizer=work.optimizer, seed=work.seed, device="cpu")
 
-    kept = work.kept_bytes * (work.microbatches if order else 1)
+    microbatches: int = 1
+    bucket: int = 25
+    zero: bool = False
 
-    def step(batch: Tensor) -> float:
-        labels = torch.zeros(batch.shape[:2], dtype=torch.long)  # every token counts
-        return engine.step({"inputs": batch, "labels": labels}).loss
+    @property
+    def name(self) -> str:
+        return _words(f"DDP x{self.microbatches}", "ZeRO-1" if self.zero else None, f"buckets of {self.bucket} MB")
 
-    def drain() -> None:
-        for unit in engine.units:
-            unit.settle_parameters()
-
-    return Contender(
-        name,
-        step,
-        sees_all=True,
-        sent=lambda: dict(engine.transport.sent),
-        rest=lambda: engine.footprint().total + engine.working_memory().lent,
-        peak=lambda: engine.footprint().total + engine.working_memory().total + kept,
-        drain=drain,
-        close=engine.close,
-    )
+    def build(self, work: Work, *, inter: int, intra: int) -> Contender:
+        wrapped = work.model()
+        model = DistributedDataParallel(wrapped, gradient_as_bucket_view=True, bucket_cap_mb=self.bucket)
+        if not self.zero:
+            return _loop(work, model, work.optimizer(model.parameters()), self.microbatches)
+        options = {"lr": work.lr, "weight_decay": 0.1, "fused": True}
+        shards: Any = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **options)
+        return _loop(work, model, shards, self.microbatches)
 
 
-def fsdp2(name: str, work: Work, *, inter: int, intra: int) -> Contender:
-    """FSDP2 with a unit a block."""
-    how = FSDP2[name]
-    model = work.model()
-    if how.groups:
-        mesh = init_device_mesh("cpu", (inter, intra), mesh_dim_names=("inter", "intra"))
-    else:
-        mesh = init_device_mesh("cpu", (inter * intra,))
-    for block in (*model, model):
-        fully_shard(block, mesh=mesh, reshard_after_forward=how.reshard)
-    assert isinstance(model, FSDPModule)
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Forwards and backwards alone: no messages and no optimizer."""
 
-    def before(is_last: bool) -> None:
-        model.set_requires_gradient_sync(is_last or how.reduce == "each")
-        if how.groups:
-            model.set_requires_all_reduce(is_last or how.across == "each")
-        if how.kept:
-            model.set_reshard_after_backward(is_last)
+    microbatches: int = 1
+    name: str = "compute"
 
-    return _loop(name, work, model, before=before)
+    def build(self, work: Work, *, inter: int, intra: int) -> Contender:
+        model = work.model()
+        return _loop(work, model, work.optimizer(model.parameters()), self.microbatches, optimizes=False)
 
 
 def _loop(
-    name: str,
     work: Work,
     model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    microbatches: int,
     *,
     before: Callable[[bool], None] = lambda is_last: None,
     optimizes: bool = True,
 ) -> Contender:
-    """A training loop of plain torch. `before` is told of each microbatch, and whether it is the last."""
-    optimizer = work.optimizer(model.parameters())
+    """A training loop of plain torch. `before` is told of each microbatch whether it is the last."""
 
-    def step(batch: Tensor) -> float:
+    def step(batch: Batch) -> float:
         optimizer.zero_grad(set_to_none=True)
         total = torch.zeros(())
-        pieces = work.pieces(batch)
+        pieces = work.pieces(batch, microbatches)
         for at, piece in enumerate(pieces):
             is_last = at == len(pieces) - 1
             before(is_last)
             waits = isinstance(model, DistributedDataParallel) and not is_last
             with model.no_sync() if waits else nullcontext():
-                loss = work.loss(model(piece))
+                loss = work.loss(model, piece) / microbatches
                 loss.backward()
             total += loss.detach()
         if optimizes:
             optimizer.step()
         return float(total)
 
-    return Contender(name, step)
+    return Contender(step)
 
 
-def deepspeed(name: str, work: Work, *, intra: int) -> Contender:
+# ---- DeepSpeed
+
+
+@dataclass(frozen=True, slots=True)
+class DeepSpeed:
     """DeepSpeed with torch's own AdamW.
 
-    Its buckets are sized for models of billions: they are a block here, like everyone's units, and parameters are
-    freed after the forward.
+    stage: 1 to 3, `mics` (shards inside an island) or `hpz` (ZeRO-3 with a second copy inside an island).
+    bucket: blocks in a bucket of gradients; its defaults are sized for models of billions. 0 for all of them.
+    overlap: `overlap_comm`.  keeps: blocks that may stay gathered (`stage3_max_live_parameters`); 0 for all.
     """
-    ds = deepspeed_on_gloo()
-    model: Any = work.model()
-    block = work.parameters // work.blocks
-    zero: dict[str, Any] = {"stage": DEEPSPEED[name], "reduce_bucket_size": block}
-    if zero["stage"] == 3:
-        zero |= {
-            "stage3_prefetch_bucket_size": block,
-            "stage3_max_live_parameters": 2 * block,
-            "stage3_max_reuse_distance": block,
+
+    stage: Literal["1", "2", "3", "mics", "hpz"]
+    microbatches: int = 1
+    bucket: int = 1
+    overlap: bool = False
+    keeps: int = 2
+
+    @property
+    def name(self) -> str:
+        kind = {"mics": "MiCS", "hpz": "ZeRO-3 hpZ"}.get(self.stage, f"ZeRO-{self.stage}")
+        bucket = f"bucket of {self.bucket or 'all'} blocks" if self.bucket != 1 else None
+        keeps = None if self.keeps == 2 else "kept gathered"
+        return _words(f"DeepSpeed {kind} x{self.microbatches}", bucket, keeps, "overlap_comm" if self.overlap else None)
+
+    def build(self, work: Work, *, inter: int, intra: int) -> Contender:
+        ds = deepspeed_on_gloo()
+        model: Any = work.model()
+        block = work.parameters // work.blocks
+        stage = int(self.stage) if self.stage.isdecimal() else 3
+        zero: dict[str, Any] = {
+            "stage": stage,
+            "reduce_bucket_size": block * (self.bucket or work.blocks + 1),
+            "overlap_comm": self.overlap,
         }
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": work.samples,
-        "gradient_accumulation_steps": work.microbatches,
-        "zero_optimization": zero,
-        "zero_allow_untested_optimizer": True,
-        "steps_per_print": 1_000_000,
-    }
-    if name == "deepspeed-mics":
-        zero["mics_shard_size"] = intra
-        ds.zero.MiCS_Init(module=model, config_dict_or_path=config)
-    engine, *_ = ds.initialize(model=model, optimizer=work.optimizer(model.parameters()), config=config)
+        if stage < 3:
+            zero["allgather_bucket_size"] = zero["reduce_bucket_size"]
+        else:
+            keeps = self.keeps or work.blocks + 1
+            zero |= {
+                "stage3_prefetch_bucket_size": block,
+                "stage3_max_live_parameters": keeps * block,
+                "stage3_max_reuse_distance": keeps * block,
+            }
+        if self.stage == "hpz":
+            zero["zero_hpz_partition_size"] = intra
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": work.samples // self.microbatches,
+            "gradient_accumulation_steps": self.microbatches,
+            "zero_optimization": zero,
+            "zero_allow_untested_optimizer": True,
+            "steps_per_print": 1_000_000,
+        }
+        if self.stage == "mics":
+            zero["mics_shard_size"] = intra
+            ds.zero.MiCS_Init(module=model, config_dict_or_path=config)
+        engine, *_ = ds.initialize(model=model, optimizer=work.optimizer(model.parameters()), config=config)
 
-    def step(batch: Tensor) -> float:
-        total = torch.zeros(())
-        for piece in work.pieces(batch):
-            loss = engine(piece).square().mean()  # its backward divides by the number of microbatches
-            engine.backward(loss)
-            engine.step()
-            total += loss.detach() / work.microbatches
-        return float(total)
+        def step(batch: Batch) -> float:
+            total = torch.zeros(())
+            for piece in work.pieces(batch, self.microbatches):
+                loss = work.loss(engine, piece)  # its backward divides by the number of microbatches
+                engine.backward(loss)
+                engine.step()
+                total += loss.detach() / self.microbatches
+            return float(total)
 
-    return Contender(name, step, close=engine.destroy)
+        return Contender(step, close=engine.destroy)
+
+
+def has_deepspeed() -> bool:
+    """Whether DeepSpeed is installed."""
+    return importlib.util.find_spec("deepspeed") is not None
 
 
 def deepspeed_on_gloo() -> Any:
@@ -273,8 +409,3 @@ def mean_over_ranks(loss: float) -> float:
     total = torch.tensor(loss, dtype=torch.float64)
     dist.all_reduce(total)
     return float(total) / dist.get_world_size()
-
-
-def atoll_names(layouts: Sequence[str]) -> list[str]:
-    """`IIG` -> `atoll-IIG`."""
-    return [f"atoll-{layout}" for layout in layouts]

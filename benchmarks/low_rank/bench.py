@@ -14,42 +14,48 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.islands import race, tables
+from benchmarks.islands import tables
+from benchmarks.islands.contenders import Atoll
 from benchmarks.islands.network import Islands
-from benchmarks.islands.race import Field
+from benchmarks.islands.race import Field, Row
 from benchmarks.islands.ranks import Ranks, Where
-from benchmarks.islands.work import Work
+from benchmarks.islands.work import Chain
 
 INTER, INTRA = 2, 2
 RATES = (400e6, 2e9)
 """Bits a second of the link, each way."""
 
+MICROBATCHES = 8
 NAMES = ("atoll-ING", "atoll-IIG", "atoll-III", "atoll-NNG", "atoll-GNG", "atoll-GGG")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Race the layouts at each rate."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the namespaces are removed
-    work = Work(low_rank=8, blocks=2 if arguments.quick else 8)
+    work = Chain(low_rank=8, count=2 if arguments.quick else 8)
     rounds = 1 if arguments.quick else 5
     trained = sum(parameter.numel() for parameter in work.model().parameters() if parameter.requires_grad)
     result: dict[str, Any] = {
         "network": "emulated: two namespaces of one machine, veth, tbf burst 1mb latency 100ms on both ends",
-        "work": race.work_json(work),
+        "work": work.to_json() | {"parameters": work.parameters - trained, "microbatches": MICROBATCHES},
         "trained": trained,
         "races": [],
     }
     with Islands() as islands, Ranks(Where(INTER, INTRA, islands), work) as ranks:
         field = Field(ranks, None)
-        field.build(NAMES)
-        for name in NAMES:
-            field.step(name)
+        settings = [Atoll(name.removeprefix("atoll-"), MICROBATCHES) for name in NAMES]
+        for setting in settings:
+            field.open(setting)
         for rate in RATES[: 1 if arguments.quick else None]:
             islands.limit(rate)
-            rows = [row.to_json() for row in field.alternate(NAMES, rounds=rounds, warmup=1)]
-            seconds = {row["name"]: row["median_seconds"] for row in rows}
+            rows = [Row(setting) for setting in settings]
+            for row in rows:
+                field.step(row, counts=False)
+            field.alternate(rows, rounds=rounds)
+            kept = [row.to_json() | {"name": name} for row, name in zip(rows, NAMES, strict=True)]
+            seconds = {row["name"]: row["median_seconds"] for row in kept}
             ratios = {f"{name} / atoll-ING": seconds[name] / seconds["atoll-ING"] for name in NAMES[1:]}
-            result["races"].append({"bits_a_second": rate, "rows": rows, "ratios": ratios})
+            result["races"].append({"bits_a_second": rate, "rows": kept, "ratios": ratios})
             print(f"{rate / 1e6:g} Mbit/s: " + ", ".join(f"{k} {v:.2f}" for k, v in ratios.items()), flush=True)
     return result
 

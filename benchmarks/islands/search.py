@@ -1,0 +1,217 @@
+"""A race by memory: settings are searched, the best take steps in turns, and both sides' fronts are compared.
+
+    visit      build a setting, count its peak in a step, time a step; a setting that fails is kept with its problem
+    search     visit where experts begin (`starts`), then whatever differs in one choice from a setting near its side's
+               front, until there is nothing new; both sides are searched alike
+    race       what lies near either side's front takes steps in turns; the medians make the fronts and the verdicts
+
+The grids (`settings`) hold what an expert of each system would try. A work whose steps take long visits only those
+settings that were near the front of a small one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import astuple, replace
+from pathlib import Path
+
+from atoll.layouts import EFFECTIVE
+from benchmarks.islands.contenders import Atoll, Ddp, DeepSpeed, Fsdp2, Setting, has_deepspeed
+from benchmarks.islands.front import near_front
+from benchmarks.islands.network import Islands
+from benchmarks.islands.race import Field, Row
+from benchmarks.islands.ranks import Ranks, Where
+from benchmarks.islands.work import Work
+
+SLACK = 1.25
+"""A setting races again if it would be on its side's front were it faster by this factor."""
+
+NEAR = 1.1
+"""The search goes on from settings this near to their side's front."""
+
+
+def settings(work: Work, *, inter: int, intra: int) -> list[Setting]:
+    """Everything that is visited for a work that is small enough."""
+    found: list[Setting] = [*ours(work, inter=inter), *fsdp2(work, inter=inter, intra=intra), *ddp(work)]
+    if has_deepspeed():
+        found += deepspeed(work, inter=inter, intra=intra)
+    return found
+
+
+def counts(work: Work) -> list[int]:
+    """Microbatches of a step: powers of two."""
+    return [count for count in (1, 2, 4, 8, 16) if count <= work.samples]
+
+
+def ours(work: Work, *, inter: int) -> list[Setting]:
+    """Atoll: layouts, microbatches, order, gathers ahead."""
+    layouts = [layout.name for layout in EFFECTIVE]
+    if inter == 1:  # one island: I and G are the same
+        layouts = [name for name in layouts if "I" not in name]
+    found: list[Setting] = []
+    for layout in layouts:
+        for count in counts(work):
+            found.append(Atoll(layout, count))
+            if count > 1 and layout != "NNN":
+                found.append(Atoll(layout, count, breadth=True))
+    found += [Atoll(layout, prefetch=0) for layout in layouts if layout[0] != "N"]
+    return found
+
+
+def fsdp2(work: Work, *, inter: int, intra: int) -> list[Setting]:
+    """FSDP2 and HSDP: microbatches, resharding, when to reduce, explicit prefetch, a true reduce-scatter."""
+    found: list[Setting] = []
+    meshes = (False, True) if inter > 1 else (False,)
+    for groups in meshes:
+        for count in counts(work):
+            for after in ("free", "keep", "island", "step"):
+                if after == "island" and (groups or inter == 1):
+                    continue  # nothing between an island and all ranks
+                if after == "step" and count == 1:
+                    continue  # the same as until the backward
+                for reduce, across in (("each", "each"), ("each", "last"), ("last", "last")):
+                    if (reduce != "each" or across != "each") and count == 1:
+                        continue
+                    if (reduce, across) == ("each", "last") and not groups:
+                        continue
+                    found += [
+                        Fsdp2(count, groups, after, reduce, across, prefetch, scatter)  # type: ignore[arg-type]
+                        for prefetch in (0, 1, 2)
+                        for scatter in ("gloo", "direct")
+                    ]
+    return found
+
+
+def ddp(work: Work) -> list[Setting]:
+    """DDP and torch's ZeRO-1: microbatches, and buckets of a block, of the default size, and of everything."""
+    block = max(1, round(4 * work.parameters / work.blocks / 1e6))
+    whole = max(25, round(4.1 * work.parameters / 1e6))
+    buckets = sorted({block, 25, whole})
+    return [Ddp(count, bucket, zero) for count in counts(work) for bucket in buckets for zero in (False, True)]
+
+
+def deepspeed(work: Work, *, inter: int, intra: int) -> list[Setting]:
+    """DeepSpeed: stages, microbatches, buckets, overlap."""
+    found: list[Setting] = []
+    stages = ("1", "2", "3", "mics", "hpz") if inter > 1 else ("1", "2", "3")
+    for stage in stages:
+        for count in counts(work):
+            for bucket in (1, 0):
+                for overlap in (False, True):
+                    for keeps in (2, 0) if not stage.isdecimal() or stage == "3" else (2,):
+                        is_ends = count in (1, max(counts(work)))
+                        if is_ends or (overlap and keeps == 2 and bucket == 1):
+                            found.append(DeepSpeed(stage, count, bucket, overlap, keeps))  # type: ignore[arg-type]
+    return found
+
+
+def starts(space: Iterable[Setting]) -> list[Setting]:
+    """Where experts begin: one batch or the most microbatches, with all that the system overlaps; every kind once."""
+    found = []
+    for setting in space:
+        match setting:
+            case Atoll(prefetch=None, breadth=False, microbatches=1):
+                found.append(setting)
+            case Fsdp2(microbatches=1 | 8, prefetch=2, after="free" | "island", reduce="each", across="each"):
+                found.append(setting)
+            case Fsdp2(microbatches=8, prefetch=2, after="step", reduce="last", scatter="direct"):
+                found.append(setting)
+            case Ddp(microbatches=1, bucket=25):
+                found.append(setting)
+            case DeepSpeed(microbatches=1, bucket=1, overlap=True, keeps=2):
+                found.append(setting)
+    return found
+
+
+class Race:
+    """One work on one machine: the processes, restarted where a setting breaks them, and what was seen.
+
+    limit: sets the link's rate; None for none, as while contenders are built.
+    """
+
+    def __init__(self, where: Where, work: Work, *, preload: Path | None, rate: float | None) -> None:
+        self.where, self.work, self.preload, self.rate = where, work, preload, rate
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Race:
+        self._start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _start(self) -> None:
+        torchs = self._stack.enter_context(Ranks(self.where, self.work, preload=self.preload))
+        others = None
+        if has_deepspeed():
+            others = self._stack.enter_context(Ranks(self.where, self.work, preload=self.preload))
+        self.field = Field(torchs, others)
+
+    def _restart(self) -> None:
+        self._stack.close()
+        self._stack = ExitStack()
+        self._start()
+
+    def _limit(self, rate: float | None) -> None:
+        islands: Islands | None = self.where.islands
+        if islands is not None:
+            islands.limit(rate)
+
+    def visit(self, found: Sequence[Setting], *, note: Callable[[Row], None] = lambda row: None) -> list[Row]:
+        """Each setting's peak in a step and the seconds of another one."""
+        rows = []
+        for setting in found:
+            row = Row(setting)
+            try:
+                self._limit(None)
+                self.field.open(setting)
+                self._limit(self.rate)
+                self.field.step(row, is_alone=True)
+                self.field.close(setting)
+            except RuntimeError as error:
+                row.problem = str(error).strip().splitlines()[-1][:300]
+                self._restart()
+            rows.append(row)
+            note(row)
+        return rows
+
+    def search(self, *, note: Callable[[Row], None] = lambda row: None) -> list[Row]:
+        """Visit where experts begin, then whatever is one choice away from a setting near its side's front."""
+        space = settings(self.work, inter=self.where.inter, intra=self.where.intra)
+        wanted, rows = starts(space), []
+        while wanted:
+            rows += self.visit(wanted, note=note)
+            seen = {row.name for row in rows}
+            around = (other for row in near(rows, slack=NEAR) for other in neighbours(row.setting, space))
+            wanted = list({other.name: other for other in around if other.name not in seen}.values())
+        return rows
+
+    def again(self, rows: Iterable[Row], *, rounds: int) -> list[Row]:
+        """Steps in turns of settings that were visited, whose memory is known."""
+        fresh = [replace(row, seconds=[], cpu_seconds=[], losses=[], inter_bytes=0.0, intra_bytes=0.0) for row in rows]
+        self._limit(None)
+        for row in fresh:
+            self.field.open(row.setting)
+        self._limit(self.rate)
+        for row in fresh:
+            self.field.step(row, counts=False)
+        self.field.alternate(fresh, rounds=rounds)
+        for row in fresh:
+            self.field.close(row.setting)
+        return fresh
+
+
+def near(rows: Iterable[Row], *, slack: float = SLACK) -> list[Row]:
+    """The visited rows near their own side's front."""
+    by_name = {row.name: row for row in rows if row.problem is None and row.peak_bytes is not None}
+    known = [row.to_json() for row in by_name.values()]
+    sides = ([row for row in known if row["is_ours"] is is_ours] for is_ours in (True, False))
+    return [by_name[row["name"]] for side in sides for row in near_front(side, slack=slack)]
+
+
+def neighbours(setting: Setting, space: Iterable[Setting]) -> list[Setting]:
+    """The settings of a space that differ in one choice."""
+    own = astuple(setting)  # type: ignore[call-overload]
+    alike = [other for other in space if type(other) is type(setting)]
+    return [other for other in alike if sum(a != b for a, b in zip(own, astuple(other), strict=True)) == 1]  # type: ignore[call-overload]

@@ -1,0 +1,102 @@
+"""Ways to move bytes that tell a contender's schedule and layout apart from its transport.
+
+CollectiveTransport   gives Atoll gloo's own collectives instead of direct messages and shared memory
+DirectReduceScatter   gives FSDP2 a reduce-scatter that sends a reduce-scatter's bytes, which gloo lacks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+
+from atoll.plan import MeshShape
+from atoll.runtime.transport import GlooTransport, Peers, Tag
+
+
+class CollectiveTransport(GlooTransport):
+    """Gathers and reductions by gloo's all-gather and reduce-scatter.
+
+    Collectives of one group must begin in one order on all ranks, while a lane runs two jobs at once: so each axis,
+    unit, segment and purpose has a group of its own (`prepare_groups`).
+    """
+
+    shares_memory: ClassVar[bool] = False
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.groups: Mapping[int, dist.ProcessGroup] = {}
+
+    def gather(self, whole: Tensor, peers: Peers, tag: Tag, *, own: Tensor | None = None, again: bool = False) -> None:
+        place = peers.own(whole)
+        if own is not None:
+            place.copy_(own)
+        if peers.others:
+            dist.all_gather_into_tensor(whole, place.clone(), group=self.groups[int(tag)])
+            self._count(peers.axis, place.nbytes * len(peers.others))
+
+    def reduce(self, whole: Tensor, peers: Peers, tag: Tag, *, out: Tensor | None = None) -> None:
+        own = peers.own(whole)
+        target = own if out is None else out
+        if peers.others:
+            total = torch.empty_like(own)
+            dist.reduce_scatter_tensor(total, whole, group=self.groups[int(tag)])
+            target.copy_(total)
+            self._count(peers.axis, own.nbytes * len(peers.others))
+        elif out is not None:
+            out.copy_(own)
+
+
+_GROUPS: dict[tuple[int, tuple[int, ...]], dist.ProcessGroup] = {}
+"""By tag and ranks; kept, since a closed group of gloo leaves a thread behind."""
+
+
+def prepare_groups(engine: Any) -> None:
+    """All ranks: open the groups that an engine's units need."""
+    from atoll.runtime.sharding.segment import _CHANNEL, _Purpose
+
+    mesh: MeshShape = engine.plan.mesh
+    groups: dict[int, dist.ProcessGroup] = {}
+    for unit in engine.units:
+        for part in range(len(unit.segments)):
+            for (_, axis), channel in _CHANNEL.items():
+                for purpose in _Purpose:
+                    tag = int(Tag(channel, unit.spec.index, part * len(_Purpose) + purpose))
+                    for ranks in sorted({mesh.place(rank).peers(axis.value) for rank in range(mesh.world)}):
+                        if len(ranks) < 2:
+                            continue
+                        if (tag, ranks) not in _GROUPS:
+                            _GROUPS[tag, ranks] = dist.new_group(list(ranks))
+                        if engine.place.rank in ranks:
+                            groups[tag] = _GROUPS[tag, ranks]
+    engine.transport.groups = groups
+
+
+class DirectReduceScatter(ReduceScatter):
+    """Everyone sends each rank its part, and adds what comes in rank order. Like gloo's, it returns when it is done."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        ranks, mine = dist.get_process_group_ranks(group), dist.get_rank(group)
+        parts = list(input_tensor.chunk(len(ranks)))
+        arriving = {at: torch.empty_like(output_tensor) for at in range(len(ranks)) if at != mine}
+        works = [dist.irecv(part, ranks[at], group=group) for at, part in arriving.items()]
+        works += [dist.isend(parts[at], ranks[at], group=group) for at in arriving]
+        for work in works:
+            assert work is not None, "a group holds its ranks"
+            work.wait()
+        arriving[mine] = parts[mine]
+        torch.add(arriving[0], arriving[1], out=output_tensor)
+        for at in range(2, len(ranks)):
+            output_tensor.add_(arriving[at])
+        if op == dist.ReduceOp.AVG:
+            output_tensor.div_(len(ranks))
+        return None
