@@ -68,9 +68,19 @@ def seconds(rows: Iterable[Raw]) -> dict[str, float]:
     return {row["name"]: row["median_seconds"] for row in rows}
 
 
-def fastest(rows: Iterable[Raw], prefix: str) -> float:
-    """The least of those whose name begins so."""
-    return min(value for name, value in seconds(rows).items() if name.startswith(prefix))
+def fastest(rows: Iterable[Raw], *, name: str = "", is_ours: bool | None = None) -> Raw:
+    """The row with the least seconds of those whose name begins so, or that are ours, or a peer's."""
+    found = [row for row in rows if row["name"].startswith(name) and is_ours in (None, _is_ours(row))]
+    return min(found, key=lambda row: row["median_seconds"])
+
+
+def _is_ours(row: Raw) -> bool:
+    return bool(row.get("is_ours", row["name"].startswith("atoll")))
+
+
+def costs(row: Raw) -> str:
+    """Seconds, and the peak that a rank has allocated."""
+    return f"{row['median_seconds']:.2f} s ({row['peak_bytes'] / 1e6:.0f} MB)"
 
 
 def parity(at: int) -> Callable[[Raw], Figures]:
@@ -117,18 +127,16 @@ def emulated(raw: Raw) -> Figures:
 
 def two_islands(raw: Raw) -> Figures:
     rows = raw["rows"]
-    mine, theirs = fastest(rows, "atoll-"), seconds(rows)
+    took = seconds(rows)
     across = {row["name"]: row["inter_bytes"] / 1e6 for row in rows}
     quick = next(each["rows"] for each in raw["other_rates"] if each["bounds"]["bits_a_second"] == 2e9)
     return {
         "contenders": len(rows),
         "microbatches": raw["work"]["microbatches"],
-        "mine": mine,
-        "plain": min(value for name, value in theirs.items() if "atoll-" in name and "breadth" not in name),
-        **{peer: fastest(rows, peer) for peer in ("fsdp2", "ddp", "deepspeed")},
-        "quick_mine": fastest(quick, "atoll-"),
-        **{f"quick_{peer}": fastest(quick, peer) for peer in ("fsdp2", "ddp", "deepspeed")},
-        "ggg": theirs["atoll-GGG"], "full": theirs["fsdp2-full"], "zero3": theirs["deepspeed-zero3"],
+        **{who: costs(fastest(rows, name=who)) for who in ("atoll", "fsdp2", "ddp", "deepspeed")},
+        "plain": costs(fastest((row for row in rows if "breadth" not in row["name"]), is_ours=True)),
+        **{f"quick_{who}": costs(fastest(quick, name=who)) for who in ("atoll", "fsdp2", "ddp", "deepspeed")},
+        "ggg": took["atoll-GGG"], "full": took["fsdp2-full"], "zero3": took["deepspeed-zero3"],
         "ggg_mb": across["atoll-GGG"], "full_mb": across["fsdp2-full"], "zero3_mb": across["deepspeed-zero3"],
         "peak": max(abs(row["peak_bytes"] / row["foretold_peak_bytes"] - 1) for row in raw["layout_bytes"].values()),
         "layouts": len(raw["layout_bytes"]),
@@ -363,16 +371,17 @@ CLAIMS = (
         how="{contenders} contenders in turns, losses compared, beside peers that accumulate the same {microbatches} "
         "microbatches: [page](benchmarks/two_islands/README.md). gloo's reduce-scatter sends the bytes of an "
         "all-reduce, and FSDP2 on CPUs cannot overlap its reductions",
-        result="fastest setting that was found: Atoll {mine:.2f} s a step ({plain:.2f} s without breadth-first), FSDP2 "
-        "{fsdp2:.2f} s, DDP {ddp:.2f} s, DeepSpeed {deepspeed:.2f} s; at 2 Gbit/s {quick_mine:.2f}, {quick_fsdp2:.2f}, "
-        "{quick_ddp:.2f} and {quick_deepspeed:.2f} s",
+        result="fastest setting of each that was found, a step and a rank's peak: Atoll {atoll}, without breadth-first "
+        "{plain}; FSDP2 {fsdp2}, DDP {ddp}, DeepSpeed {deepspeed}; at 2 Gbit/s {quick_atoll}, {quick_fsdp2}, "
+        "{quick_ddp} and {quick_deepspeed}",
         raw="two_islands",
         figures=two_islands,
     ),
     Claim(
         what="— everything sharded over all ranks, gathered and reduced each microbatch",
         how="GGG, FSDP2's full shard and ZeRO-3 in the same run, with what crosses the link",
-        result="{ggg:.1f} s ({ggg_mb:.0f} MB), {full:.1f} s ({full_mb:.0f} MB), {zero3:.1f} s ({zero3_mb:.0f} MB)",
+        result="GGG {ggg:.1f} s ({ggg_mb:.0f} MB), FSDP2 {full:.1f} s ({full_mb:.0f} MB), ZeRO-3 {zero3:.1f} s "
+        "({zero3_mb:.0f} MB)",
         raw="two_islands",
         figures=two_islands,
     ),
@@ -463,9 +472,10 @@ def what_works() -> str:
     older = [name for name in raw_names() if not is_current(name)]
     rows = [claim.row() for claim in CLAIMS]
     return (
-        "Each row is held by a test or measured. [Evidence](docs/evidence.md) has the raw file, command, commit and "
-        f"date of each figure;\n{len(older)} of {len(raw_names())} results are older than some of the code that they "
-        "measured.\n\n" + _table(["what", "how it is checked", "result", "source"], rows)
+        "Each row is checked by a test or taken from a raw measurement. [Evidence](docs/evidence.md) lists the raw "
+        "file, command,\ncommit and date of every figure. "
+        f"{len(older)} of {len(raw_names())} results are older than some of the code they measured.\n\n"
+        + _table(["what", "how it is checked", "result", "source"], rows)
     )
 
 
@@ -513,9 +523,9 @@ def _provenance(name: str) -> str:
         f"- {_state(name)}" + (f": {_some(files)}" if files else ""),
     ]
     if measured_in["uncommitted"]:
-        lines.append(f"- not committed when it was measured: {_some(measured_in['uncommitted'])}")
+        lines.append(f"- not committed at the time: {_some(measured_in['uncommitted'])}")
     if measured_in.get("migrated"):
-        lines.append("- its files were looked up in that commit later")
+        lines.append("- list of files: reconstructed from the commit")
     if all(claim.raw != name for claim in CLAIMS):
         lines.append("- not in the README")
     return "\n".join(lines)
@@ -548,11 +558,11 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 _HEAD = """\
 # Evidence
 
-Where each figure of the [README](../README.md#what-works) comes from. Written by `make evidence` from the raw files;
-`make test` fails if this page, the README's table or a page of a benchmark says anything else.
+Where each figure of the [README](../README.md#what-works) comes from. `make evidence` writes this page from the raw
+files. `make test` fails if this page, the README's table or a benchmark's page says anything else.
 
-- **current**: no file that the benchmark runs has changed since it was measured.
-- **older than n files**: these have. The figure may still hold; nobody has measured it since. Comments, docstrings and
-  formatting do not count.
-- **from an uncommitted tree**: the commit alone does not give the code that was measured.
+- **current**: no file the result depends on has changed since the measurement.
+- **older than n files**: n of these files have changed. The figure may still hold, but it has not been measured again.
+  Changes to comments, docstrings and formatting do not count.
+- **from an uncommitted tree**: the commit alone does not reproduce the measured code.
 """
