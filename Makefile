@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN = .venv/bin
 
-.PHONY: train test check bench bench-islands bench-machine bench-low-rank bench-sharded-pipeline bench-vocabulary matrix gpu docs clean
+.PHONY: train test check bench bench-islands bench-machine bench-low-rank bench-sharded-pipeline bench-vocabulary matrix gpu docs evidence stale clean
 
 train: .venv/.stamp
 	$(BIN)/atoll train configs/quickstart.toml
@@ -45,6 +45,14 @@ gpu: .venv/.stamp
 
 docs: .venv/.stamp
 	$(BIN)/python scripts/docs.py
+
+# The README's figures, docs/evidence.md and the benchmarks' pages, from the raw files; measures nothing.
+evidence: .venv/.stamp
+	$(BIN)/python benchmarks/run.py --pages
+
+# Which results are older than the code that they measured.
+stale: .venv/.stamp
+	$(BIN)/python benchmarks/run.py --stale
 
 clean:
 	rm -rf .venv build dist src/*.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

@@ -5,18 +5,22 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
+from benchmarks.provenance import ROOT, uncommitted
 
 
-def environment(*, command: Sequence[str]) -> dict[str, Any]:
-    """Machine, versions, commit, date and command; the load tells how quiet the machine was when it began."""
+def environment(*, command: Sequence[str], depends: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Machine, versions, commit, date and command; the load tells how quiet the machine was when it began.
+
+    depends: path -> digest of the files that are measured; those of the package if not given.
+    """
+    dirty = uncommitted(depends or ["src"])
     found: dict[str, Any] = {
         "cores": len(os.sched_getaffinity(0)),
         "cpu": _cpu_model(),
@@ -24,9 +28,11 @@ def environment(*, command: Sequence[str]) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "commit": _git("rev-parse", "HEAD") or "unknown",
-        "uncommitted_source": bool(_git("status", "--porcelain", "--", "src")),
+        "uncommitted_source": bool(dirty),
+        "uncommitted": dirty,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": " ".join(command),
+        **({"depends": dict(depends)} if depends else {}),
     }
     if torch.cuda.is_available():
         found |= {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda}

@@ -1,8 +1,12 @@
 """Runs the benchmarks: `make bench`, or `python benchmarks/run.py [NAME ...] [--quick]`.
 
-Each benchmark is a folder with a `bench.py`: `run(arguments) -> dict` measures, `report(result) -> str` is its table.
-The result, with where it was measured, is written to `benchmarks/<name>/results/latest.json`; a bench that has
-`publish(result, folder)` then writes its page. To add one: the folder, and its name in `BENCHMARKS` or `SLOW`.
+Each benchmark is a folder with a `bench.py`: `run(arguments) -> dict` measures, `report(result) -> str` is its page.
+The result is written to `benchmarks/<name>/results/latest.json` with where it was measured and a digest of every file
+that it depends on (`benchmarks/provenance.py`); a bench that has `publish(result, folder)` adds its pictures. To add
+one: the folder, and its name in `BENCHMARKS` or `SLOW`; to quote it in the README, a row of `benchmarks/claims.py`.
+
+    --pages    write every generated page from the raw files, without measuring (`make evidence`)
+    --stale    say which results are older than what they depend on (`make stale`)
 """
 
 from __future__ import annotations
@@ -25,6 +29,11 @@ def main() -> None:
         "names", nargs="*", metavar="NAME", help=f"by default {', '.join(BENCHMARKS)}; also {', '.join(SLOW)}"
     )
     parser.add_argument("--quick", action="store_true", help="a few small steps, to see that it runs; writes no file")
+    parser.add_argument("--pages", action="store_true", help="write the pages from the raw files; measures nothing")
+    parser.add_argument("--stale", action="store_true", help="say which results are older than their files; no more")
+    parser.add_argument(
+        "--uncommitted", action="store_true", help="measure files that are not committed; the result says so"
+    )
     arguments = parser.parse_args()
     known = (*BENCHMARKS, *SLOW)
     unknown = sorted(set(arguments.names) - set(known))
@@ -32,22 +41,53 @@ def main() -> None:
         parser.error(f"no benchmark {', '.join(unknown)}; there are {', '.join(known)}")
 
     sys.path.insert(0, str(ROOT))
+    from benchmarks import claims
+
+    if arguments.stale:
+        print(claims.states())
+    elif arguments.pages:
+        _write_pages()
+    else:
+        for name in arguments.names or BENCHMARKS:
+            _measure(name, arguments)
+        if not arguments.quick:
+            _write_pages()
+
+
+def _measure(name: str, arguments: argparse.Namespace) -> None:
+    """One benchmark and its raw file. Exits where a file that it depends on is not committed, unless that is asked "
+    "for."""
+    from benchmarks import provenance
     from benchmarks.environment import environment
 
-    for name in arguments.names or BENCHMARKS:
-        bench = importlib.import_module(f"benchmarks.{name}.bench")
-        print(f"== {name}", flush=True)
-        measured_in = environment(command=["python", "benchmarks/run.py", *sys.argv[1:]])
-        result = {**bench.run(arguments), "environment": measured_in}
-        print(bench.report(result), flush=True)
-        if arguments.quick:
-            continue
-        path = ROOT / "benchmarks" / name / "results" / "latest.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        if hasattr(bench, "publish"):
-            bench.publish(result, path.parent.parent)
-        print(f"written to {path.relative_to(ROOT)}\n", flush=True)
+    print(f"== {name}", flush=True)
+    depends = provenance.depends(name)
+    measured_in = environment(command=["python", "benchmarks/run.py", *sys.argv[1:]], depends=depends)
+    if measured_in["uncommitted"] and not (arguments.quick or arguments.uncommitted):
+        sys.exit(
+            f"{name} depends on files that are not committed: {', '.join(measured_in['uncommitted'])}\n"
+            "A result names the commit that it was measured at. Commit them, or say --uncommitted, which marks the "
+            "result."
+        )
+    bench = importlib.import_module(f"benchmarks.{name}.bench")
+    result = {**bench.run(arguments), "environment": measured_in}
+    print(bench.report(result), flush=True)
+    if arguments.quick:
+        return
+    path = ROOT / provenance.raw_path(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(f"written to {path.relative_to(ROOT)}\n", flush=True)
+
+
+def _write_pages() -> None:
+    from benchmarks import claims
+
+    for path, text in claims.wanted_pages().items():
+        if not path.is_file() or path.read_text(encoding="utf-8") != text:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+            print(f"wrote {path.relative_to(ROOT)}", flush=True)
 
 
 if __name__ == "__main__":

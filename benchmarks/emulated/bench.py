@@ -25,6 +25,7 @@ from atoll.testing import RankPool
 from benchmarks.emulated import replay
 from benchmarks.emulated.race import Chain, Record, back_to_back, race
 from benchmarks.emulated.work import OPERATION_SECONDS, Work
+from benchmarks.islands import tables
 
 ATOLL = ("1f1b", "interleaved", "zb-h1", "zb-v")
 RIVALS = {"1F1B": "1f1b", "Interleaved1F1B": "interleaved", "ZBVZeroBubble": "zb-v"}
@@ -162,34 +163,53 @@ def _chain(ranks: int, microbatches: int, *, quick: bool) -> dict[str, Any]:
 
 
 def report(result: dict[str, Any]) -> str:
-    """Every table."""
-    return "\n\n".join([*map(_table, result["races"]), *map(_chain_line, result["chains"])])
+    """The page."""
+    chains = [
+        "| ranks | microbatches | zb-h1 s | zb-h2 s, post-validated | ratio | ratio of the spans |",
+        "|--:|--:|--:|--:|--:|--:|",
+        *map(_chain_line, result["chains"]),
+    ]
+    parts = [
+        "# Schedules on an emulated device",
+        "Written by `python benchmarks/run.py emulated`. **The device is emulated**: compute sleeps, so that more "
+        "ranks than cores can run; messages, autograd, the global norm and the optimizer are real.",
+        tables.measured_in(result["environment"]) if "environment" in result else "",
+        f"F, I and W of a rank's microbatch take {result['operation_seconds'] * 1e3:g} ms each. Contenders take turns. "
+        "*over replay*: over a replay of the step's own actions, with the measured hop. *over simulation*: over "
+        "`atoll.sim` with the medians of the sleeping operations and the hop. torch is `torch.distributed.pipelining` "
+        "with its own schedules on the same blocks, batches and optimizer; it computes neither a global norm nor a sum "
+        "of losses. Gradients of the first step are compared with one process.",
+        *map(_table, result["races"]),
+        "## Ten steps back to back",
+        "\n".join(chains),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def _table(found: dict[str, Any]) -> str:
-    head = (
-        f"{found['ranks']} ranks, {found['microbatches']} microbatches, emulated device (compute sleeps), "
-        f"load {found['load'][0]}, hop {found['hop_seconds'] * 1e3:.2f} ms"
-    )
     lines = [
-        head,
-        f"{'':28}{'median ms':>10}{'fastest':>9}{'theory':>9}{'simulated':>11}{'over':>8}{'over replay':>13}",
+        f"## {found['ranks']} ranks, {found['microbatches']} microbatches",
+        "",
+        f"Load {found['load'][0]}, hop {found['hop_seconds'] * 1e3:.2f} ms.",
+        "",
+        "| | median ms | fastest | theory | simulated | over simulation | over replay |",
+        "|---|--:|--:|--:|--:|--:|--:|",
     ]
     for row in found["rows"]:
-        line = f"{row['name']:28}{row['median_seconds'] * 1e3:>10.1f}{min(row['seconds']) * 1e3:>9.1f}"
+        cells = [row["name"], f"{row['median_seconds'] * 1e3:.1f}", f"{min(row['seconds']) * 1e3:.1f}"]
         if "theory_seconds" in row:
-            line += f"{row['theory_seconds'] * 1e3:>9.1f}{row['simulated_seconds'] * 1e3:>11.1f}"
-            line += f"{row['over_simulation']:>8.2%}{row['over_replay']:>13.2%}"
-        lines.append(line)
+            cells += [f"{row['theory_seconds'] * 1e3:.1f}", f"{row['simulated_seconds'] * 1e3:.1f}"]
+            cells += [f"{row['over_simulation']:.2%}", f"{row['over_replay']:.2%}"]
+        else:
+            cells += [""] * 4
+        lines.append(f"| {' | '.join(cells)} |")
     against = ", ".join(f"{name} {ratio:.3f}" for name, ratio in found["of_torch"].items())
-    return "\n".join([*lines, f"of torch's time: {against}"])
+    return "\n".join([*lines, "", f"Of torch's time: {against}."])
 
 
 def _chain_line(found: dict[str, Any]) -> str:
     took = {name: median(values) for name, values in found["seconds"].items()}
     return (
-        f"{found['steps']} steps back to back, {found['ranks']} ranks, {found['microbatches']} microbatches, load "
-        f"{found['load'][0]}: zb-h1 {took['zb-h1']:.3f} s, zb-h2 post-validated {took['zb-h2']:.3f} s "
-        f"(spans say {found['predicted_seconds']['zb-h1']:.3f} and {found['predicted_seconds']['zb-h2']:.3f}); "
-        f"ratio {found['ratio']:.4f}, spans say {found['predicted_ratio']:.4f} ({found['over_prediction']:+.2%})"
+        f"| {found['ranks']} | {found['microbatches']} | {took['zb-h1']:.3f} | {took['zb-h2']:.3f} "
+        f"| {found['ratio']:.3f} | {found['predicted_ratio']:.3f} |"
     )

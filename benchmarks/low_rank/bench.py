@@ -11,7 +11,6 @@ import argparse
 import signal
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from benchmarks.islands import tables
@@ -83,8 +82,3 @@ def report(result: Mapping[str, Any]) -> str:
             lines.append(f"| {name} | {row['median_seconds']:.3f} | {times:.2f} | {across:.2f} |")
         parts.append("\n".join(lines))
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def publish(result: Mapping[str, Any], folder: Path) -> None:
-    """Write the page beside the raw result."""
-    (folder / "README.md").write_text(report(result), encoding="utf-8")

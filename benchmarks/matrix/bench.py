@@ -17,7 +17,6 @@ from typing import Any
 
 from atoll.testing.matrix import FACTORS, MODELS, OTHERS, Choice, case_of, name_of, whole
 from atoll.testing.parity import measure_parity
-from benchmarks.environment import ROOT
 from benchmarks.islands.tables import grid, measured_in
 
 TOLERANCE = 1e-10
@@ -27,7 +26,8 @@ EACH = 601
 TABLES = (("schedule", "layout"), ("model", "recompute, tp"))
 """What goes down and what across, as `_names` has it."""
 
-DONE = ROOT / "benchmarks" / "matrix" / "results" / "cases.jsonl"
+HERE = Path(__file__).parent
+DONE = HERE / "results" / "cases.jsonl"
 """The source's tree as git names it, then a line a case."""
 
 
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 def report(result: Mapping[str, Any]) -> str:
     """The tables, and what they were made of."""
     problems = "".join(f"- {problem}\n" for problem in result["problems"])
-    return _PAGE.format(
+    page = _PAGE.format(
         tables="\n".join(_table(counts) for counts in result["tables"]),
         problems=f"\n{problems}" if problems else "",
         models=", ".join(MODELS),
@@ -67,12 +67,7 @@ def report(result: Mapping[str, Any]) -> str:
         minutes=result["seconds"] / 60,
         **{key: result[key] for key in ("cases", "right", "worst")},
     )
-
-
-def publish(result: Mapping[str, Any], folder: Path) -> None:
-    """Write the page beside the raw result."""
-    text = report(result) + "\n" + measured_in(result["environment"])
-    (folder / "README.md").write_text(text, encoding="utf-8")
+    return f"{page}\n{measured_in(result['environment'])}\n" if "environment" in result else page
 
 
 def _judge(choice: Choice) -> dict[str, Any]:
@@ -117,7 +112,7 @@ def _source() -> str:
 
 
 def _git(*words: str) -> str:
-    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(["git", *words], cwd=HERE, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def _done(source: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -17,6 +17,7 @@ from statistics import median
 from typing import Any
 
 from atoll.testing import run_ranks
+from benchmarks.islands import tables
 from benchmarks.overhead import contenders
 from benchmarks.overhead.contenders import Contender, Job, Timing, alternate
 
@@ -76,22 +77,33 @@ def compare(atoll: Timing, rival: Timing) -> dict[str, float]:
 
 
 def report(result: dict[str, Any]) -> str:
-    """The table."""
-    lines = [f"{'':28}{'ranks':>6}{'median s':>10}{'fastest s':>10}{'last loss':>11}"]
-    lines += [
-        f"{row['name']:28}{row['ranks']:>6}{row['median_seconds']:>10.4f}{min(row['seconds']):>10.4f}{row['loss']:>11.5f}"
+    """The page."""
+    job = result["job"]
+    rows = [
+        f"| {row['name']} | {row['ranks']} | {row['median_seconds']:.3f} | {min(row['seconds']):.3f} "
+        f"| {row['loss']:.5f} |"
         for row in result["rows"]
     ]
-    lines += [
-        "",
-        f"{'ratio of seconds':28}{'median':>8}{'of medians':>12}{'of minima':>11}{'cpu':>8}{'losses differ':>15}",
-    ]
-    lines += [
-        f"{title:28}{ratio['median']:>8.3f}{ratio['of_medians']:>12.3f}{ratio['of_minima']:>11.3f}{ratio['cpu']:>8.3f}"
-        f"{ratio['largest_loss_difference']:>10.1e}"
+    ratios = [
+        f"| {title} | {ratio['median']:.3f} | {ratio['of_medians']:.3f} | {ratio['of_minima']:.3f} "
+        f"| {ratio['cpu']:.3f} | {ratio['largest_loss_difference']:.0e} |"
         for title, ratio in result["ratios"].items()
     ]
-    return "\n".join(lines)
+    parts = [
+        "# Overhead",
+        "Written by `python benchmarks/run.py overhead`. Seconds a step of Atoll and of plain PyTorch on the same "
+        "job, in one process and on two ranks of one machine.",
+        tables.measured_in(result["environment"]) if "environment" in result else "",
+        f"A decoder of {job['layers']} layers, hidden size {job['hidden']}, {job['microbatches']} microbatches of "
+        f"{job['microbatch']} × {job['sequence']} tokens, fp32, one thread a rank. Steps of both alternate. *median* "
+        "is the median of each round's ratio (Atoll / plain PyTorch; below 1, Atoll is faster); *cpu* is that of the "
+        "processor seconds of all ranks.",
+        "\n".join(["| contender | ranks | median s | fastest s | last loss |", "|---|--:|--:|--:|--:|", *rows]),
+        "\n".join(
+            ["| ratio | median | of medians | of minima | cpu | losses differ |", "|---|--:|--:|--:|--:|--:|", *ratios]
+        ),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def _together(timings: Sequence[Timing]) -> Timing:

@@ -16,6 +16,7 @@ from atoll.layouts import ALL, EFFECTIVE
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, reference, train, worst_difference
 from atoll.testing.tiny import TinyConfig
+from benchmarks.islands import tables
 
 EVERYTHING = TinyConfig.everything()
 DEEPER = replace(EVERYTHING, layers=8)
@@ -83,5 +84,17 @@ def _measure_resume(name: str, few: slice) -> dict[str, Any]:
 
 
 def report(result: dict[str, Any]) -> str:
-    rows = [f"{row['name']:<50} {row['cases']:>4} cases  {row['largest_difference']:.2g}" for row in result["rows"]]
-    return "\n".join(rows)
+    """The page."""
+    rows = [
+        f"| {row['name']} | {row['cases']} | {row['largest_difference']:.1e} | {row['where']} |"
+        for row in result["rows"]
+    ]
+    parts = [
+        "# Parity with one process",
+        "Written by `python benchmarks/run.py parity`. The cases of the tests in float64, beside plain PyTorch in one "
+        "process: three steps of AdamW with clipping, and the ten steps after each resume. A difference is max|a-b| / "
+        "max(1e-2, max|b|) of a tensor, the loss or the gradient norm.",
+        tables.measured_in(result["environment"]) if "environment" in result else "",
+        "\n".join(["| cases | how many | largest difference | where |", "|---|--:|--:|---|", *rows]),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"

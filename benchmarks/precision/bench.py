@@ -32,6 +32,7 @@ from atoll.plan import MeshShape, Plan
 from atoll.runtime.engine import Engine
 from atoll.runtime.sharding.optimizer import decay_matrices
 from atoll.testing import run_ranks
+from benchmarks.islands import tables
 
 ALLOWED = 0.02
 WINDOW = 10
@@ -190,19 +191,37 @@ def samples(job: Job, tokens: NDArray[np.int64], step: int, rank: int) -> dict[s
 
 
 def report(result: dict[str, Any]) -> str:
-    """The table: losses every tenth of the way, then the differences."""
-    names = [row["name"] for row in result["rows"]]
+    """The page: the differences, then losses every tenth of the way."""
+    job, names = result["job"], [row["name"] for row in result["rows"]]
     columns = [row["losses"] for row in result["rows"]]
     stride = max(1, len(columns[0]) // 10)
-    lines = [f"{'step':>6}" + "".join(f"{name:>22}" for name in names)]
-    lines += [
-        f"{at + 1:>6}" + "".join(f"{losses[at]:>22.4f}" for losses in columns)
+    losses = [
+        f"| {at + 1} | " + " | ".join(f"{column[at]:.4f}" for column in columns) + " |"
         for at in [0, *range(stride - 1, len(columns[0]), stride)]
     ]
-    lines += ["", f"{'differs from fp32 by at most':30}{'ten steps':>12}{'a step':>10}{'steps > 2 %':>13}{'all':>9}"]
-    lines += [
-        f"{name:30}{found['largest_of_ten_steps']:>12.2%}{found['largest_of_a_step']:>10.2%}"
-        f"{found['steps_beyond_allowed']:>13}{found['all_steps']:>9.2%}"
-        for name, found in result["differences"].items()
+    found = [
+        f"| {name} | {each['largest_of_ten_steps']:.2%} | {each['largest_of_a_step']:.2%} "
+        f"| {each['steps_beyond_allowed']} | {each['all_steps']:.2%} |"
+        for name, each in result["differences"].items()
     ]
-    return "\n".join(lines)
+    parts = [
+        "# bf16 with an fp32 master",
+        "Written by `python benchmarks/run.py precision`. The same steps on real text in bf16 and in fp32.",
+        tables.measured_in(result["environment"]) if "environment" in result else "",
+        f"A decoder of {job['layers']} layers, hidden size {job['hidden']}, {job['steps']} steps on the source text "
+        f"of the standard library, layout {job['layout']} on {job['intra']} ranks. Two controls say how much of a "
+        "difference is training's own: *rounded start* is fp32 from initial values that were rounded to bf16 once, "
+        "*torch autocast* is plain PyTorch in one process.",
+        "## Relative difference from fp32's loss",
+        "\n".join(
+            [
+                f"| | largest, means of ten steps | largest of a step | steps beyond {result['allowed']:.0%} "
+                "| mean of all steps |",
+                "|---|--:|--:|--:|--:|",
+                *found,
+            ]
+        ),
+        "## Losses",
+        "\n".join([f"| step | {' | '.join(names)} |", "|--:|" + "--:|" * len(names), *losses]),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"

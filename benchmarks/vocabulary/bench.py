@@ -15,7 +15,6 @@ import argparse
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -183,8 +182,3 @@ def _ratios(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         ]
         found.append(f"- {split['schedule']}: {', '.join(parts)}")
     return found
-
-
-def publish(result: Mapping[str, Any], folder: Path) -> None:
-    """Write the page beside the raw result."""
-    (folder / "README.md").write_text(report(result), encoding="utf-8")

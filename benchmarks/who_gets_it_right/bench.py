@@ -23,7 +23,6 @@ from typing import Any
 
 from atoll.layouts import EFFECTIVE
 from atoll.testing import RankPool
-from benchmarks.environment import ROOT
 from benchmarks.islands.contenders import has_deepspeed
 from benchmarks.islands.tables import grid, measured_in
 from benchmarks.who_gets_it_right.contenders import ALONE, ATOLL, SHARDINGS
@@ -31,6 +30,7 @@ from benchmarks.who_gets_it_right.verdict import TOLERANCE, judge
 from benchmarks.who_gets_it_right.work import Work
 
 SYSTEMS = (*(f"torch {name}" for name in SHARDINGS), *(f"atoll {layout}" for layout in ("NNN", "NNG", "NGG", "GGG")))
+BUILD = Path(__file__).parents[2] / "build"
 STAGES = ((0, "float64"), (0, "float32"), (1, "float32"), (2, "float32"), (3, "float32"))
 """ZeRO's stages and what they are tried in."""
 
@@ -76,7 +76,7 @@ def _deepspeed(work: Work) -> list[dict[str, Any]]:
         print("DeepSpeed is not installed (pip install -e '.[bench]'): its rows are left out", flush=True)
         return []
     rows = []
-    folders = {path.name.removeprefix("deepspeed-"): [str(path)] for path in (ROOT / "build").glob("deepspeed-*")}
+    folders = {path.name.removeprefix("deepspeed-"): [str(path)] for path in BUILD.glob("deepspeed-*")}
     for name, first in ({version("deepspeed"): []} | folders).items():
         for stage, dtype in STAGES:
             with _searched(first), RankPool() as pool:
@@ -153,11 +153,6 @@ def report(result: Mapping[str, Any]) -> str:
         f"## In their own words\n\n{words}" if words else "",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def publish(result: Mapping[str, Any], folder: Path) -> None:
-    """Write the page beside the raw result."""
-    (folder / "README.md").write_text(report(result), encoding="utf-8")
 
 
 def _label(row: str) -> str:

@@ -1,0 +1,568 @@
+"""What the README says that works, and the raw file or the test that each row stands on.
+
+A `Claim` is a row. Its figures are taken from a raw file each time that the pages are written, so that no page can say
+anything else. `make evidence` writes them; a test compares. To add a row: a `Claim` in `CLAIMS`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from atoll.testing.families import CAUSAL, MASKED
+from benchmarks.provenance import ROOT, Raw, changed, load, raw_path
+
+PART = re.compile(r"(<!-- evidence -->\n).*?(<!-- end -->)", re.DOTALL)
+"""The part of the README that is written here."""
+
+MOST_FILES = 5
+"""Named of those that have changed since."""
+
+Figures = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """A row of the README: what works, how that is checked, what came out.
+
+    `how` and `result` have places for what `figures` finds in the raw file of the benchmark `raw`. A claim without one
+    is held by tests, which are named instead; it states no measured figure.
+    """
+
+    what: str
+    how: str
+    result: str
+    raw: str = ""
+    figures: Callable[[Raw], Figures] = lambda raw: {}
+    tests: Sequence[str] = ()
+
+    def row(self) -> list[str]:
+        """The cells, with the figures in their places."""
+        found = self.figures(load(self.raw) if self.raw else {})
+        if self.raw:
+            source = f"[measured](docs/evidence.md#{self.raw})"
+        else:
+            source = ", ".join(f"[test]({path})" for path in self.tests)
+        cells = [self.what, self.how.format(**found), self.result.format(**found), source]
+        return [re.sub(r"(\d)%", r"\1 %", cell) for cell in cells]
+
+
+# ---- what is taken from the raw files
+
+
+def to(values: Iterable[float], form: str) -> str:
+    """The smallest and the largest of some values."""
+    ends = [format(end(kept), form) for kept in [list(values)] for end in (min, max)]
+    return ends[0] if ends[0] == ends[1] else " to ".join(ends)
+
+
+def seconds(rows: Iterable[Raw]) -> dict[str, float]:
+    """Contender -> median seconds of a step."""
+    return {row["name"]: row["median_seconds"] for row in rows}
+
+
+def fastest(rows: Iterable[Raw], *, name: str = "", is_ours: bool | None = None) -> Raw:
+    """The row with the least seconds of those whose name begins so, or that are ours, or a peer's."""
+    found = [row for row in rows if row["name"].startswith(name) and is_ours in (None, _is_ours(row))]
+    return min(found, key=lambda row: row["median_seconds"])
+
+
+def _is_ours(row: Raw) -> bool:
+    return bool(row.get("is_ours", row["name"].startswith("atoll")))
+
+
+def costs(row: Raw) -> str:
+    """Seconds, and the peak that a rank has allocated."""
+    return f"{row['median_seconds']:.2f} s ({row['peak_bytes'] / 1e6:.0f} MB)"
+
+
+def parity(at: int) -> Callable[[Raw], Figures]:
+    return lambda raw: {"worst": raw["rows"][at]["largest_difference"], "cases": raw["rows"][at]["cases"]}
+
+
+def precision(raw: Raw) -> Figures:
+    found = raw["differences"]
+    return {
+        "ten": found["bf16"]["largest_of_ten_steps"],
+        "all": found["bf16"]["all_steps"],
+        "their_ten": found["torch autocast"]["largest_of_ten_steps"],
+        "their_all": found["torch autocast"]["all_steps"],
+        "steps": raw["job"]["steps"],
+    }
+
+
+def automatic(raw: Raw) -> Figures:
+    rows, small = raw["rows"], raw["small"]
+    return {
+        "instances": len(rows),
+        "ranks": to((row["ranks"] for row in rows), "d"),
+        "median": median(row["over_bound"] for row in rows),
+        "worst": max(row["over_bound"] for row in rows),
+        "small": len(small),
+        "optimum": max(row["over_optimum"] for row in small),
+        "tight": len(raw["first_rank_at_three_quarters"]),
+        "tight_worst": max(row["over_bound"] for row in raw["first_rank_at_three_quarters"]),
+    }
+
+
+def emulated(raw: Raw) -> Figures:
+    mine = [row for race in raw["races"] for row in race["rows"] if "over_replay" in row]
+    four, eight = (chain for chain in raw["chains"])
+    return {
+        "replay": to((100 * row["over_replay"] for row in mine), ".1f"),
+        "simulation": to((100 * row["over_simulation"] for row in mine), ".1f"),
+        **{name.replace("-", ""): to((race["of_torch"][name] for race in raw["races"]), ".2f")
+           for name in ("1f1b", "interleaved", "zb-v")},
+        "four": four["ratio"], "four_said": four["predicted_ratio"],
+        "eight": eight["ratio"], "eight_said": eight["predicted_ratio"],
+    }  # fmt: skip
+
+
+def two_islands(raw: Raw) -> Figures:
+    rows = raw["rows"]
+    took = seconds(rows)
+    across = {row["name"]: row["inter_bytes"] / 1e6 for row in rows}
+    quick = next(each["rows"] for each in raw["other_rates"] if each["bounds"]["bits_a_second"] == 2e9)
+    return {
+        "contenders": len(rows),
+        "microbatches": raw["work"]["microbatches"],
+        **{who: costs(fastest(rows, name=who)) for who in ("atoll", "fsdp2", "ddp", "deepspeed")},
+        "plain": costs(fastest((row for row in rows if "breadth" not in row["name"]), is_ours=True)),
+        **{f"quick_{who}": costs(fastest(quick, name=who)) for who in ("atoll", "fsdp2", "ddp", "deepspeed")},
+        "ggg": took["atoll-GGG"], "full": took["fsdp2-full"], "zero3": took["deepspeed-zero3"],
+        "ggg_mb": across["atoll-GGG"], "full_mb": across["fsdp2-full"], "zero3_mb": across["deepspeed-zero3"],
+        "peak": max(abs(row["peak_bytes"] / row["foretold_peak_bytes"] - 1) for row in raw["layout_bytes"].values()),
+        "layouts": len(raw["layout_bytes"]),
+    }  # fmt: skip
+
+
+def one_machine(raw: Raw) -> Figures:
+    by_ranks = [seconds(row for row in raw["rows"] if row["ranks"] == ranks) for ranks in (2, 4)]
+    pairs = {
+        "ddp": ("atoll-NNN", "ddp"),
+        "kept": ("atoll-NNG", "fsdp2-noreshard-nosync-kept"),
+        "full": ("atoll-GGG", "fsdp2-full"),
+        "zero1": ("atoll-NNG", "deepspeed-zero1"),
+        "zero3": ("atoll-GGG", "deepspeed-zero3"),
+    }
+    return {name: to((each[mine] / each[peer] for each in by_ranks), ".2f") for name, (mine, peer) in pairs.items()}
+
+
+def low_rank(raw: Raw) -> Figures:
+    races = [seconds(race["rows"]) for race in raw["races"]]
+    return {
+        "rates": " and ".join(f"{race['bits_a_second'] / 1e6:g}" for race in raw["races"]),
+        **{name: " and ".join(f"{race[f'atoll-{name}']:.2f}" for race in races) for name in ("ING", "NNG", "GGG")},
+    }
+
+
+def vocabulary(raw: Raw) -> Figures:
+    rows = {(row["schedule"], row["name"]): row for row in raw["rows"]}
+    split = [row for (_, name), row in rows.items() if name == "vocabulary split"]
+
+    def against(other: str, key: str, *, inverse: bool = False) -> Iterable[float]:
+        ratios = [rows[row["schedule"], other][key] / row[key] for row in split]
+        return [1 / each for each in ratios] if inverse else ratios
+
+    return {
+        "even": to(against("layers even", "median_seconds"), ".2f"),
+        "cost": to(against("layers by cost", "median_seconds"), ".2f"),
+        "even_bytes": to(against("layers even", "largest_bytes", inverse=True), ".2f"),
+        "cost_bytes": to(against("layers by cost", "largest_bytes", inverse=True), ".2f"),
+        "over": max(row["over_simulation"] for row in raw["rows"]),
+    }
+
+
+def sharded_pipeline(raw: Raw) -> Figures:
+    hidden, limited = raw["races"]["hidden"], raw["races"]["limited"]
+    unit = hidden["rows"]["atoll 1f1b, GGG, unit"]
+    rows = limited["rows"]
+    best = min((name for name in rows if name.startswith("torch")), key=lambda name: rows[name]["median_seconds"])
+
+    def took(name: str) -> str:
+        return f"{rows[name]['median_seconds']:.2f} s ({median(rows[name]['bytes']) / 1e6:.0f} MB)"
+
+    return {
+        "layers": raw["work"]["layers"],
+        "over": hidden["ratios"]["atoll 1f1b, GGG, unit"] - 1,
+        "gathers": median(unit["gather"]),
+        "reductions": median(unit["reduce"]),
+        "breadth": took("atoll breadth-first, GGG, run"),
+        "unit": took("atoll 1f1b, GGG, unit"),
+        "torch": took(best),
+        "torch_name": best.removeprefix("torch "),
+    }
+
+
+def who(raw: Raw) -> Figures:
+    atoll = [row for row in (*raw["matrix"], *raw["layouts"]) if row["system"].startswith("atoll")]
+    resharded = [row for row in raw["matrix"] if row["system"] == "torch FSDP2, resharded"]
+    wrong = [row for row in resharded if row["verdict"] == "wrong"]
+    kept = [row for row in raw["matrix"] if row["system"] == "torch FSDP2, kept"]
+    return {
+        "right": sum(row["verdict"] == "right" for row in atoll),
+        "cases": len(atoll),
+        "wrong": len(wrong),
+        "resharded": len(resharded),
+        "off": to((100 * row["off"] for row in wrong), ".0f"),
+        "kept": sum(row["verdict"] == "right" for row in kept),
+        "of_kept": len(kept),
+    }
+
+
+def matrix(raw: Raw) -> Figures:
+    return {key: raw[key] for key in ("cases", "right", "worst")} | {"hours": raw["seconds"] / 3600}
+
+
+FLOAT64 = "largest difference {worst:.0e}"
+RUNTIME = "tests/runtime"
+
+CLAIMS = (
+    Claim(
+        what="same loss, gradient norm and parameters as one process, in float64",
+        how="{cases} cases: 27 layouts on 1×1, 1×2, 2×1 and 2×2 ranks",
+        result=FLOAT64,
+        raw="parity",
+        figures=parity(0),
+    ),
+    Claim(
+        what="— in a pipeline",
+        how="{cases} cases: 14 effective layouts, GPipe and 1F1B, a pipeline of 2 on 2×2 ranks",
+        result=FLOAT64,
+        raw="parity",
+        figures=parity(1),
+    ),
+    Claim(
+        what="— every schedule of [the catalogue](docs/schedules.md)",
+        how="{cases} cases: pipelines of 2 and 4; NNN, NNG and GGG",
+        result=FLOAT64,
+        raw="parity",
+        figures=parity(2),
+    ),
+    Claim(
+        what="— resumed on another layout, pipeline or world size",
+        how="{cases} pairs, the ten steps after the resume",
+        result=FLOAT64,
+        raw="parity",
+        figures=parity(3),
+    ),
+    Claim(
+        what="— every schedule × layout × tensor parallelism × recompute × kind of model",
+        how="`make matrix`: {cases} runs in {hours:.1f} hours: [table](benchmarks/matrix/README.md)",
+        result="{right} of {cases} within 1e-10, largest difference {worst:.1e}",
+        raw="matrix",
+        figures=matrix,
+    ),
+    Claim(
+        what="— any two settings together, with residency, reduction, unit and split vocabulary",
+        how="a sample in which each pair of values meets, in every `make test`",
+        result="within 1e-10",
+        tests=[f"{RUNTIME}/test_matrix.py"],
+    ),
+    Claim(
+        what="Hugging Face models train like the unsplit ones",
+        how="{families} families of tiny random models, pipeline 2 × IIG and, but for one, pipeline 2 × tensor 2, in "
+        "float64",
+        result="within 1e-10; 1e-5 where a model computes in fp32",
+        figures=lambda _: {"families": len(CAUSAL) + len(MASKED)},
+        tests=[f"{RUNTIME}/test_families.py"],
+    ),
+    Claim(
+        what="— import, export",
+        how="folders in and out",
+        result="equal to the last bit",
+        tests=[f"{RUNTIME}/test_interchange.py"],
+    ),
+    Claim(
+        what="memory at rest and traffic are as predicted",
+        how="bytes held: 27 layouts, fp32 and bf16; bytes sent: 14 effective layouts on 2×2 ranks",
+        result="equal to the byte",
+        tests=[f"{RUNTIME}/test_memory_and_traffic.py"],
+    ),
+    Claim(
+        what="peak memory is as predicted",
+        how="the C library's allocator on all threads, {layouts} layouts on 2×2 ranks",
+        result="largest difference {peak:.1%}",
+        raw="two_islands",
+        figures=two_islands,
+    ),
+    Claim(
+        what="prefetch, overlap and shared memory change no bit",
+        how="sharded layouts under 1F1B and ZB-V; paths that change from step to step",
+        result="equal to the last bit",
+        tests=[f"{RUNTIME}/test_overlap.py", f"{RUNTIME}/test_shared_memory.py"],
+    ),
+    Claim(
+        what="a post-validated optimizer step gives what waiting gives",
+        how="14 layouts, every schedule, fp16, bf16, fp32; steps taken back; inf and NaN at chosen stages",
+        result="equal to the last bit",
+        tests=[f"{RUNTIME}/test_post_validation.py"],
+    ),
+    Claim(
+        what="bf16 with an fp32 master follows fp32",
+        how="{steps} steps of a small decoder on real text, loss against fp32",
+        result="means of ten steps differ by up to {ten:.2%}, the mean of all by {all:.2%}; torch's autocast on the "
+        "same job {their_ten:.2%} and {their_all:.2%}",
+        raw="precision",
+        figures=precision,
+    ),
+    Claim(
+        what="the simulator agrees with published bubble rates",
+        how="profiled costs of the Zero Bubble paper: 1F1B, ZB-H1, ZB-H2, interleaved",
+        result="equal to 4 digits",
+        tests=["tests/test_sim.py", "tests/schedules/test_published.py"],
+    ),
+    Claim(
+        what="automatic schedules are near a lower bound",
+        how="{instances} random instances, {ranks} ranks, limits that differ by rank, simulated. The search starts "
+        "from the fixed schedules, so it is never worse than one that fits",
+        result="median {median:.3f} of the bound, worst {worst:.2f}; on {small} small instances at most {optimum:.2f} "
+        "of an exact solver's result",
+        raw="schedules",
+        figures=automatic,
+    ),
+    Claim(
+        what="— with room for 0.75 p microbatches on the first rank",
+        how="{tight} random instances with unequal stages",
+        result="at most {tight_worst:.3f} of the bound",
+        raw="schedules",
+        figures=automatic,
+    ),
+    Claim(
+        what="schedules lose little between their actions",
+        how="1F1B, interleaved, ZB-H1 and ZB-V on an **emulated device** (compute sleeps, messages are real), 4 and 8 "
+        "ranks on two cores",
+        result="{replay} % over a replay of the measured actions; {simulation} % over a simulation with measured costs",
+        raw="emulated",
+        figures=emulated,
+    ),
+    Claim(
+        what="— beside torch's own runtime",
+        how="the same emulated device, `torch.distributed.pipelining` with the same schedules, gradients compared",
+        result="of its time: 1F1B {1f1b}, interleaved {interleaved}, ZB-V {zbv}",
+        raw="emulated",
+        figures=emulated,
+    ),
+    Claim(
+        what="— ZB-H2 with post-validation beside ZB-H1",
+        how="ten steps back to back on the same emulated device",
+        result="of its time: {four:.3f} on 4 ranks (simulated {four_said:.3f}), {eight:.3f} on 8 ({eight_said:.3f})",
+        raw="emulated",
+        figures=emulated,
+    ),
+    Claim(
+        what="one machine, 2 and 4 ranks on two cores",
+        how="beside FSDP2, DeepSpeed and DDP: [page](benchmarks/one_machine/README.md). Atoll's ranks read each "
+        "other's memory; the peers' gloo uses the loopback, and its reduce-scatter sends the bytes of an all-reduce",
+        result="of the peer's time: NNN {ddp} of DDP; NNG {kept} of FSDP2 kept whole and reduced once, {zero1} of "
+        "ZeRO-1; GGG {full} of FSDP2's full shard, {zero3} of ZeRO-3",
+        raw="one_machine",
+        figures=one_machine,
+    ),
+    Claim(
+        what="two islands of two ranks, 400 Mbit/s between them (**emulated network**)",
+        how="{contenders} contenders in turns, losses compared, beside peers that accumulate the same {microbatches} "
+        "microbatches: [page](benchmarks/two_islands/README.md). gloo's reduce-scatter sends the bytes of an "
+        "all-reduce, and FSDP2 on CPUs cannot overlap its reductions",
+        result="fastest setting of each that was found, a step and a rank's peak: Atoll {atoll}, without breadth-first "
+        "{plain}; FSDP2 {fsdp2}, DDP {ddp}, DeepSpeed {deepspeed}; at 2 Gbit/s {quick_atoll}, {quick_fsdp2}, "
+        "{quick_ddp} and {quick_deepspeed}",
+        raw="two_islands",
+        figures=two_islands,
+    ),
+    Claim(
+        what="— everything sharded over all ranks, gathered and reduced each microbatch",
+        how="GGG, FSDP2's full shard and ZeRO-3 in the same run, with what crosses the link",
+        result="GGG {ggg:.1f} s ({ggg_mb:.0f} MB), FSDP2 {full:.1f} s ({full_mb:.0f} MB), ZeRO-3 {zero3:.1f} s "
+        "({zero3_mb:.0f} MB)",
+        raw="two_islands",
+        figures=two_islands,
+    ),
+    Claim(
+        what="low-rank adapters on two islands (**emulated network**)",
+        how="a frozen model whole on each rank (NNG), sharded inside each island (ING) or over all ranks (GGG), at "
+        "{rates} Mbit/s: [page](benchmarks/low_rank/README.md)",
+        result="NNG {NNG} s a step, ING {ING} s, GGG {GGG} s: NNG is the fastest where the model fits, ING where it "
+        "does not",
+        raw="low_rank",
+        figures=low_rank,
+    ),
+    Claim(
+        what="sharded parameters in a pipeline (**emulated device and link**)",
+        how="{layers} layers on 4 × 2 ranks, GGG; the link needs half of the time of compute: "
+        "[page](benchmarks/sharded_pipeline/README.md)",
+        result="{over:.1%} slower than NNN; {gathers:.0%} of gathers and {reductions:.0%} of reductions are hidden",
+        raw="sharded_pipeline",
+        figures=sharded_pipeline,
+    ),
+    Claim(
+        what="— on a link that needs twice the time of compute",
+        how="beside torch's pipelining with FSDP2, the fastest of its three schedules, with what crosses the link",
+        result="breadth-first with residency `run` {breadth} a step, torch's {torch_name} {torch}, 1F1B with residency "
+        "`unit` {unit}",
+        raw="sharded_pipeline",
+        figures=sharded_pipeline,
+    ),
+    Claim(
+        what="a head of twice a rank's layers, split over 4 pipeline ranks (**emulated device**)",
+        how="1F1B, ZB-H1 and ZB-H2: [page](benchmarks/vocabulary/README.md)",
+        result="{even} times as fast as layers spread evenly, {cost} times as layers spread by cost; the fullest rank "
+        "holds {even_bytes} and {cost_bytes} of the bytes; at most {over:.1%} over the simulation",
+        raw="vocabulary",
+        figures=vocabulary,
+    ),
+    Claim(
+        what="— trains like one process",
+        how="every schedule, layouts, pipelines of 2, 3 and 4, and families of transformers, in float64",
+        result="within 1e-10; 1e-5 where a model computes in fp32",
+        tests=[f"{RUNTIME}/test_vocabulary.py", f"{RUNTIME}/test_families.py"],
+    ),
+    Claim(
+        what="right gradients where a pipeline meets sharding",
+        how="torch's schedules with FSDP2 and DDP, DeepSpeed's pipeline with ZeRO, by one judge: "
+        "[page](benchmarks/who_gets_it_right/README.md)",
+        result="Atoll right in {right} of {cases}; FSDP2 right in {kept} of {of_kept} if parameters stay gathered; if "
+        "resharded, wrong in {wrong} of {resharded}, by {off} % and without an error, under split backwards",
+        raw="who_gets_it_right",
+        figures=who,
+    ),
+)
+
+
+# ---- the pages
+
+
+def wanted_pages() -> dict[Path, str]:
+    """Every page that is written from raw files, as it should be."""
+    pages: dict[Path, str] = {}
+    for name in raw_names():
+        bench, folder = importlib.import_module(f"benchmarks.{name}.bench"), ROOT / "benchmarks" / name
+        if hasattr(bench, "publish"):
+            pages |= {folder / path: text for path, text in _published(bench.publish, load(name)).items()}
+        pages[folder / "README.md"] = bench.report(load(name))
+    readme = ROOT / "README.md"
+    pages[readme] = PART.sub(lambda part: f"{part[1]}{what_works()}{part[2]}", readme.read_text(encoding="utf-8"))
+    pages[ROOT / "docs" / "evidence.md"] = evidence()
+    return pages
+
+
+def _published(publish: Callable[[Raw, Path], None], raw: Raw) -> dict[str, str]:
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "results").mkdir()
+        publish(raw, folder)
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        return {path.relative_to(folder).as_posix(): path.read_text(encoding="utf-8") for path in files}
+
+
+def raw_names() -> list[str]:
+    """The benchmarks that have a result."""
+    return sorted(path.parts[-3] for path in ROOT.glob("benchmarks/*/results/latest.json") if path.parts[-3] != "gpu")
+
+
+def what_works() -> str:
+    """The README's table."""
+    older = [name for name in raw_names() if not is_current(name)]
+    rows = [claim.row() for claim in CLAIMS]
+    return (
+        "Each row is checked by a test or taken from a raw measurement. [Evidence](docs/evidence.md) lists the raw "
+        "file, command,\ncommit and date of every figure. "
+        f"{len(older)} of {len(raw_names())} results are older than some of the code they measured.\n\n"
+        + _table(["what", "how it is checked", "result", "source"], rows)
+    )
+
+
+def evidence() -> str:
+    """The page: where each figure comes from, and how old it is."""
+    rows = []
+    for name in raw_names():
+        measured_in = load(name)["environment"]
+        link = f"[{name}](#{name})"
+        rows.append([link, measured_in["date"][:10], f"`{measured_in['commit'][:8]}`", _state(name)])
+    parts = [_HEAD, _table(["result", "measured", "commit", "state"], rows)]
+    for name in raw_names():
+        parts += [f"## {name}", _provenance(name), _sentences(claim for claim in CLAIMS if claim.raw == name)]
+    parts += ["## Held by tests", _sentences(claim for claim in CLAIMS if not claim.raw)]
+    return "\n\n".join(part.strip() for part in parts if part) + "\n"
+
+
+def states() -> str:
+    """A line a result: current, or older than which files."""
+    return "\n".join(f"{name:20}{_state(name)}" for name in raw_names())
+
+
+def is_current(name: str) -> bool:
+    """Whether a result is of the files as they are now."""
+    return _state(name) == "current"
+
+
+@cache
+def _state(name: str) -> str:
+    measured_in = load(name)["environment"]
+    files = changed(measured_in["depends"])
+    state = f"older than {len(files)} of {len(measured_in['depends'])} files" if files else "current"
+    return f"from an uncommitted tree; {state}" if measured_in["uncommitted"] else state
+
+
+def _provenance(name: str) -> str:
+    """Everything about where a result was measured, and which files have changed since."""
+    measured_in = load(name)["environment"]
+    files = changed(measured_in["depends"])
+    date, time = measured_in["date"][:16].split("T")
+    lines = [
+        f"- [raw file](../{raw_path(name)}), [page](../benchmarks/{name}/README.md), `{measured_in['command']}`",
+        f"- {date} {time} UTC, commit `{measured_in['commit'][:12]}`, torch {measured_in['torch']}, "
+        f"{measured_in['cores']} cores of {measured_in['cpu']}",
+        f"- {_state(name)}" + (f": {_some(files)}" if files else ""),
+    ]
+    if measured_in["uncommitted"]:
+        lines.append(f"- not committed at the time: {_some(measured_in['uncommitted'])}")
+    if measured_in.get("migrated"):
+        lines.append("- list of files: reconstructed from the commit")
+    if all(claim.raw != name for claim in CLAIMS):
+        lines.append("- not in the README")
+    return "\n".join(lines)
+
+
+def _some(paths: Sequence[str]) -> str:
+    more = len(paths) - MOST_FILES
+    return ", ".join(f"`{path}`" for path in paths[:MOST_FILES]) + (f" and {more} more" if more > 0 else "")
+
+
+def _sentences(claims: Iterable[Claim]) -> str:
+    """The claims as a table whose links start at `docs`; what continues another row says so."""
+    rows = [[_in_full(claim), *claim.row()[1:]] for claim in claims]
+    text = _table(["what", "how it is checked", "result", "source"], rows) if rows else ""
+    return re.sub(r"\]\((docs/)?", lambda link: "](" if link[1] else "](../", text)
+
+
+def _in_full(claim: Claim) -> str:
+    """What a row says, with what the rows before it began."""
+    before = CLAIMS[: CLAIMS.index(claim) + 1]
+    head = next(each.what for each in reversed(before) if not each.what.startswith("—"))
+    return head if head == claim.what else f"{head} {claim.what}"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    first, *others = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
+    return "\n".join([first, "|---" * len(head) + "|", *others, ""])
+
+
+_HEAD = """\
+# Evidence
+
+Where each figure of the [README](../README.md#what-works) comes from. `make evidence` writes this page from the raw
+files. `make test` fails if this page, the README's table or a benchmark's page says anything else.
+
+- **current**: no file the result depends on has changed since the measurement.
+- **older than n files**: n of these files have changed. The figure may still hold, but it has not been measured again.
+  Changes to comments, docstrings and formatting do not count.
+- **from an uncommitted tree**: the commit alone does not reproduce the measured code.
+"""

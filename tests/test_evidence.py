@@ -1,0 +1,141 @@
+"""Every figure has a source: pages say what the raw files say, and how old these are."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from benchmarks import claims, provenance
+from benchmarks.claims import CLAIMS, PART, Claim
+
+ROOT = Path(__file__).parents[1]
+NAMES = claims.raw_names()
+
+BENCH = """
+from atoll import ir
+from atoll.ir import Action
+from benchmarks.two import pages
+FILE = "helper.c"
+def run(arguments):
+    from benchmarks.two.race import go
+    return go(Action, FILE)
+def report(result):
+    return pages.text(result)
+"""
+
+FILES: Mapping[str, str] = {
+    "benchmarks/one/bench.py": BENCH,
+    "benchmarks/one/helper.c": "int one;",
+    "benchmarks/two/race.py": "def go(*_): ...",
+    "benchmarks/two/pages.py": "",
+    "src/atoll/__init__.py": "from atoll.runtime import Engine",
+    "src/atoll/ir/__init__.py": "from atoll.ir.action import Action\nfrom atoll.ir.draw import draw",
+    "src/atoll/ir/action.py": "import torch\nif TYPE_CHECKING:\n    import atoll.ir.draw",
+    "src/atoll/ir/draw.py": "",
+}
+
+
+@pytest.fixture(scope="module")
+def pages() -> dict[Path, str]:
+    return claims.wanted_pages()
+
+
+def test_pages_say_what_the_raw_files_say(pages: dict[Path, str]) -> None:
+    wrong = [path for path, text in pages.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
+    assert not wrong, f"{', '.join(path.relative_to(ROOT).as_posix() for path in wrong)}: run `make evidence`"
+
+
+def test_every_result_has_a_page_and_every_page_of_a_benchmark_a_result(pages: dict[Path, str]) -> None:
+    written = {path.parent.name for path in ROOT.glob("benchmarks/*/README.md")}
+    assert written == set(NAMES) == {path.parent.name for path in pages if path.match("benchmarks/*/README.md")}
+
+
+def test_the_readme_has_the_table_once() -> None:
+    assert len(PART.findall((ROOT / "README.md").read_text(encoding="utf-8"))) == 1
+
+
+@pytest.mark.parametrize("claim", CLAIMS, ids=[claim.what for claim in CLAIMS])
+def test_a_claim_stands_on_a_raw_file_or_on_tests(claim: Claim) -> None:
+    assert bool(claim.raw) != bool(claim.tests)
+    assert claim.raw in ("", *NAMES)
+    for path in claim.tests:
+        assert "\ndef test_" in (ROOT / path).read_text(encoding="utf-8"), path
+    # Only layouts, ranks and tolerances are written by hand: a measured figure has a place.
+    figures = re.findall(
+        r"\d[\d.]*", re.sub(r"\{[^}]*\}|1e-\d+|\[.*?\]\(.*?\)|[\w/-]*[A-Za-z][\w-]*", "", claim.result)
+    )
+    assert set(figures) <= {"4", "8", "2"}, f"{claim.result}: {figures}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_raw_file_says_where_it_is_from(name: str) -> None:
+    measured_in = provenance.load(name)["environment"]
+    assert re.fullmatch("[0-9a-f]{40}", measured_in["commit"])
+    assert {"date", "command", "cpu", "cores", "torch"} <= set(measured_in)
+    assert measured_in["uncommitted_source"] == bool(measured_in["uncommitted"])
+    assert f"benchmarks/{name}/bench.py" in measured_in["depends"]
+
+
+def test_a_benchmark_depends_on_what_its_run_reaches() -> None:
+    assert provenance.closure("benchmarks.one.bench", FILES.get) == {
+        "benchmarks/one/bench.py",
+        "benchmarks/one/helper.c",
+        "benchmarks/two/race.py",  # imported late
+        "src/atoll/ir/__init__.py",
+        "src/atoll/ir/action.py",  # not draw.py, which is for type checkers, nor pages.py, which is for the report
+    }
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "is_older"),
+    [
+        ("benchmarks/two/race.py", '"""Words."""\n\ndef go( *_ ):  # more words\n    """Words."""\n    ...\n', False),
+        ("benchmarks/two/race.py", "def go(*_): return 1", True),
+        ("benchmarks/one/bench.py", BENCH.replace("pages.text", "pages.words"), False),
+        ("benchmarks/one/bench.py", BENCH.replace("FILE)", "1)"), True),
+        ("benchmarks/one/helper.c", "int two;", True),
+        ("src/atoll/ir/draw.py", "import this", False),
+    ],
+)
+def test_a_result_is_older_if_the_code_of_a_file_changes(path: str, text: str, is_older: bool) -> None:
+    depended = provenance.depends("one", FILES.get)
+    assert provenance.changed(depended, FILES.get) == []
+    assert provenance.changed(depended, {**FILES, path: text}.get) == ([path] if is_older else [])
+    gone = {name: text for name, text in FILES.items() if name != path}
+    assert provenance.changed(depended, gone.get) == ([path] if path in depended else [])
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+def test_what_is_not_committed_is_not_measured(tmp_path: Path) -> None:
+    """In a repository of its own, whose only benchmark has changed since the last commit."""
+    for path in ("run.py", "provenance.py", "environment.py", "claims.py"):
+        target = tmp_path / "benchmarks" / path
+        target.parent.mkdir(exist_ok=True)
+        target.write_text((ROOT / "benchmarks" / path).read_text(encoding="utf-8"), encoding="utf-8")
+    bench = tmp_path / "benchmarks" / "parity" / "bench.py"
+    bench.parent.mkdir()
+    bench.write_text("def run(arguments): raise SystemExit('measured')\n", encoding="utf-8")
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path)]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "all"]):
+        subprocess.run([*git, *words], check=True)
+
+    def measure(*options: str) -> str:
+        command = [sys.executable, str(tmp_path / "benchmarks" / "run.py"), "parity", *options]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stderr.strip()
+
+    assert measure() == "measured"
+    bench.write_text("def run(arguments): raise SystemExit('measured again')\n", encoding="utf-8")
+    assert measure().startswith("parity depends on files that are not committed: benchmarks/parity/bench.py")
+    assert measure("--quick") == measure("--uncommitted") == "measured again"
+
+
+def test_a_place_without_a_figure_is_an_error() -> None:
+    claim = Claim(what="a", how="b", result="{missing}", raw="parity")
+    with pytest.raises(KeyError, match="missing"):
+        claim.row()
