@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN = .venv/bin
 
-.PHONY: train test check bench bench-islands bench-machine bench-low-rank bench-sharded-pipeline bench-vocabulary matrix gpu docs evidence stale clean
+.PHONY: train test check bench bench-islands bench-machine bench-islands-quick bench-machine-quick bench-low-rank bench-sharded-pipeline bench-vocabulary matrix gpu docs evidence stale clean
 
 train: .venv/.stamp
 	$(BIN)/atoll train configs/quickstart.toml
@@ -20,10 +20,17 @@ bench: .venv/.stamp
 
 # Root, ip and tc: two network namespaces with a slow link between.
 bench-islands: .venv/.bench
-	$(BIN)/python benchmarks/run.py two_islands
+	$(BIN)/python benchmarks/run.py two_islands two_islands_a100 two_islands_text
 
 bench-machine: .venv/.bench
-	$(BIN)/python benchmarks/run.py one_machine
+	$(BIN)/python benchmarks/run.py one_machine one_machine_a100 one_machine_text
+
+# The members of the fronts alone, less than six minutes each.
+bench-islands-quick: .venv/.bench
+	$(BIN)/python benchmarks/run.py two_islands --front
+
+bench-machine-quick: .venv/.bench
+	$(BIN)/python benchmarks/run.py one_machine --front
 
 bench-low-rank: .venv/.stamp
 	$(BIN)/python benchmarks/run.py low_rank

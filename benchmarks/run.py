@@ -5,6 +5,7 @@ The result is written to `benchmarks/<name>/results/latest.json` with where it w
 that it depends on (`benchmarks/provenance.py`); a bench that has `publish(result, folder)` adds its pictures. To add
 one: the folder, and its name in `BENCHMARKS` or `SLOW`; to quote it in the README, a row of `benchmarks/claims.py`.
 
+    --front    race the members of the fronts alone (of a bench that has `race_front`); writes `results/quick.json`
     --pages    write every generated page from the raw files, without measuring (`make evidence`)
     --stale    say which results are older than what they depend on (`make stale`)
 """
@@ -19,8 +20,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ("overhead", "precision", "schedules", "parity", "emulated")
-SLOW = ("matrix", "who_gets_it_right", "low_rank", "sharded_pipeline", "vocabulary", "one_machine", "two_islands")
-"""Those that run when they are named; two_islands, low_rank and sharded_pipeline need root."""
+RACES = ("two_islands", "two_islands_text", "two_islands_a100", "one_machine", "one_machine_text", "one_machine_a100")
+SLOW = ("matrix", "who_gets_it_right", "low_rank", "sharded_pipeline", "vocabulary", *RACES)
+"""Those that run when they are named; the ones with a slow link need root."""
 
 
 def main() -> None:
@@ -29,6 +31,7 @@ def main() -> None:
         "names", nargs="*", metavar="NAME", help=f"by default {', '.join(BENCHMARKS)}; also {', '.join(SLOW)}"
     )
     parser.add_argument("--quick", action="store_true", help="a few small steps, to see that it runs; writes no file")
+    parser.add_argument("--front", action="store_true", help="only the fronts of a race; writes results/quick.json")
     parser.add_argument("--pages", action="store_true", help="write the pages from the raw files; measures nothing")
     parser.add_argument("--stale", action="store_true", help="say which results are older than their files; no more")
     parser.add_argument(
@@ -47,6 +50,9 @@ def main() -> None:
         print(claims.states())
     elif arguments.pages:
         _write_pages()
+    elif arguments.front:
+        for name in arguments.names:
+            _race_front(name)
     else:
         for name in arguments.names or BENCHMARKS:
             _measure(name, arguments)
@@ -77,6 +83,19 @@ def _measure(name: str, arguments: argparse.Namespace) -> None:
     path = ROOT / provenance.raw_path(name)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(f"written to {path.relative_to(ROOT)}\n", flush=True)
+
+
+def _race_front(name: str) -> None:
+    """The members of a race's fronts alone: a few minutes, whatever the tree's state."""
+    from benchmarks import provenance
+    from benchmarks.environment import environment
+
+    bench = importlib.import_module(f"benchmarks.{name}.bench")
+    measured_in = environment(command=["python", "benchmarks/run.py", *sys.argv[1:]], depends=provenance.depends(name))
+    found = bench.race_front(provenance.load(name), commit=measured_in["commit"])
+    path = ROOT / "benchmarks" / name / "results" / "quick.json"
+    path.write_text(json.dumps({**found, "environment": measured_in}, indent=1) + "\n", encoding="utf-8")
     print(f"written to {path.relative_to(ROOT)}\n", flush=True)
 
 

@@ -14,6 +14,7 @@ from xml.etree import ElementTree
 import pytest
 from torch.distributed.pipelining.schedules import get_schedule_class
 
+from atoll.layouts import Layout
 from atoll.testing import RankPool
 from benchmarks.islands import cases, front, search
 from benchmarks.islands.allocations import Allocations, library
@@ -63,7 +64,7 @@ def test_the_sizes_of_the_works() -> None:
 
 
 def test_ggg_crosses_three_times_a_microbatch() -> None:
-    found = formula(Atoll("GGG").layout, parameters=WORK.parameters, inter=2, intra=2, microbatches=8)
+    found = formula(Layout("GGG"), parameters=WORK.parameters, inter=2, intra=2, microbatches=8)
     # Two gathers and a reduction a microbatch, each a quarter of the parameters a rank.
     assert found.inter_bytes == 3 * 8 * 4 * WORK.parameters / 4
 

@@ -181,18 +181,14 @@ def _layouts(race: Race, work: Work) -> dict[str, Any]:
 
 
 def race_front(case: Case, result: Mapping[str, Any], *, commit: str) -> dict[str, Any]:
-    """The members of the fronts of a result's races again, and alone; rows say on which course."""
-    rows: list[dict[str, Any]] = []
-    bits = next(iter(case.courses.values())).bits
-    with allocations.library() as preload:
-        for name, course in case.courses.items():
-            found = result["races"][name]
-            names = {each for side in found["fronts"].values() for each in side}
-            members = [read_setting(row["setting"]) for row in found["rows"] if row["name"] in names]
-            with _on(course, case.work, preload) as race:
-                raced = race.again(race.visit(members, note=_print), rounds=QUICK_ROUNDS)
-            rows += [row.to_json() | {"course": name} for row in raced]
-    return {"bits_a_second": bits, "commit": commit, "rows": rows}
+    """The members of the fronts of a result's first race again, and alone."""
+    name, course = next(iter(case.courses.items()))
+    found = result["races"][name]
+    names = {each for side in found["fronts"].values() for each in side}
+    members = [read_setting(row["setting"]) for row in found["rows"] if row["name"] in names]
+    with allocations.library() as preload, _on(course, case.work, preload) as race:
+        raced = race.again(race.visit(members, note=_print), rounds=QUICK_ROUNDS)
+    return {"bits_a_second": course.bits, "commit": commit, **judged([row.to_json() for row in raced])}
 
 
 # ---- the page

@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from atoll import schedules
@@ -247,6 +246,8 @@ class Ddp:
         model = DistributedDataParallel(wrapped, gradient_as_bucket_view=True, bucket_cap_mb=self.bucket)
         if not self.zero:
             return _loop(work, model, work.optimizer(model.parameters()), self.microbatches)
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # its import warns
+
         options = {"lr": work.lr, "weight_decay": 0.1, "fused": True}
         shards: Any = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **options)
         return _loop(work, model, shards, self.microbatches)

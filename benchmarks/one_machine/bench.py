@@ -20,7 +20,7 @@ CASE = Case(
     title="One machine",
     words="Ranks talk over shared memory or the loopback; four share two cores. Trust ratios, not seconds.",
     work=Chain(),
-    courses={"two ranks": Course(1, 2), "four ranks": Course(1, 4)},
+    courses={"four ranks": Course(1, 4), "two ranks": Course(1, 2)},
 )
 
 
