@@ -38,6 +38,14 @@ class Ranker(nn.Module):
         )
         self.score = nn.Linear(hidden, 1)
 
+    def forward(self, input_ids: Tensor, document: Tensor) -> Tensor:
+        """The whole of it; Atoll does not call this."""
+        hidden = self.inputs(input_ids, document)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        score: Tensor = self.score(hidden)
+        return score.mean(dim=1)
+
     def atoll_adapter(self) -> RankerAdapter:
         """How Atoll splits it."""
         return RankerAdapter(self)
@@ -94,3 +102,16 @@ class Pairs:
         labels = torch.randint(2, (samples,), generator=generator)
         labels[step % samples] = -100
         return {"input_ids": query, "document": document, "labels": labels}
+
+    def loss(self, scores: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        """The same a second time, without the adapter."""
+        yes, no = F.logsigmoid(scores[:, 0]), F.logsigmoid(-scores[:, 0])
+        return -yes[batch["labels"] == 1].sum() - no[batch["labels"] == 0].sum()
+
+    def initialise(self, name: str, module: nn.Module) -> None:
+        """And this."""
+        for key, parameter in module.named_parameters(recurse=False):
+            if parameter.dim() == 1:
+                parameter.fill_(float(key == "weight"))
+            else:
+                parameter.normal_(std=0.2)
