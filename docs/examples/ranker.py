@@ -39,7 +39,7 @@ class Ranker(nn.Module):
         self.score = nn.Linear(hidden, 1)
 
     def forward(self, input_ids: Tensor, document: Tensor) -> Tensor:
-        """The whole of it; Atoll does not call this."""
+        """The whole model in one process: what the pairs below are proven against."""
         hidden = self.inputs(input_ids, document)
         for layer in self.layers:
             hidden = layer(hidden)
@@ -88,7 +88,7 @@ class RankerAdapter:
 
 @dataclass(frozen=True)
 class Pairs:
-    """What a test trains: the model, and random pairs."""
+    """What `assert_parity` trains: the model and random pairs; and the loss and the start without the adapter."""
 
     def build(self) -> nn.Module:
         """The model."""
@@ -104,12 +104,12 @@ class Pairs:
         return {"input_ids": query, "document": document, "labels": labels}
 
     def loss(self, scores: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-        """The same a second time, without the adapter."""
+        """Summed over the pairs that count."""
         yes, no = F.logsigmoid(scores[:, 0]), F.logsigmoid(-scores[:, 0])
         return -yes[batch["labels"] == 1].sum() - no[batch["labels"] == 0].sum()
 
     def initialise(self, name: str, module: nn.Module) -> None:
-        """And this."""
+        """As the adapter's, from torch's default generator."""
         for key, parameter in module.named_parameters(recurse=False):
             if parameter.dim() == 1:
                 parameter.fill_(float(key == "weight"))

@@ -6,7 +6,6 @@ import sys
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -72,7 +71,7 @@ def train_and_look(case: Case) -> Seen:
 
 @lru_cache
 def what_ranks_saw(case: Case) -> list[Seen]:
-    return run_ranks(train_and_look, case.ranks, case)
+    return run_ranks(train_and_look, case.ranks, case, timeout=180)
 
 
 def assert_the_family_itself(case: Case, tolerance: float) -> None:
