@@ -73,7 +73,7 @@ def train_alone(
     clip: float | None,
 ) -> History:
     """Train the unsplit model in this process, microbatch after microbatch."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         model = start(recipe, seed).to(device=device, dtype=dtype)
         seeding = Seeding(recipe, model, seed)
         trained = {name: p for name, p in named_parameters(model).items() if p.requires_grad}
