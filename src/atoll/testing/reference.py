@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 IGNORED = -100
@@ -121,7 +122,7 @@ def start(recipe: Recipe, seed: int) -> nn.Module:
 def forward(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     """The logits, or other outputs, of the model's own forward."""
     inputs = {name: value for name, value in batch.items() if name != "labels"}
-    config = getattr(base_of(model), "config", None)
+    config: Any = getattr(base_of(model), "config", None)
     if hasattr(config, "use_cache"):
         config.use_cache = False
     output: Any = model(inputs["input_ids"]) if isinstance(model, nn.Sequential) else model(**inputs)
@@ -164,12 +165,9 @@ def summed_loss(recipe: Recipe, outputs: Tensor, batch: Mapping[str, Any]) -> Te
 
 
 def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """-log softmax(logits)[label], summed over the labels that count, in fp32 (fp64 for fp64 logits)."""
-    counts = labels != IGNORED
-    scores = logits[counts]
-    scores = scores if scores.dtype == torch.float64 else scores.float()
-    chosen = scores.gather(-1, labels[counts][:, None])[:, 0]
-    return (scores.logsumexp(-1) - chosen).sum()
+    """Cross-entropy summed over the labels that are not -100, in fp32 (fp64 for fp64 logits)."""
+    scores = logits if logits.dtype == torch.float64 else logits.float()
+    return F.cross_entropy(scores.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 # ---- initial values
@@ -235,7 +233,8 @@ def _start_as_family(family: Callable[[nn.Module], None], module: nn.Module) -> 
     """The rule of a family of transformers, and that of low-rank adapters of `peft`."""
     family(module)
     restart: Any = getattr(module, "reset_lora_parameters", None)
-    for adapter in module.active_adapters if restart is not None else ():
+    adapters: Any = module.active_adapters if restart is not None else ()
+    for adapter in adapters:
         restart(adapter, True)
 
 
