@@ -29,10 +29,10 @@ from atoll.testing.reference import forward, named_parameters
 pytest.importorskip("transformers")
 
 SINGLE_PRECISION = {
-    "gemma3_text": "its norms of heads",
-    "mamba2": "its scan",
+    "gemma3_text": 1e-5,  # its norms of heads
+    "mamba2": 5e-5,  # its scan, beside holes in the mask
 }
-"""What computes in fp32 inside an fp64 model, and on other parts of it where heads are split."""
+"""What computes in fp32 inside an fp64 model, and on other parts of it where heads are split: within what bound."""
 
 PIPELINE = Case(layout="IIG", pipeline=2, intra=2, schedule="zb-h1", microbatches=4, steps=2)
 TENSOR = Case(pipeline=2, tensor=2, schedule="zb-h1", microbatches=2, steps=2)
@@ -98,8 +98,7 @@ def test_pipeline_and_sharding(name: str) -> None:
 
 @pytest.mark.parametrize("name", SPLIT_HEADS)
 def test_pipeline_and_tensor_parallelism(name: str) -> None:
-    tolerance = 1e-5 if name in SINGLE_PRECISION else 1e-10
-    assert_the_family_itself(replace(TENSOR, model=Family(name, padded=True)), tolerance)
+    assert_the_family_itself(replace(TENSOR, model=Family(name, padded=True)), SINGLE_PRECISION.get(name, 1e-10))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
