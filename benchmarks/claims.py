@@ -267,10 +267,10 @@ CLAIMS = (
         tests=[f"{RUNTIME}/test_matrix.py"],
     ),
     Claim(
-        what="Hugging Face models train like the unsplit ones",
+        what="Hugging Face models train like the unsplit ones, which transformers and torch run alone",
         how="{families} families of tiny random models, pipeline 2 × IIG and, but for one, pipeline 2 × tensor 2, in "
-        "float64",
-        result="within 1e-10; 1e-5 where a model computes in fp32",
+        "float64: logits, gradients, loss, norm, parameters",
+        result="within 1e-10; 5e-5 where a model computes in fp32",
         figures=lambda _: {"families": len(CAUSAL) + len(MASKED)},
         tests=[f"{RUNTIME}/test_families.py"],
     ),

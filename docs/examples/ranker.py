@@ -38,6 +38,14 @@ class Ranker(nn.Module):
         )
         self.score = nn.Linear(hidden, 1)
 
+    def forward(self, input_ids: Tensor, document: Tensor) -> Tensor:
+        """The whole model in one process: what the pairs below are proven against."""
+        hidden = self.inputs(input_ids, document)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        score: Tensor = self.score(hidden)
+        return score.mean(dim=1)
+
     def atoll_adapter(self) -> RankerAdapter:
         """How Atoll splits it."""
         return RankerAdapter(self)
@@ -80,7 +88,7 @@ class RankerAdapter:
 
 @dataclass(frozen=True)
 class Pairs:
-    """What a test trains: the model, and random pairs."""
+    """What `assert_parity` trains: the model and random pairs; and the loss and the start without the adapter."""
 
     def build(self) -> nn.Module:
         """The model."""
@@ -94,3 +102,16 @@ class Pairs:
         labels = torch.randint(2, (samples,), generator=generator)
         labels[step % samples] = -100
         return {"input_ids": query, "document": document, "labels": labels}
+
+    def loss(self, scores: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        """Summed over the pairs that count."""
+        yes, no = F.logsigmoid(scores[:, 0]), F.logsigmoid(-scores[:, 0])
+        return -yes[batch["labels"] == 1].sum() - no[batch["labels"] == 0].sum()
+
+    def initialise(self, name: str, module: nn.Module) -> None:
+        """As the adapter's, from torch's default generator."""
+        for key, parameter in module.named_parameters(recurse=False):
+            if parameter.dim() == 1:
+                parameter.fill_(float(key == "weight"))
+            else:
+                parameter.normal_(std=0.2)

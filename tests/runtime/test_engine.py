@@ -19,7 +19,8 @@ from atoll.ir import lower
 from atoll.layouts import Layout
 from atoll.models import adapter_for, initialise_model
 from atoll.testing import run_ranks
-from atoll.testing.parity import Case, assert_parity, reference, train, whole_parameters, worst_difference
+from atoll.testing.parity import Case, assert_parity, reference, train, unsplit, whole_parameters, worst_difference
+from atoll.testing.reference import token_loss
 from atoll.testing.tiny import TinyConfig, tiny_batch, tiny_model
 
 EVERYTHING = TinyConfig.everything()
@@ -56,14 +57,11 @@ def evaluate_between_steps(case: Case) -> tuple[list[float], list[float], list[A
 def test_evaluation_sees_the_new_values_and_changes_nothing(layout: str) -> None:
     case = Case(layout=layout, pipeline=2, intra=2, model=EVERYTHING)
     wanted = reference(replace(case, layout="NNN", pipeline=1, intra=1))
-    model = tiny_model(EVERYTHING)
-    adapter = adapter_for(model)
-    initialise_model(adapter, case.seed)
-    model.double().eval()
+    model = unsplit(case).eval()
     batch = tiny_batch(EVERYTHING, 100, case.samples)
     with torch.no_grad():
         losses = [
-            adapter.loss(model(ids[None]), {"labels": labels[None]})
+            token_loss(model(ids[None]), labels[None])
             for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True)
         ]
         first_logits = model(tiny_batch(EVERYTHING, 100, 1)["input_ids"])
@@ -138,6 +136,16 @@ def corner_model(*, meta: bool) -> nn.Sequential:
         return nn.Sequential(plain[0], _Checkpointing(8), plain[1], _Merged(8), plain[3])
 
 
+class Corners:
+    """The same as a recipe."""
+
+    def build(self) -> nn.Module:
+        return corner_model(meta=False)
+
+    def batch(self, step: int, samples: int) -> dict[str, Any]:
+        return tiny_batch(TinyConfig(), step, samples)
+
+
 def train_corners(case: Case) -> tuple[list[float], dict[str, Tensor]]:
     engine = make_engine(case, corner_model(meta=True))
     losses = [engine.step(case.share(engine, step)).loss for step in range(case.steps)]
@@ -150,15 +158,13 @@ def train_corners(case: Case) -> tuple[list[float], dict[str, Tensor]]:
 @pytest.mark.parametrize("recompute", ["none", "block"])
 def test_users_checkpointing_modules_called_twice_and_merged_weights(layout: str, recompute: str) -> None:
     case = Case(layout=layout, pipeline=1, inter=2, intra=2, recompute=recompute)
-    model = corner_model(meta=False)
-    initialise_model(adapter_for(model), case.seed)
-    model.double()
+    model = unsplit(replace(case, model=Corners()))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for step in range(case.steps):
         batch = tiny_batch(case.model, step, case.samples)
         optimizer.zero_grad()
-        loss = adapter_for(model).loss(model(batch["input_ids"]), batch) / int((batch["labels"] != -100).sum())
+        loss = token_loss(model(batch["input_ids"]), batch["labels"]) / int((batch["labels"] != -100).sum())
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))

@@ -3,43 +3,123 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from atoll.errors import RankError
-from atoll.models import adapter_for, initialise_model
 from atoll.testing import run_ranks
 from atoll.testing.families import CAUSAL, MASKED, Family
-from atoll.testing.parity import Case, assert_parity, difference
+from atoll.testing.parity import (
+    Case,
+    History,
+    assert_parity,
+    difference,
+    reference,
+    unsplit,
+    whole_parameters,
+    worst_difference,
+)
+from atoll.testing.reference import forward, named_parameters
 
 pytest.importorskip("transformers")
 
-MAIN = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "phi3", "gpt2", "gpt_neox", "opt", "olmo2")
-"""Those that the documentation promises first."""
-
 SINGLE_PRECISION = {
-    "gemma3_text": "its norms of heads",
-    "mamba2": "its scan",
+    "gemma3_text": 1e-5,  # its norms of heads
+    "mamba2": 5e-5,  # its scan, beside holes in the mask
 }
-"""What computes in fp32 inside an fp64 model, and on other parts of it where heads are split."""
+"""What computes in fp32 inside an fp64 model, and on other parts of it where heads are split: within what bound."""
 
 PIPELINE = Case(layout="IIG", pipeline=2, intra=2, schedule="zb-h1", microbatches=4, steps=2)
 TENSOR = Case(pipeline=2, tensor=2, schedule="zb-h1", microbatches=2, steps=2)
 
 
-@pytest.mark.parametrize("name", [*CAUSAL, *MASKED])
+FAMILIES = [*CAUSAL, *MASKED]
+SPLIT_HEADS = [name for name in FAMILIES if name != "llama4_text"]  # its experts add in place
+
+
+@dataclass
+class Seen:
+    """What a rank saw. first: initial values.  logits: of one sample, before the first step, on the last stage."""
+
+    first: dict[str, Tensor]
+    logits: Tensor | None
+    history: History
+
+
+def train_and_look(case: Case) -> Seen:
+    engine = case.engine()
+    history = History()
+    first = whole_parameters(engine)
+    logits = engine.logits({"input_ids": case.model.batch(0, 1)["input_ids"]})
+
+    def note() -> None:
+        history.gradients = history.gradients or engine.full_gradients("*")
+
+    for step in range(case.steps):
+        result = engine.step(case.share(engine, step), before_update=note)
+        history.losses.append(result.loss)
+        history.norms.append(result.grad_norm)
+    history.parameters = whole_parameters(engine)
+    engine.close()
+    return Seen(first, logits, history)
+
+
+@lru_cache
+def what_ranks_saw(case: Case) -> list[Seen]:
+    return run_ranks(train_and_look, case.ranks, case, timeout=180)
+
+
+def assert_the_family_itself(case: Case, tolerance: float) -> None:
+    """Loss, norm, gradients and parameters are those of the unsplit model of transformers, and so are logits."""
+    wanted = reference(case)
+    model = unsplit(case).eval()
+    with torch.no_grad():
+        logits = forward(model, {"input_ids": case.model.batch(0, 1)["input_ids"]})
+    ranks = what_ranks_saw(case)
+    for seen in ranks:
+        worst, where = worst_difference(seen.history, wanted)
+        assert worst <= tolerance, where
+        if seen.logits is not None:
+            assert difference(seen.logits, logits) <= tolerance
+    assert {seen.logits is None for seen in ranks} == {True, False}
+    assert set().union(*(seen.history.gradients for seen in ranks)) == set(wanted.gradients)
+    assert set().union(*(seen.history.parameters for seen in ranks)) == set(wanted.parameters)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 def test_pipeline_and_sharding(name: str) -> None:
-    assert_parity(replace(PIPELINE, model=Family(name, padded=True)))
+    assert_the_family_itself(replace(PIPELINE, model=Family(name, padded=True)), 1e-10)
 
 
-@pytest.mark.parametrize("name", [name for name in (*CAUSAL, *MASKED) if name != "llama4_text"])
+@pytest.mark.parametrize("name", SPLIT_HEADS)
 def test_pipeline_and_tensor_parallelism(name: str) -> None:
-    tolerance = 1e-5 if name in SINGLE_PRECISION else 1e-10
-    assert_parity(replace(TENSOR, model=Family(name, padded=True)), tolerance=tolerance)
+    assert_the_family_itself(replace(TENSOR, model=Family(name, padded=True)), SINGLE_PRECISION.get(name, 1e-10))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_starts_as_transformers_starts_it(name: str) -> None:
+    """What transformers sets to the same under any seed is equal, what it leaves zero is zero, what it draws is spread
+    as much."""
+    case = replace(PIPELINE, model=Family(name, padded=True))
+    draws = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        draws.append({key: value.detach().double() for key, value in named_parameters(case.model.build()).items()})
+    got = {key: value for seen in what_ranks_saw(case) for key, value in seen.first.items()}
+    assert got.keys() == draws[0].keys()
+    for key, value in got.items():
+        one, other = draws[0][key], draws[1][key]
+        is_drawn = one != other
+        assert torch.equal(value[~is_drawn], one[~is_drawn]), key
+        if is_drawn.any():
+            numbers = int(is_drawn.sum())
+            spread = torch.log(value[is_drawn].std() / torch.cat([one[is_drawn], other[is_drawn]]).std())
+            assert abs(float(spread)) < 5 * (0.75 / numbers) ** 0.5, key  # five standard deviations, of normal values
 
 
 SPLIT_ENDS = [*CAUSAL, "distilbert", "electra", "modernbert", "eurobert"]
@@ -83,41 +163,6 @@ def test_low_rank_adapters_beside_split_ends(name: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "qwen2", "phi3", "gpt_neox", "starcoder2"])
 def test_sequence_parallelism(name: str) -> None:
     assert_parity(replace(TENSOR, sequence_parallel=True, layout="GGG", model=Family(name, padded=True)))
-
-
-def logits_and_gradients(case: Case) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
-    engine = case.engine()
-    batch = case.share(engine, 0)
-    found: dict[str, torch.Tensor] = {}
-    logits = engine.logits({"input_ids": case.model.batch(0, case.samples)["input_ids"][:1]})
-    engine.step(batch, before_update=lambda: found.update(engine.full_gradients("*")))
-    engine.close()
-    return logits, found
-
-
-@pytest.mark.parametrize("case", [PIPELINE, TENSOR], ids=["pp2-IIG", "pp2-tp2"])
-@pytest.mark.parametrize("name", MAIN)
-def test_logits_and_gradients_are_those_of_the_model_itself(name: str, case: Case) -> None:
-    """Against transformers alone: its forward, and the loss of it that shifts no labels."""
-    undropped = {"gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"), "opt": ("dropout",)}.get(name, ())
-    case = replace(case, model=Family(name, tuple((key, 0.0) for key in undropped)), clip=None)
-    model: Any = case.model.build()
-    initialise_model(adapter_for(model), case.seed)
-    model.double()
-    batch = case.model.batch(0, case.samples)
-    with torch.no_grad():
-        wanted = model.eval()(input_ids=batch["input_ids"][:1], use_cache=False).logits
-    out = model(input_ids=batch["input_ids"], use_cache=False).logits
-    torch.nn.functional.cross_entropy(out.flatten(0, 1), batch["labels"].flatten()).backward()
-    seen = set()
-    for logits, gradients in run_ranks(logits_and_gradients, case.ranks, case):
-        if logits is not None:
-            assert difference(logits, wanted) <= 1e-10
-        for each, value in gradients.items():
-            # One batch here, microbatches there: norms in fp32 round otherwise.
-            assert difference(value, model.get_parameter(each).grad) <= 1e-6, each
-            seen.add(each)
-    assert seen == {each for each, _ in model.named_parameters()}
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

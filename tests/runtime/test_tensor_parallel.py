@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from atoll.errors import PlanError, RankError
 from atoll.layouts import EFFECTIVE
@@ -28,6 +29,14 @@ class Small:
 
     def batch(self, step: int, samples: int) -> dict[str, torch.Tensor]:
         return TinyConfig(vocabulary=19).batch(step, samples)
+
+    def initialise(self, name: str, module: nn.Module) -> None:
+        residual = name.endswith((".attention.output", ".feed_forward.down"))
+        for parameter in module.parameters(recurse=False):
+            if parameter.dim() == 1:
+                parameter.fill_(1.0)
+            else:
+                parameter.normal_(std=0.02 / 6**0.5 if residual else 0.02)  # three layers, two branches each
 
 
 @pytest.mark.parametrize("layout", [layout.name for layout in EFFECTIVE])

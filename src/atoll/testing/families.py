@@ -96,7 +96,9 @@ MASKED: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 class Family:
     """A tiny model of a family.
 
-    options: further values of its configuration.  padded: batches have an attention mask with padding at the end.
+    options: further values of its configuration.
+    padded: batches have an attention mask with padding at the end and, in every second sample, a hole that later tokens
+    would see without it.
     lora: with low-rank adapters of the `peft` package on all linear layers, everything else frozen.
     frozen: everything but the layers is frozen.
     """
@@ -134,6 +136,8 @@ class Family:
         labels = torch.randint(3, 48, (samples, sequence), generator=generator)
         lengths = torch.randint(sequence // 2, sequence + 1, (samples, 1), generator=generator)
         is_there = torch.arange(sequence)[None, :] < lengths
+        if self.padded:
+            is_there[1::2, 1] = False
         labels[~is_there] = -100
         batch = {"input_ids": ids, "labels": labels}
         return {**batch, "attention_mask": is_there.long()} if self.padded else batch

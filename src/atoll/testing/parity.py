@@ -1,9 +1,9 @@
-"""n ranks equal one: train a tiny model by a plan, and the same by plain PyTorch in one process."""
+"""n ranks equal one: train a tiny model by a plan, and compare with the unsplit one (`atoll.testing.reference`)."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -17,16 +17,15 @@ from atoll import schedules
 from atoll.errors import CostWarning
 from atoll.ir.residency import Reduction, Residency
 from atoll.layouts import Layout, Precision
-from atoll.models import Adapter, adapter_for, initialise_model, shared_parameters
 from atoll.plan import MeshShape, Plan
 from atoll.runtime.engine import Engine
-from atoll.runtime.randomness import seed_block
 from atoll.runtime.sharding.optimizer import decay_matrices
 from atoll.runtime.sharding.tensors import whole_output
 from atoll.runtime.step_end import StepResult
 from atoll.runtime.transport import GlooTransport
 from atoll.testing.pool import run_ranks
-from atoll.testing.tiny import Recipe, TinyConfig
+from atoll.testing.reference import History, Recipe, rule_of, start, train_alone
+from atoll.testing.tiny import TinyConfig
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -100,6 +99,8 @@ class Case:
         """This rank's engine."""
         with torch.device("meta"):
             model = self.model.build()
+        if rule_of(self.model, model) is None:
+            model = unsplit(self)
         with patch.object(GlooTransport, "shares_memory", self.reads_in_place), warnings.catch_warnings():
             warnings.simplefilter("ignore", CostWarning)
             return Engine(
@@ -117,15 +118,6 @@ class Case:
         batch = self.model.batch(step, self.samples)
         each = self.samples // engine.plan.mesh.data
         return {name: value[engine.place.data * each :][:each] for name, value in batch.items()}
-
-
-@dataclass(slots=True)
-class History:
-    """What a run gave: per step the mean loss and the gradient norm before clipping; in the end the parameters."""
-
-    losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    parameters: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def whole_parameters(engine: Engine) -> dict[str, torch.Tensor]:
@@ -166,46 +158,23 @@ def train(case: Case, first: int = 0) -> History:
 
 @lru_cache(maxsize=64)
 def reference(case: Case) -> History:
-    """The same training by plain PyTorch in one process: no layout, no schedule, no engine."""
-    model = case.model.build()
-    adapter = adapter_for(model)
-    initialise_model(adapter, case.seed)
-    model.to(device=case.device, dtype=DTYPES[case.precision])
-    moment = {"step": 0, "microbatch": 0}
-    _seed_blocks(adapter, case.seed, moment)
-    decayed = [p for p in model.parameters() if p.requires_grad and p.dim() > 1]
-    others = [p for p in model.parameters() if p.requires_grad and p.dim() <= 1]
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=case.lr)
-    history = History()
-    for step in range(case.steps):
-        batch = {name: value.to(case.device) for name, value in case.model.batch(step, case.samples).items()}
-        tokens = int((batch["labels"] != -100).sum())
-        optimizer.zero_grad(set_to_none=True)
-        total = 0.0
-        for at in range(case.microbatches):
-            moment.update(step=step, microbatch=at)
-            piece = {name: value[at * case.microbatch :][: case.microbatch] for name, value in batch.items()}
-            loss = adapter.loss(adapter.forward(0, len(adapter.blocks()), None, piece), piece)
-            (loss / tokens).backward()
-            total += float(loss.detach())
-        norm = nn.utils.clip_grad_norm_(decayed + others, float("inf") if case.clip is None else case.clip)
-        optimizer.step()
-        history.losses.append(total / tokens)
-        history.norms.append(float(norm))
-    later = shared_parameters(adapter)
-    named = [pair for block in adapter.blocks() for pair in block.named_parameters() if pair[0] not in later]
-    history.parameters = {name: parameter.detach().clone() for name, parameter in named}
-    return history
+    """The same training of the unsplit model in one process: no layout, no schedule, no adapter, no engine."""
+    return train_alone(
+        case.model,
+        seed=case.seed,
+        dtype=DTYPES[case.precision],
+        device=case.device,
+        steps=case.steps,
+        microbatches=case.microbatches,
+        microbatch=case.microbatch,
+        lr=case.lr,
+        clip=case.clip,
+    )
 
 
-def _seed_blocks(adapter: Adapter, seed: int, moment: Mapping[str, int]) -> None:
-    for index, block in enumerate(adapter.blocks()):
-
-        def before(module: nn.Module, args: Any, index: int = index) -> None:
-            seed_block(seed, moment["step"], moment["microbatch"], index)
-
-        block.module.register_forward_pre_hook(before)
+def unsplit(case: Case) -> nn.Module:
+    """The model that the reference trains, as it starts."""
+    return start(case.model, case.seed).to(device=case.device, dtype=DTYPES[case.precision])
 
 
 def difference(got: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -223,6 +192,8 @@ def worst_difference(got: History, wanted: History) -> tuple[float, str]:
         found.append((abs(a - b) / max(1e-2, abs(b)), f"gradient norm of step {step + 1}: {a} against {b}"))
     for name, value in got.parameters.items():
         found.append((difference(value, wanted.parameters[name]), f"parameter {name}"))
+    for name, value in got.gradients.items():
+        found.append((difference(value, wanted.gradients[name]), f"gradient of {name} in step 1"))
     return max(found)
 
 

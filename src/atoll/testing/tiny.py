@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from atoll.models import SequentialAdapter, Vocabulary
-
-
-class Recipe(Protocol):
-    """What a test trains: a model and its batches."""
-
-    def build(self) -> nn.Module:
-        """The model, on torch's current device."""
-        ...
-
-    def batch(self, step: int, samples: int) -> dict[str, Any]:
-        """A step's samples, at least `input_ids` and `labels`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,309 @@
+"""What a run is compared with: the unsplit model, trained in one process by torch and the model's own library alone.
+
+Nothing of Atoll is imported here. What the engine does by an adapter, by its own initialisation and by its own seeding,
+this file does a second time, by what the documentation says:
+
+    forward         the model's own, on a whole microbatch
+    loss            cross-entropy of the labels that are not -100, or the recipe's; divided by the step's counted labels
+    initial values  each module's own rule, from a generator seeded from (seed, name)
+    dropout         the generators are seeded from (seed, step, global microbatch, block) before each block
+    update          AdamW, weight decay on matrices only, clipping by the global norm
+
+The two seeds are those of DESIGN.md, "Same result".
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+IGNORED = -100
+
+
+class Recipe(Protocol):
+    """What a test trains: a model and its batches.
+
+    `nn.Sequential` and models of transformers need no more. Others may have
+
+        loss(outputs, batch)      a sum over what counts, in plain torch; without it, token cross-entropy of logits
+        initialise(name, module)  sets the module's own parameters with torch's default generator, which is seeded;
+                                  without it the model starts as `build` made it, and the engine is given those values
+        blocks                    names of the blocks in the order of execution, for a model that draws random numbers
+    """
+
+    def build(self) -> nn.Module:
+        """The model, on torch's current device. Its forward takes the batch without labels, by keyword; that of an
+        `nn.Sequential` takes `input_ids`."""
+        ...
+
+    def batch(self, step: int, samples: int) -> dict[str, Any]:
+        """A step's samples, at least `input_ids` and `labels`."""
+        ...
+
+
+@dataclass(slots=True)
+class History:
+    """What a run gave: per step the mean loss and the gradient norm before clipping; in the end the parameters.
+
+    gradients: those of the first step before clipping, where they were noted.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+
+
+def train_alone(
+    recipe: Recipe,
+    *,
+    seed: int,
+    dtype: torch.dtype,
+    device: str,
+    steps: int,
+    microbatches: int,
+    microbatch: int,
+    lr: float,
+    clip: float | None,
+) -> History:
+    """Train the unsplit model in this process, microbatch after microbatch."""
+    with torch.random.fork_rng(devices=[]):
+        model = start(recipe, seed).to(device=device, dtype=dtype)
+        seeding = Seeding(recipe, model, seed)
+        trained = {name: p for name, p in named_parameters(model).items() if p.requires_grad}
+        decayed = [parameter for parameter in trained.values() if parameter.dim() > 1]
+        others = [parameter for parameter in trained.values() if parameter.dim() <= 1]
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=lr)
+        history = History()
+        for step in range(steps):
+            batch = {name: value.to(device) for name, value in recipe.batch(step, microbatches * microbatch).items()}
+            tokens = int((batch["labels"] != IGNORED).sum())
+            optimizer.zero_grad(set_to_none=True)
+            total = 0.0
+            for at in range(microbatches):
+                piece = {name: value[at * microbatch :][:microbatch] for name, value in batch.items()}
+                with seeding.of(step, at):
+                    loss = summed_loss(recipe, forward(model, piece), piece)
+                (loss / tokens).backward()
+                total += float(loss.detach())
+            if step == 0:
+                found = {name: parameter.grad for name, parameter in trained.items()}
+                history.gradients = {name: value.clone() for name, value in found.items() if value is not None}
+            norm = nn.utils.clip_grad_norm_(decayed + others, float("inf") if clip is None else clip)
+            optimizer.step()
+            history.losses.append(total / tokens)
+            history.norms.append(float(norm))
+    history.parameters = {name: value.detach().clone() for name, value in named_parameters(model).items()}
+    return history
+
+
+# ---- the model
+
+
+def start(recipe: Recipe, seed: int) -> nn.Module:
+    """The unsplit model with its initial values, in fp32 on the CPU."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = recipe.build()
+        rule = rule_of(recipe, model)
+        if rule is not None:
+            draw(model, rule, seed)
+    return model
+
+
+def forward(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    """The logits, or other outputs, of the model's own forward."""
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    config: Any = getattr(base_of(model), "config", None)
+    if hasattr(config, "use_cache"):
+        config.use_cache = False
+    output: Any = model(inputs["input_ids"]) if isinstance(model, nn.Sequential) else model(**inputs)
+    logits: Tensor = getattr(output, "logits", output)
+    return logits
+
+
+def base_of(model: nn.Module) -> nn.Module:
+    """The model itself, without the wrapper of the `peft` package."""
+    get_base: Any = getattr(model, "get_base_model", None)
+    base: nn.Module = model if get_base is None else get_base()
+    return base
+
+
+def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The model's parameters, a shared one by its first name."""
+    later = tied(model)
+    named = base_of(model).named_parameters(remove_duplicate=False)
+    return {name: parameter for name, parameter in named if name not in later}
+
+
+def tied(model: nn.Module) -> dict[str, str]:
+    """Each later name of a shared parameter -> its first, which a model of transformers says itself."""
+    base = base_of(model)
+    said: Mapping[str, str] = getattr(base, "all_tied_weights_keys", {})
+    firsts: dict[nn.Parameter, str] = {}
+    named = dict(base.named_parameters(remove_duplicate=False))
+    for name in sorted(named, key=lambda name: name in said):
+        firsts.setdefault(named[name], name)
+    return {name: firsts[parameter] for name, parameter in named.items() if firsts[parameter] != name}
+
+
+# ---- loss
+
+
+def summed_loss(recipe: Recipe, outputs: Tensor, batch: Mapping[str, Any]) -> Tensor:
+    """The recipe's loss, or token cross-entropy."""
+    own: Callable[[Tensor, Mapping[str, Any]], Tensor] | None = getattr(recipe, "loss", None)
+    return token_loss(outputs, batch["labels"]) if own is None else own(outputs, batch)
+
+
+def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy summed over the labels that are not -100, in fp32 (fp64 for fp64 logits)."""
+    scores = logits if logits.dtype == torch.float64 else logits.float()
+    return F.cross_entropy(scores.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+# ---- initial values
+
+
+Rule = Callable[[str, nn.Module], None]
+"""(qualified name, module) -> nothing; sets the module's own parameters from torch's default generator."""
+
+
+def rule_of(recipe: Recipe, model: nn.Module) -> Rule | None:
+    """How modules of this model start, if that can be known without its adapter."""
+    own: Rule | None = getattr(recipe, "initialise", None)
+    if own is not None:
+        return own
+    family: Any = getattr(base_of(model), "_init_weights", None)
+    if family is not None:
+        return lambda name, module: _start_as_family(family, module)
+    return (lambda name, module: _reset(module)) if isinstance(model, nn.Sequential) else None
+
+
+def draw(model: nn.Module, rule: Rule, seed: int) -> None:
+    """Set all parameters, each module from a generator of its own, what is inside a module before the module.
+
+    A shared parameter is drawn under each of its names and keeps the values of the first.
+    """
+    base = base_of(model)
+    with torch.no_grad(), _untied(base):
+        for parameter in base.parameters():
+            parameter.fill_(torch.nan)
+        for name, module in reversed(list(base.named_modules())):
+            torch.manual_seed(module_seed(seed, name))
+            rule(name, module)
+            if any(parameter.isnan().any() for parameter in module.parameters(recurse=False)):
+                torch.manual_seed(module_seed(seed, name))
+                _reset(module)
+    unset = [name for name, parameter in base.named_parameters() if parameter.isnan().any()]
+    if unset:
+        raise ValueError(f"the recipe's rule leaves {', '.join(unset)} without values")
+
+
+@contextmanager
+def _untied(model: nn.Module) -> Iterator[None]:
+    """Meanwhile later names of shared parameters have parameters of their own."""
+    later = {name: model.get_parameter(name) for name in tied(model)}
+
+    def put(name: str, parameter: nn.Parameter) -> None:
+        parent, _, key = name.rpartition(".")
+        setattr(model.get_submodule(parent), key, parameter)
+
+    for name, parameter in later.items():
+        put(name, nn.Parameter(torch.empty_like(parameter)))
+    yield
+    for name, parameter in later.items():
+        put(name, parameter)
+
+
+def module_seed(seed: int, name: str) -> int:
+    """The upper 63 bits of the first 8 bytes of SHA-256("seed NUL name"), little-endian."""
+    return int.from_bytes(hashlib.sha256(b"%d\0%b" % (seed, name.encode())).digest()[:8], "little") // 2
+
+
+def _start_as_family(family: Callable[[nn.Module], None], module: nn.Module) -> None:
+    """The rule of a family of transformers, and that of low-rank adapters of `peft`."""
+    family(module)
+    restart: Any = getattr(module, "reset_lora_parameters", None)
+    adapters: Any = module.active_adapters if restart is not None else ()
+    for adapter in adapters:
+        restart(adapter, True)
+
+
+def _reset(module: nn.Module) -> None:
+    reset: Any = getattr(module, "reset_parameters", None)
+    if reset is not None:
+        reset()
+
+
+# ---- dropout
+
+
+def block_seed(seed: int, step: int, microbatch: int, block: int) -> int:
+    """The upper 63 bits of the 8-byte BLAKE2b of "seed:step:microbatch:block", little-endian."""
+    text = ":".join(map(str, (seed, step, microbatch, block)))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") // 2
+
+
+class Seeding:
+    """Seeds torch's generators before each block of a model, by hooks on modules.
+
+    Blocks are counted in the order of execution: those that the recipe names, the modules of an `nn.Sequential`, or the
+    layers of a model of transformers and the outermost modules with parameters beside them.
+    """
+
+    def __init__(self, recipe: Recipe, model: nn.Module, seed: int) -> None:
+        self._seed, self._moment = seed, (0, 0)
+        self._order: dict[nn.Module, int] = {}
+        self._inside: list[nn.Module] = []
+        base = base_of(model)
+        named: Iterable[str] | None = getattr(recipe, "blocks", None)
+        if named is None and isinstance(model, nn.Sequential):
+            named = [name for name, _ in model.named_children()]
+        blocks = _blocks_of_family(base) if named is None else [base.get_submodule(name) for name in named]
+        self._is_known = bool(blocks)
+        for block in blocks:
+            block.register_forward_pre_hook(self._enter)
+            block.register_forward_hook(self._leave)
+
+    def of(self, step: int, microbatch: int) -> Seeding:
+        """The context of one forward."""
+        self._moment = (step, microbatch)
+        return self
+
+    def __enter__(self) -> None:
+        torch.manual_seed(0)
+        self._before = torch.get_rng_state()
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if kind is None and not self._is_known and not torch.equal(torch.get_rng_state(), self._before):
+            raise ValueError("the model draws random numbers: name its blocks, in order, in `blocks` of the recipe")
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if not self._inside:
+            block = self._order.setdefault(module, len(self._order))
+            torch.manual_seed(block_seed(self._seed, *self._moment, block))
+        self._inside.append(module)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._inside.pop()
+
+
+def _blocks_of_family(model: nn.Module) -> list[nn.Module]:
+    """Modules with parameters beside the list of layers, and the layers; one inside another is no block."""
+    if not hasattr(model, "_init_weights"):
+        return []
+    config: Any = model.config
+    lists = [each for each in model.modules() if isinstance(each, nn.ModuleList)]
+    layers = next(each for each in lists if len(each) == config.get_text_config().num_hidden_layers)
+    around = {module for module in model.modules() if any(each is layers for each in module.modules())}
+    inside = {module for layer in layers for module in layer.modules()} - set(layers)
+    return [m for m in model.modules() if m not in around and m not in inside and any(True for _ in m.parameters())]
