@@ -301,9 +301,9 @@ class Transport(ABC):
 
     def total_stage(self, values: torch.Tensor) -> torch.Tensor:
         """Sum of a small CPU tensor over the ranks of one pipeline position, the same bits on each of them."""
-        for axis, channel in (("intra", Channel.SUM_INTRA), ("inter", Channel.SUM_INTER), ("tp", Channel.SUM_STAGE)):
-            peers = Peers.along(axis, self.place)
-            self.total_ordered(values, peers.ranks, Tag(channel, 0))
+        mesh, own = self.place.mesh, self.place
+        ranks = [rank for rank in range(mesh.world) if mesh.place(rank).pp == own.pp]
+        self.total_ordered(values, ranks, Tag(Channel.SUM_STAGE, 0))
         return values
 
     def total_ordered(self, values: torch.Tensor, ranks: Sequence[int], tag: Tag) -> None:
