@@ -211,7 +211,8 @@ def run_broken(config: Path, manner: str) -> subprocess.CompletedProcess[str]:
     result = atoll(sys.executable, script, config.parent, manner, "train", config, *halves)
     for rank in ("parent", "0", "1"):
         assert not is_running(int((config.parent / f"pid-{rank}").read_text())), f"{rank} is still there"
-    assert [json.loads(line)["step"] for line in (config.parent / "run" / "metrics.jsonl").open()] == [1]
+    lines = (config.parent / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1]
     return result
 
 
