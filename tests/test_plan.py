@@ -74,6 +74,13 @@ def test_a_plan_knows_its_global_batch() -> None:
         ({"recompute": "all"}, "recompute = 'all'; known: none, block, selective"),
         ({"residency": "block"}, "residency = 'block'; known: unit, run, step"),
         ({"reduction": "unit"}, "reduction = 'unit'; known: microbatch, run, step"),
+        ({"unit": 0}, "unit = 0; a unit has at least one block"),
+        ({"unit": -2}, "unit = -2; a unit has at least one block"),
+        ({"prefetch": -1}, "prefetch = -1 bytes"),
+        ({"resident": -1, "residency": "run"}, "resident = -1 bytes with residency = 'run'"),
+        ({"compile": "all"}, "compile = 'all'; known: none, block, block-eager"),
+        ({"sequence_parallel": True}, "sequence_parallel .* tensor = 1 has none"),
+        ({"mesh": MeshShape(pipeline=2, tensor=2), "vocabulary_parallel": True}, "pipeline = 2 and tensor = 2"),
         ({"resident": 5}, "resident = 5 bytes with residency = 'unit'"),
     ],
 )

@@ -5,21 +5,30 @@ from __future__ import annotations
 import gc
 import math
 import weakref
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from atoll import Engine
 from atoll.errors import PlanError, RankError, RunError
 from atoll.ir import lower
-from atoll.layouts import Layout
 from atoll.models import adapter_for, initialise_model
 from atoll.testing import run_ranks
-from atoll.testing.parity import Case, assert_parity, reference, train, unsplit, whole_parameters, worst_difference
+from atoll.testing.parity import (
+    Case,
+    History,
+    assert_parity,
+    reference,
+    train,
+    unsplit,
+    whole_parameters,
+    worst_difference,
+)
 from atoll.testing.reference import token_loss
 from atoll.testing.tiny import TinyConfig, tiny_batch, tiny_model
 
@@ -469,6 +478,24 @@ def test_what_cannot_be_built_is_refused() -> None:
         run_ranks(build, 4, Case(pipeline=4, model=TinyConfig(layers=1)))
 
 
+def refuse_clip(case: Case, clips: list[float]) -> list[str]:
+    found = []
+    for clip in clips:
+        try:
+            make_engine(case, meta_model(case.model), clip=clip)
+        except PlanError as error:
+            found.append(str(error))
+    return found
+
+
+def test_a_clip_that_is_no_norm_is_refused() -> None:
+    """A negative one would turn the gradients round, and 0 would train nothing."""
+    clips = [-1.0, -1e-9, 0.0, float("nan")]
+    for said in run_ranks(refuse_clip, 2, Case(intra=2), clips):
+        assert [each.split(";")[0] for each in said] == [f"clip = {clip}" for clip in clips]
+    assert_parity(Case(intra=2, steps=1, clip=float("inf")))
+
+
 # ---- precision
 
 
@@ -492,16 +519,68 @@ def test_layouts_agree_in_fp32_to_rounding() -> None:
             assert worst < 1e-4, (layout, where)
 
 
+class _Askew(nn.Module):
+    """Passes its input on; what comes out, or its gradient, is off by a little on ranks, and right in the reference."""
+
+    def __init__(self, forward: float, backward: float) -> None:
+        super().__init__()
+        self.factors = forward, backward
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        forward, backward = self.factors if dist.is_initialized() else (1.0, 1.0)
+        out = hidden * forward
+        if out.requires_grad:
+            out.register_hook(lambda gradient: gradient * (backward / forward))
+        return out
+
+
+@dataclass(frozen=True)
+class _AskewModel:
+    """A tiny model that is off by a factor after its second layer."""
+
+    forward: float = 1.0
+    backward: float = 1.0
+
+    def build(self) -> nn.Module:
+        model = tiny_model(TinyConfig())
+        return nn.Sequential(*model[:3], _Askew(self.forward, self.backward), *model[3:])
+
+    def batch(self, step: int, samples: int) -> dict[str, Any]:
+        return tiny_batch(TinyConfig(), step, samples)
+
+
 def test_parity_has_teeth() -> None:
-    """The harness notices a wrong seed, so it would notice a wrong gradient."""
+    """The harness notices another seed, and a hidden state or a gradient that is off by a hundred-millionth."""
     case = Case(steps=1)
     other = reference(replace(case, seed=4))
     (history,) = run_ranks(train, 1, case)
     worst, _ = worst_difference(history, other)
     assert worst > 1e-3
-    with pytest.raises(AssertionError, match="differs by"):
-        assert_parity(replace(case, steps=2, lr=1e-2), tolerance=-1.0)
-    assert Layout("GGG").effective
+
+    small = 1 + 1e-8
+    for spread in ({}, {"layout": "GGG", "intra": 2}):
+        assert_parity(Case(steps=2, clip=None, model=_AskewModel(), **spread))  # type: ignore[arg-type]
+        for wrong in (_AskewModel(forward=small), _AskewModel(backward=small)):
+            with pytest.raises(AssertionError, match=r"rank \d differs by .* at (loss|gradient norm|parameter)"):
+                assert_parity(Case(steps=2, clip=None, model=wrong, **spread))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_parity_takes_no_number_that_is_not_finite_for_an_equal_one(number: float) -> None:
+    wanted = History([1.0, 2.0], [3.0, 4.0], {"one": torch.ones(3), "two": torch.ones(2)})
+    assert worst_difference(replace(wanted), wanted)[0] == 0.0
+    spoilt = {
+        "loss of step 2": replace(wanted, losses=[1.0, number]),
+        "gradient norm of step 1": replace(wanted, norms=[number, 4.0]),
+        "parameter one": replace(wanted, parameters={"one": torch.tensor([1.0, number, 1.0]), "two": torch.ones(2)}),
+    }
+    for where, got in spoilt.items():
+        for one, other in ((got, wanted), (wanted, got), (got, got)):
+            if one is other and math.isinf(number):
+                continue
+            worst, said = worst_difference(one, other)
+            assert worst == math.inf
+            assert said.startswith(where)
 
 
 # ---- timeline

@@ -1,27 +1,32 @@
-"""What leaves a rank before what: read from the timelines of ranks of one host, which share a clock."""
+"""What leaves a rank before what. One rank is held until another has come so far: in another order, neither goes on."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from atoll import schedules
-from atoll.ir import Action, Op
+from atoll.ir import Op
 from atoll.layouts import Layout
 from atoll.models import Adapter
 from atoll.models.adapter import SequentialAdapter
 from atoll.plan import MeshShape, Plan
 from atoll.runtime.engine import Engine
+from atoll.runtime.sharding.hooks import Pending
+from atoll.runtime.sharding.unit import Unit
+from atoll.runtime.transport import world_store
 from atoll.testing import run_ranks
 from atoll.trace import Span
 
 MICROBATCHES = 4
-WIDTH = 512
-ROWS = 512
-"""Wide enough that a weight's gradient takes some milliseconds."""
+WIDTH = 8
+ROWS = 8
+PATIENCE = timedelta(seconds=60)
+"""How long a rank is held for what would never come."""
 
 
 class Wide(nn.Sequential):
@@ -63,18 +68,50 @@ def timelines(name: str, steps: int, *, post_validation: bool = False) -> list[t
     return found
 
 
-def span_of(spans: tuple[Span, ...], action: Action) -> Span:
-    return next(span for span in spans if span.action == action)
+def say(what: str) -> None:
+    store = world_store()
+    assert store is not None
+    store.set(what, "")
+
+
+def wait_for(what: str) -> None:
+    store = world_store()
+    assert store is not None
+    store.wait([what], PATIENCE)
+
+
+def hold_weights_until_the_gradient_has_arrived() -> int:
+    """In a step of 1F1B the last rank computes no weight's gradient before the other one has what it owes; how often it
+    was held."""
+    engine = wide_engine("1f1b")
+    executor, moment = engine._executor, engine._moment
+    count = 0
+    if engine.place.pp == 0:
+        receive = executor._acts[Op.RECV_B]
+
+        def received(stage: int, microbatch: int) -> None:
+            receive(stage, microbatch)
+            say(f"received {microbatch}")
+
+        executor._acts = {**executor._acts, Op.RECV_B: received}
+    else:
+        weights = executor._weights
+
+        def held(units: Sequence[Unit], pending: Pending) -> None:
+            nonlocal count
+            wait_for(f"received {moment.microbatch}")
+            count += 1
+            weights(units, pending)
+
+        executor._weights = held  # type: ignore[method-assign]
+    engine.step(wide_batch())
+    engine.close()
+    return count
 
 
 def test_the_input_gradient_leaves_before_the_weights_are_computed() -> None:
-    """A full backward of the last rank is still at its weights when the rank before has received."""
-    first, last = (steps[-1] for steps in run_ranks(timelines, 2, "1f1b", 2, timeout=60.0))
-    ahead = [
-        span_of(first, Action(0, Op.RECV_B, at)).end < span_of(last, Action(1, Op.B, at)).end
-        for at in range(MICROBATCHES)
-    ]
-    assert any(ahead)
+    """In each full backward of the last rank."""
+    assert run_ranks(hold_weights_until_the_gradient_has_arrived, 2, timeout=180.0) == [0, MICROBATCHES]
 
 
 def test_every_action_is_in_the_timeline_in_its_order() -> None:
@@ -86,11 +123,36 @@ def test_every_action_is_in_the_timeline_in_its_order() -> None:
             assert list(spans) == sorted(spans, key=lambda span: span.start)
 
 
+def hold_the_last_action_until_the_next_step_has_begun(steps: int) -> int:
+    """The last rank ends no step before the first rank is in the next one's first forward; how often it was held."""
+    engine = wide_engine("zb-h2", post_validation=True)
+    executor, moment = engine._executor, engine._moment
+    forward, weights = executor._acts[Op.F], executor._acts[Op.W]
+    last = engine.plan.schedule.actions[engine.place.pp][-1]
+    assert last.op is Op.W
+    count = 0
+
+    def begun(stage: int, microbatch: int) -> None:
+        if engine.place.pp == 0:
+            say(f"step {moment.step}")
+        forward(stage, microbatch)
+
+    def held(stage: int, microbatch: int) -> None:
+        nonlocal count
+        if engine.place.pp == 1 and microbatch == last.microbatch and moment.step + 1 < steps:
+            wait_for(f"step {moment.step + 1}")
+            count += 1
+        weights(stage, microbatch)
+
+    executor._acts = {**executor._acts, Op.F: begun, Op.W: held}
+    batches = [wide_batch() for _ in range(steps)]
+    for batch, following in zip(batches, [*batches[1:], None], strict=True):
+        engine.submit(batch, following)
+    engine.settle()
+    engine.close()
+    return count
+
+
 def test_a_post_validated_step_begins_before_the_one_before_has_ended() -> None:
     """The first rank's next forwards run while the last rank still works: no barrier between steps."""
-    first, last = run_ranks(timelines, 2, "zb-h2", 8, post_validation=True, timeout=60.0)
-    overlaps = []
-    for before, after in zip(last, first[1:], strict=False):
-        ends = max(span.end for span in before if span.action.op.is_compute)
-        overlaps.append(min(span.start for span in after if span.action.op is Op.F) < ends)
-    assert any(overlaps)
+    assert run_ranks(hold_the_last_action_until_the_next_step_has_begun, 2, 5, timeout=180.0) == [0, 4]

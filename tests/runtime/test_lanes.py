@@ -20,13 +20,13 @@ def test_jobs_begin_in_order_and_two_run_at_once() -> None:
     lane = Threads("gather")
     begun: list[int] = []
     gate = threading.Event()
-    both = threading.Barrier(AT_ONCE + 1, timeout=10.0)
+    both = threading.Barrier(AT_ONCE + 1, timeout=60.0)
 
     def work(at: int) -> None:
         begun.append(at)
         if at < AT_ONCE:
             both.wait()
-            gate.wait(10.0)
+            gate.wait(60.0)
 
     jobs = [lane.start(partial(work, at), unit=at) for at in range(6)]
     both.wait()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -17,7 +17,9 @@ from atoll.models import Adapter
 from atoll.models.adapter import SequentialAdapter
 from atoll.plan import MeshShape, Plan
 from atoll.runtime.engine import Engine
+from atoll.runtime.sharding.lookahead import DIGESTS, digest
 from atoll.runtime.sharding.segment import Segment
+from atoll.runtime.sharding.unit import Unit
 from atoll.runtime.transport import GlooTransport
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, train
@@ -83,6 +85,84 @@ def test_the_order_is_learned_and_followed() -> None:
             assert later == [24 - 3, 12, 24 - 3, 12]
     for counts in run_ranks(gathers_ahead, case.ranks, replace(case, prefetch=0)):
         assert not any(counts)
+
+
+@dataclass(frozen=True)
+class Numbered:
+    """A block as a digest sees it."""
+
+    index: int
+    units: tuple[Unit, ...] = ()
+
+
+def test_digests_tell_orders_apart() -> None:
+    """Whatever is exchanged, left out, repeated or added; none that is known is taken for one that is not."""
+    order = list(range(6)) + list(range(6))[::-1]
+    orders = [
+        order,
+        order[1:] + order[:1],
+        order[:-1],
+        order[1:],
+        order + order[-1:],
+        sorted(order),
+        [1, 2],
+        [12],
+        [2, 1],
+    ]
+    orders += [[*order[:at], order[at + 1], order[at], *order[at + 2 :]] for at in range(11) if at != 5]
+    found = [digest([Numbered(at) for at in each]) for each in orders]
+    assert len(set(found)) == len(found)
+    assert all(0 < each < DIGESTS for each in found)
+    assert found[0] == digest([Numbered(at) for at in order])
+    assert digest([]) == 0
+
+
+def gathers_ahead_after_another_order(case: Case, stranger: int) -> tuple[list[int], list[float]]:
+    """What is gathered ahead in the steps after rank `stranger` expects to begin with what comes second, and the
+    losses."""
+    engine = case.engine()
+    look = engine._lookahead.look
+    counts, losses = [], []
+
+    def counted() -> None:
+        before = set(engine._lookahead._ahead)
+        look()
+        counts[-1] += len(set(engine._lookahead._ahead) - before)
+
+    engine._lookahead.look = counted  # type: ignore[method-assign]
+    for step in range(case.steps):
+        if step == 2 and engine.place.rank == stranger:
+            orders = engine._lookahead._orders
+            orders.update({kind: [*order[1:], order[0]] for kind, order in orders.items()})
+        counts.append(0)
+        losses.append(engine.step(case.share(engine, step)).loss)
+    engine.close()
+    return counts, losses
+
+
+STRANGERS = {
+    "of two ranks": ({"intra": 2}, 1),
+    "of three ranks": ({"intra": 3, "microbatches": 6}, 0),
+    "beside a tensor-parallel group": ({"inter": 2, "tensor": 2}, 3),
+    "in a pipeline": ({"pipeline": 2, "inter": 2}, 3),
+}
+
+
+@pytest.mark.parametrize("kind", STRANGERS)
+def test_nothing_is_gathered_ahead_where_orders_differ(kind: str) -> None:
+    """Ranks that share parameters follow none of their orders in that step, learn it anew, and go on. Other pipeline
+    stages follow theirs all the while."""
+    options, stranger = STRANGERS[kind]
+    case = Case("GGG", steps=5, model=TinyConfig(layers=4), reads_in_place=False, **options)  # type: ignore[arg-type]
+    agreed = run_ranks(gathers_ahead_after_another_order, case.ranks, case, -1)
+    found = run_ranks(gathers_ahead_after_another_order, case.ranks, case, stranger)
+    stage = case.plan.mesh.place(stranger).pp
+    for rank, ((counts, losses), (usual, wanted)) in enumerate(zip(found, agreed, strict=True)):
+        assert losses == wanted
+        assert usual[0] == 0
+        assert min(usual[1:]) > 0
+        follows_none = case.plan.mesh.place(rank).pp == stage
+        assert counts == [0, usual[1], 0 if follows_none else usual[2], *usual[3:]]
 
 
 class Winding(nn.Sequential):

@@ -17,6 +17,24 @@ def test_every_layout_without_pipeline(layout: str, inter: int, intra: int) -> N
     assert_parity(Case(layout=layout, inter=inter, intra=intra, model=EVERYTHING))
 
 
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("layout", ["NNN", "NIG", "III", "IIG", "GGG"])
+def test_three_ranks_in_a_group(layout: str, in_place: bool) -> None:
+    """Where a sum of two is right, one of three may not be: each rank's place in it is another case."""
+    assert_parity(Case(layout=layout, intra=3, microbatches=6, reads_in_place=in_place, model=EVERYTHING))
+
+
+@pytest.mark.parametrize("layout", ["NNN", "NIG", "III", "IIG", "GGG"])
+def test_three_groups(layout: str) -> None:
+    assert_parity(Case(layout=layout, inter=3, microbatches=6, model=EVERYTHING))
+
+
+@pytest.mark.parametrize("layout", ["NNG", "IGG", "IIG", "GGG"])
+@pytest.mark.parametrize(("inter", "intra"), [(3, 2), (2, 3)])
+def test_three_along_one_axis_and_two_along_the_other(layout: str, inter: int, intra: int) -> None:
+    assert_parity(Case(layout=layout, inter=inter, intra=intra, microbatches=6, model=EVERYTHING))
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("layout", [layout.name for layout in EFFECTIVE])
 def test_effective_layouts_in_a_pipeline(layout: str, schedule: str) -> None:

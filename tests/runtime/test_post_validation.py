@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -14,6 +14,8 @@ from atoll.errors import RunError
 from atoll.layouts import EFFECTIVE, Layout, Precision
 from atoll.models import SequentialAdapter
 from atoll.plan import MeshShape, Plan
+from atoll.runtime.sharding.optimizer import decay_matrices
+from atoll.runtime.step_end import StepResult
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, History, reference, results, train, whole_parameters
 from atoll.testing.tiny import TinyConfig, tiny_model
@@ -52,28 +54,36 @@ def test_every_precision(layout: str, precision: str) -> None:
     assert_same(Case(layout=layout, pipeline=2, intra=2, precision=precision, model=EVERYTHING, steps=4, clip=1.0))
 
 
+def note_steps_ahead(engine: Engine) -> tuple[list[int], list[int]]:
+    """Two lists that fill while the engine runs: the steps that this rank takes ahead, and those of them taken back."""
+    end = engine._step_end
+    ahead: list[int] = []
+    taken_back: list[int] = []
+    settle = end.settle
+
+    def noted(ending: Any) -> Any:
+        result, was_right = settle(ending)
+        if ending.has_stepped:
+            ahead.append(ending.step)
+            if not was_right:
+                taken_back.append(ending.step)
+        return result, was_right
+
+    end.settle = noted  # type: ignore[method-assign]
+    return ahead, taken_back
+
+
 def count_steps_taken_back(case: Case) -> tuple[int, int, History]:
     """How often this rank stepped ahead, how often wrongly, and the history."""
     engine = case.engine()
-    end = engine._step_end
-    ahead = wrong = 0
-    settle = end.settle
-
-    def counted(ending: Any) -> Any:
-        nonlocal ahead, wrong
-        result, was_right = settle(ending)
-        ahead += ending.has_stepped
-        wrong += ending.has_stepped and not was_right
-        return result, was_right
-
-    end.settle = counted  # type: ignore[method-assign]
+    ahead, taken_back = note_steps_ahead(engine)
     history = History()
     for result in results(case, engine):
         history.losses.append(result.loss)
         history.norms.append(result.grad_norm)
     history.parameters = whole_parameters(engine)
     engine.close()
-    return ahead, wrong, history
+    return len(ahead), len(taken_back), history
 
 
 def test_stages_that_stepped_wrongly_take_their_step_back() -> None:
@@ -111,10 +121,34 @@ class _Fault(nn.Module):
         return gradient * self.plan.get(self.calls, 1.0)
 
 
-def train_with_faults(case: Case, after_layer: int, plan: dict[int, float]) -> tuple[History, list[bool]]:
+class _OwnFault(_Fault):
+    """Adds a parameter whose own gradient is multiplied; that of its input is left alone."""
+
+    def __init__(self, plan: dict[int, float]) -> None:
+        super().__init__(plan)
+        self.shift = nn.Parameter(torch.empty(8))
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.shift)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + super().forward(self.shift)
+
+
+@dataclass(frozen=True)
+class Faulty:
+    """A run with faults on one rank: its history, which steps it skipped, took ahead and took back."""
+
+    history: History
+    skipped: list[bool]
+    ahead: list[int]
+    taken_back: list[int]
+
+
+def train_with_faults(case: Case, after_layer: int, plan: dict[int, float], kind: type[_Fault] = _Fault) -> Faulty:
     with torch.device("meta"):
         model = tiny_model(case.model)
-    blocks = [*model[: after_layer + 2], _Fault(plan), *model[after_layer + 2 :]]
+        blocks = [*model[: after_layer + 2], kind(plan), *model[after_layer + 2 :]]
     engine = Engine(
         nn.Sequential(*blocks),
         case.plan,
@@ -123,6 +157,7 @@ def train_with_faults(case: Case, after_layer: int, plan: dict[int, float]) -> t
         seed=case.seed,
     )
     assert isinstance(engine.adapter, SequentialAdapter)
+    ahead, taken_back = note_steps_ahead(engine)
     history, skipped = History(), []
     for result in results(case, engine):
         history.losses.append(result.loss)
@@ -130,7 +165,7 @@ def train_with_faults(case: Case, after_layer: int, plan: dict[int, float]) -> t
         skipped.append(result.skipped)
     history.parameters = whole_parameters(engine)
     engine.close()
-    return history, skipped
+    return Faulty(history, skipped, ahead, taken_back)
 
 
 @pytest.mark.parametrize("layer", [0, 3])
@@ -142,9 +177,95 @@ def test_faults_at_chosen_stages(fault: float, layer: int) -> None:
     plan = {6: fault}  # 4 microbatches a rank and step: the second of step 2
     waiting = run_ranks(train_with_faults, 4, case, layer, plan)
     ahead = run_ranks(train_with_faults, 4, replace(case, post_validation=True), layer, plan)
-    for (one, skipped), (other, also) in zip(waiting, ahead, strict=True):
-        assert skipped == also == [False, fault != 1e4, False, False, False]
-        assert same_bits(one, other)
+    for one, other in zip(waiting, ahead, strict=True):
+        assert one.skipped == other.skipped == [False, fault != 1e4, False, False, False]
+        assert same_bits(one.history, other.history)
+
+
+@pytest.mark.parametrize(("layout", "fault", "layer"), [("NNN", "inf", 3), ("IIG", "nan", 0), ("GGG", "inf", 0)])
+def test_a_step_taken_ahead_of_a_fault_is_taken_back(layout: str, fault: str, layer: int) -> None:
+    """Nothing is clipped, so every rank steps ahead in every step, in the second with inf or NaN."""
+    case = Case(layout=layout, pipeline=2, intra=2, precision="fp16", model=EVERYTHING, steps=4, clip=100.0)
+    waiting = run_ranks(train_with_faults, 4, case, layer, {6: float(fault)})
+    ahead = run_ranks(train_with_faults, 4, replace(case, post_validation=True), layer, {6: float(fault)})
+    for one, other in zip(waiting, ahead, strict=True):
+        assert one.skipped == other.skipped == [False, True, False, False]
+        assert (one.ahead, one.taken_back) == ([], [])
+        assert other.ahead == [1, 2, 3, 4]
+        assert other.taken_back == [2]
+        assert same_bits(one.history, other.history)
+
+
+def test_a_first_stage_that_could_not_know_of_a_fault_takes_its_step_back() -> None:
+    """In the first step a rank steps if the sums up to it are finite. The fault is in a gradient of the last stage that
+    does not travel on, so the first stage steps and the last one does not."""
+    case = Case(layout="IIG", pipeline=2, intra=2, precision="fp16", model=EVERYTHING, steps=3, clip=100.0)
+    waiting = run_ranks(train_with_faults, 4, case, 3, {2: float("nan")}, _OwnFault)
+    ahead = run_ranks(train_with_faults, 4, replace(case, post_validation=True), 3, {2: float("nan")}, _OwnFault)
+    for rank, (one, other) in enumerate(zip(waiting, ahead, strict=True)):
+        assert one.skipped == other.skipped == [True, False, False]
+        assert (other.ahead, other.taken_back) == (([1, 2, 3], [1]) if rank < 2 else ([2, 3], []))
+        assert same_bits(one.history, other.history)
+
+
+def train_with_options_that_change(case: Case, fault: dict[int, float]) -> tuple[Faulty, list[float]]:
+    """Before every step all groups get another rate and decay; what the run gave, and the rates that were set."""
+    with torch.device("meta"):
+        model = tiny_model(case.model)
+        blocks = [*model[:2], _Fault(fault), *model[2:]]
+    engine = Engine(
+        nn.Sequential(*blocks),
+        case.plan,
+        optimizer=lambda groups: torch.optim.AdamW(groups, lr=1.0),
+        groups=decay_matrices(0.1),
+        clip=case.clip,
+        seed=case.seed,
+    )
+    ahead, taken_back = note_steps_ahead(engine)
+    history, skipped = History(), []
+
+    def note(result: StepResult | None) -> None:
+        if result is not None:
+            history.losses.append(result.loss)
+            history.norms.append(repr(result.grad_norm))  # type: ignore[arg-type]
+            skipped.append(result.skipped)
+
+    rates = []
+    for step in range(case.steps):
+        for at, group in enumerate(engine.optimizer.param_groups):
+            group["lr"] = 0.002 * (1 + step % 3) + 0.001 * at
+            group["weight_decay"] = 0.3 * (step + at)
+        note(engine.submit(case.share(engine, step)))
+        rates.append(engine.optimizer.param_groups[0]["lr"])
+    note(engine.settle())
+    history.parameters = whole_parameters(engine)
+    engine.close()
+    return Faulty(history, skipped, ahead, taken_back), rates
+
+
+CHANGING = {
+    "never clipped": {"clip": None},
+    "some clipped": {"clip": 3.42},
+    "fp16 with a fault": {"clip": 100.0, "precision": "fp16"},
+}
+
+
+@pytest.mark.parametrize("kind", CHANGING)
+def test_a_step_is_made_for_good_with_the_options_it_was_begun_with(kind: str) -> None:
+    """The verdict comes when the next rate is set already: the step must not use it, and the next must not lose it."""
+    case = Case(layout="IIG", pipeline=2, intra=2, model=EVERYTHING, steps=6, **CHANGING[kind])  # type: ignore[arg-type]
+    fault = {10: float("inf")} if kind == "fp16 with a fault" else {}
+    waiting = run_ranks(train_with_options_that_change, 4, case, fault)
+    ahead = run_ranks(train_with_options_that_change, 4, replace(case, post_validation=True), fault)
+    for (one, rates), (other, also) in zip(waiting, ahead, strict=True):
+        assert rates == also == [0.002 * (1 + step % 3) for step in range(6)]
+        assert one.skipped == other.skipped
+        assert same_bits(one.history, other.history)
+        assert other.ahead
+        if kind == "some clipped":
+            assert {float(norm) > 3.42 for norm in one.history.norms} == {True, False}  # type: ignore[arg-type]
+        assert any(one.skipped) == bool(fault)
+        assert 3 in other.taken_back or not fault
 
 
 def fail_ahead(case: Case) -> str:

@@ -117,16 +117,27 @@ def test_tensors_travel_back() -> None:
 @pytest.mark.parametrize("failing", [0, 2])
 def test_the_first_error_comes_with_rank_traceback_and_cause(failing: int) -> None:
     run_ranks(rank_times, 3, 1)
-    start = time.monotonic()
-
     with pytest.raises(RankError, match="no level Q") as caught:
         run_ranks(fail_on_one, 3, failing)
 
-    assert time.monotonic() - start < 5
     assert caught.value.rank == failing
     assert "fail_on_one" in str(caught.value)
     assert isinstance(caught.value.__cause__, LayoutError)
     assert run_ranks(rank_times, 3, 1) == [0, 1, 2]
+
+
+def fail_while_others_wait(note: Path) -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("one of two")
+    time.sleep(120)
+    note.touch()
+
+
+def test_a_failure_ends_a_case_before_the_others_have_waited_to_the_end(tmp_path: Path) -> None:
+    note = tmp_path / "waited"
+    with RankPool() as pool, pytest.raises(RankError, match="one of two"):
+        pool.run(fail_while_others_wait, 2, note, timeout=300)
+    assert not note.exists()
 
 
 def test_ranks_that_hang_after_a_failure_are_replaced() -> None:
@@ -140,17 +151,23 @@ def test_ranks_that_hang_after_a_failure_are_replaced() -> None:
 
 
 def test_a_timeout_names_the_stuck_ranks_and_shows_where_they_are() -> None:
+    """Rank 1 has nothing to do. On a busy machine it may take its time: then both are named, and are given more."""
     with RankPool() as pool:
-        pool.run(rank_times, 2, 1)
-        with pytest.raises(RankError, match=r"after 0\.5 s these ranks still ran: 0\n") as caught:
-            pool.run(stuck_on_zero, 2, timeout=0.5)
-        assert "in stuck_on_zero" in str(caught.value)
+        for seconds in (0.5, 5.0, 50.0):
+            pool.run(rank_times, 2, 1)
+            with pytest.raises(RankError, match=rf"after {seconds:g} s these ranks still ran: 0") as caught:
+                pool.run(stuck_on_zero, 2, timeout=seconds)
+            said = str(caught.value)
+            if "still ran: 0\n" in said and "in stuck_on_zero" in said:
+                break
+        assert "still ran: 0\n" in said
+        assert "in stuck_on_zero" in said
         assert pool.run(rank_times, 2, 1) == [0, 1]
 
 
 def stuck_on_zero() -> None:
     if dist.get_rank() == 0:
-        time.sleep(100)
+        time.sleep(1000)
 
 
 def test_a_rank_that_dies_is_told_with_its_last_words() -> None:
@@ -219,7 +236,7 @@ def test_processes_die_with_their_parent() -> None:
         processes = [int(word) for word in parent.stdout.readline().split()]
         parent.kill()
 
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while any(is_alive(process) for process in processes) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert len(processes) == 2

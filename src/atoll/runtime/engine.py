@@ -64,7 +64,7 @@ class Engine:
     model: a module with an adapter (atoll.models), built on `meta` or with the same values on every rank.
     optimizer: takes parameter groups of 1-D slices and gives an elementwise torch optimizer.
     groups: (name, shape) -> options of the parameter's group, such as {"weight_decay": 0.0}.
-    clip: largest global gradient norm; None leaves gradients alone.
+    clip: largest global gradient norm, above 0; None leaves gradients alone.
     weights: a folder that the model starts from, of safetensors or a checkpoint; each rank reads what it keeps.
 
     torch.distributed must have been initialised with as many ranks as the plan's mesh, unless that is one.
@@ -121,6 +121,10 @@ class Engine:
 
     def _build(self, optimizer: OptimizerFactory, groups: GroupOptions | None, weights: Path | str | None) -> None:
         plan = self.plan
+        if self.clip is not None and not self.clip > 0:  # NaN too
+            raise PlanError(
+                f"clip = {self.clip}; the largest gradient norm is above 0, or None to leave gradients alone"
+            )
         self.adapter: Adapter = adapter_for(self.model)
         blocks = self.adapter.blocks()
         tensor = self._tensor_parallel(blocks) if plan.mesh.tensor > 1 else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -184,7 +185,10 @@ def difference(got: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def worst_difference(got: History, wanted: History) -> tuple[float, str]:
-    """The largest difference of two histories and where it is; parameters that `got` does not hold are left out."""
+    """The largest difference of two histories and where it is; parameters that `got` does not hold are left out.
+
+    NaN differs from everything without end: every comparison with it is false, so `max` would pass over it.
+    """
     found = [(0.0, "nothing")]
     for step, (a, b) in enumerate(zip(got.losses, wanted.losses, strict=True)):
         found.append((abs(a - b) / max(1e-2, abs(b)), f"loss of step {step + 1}: {a} against {b}"))
@@ -194,7 +198,7 @@ def worst_difference(got: History, wanted: History) -> tuple[float, str]:
         found.append((difference(value, wanted.parameters[name]), f"parameter {name}"))
     for name, value in got.gradients.items():
         found.append((difference(value, wanted.gradients[name]), f"gradient of {name} in step 1"))
-    return max(found)
+    return max((math.inf if math.isnan(worst) else worst, where) for worst, where in found)
 
 
 def assert_parity(case: Case, *, tolerance: float = 1e-10) -> list[History]:
