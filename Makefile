@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN = .venv/bin
 
-.PHONY: train test check bench bench-islands bench-machine bench-low-rank bench-sharded-pipeline bench-vocabulary matrix gpu docs clean
+.PHONY: train test check bench bench-islands bench-machine bench-low-rank bench-sharded-pipeline bench-vocabulary matrix mutants gpu docs clean
 
 train: .venv/.stamp
 	$(BIN)/atoll train configs/quickstart.toml
@@ -40,6 +40,10 @@ bench-vocabulary: .venv/.stamp
 matrix: .venv/.stamp
 	$(BIN)/python benchmarks/run.py matrix
 
+# Damages copies of the source and runs the tests that should notice: about an hour, and goes on where it was.
+mutants: .venv/.mutants
+	$(BIN)/python benchmarks/run.py mutants --jobs 2
+
 gpu: .venv/.stamp
 	$(BIN)/python -m pytest tests/gpu -q
 
@@ -59,4 +63,9 @@ clean:
 # The peers that benchmarks are measured against.
 .venv/.bench: .venv/.stamp
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,bench]"
+	touch $@
+
+# What damages the source.
+.venv/.mutants: .venv/.stamp
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,mutants]"
 	touch $@

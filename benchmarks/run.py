@@ -15,7 +15,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ("overhead", "precision", "schedules", "parity", "emulated")
-SLOW = ("matrix", "who_gets_it_right", "low_rank", "sharded_pipeline", "vocabulary", "one_machine", "two_islands")
+SLOW = (
+    *("matrix", "mutants", "who_gets_it_right", "low_rank", "sharded_pipeline", "vocabulary", "one_machine"),
+    "two_islands",
+)
 """Those that run when they are named; two_islands, low_rank and sharded_pipeline need root."""
 
 
@@ -25,6 +28,7 @@ def main() -> None:
         "names", nargs="*", metavar="NAME", help=f"by default {', '.join(BENCHMARKS)}; also {', '.join(SLOW)}"
     )
     parser.add_argument("--quick", action="store_true", help="a few small steps, to see that it runs; writes no file")
+    parser.add_argument("--jobs", type=int, metavar="N", help="of mutants, how many at once (default: one a core)")
     arguments = parser.parse_args()
     known = (*BENCHMARKS, *SLOW)
     unknown = sorted(set(arguments.names) - set(known))
