@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.mutants import bench
-from benchmarks.mutants.table import TABLE, files_of, row_of, tests_of
+from benchmarks.mutants import bench, table
+from benchmarks.mutants.table import TABLE, files_of, row_of
 from benchmarks.mutants.tree import Tree
 
 ROOT = Path(__file__).parents[1]
@@ -23,7 +23,7 @@ def row(**changes: Any) -> dict[str, Any]:
 
 
 def page_of(rows: list[dict[str, Any]], excluded: list[dict[str, str]]) -> str:
-    return bench.report({"mutants": rows, "excluded": excluded, "least": 0.95})
+    return bench.report({"drawn": 5, "mutants": rows, "excluded": excluded, "least": 0.95})
 
 
 def test_every_module_has_tests_that_exist() -> None:
@@ -35,9 +35,9 @@ def test_every_module_has_tests_that_exist() -> None:
 
 
 def test_the_tests_of_a_modules_own_name_come_first() -> None:
-    assert tests_of("ir/text.py") == ("tests/ir/test_text.py", *TABLE["ir/"])
-    assert tests_of("ir/schedule.py") == TABLE["ir/"]
-    assert tests_of("runtime/sharding/access.py") == TABLE["runtime/sharding/access.py"]
+    assert table.tests_of("ir/validate.py") == ("tests/ir/test_validate.py", *TABLE["ir/"])
+    assert table.tests_of("ir/schedule.py") == TABLE["ir/"]
+    assert table.tests_of("runtime/sharding/access.py") == TABLE["runtime/sharding/access.py"]
 
 
 def test_what_is_kept_speaks_of_modules_and_gives_reasons() -> None:
@@ -54,6 +54,7 @@ def test_the_page_counts_and_shows_what_lives() -> None:
     bare = row(module="data/order.py", package="data", within="", outcome="lived", why="")
     page = page_of([row(), row(outcome="timed out"), explained, bare], [{"module": "sim.py", "why": "No clock."}])
     assert "2 of 4 are noticed, 50.0%" in page
+    assert "1 more are drawn and have not been run yet." in page
     assert "| sim | 3 | 1 | 1 | 1 | 66.7% |" in page
     assert "| all | 4 | 1 | 1 | 2 | 50.0% |" in page
     assert "- `sim.py` line 8, `play`\n\n  ```diff\n  - a = 1\n  + a = 2\n  ```\n\n  It changes no result." in page

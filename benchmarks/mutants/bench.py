@@ -49,7 +49,7 @@ DONE = HERE / "results" / "cases.jsonl"
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Run what has not been run yet of this source's mutants."""
-    kept = {"excluded": [], "lives": [], **tomllib.loads((HERE / "kept.toml").read_text(encoding="utf-8"))}
+    kept = tomllib.loads((HERE / "kept.toml").read_text(encoding="utf-8"))
     mutants = list(_mutants(kept["excluded"]))
     if arguments.quick:
         mutants = mutants[::EACH]
@@ -79,6 +79,7 @@ def report(result: Mapping[str, Any]) -> str:
         caught=sum(row["outcome"] != "lived" for row in rows),
         share=_share(rows),
         least=result["least"],
+        left=f" **{left} more are drawn and have not been run yet.**" if (left := result["drawn"] - len(rows)) else "",
         minutes=sum(row["seconds"] for row in rows) / 60,
         packages=_counts(rows, "package"),
         kinds=_counts(rows, "kind"),
@@ -184,6 +185,8 @@ def _trees(jobs: int) -> Iterator[Callable[[Callable[..., None], Sequence[Any]],
 def _result(mutants: Sequence[Mutant], done: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:
     rows = []
     for mutant in mutants:
+        if mutant.name not in done:
+            continue
         row = {key: value for key, value in vars(mutant).items() if key != "source"}
         row |= {"package": mutant.module.partition("/")[0].removesuffix(".py"), **done[mutant.name]}
         if row["outcome"] == "lived":
@@ -192,7 +195,7 @@ def _result(mutants: Sequence[Mutant], done: Mapping[str, Any], kept: Mapping[st
     for entry in kept["lives"]:
         if not any(_fits(entry, row) and row["outcome"] == "lived" for row in rows):
             print(f"explained, but it does not live: {entry['module']}: {entry['was']}", file=sys.stderr)
-    return {"mutants": rows, "excluded": kept["excluded"]}
+    return {"drawn": len(mutants), "mutants": rows, "excluded": kept["excluded"]}
 
 
 def _share(rows: Sequence[Mapping[str, Any]]) -> float:
@@ -280,7 +283,8 @@ The places are drawn by a hash from every module, more from long ones. The tests
 
 ## Result
 
-{caught} of {mutants} are noticed, {share:.1%}. The runs took {minutes:.0f} minutes, one after the other.
+{caught} of {mutants} are noticed, {share:.1%}. The runs took {minutes:.0f} minutes, one after the \
+other.{left}
 
 {packages}
 

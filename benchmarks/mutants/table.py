@@ -8,6 +8,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 PARITY = "tests/runtime/test_parity.py"
 ENGINE = "tests/runtime/test_engine.py"
+TENSOR = "tests/runtime/test_tensor_parallel.py"
 POST = "tests/runtime/test_post_validation.py"
 TRAFFIC = "tests/runtime/test_memory_and_traffic.py"
 VOCABULARY = "tests/runtime/test_vocabulary.py"
@@ -36,6 +37,7 @@ SPLIT = (
 """A vocabulary split over the pipeline."""
 
 TRAINING = (
+    "tests/runtime/test_endings.py",
     "tests/runtime/test_train.py",
     "tests/cli/test_train.py::test_a_run_leaves_its_files",
     "tests/cli/test_train.py::test_the_plan_says_what_each_rank_holds",
@@ -46,9 +48,12 @@ TRAINING = (
 
 TABLE: dict[str, tuple[str, ...]] = {
     "ir/": ("tests/ir", "tests/test_sim.py"),
+    "ir/draw.py": ("tests/ir/test_draw.py", "tests/cli/test_schedule.py"),
+    "ir/text.py": ("tests/ir/test_text.py", "tests/ir/test_action.py", "tests/cli/test_schedule.py"),
     "layouts/": ("tests/layouts", "tests/test_plan.py"),
     "sim.py": ("tests/test_sim.py", "tests/test_trace.py"),
     "data/": ("tests/data",),
+    "runtime/": (ENGINE,),
     "runtime/checkpoint/": (
         "tests/runtime/test_checkpoint_files.py",
         "tests/runtime/test_resume.py",
@@ -56,17 +61,19 @@ TABLE: dict[str, tuple[str, ...]] = {
     "runtime/training/": TRAINING,
     "runtime/training/pretrained.py": ("tests/runtime/test_interchange.py", "tests/runtime/test_lora.py", *TRAINING),
     "runtime/train.py": ("tests/cli/test_train.py", "tests/runtime/test_train.py"),
-    "runtime/places.py": TRAINING,
+    "runtime/places.py": ("tests/runtime/test_places.py",),
     "runtime/launch.py": ("tests/runtime/test_launch.py", "tests/testing/test_pool.py"),
     "runtime/failure.py": ("tests/cli/test_train.py", "tests/runtime/test_launch.py", "tests/runtime/test_lanes.py"),
     "runtime/interchange.py": ("tests/runtime/test_interchange.py",),
-    "runtime/allocator.py": (ENGINE,),
-    "runtime/randomness.py": (ENGINE,),
+    "runtime/allocator.py": ("tests/runtime/test_allocator.py",),
+    "runtime/randomness.py": (f"{PARITY}::test_each_difficulty_alone", ENGINE),
     "runtime/engine.py": (
         ENGINE,
         f"{PARITY}::test_effective_layouts_in_a_pipeline",
         "tests/runtime/test_stages.py",
         TRAFFIC,
+        f"{TENSOR}::test_sequences_that_do_not_divide_are_refused",
+        f"{POST}::test_units_are_stepped_as_their_gradients_arrive",
     ),
     "runtime/step_end.py": (
         POST,
@@ -129,8 +136,8 @@ TABLE: dict[str, tuple[str, ...]] = {
     "runtime/sharding/state.py": ("tests/runtime/test_resume.py", f"{POST}::test_every_layout"),
     "runtime/sharding/holdings.py": (TRAFFIC, "tests/runtime/test_residency.py"),
     "runtime/sharding/lookahead.py": ("tests/runtime/test_overlap.py", TRAFFIC),
-    "runtime/sharding/tensor_parallel.py": ("tests/runtime/test_tensor_parallel.py",),
-    "runtime/sharding/tensors.py": ("tests/runtime/test_tensor_parallel.py",),
+    "runtime/sharding/tensor_parallel.py": (TENSOR,),
+    "runtime/sharding/tensors.py": (TENSOR,),
     "runtime/sharding/vocabulary.py": SPLIT,
 }
 """The longest beginning of a module's path decides. A test file of a module's own name comes first."""
