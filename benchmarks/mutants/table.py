@@ -63,7 +63,13 @@ TABLE: dict[str, tuple[str, ...]] = {
     "runtime/train.py": ("tests/cli/test_train.py", "tests/runtime/test_train.py"),
     "runtime/places.py": ("tests/runtime/test_places.py",),
     "runtime/launch.py": ("tests/runtime/test_launch.py", "tests/testing/test_pool.py"),
-    "runtime/failure.py": ("tests/cli/test_train.py", "tests/runtime/test_launch.py", "tests/runtime/test_lanes.py"),
+    "runtime/training/signals.py": ("tests/cli/test_train.py::test_a_signal_saves_and_leaves",),
+    "runtime/failure.py": (
+        "tests/runtime/test_failure.py",
+        "tests/cli/test_train.py",
+        "tests/runtime/test_launch.py",
+        "tests/runtime/test_lanes.py",
+    ),
     "runtime/interchange.py": ("tests/runtime/test_interchange.py",),
     "runtime/allocator.py": ("tests/runtime/test_allocator.py",),
     "runtime/randomness.py": (f"{PARITY}::test_each_difficulty_alone", ENGINE),
@@ -74,6 +80,7 @@ TABLE: dict[str, tuple[str, ...]] = {
         TRAFFIC,
         f"{TENSOR}::test_sequences_that_do_not_divide_are_refused",
         f"{POST}::test_units_are_stepped_as_their_gradients_arrive",
+        "tests/runtime/test_access.py::test_a_refusal_while_looking_at_gradients_loses_nothing",
     ),
     "runtime/step_end.py": (
         POST,
@@ -123,6 +130,12 @@ TABLE: dict[str, tuple[str, ...]] = {
         f"{ENGINE}::test_users_checkpointing_modules_called_twice_and_merged_weights",
         f"{POST}::test_stages_that_stepped_wrongly_take_their_step_back",
         "tests/runtime/test_precision.py",
+    ),
+    "runtime/sharding/unit.py": (
+        "tests/runtime/test_units.py",
+        "tests/runtime/test_residency.py::test_a_parameter_is_gathered_and_reduced_as_often_as_the_table_says",
+        TRAFFIC,
+        *TRAINED,
     ),
     "runtime/sharding/access.py": ("tests/runtime/test_access.py",),
     "runtime/sharding/optimizer.py": (

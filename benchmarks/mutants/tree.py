@@ -92,6 +92,7 @@ class Tree:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
+            start_new_session=True,
         )
         resource.prlimit(process.pid, resource.RLIMIT_DATA, (LARGEST, LARGEST))
         try:

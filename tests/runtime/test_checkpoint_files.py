@@ -638,3 +638,9 @@ def test_one_problem_is_said_in_place_and_several_are_listed() -> None:
     assert listing(["a is missing"]) == "a is missing"
     assert listing(["a", "b"]) == "2 problems\n  a\n  b"
     assert listing(["a", "b", "c"], limit=2) == "3 problems\n  a\n  b\n  and 1 more"
+
+
+def test_an_empty_range_says_something_of_a_tensor_without_elements_alone() -> None:
+    assert not Piece(WEIGHT, (6,), 2, 2, torch.empty(0)).claim.says_something
+    assert Piece(WEIGHT, (6,), 2, 3, torch.empty(1)).claim.says_something
+    assert Piece(WEIGHT, (0, 4), 0, 0, torch.empty(0)).claim.says_something
