@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN = .venv/bin
 
-.PHONY: train test check bench bench-islands bench-machine bench-islands-quick bench-machine-quick bench-low-rank bench-sharded-pipeline bench-vocabulary matrix gpu docs evidence stale clean
+.PHONY: train test check bench bench-islands bench-machine bench-islands-quick bench-machine-quick bench-low-rank bench-sharded-pipeline bench-vocabulary matrix mutants gpu docs evidence stale clean
 
 train: .venv/.stamp
 	$(BIN)/atoll train configs/quickstart.toml
@@ -47,6 +47,10 @@ bench-vocabulary: .venv/.stamp
 matrix: .venv/.stamp
 	$(BIN)/python benchmarks/run.py matrix
 
+# Damages copies of the source and runs the tests that should notice: about an hour, and goes on where it was.
+mutants: .venv/.mutants
+	$(BIN)/python benchmarks/run.py mutants --jobs 2
+
 gpu: .venv/.stamp
 	$(BIN)/python -m pytest tests/gpu -q
 
@@ -74,4 +78,9 @@ clean:
 # The peers that benchmarks are measured against.
 .venv/.bench: .venv/.stamp
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,bench]"
+	touch $@
+
+# What damages the source.
+.venv/.mutants: .venv/.stamp
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,mutants]"
 	touch $@

@@ -246,3 +246,13 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     blocker.write_text("in the way")
     with pytest.raises(DataError, match=r"data\.cache = .*file.*cannot be written"):
         _prepare(_folder(tmp_path), tmp_path, cache=blocker / "cache")
+
+
+def test_what_takes_long_is_announced_once(tmp_path: Path) -> None:
+    source = _folder(tmp_path)
+    lines: list[str] = []
+    _prepare(source, tmp_path, report=lines.append)
+    assert lines[-1] == f"encoding {source}"
+    del lines[:]
+    _prepare(source, tmp_path, report=lines.append)
+    assert lines == []

@@ -54,3 +54,9 @@ def test_svg_is_well_formed_and_self_contained(in_time: bool, lowered: bool) -> 
     assert "0F0 on rank 0: 0 to " + ("0.5" if in_time else "1") in bars
     assert "href" not in text
     assert text.count("http") == 1  # the namespace
+
+
+def test_an_action_of_one_column_is_one_letter() -> None:
+    schedule = build("gpipe", ranks=1, microbatches=40)
+    picture = draw(schedule, simulate(schedule, Costs()), width=130)  # 120 units of time, a column each
+    assert picture == "rank 0  " + "F" * 40 + ("B " * 40).rstrip()

@@ -1,6 +1,7 @@
 """Bytes held and bytes sent: the papers' figures and formulas, and the footprint's rules."""
 
 from itertools import product
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -177,3 +178,18 @@ def test_all_ranks_together_hold_a_fully_sharded_model_once() -> None:
     parts = [_held("GGG", precision="bf16", compute="bfloat16", i=i, j=j) for i, j in product(range(2), range(2))]
     assert sum(part.gradients for part in parts) == 4 * TEN.padded
     assert sum(part.optimizer for part in parts) == 4 * TEN.padded + 2 * 4 * TEN.numel
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"parameters_bytes": -1.0}, "neither can be negative"),
+        ({"trainable_bytes": 20.0}, "trainable = 20 of parameters = 10"),
+        ({"intra": 0}, "intra = 0: an axis needs at least 1 rank"),
+        ({"inter": 0}, "inter = 0: an axis needs at least 1 rank"),
+    ],
+)
+def test_impossible_sizes_of_traffic_are_refused(change: dict[str, float], message: str) -> None:
+    sizes: dict[str, Any] = {"parameters_bytes": 10.0, "trainable_bytes": 10.0, "inter": 1, "intra": 1, **change}
+    with pytest.raises(LayoutError, match=message):
+        traffic(Layout("GGG"), microbatches=2, **sizes)

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.layouts import Axis, FlatMap, Level, Nest, boxes
+from atoll.layouts.flat import Box
 
 LAW = settings(deadline=None, max_examples=60)
 SIZES = st.integers(1, 5)
@@ -105,3 +106,20 @@ def test_boxes_cover_a_run_of_elements_exactly_and_in_order(shape: tuple[int, ..
 
 def test_picture_of_three_boxes_of_a_matrix() -> None:
     assert boxes((4, 5), 3, 17) == (((0, 3), (1, 2)), ((1, 0), (2, 5)), ((3, 0), (1, 2)))
+
+
+@given(
+    shape=st.lists(st.integers(0, 7), min_size=1, max_size=3).map(tuple),
+    dim=st.integers(0, 2),
+    count=st.integers(1, 5),
+)
+def test_parts_along_a_dim_are_those_that_chunks_are(shape: tuple[int, ...], dim: int, count: int) -> None:
+    """Nothing is cut along the other dims, and parts that torch.chunk would leave out are empty at the end."""
+    dim %= len(shape)
+    parts = [Box.part(shape, dim, index, count) for index in range(count)]
+    assert {part.shape for part in parts} == {shape}
+    each = -(-shape[dim] // count)
+    for index, part in enumerate(parts):
+        start, stop = (min(at * each, shape[dim]) for at in (index, index + 1))
+        assert part.offsets == tuple(start if at == dim else 0 for at in range(len(shape)))
+        assert part.sizes == tuple(stop - start if at == dim else size for at, size in enumerate(shape))

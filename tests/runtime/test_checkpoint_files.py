@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor, Shard
 from atoll._torch import CHECKPOINT_RECORDS, TORCH
 from atoll.errors import AtollError, CheckpointError, RankError
 from atoll.runtime.checkpoint import Piece, is_complete, latest, load, prune, read_state, save, step_folder
-from atoll.runtime.checkpoint.collective import raise_everywhere
+from atoll.runtime.checkpoint.collective import listing, raise_everywhere
 from atoll.runtime.checkpoint.metadata import read_contents
 
 Path_ = tuple[str, ...]
@@ -632,3 +632,15 @@ def test_private_names_are_there_in_the_supported_torch(saved: Path) -> None:
         if module != "pathlib._local":
             assert hasattr(import_module(module), name), (module, name)
     assert read_contents(saved / ".metadata").tensors.keys() == {".".join(path) for path in example()}
+
+
+def test_one_problem_is_said_in_place_and_several_are_listed() -> None:
+    assert listing(["a is missing"]) == "a is missing"
+    assert listing(["a", "b"]) == "2 problems\n  a\n  b"
+    assert listing(["a", "b", "c"], limit=2) == "3 problems\n  a\n  b\n  and 1 more"
+
+
+def test_an_empty_range_says_something_of_a_tensor_without_elements_alone() -> None:
+    assert not Piece(WEIGHT, (6,), 2, 2, torch.empty(0)).claim.says_something
+    assert Piece(WEIGHT, (6,), 2, 3, torch.empty(1)).claim.says_something
+    assert Piece(WEIGHT, (0, 4), 0, 0, torch.empty(0)).claim.says_something

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import re
 import weakref
 from dataclasses import dataclass, replace
 from typing import Any
@@ -393,6 +394,9 @@ def test_a_refused_batch_is_refused_on_every_rank_and_nothing_is_lost() -> None:
     wanted = reference(replace(case, layout="NNN", inter=1, intra=1)).losses[0]
     for said, code, loss in run_ranks(refuse_then_go_on, 4, case):
         assert "rank 1 was given a batch" in said
+        given = re.search(r"share is (\d+) \((\d+) microbatches of (\d+)\)", said)
+        assert given is not None, said
+        assert int(given[1]) == int(given[2]) * int(given[3])
         assert code == 2
         assert math.isclose(loss, wanted, rel_tol=1e-10)
 

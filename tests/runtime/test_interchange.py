@@ -19,6 +19,8 @@ from atoll.data.tokenizer import FileTokenizer
 from atoll.errors import CheckpointError, ConfigError, PlanError, RankError
 from atoll.models import adapter_for
 from atoll.models.weights import weights_for
+from atoll.runtime.checkpoint import Piece, step_folder
+from atoll.runtime.checkpoint import save as save_checkpoint
 from atoll.runtime.engine import Engine
 from atoll.runtime.interchange import export_folder, import_folder
 from atoll.runtime.training.folder import RunFolder
@@ -255,3 +257,12 @@ def test_the_commands_say_what_they_wrote(tmp_path: Path) -> None:
 def test_ranks_refuse_a_folder_together(tmp_path: Path) -> None:
     with pytest.raises(RankError, match="neither a checkpoint nor a folder"):
         run_ranks(first_values, 4, replace(SPREAD[0], model=Family("llama")), tmp_path)
+
+
+def test_a_checkpoint_of_another_program_is_not_exported(tmp_path: Path) -> None:
+    """It is whole, and does not say which model it is of."""
+    folder = step_folder(tmp_path, 1)
+    save_checkpoint(folder, [Piece(("model", "w"), (4,), 0, 4, torch.ones(4))], {"step": 1})
+    with pytest.raises(CheckpointError, match="does not say which model it is of"):
+        export_folder(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -107,3 +107,16 @@ def fail_in_a_gather(case: Case) -> str:
 def test_an_error_beside_the_computation_ends_every_rank() -> None:
     with pytest.raises(RankError, match="no bytes left"):
         run_ranks(fail_in_a_gather, 2, Case(layout="GGG", intra=2, microbatches=4), timeout=60.0)
+
+
+def test_a_lane_that_is_closed_has_finished_its_jobs() -> None:
+    lane = Threads("gather")
+    done = threading.Event()
+
+    def work() -> None:
+        threading.Event().wait(0.2)
+        done.set()
+
+    lane.start(work, unit=0)
+    lane.close()
+    assert done.is_set()

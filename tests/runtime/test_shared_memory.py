@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -120,3 +121,10 @@ def test_shared_memory_changes_no_bit(layout: str, groups: tuple[int, int]) -> N
         assert [losses for losses, _, _ in results] == [losses for losses, _, _ in wanted]
         if prefetch == 0:  # else what a row turns round with does not travel
             assert [sent for *_, sent in results] == [sent for *_, sent in wanted], "bytes are counted alike"
+
+
+def test_a_host_without_a_number_shares_with_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """0 is the one answer that ranks have in common and that says no."""
+    assert shared_memory.host() > 0
+    monkeypatch.setattr(shared_memory, "Path", lambda _: Path("/no/such/place"))
+    assert shared_memory.host() == 0

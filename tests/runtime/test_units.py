@@ -84,3 +84,22 @@ def test_larger_units_are_gathered_less_often() -> None:
             assert gathers == 2 * 2 * units
             assert most <= blocks
             assert left == 0
+
+
+def test_shared_units_stand_before_the_blocks_that_use_them_in_one_order() -> None:
+    """Of those that begin in one block, the one of more blocks first, then by the blocks, whatever a block names first.
+
+    A shared unit is named by its first parameter, one of a single block by the block.
+    """
+    shared = {name: torch.nn.Parameter(torch.empty(2)) for name in "abc"}
+    blocks = []
+    for at, names in enumerate(("abc", "b", "ac", "c")):
+        module = torch.nn.Module()
+        for name in names:
+            module.register_parameter(name, shared[name])
+        module.register_parameter("own", torch.nn.Parameter(torch.empty(1)))
+        blocks.append((f"block{at}", module))
+    specs = unit_specs(blocks, [(at,) for at in range(4)])
+    assert [spec.blocks for spec in specs] == [(0, 2, 3), (0, 1), (0, 2), (0,), (1,), (2,), (3,)]
+    assert [spec.name for spec in specs[:4]] == ["shared block0.c", "shared block0.b", "shared block0.a", "block0"]
+    assert [spec.is_shared for spec in specs] == [True] * 3 + [False] * 4

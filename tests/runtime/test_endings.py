@@ -1,0 +1,64 @@
+"""What a run says of itself when it is over, and how its sample is drawn."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from atoll.runtime.training.folder import RunFolder, append
+from atoll.runtime.training.record import perplexity
+from atoll.runtime.training.session import Ending
+from atoll.runtime.training.text import CANDIDATES, TEMPERATURE, _draw
+
+
+def ending(folder: Path, losses: list[float]) -> Ending:
+    found = RunFolder(folder)
+    for step, loss in enumerate(losses):
+        append(found.validation, {"step": step, "loss": loss})
+    return Ending(found, step=12, stopped=None, tokens=3000, seconds=1.5, sample="so it goes")
+
+
+def test_an_ending_says_how_far_the_loss_fell(tmp_path: Path) -> None:
+    lines = ending(tmp_path, [8.0, 7.0, 5.0]).describe().splitlines()
+    assert lines[1] == "validation loss 8.0000 -> 5.0000 (-37.5%)"
+    assert lines[2] == f"{tmp_path}: validation.jsonl, checkpoints/step-000012"
+    assert lines[3:] == ["sample:", "", "so it goes"]
+
+
+@pytest.mark.parametrize("before", [0.0, -0.5])
+def test_a_loss_that_began_at_nothing_has_no_percentage(tmp_path: Path, before: float) -> None:
+    lines = ending(tmp_path, [before, 1.0]).describe().splitlines()
+    assert lines[1] == f"validation loss {before:.4f} -> 1.0000"
+
+
+def test_a_run_without_evaluations_has_no_losses(tmp_path: Path) -> None:
+    assert ending(tmp_path, []).losses is None
+    assert "validation" not in ending(tmp_path, []).describe()
+
+
+def test_perplexity_is_the_largest_power_that_is_a_number() -> None:
+    assert perplexity(2.0) == math.exp(2.0)
+    assert perplexity(1e9) == math.exp(709.0)
+    assert math.isfinite(perplexity(math.inf))
+
+
+def test_samples_are_drawn_of_the_likeliest_at_the_temperature() -> None:
+    """Of two candidates a nat apart, and forty that are out of the question, as often as the temperature says."""
+    logits = torch.full((CANDIDATES + 2,), -1e4)
+    logits[7], logits[3] = 1.0, 0.0
+    generator = torch.Generator().manual_seed(0)
+    drawn = [_draw(logits, generator) for _ in range(2000)]
+    assert set(drawn) == {3, 7}
+    wanted = 1 / (1 + math.exp(-1 / TEMPERATURE))
+    assert drawn.count(7) / 2000 == pytest.approx(wanted, abs=4 * math.sqrt(wanted * (1 - wanted) / 2000))
+
+
+def test_no_more_candidates_than_there_are() -> None:
+    flat = torch.zeros(500)
+    flat[:CANDIDATES] = 0.5
+    generator = torch.Generator().manual_seed(0)
+    assert {_draw(flat, generator) for _ in range(1000)} == set(range(CANDIDATES))
+    assert _draw(torch.zeros(1), generator) == 0
