@@ -289,6 +289,8 @@ def test_the_search_walks_by_one_choice_at_a_time() -> None:
         "atoll 1f1b, GGG, step/step, m 32",
         "atoll 1f1b, GGG, step/step, m 16, posted",
         "atoll 1f1b, GGG, step/step, m 16, unit 2",
+        "atoll 1f1b, GGG, unit/step, m 16",
+        "atoll 1f1b, GGG, step/microbatch, m 16",
         "atoll 1f1b, NGG, step, m 16",
     }
 

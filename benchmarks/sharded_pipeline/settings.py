@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, TypeVar, get_args
+from typing import Literal, TypeVar
 
-from atoll.ir.residency import Reduction, Residency
+from atoll.ir.residency import REDUCTIONS, RESIDENCIES, Reduction, Residency
 
 CHUNKS = (2, 4)
 MICROBATCHES = (8, 16, 32)
@@ -90,12 +90,13 @@ class Ours:
         yield replace(self, posts=not self.posts)
         for layout in _beside(self.layout, _LAYOUTS):
             yield replace(self, layout=layout).plain()
+        in_a_line = self.stages_a_rank == 1  # the one stage's: `run` is `step`
+        residencies: tuple[Residency, ...] = ("unit", "step") if in_a_line else RESIDENCIES
+        reductions: tuple[Reduction, ...] = ("microbatch", "step") if in_a_line else REDUCTIONS
         if self.gathers:
-            for residency in _beside(self.residency, get_args(Residency)):
-                yield replace(self, residency=residency).plain()
+            yield from (replace(self, residency=each) for each in _beside(self.residency, residencies))
         if self.layout in ("NGG", "GGG"):
-            for reduction in _beside(self.reduction, get_args(Reduction)):
-                yield replace(self, reduction=reduction).plain()
+            yield from (replace(self, reduction=each) for each in _beside(self.reduction, reductions))
         if self.is_loop:
             yield from (replace(self, chunks=value).plain() for value in _beside(self.chunks, CHUNKS))
         for unit in _beside(self.unit, (1, 2, 4)):
@@ -106,9 +107,6 @@ class Ours:
         """The same without choices that mean nothing here."""
         residency = self.residency if self.gathers else "unit"
         reduction = self.reduction if self.layout in ("NGG", "GGG") else "microbatch"
-        if self.stages_a_rank == 1:  # its one stage is the last one's and the next one's: `run` keeps it for the step
-            residency = "step" if residency == "run" else residency
-            reduction = "step" if reduction == "run" else reduction
         unit = min(self.unit, LAYERS_A_RANK // self.stages_a_rank)
         return replace(self, residency=residency, reduction=reduction, unit=unit)
 
@@ -198,10 +196,18 @@ def seeds() -> tuple[Setting, ...]:
     return (*theirs, *ours)
 
 
+LINE: tuple[Ours, ...] = (
+    Ours(schedule="1f1b"),
+    Ours(schedule="1f1b", residency="unit", reduction="step"),
+    Ours(schedule="1f1b", residency="step", reduction="microbatch"),
+    Ours(schedule="1f1b", residency="step", reduction="step"),
+)
+"""1F1B with everything sharded, from the least that stays whole to the most."""
+
 EXTRA: tuple[Setting, ...] = (
     Ours(schedule="1f1b", layout="NNN"),
     Ours(schedule="1f1b", is_ahead=False),
-    Ours(schedule="1f1b", residency="step", reduction="step"),
+    *LINE[1:],
     Theirs(schedule="1F1B", is_direct=False),
 )
 """Visited whatever the search finds: what a reader would ask for."""

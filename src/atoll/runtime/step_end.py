@@ -3,13 +3,12 @@
 At once, all ranks add up the norm and wait for it. Post-validated (Zero Bubble, arXiv 2401.10241, section 4), nobody
 waits, so that the next step's forwards fill this step's drain:
 
-    1. each pipeline rank takes the sums of the ranks before it, adds its own and passes them on
-    2. it has stepped each unit as its gradients arrived. Where the step before was clipped or refused, it waits for
-       these sums, and steps unless what it knows already forbids it; the norm only grows, so once a rank declines, all
-       later ones do
-    3. the last rank knows everything; its verdict travels back and arrives before a rank's first backward of the
-       next step
-    4. a rank that stepped wrongly takes its step back, takes the right one, and runs the forwards again
+    1. each rank has stepped each unit as its gradients arrived. It sends its sums to all, and what all sums say is the
+       verdict, which it waits for before its first backward of the next step
+    2. where the step before was clipped or refused, it does not guess: it takes the sums of the pipeline ranks before
+       it, adds its own, passes them on, and steps unless what it knows already forbids it; the norm only grows, so once
+       a rank declines, all later ones do. The last rank knows everything; its verdict travels back
+    3. a rank that stepped wrongly takes its step back, takes the right one, and runs the forwards again
 
 [Note: the lazy commit] Stepping ahead writes the parameters alone: the optimizer steps on its true tensors, unit by
 unit, and they are put back from a copy of that unit's. The verdict makes the step for good, from the same gradients,
@@ -31,7 +30,7 @@ from atoll.errors import RunError
 from atoll.runtime.pipeline.executor import Outcome
 from atoll.runtime.sharding.optimizer import ShardedOptimizer
 from atoll.runtime.sharding.unit import Unit, UnitSpec
-from atoll.runtime.transport import Channel, Tag, Transport
+from atoll.runtime.transport import Channel, Exchange, Later, Tag, Transport
 
 _FLAGS_PART = 0x1FFF
 """The part of a tag under which the flags of a shared unit travel, beside its segments."""
@@ -102,7 +101,7 @@ class _Sums:
 
 @dataclass(slots=True)
 class Ending:
-    """A step whose actions are over, until its verdict."""
+    """A step whose actions are over, until its verdict. everyone: the sums of all ranks, where they are under way."""
 
     step: int
     tokens: int
@@ -111,6 +110,7 @@ class Ending:
     touched: frozenset[str]
     options: list[dict[str, Any]] = field(default_factory=list)
     has_stepped: bool = False
+    everyone: Later | None = None
 
 
 class StepEnd:
@@ -202,15 +202,23 @@ class StepEnd:
 
     def finish(self, ending: Ending) -> StepResult:
         """Wait for all ranks' sums, then step."""
+        return self._conclude(ending, _Sums(self._everyone(ending).wait()))
+
+    def _everyone(self, ending: Ending) -> Later:
+        """The sums of all ranks; those of one stage have the same already."""
         own, place = ending.sums.values, self._transport.place
-        if place.mesh.pipeline > 1:  # else the sums are those of all ranks already
-            own = self._transport.total(own if place.data == place.tp == 0 else torch.zeros_like(own))
-        return self._conclude(ending, _Sums(own))
+        if place.mesh.pipeline == 1:
+            return Exchange([own], [])  # a stage's ranks are all ranks
+        return self._transport.total_later(own if place.data == place.tp == 0 else torch.zeros_like(own))
 
     # ---- validated afterwards
 
     def step_ahead(self, ending: Ending) -> None:
-        """Add to the sums of the ranks before, pass them on, and step, if that has not been, unless they forbid it."""
+        """Send the sums to all; or, where nothing has been stepped, add to those of the ranks before, pass them on, and
+        step unless they forbid it."""
+        if ending.has_stepped:
+            ending.everyone = self._everyone(ending)
+            return
         place = self._transport.place
         line = place.peers("pp")
         if place.pp > 0:
@@ -220,13 +228,22 @@ class StepEnd:
         if place.pp + 1 < len(line):
             passed = ending.sums.values.to(self._transport.device, copy=True)
             self._transport.post(passed, line[place.pp + 1], Tag(Channel.CHAIN, place.pp))
-        if not ending.has_stepped and _is_finite(ending.sums) and self._scale(ending.sums) == 1.0:
+        if _is_finite(ending.sums) and self._scale(ending.sums) == 1.0:
             for unit in reversed(self._units):
                 self._optimizer.step_ahead(unit, ending.touched)
             ending.has_stepped = True
 
     def settle(self, ending: Ending) -> tuple[StepResult, bool]:
-        """Wait for the verdict, pass it back and make it true; whether the parameters were right so far."""
+        """Wait for the verdict and make it true; whether the parameters were right so far."""
+        sums = self._verdict(ending) if ending.everyone is None else _Sums(ending.everyone.wait())
+        was_right = _is_finite(sums) and self._scale(sums) == 1.0
+        if ending.has_stepped and not _is_finite(sums):
+            for unit in self._units:
+                unit.sync_parameters()
+        return self._conclude(ending, sums), was_right
+
+    def _verdict(self, ending: Ending) -> _Sums:
+        """The last rank's sums, passed back along the pipeline."""
         place = self._transport.place
         line = place.peers("pp")
         sums = ending.sums
@@ -237,11 +254,7 @@ class StepEnd:
         if place.pp > 0:
             passed = sums.values.to(self._transport.device, copy=True)
             self._transport.post(passed, line[place.pp - 1], Tag(Channel.VERDICT, place.pp - 1))
-        was_right = _is_finite(sums) and self._scale(sums) == 1.0
-        if ending.has_stepped and not _is_finite(sums):
-            for unit in self._units:
-                unit.sync_parameters()
-        return self._conclude(ending, sums), was_right
+        return sums
 
     # ---- both
 
