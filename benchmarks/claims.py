@@ -125,34 +125,39 @@ def emulated(raw: Raw) -> Figures:
     }  # fmt: skip
 
 
+def raced(course: int = 0) -> Callable[[Raw], Figures]:
+    """Of a race by memory, on one of its courses: the best of both sides, at every budget, and like for like."""
+
+    def figures(raw: Raw) -> Figures:
+        race = list(raw["races"].values())[course]
+        rows = {row["name"]: row for row in race["rows"]}
+        best = race["best_against_best"]
+        ratios = [each["ratio"] for each in race["verdicts"]]
+        fitting = [ratio for ratio in ratios if ratio is not None]
+        unmet = len(ratios) - len(fitting)
+        return {
+            "visited": len(race["visited"]),
+            "raced": len(rows),
+            "ours": f"{best['ours']} {costs(rows[best['ours']])}" if best["ours"] else "nothing of ours fits",
+            "peer": f"{best['peer']} {costs(rows[best['peer']])}",
+            "ratio": best["ratio"],
+            "budgets": len(ratios),
+            "every": to(fitting, ".2f") + (f"; nothing of ours fits {unmet} of them" if unmet else ""),
+            **{f"alike_{at}": ratio for at, ratio in enumerate(race["like_for_like"].values())},
+            "across": _share(rows, "Atoll GGG x1", "FSDP2 x1, prefetch 2"),
+        }
+
+    return figures
+
+
+def _share(rows: Mapping[str, Raw], ours: str, theirs: str) -> float:
+    """Bytes across the slow link, of a peer's."""
+    return rows[ours]["inter_bytes"] / max(rows[theirs]["inter_bytes"], 1)
+
+
 def two_islands(raw: Raw) -> Figures:
-    rows = raw["rows"]
-    took = seconds(rows)
-    across = {row["name"]: row["inter_bytes"] / 1e6 for row in rows}
-    quick = next(each["rows"] for each in raw["other_rates"] if each["bounds"]["bits_a_second"] == 2e9)
-    return {
-        "contenders": len(rows),
-        "microbatches": raw["work"]["microbatches"],
-        **{who: costs(fastest(rows, name=who)) for who in ("atoll", "fsdp2", "ddp", "deepspeed")},
-        "plain": costs(fastest((row for row in rows if "breadth" not in row["name"]), is_ours=True)),
-        **{f"quick_{who}": costs(fastest(quick, name=who)) for who in ("atoll", "fsdp2", "ddp", "deepspeed")},
-        "ggg": took["atoll-GGG"], "full": took["fsdp2-full"], "zero3": took["deepspeed-zero3"],
-        "ggg_mb": across["atoll-GGG"], "full_mb": across["fsdp2-full"], "zero3_mb": across["deepspeed-zero3"],
-        "peak": max(abs(row["peak_bytes"] / row["foretold_peak_bytes"] - 1) for row in raw["layout_bytes"].values()),
-        "layouts": len(raw["layout_bytes"]),
-    }  # fmt: skip
-
-
-def one_machine(raw: Raw) -> Figures:
-    by_ranks = [seconds(row for row in raw["rows"] if row["ranks"] == ranks) for ranks in (2, 4)]
-    pairs = {
-        "ddp": ("atoll-NNN", "ddp"),
-        "kept": ("atoll-NNG", "fsdp2-noreshard-nosync-kept"),
-        "full": ("atoll-GGG", "fsdp2-full"),
-        "zero1": ("atoll-NNG", "deepspeed-zero1"),
-        "zero3": ("atoll-GGG", "deepspeed-zero3"),
-    }
-    return {name: to((each[mine] / each[peer] for each in by_ranks), ".2f") for name, (mine, peer) in pairs.items()}
+    peaks = [row["peak_bytes"] / row["predicted_peak_bytes"] - 1 for row in raw["layouts"].values()]
+    return {**raced()(raw), "peak": max(map(abs, peaks)), "layouts": len(peaks)}
 
 
 def low_rank(raw: Raw) -> Figures:
@@ -358,32 +363,38 @@ CLAIMS = (
         figures=emulated,
     ),
     Claim(
-        what="one machine, 2 and 4 ranks on two cores",
-        how="beside FSDP2, DeepSpeed and DDP: [page](benchmarks/one_machine/README.md). Atoll's ranks read each "
-        "other's memory; the peers' gloo uses the loopback, and its reduce-scatter sends the bytes of an all-reduce",
-        result="of the peer's time: NNN {ddp} of DDP; NNG {kept} of FSDP2 kept whole and reduced once, {zero1} of "
-        "ZeRO-1; GGG {full} of FSDP2's full shard, {zero3} of ZeRO-3",
-        raw="one_machine",
-        figures=one_machine,
-    ),
-    Claim(
         what="two islands of two ranks, 400 Mbit/s between them (**emulated network**)",
-        how="{contenders} contenders in turns, losses compared, beside peers that accumulate the same {microbatches} "
-        "microbatches: [page](benchmarks/two_islands/README.md). gloo's reduce-scatter sends the bytes of an "
-        "all-reduce, and FSDP2 on CPUs cannot overlap its reductions",
-        result="fastest setting of each that was found, a step and a rank's peak: Atoll {atoll}, without breadth-first "
-        "{plain}; FSDP2 {fsdp2}, DDP {ddp}, DeepSpeed {deepspeed}; at 2 Gbit/s {quick_atoll}, {quick_fsdp2}, "
-        "{quick_ddp} and {quick_deepspeed}",
+        how="seconds against peak memory: {visited} settings of Atoll, FSDP2, DDP and DeepSpeed found by a search on "
+        "each side, {raced} of them in turns: [page](benchmarks/two_islands/README.md)",
+        result="{ours}; the fastest peer {peer}: {ratio:.2f} times as fast. At the {budgets} budgets at which a peer "
+        "leads the peers, {every} times",
         raw="two_islands",
         figures=two_islands,
     ),
     Claim(
-        what="— everything sharded over all ranks, gathered and reduced each microbatch",
-        how="GGG, FSDP2's full shard and ZeRO-3 in the same run, with what crosses the link",
-        result="GGG {ggg:.1f} s ({ggg_mb:.0f} MB), FSDP2 {full:.1f} s ({full_mb:.0f} MB), ZeRO-3 {zero3:.1f} s "
-        "({zero3_mb:.0f} MB)",
+        what="— like for like: as many gathers and reductions",
+        how="one batch, explicit prefetch. gloo's reduce-scatter sends the bytes of an all-reduce, so the peer runs a "
+        "second time with a true one; on CPUs FSDP2 waits for its reductions",
+        result="GGG beside FSDP2's full shard {alike_0:.2f} times as fast with {across:.2f} of the bytes across, "
+        "{alike_1:.2f} times with a true reduce-scatter; IIG beside HSDP {alike_2:.2f} and {alike_3:.2f} times",
         raw="two_islands",
         figures=two_islands,
+    ),
+    Claim(
+        what="one machine, four ranks on two cores",
+        how="the same search, {visited} settings, {raced} in turns: [page](benchmarks/one_machine/README.md). Atoll's "
+        "ranks read each other's memory; gloo uses the loopback",
+        result="{ours}; the fastest peer {peer}: {ratio:.2f} times as fast. At the {budgets} budgets at which a peer "
+        "leads the peers, {every} times",
+        raw="one_machine",
+        figures=raced(),
+    ),
+    Claim(
+        what="— two ranks with a core each",
+        how="the same search, {visited} settings, {raced} in turns",
+        result="{ours}; the fastest peer {peer}: {ratio:.2f} times as fast. At the {budgets} budgets {every} times",
+        raw="one_machine",
+        figures=raced(1),
     ),
     Claim(
         what="low-rank adapters on two islands (**emulated network**)",

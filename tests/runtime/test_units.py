@@ -11,7 +11,7 @@ import torch
 
 from atoll.models import adapter_for
 from atoll.runtime.sharding.build import groups_of
-from atoll.runtime.sharding.segment import Segment
+from atoll.runtime.sharding.segment import Segment, sum_of_squares
 from atoll.runtime.sharding.unit import unit_specs
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, assert_parity
@@ -103,3 +103,18 @@ def test_shared_units_stand_before_the_blocks_that_use_them_in_one_order() -> No
     assert [spec.blocks for spec in specs] == [(0, 2, 3), (0, 1), (0, 2), (0,), (1,), (2,), (3,)]
     assert [spec.name for spec in specs[:4]] == ["shared block0.c", "shared block0.b", "shared block0.a", "block0"]
     assert [spec.is_shared for spec in specs] == [True] * 3 + [False] * 4
+
+
+@pytest.mark.parametrize("numel", [0, 1, 1000, (1 << 16) - 1, 1 << 16, (1 << 17) + 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_sum_of_squares_is_added_in_float64(dtype: torch.dtype, numel: int) -> None:
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).mul(1e25).to(dtype)
+    got = sum_of_squares(values)
+    assert got.dtype == torch.float64
+    # 1e50 is beyond fp32.
+    assert float(got) == pytest.approx(float(values.double().square().sum()), rel=1e-12)
+
+
+def test_the_sum_of_squares_of_what_is_not_finite() -> None:
+    for fault in (float("inf"), float("nan")):
+        assert not sum_of_squares(torch.tensor([1.0, fault, 2.0])).isfinite()
