@@ -102,7 +102,7 @@ def run(case: Case, arguments: argparse.Namespace) -> dict[str, Any]:
                 }
                 if case.counts_layouts and "layouts" not in result and not arguments.quick:
                     result["layouts"] = _layouts(race, work)
-                    result["collectives"] = collectives.compare(race.field.torchs, rounds=case.rounds)
+                    result["collectives"] = collectives.compare(race.field.torchs, rounds=3)
     return result
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import astuple, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from atoll.layouts import EFFECTIVE
@@ -27,7 +27,7 @@ from benchmarks.islands.work import Work
 SLACK = 1.25
 """A setting races again if it would be on its side's front were it faster by this factor."""
 
-NEAR = 1.1
+NEAR = 1.05
 """The search goes on from settings this near to their side's front."""
 
 
@@ -113,7 +113,9 @@ def starts(space: Iterable[Setting]) -> list[Setting]:
         match setting:
             case Atoll(prefetch=None, breadth=False, microbatches=1):
                 found.append(setting)
-            case Fsdp2(microbatches=1 | 8, prefetch=2, after="free" | "island", reduce="each", across="each"):
+            case Fsdp2(microbatches=1, prefetch=2, after="free" | "island"):
+                found.append(setting)
+            case Fsdp2(microbatches=8, prefetch=2, after="free", reduce="each", across="each", scatter="gloo"):
                 found.append(setting)
             case Fsdp2(microbatches=8, prefetch=2, after="step", reduce="last", scatter="direct"):
                 found.append(setting)
@@ -211,7 +213,15 @@ def near(rows: Iterable[Row], *, slack: float = SLACK) -> list[Row]:
 
 
 def neighbours(setting: Setting, space: Iterable[Setting]) -> list[Setting]:
-    """The settings of a space that differ in one choice."""
-    own = astuple(setting)  # type: ignore[call-overload]
-    alike = [other for other in space if type(other) is type(setting)]
-    return [other for other in alike if sum(a != b for a, b in zip(own, astuple(other), strict=True)) == 1]  # type: ignore[call-overload]
+    """The settings of a space that differ in one choice; of the microbatches, twice or half as many."""
+    own = asdict(setting)  # type: ignore[call-overload]
+    found = []
+    for other in space:
+        if type(other) is not type(setting):
+            continue
+        values = asdict(other)  # type: ignore[call-overload]
+        differing = [key for key in own if own[key] != values[key]]
+        few, many = sorted((setting.microbatches, other.microbatches))
+        if len(differing) == 1 and (differing != ["microbatches"] or many == 2 * few):
+            found.append(other)
+    return found
