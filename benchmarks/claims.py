@@ -390,13 +390,6 @@ CLAIMS = (
         figures=raced(),
     ),
     Claim(
-        what="— two ranks with a core each",
-        how="the same search, {visited} settings, {raced} in turns",
-        result="{ours}; the fastest peer {peer}: {ratio:.2f} times as fast. At the {budgets} budgets {every} times",
-        raw="one_machine",
-        figures=raced(1),
-    ),
-    Claim(
         what="low-rank adapters on two islands (**emulated network**)",
         how="a frozen model whole on each rank (NNG), sharded inside each island (ING) or over all ranks (GGG), at "
         "{rates} Mbit/s: [page](benchmarks/low_rank/README.md)",
