@@ -34,7 +34,7 @@ SHARES: Mapping[str, float] = {"limited": 2.0, "hidden": 0.5}
 MOST: Mapping[bool, int] = {True: 12, False: 10}
 """Visits beyond the seeds, ours and theirs."""
 
-RACED = 1.004
+RACED = 1.0
 """What would be on its side's front if it were so much faster takes part in the race."""
 
 ROUNDS = 5
