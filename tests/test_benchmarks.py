@@ -319,7 +319,8 @@ def test_both_sides_of_the_race_compute_what_one_process_does() -> None:
 
 def test_the_page_of_the_sharded_pipeline() -> None:
     def raced(name: str, seconds: float, megabytes: float, **more: Any) -> dict[str, Any]:
-        found = {"name": name, "median_seconds": seconds, "peak_bytes": 1e6 * megabytes, "inter_bytes": 4e6}
+        found = {"name": name, "median_seconds": seconds, "peak_bytes": 1e6 * megabytes}
+        found |= {"inter_bytes": 4e6, "seconds": [seconds]}
         ours = {"is_ours": name.startswith("atoll"), "gradient_difference": 0.0, "is_right": True, "is_raced": True}
         return {**found, **ours, **more}
 
@@ -335,7 +336,7 @@ def test_the_page_of_the_sharded_pipeline() -> None:
     result = {"work": {**work, "compute_seconds": 1.44}, "races": {"limited": found}}
     page = sharded_pipeline.report(result)
     assert f"| 6.0 | {theirs} | 2.00 | {ours} | 1.60 | 6.0 | 1.25 |" in page.splitlines()
-    assert "| **atoll small** | 1.90 | 5.0 | 4.0 | 0.32 | right |" in page.splitlines()
+    assert "| **atoll small** | 1.90 | 1 | 5.0 | 4.0 | 0.32 |" in page.splitlines()
     assert f"{theirs}` against `{ours}`" in page
     assert "`torch wrong` (0.9)" in page
 

@@ -34,7 +34,7 @@ SHARES: Mapping[str, float] = {"limited": 2.0, "hidden": 0.5}
 MOST: Mapping[bool, int] = {True: 12, False: 10}
 """Visits beyond the seeds, ours and theirs."""
 
-RACED = 1.01
+RACED = 1.0
 """What would be on its side's front if it were so much faster takes part in the race."""
 
 ROUNDS = 5
@@ -92,15 +92,13 @@ def _settings(rows: Sequence[Row]) -> list[Setting]:
 
 
 def _entrants(rows: Sequence[Row], question: str) -> list[str]:
-    """Who races: both sides' near fronts, and what a reader would ask for."""
+    """Who races: both sides' near fronts, and the pair that is alike."""
     near = [
         row["name"]
         for is_ours in (True, False)
         for row in near_front(rows_of(rows, question, is_ours=is_ours), slack=RACED)
     ]
-    wanted = [setting.name for setting in (*LIKE, *EXTRA)]
-    visited = {row["name"] for row in rows_of(rows, question)}
-    return list(dict.fromkeys([*near, *(name for name in wanted if name in visited)]))
+    return list(dict.fromkeys([*near, *(setting.name for setting in LIKE)]))
 
 
 def _race(
@@ -109,23 +107,20 @@ def _race(
     """Steps in turns, by name; each round begins with another one."""
     seen: dict[str, list[Row]] = {setting.name: [] for setting in entrants}
     rounds = 1 if is_quick else ROUNDS
-    done = [found for found in track.known("round") if found["question"] == question]
-    for found in done[:rounds]:
-        for name, row in found["rows"].items():
-            seen[name].append(row)
-    if len(done) >= rounds:
-        return seen
-    for setting in entrants:
+    done = [found for found in track.known("round") if found["question"] == question][:rounds]
+    for found in done:
+        for name in seen:
+            seen[name] += [found["rows"][name]] if name in found["rows"] else []
+    for setting in entrants if len(done) < rounds else ():
         track.build(setting)
     for at in range(len(done), rounds):
         turn = at % len(entrants)
-        found = {}
+        rows = {}
         for setting in (*entrants[turn:], *entrants[:turn]):
-            found[setting.name] = track.steps(setting, share=share, first=2 * at)
-        track.note("round", {"question": question, "rows": found})
-        for name, row in found.items():
-            seen[name].append(row)
-    for setting in entrants:
+            rows[setting.name] = track.steps(setting, share=share, first=2 * at)
+            seen[setting.name].append(rows[setting.name])
+        track.note("round", {"question": question, "rows": rows})
+    for setting in entrants if len(done) < rounds else ():
         track.close(setting)
     best = {name: median(second for row in rows for second in row["seconds"]) for name, rows in seen.items()}
     print(f"{question}: " + ", ".join(f"{name} {value:.3f}" for name, value in sorted(best.items())), flush=True)
@@ -233,8 +228,9 @@ def _section(question: str, found: Mapping[str, Any]) -> list[str]:
         f"**Best against best**: torch's time over Atoll's is {_ratio(best['ratio'])} (`{best['peer']}` against "
         f"`{best['ours']}`). **Like for like**, one order, one gather and one reduction a step in the same units: "
         f"{_ratio(like['ratio'])} (`{like['peer']}` against `{like['ours']}`).",
-        "Those that raced; bold is on its side's front. *link*: how long what was sent takes at the link's rate.",
-        _table(sorted(rows, key=lambda row: float(row["median_seconds"])), members, bits),
+        "Those that raced, and what a reader may ask for; bold is on its side's front. *link*: how long what was sent "
+        "takes at the link's rate. *steps*: how many were timed; one is a visit's.",
+        _table(_shown(found["rows"]), members, bits),
     ]
 
 
@@ -252,13 +248,20 @@ def _seconds_and_peak(row: Row) -> list[str]:
     return [f"{row['median_seconds']:.2f}", f"{row['peak_bytes'] / 1e6:.1f}"]
 
 
+def _shown(rows: Sequence[Row]) -> list[Row]:
+    """The table's rows, the fastest first."""
+    asked = {setting.name for setting in EXTRA}
+    shown = [row for row in rows if row["is_raced"] or row["name"] in asked]
+    return sorted(shown, key=lambda row: float(row["median_seconds"]))
+
+
 def _table(rows: Sequence[Row], members: Collection[int], bits: float) -> str:
-    lines = ["| contender | s | peak MB | MB across | link s | gradients |", "|---|--:|--:|--:|--:|---|"]
+    lines = ["| contender | s | steps | peak MB | MB across | link s |", "|---|--:|--:|--:|--:|--:|"]
     for row in rows:
         name = f"**{row['name']}**" if id(row) in members else row["name"]
         sent = [f"{row['inter_bytes'] / 1e6:.1f}", f"{8 * row['inter_bytes'] / bits:.2f}"]
-        verdict = "right" if row["is_right"] else "wrong"
-        lines.append("| " + " | ".join([name, *_seconds_and_peak(row), *sent, verdict]) + " |")
+        seconds, peak = _seconds_and_peak(row)
+        lines.append("| " + " | ".join([name, seconds, str(len(row["seconds"])), peak, *sent]) + " |")
     return "\n".join(lines)
 
 

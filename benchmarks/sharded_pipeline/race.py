@@ -26,7 +26,8 @@ from benchmarks.sharded_pipeline.work import DATA, Work
 _DEVICE = Device()
 _PATCHES = ExitStack()
 _ALLOCATED = Allocations()
-_BASES: dict[str, int] = {}
+_RESTS: dict[str, int] = {}
+"""By contender: bytes that it holds between steps."""
 
 
 def prepare(rank: Rank) -> bool:
@@ -43,14 +44,17 @@ def build(rank: Rank, setting: Setting) -> float:
     wanted = _wanted(work)
     _DEVICE.share = 0.0
     gc.collect()
-    _BASES[setting.name] = _ALLOCATED.out() or 0
-    _BASES.pop(f"{setting.name} rests", None)
+    before = _ALLOCATED.out() or 0
     contender = rank.contenders[setting.name] = contenders.build(work, _DEVICE, setting)
     contender.step(work.share(0, rank.number % DATA), None)
     contender.drain()
     got = contender.gradients()
     assert got, "every rank trains something"
-    return max(difference(value, wanted[key]) for key, value in got.items())
+    found = max(difference(value, wanted[key]) for key, value in got.items())
+    del got
+    gc.collect()
+    _RESTS[setting.name] = (_ALLOCATED.out() or 0) - before
+    return found
 
 
 @lru_cache(maxsize=1)
@@ -61,6 +65,7 @@ def _wanted(work: Work) -> dict[str, torch.Tensor]:
 def close(rank: Rank, name: str) -> None:
     """Let a contender go."""
     rank.contenders.pop(name).close()
+    gc.unfreeze()
     gc.collect()
 
 
@@ -87,6 +92,7 @@ def steps(rank: Rank, setting: Setting, first: int, count: int) -> Seen:
     _DEVICE.share = work.layer_seconds(setting.microbatches)
     _DEVICE.operations.clear()
     gc.collect()
+    gc.freeze()  # to look through what other contenders have made takes a tenth of a second
     dist.barrier()
     before = bytes_sent(INTERFACE)
     idle = _ALLOCATED.out()
@@ -100,17 +106,8 @@ def steps(rank: Rank, setting: Setting, first: int, count: int) -> Seen:
     dist.barrier()
     sent = bytes_sent(INTERFACE) - before if rank.number < DATA else 0
     dist.barrier()
-    peak = None if most is None or idle is None else most - idle + _rest(rank, setting)
+    peak = None if most is None or idle is None else most - idle + _RESTS[setting.name]
     return Seen(tuple(ends), peak, sent)
-
-
-def _rest(rank: Rank, setting: Setting) -> int:
-    """What a contender holds between steps; asked for the first time when it is the newest."""
-    known = f"{setting.name} rests"
-    if known not in _BASES:
-        gc.collect()
-        _BASES[known] = (_ALLOCATED.out() or 0) - _BASES[setting.name]
-    return _BASES[known]
 
 
 def _product_seconds(work: Work, microbatches: int) -> float:
