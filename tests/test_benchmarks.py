@@ -114,6 +114,11 @@ def test_the_settings_that_are_searched(inter: int, intra: int) -> None:
     assert reached == set(space), "every setting can be reached by changing one choice at a time"
 
 
+def test_slow_settings_are_not_gone_on_from() -> None:
+    rows = [Row(Atoll("GGG"), seconds=[1.0]), Row(Atoll("GGG", 8), seconds=[4.1]), Row(Fsdp2(), seconds=[4.1])]
+    assert [search.is_slow(row, rows) for row in rows] == [False, True, False]
+
+
 def test_the_page_of_a_race() -> None:
     ours, theirs = Row(Atoll("GGG")), Row(Fsdp2(prefetch=2))
     for found, seconds, peak in ((ours, 1.0, 90), (theirs, 2.0, 95)):

@@ -25,7 +25,7 @@ from benchmarks.islands.network import Islands
 from benchmarks.islands.race import Row
 from benchmarks.islands.ranks import Where
 from benchmarks.islands.scatter import scatter
-from benchmarks.islands.search import Race, near
+from benchmarks.islands.search import SLOW, Race, is_slow, near
 from benchmarks.islands.work import Chain, Work
 
 NETWORK = "emulated: two namespaces of one machine, veth, tbf burst 1mb latency 100ms on both ends"
@@ -122,12 +122,13 @@ def _race(race: Race, course: Course, visits: Sequence[Setting] | None, rounds: 
     always = {setting.name for setting in controls(course)}
     finalists = {row.name: row for row in near(rows)}
     finalists |= {row.name: row for row in rows if row.name in always and row.problem is None}
-    raced = race.again(list(finalists.values()), rounds=rounds)
+    slow = [row for row in finalists.values() if is_slow(row, rows)]
+    raced = race.again([row for row in finalists.values() if row not in slow], rounds=rounds)
     for row in raced:
         _print(row)
     return {
         "visited": [row.to_json() for row in rows],
-        **judged([row.to_json() for row in raced]),
+        **judged([row.to_json() for row in (*raced, *slow)]),
     }
 
 
@@ -278,7 +279,8 @@ def _told(name: str, found: Mapping[str, Any]) -> list[str]:
         "\n".join(lines),
         "At every peak memory at which a peer is the fastest of the peers that fit:",
         tables.verdicts(found["verdicts"]),
-        f"What raced, Atoll in bold; {len(found['visited'])} settings were visited before:",
+        f"What raced, Atoll in bold; {len(found['visited'])} settings were visited before, and those that take "
+        f"{SLOW:g} times as long as their side's fastest only then:",
         tables.race(found["rows"]),
         _failed(found["visited"]),
     ]

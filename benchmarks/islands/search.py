@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import median
 
 from atoll.layouts import EFFECTIVE
-from benchmarks.islands.contenders import Atoll, Ddp, DeepSpeed, Fsdp2, Setting, has_deepspeed
+from benchmarks.islands.contenders import Atoll, Ddp, DeepSpeed, Fsdp2, Setting, has_deepspeed, is_ours
 from benchmarks.islands.front import near_front
 from benchmarks.islands.network import Islands
 from benchmarks.islands.race import Field, Row
@@ -29,6 +30,10 @@ SLACK = 1.25
 
 NEAR = 1.05
 """The search goes on from settings this near to their side's front."""
+
+SLOW = 4.0
+"""A setting that takes so many times as long as its side's fastest is small and nothing else: the search does not go on
+from it, and one visit tells its time well enough."""
 
 
 def settings(work: Work, *, inter: int, intra: int) -> list[Setting]:
@@ -113,9 +118,11 @@ def starts(space: Iterable[Setting]) -> list[Setting]:
         match setting:
             case Atoll(prefetch=None, breadth=False, microbatches=1):
                 found.append(setting)
+            case Atoll(layout="GGG", prefetch=None, breadth=False, microbatches=8 | 16):
+                found.append(setting)
             case Fsdp2(microbatches=1, prefetch=2, after="free" | "island"):
                 found.append(setting)
-            case Fsdp2(microbatches=8, prefetch=2, after="free", reduce="each", across="each", scatter="gloo"):
+            case Fsdp2(microbatches=8, groups=False, prefetch=0, after="free", reduce="each", across="each"):
                 found.append(setting)
             case Fsdp2(microbatches=8, prefetch=2, after="step", reduce="last", scatter="direct"):
                 found.append(setting)
@@ -185,7 +192,8 @@ class Race:
         while wanted:
             rows += self.visit(wanted, note=note)
             seen = {row.name for row in rows}
-            around = (other for row in near(rows, slack=NEAR) for other in neighbours(row.setting, space))
+            fast = (row for row in near(rows, slack=NEAR) if not is_slow(row, rows))
+            around = (other for row in fast for other in neighbours(row.setting, space))
             wanted = list({other.name: other for other in around if other.name not in seen}.values())
         return rows
 
@@ -210,6 +218,12 @@ def near(rows: Iterable[Row], *, slack: float = SLACK) -> list[Row]:
     known = [row.to_json() for row in by_name.values()]
     sides = ([row for row in known if row["is_ours"] is is_ours] for is_ours in (True, False))
     return [by_name[row["name"]] for side in sides for row in near_front(side, slack=slack)]
+
+
+def is_slow(row: Row, rows: Iterable[Row]) -> bool:
+    """Whether a visited setting takes many times as long as the fastest of its side."""
+    side = [other for other in rows if other.seconds and is_ours(other.setting) is is_ours(row.setting)]
+    return median(row.seconds) > SLOW * min(median(other.seconds) for other in side)
 
 
 def neighbours(setting: Setting, space: Iterable[Setting]) -> list[Setting]:
