@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any
 
 from atoll.layouts import EFFECTIVE
-from benchmarks.islands import allocations, collectives, tables
+from benchmarks.islands import allocations, tables
 from benchmarks.islands.bounds import formula
 from benchmarks.islands.contenders import Atoll, Fsdp2, Setting, has_deepspeed, read_setting
 from benchmarks.islands.front import best_against_best, front, verdicts
@@ -69,7 +69,7 @@ class Case:
     work: Work
     courses: Mapping[str, Course]
     visits: Sequence[Setting] | None = None
-    rounds: int = 5
+    rounds: int = 3
     counts_layouts: bool = False
 
 
@@ -102,7 +102,6 @@ def run(case: Case, arguments: argparse.Namespace) -> dict[str, Any]:
                 }
                 if case.counts_layouts and "layouts" not in result and not arguments.quick:
                     result["layouts"] = _layouts(race, work)
-                    result["collectives"] = collectives.compare(race.field.torchs, rounds=3)
     return result
 
 
@@ -232,24 +231,7 @@ def report(case: Case, command: str, result: Mapping[str, Any]) -> str:
             "footprint, working memory, the batch and what autograd keeps.",
             _layout_table(result["layouts"]),
         ]
-    if "collectives" in result:
-        parts += ["## Collectives", _collectives(result["collectives"])]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _collectives(found: Mapping[str, Any]) -> str:
-    """Milliseconds of a gather and a reduction, on two levels and not."""
-    block = found["block"]
-    lines = [
-        f"A buffer of {found['buffer_bytes'] / 1e6:g} MB over all ranks: along the link first and then inside the "
-        "island (a reduction the other way), everyone to everyone (flat), gloo's own collective (ring). A block of "
-        f"{block['parameters']} parameters of {block['numbers_each']} numbers, gathered as one unit and parameter by "
-        "parameter.",
-        "",
-        *(f"- {name}: {value * 1e3:.1f} ms" for name, value in found["median_seconds"].items()),
-        *(f"- {name}: {value:.3f}" for name, value in found["ratios"].items()),
-    ]
-    return "\n".join(lines)
 
 
 def _setup(work: Mapping[str, Any]) -> str:

@@ -122,7 +122,7 @@ def starts(space: Iterable[Setting]) -> list[Setting]:
                 found.append(setting)
             case Fsdp2(microbatches=1, prefetch=2, after="free" | "island"):
                 found.append(setting)
-            case Fsdp2(microbatches=8, groups=False, prefetch=0, after="free", reduce="each", across="each"):
+            case Fsdp2(8, groups=False, prefetch=0, after="free", reduce="each", across="each", scatter="gloo"):
                 found.append(setting)
             case Fsdp2(microbatches=8, prefetch=2, after="step", reduce="last", scatter="direct"):
                 found.append(setting)
