@@ -183,7 +183,7 @@ def report(result: Mapping[str, Any]) -> str:
         _SETTINGS,
     ]
     for question, found in result["races"].items():
-        parts += _section(question, found)
+        parts += _section(question, found, work["compute_seconds"])
     parts.append(_line(result["races"], work["compute_seconds"]))
     parts.append(_wrong(result))
     parts.append(_DENIED)
@@ -212,12 +212,13 @@ _TITLES = {
 }
 
 
-def _section(question: str, found: Mapping[str, Any]) -> list[str]:
+def _section(question: str, found: Mapping[str, Any], compute_seconds: float) -> list[str]:
     rows = [row for row in found["rows"] if row["is_raced"]]
     bits = found["bits_a_second"]
     right = [row for row in rows if row["is_right"]]
     members = {id(row) for side in (True, False) for row in front(row for row in right if row["is_ours"] is side)}
     best, like = found["best"], found["like"]
+    bound = next(row["median_seconds"] for row in rows if row["name"] == best["peer"]) / compute_seconds
     return [
         f"## {_TITLES[question]}",
         f"{bits / 1e6:.0f} Mbit/s each way: what 1F1B with `GGG` would send if every unit were gathered twice and "
@@ -226,7 +227,8 @@ def _section(question: str, found: Mapping[str, Any]) -> list[str]:
         "At every memory in which a peer runs, both sides' best:",
         _verdicts(found["verdicts"], {row["name"]: row for row in rows}),
         f"**Best against best**: torch's time over Atoll's is {_ratio(best['ratio'])} (`{best['peer']}` against "
-        f"`{best['ours']}`). **Like for like**, one order, one gather and one reduction a step in the same units: "
+        f"`{best['ours']}`); over compute alone, with no bubble and no message, it is {_ratio(bound)}.",
+        f"**Like for like**, one order, one gather and one reduction a step in the same units: "
         f"{_ratio(like['ratio'])} (`{like['peer']}` against `{like['ours']}`).",
         "Those that raced, and what a reader may ask for; bold is on its side's front. *link*: how long what was sent "
         "takes at the link's rate. *steps*: how many were timed; one is a visit's.",
