@@ -144,12 +144,12 @@ def _merged(visited: Sequence[Row], raced: Mapping[str, Sequence[Row]]) -> list[
 
 def _decided(rows: Sequence[Row]) -> dict[str, Any]:
     """The verdicts of a race: at every budget at which a peer runs, of the best, and like for like."""
-    raced = [row for row in rows if row["is_raced"] and row["is_right"]]
-    by_name = {row["name"]: row for row in raced}
+    right = [row for row in rows if row["is_right"]]
+    by_name = {row["name"]: row for row in right}
     theirs, ours = (by_name[setting.name] for setting in LIKE)
     return {
-        "verdicts": [verdict.to_json() for verdict in verdicts(raced)],
-        "best": best_against_best(raced).to_json(),
+        "verdicts": [verdict.to_json() for verdict in verdicts(right)],
+        "best": best_against_best(right).to_json(),
         "like": {
             "peer": theirs["name"],
             "ours": ours["name"],
@@ -213,7 +213,7 @@ _TITLES = {
 
 
 def _section(question: str, found: Mapping[str, Any], compute_seconds: float) -> list[str]:
-    rows = [row for row in found["rows"] if row["is_raced"]]
+    rows = found["rows"]
     bits = found["bits_a_second"]
     right = [row for row in rows if row["is_right"]]
     members = {id(row) for side in (True, False) for row in front(row for row in right if row["is_ours"] is side)}
@@ -232,7 +232,7 @@ def _section(question: str, found: Mapping[str, Any], compute_seconds: float) ->
         f"{_ratio(like['ratio'])} (`{like['peer']}` against `{like['ours']}`).",
         "Those that raced, and what a reader may ask for; bold is on its side's front. *link*: how long what was sent "
         "takes at the link's rate. *steps*: how many were timed; one is a visit's.",
-        _table(_shown(found["rows"]), members, bits),
+        _table(_shown(rows, members), members, bits),
     ]
 
 
@@ -250,10 +250,10 @@ def _seconds_and_peak(row: Row) -> list[str]:
     return [f"{row['median_seconds']:.2f}", f"{row['peak_bytes'] / 1e6:.1f}"]
 
 
-def _shown(rows: Sequence[Row]) -> list[Row]:
+def _shown(rows: Sequence[Row], members: Collection[int]) -> list[Row]:
     """The table's rows, the fastest first."""
     asked = {setting.name for setting in EXTRA}
-    shown = [row for row in rows if row["is_raced"] or row["name"] in asked]
+    shown = [row for row in rows if row["is_raced"] or id(row) in members or row["name"] in asked]
     return sorted(shown, key=lambda row: float(row["median_seconds"]))
 
 
