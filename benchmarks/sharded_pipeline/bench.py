@@ -144,12 +144,12 @@ def _merged(visited: Sequence[Row], raced: Mapping[str, Sequence[Row]]) -> list[
 
 def _decided(rows: Sequence[Row]) -> dict[str, Any]:
     """The verdicts of a race: at every budget at which a peer runs, of the best, and like for like."""
-    raced = [row for row in rows if row["is_raced"] and row["is_right"]]
-    by_name = {row["name"]: row for row in raced}
+    right = [row for row in rows if row["is_right"]]
+    by_name = {row["name"]: row for row in right}
     theirs, ours = (by_name[setting.name] for setting in LIKE)
     return {
-        "verdicts": [verdict.to_json() for verdict in verdicts(raced)],
-        "best": best_against_best(raced).to_json(),
+        "verdicts": [verdict.to_json() for verdict in verdicts(right)],
+        "best": best_against_best(right).to_json(),
         "like": {
             "peer": theirs["name"],
             "ours": ours["name"],
@@ -183,7 +183,7 @@ def report(result: Mapping[str, Any]) -> str:
         _SETTINGS,
     ]
     for question, found in result["races"].items():
-        parts += _section(question, found)
+        parts += _section(question, found, work["compute_seconds"])
     parts.append(_line(result["races"], work["compute_seconds"]))
     parts.append(_wrong(result))
     parts.append(_DENIED)
@@ -212,12 +212,13 @@ _TITLES = {
 }
 
 
-def _section(question: str, found: Mapping[str, Any]) -> list[str]:
-    rows = [row for row in found["rows"] if row["is_raced"]]
+def _section(question: str, found: Mapping[str, Any], compute_seconds: float) -> list[str]:
+    rows = found["rows"]
     bits = found["bits_a_second"]
     right = [row for row in rows if row["is_right"]]
     members = {id(row) for side in (True, False) for row in front(row for row in right if row["is_ours"] is side)}
     best, like = found["best"], found["like"]
+    bound = next(row["median_seconds"] for row in rows if row["name"] == best["peer"]) / compute_seconds
     return [
         f"## {_TITLES[question]}",
         f"{bits / 1e6:.0f} Mbit/s each way: what 1F1B with `GGG` would send if every unit were gathered twice and "
@@ -226,11 +227,12 @@ def _section(question: str, found: Mapping[str, Any]) -> list[str]:
         "At every memory in which a peer runs, both sides' best:",
         _verdicts(found["verdicts"], {row["name"]: row for row in rows}),
         f"**Best against best**: torch's time over Atoll's is {_ratio(best['ratio'])} (`{best['peer']}` against "
-        f"`{best['ours']}`). **Like for like**, one order, one gather and one reduction a step in the same units: "
+        f"`{best['ours']}`); over compute alone, with no bubble and no message, it is {_ratio(bound)}.",
+        f"**Like for like**, one order, one gather and one reduction a step in the same units: "
         f"{_ratio(like['ratio'])} (`{like['peer']}` against `{like['ours']}`).",
         "Those that raced, and what a reader may ask for; bold is on its side's front. *link*: how long what was sent "
         "takes at the link's rate. *steps*: how many were timed; one is a visit's.",
-        _table(_shown(found["rows"]), members, bits),
+        _table(_shown(rows, members), members, bits),
     ]
 
 
@@ -248,10 +250,10 @@ def _seconds_and_peak(row: Row) -> list[str]:
     return [f"{row['median_seconds']:.2f}", f"{row['peak_bytes'] / 1e6:.1f}"]
 
 
-def _shown(rows: Sequence[Row]) -> list[Row]:
+def _shown(rows: Sequence[Row], members: Collection[int]) -> list[Row]:
     """The table's rows, the fastest first."""
     asked = {setting.name for setting in EXTRA}
-    shown = [row for row in rows if row["is_raced"] or row["name"] in asked]
+    shown = [row for row in rows if row["is_raced"] or id(row) in members or row["name"] in asked]
     return sorted(shown, key=lambda row: float(row["median_seconds"]))
 
 
