@@ -69,7 +69,7 @@ class Case:
     work: Work
     courses: Mapping[str, Course]
     visits: Sequence[Setting] | None = None
-    rounds: int = 3
+    rounds: int = 5
     counts_layouts: bool = False
 
 

@@ -1,4 +1,4 @@
-"""Four ranks of one machine: how little a step adds to its compute, and what it holds.
+"""Two and four ranks of one machine: how little a step adds to its compute, and what it holds.
 
 There is no slow link here. Ranks have a thread each, and share the cores where there are fewer.
 """
@@ -18,9 +18,9 @@ COMMAND = "make bench-machine"
 
 CASE = Case(
     title="One machine",
-    words="Ranks talk over shared memory or the loopback, and share two cores. Trust ratios, not seconds.",
+    words="Ranks talk over shared memory or the loopback, four of them on two cores. Trust ratios, not seconds.",
     work=Chain(),
-    courses={"four ranks": Course(1, 4)},
+    courses={"four ranks": Course(1, 4), "two ranks": Course(1, 2)},
 )
 
 
