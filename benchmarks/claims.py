@@ -332,8 +332,8 @@ CLAIMS = (
     ),
     Claim(
         what="sharded parameters in a pipeline on a limited link (**emulated device and link**)",
-        how="{layers} layers on 4 × 2 ranks, {compute:.2f} s of compute, a link that needs twice as long for 1F1B with GGG, "
-        "beside torch's pipelining with FSDP2: settings of both found by a search, seconds against peak memory: "
+        how="{layers} layers on 4 × 2 ranks, {compute:.2f} s of compute, a link that needs twice as long for 1F1B with "
+        "GGG, beside torch's pipelining with FSDP2: settings of both found by a search, seconds against peak memory: "
         "[page](benchmarks/sharded_pipeline/README.md). torch gets a true reduce-scatter, which gloo lacks; on CPUs "
         "FSDP2 waits for its reductions",
         result="{limited_ours}; torch's best {limited_peer}: {limited_ratio:.2f} times as fast; at every memory at "
