@@ -124,7 +124,8 @@ def step(rank: Rank, name: str, at: int) -> tuple[Seen, Memory]:
     _drain(contender)
     dist.barrier()
     link, loopback = bytes_sent(INTERFACE) - link, bytes_sent("lo") - loopback
-    memory = _held(contender, base, allocations, Counter(contender.sent()) - sent, steps)
+    batch_bytes = sum(value.nbytes for value in batches[0].values())
+    memory = _held(contender, base, allocations, Counter(contender.sent()) - sent, steps, batch_bytes)
     dist.barrier()
     if not contender.sees_all:
         losses = [contenders.mean_over_ranks(loss) for loss in losses]
@@ -133,13 +134,17 @@ def step(rank: Rank, name: str, at: int) -> tuple[Seen, Memory]:
     return Seen(start, end, cpu, tuple(losses), link / steps, loopback / steps), memory
 
 
-def _held(contender: Contender, base: Base, allocations: Allocations, sent: Counter[str], steps: int) -> Memory:
+def _held(
+    contender: Contender, base: Base, allocations: Allocations, sent: Counter[str], steps: int, batch_bytes: int
+) -> Memory:
+    """What a contender held in its steps: a batch is part of its peak, those that wait for later steps are not."""
     peak, rest = allocations.most(), allocations.out()
     shared = max(0, shared_bytes() - base.shared) // dist.get_world_size()
     more = (contender.rest(), contender.peak(), {axis: count // steps for axis, count in sent.items()})
     if base.out is None or peak is None or rest is None:
         return Memory(None, None, shared, *more)
-    return Memory(peak - base.out + shared, rest - base.out + shared, shared, *more)
+    held = shared - base.out - steps * batch_bytes
+    return Memory(peak + held + batch_bytes, rest + held, shared, *more)
 
 
 def _drain(contender: Contender) -> None:
