@@ -170,6 +170,7 @@ def report(result: Mapping[str, Any]) -> str:
         "the data-parallel ranks sit in two namespaces of one machine, joined by a veth pair with a token bucket on "
         "both ends. Messages, autograd, the optimizer and memory are real. Trust ratios, not seconds.",
         tables.measured_in(result["environment"]) if "environment" in result else "",
+        result.get("carried_over", ""),
         f"{work['layers']} layers of {work['layer_bytes'] / 1e3:.0f} kB on {PIPELINE} pipeline × {DATA} data-parallel "
         f"ranks, float64, SGD. A step takes the same samples however they are cut: with m = {work['microbatches']} "
         f"microbatches, F, I and W of a rank sleep {1000 * work['operation_seconds']:.0f} ms each and a layer keeps "
