@@ -60,7 +60,6 @@ class Course:
 class Case:
     """Races of one work.
 
-    visits: the settings that are visited on a course; None for a search.
     counts_layouts: whether bytes and memory of every layout are held against their predictions, on the first course.
     """
 
@@ -68,7 +67,6 @@ class Case:
     words: str
     work: Work
     courses: Mapping[str, Course]
-    visits: Sequence[Setting] | None = None
     rounds: int = 5
     counts_layouts: bool = False
 
@@ -93,7 +91,7 @@ def run(case: Case, arguments: argparse.Namespace) -> dict[str, Any]:
         for name, course in case.courses.items():
             with _on(course, work, preload) as race:
                 print(f"== {name}", flush=True)
-                visits = controls(course)[:2] if arguments.quick else case.visits
+                visits = controls(course)[:2] if arguments.quick else None
                 result["races"][name] = {
                     "course": asdict(course),
                     "network": NETWORK if course.inter > 1 else "shared memory and the loopback of one machine",

@@ -5,8 +5,7 @@
                front, until there is nothing new; both sides are searched alike
     race       what lies near either side's front takes steps in turns; the medians make the fronts and the verdicts
 
-The grids (`settings`) hold what an expert of each system would try. A work whose steps take long visits only those
-settings that were near the front of a small one.
+The grids (`settings`) hold what an expert of each system would try.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from it, and one visit tells its time well enough."""
 
 
 def settings(work: Work, *, inter: int, intra: int) -> list[Setting]:
-    """Everything that is visited for a work that is small enough."""
+    """The space that is searched."""
     found: list[Setting] = [*ours(work, inter=inter), *fsdp2(work, inter=inter, intra=intra), *ddp(work)]
     if has_deepspeed():
         found += deepspeed(work, inter=inter, intra=intra)
@@ -136,7 +135,7 @@ def starts(space: Iterable[Setting]) -> list[Setting]:
 class Race:
     """One work on one machine: the processes, restarted where a setting breaks them, and what was seen.
 
-    limit: sets the link's rate; None for none, as while contenders are built.
+    rate: bits a second of the link while steps are timed; None for no limit. Contenders are built without one.
     """
 
     def __init__(self, where: Where, work: Work, *, preload: Path | None, rate: float | None) -> None:

@@ -50,8 +50,6 @@ class Channel(IntEnum):
     REDUCE_INTRA = 6
     REDUCE_INTER = 7
     SHARED = 8
-    SUM_INTRA = 9
-    SUM_INTER = 10
     CHAIN = 11
     VERDICT = 12
     SUM_ALL = 13
