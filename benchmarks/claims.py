@@ -68,16 +68,6 @@ def seconds(rows: Iterable[Raw]) -> dict[str, float]:
     return {row["name"]: row["median_seconds"] for row in rows}
 
 
-def fastest(rows: Iterable[Raw], *, name: str = "", is_ours: bool | None = None) -> Raw:
-    """The row with the least seconds of those whose name begins so, or that are ours, or a peer's."""
-    found = [row for row in rows if row["name"].startswith(name) and is_ours in (None, _is_ours(row))]
-    return min(found, key=lambda row: row["median_seconds"])
-
-
-def _is_ours(row: Raw) -> bool:
-    return bool(row.get("is_ours", row["name"].startswith("atoll")))
-
-
 def costs(row: Raw) -> str:
     """Seconds, and the peak that a rank has allocated."""
     return f"{row['median_seconds']:.2f} s ({row['peak_bytes'] / 1e6:.0f} MB)"
