@@ -53,14 +53,14 @@ def ours(work: Work, *, inter: int) -> list[Setting]:
     layouts = [layout.name for layout in EFFECTIVE]
     if inter == 1:  # one island: I and G are the same
         layouts = [name for name in layouts if "I" not in name]
-    found: list[Setting] = []
+    found: list[Atoll] = []
     for layout in layouts:
         for count in counts(work):
             found.append(Atoll(layout, count))
             if count > 1 and layout != "NNN":
                 found.append(Atoll(layout, count, breadth=True))
-    found += [Atoll(layout, prefetch=0) for layout in layouts if layout[0] != "N"]
-    return found
+    gathered = [setting for setting in found if setting.layout[0] != "N"]
+    return [*found, *(replace(setting, prefetch=0) for setting in gathered)]
 
 
 def fsdp2(work: Work, *, inter: int, intra: int) -> list[Setting]:
