@@ -123,6 +123,34 @@ def low_rank(raw: Raw) -> Figures:
     }
 
 
+def raced(raw: Raw) -> Figures:
+    """Of races by memory: the best of both sides, at every memory at which a peer runs, and like for like."""
+    told, alike = [], []
+    for course, race in raw["races"].items():
+        rows = {row["name"]: row for row in race["rows"]}
+        best = race["best_against_best"]
+        ratios = [each["ratio"] for each in race["verdicts"] if each["ratio"] is not None]
+        unmet = len(race["verdicts"]) - len(ratios)
+        told.append(
+            f"{course}: {best['ours']} {costs(rows[best['ours']])}, the fastest peer {best['peer']} "
+            f"{costs(rows[best['peer']])}: **{best['ratio']:.2f} times as fast**; where a peer runs in less memory "
+            f"{to(ratios, '.2f')} times" + (f", but {unmet} of its settings run in less than any of ours" * bool(unmet))
+        )
+        alike.append(f"{course}: {_alike(race['like_for_like'], rows)}")
+    visited = sum(len(race["visited"]) for race in raw["races"].values())
+    return {"told": ". ".join(told), "alike": ". ".join(alike), "visited": visited}
+
+
+def _alike(ratios: Mapping[str, float], rows: Mapping[str, Raw]) -> str:
+    """GGG beside FSDP2 and IIG beside HSDP, each with gloo's reduce-scatter and with a true one."""
+    full, full_true, *groups = ratios.values()
+    across = [rows[name]["inter_bytes"] for name in ("Atoll GGG x1", "FSDP2 x1, prefetch 2")]
+    words = f"GGG {full:.2f} times as fast as FSDP2's full shard, {full_true:.2f} times with a true reduce-scatter"
+    if groups:
+        words += f", with {across[0] / across[1]:.2f} of the bytes across; IIG {to(groups, '.2f')} times as HSDP"
+    return words
+
+
 def vocabulary(raw: Raw) -> Figures:
     rows = {(row["schedule"], row["name"]): row for row in raw["rows"]}
     split = [row for (_, name), row in rows.items() if name == "vocabulary split"]

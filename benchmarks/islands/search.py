@@ -117,7 +117,7 @@ def starts(space: Iterable[Setting]) -> list[Setting]:
         match setting:
             case Atoll(prefetch=None, breadth=False, microbatches=1):
                 found.append(setting)
-            case Atoll(layout="GGG", prefetch=None, breadth=False, microbatches=8 | 16):
+            case Atoll(layout="GGG", prefetch=0, breadth=False, microbatches=8):
                 found.append(setting)
             case Fsdp2(microbatches=1, prefetch=2, after="free" | "island"):
                 found.append(setting)
@@ -226,7 +226,7 @@ def is_slow(row: Row, rows: Iterable[Row]) -> bool:
 
 
 def neighbours(setting: Setting, space: Iterable[Setting]) -> list[Setting]:
-    """The settings of a space that differ in one choice; of the microbatches, twice or half as many."""
+    """The settings of a space that differ in one choice: a letter of the layout, twice or half the microbatches."""
     own = asdict(setting)  # type: ignore[call-overload]
     found = []
     for other in space:
@@ -234,7 +234,9 @@ def neighbours(setting: Setting, space: Iterable[Setting]) -> list[Setting]:
             continue
         values = asdict(other)  # type: ignore[call-overload]
         differing = [key for key in own if own[key] != values[key]]
+        letters = [a != b for a, b in zip(own.get("layout", ""), values.get("layout", ""), strict=True)]
         few, many = sorted((setting.microbatches, other.microbatches))
-        if len(differing) == 1 and (differing != ["microbatches"] or many == 2 * few):
+        is_near = many == 2 * few if differing == ["microbatches"] else sum(letters) <= 1
+        if len(differing) == 1 and is_near:
             found.append(other)
     return found

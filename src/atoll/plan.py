@@ -110,7 +110,8 @@ class Plan:
     sequence_parallel: with tensor parallelism, what lies between the split modules works on a part of the sequence.
     vocabulary_parallel: each pipeline rank has a slice of embedding and head, looks up and scores every microbatch.
     prefetch: bytes of parameters that may be gathered before they are used; what a block needs for each link that a
-    gather crosses if not given.
+    gather crosses if not given. 0 takes the least memory: nothing is gathered ahead, and a block's gradients are
+    reduced before the next block's are made.
     layers_per_stage: how many layers each stage gets; as even as can be if not given (atoll.stages).
     """
 
@@ -144,7 +145,7 @@ class Plan:
         if self.compile not in COMPILE:
             raise PlanError(f"compile = {self.compile!r}; known: {', '.join(COMPILE)}")
         if self.prefetch is not None and self.prefetch < 0:
-            raise PlanError(f"prefetch = {self.prefetch} bytes; use 0 to gather nothing ahead, or leave it out")
+            raise PlanError(f"prefetch = {self.prefetch} bytes; use 0 for the least memory, or leave it out")
         if self.unit < 1:
             raise PlanError(f"unit = {self.unit}; a unit has at least one block")
         if self.sequence_parallel and self.mesh.tensor == 1:

@@ -6,7 +6,6 @@ import pytest
 
 from atoll.layouts import (
     AT_ONCE,
-    REDUCED_AT_ONCE,
     FlatMap,
     Layout,
     Nest,
@@ -45,19 +44,21 @@ def test_what_rests_whole_needs_what_arrives_alone(in_place: bool) -> None:
 def test_parameters_that_are_read_in_place_are_not_gathered_ahead() -> None:
     need = of("IIG", in_place=True)
     assert (need.live, need.ahead) == (WHOLE, 0)
-    assert need.lent == (REDUCED_AT_ONCE + 1) * WHOLE
+    assert need.lent == 2 * WHOLE
     sent = of("IIG", in_place=False)
     assert (sent.live, sent.ahead, sent.lent) == (2 * WHOLE, WHOLE, 0)  # one link, one block ahead
-    assert sent.buffers >= (REDUCED_AT_ONCE + 1) * WHOLE
+    assert sent.buffers >= 2 * WHOLE
 
 
 def test_two_levels_gather_ahead_what_crosses_the_link() -> None:
     need = of("GGG", in_place=True)
     assert need.live == WHOLE
     assert need.ahead == WHOLE // 2
-    assert need.lent == AT_ONCE * WHOLE // 2 + (REDUCED_AT_ONCE + 1) * WHOLE
+    assert need.lent == AT_ONCE * WHOLE // 2 + 2 * WHOLE
     assert need.buffers == WHOLE // 4
-    assert of("GGG", in_place=True, prefetch=0).ahead == 0
+    least = of("GGG", in_place=True, prefetch=0)
+    assert (least.ahead, least.lent) == (0, WHOLE // 2 + WHOLE)  # no reduction under way either
+    assert of("GGG", in_place=False, prefetch=0).flows == WHOLE
     assert of("GGG", in_place=True, prefetch=10 * WHOLE).lent >= 10 * WHOLE
     both = of("GGG", in_place=False)
     assert (both.live, both.ahead) == (3 * WHOLE, 2 * WHOLE)  # two links
@@ -66,7 +67,7 @@ def test_two_levels_gather_ahead_what_crosses_the_link() -> None:
 
 def test_one_group_reads_what_rests() -> None:
     need = of("GGG", in_place=True, nest=Nest(1, 4, 0, 1))
-    assert (need.live, need.ahead, need.lent) == (WHOLE, 0, (REDUCED_AT_ONCE + 1) * WHOLE)
+    assert (need.live, need.ahead, need.lent) == (WHOLE, 0, 2 * WHOLE)
 
 
 def test_parameters_that_are_cast_from_their_master_are_live() -> None:

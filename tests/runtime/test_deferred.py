@@ -67,7 +67,7 @@ def unit_of(block: nn.Module) -> Unit:
         Nest(),
         connect(place, device),
         device,
-        lanes_of(device, alone=True, waits_on_host=True),
+        lanes_of(device, alone=True, waits_on_host=True, reductions=1),
     )
     parameters = dict(block.named_parameters())
     linears = {f"{name}.weight" for name, module in block.named_modules() if isinstance(module, nn.Linear)}
@@ -148,7 +148,7 @@ def test_weights_come_out_as_autograd_gives_them() -> None:
             Nest(),
             connect(place, device),
             device,
-            lanes_of(device, alone=True, waits_on_host=True),
+            lanes_of(device, alone=True, waits_on_host=True, reductions=1),
         )
         parameters = dict(block.named_parameters())
         linears = {f"{name}.weight" for name, module in block.named_modules() if isinstance(module, nn.Linear)}

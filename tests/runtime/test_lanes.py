@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from atoll.errors import RankError
-from atoll.runtime.lanes import AT_ONCE, KINDS, REDUCED_AT_ONCE, Threads, lanes_of
+from atoll.runtime.lanes import AT_ONCE, KINDS, Threads, lanes_of
 from atoll.runtime.sharding.segment import Segment
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case
 
 
 def test_jobs_begin_in_order_and_two_run_at_once() -> None:
-    lane = Threads("gather")
+    lane = Threads("gather", None)
     begun: list[int] = []
     gate = threading.Event()
     both = threading.Barrier(AT_ONCE + 1, timeout=60.0)
@@ -39,7 +39,7 @@ def test_jobs_begin_in_order_and_two_run_at_once() -> None:
 
 
 def test_an_error_is_raised_where_it_is_waited_for() -> None:
-    lane = Threads("sync")
+    lane = Threads("sync", None)
 
     def work() -> None:
         raise ValueError("lost")
@@ -51,21 +51,22 @@ def test_an_error_is_raised_where_it_is_waited_for() -> None:
     lane.close()
 
 
-def test_what_reductions_work_on_is_bounded() -> None:
-    """The next reduction waits for the one before, and then lets go of its buffer."""
-    lane = Threads("reduce")
+@pytest.mark.parametrize("at_most", [0, 1, 2])
+def test_what_reductions_work_on_is_bounded(at_most: int) -> None:
+    """The next reduction waits for one before, and then lets go of its buffer."""
+    lane = Threads("reduce", at_most)
     held = []
     for _ in range(5):
         buffer = torch.zeros(3)
         held.append(weakref.ref(buffer))
         lane.start(lambda: None, buffer, unit=0)
         del buffer
-        assert sum(ref() is not None for ref in held) <= REDUCED_AT_ONCE
+        assert sum(ref() is not None for ref in held) <= at_most
     lane.close()
 
 
 def test_gradients_are_off_in_jobs() -> None:
-    lane = Threads("gather")
+    lane = Threads("gather", None)
     found: list[bool] = []
     lane.start(lambda: found.append(torch.is_grad_enabled()), unit=0).wait()
     assert found == [False]
@@ -74,7 +75,7 @@ def test_gradients_are_off_in_jobs() -> None:
 
 def test_a_rank_that_shares_nothing_has_no_threads() -> None:
     before = threading.active_count()
-    lanes = lanes_of(torch.device("cpu"), alone=True, waits_on_host=True)
+    lanes = lanes_of(torch.device("cpu"), alone=True, waits_on_host=True, reductions=1)
     for kind in KINDS:
         lanes[kind].start(lambda: None, unit=0).wait()
         lanes[kind].close()
@@ -110,7 +111,7 @@ def test_an_error_beside_the_computation_ends_every_rank() -> None:
 
 
 def test_a_lane_that_is_closed_has_finished_its_jobs() -> None:
-    lane = Threads("gather")
+    lane = Threads("gather", None)
     done = threading.Event()
 
     def work() -> None:

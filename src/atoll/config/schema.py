@@ -185,7 +185,8 @@ class Parallel(Section):
     ranks: local processes; under torchrun the world decides.  intra: ranks of a group along data parallel; groups
     follow as ranks / (pipeline * tensor * intra).  chunks: stages of each rank, for schedules that take them.
     post_validation: take the optimizer step before the global norm is known, and check afterwards.
-    prefetch: bytes of parameters that may be gathered before they are used.
+    prefetch: bytes of parameters that may be gathered before they are used; 0 takes the least memory, and the backward
+    then waits for each reduction too.
     residency, reduction, resident, unit: how long gathered parameters stay whole, how often gradients are reduced, and
     how many blocks at once; see atoll.plan.Plan.
     vocabulary: the rows of embedding and head are split over the pipeline's ranks.

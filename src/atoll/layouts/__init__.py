@@ -27,7 +27,7 @@ from atoll.layouts.level import (
     Moves,
 )
 from atoll.layouts.precision import ITEM_BYTES, PRESETS, Precision
-from atoll.layouts.working import AT_ONCE, REDUCED_AT_ONCE, Use, WorkingMemory, most_whole, working_memory
+from atoll.layouts.working import AT_ONCE, Use, WorkingMemory, most_whole, reduced_at_once, working_memory
 
 __all__ = [
     "ALIASES",
@@ -39,7 +39,6 @@ __all__ = [
     "GATHER_PARAMETER",
     "ITEM_BYTES",
     "PRESETS",
-    "REDUCED_AT_ONCE",
     "REDUCE_GRADIENT",
     "REDUCE_INTER",
     "REDUCE_INTRA",
@@ -68,6 +67,7 @@ __all__ = [
     "footprint",
     "most_whole",
     "published_memory",
+    "reduced_at_once",
     "traffic",
     "working_memory",
 ]

@@ -14,8 +14,10 @@ from atoll.layouts.precision import ITEM_BYTES, Precision
 AT_ONCE = 2
 """Syncs, and at most gathers, under way at once: one on the slow link, one on the fast one."""
 
-REDUCED_AT_ONCE = 1
-"""Reductions under way while the next one's gradients are made."""
+
+def reduced_at_once(prefetch: int | None) -> int:
+    """Reductions under way while the next one's gradients are made: none where nothing is gathered ahead either."""
+    return 0 if prefetch == 0 else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,8 @@ def working_memory(
     """What the rank at `nest` needs for `blocks`, each given by the segments that it uses.
 
     reads_in_place: whether the ranks of a group read each other's memory, as they do on one host's CPUs.
-    prefetch: bytes that may be gathered ahead; None: what one block needs for each link that a gather crosses.
+    prefetch: bytes that may be gathered ahead; None: what one block needs for each link that a gather crosses; 0 lets
+    no reduction run beside the computation either.
     uses: what a step gathers and frees, in order; None: one block after the other, each freed after its use.
     unreduced: bytes of whole gradients that wait for others of their stage before they are reduced, which takes no
     longer than the backward of the others; None: each block's are reduced in its microbatch.
@@ -70,10 +73,11 @@ def working_memory(
         links = [move.axis for move in GATHER_PARAMETER[layout.parameters] if nest.size(move.axis) > 1]
         crossed = [axis for axis in links if axis is not Axis.INTRA or not reads_in_place]
         ahead = max(1, len(crossed)) * (staged or whole) if prefetch is None else prefetch
-    flows = max((REDUCED_AT_ONCE + 1) * flow, unreduced or 0)
-    at_worst = flows if unreduced is None else REDUCED_AT_ONCE * flow + unreduced
+    behind = reduced_at_once(prefetch)
+    flows = max((behind + 1) * flow, unreduced or 0)
+    at_worst = flows if unreduced is None else behind * flow + unreduced
     is_shared = reads_in_place and nest.intra > 1
-    lent = (max(ahead, AT_ONCE * staged) if staged else 0) + (at_worst if is_shared else 0)
+    lent = (max(ahead, (behind + 1) * staged) if staged else 0) + (at_worst if is_shared else 0)
     limit = ahead if not staged else 0
     return WorkingMemory(
         live=whole + limit if uses is None else most_whole(uses, limit, turns=ahead > 0),

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from atoll.advice import StageSize, advice
 from atoll.errors import AtollError, CostWarning, PlanError, RankError, RunError
 from atoll.ir import insert_vocabulary, lower
-from atoll.layouts import ITEM_BYTES, Footprint, WorkingMemory
+from atoll.layouts import ITEM_BYTES, Footprint, WorkingMemory, reduced_at_once
 from atoll.models import Adapter, Batch, Block, adapter_for, relative_score, weigh_blocks, weights_for
 from atoll.models.adapter import IGNORED_LABEL
 from atoll.plan import Plan
@@ -142,7 +142,10 @@ class Engine:
             schedule = insert_vocabulary(schedule, score=relative_score(blocks, block_weights, vocabulary.head))
         schedule = lower(schedule, residency=plan.residency, reduction=plan.reduction, sizes=sizes, room=plan.resident)
         self._lanes = lanes_of(
-            self.device, alone=self.place.nest.ranks == 1, waits_on_host=self.transport.waits_on_host
+            self.device,
+            alone=self.place.nest.ranks == 1,
+            waits_on_host=self.transport.waits_on_host,
+            reductions=reduced_at_once(plan.prefetch),
         )
         around = Surroundings(
             plan.layout,

@@ -14,21 +14,18 @@ import queue
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import Literal, Protocol
 
 import torch
 
-from atoll.layouts import AT_ONCE, REDUCED_AT_ONCE
+from atoll.layouts import AT_ONCE
 
 Kind = Literal["reduce", "sync", "gather"]
 
 KINDS: tuple[Kind, ...] = ("reduce", "sync", "gather")
-
-_AT_MOST: Mapping[Kind, int | None] = {"reduce": REDUCED_AT_ONCE, "sync": None, "gather": None}
-"""Reductions hold buffers of their own; syncs work on what rests, and gathers are counted by who asks ahead."""
 
 
 class Clock(Protocol):
@@ -135,8 +132,8 @@ class Threads(Lane):
     """`AT_ONCE` threads that start with the first job. They are daemons: one that waits for a rank that is gone must
     not keep the process."""
 
-    def __init__(self, kind: Kind) -> None:
-        super().__init__(kind, _AT_MOST[kind])
+    def __init__(self, kind: Kind, at_most: int | None) -> None:
+        super().__init__(kind, at_most)
         self._jobs: queue.SimpleQueue[_ThreadJob | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
 
@@ -183,8 +180,8 @@ class Stream(Lane):
     """A stream of its own. What a job allocates belongs to the stream, whose next job begins after everything that
     the computation had launched by then, so memory that the computation gave back is never written too early."""
 
-    def __init__(self, kind: Kind, device: torch.device) -> None:
-        super().__init__(kind, _AT_MOST[kind])
+    def __init__(self, kind: Kind, at_most: int | None, device: torch.device) -> None:
+        super().__init__(kind, at_most)
         self._stream = torch.cuda.Stream(device)
 
     def _begin(self, work: Callable[[], None]) -> Job:
@@ -226,23 +223,26 @@ class _StreamThreadJob(_ThreadJob):
 class StreamThreads(Threads):
     """Threads with a stream each, for messages that the host waits for between copies from and to the device."""
 
-    def __init__(self, kind: Kind) -> None:
-        super().__init__(kind)
+    def __init__(self, kind: Kind, at_most: int | None) -> None:
+        super().__init__(kind, at_most)
         self._own = threading.local()
 
     def _job(self, work: Callable[[], None]) -> _ThreadJob:
         return _StreamThreadJob(work, self._own)
 
 
-def lanes_of(device: torch.device, *, alone: bool, waits_on_host: bool) -> dict[Kind, Lane]:
+def lanes_of(device: torch.device, *, alone: bool, waits_on_host: bool, reductions: int) -> dict[Kind, Lane]:
     """A lane for each kind of job; `alone` if nobody shares this rank's parameters.
 
     waits_on_host: whether jobs return when they are done, not when they have been launched.
+    reductions: how many may be under way, since each holds a buffer of its own. Syncs work on what rests, and gathers
+    are counted by who asks ahead.
     """
     if alone:
         return {kind: Inline(kind, None) for kind in KINDS}
+    at_most: dict[Kind, int | None] = {"reduce": reductions, "sync": None, "gather": None}
     if device.type != "cuda":
-        return {kind: Threads(kind) for kind in KINDS}
+        return {kind: Threads(kind, at_most[kind]) for kind in KINDS}
     if waits_on_host:
-        return {kind: StreamThreads(kind) for kind in KINDS}
-    return {kind: Stream(kind, device) for kind in KINDS}
+        return {kind: StreamThreads(kind, at_most[kind]) for kind in KINDS}
+    return {kind: Stream(kind, at_most[kind], device) for kind in KINDS}
