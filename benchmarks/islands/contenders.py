@@ -29,7 +29,7 @@ from atoll.layouts import Layout, Precision
 from atoll.plan import MeshShape, Plan
 from atoll.runtime.engine import Engine
 from atoll.runtime.transport import GlooTransport
-from benchmarks.islands.transports import CollectiveTransport, DirectReduceScatter, prepare_groups
+from benchmarks.islands.transports import CollectiveTransport, DirectReduceScatter, kept_group, prepare_groups
 from benchmarks.islands.work import Batch, Work
 
 
@@ -197,9 +197,10 @@ class Fsdp2:
         mesh = _mesh(inter, intra) if self.groups else _mesh(inter * intra)
         reshard: bool | int = intra if self.after == "island" else self.after == "free"
         units = work.units(model)
-        for block in units:
-            fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
-        fully_shard(model, mesh=mesh, reshard_after_forward=bool(reshard))
+        with patch("torch.distributed.device_mesh.new_group", _mesh_group):
+            for block in units:
+                fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+            fully_shard(model, mesh=mesh, reshard_after_forward=bool(reshard))
         assert isinstance(model, FSDPModule)
         if self.prefetch:
             model._set_unshard_async_op(True)
@@ -218,6 +219,12 @@ class Fsdp2:
                 model.set_reshard_after_backward(is_last)
 
         return _loop(work, model, work.optimizer(model.parameters()), self.microbatches, before=before)
+
+
+def _mesh_group(*, ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:
+    """One group for all meshes of the same ranks: resharding to an island makes a mesh for every block, and the
+    threads of so many groups take time from all who race."""
+    return kept_group(("mesh", tuple(ranks)))
 
 
 @lru_cache

@@ -6,7 +6,9 @@ DirectReduceScatter   gives FSDP2 a reduce-scatter that sends a reduce-scatter's
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
+from functools import lru_cache
+from itertools import product
 from typing import Any, ClassVar
 
 import torch
@@ -14,29 +16,34 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
+from atoll.layouts import GATHER_PARAMETER, REDUCE_GRADIENT, SYNC_GRADIENT, SYNC_PARAMETER
 from atoll.plan import MeshShape
-from atoll.runtime.transport import GlooTransport, Peers, Tag
+from atoll.runtime.transport import Channel, GlooTransport, Peers, Tag
 
 
 class CollectiveTransport(GlooTransport):
     """Gathers and reductions by gloo's all-gather and reduce-scatter.
 
-    Collectives of one group must begin in one order on all ranks, while a lane runs two jobs at once: so each axis,
-    unit, segment and purpose has a group of its own (`prepare_groups`).
+    Collectives of one group must begin in one order on all ranks, while a lane runs two jobs at once: so what is moved
+    along an axis for a purpose takes turns on `TURNS` groups (`prepare_groups`). A group a unit would be simpler, but
+    each has a thread that looks for messages a hundred times a second, also while others are timed.
     """
 
     shares_memory: ClassVar[bool] = False
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.groups: Mapping[int, dist.ProcessGroup] = {}
+        self.groups: Mapping[tuple[Channel, int, int], dist.ProcessGroup] = {}
+
+    def _turn(self, tag: Tag) -> dist.ProcessGroup:
+        return self.groups[tag.channel, tag.part, tag.index % TURNS]
 
     def gather(self, whole: Tensor, peers: Peers, tag: Tag, *, own: Tensor | None = None, again: bool = False) -> None:
         place = peers.own(whole)
         if own is not None:
             place.copy_(own)
         if peers.others:
-            dist.all_gather_into_tensor(whole, place.clone(), group=self.groups[int(tag)])
+            dist.all_gather_into_tensor(whole, place.clone(), group=self._turn(tag))
             self._count(peers.axis, place.nbytes * len(peers.others))
 
     def reduce(self, whole: Tensor, peers: Peers, tag: Tag, *, out: Tensor | None = None) -> None:
@@ -44,36 +51,47 @@ class CollectiveTransport(GlooTransport):
         target = own if out is None else out
         if peers.others:
             total = torch.empty_like(own)
-            dist.reduce_scatter_tensor(total, whole, group=self.groups[int(tag)])
+            dist.reduce_scatter_tensor(total, whole, group=self._turn(tag))
             target.copy_(total)
             self._count(peers.axis, own.nbytes * len(peers.others))
         elif out is not None:
             out.copy_(own)
 
 
-_GROUPS: dict[tuple[int, tuple[int, ...]], dist.ProcessGroup] = {}
-"""By tag and ranks; kept, since a closed group of gloo leaves a thread behind."""
+TURNS = 4
+"""Twice what a lane runs at once: a unit's job is over, or has begun everywhere, when its group's turn comes again."""
 
 
 def prepare_groups(engine: Any) -> None:
     """All ranks: open the groups that an engine's units need."""
     from atoll.runtime.sharding.segment import _CHANNEL, _Purpose
 
+    layout = engine.plan.layout
+    p, g, os = layout.parameters, layout.gradients, layout.optimizer
+    moved = {
+        _Purpose.GATHER: GATHER_PARAMETER[p],
+        _Purpose.REDUCE: REDUCE_GRADIENT[g],
+        _Purpose.SYNC_GRADIENT: SYNC_GRADIENT[g, os],
+        _Purpose.SYNC_PARAMETER: SYNC_PARAMETER[os, p],
+    }
     mesh: MeshShape = engine.plan.mesh
-    groups: dict[int, dist.ProcessGroup] = {}
-    for unit in engine.units:
-        for part in range(len(unit.segments)):
-            for (_, axis), channel in _CHANNEL.items():
-                for purpose in _Purpose:
-                    tag = int(Tag(channel, unit.spec.index, part * len(_Purpose) + purpose))
-                    for ranks in sorted({mesh.place(rank).peers(axis.value) for rank in range(mesh.world)}):
-                        if len(ranks) < 2:
-                            continue
-                        if (tag, ranks) not in _GROUPS:
-                            _GROUPS[tag, ranks] = dist.new_group(list(ranks))
-                        if engine.place.rank in ranks:
-                            groups[tag] = _GROUPS[tag, ranks]
+    segments = max(len(unit.segments) for unit in engine.units)
+    groups: dict[tuple[Channel, int, int], dist.ProcessGroup] = {}
+    for purpose, moves in moved.items():
+        for move, segment, turn in product(moves, range(segments), range(TURNS)):
+            key = (_CHANNEL[move.kind, move.axis], segment * len(_Purpose) + purpose, turn)
+            for ranks in sorted({mesh.place(rank).peers(move.axis.value) for rank in range(mesh.world)}):
+                if len(ranks) > 1:
+                    group = kept_group((key, ranks))
+                    if engine.place.rank in ranks:
+                        groups[key] = group
     engine.transport.groups = groups
+
+
+@lru_cache
+def kept_group(key: tuple[Hashable, tuple[int, ...]]) -> dist.ProcessGroup:
+    """All ranks: the group of some ranks, one for each key; a closed group of gloo leaves a thread behind."""
+    return dist.new_group(list(key[1]))
 
 
 class DirectReduceScatter(ReduceScatter):
