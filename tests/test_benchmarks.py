@@ -119,6 +119,17 @@ def test_slow_settings_are_not_gone_on_from() -> None:
     assert [search.is_slow(row, rows) for row in rows] == [False, True, False]
 
 
+def test_rows_are_read_back_and_raced_in_heats() -> None:
+    row = Row(
+        Atoll("IGG", 2, prefetch=0), seconds=[1.5], cpu_seconds=[2.0], losses=[0.5], peak_bytes=100, rest_bytes=60
+    )
+    assert Row.from_json(row.to_json()).to_json() == row.to_json()
+    sizes = [100, 100, 300, 100]
+    rows = [Row(Atoll("GGG", count), peak_bytes=size) for count, size in zip((1, 2, 4, 8), sizes, strict=True)]
+    parts = search.heats(rows, room=250 * search.KEPT)
+    assert [[row.setting.microbatches for row in part] for part in parts] == [[1, 2], [4], [8]]
+
+
 def test_the_page_of_a_race() -> None:
     ours, theirs = Row(Atoll("GGG")), Row(Fsdp2(prefetch=2))
     for found, seconds, peak in ((ours, 1.0, 90), (theirs, 2.0, 95)):
@@ -129,7 +140,7 @@ def test_the_page_of_a_race() -> None:
     assert race["best_against_best"]["ratio"] == 2.0
     assert race["like_for_like"] == {"gathered twice, reduced once, over all ranks": 2.0}
     result = {"work": WORK.to_json(), "races": {"400 Mbit/s each way": race}}
-    case = cases.Case(title="A race", words="Emulated.", work=WORK, courses={})
+    case = cases.Case(name="race", title="A race", words="Emulated.", work=WORK, courses={})
     page = cases.report(case, "make it", result)
     assert "`Atoll GGG x1` is **2.00 times as fast** as `FSDP2 x1, prefetch 2`" in page
     assert "| 95.0 | FSDP2 x1, prefetch 2 | Atoll GGG x1 | 2.00 |" in page

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import argparse
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,6 +29,8 @@ from benchmarks.islands.ranks import Where
 from benchmarks.islands.scatter import scatter
 from benchmarks.islands.search import SLOW, Race, is_slow, near
 from benchmarks.islands.work import Chain, Work
+
+ROOT = Path(__file__).resolve().parents[2]
 
 NETWORK = "emulated: two namespaces of one machine, veth, tbf burst 1mb latency 100ms on both ends"
 
@@ -60,9 +64,11 @@ class Course:
 class Case:
     """Races of one work.
 
+    name: the bench's.
     counts_layouts: whether bytes and memory of every layout are held against their predictions, on the first course.
     """
 
+    name: str
     title: str
     words: str
     work: Work
@@ -87,9 +93,10 @@ def run(case: Case, arguments: argparse.Namespace) -> dict[str, Any]:
         print("DeepSpeed is not installed (pip install -e '.[bench]'): its rows are left out", flush=True)
     work = Chain(count=2, samples=2) if arguments.quick else case.work
     result: dict[str, Any] = {"work": work.to_json(), "races": {}}
+    kept = {} if arguments.quick or arguments.uncommitted else {name: _notes(case, name) for name in case.courses}
     with allocations.library() as preload:
         for name, course in case.courses.items():
-            with _on(course, work, preload) as race:
+            with _on(course, work, preload, kept.get(name)) as race:
                 print(f"== {name}", flush=True)
                 visits = controls(course)[:2] if arguments.quick else None
                 result["races"][name] = {
@@ -100,15 +107,27 @@ def run(case: Case, arguments: argparse.Namespace) -> dict[str, Any]:
                 }
                 if case.counts_layouts and "layouts" not in result and not arguments.quick:
                     result["layouts"] = _layouts(race, work)
+    for notes in kept.values():
+        notes.unlink(missing_ok=True)
     return result
 
 
+def _notes(case: Case, course: str) -> Path:
+    """Where visits of the committed source, which the file's name tells, are noted until the whole run is over."""
+    folders = ("src", "benchmarks/islands", f"benchmarks/{case.name}/bench.py")
+    command = ["git", "rev-parse", *(f"HEAD:{path}" for path in folders)]
+    source = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    results = ROOT / "benchmarks" / case.name / "results"
+    results.mkdir(exist_ok=True)
+    return results / f"visits-{slug(course)}-{sha256(source.encode()).hexdigest()[:12]}.jsonl"
+
+
 @contextmanager
-def _on(course: Course, work: Work, preload: Path | None) -> Iterator[Race]:
+def _on(course: Course, work: Work, preload: Path | None, notes: Path | None = None) -> Iterator[Race]:
     """The processes of a race."""
     with Islands() if course.inter > 1 else nullcontext() as islands:
         where = Where(course.inter, course.intra, islands)
-        with Race(where, work, preload=preload, rate=course.bits) as race:
+        with Race(where, work, preload=preload, rate=course.bits, notes=notes) as race:
             yield race
 
 

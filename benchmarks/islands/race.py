@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from benchmarks.islands import contenders
 from benchmarks.islands.allocations import Allocations, shared_bytes
-from benchmarks.islands.contenders import Compute, Contender, DeepSpeed, Setting, is_ours, setting_json
+from benchmarks.islands.contenders import Compute, Contender, DeepSpeed, Setting, is_ours, read_setting, setting_json
 from benchmarks.islands.network import INTERFACE, bytes_sent
 from benchmarks.islands.ranks import Rank, Ranks
 from benchmarks.islands.work import sleep_where_compute_would
@@ -206,8 +206,23 @@ class Row:
         self.predicted_rest_bytes = _most(each.predicted_rest for each in kept)
         self.predicted_peak_bytes = _most(each.predicted_peak for each in kept)
 
+    @classmethod
+    def from_json(cls, kept: Mapping[str, Any]) -> Row:
+        """A row that was kept."""
+        return cls(
+            read_setting(kept["setting"]),
+            seconds=list(kept["seconds"]),
+            cpu_seconds=list(kept["cpu_seconds"]),
+            losses=[] if kept["loss"] is None else [kept["loss"]],
+            inter_bytes=kept["inter_bytes"],
+            intra_bytes=kept["intra_bytes"],
+            sent=dict(kept["sent_bytes_a_rank"] or {}),
+            **{key: kept[key] for key in ("peak_bytes", "rest_bytes", "shared_bytes", "problem")},
+            **{key: kept[key] for key in ("predicted_rest_bytes", "predicted_peak_bytes")},
+        )
+
     def to_json(self) -> dict[str, Any]:
-        """As it is kept."""
+        """As it is kept; `from_json` reads it."""
         return {
             "name": self.name,
             "is_ours": is_ours(self.setting),

@@ -10,6 +10,7 @@ The grids (`settings`) hold what an expert of each system would try.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -24,7 +25,7 @@ from benchmarks.islands.race import Field, Row
 from benchmarks.islands.ranks import Ranks, Where
 from benchmarks.islands.work import Work
 
-SLACK = 1.25
+SLACK = 1.15
 """A setting races again if it would be on its side's front were it faster by this factor."""
 
 NEAR = 1.05
@@ -33,6 +34,10 @@ NEAR = 1.05
 SLOW = 4.0
 """A setting that takes so many times as long as its side's fastest is small and nothing else: the search does not go on
 from it, and one visit tells its time well enough."""
+
+ROOM, KEPT = 0.6, 1.25
+"""The part of the machine's free memory that contenders may take at once, and what each takes, of its peaks: allocators
+keep what is freed."""
 
 
 def settings(work: Work, *, inter: int, intra: int) -> list[Setting]:
@@ -45,7 +50,7 @@ def settings(work: Work, *, inter: int, intra: int) -> list[Setting]:
 
 def counts(work: Work) -> list[int]:
     """Microbatches of a step: powers of two."""
-    return [count for count in (1, 2, 4, 8, 16) if count <= work.samples]
+    return [count for count in (1, 2, 4, 8) if count <= work.samples]
 
 
 def ours(work: Work, *, inter: int) -> list[Setting]:
@@ -136,10 +141,15 @@ class Race:
     """One work on one machine: the processes, restarted where a setting breaks them, and what was seen.
 
     rate: bits a second of the link while steps are timed; None for no limit. Contenders are built without one.
+    notes: what was visited, a line each, so that a run that was interrupted goes on; None keeps nothing.
     """
 
-    def __init__(self, where: Where, work: Work, *, preload: Path | None, rate: float | None) -> None:
-        self.where, self.work, self.preload, self.rate = where, work, preload, rate
+    def __init__(
+        self, where: Where, work: Work, *, preload: Path | None, rate: float | None, notes: Path | None = None
+    ) -> None:
+        self.where, self.work, self.preload, self.rate, self.notes = where, work, preload, rate, notes
+        lines = notes.read_text(encoding="utf-8").splitlines() if notes and notes.is_file() else []
+        self._known = {row.name: row for row in map(Row.from_json, map(json.loads, lines))}
         self._stack = ExitStack()
 
     def __enter__(self) -> Race:
@@ -170,19 +180,28 @@ class Race:
         """Each setting's peak in a step and the seconds of another one."""
         rows = []
         for setting in found:
-            row = Row(setting)
-            try:
-                self._limit(None)
-                self.field.open(setting)
-                self._limit(self.rate)
-                self.field.step(row, is_alone=True)
-                self.field.close(setting)
-            except RuntimeError as error:
-                row.problem = str(error).strip().splitlines()[-1][:300]
-                self._restart()
+            row = self._known.get(setting.name)
+            if row is None:
+                row = self._visit(setting)
+                if self.notes is not None:
+                    with self.notes.open("a", encoding="utf-8") as file:
+                        file.write(json.dumps(row.to_json()) + "\n")
             rows.append(row)
             note(row)
         return rows
+
+    def _visit(self, setting: Setting) -> Row:
+        row = Row(setting)
+        try:
+            self._limit(None)
+            self.field.open(setting)
+            self._limit(self.rate)
+            self.field.step(row, is_alone=True)
+            self.field.close(setting)
+        except RuntimeError as error:
+            row.problem = str(error).strip().splitlines()[-1][:300]
+            self._restart()
+        return row
 
     def search(self, *, note: Callable[[Row], None] = lambda row: None) -> list[Row]:
         """Visit where experts begin, then whatever is one choice away from a setting near its side's front."""
@@ -197,18 +216,44 @@ class Race:
         return rows
 
     def again(self, rows: Iterable[Row], *, rounds: int) -> list[Row]:
-        """Steps in turns of settings that were visited, whose memory is known."""
+        """Steps in turns of settings that were visited, whose memory is known.
+
+        Those that fit the machine together stay for all rounds. Where not all do, every heat is built for every round.
+        """
         fresh = [replace(row, seconds=[], cpu_seconds=[], losses=[], inter_bytes=0.0, intra_bytes=0.0) for row in rows]
-        self._limit(None)
-        for row in fresh:
-            self.field.open(row.setting)
-        self._limit(self.rate)
-        for row in fresh:
-            self.field.step(row, counts=False)
-        self.field.alternate(fresh, rounds=rounds)
-        for row in fresh:
-            self.field.close(row.setting)
+        self._restart()  # what the search has left is gone
+        found = heats(fresh, room=ROOM * _free_memory() / self.where.ranks)
+        for turns in [rounds] if len(found) == 1 else [1] * rounds:
+            for heat in found:
+                self._limit(None)
+                for row in heat:
+                    self.field.open(row.setting)
+                self._limit(self.rate)
+                for row in heat:
+                    self.field.step(row, counts=False)
+                self.field.alternate(heat, rounds=turns)
+                for row in heat:
+                    self.field.close(row.setting)
         return fresh
+
+
+def heats(rows: Sequence[Row], *, room: float) -> list[list[Row]]:
+    """Rows in their order, in as few parts as `room` bytes of each rank allow."""
+    found: list[list[Row]] = []
+    left = 0.0
+    for row in rows:
+        size = KEPT * (row.peak_bytes or 0)
+        if not found or size > left:
+            found.append([])
+            left = room
+        found[-1].append(row)
+        left -= size
+    return found
+
+
+def _free_memory() -> int:
+    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(lines["MemAvailable"].split()[0]) * 1024
 
 
 def near(rows: Iterable[Row], *, slack: float = SLACK) -> list[Row]:

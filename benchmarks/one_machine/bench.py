@@ -17,6 +17,7 @@ from benchmarks.islands.work import Chain
 COMMAND = "make bench-machine"
 
 CASE = Case(
+    name="one_machine",
     title="One machine",
     words="Ranks talk over shared memory or the loopback, four of them on two cores. Trust ratios, not seconds.",
     work=Chain(),

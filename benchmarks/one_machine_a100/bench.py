@@ -14,6 +14,7 @@ from benchmarks.islands.work import Sleeping
 COMMAND = "make bench-machine"
 
 CASE = Case(
+    name="one_machine_a100",
     title="One node of A100, emulated",
     words=f"{DEVICE_WORDS} Four ranks talk over shared memory or the loopback. Trust ratios, not seconds.",
     work=Sleeping(),

@@ -14,6 +14,7 @@ from benchmarks.islands.work import Text
 COMMAND = "make bench-machine"
 
 CASE = Case(
+    name="one_machine_text",
     title="One machine, a decoder of 100 million parameters",
     words="Two ranks with a core each talk over shared memory or the loopback. Trust ratios, not seconds.",
     work=Text(),

@@ -17,6 +17,7 @@ from benchmarks.islands.work import Chain
 COMMAND = "make bench-islands"
 
 CASE = Case(
+    name="two_islands",
     title="Two islands",
     words=NETWORK_WORDS,
     work=Chain(),

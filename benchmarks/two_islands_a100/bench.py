@@ -19,6 +19,7 @@ COMMAND = "make bench-islands"
 WORK = Sleeping()
 
 CASE = Case(
+    name="two_islands_a100",
     title="Two nodes of A100, emulated",
     words=f"{DEVICE_WORDS} {NETWORK_WORDS}",
     work=WORK,

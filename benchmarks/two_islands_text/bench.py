@@ -17,6 +17,7 @@ from benchmarks.islands.work import Text
 COMMAND = "make bench-islands"
 
 CASE = Case(
+    name="two_islands_text",
     title="Two islands, a decoder of 100 million parameters",
     words=NETWORK_WORDS,
     work=Text(),
