@@ -340,6 +340,66 @@ CLAIMS = (
         figures=emulated,
     ),
     Claim(
+        what="two islands of two ranks beside FSDP2, HSDP, DDP and DeepSpeed (**emulated network**)",
+        how="a chain of 9.5 million parameters, {visited} settings of all found by a search, the best of both sides in "
+        "turns, seconds against peak memory: [page](benchmarks/two_islands/README.md). FSDP2 also races with a true "
+        "reduce-scatter, which gloo lacks; on CPUs FSDP2 waits for its reductions",
+        result="{told}",
+        raw="two_islands",
+        figures=raced,
+    ),
+    Claim(
+        what="— like for like: one batch with prefetch, as many gathers and reductions",
+        how="the same race",
+        result="{alike}",
+        raw="two_islands",
+        figures=raced,
+    ),
+    Claim(
+        what="— a model of 7 billion parameters on two nodes of eight A100, in small (**emulated device and network**)",
+        how="the same race with {visited} settings; the link's time is in proportion to that of compute: "
+        "[page](benchmarks/two_islands_a100/README.md)",
+        result="{told}",
+        raw="two_islands_a100",
+        figures=raced,
+    ),
+    Claim(
+        what="— a decoder of 100 million parameters on sequences of 512 tokens (**emulated network**)",
+        how="the same race with {visited} settings: [page](benchmarks/two_islands_text/README.md)",
+        result="{told}",
+        raw="two_islands_text",
+        figures=raced,
+    ),
+    Claim(
+        what="one machine, four and two ranks on two cores",
+        how="the same race without a link, {visited} settings: [page](benchmarks/one_machine/README.md). Atoll's ranks "
+        "read each other's memory; gloo uses the loopback",
+        result="{told}",
+        raw="one_machine",
+        figures=raced,
+    ),
+    Claim(
+        what="— like for like",
+        how="the same race",
+        result="{alike}",
+        raw="one_machine",
+        figures=raced,
+    ),
+    Claim(
+        what="— a node of the A100 above (**emulated device**)",
+        how="the same race with {visited} settings: [page](benchmarks/one_machine_a100/README.md)",
+        result="{told}",
+        raw="one_machine_a100",
+        figures=raced,
+    ),
+    Claim(
+        what="— the decoder of 100 million parameters",
+        how="the same race with {visited} settings: [page](benchmarks/one_machine_text/README.md)",
+        result="{told}",
+        raw="one_machine_text",
+        figures=raced,
+    ),
+    Claim(
         what="low-rank adapters on two islands (**emulated network**)",
         how="a frozen model whole on each rank (NNG), sharded inside each island (ING) or over all ranks (GGG), at "
         "{rates} Mbit/s: [page](benchmarks/low_rank/README.md)",

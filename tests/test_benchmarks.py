@@ -126,7 +126,7 @@ def test_rows_are_read_back_and_raced_in_heats() -> None:
     assert Row.from_json(row.to_json()).to_json() == row.to_json()
     sizes = [100, 100, 300, 100]
     rows = [Row(Atoll("GGG", count), peak_bytes=size) for count, size in zip((1, 2, 4, 8), sizes, strict=True)]
-    parts = search.heats(rows, room=250 * search.KEPT)
+    parts = search.heats(rows, room=250)
     assert [[row.setting.microbatches for row in part] for part in parts] == [[1, 2], [4], [8]]
 
 

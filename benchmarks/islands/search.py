@@ -25,7 +25,7 @@ from benchmarks.islands.race import Field, Row
 from benchmarks.islands.ranks import Ranks, Where
 from benchmarks.islands.work import Work
 
-SLACK = 1.15
+SLACK = 1.05
 """A setting races again if it would be on its side's front were it faster by this factor."""
 
 NEAR = 1.05
@@ -35,9 +35,8 @@ SLOW = 4.0
 """A setting that takes so many times as long as its side's fastest is small and nothing else: the search does not go on
 from it, and one visit tells its time well enough."""
 
-ROOM, KEPT = 0.6, 1.25
-"""The part of the machine's free memory that contenders may take at once, and what each takes, of its peaks: allocators
-keep what is freed."""
+ROOM = 0.7
+"""The part of the machine's free memory that the peaks of contenders may take together: allocators keep what is freed."""
 
 
 def settings(work: Work, *, inter: int, intra: int) -> list[Setting]:
@@ -242,7 +241,7 @@ def heats(rows: Sequence[Row], *, room: float) -> list[list[Row]]:
     found: list[list[Row]] = []
     left = 0.0
     for row in rows:
-        size = KEPT * (row.peak_bytes or 0)
+        size = row.peak_bytes or 0
         if not found or size > left:
             found.append([])
             left = room

@@ -117,6 +117,17 @@ def test_in_and_out_bit_for_bit(name: str, dtype: torch.dtype, tmp_path: Path) -
         assert torch.equal(value, wanted[each]), each
 
 
+def test_an_imported_model_stands_at_its_beginning(tmp_path: Path) -> None:
+    model = save("qwen2", tmp_path / "given")
+    import_folder(tmp_path / "given", tmp_path / "checkpoint")
+    case = Case(layout="NNN", precision="fp32", microbatches=4)
+    engine = Engine(model, case.plan, optimizer=lambda groups: torch.optim.AdamW(groups, lr=1e-2))
+    engine.step_number = 7
+    engine.load(tmp_path / "checkpoint")
+    assert engine.step_number == 0
+    engine.close()
+
+
 def config(folder: Path, **model: Any) -> dict[str, Any]:
     text = folder / "text.txt"
     text.write_text("".join(f"{number} brown foxes\n" for number in range(200)))
