@@ -36,7 +36,7 @@ SLOW = 4.0
 from it, and one visit tells its time well enough."""
 
 ROOM = 0.7
-"""The part of the machine's free memory that the peaks of contenders may take together: allocators keep what is freed."""
+"""The part of the free memory that the peaks of contenders may take together: allocators keep what is freed."""
 
 
 def settings(work: Work, *, inter: int, intra: int) -> list[Setting]:
