@@ -119,15 +119,11 @@ def test_slow_settings_are_not_gone_on_from() -> None:
     assert [search.is_slow(row, rows) for row in rows] == [False, True, False]
 
 
-def test_rows_are_read_back_and_raced_in_heats() -> None:
+def test_rows_are_read_back() -> None:
     row = Row(
         Atoll("IGG", 2, prefetch=0), seconds=[1.5], cpu_seconds=[2.0], losses=[0.5], peak_bytes=100, rest_bytes=60
     )
     assert Row.from_json(row.to_json()).to_json() == row.to_json()
-    sizes = [100, 100, 300, 100]
-    rows = [Row(Atoll("GGG", count), peak_bytes=size) for count, size in zip((1, 2, 4, 8), sizes, strict=True)]
-    parts = search.heats(rows, room=250)
-    assert [[row.setting.microbatches for row in part] for part in parts] == [[1, 2], [4], [8]]
 
 
 def test_the_page_of_a_race() -> None:
@@ -216,7 +212,7 @@ def test_ranks_hold_what_is_predicted() -> None:
                 runs = [Row(Atoll(layout, 8)) for _ in range(3)]
                 for each in runs:
                     field.open(each.setting)
-                    field.step(each, is_alone=True)
+                    field.step(each)
                     field.close(each.setting)
                 found = min(runs, key=lambda each: each.peak_bytes or 0)
                 assert found.peak_bytes is not None

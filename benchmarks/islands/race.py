@@ -273,14 +273,13 @@ class Field:
         losses = self.home(setting).ask(open_contender, setting)
         self._check(setting, losses[:1])
 
-    def step(self, row: Row, *, counts: bool = True, is_alone: bool = False) -> None:
-        """A contender's next timed step. is_alone: nothing was built since it was, so its memory is noted too."""
+    def step(self, row: Row) -> None:
+        """A contender's next timed step. The memory is noted the first time."""
         found = self.home(row.setting).ask(step, row.name, self._steps[row.name])
         seen = [each for each, _ in found]
         self._check(row.setting, seen[0].losses)
-        if counts:
-            row.add(seen, self.islands)
-        if is_alone:
+        row.add(seen, self.islands)
+        if row.rest_bytes is None:
             row.remember([memory for _, memory in found])
 
     def close(self, setting: Setting) -> None:
@@ -288,7 +287,7 @@ class Field:
         self.home(setting).ask(close, setting.name)
 
     def alternate(self, rows: Sequence[Row], *, rounds: int) -> None:
-        """Let contenders take steps in turns: whatever else the machine does meets all alike."""
+        """Let contenders that are alive take steps in turns: whatever else the machine does meets all alike."""
         for at in range(rounds):
             turn = at % len(rows)
             for row in (*rows[turn:], *rows[:turn]):

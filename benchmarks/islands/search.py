@@ -3,7 +3,7 @@
     visit      build a setting, count its peak in a step, time a step; a setting that fails is kept with its problem
     search     visit where experts begin (`starts`), then whatever differs in one choice from a setting near its side's
                front, until there is nothing new; both sides are searched alike
-    race       what lies near either side's front takes steps in turns; the medians make the fronts and the verdicts
+    race       what lies near either side's front is built again in turns; the medians make the fronts and the verdicts
 
 The grids (`settings`) hold what an expert of each system would try.
 """
@@ -35,8 +35,8 @@ SLOW = 4.0
 """A setting that takes so many times as long as its side's fastest is small and nothing else: the search does not go on
 from it, and one visit tells its time well enough."""
 
-ROOM = 0.7
-"""The part of the free memory that the peaks of contenders may take together: allocators keep what is freed."""
+STEPS = 2
+"""Timed steps of a turn."""
 
 
 def settings(work: Work, *, inter: int, intra: int) -> list[Setting]:
@@ -192,15 +192,20 @@ class Race:
     def _visit(self, setting: Setting) -> Row:
         row = Row(setting)
         try:
-            self._limit(None)
-            self.field.open(setting)
-            self._limit(self.rate)
-            self.field.step(row, is_alone=True)
-            self.field.close(setting)
+            self._steps(row)
         except RuntimeError as error:
             row.problem = str(error).strip().splitlines()[-1][:300]
             self._restart()
         return row
+
+    def _steps(self, row: Row, *, steps: int = 1) -> None:
+        """Build a setting, time steps of it, and let it go: no other contender is alive meanwhile."""
+        self._limit(None)
+        self.field.open(row.setting)
+        self._limit(self.rate)
+        for _ in range(steps):
+            self.field.step(row)
+        self.field.close(row.setting)
 
     def search(self, *, note: Callable[[Row], None] = lambda row: None) -> list[Row]:
         """Visit where experts begin, then whatever is one choice away from a setting near its side's front."""
@@ -215,44 +220,18 @@ class Race:
         return rows
 
     def again(self, rows: Iterable[Row], *, rounds: int) -> list[Row]:
-        """Steps in turns of settings that were visited, whose memory is known.
+        """`STEPS` steps of each in turns, `rounds` times: whatever else the machine does meets all alike.
 
-        Those that fit the machine together stay for all rounds. Where not all do, every heat is built for every round.
+        A contender is built for each of its turns. Were all of them alive, the threads and the memory of those that
+        wait would slow those that run, and some more than others.
         """
         fresh = [replace(row, seconds=[], cpu_seconds=[], losses=[], inter_bytes=0.0, intra_bytes=0.0) for row in rows]
         self._restart()  # what the search has left is gone
-        found = heats(fresh, room=ROOM * _free_memory() / self.where.ranks)
-        for turns in [rounds] if len(found) == 1 else [1] * rounds:
-            for heat in found:
-                self._limit(None)
-                for row in heat:
-                    self.field.open(row.setting)
-                self._limit(self.rate)
-                for row in heat:
-                    self.field.step(row, counts=False)
-                self.field.alternate(heat, rounds=turns)
-                for row in heat:
-                    self.field.close(row.setting)
+        for at in range(rounds):
+            turn = at % max(len(fresh), 1)
+            for row in (*fresh[turn:], *fresh[:turn]):
+                self._steps(row, steps=STEPS)
         return fresh
-
-
-def heats(rows: Sequence[Row], *, room: float) -> list[list[Row]]:
-    """Rows in their order, in as few parts as `room` bytes of each rank allow."""
-    found: list[list[Row]] = []
-    left = 0.0
-    for row in rows:
-        size = row.peak_bytes or 0
-        if not found or size > left:
-            found.append([])
-            left = room
-        found[-1].append(row)
-        left -= size
-    return found
-
-
-def _free_memory() -> int:
-    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    return int(lines["MemAvailable"].split()[0]) * 1024
 
 
 def near(rows: Iterable[Row], *, slack: float = SLACK) -> list[Row]:

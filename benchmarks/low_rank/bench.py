@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             islands.limit(rate)
             rows = [Row(setting) for setting in settings]
             for row in rows:
-                field.step(row, counts=False)
+                field.step(Row(row.setting))
             field.alternate(rows, rounds=rounds)
             kept = [row.to_json() | {"name": name} for row, name in zip(rows, NAMES, strict=True)]
             seconds = {row["name"]: row["median_seconds"] for row in kept}

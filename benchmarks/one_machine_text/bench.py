@@ -19,7 +19,6 @@ CASE = Case(
     words="Two ranks with a core each talk over shared memory or the loopback. Trust ratios, not seconds.",
     work=Text(),
     courses={"two ranks": Course(1, 2)},
-    rounds=3,
 )
 
 

@@ -22,7 +22,6 @@ CASE = Case(
     words=NETWORK_WORDS,
     work=Text(),
     courses={"400 Mbit/s each way": Course(2, 2, 400e6)},
-    rounds=3,
 )
 
 
