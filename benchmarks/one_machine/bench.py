@@ -22,6 +22,7 @@ CASE = Case(
     words="Ranks talk over shared memory or the loopback, four of them on two cores. Trust ratios, not seconds.",
     work=Chain(),
     courses={"four ranks": Course(1, 4), "two ranks": Course(1, 2)},
+    rounds=5,
 )
 
 
