@@ -104,8 +104,9 @@ MEANINGS: Mapping[str, str] = {
     "parallel.chunks": "stages of each rank, for schedules that take them",
     "parallel.layers_per_stage": "how many layers each stage gets, as in `[3, 5, 5, 3]`; spread evenly if not given",
     "parallel.post_validation": "take the optimizer step without waiting for the global norm, and check it afterwards",
-    "parallel.prefetch": "bytes of parameters that may be gathered before they are used, 0 for none; what a block "
-    "needs for each link that a gather crosses if not given",
+    "parallel.prefetch": "bytes of parameters that may be gathered before they are used; what a block needs for each "
+    "link that a gather crosses if not given. 0 takes the least memory: nothing is gathered ahead, and a block's "
+    "gradients are reduced before the next block's are made",
     "parallel.residency": "how long gathered parameters stay whole: each block for its use, the stages that there is "
     "room for, or all for the step",
     "parallel.reduction": "how often gradients are reduced to where they rest: each microbatch, before those of "

@@ -58,7 +58,7 @@ class Moved:
 
 
 def import_folder(source: Path, target: Path, *, objective: str = "causal") -> Moved:
-    """Write the weights of a Hugging Face folder as a checkpoint, which an engine loads or starts from.
+    """Write the weights of a Hugging Face folder as a checkpoint at step 0, which a run starts from (`weights`).
 
     Files whose tensors have the names of the model's parameters are copied tensor by tensor; others, of an older form
     or with experts apart, are read by `from_pretrained`, whole.
