@@ -127,7 +127,7 @@ def raced(raw: Raw) -> Figures:
     """Of races by memory: the best of both sides, at every memory at which a peer runs, and like for like."""
     told, alike = [], []
     for course, race in raw["races"].items():
-        rows = {row["name"]: row for row in race["rows"]}
+        rows = {row["name"]: row for row in (*race["visited"], *race["rows"])}
         best = race["best_against_best"]
         ratios = [each["ratio"] for each in race["verdicts"] if each["ratio"] is not None]
         unmet = len(race["verdicts"]) - len(ratios)

@@ -132,7 +132,7 @@ def test_the_page_of_a_race() -> None:
         found.add([Seen(0.0, seconds, 0.5, (3.0,), 10, 20)], islands=1)
         found.peak_bytes = found.rest_bytes = peak * 1_000_000
     rows = [each.to_json() for each in (ours, theirs)]
-    race = {"compute": {"one_rank": 0.5, "all_ranks": 0.6}, "visited": rows, **cases.judged(rows)}
+    race = {"compute": {"one_rank": 0.5, "all_ranks": 0.6}, "visited": rows, **cases.judged(rows, rows)}
     assert race["best_against_best"]["ratio"] == 2.0
     assert race["like_for_like"] == {"gathered twice, reduced once, over all ranks": 2.0}
     result = {"work": WORK.to_json(), "races": {"400 Mbit/s each way": race}}

@@ -136,28 +136,32 @@ def _race(race: Race, course: Course, visits: Sequence[Setting] | None, rounds: 
     seen = {row.name for row in rows}
     rows += race.visit([each for each in controls(course) if each.name not in seen], note=_print)
     always = {setting.name for setting in controls(course)}
-    finalists = {row.name: row for row in near(rows)}
-    finalists |= {row.name: row for row in rows if row.name in always and row.problem is None}
-    slow = [row for row in finalists.values() if is_slow(row, rows)]
-    raced = race.again([row for row in finalists.values() if row not in slow], rounds=rounds)
-    for row in raced:
-        _print(row)
-    return {
-        "visited": [row.to_json() for row in rows],
-        **judged([row.to_json() for row in (*raced, *slow)]),
-    }
+    raced: dict[str, Row] = {}
+    while True:  # medians move the fronts, and so bring others near
+        best = [raced.get(row.name, row) for row in rows if row.problem is None]
+        wanted = {row.name: row for row in best if row.name in always} | {row.name: row for row in near(best)}
+        again = [row for row in wanted.values() if row.name not in raced and not is_slow(row, rows)]
+        if not again:
+            break
+        for row in race.again(again, rounds=rounds):
+            raced[row.name] = row
+            _print(row)
+    visited = [row.to_json() for row in rows]
+    return {"visited": visited, **judged([row.to_json() for row in raced.values()], visited)}
 
 
-def judged(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Fronts, verdicts at every budget at which a peer runs, best against best, like for like."""
-    by_name = {row["name"]: row for row in rows}
+def judged(raced: Sequence[Mapping[str, Any]], visited: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Fronts, verdicts at every budget at which a peer runs, best against best, like for like: of all that was visited,
+    by its turns in the race where it has any."""
+    by_name = {row["name"]: row for row in visited if not row["problem"]} | {row["name"]: row for row in raced}
+    rows = list(by_name.values())
     pairs = {
         words: by_name[theirs.name]["median_seconds"] / by_name[ours.name]["median_seconds"]
         for words, ours, theirs in LIKE_FOR_LIKE
         if ours.name in by_name and theirs.name in by_name
     }
     return {
-        "rows": list(rows),
+        "rows": list(raced),
         "fronts": {
             side: [row["name"] for row in front(row for row in rows if row["is_ours"] is (side == "ours"))]
             for side in ("ours", "peers")
@@ -202,10 +206,11 @@ def race_front(case: Case, result: Mapping[str, Any], *, commit: str) -> dict[st
     name, course = next(iter(case.courses.items()))
     found = result["races"][name]
     names = {each for side in found["fronts"].values() for each in side}
-    members = [read_setting(row["setting"]) for row in found["rows"] if row["name"] in names]
+    known = {row["name"]: row for row in (*found["visited"], *found["rows"])}
+    members = [read_setting(known[name]["setting"]) for name in sorted(names)]
     with allocations.library() as preload, _on(course, case.work, preload) as race:
         raced = race.again(map(Row, members), rounds=QUICK_ROUNDS)
-    return {"bits_a_second": course.bits, "commit": commit, **judged([row.to_json() for row in raced])}
+    return {"bits_a_second": course.bits, "commit": commit, **judged([row.to_json() for row in raced], [])}
 
 
 # ---- the page
@@ -255,8 +260,8 @@ def _setup(work: Mapping[str, Any]) -> str:
     return (
         f"{work['parameters']:,} parameters in {work['units']} blocks, {work['samples']} samples a rank and step, "
         "which a setting divides into microbatches (`x4`: four of them). Settings are found by a search that "
-        "begins where experts begin and goes on from each side's front; what lies near a front then takes steps "
-        "in turns. Losses of every step are compared. Peak memory is the C library's allocator's on all threads, "
+        "begins where experts begin and goes on from each side's front; what lies near a front is then built "
+        "again in turns, each alone on the machine, for two timed steps a turn. Losses of every step are compared. Peak memory is the C library's allocator's on all threads, "
         "and memory that ranks share; bytes across are of one island and step, by the interface's counters."
     )
 
@@ -304,7 +309,7 @@ def pictures(case: Case, result: Mapping[str, Any]) -> dict[str, str]:
         others = [row for row in race["visited"] if row["name"] not in finalists and not row["problem"]]
         slowest = 1.6 * max(row["median_seconds"] for row in race["rows"])
         rows = [*race["rows"], *(row for row in others if row["median_seconds"] <= slowest)]
-        note = "Front members are medians of steps in turns; pale points were visited once. Lower left is better."
+        note = "Medians of steps in turns where there are any; pale points are not on a front. Lower left is better."
         found[f"{slug(name)}.svg"] = scatter(f"{case.title}: {name}", rows, note=note)
     return found
 

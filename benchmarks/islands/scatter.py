@@ -13,7 +13,7 @@ from benchmarks.islands.front import front
 WIDTH, LEFT, RIGHT, TOP, PLOT = 900, 64, 20, 76, 380
 OURS, PEERS, WRONG, INK, SOFT, GRID = "#0d7d75", "#8a5fb8", "#9aa4af", "#1d2530", "#5a6673", "#e6eaee"
 KEY_LINE, KEY_COLUMN, BADGE = 19, 425, 15
-LONGEST_NAME = 50
+LONGEST_NAME = 44
 
 Row = Mapping[str, Any]
 Point = tuple[float, float]
