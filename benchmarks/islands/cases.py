@@ -21,7 +21,7 @@ from typing import Any
 from atoll.layouts import EFFECTIVE
 from benchmarks.islands import allocations, tables
 from benchmarks.islands.bounds import formula
-from benchmarks.islands.contenders import Atoll, Fsdp2, Setting, has_deepspeed, read_setting
+from benchmarks.islands.contenders import Atoll, Fsdp2, Setting, has_deepspeed
 from benchmarks.islands.front import best_against_best, front, verdicts
 from benchmarks.islands.network import Islands
 from benchmarks.islands.race import Row
@@ -202,12 +202,13 @@ def _layouts(race: Race, work: Work) -> dict[str, Any]:
 
 
 def race_front(case: Case, result: Mapping[str, Any], *, commit: str) -> dict[str, Any]:
-    """The members of the fronts of a result's first race again, and alone."""
+    """The members of the fronts of a result's first race again, without those that are small and nothing else."""
     name, course = next(iter(case.courses.items()))
     found = result["races"][name]
     names = {each for side in found["fronts"].values() for each in side}
-    known = {row["name"]: row for row in (*found["visited"], *found["rows"])}
-    members = [read_setting(known[name]["setting"]) for name in sorted(names)]
+    known = {row["name"]: Row.from_json(row) for row in (*found["visited"], *found["rows"])}
+    rows = [known[name] for name in sorted(names)]
+    members = [row.setting for row in rows if not is_slow(row, rows)]
     with allocations.library() as preload, _on(course, case.work, preload) as race:
         raced = race.again(map(Row, members), rounds=QUICK_ROUNDS)
     return {"bits_a_second": course.bits, "commit": commit, **judged([row.to_json() for row in raced], [])}
@@ -261,8 +262,9 @@ def _setup(work: Mapping[str, Any]) -> str:
         f"{work['parameters']:,} parameters in {work['units']} blocks, {work['samples']} samples a rank and step, "
         "which a setting divides into microbatches (`x4`: four of them). Settings are found by a search that "
         "begins where experts begin and goes on from each side's front; what lies near a front is then built "
-        "again in turns, each alone on the machine, for two timed steps a turn. Losses of every step are compared. Peak memory is the C library's allocator's on all threads, "
-        "and memory that ranks share; bytes across are of one island and step, by the interface's counters."
+        "again in turns, each alone on the machine, for two timed steps a turn. Losses of every step are compared. "
+        "Peak memory is the C library's allocator's on all threads, and memory that ranks share; bytes across are of "
+        "one island and step, by the interface's counters."
     )
 
 
