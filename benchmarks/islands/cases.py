@@ -285,8 +285,8 @@ def _told(name: str, found: Mapping[str, Any]) -> list[str]:
         "\n".join(lines),
         "At every peak memory at which a peer is the fastest of the peers that fit:",
         tables.verdicts(found["verdicts"]),
-        f"What raced, Atoll in bold; {len(found['visited'])} settings were visited before, and those that take "
-        f"{SLOW:g} times as long as their side's fastest only then:",
+        f"What raced, Atoll in bold. {len(found['visited'])} settings were visited before, by a single step, and count "
+        f"above by it if they did not race; those that take {SLOW:g} times as long as their side's fastest never do:",
         tables.race(found["rows"]),
         _failed(found["visited"]),
     ]

@@ -137,7 +137,7 @@ def step(rank: Rank, name: str, at: int) -> tuple[Seen, Memory]:
 def _held(
     contender: Contender, base: Base, allocations: Allocations, sent: Counter[str], steps: int, batch_bytes: int
 ) -> Memory:
-    """What a contender held in its steps: a batch is part of its peak, those that wait for later steps are not."""
+    """What a contender held during its steps. The current batch counts toward the peak, later batches do not."""
     peak, rest = allocations.most(), allocations.out()
     shared = max(0, shared_bytes() - base.shared) // dist.get_world_size()
     more = (contender.rest(), contender.peak(), {axis: count // steps for axis, count in sent.items()})

@@ -7,7 +7,7 @@ DirectReduceScatter   gives FSDP2 a reduce-scatter that sends a reduce-scatter's
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from functools import lru_cache
+from functools import cache
 from itertools import product
 from typing import Any, ClassVar
 
@@ -88,7 +88,7 @@ def prepare_groups(engine: Any) -> None:
     engine.transport.groups = groups
 
 
-@lru_cache
+@cache
 def kept_group(key: tuple[Hashable, tuple[int, ...]]) -> dist.ProcessGroup:
     """All ranks: the group of some ranks, one for each key; a closed group of gloo leaves a thread behind."""
     return dist.new_group(list(key[1]))

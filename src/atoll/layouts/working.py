@@ -77,6 +77,7 @@ def working_memory(
     flows = max((behind + 1) * flow, unreduced or 0)
     at_worst = flows if unreduced is None else behind * flow + unreduced
     is_shared = reads_in_place and nest.intra > 1
+    # Where nothing is gathered ahead, one staged part is enough: it is given back before the next is asked for.
     lent = (max(ahead, (behind + 1) * staged) if staged else 0) + (at_worst if is_shared else 0)
     limit = ahead if not staged else 0
     return WorkingMemory(
