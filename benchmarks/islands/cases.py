@@ -310,7 +310,8 @@ def pictures(case: Case, result: Mapping[str, Any]) -> dict[str, str]:
         finalists = {row["name"] for row in race["rows"]}
         others = [row for row in race["visited"] if row["name"] not in finalists and not row["problem"]]
         slowest = 1.6 * max(row["median_seconds"] for row in race["rows"])
-        rows = [*race["rows"], *(row for row in others if row["median_seconds"] <= slowest)]
+        ends = {name for side in race["fronts"].values() for name in side}
+        rows = [*race["rows"], *(row for row in others if row["median_seconds"] <= slowest or row["name"] in ends)]
         note = "Medians of steps in turns where there are any; pale points are not on a front. Lower left is better."
         found[f"{slug(name)}.svg"] = scatter(f"{case.title}: {name}", rows, note=note)
     return found
