@@ -59,6 +59,7 @@ TABLE: dict[str, tuple[str, ...]] = {
         "tests/runtime/test_resume.py",
     ),
     "runtime/training/": TRAINING,
+    "runtime/training/samples.py": ("tests/runtime/test_samples.py", *TRAINING),
     "runtime/training/pretrained.py": ("tests/runtime/test_interchange.py", "tests/runtime/test_lora.py", *TRAINING),
     "runtime/train.py": ("tests/cli/test_train.py", "tests/runtime/test_train.py"),
     "runtime/places.py": ("tests/runtime/test_places.py",),
@@ -72,7 +73,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     ),
     "runtime/interchange.py": ("tests/runtime/test_interchange.py",),
     "runtime/allocator.py": ("tests/runtime/test_allocator.py",),
-    "runtime/randomness.py": (f"{PARITY}::test_each_difficulty_alone", ENGINE),
+    "runtime/randomness.py": ("tests/runtime/test_randomness.py", ENGINE),
     "runtime/engine.py": (
         ENGINE,
         f"{PARITY}::test_effective_layouts_in_a_pipeline",
@@ -84,6 +85,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     ),
     "runtime/step_end.py": (
         POST,
+        "tests/runtime/test_loss_scaler.py",
         f"{ENGINE}::test_a_loss_that_is_not_finite_updates_nothing",
         f"{ENGINE}::test_a_stage_with_nothing_to_train_does_not_hang",
         *TRAINED,
@@ -104,6 +106,7 @@ TABLE: dict[str, tuple[str, ...]] = {
         "tests/runtime/test_executor_order.py",
         *TRAINED,
         "tests/runtime/test_schedules_parity.py",
+        "tests/runtime/test_shared_parameters.py",
         f"{POST}::test_faults_at_chosen_stages",
         f"{ENGINE}::test_evaluation_takes_fewer_microbatches_and_padding",
         f"{ENGINE}::test_an_error_in_one_rank_names_the_rank_the_step_and_the_action",
@@ -130,6 +133,8 @@ TABLE: dict[str, tuple[str, ...]] = {
         f"{ENGINE}::test_users_checkpointing_modules_called_twice_and_merged_weights",
         f"{POST}::test_stages_that_stepped_wrongly_take_their_step_back",
         "tests/runtime/test_precision.py",
+        "tests/runtime/test_shared_parameters.py",
+        "tests/runtime/test_randomness.py",
     ),
     "runtime/sharding/unit.py": (
         "tests/runtime/test_units.py",
