@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from atoll.testing.families import CAUSAL, MASKED
+from benchmarks.islands.judging import judged
 from benchmarks.provenance import ROOT, Raw, changed, load, raw_path
 
 PART = re.compile(r"(<!-- evidence -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -128,16 +129,20 @@ def raced(raw: Raw) -> Figures:
     told, alike = [], []
     for course, race in raw["races"].items():
         rows = {row["name"]: row for row in (*race["visited"], *race["rows"])}
-        best = race["best_against_best"]
-        ratios = [each["ratio"] for each in race["verdicts"] if each["ratio"] is not None]
-        unmet = len(race["verdicts"]) - len(ratios)
+        verdict = judged(race)
+        best = verdict["best_against_best"]
+        ratios = [each["ratio"] for each in verdict["verdicts"] if each["ratio"] is not None]
+        unmet = len(verdict["verdicts"]) - len(ratios)
+        ours, is_faster = "nothing of Atoll fits", ""
+        if best["ratio"] is not None:
+            ours = f"{best['ours']} {costs(rows[best['ours']])}"
+            is_faster = f": **{best['ratio']:.2f} times as fast**"
         told.append(
-            f"{course}: {best['ours']} {costs(rows[best['ours']])}, the fastest peer {best['peer']} "
-            f"{costs(rows[best['peer']])}: **{best['ratio']:.2f} times as fast**; at every memory at which a peer "
-            f"runs {to(ratios, '.2f')} times"
+            f"{course}: {ours}, the fastest peer {best['peer']} {costs(rows[best['peer']])}{is_faster}; at every "
+            f"memory at which a peer runs {to(ratios, '.2f') if ratios else 'no'} times"
             + (f", but {unmet} of its settings run in less than any of ours" * bool(unmet))
         )
-        alike.append(f"{course}: {_alike(race['like_for_like'], rows)}")
+        alike.append(f"{course}: {_alike(verdict['like_for_like'], rows)}")
     visited = sum(len(race["visited"]) for race in raw["races"].values())
     return {"told": ". ".join(told), "alike": ". ".join(alike), "visited": visited}
 
@@ -344,7 +349,7 @@ ALL_CLAIMS = (
     Claim(
         what="two islands of two ranks beside FSDP2, HSDP, DDP and DeepSpeed (**emulated network**)",
         how="a chain of 9.5 million parameters, {visited} settings of all found by a search, seconds against peak "
-        "memory; what is near a front raced in turns, the rest counts by a single step: "
+        "memory; what is near a front raced in turns, the rest counts by its visit: "
         "[page](benchmarks/two_islands/README.md). FSDP2 also races with a true "
         "reduce-scatter, which gloo lacks; on CPUs FSDP2 waits for its reductions",
         result="{told}",

@@ -45,9 +45,9 @@ def main() -> None:
         parser.error(f"no benchmark {', '.join(unknown)}; there are {', '.join(known)}")
 
     sys.path.insert(0, str(ROOT))
-    from benchmarks import claims
-
     if arguments.stale:
+        from benchmarks import claims
+
         print(claims.states())
     elif arguments.pages:
         _write_pages()
@@ -62,8 +62,8 @@ def main() -> None:
 
 
 def _measure(name: str, arguments: argparse.Namespace) -> None:
-    """One benchmark and its raw file. Exits where a file that it depends on is not committed, unless that is asked "
-    "for."""
+    """One benchmark and its raw file. Exits where a file that it depends on is not committed, unless that is asked
+    for."""
     from benchmarks import provenance
     from benchmarks.environment import environment
 
@@ -77,6 +77,7 @@ def _measure(name: str, arguments: argparse.Namespace) -> None:
             "result."
         )
     bench = importlib.import_module(f"benchmarks.{name}.bench")
+    arguments.depends = depends
     result = {**bench.run(arguments), "environment": measured_in}
     print(bench.report(result), flush=True)
     if arguments.quick:

@@ -16,10 +16,11 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from atoll.layouts import Layout
 from atoll.testing import RankPool
-from benchmarks.islands import cases, front, search
+from benchmarks.islands import front, pages, search
 from benchmarks.islands.allocations import Allocations, library
 from benchmarks.islands.bounds import formula
 from benchmarks.islands.contenders import Atoll, Ddp, DeepSpeed, Fsdp2, has_deepspeed, read_setting, setting_json
+from benchmarks.islands.judging import judged
 from benchmarks.islands.race import Field, Row, Seen
 from benchmarks.islands.ranks import Ranks, Where
 from benchmarks.islands.scatter import scatter
@@ -132,15 +133,15 @@ def test_the_page_of_a_race() -> None:
         found.add([Seen(0.0, seconds, 0.5, (3.0,), 10, 20)], islands=1)
         found.peak_bytes = found.rest_bytes = peak * 1_000_000
     rows = [each.to_json() for each in (ours, theirs)]
-    race = {"compute": {"one_rank": 0.5, "all_ranks": 0.6}, "visited": rows, **cases.judged(rows, rows)}
-    assert race["best_against_best"]["ratio"] == 2.0
-    assert race["like_for_like"] == {"gathered twice, reduced once, over all ranks": 2.0}
+    race = {"compute": {"one_rank": 0.5, "all_ranks": 0.6}, "visited": rows, "rows": rows}
+    assert judged(race)["best_against_best"]["ratio"] == 2.0
+    assert judged(race)["like_for_like"] == {"gathered twice, reduced once, over all ranks": 2.0}
     result = {"work": WORK.to_json(), "races": {"400 Mbit/s each way": race}}
-    case = cases.Case(name="race", title="A race", words="Emulated.", work=WORK, courses={})
-    page = cases.report(case, "make it", result)
+    told = pages.Page(title="A race", words="Emulated.", command="make it")
+    page = pages.report(told, result)
     assert "`Atoll GGG x1` is **2.00 times as fast** as `FSDP2 x1, prefetch 2`" in page
     assert "| 95.0 | FSDP2 x1, prefetch 2 | Atoll GGG x1 | 2.00 |" in page
-    (name, picture), *_ = cases.pictures(case, result).items()
+    (name, picture), *_ = pages.pictures(told, result).items()
     assert f"(results/{name})" in page
     ElementTree.fromstring(picture)
 

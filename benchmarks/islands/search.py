@@ -1,6 +1,6 @@
 """A race by memory: settings are searched, the best take steps in turns, and both sides' fronts are compared.
 
-    visit      build a setting, count its peak in a step, time a step; a setting that fails is kept with its problem
+    visit      build a setting, count its peak in a step, time one or a few; one that fails is kept with its problem
     search     visit where experts begin (`starts`), then whatever differs in one choice from a setting near its side's
                front, until there is nothing new; both sides are searched alike
     race       what lies near either side's front is built again in turns; the medians make the fronts and the verdicts
@@ -14,6 +14,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from math import inf
 from pathlib import Path
 from statistics import median
 
@@ -37,6 +38,9 @@ from it, and one visit tells its time well enough."""
 
 STEPS = 2
 """Timed steps of a turn."""
+
+VISIT_SECONDS, VISIT_STEPS = 1.0, 4
+"""A visit times steps until they took so long together, and at most so many: a short step says little by itself."""
 
 
 def settings(work: Work, *, inter: int, intra: int) -> list[Setting]:
@@ -176,7 +180,7 @@ class Race:
             islands.limit(rate)
 
     def visit(self, found: Sequence[Setting], *, note: Callable[[Row], None] = lambda row: None) -> list[Row]:
-        """Each setting's peak in a step and the seconds of another one."""
+        """Each setting's peak in a step, and the seconds of one or of a few."""
         rows = []
         for setting in found:
             row = self._known.get(setting.name)
@@ -192,19 +196,22 @@ class Race:
     def _visit(self, setting: Setting) -> Row:
         row = Row(setting)
         try:
-            self._steps(row)
+            self._steps(row, steps=VISIT_STEPS, seconds=VISIT_SECONDS)
         except RuntimeError as error:
             row.problem = str(error).strip().splitlines()[-1][:300]
             self._restart()
         return row
 
-    def _steps(self, row: Row, *, steps: int = 1) -> None:
-        """Build a setting, time steps of it, and let it go: no other contender is alive meanwhile."""
+    def _steps(self, row: Row, *, steps: int, seconds: float = inf) -> None:
+        """Build a setting, time `steps` steps or those that take `seconds` together, and let it go: no other contender
+        is alive meanwhile."""
         self._limit(None)
         self.field.open(row.setting)
         self._limit(self.rate)
-        for _ in range(steps):
+        for at in range(steps):
             self.field.step(row)
+            if sum(row.seconds[-at - 1 :]) >= seconds:
+                break
         self.field.close(row.setting)
 
     def search(self, *, note: Callable[[Row], None] = lambda row: None) -> list[Row]:

@@ -1,0 +1,149 @@
+"""The page and the pictures of a race, from its raw file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.islands import tables
+from benchmarks.islands.cases import ACCUMULATED, slug
+from benchmarks.islands.judging import judged
+from benchmarks.islands.scatter import scatter
+from benchmarks.islands.search import SLOW
+
+NETWORK_WORDS = (
+    "**The network is emulated**: two namespaces of one machine joined by a veth pair with a token bucket on both "
+    "ends; four ranks share the machine's cores. Trust ratios, not seconds."
+)
+
+DEVICE_WORDS = (
+    "**The device is emulated**: compute sleeps for as long as a device would take in proportion to the bytes, and "
+    "keeps as many activations in proportion to the parameters (`Sleeping` in `benchmarks/islands/work.py`)."
+)
+
+DENIED = (
+    "What this machine denies a peer: gloo's reduce-scatter sends the bytes of an all-reduce, so FSDP2 races a second "
+    "time with a reduce-scatter by direct messages (`set_custom_reduce_scatter`); on CPUs FSDP2 and DeepSpeed wait for "
+    "their reductions, which NCCL would run beside the backward. DeepSpeed's buckets are sized in blocks, since its "
+    "defaults are larger than these models. All processes run with one thread, the same allocator thresholds and the "
+    "same fused AdamW."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """What is told of a race beside its figures.
+
+    words: how far it is emulated. command: that measures it.
+    """
+
+    title: str
+    words: str
+    command: str
+
+
+def report(page: Page, result: Mapping[str, Any]) -> str:
+    """Everything, in markdown."""
+    parts = [
+        f"# {page.title}",
+        f"Written by `{page.command}`. {page.words}",
+        tables.measured_in(result["environment"]) if "environment" in result else "",
+        _setup(result["work"]),
+        DENIED,
+    ]
+    for name, found in result["races"].items():
+        parts += _told(name, found)
+    if "layouts" in result:
+        parts += [
+            "## What a rank sends and holds, by layout",
+            f"{ACCUMULATED} microbatches one after the other. The formula lets everything travel; the block at which a "
+            "pass turns round is not gathered again, so layouts with parameters at G send less. The predicted peak is "
+            "footprint, working memory, the batch and what autograd keeps.",
+            _layout_table(result["layouts"]),
+        ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _setup(work: Mapping[str, Any]) -> str:
+    return (
+        f"{work['parameters']:,} parameters in {work['units']} blocks, {work['samples']} samples a rank and step, "
+        "which a setting divides into microbatches (`x4`: four of them). Settings are found by a search that "
+        "begins where experts begin and goes on from each side's front; what lies near a front is then built "
+        "again in turns, each alone on the machine, for two timed steps a turn. Losses of every step are compared. "
+        "Peak memory is the C library's allocator's on all threads, and memory that ranks share; bytes across are of "
+        "one island and step, by the interface's counters."
+    )
+
+
+def publish(page: Page, result: Mapping[str, Any], folder: Path) -> None:
+    """Write the page and the pictures beside the raw result."""
+    (folder / "README.md").write_text(report(page, result), encoding="utf-8")
+    for name, picture in pictures(page, result).items():
+        (folder / "results" / name).write_text(picture, encoding="utf-8")
+
+
+def _told(name: str, found: Mapping[str, Any]) -> list[str]:
+    verdict, compute = judged(found), found["compute"]
+    best = verdict["best_against_best"]
+    lines = [
+        f"- Compute alone takes {compute['one_rank']:.3f} s for one rank alone, {compute['all_ranks']:.3f} s for all "
+        "at once.",
+        f"- Best against best: `{best['ours']}` is **{best['ratio']:.2f} times as fast** as `{best['peer']}`, within "
+        f"its peak of {best['budget_bytes'] / 1e6:.0f} MB."
+        if best["ratio"] is not None
+        else f"- Nothing of Atoll fits the peak of the fastest peer, {best['budget_bytes'] / 1e6:.0f} MB.",
+        *(f"- Like for like, {words}: {ratio:.2f} times as fast." for words, ratio in verdict["like_for_like"].items()),
+    ]
+    return [
+        f"## {name}",
+        f"![seconds against peak memory](results/{slug(name)}.svg)",
+        "\n".join(lines),
+        "At every peak memory at which a peer is the fastest of the peers that fit:",
+        tables.verdicts(verdict["verdicts"]),
+        f"What raced, Atoll in bold. {len(found['visited'])} settings were visited before, for a step or a few, and "
+        f"count above by it if they did not race; those that take {SLOW:g} times as long as their side's fastest never "
+        "do:",
+        tables.race(found["rows"]),
+        _failed(found["visited"]),
+    ]
+
+
+def _failed(visited: Sequence[Mapping[str, Any]]) -> str:
+    failed = [row for row in visited if row["problem"]]
+    return (
+        "\n".join(
+            [f"{len(failed)} settings did not run:", "", *(f"- {row['name']}: {row['problem']}" for row in failed)]
+        )
+        if failed
+        else ""
+    )
+
+
+def pictures(page: Page, result: Mapping[str, Any]) -> dict[str, str]:
+    """By file name: a scatter of each race."""
+    found = {}
+    for name, race in result["races"].items():
+        finalists = {row["name"] for row in race["rows"]}
+        others = [row for row in race["visited"] if row["name"] not in finalists and not row["problem"]]
+        slowest = 1.6 * max(row["median_seconds"] for row in race["rows"])
+        ends = {name for side in judged(race)["fronts"].values() for name in side}
+        rows = [*race["rows"], *(row for row in others if row["median_seconds"] <= slowest or row["name"] in ends)]
+        note = "Medians of steps in turns where there are any; pale points are not on a front. Lower left is better."
+        found[f"{slug(name)}.svg"] = scatter(f"{page.title}: {name}", rows, note=note)
+    return found
+
+
+def _layout_table(layouts: Mapping[str, Any]) -> str:
+    keys = ("inter_bytes", "inter_formula", "intra_bytes", "intra_formula")
+    keys += ("peak_bytes", "predicted_peak_bytes", "rest_bytes", "predicted_rest_bytes", "shared_bytes")
+    lines = [
+        "| layout | MB across a step | formula | MB inside a step | formula | peak MB | predicted | at rest MB "
+        "| predicted | of both shared |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for name, row in layouts.items():
+        cells = ("" if row[key] is None else f"{row[key] / 1e6:.2f}" for key in keys)
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
