@@ -37,12 +37,14 @@ from benchmarks.islands.work import Batch, Work
 class Contender:
     """`step` trains on a rank's batch and gives its mean loss, or, if `sees_all`, that of all ranks.
 
+    knows_next: whether `step` also takes the batch of the next call, which a loader that works ahead has, or None.
     sent: bytes that this rank has sent by axis since it was built, where the contender counts them itself.
     rest, peak: bytes predicted to be held between steps, and at most within one, where there is a prediction.
     drain: waits for what a step has left under way for the next one; None where nothing is.
     """
 
-    step: Callable[[Batch], float]
+    step: Callable[..., float]
+    knows_next: bool = False
     sees_all: bool = False
     sent: Callable[[], Mapping[str, int]] = dict
     rest: Callable[[], int | None] = lambda: None
@@ -135,12 +137,18 @@ class Atoll:
             prepare_groups(engine)
         kept = work.kept_bytes(self.microbatches) * (self.microbatches if self.breadth else 1)
 
+        def step(batch: Batch, following: Batch | None = None) -> float:
+            result = engine.submit(batch, following)
+            assert result is not None, "steps are not post-validated here"
+            return result.loss
+
         def drain() -> None:
             for unit in engine.units:
                 unit.settle_parameters()
 
         return Contender(
-            lambda batch: engine.step(batch).loss,
+            step,
+            knows_next=True,
             sees_all=True,
             sent=lambda: dict(engine.transport.sent),
             rest=lambda: engine.footprint().total + engine.working_memory().lent,

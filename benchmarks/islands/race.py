@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -17,7 +18,7 @@ from benchmarks.islands.allocations import Allocations, shared_bytes
 from benchmarks.islands.contenders import Compute, Contender, DeepSpeed, Setting, is_ours, read_setting, setting_json
 from benchmarks.islands.network import INTERFACE, bytes_sent
 from benchmarks.islands.ranks import Rank, Ranks
-from benchmarks.islands.work import sleep_where_compute_would
+from benchmarks.islands.work import Batch, sleep_where_compute_would
 
 SAME_LOSS = 1e-3
 """Largest relative difference of losses: fp32 adds in another order, and training enlarges it."""
@@ -94,6 +95,7 @@ def _open(rank: Rank, setting: Setting) -> float:
 def close(rank: Rank, name: str) -> None:
     """Let a contender go."""
     contender, _ = rank.contenders.pop(name)
+    rank.upcoming.pop(name, None)
     contender.close()
     del contender
     gc.collect()
@@ -110,22 +112,28 @@ def step(rank: Rank, name: str, at: int) -> tuple[Seen, Memory]:
     contender, base = rank.contenders[name]
     allocations = Allocations()
     steps = 1 if contender.drain is None else 2
-    batches = [rank.work.batch(at + more, rank.number) for more in range(steps)]
+    batches = [rank.upcoming.pop(name, None) or rank.work.batch(at, rank.number)]
+    batches += [rank.work.batch(at + more, rank.number) for more in range(1, steps + contender.knows_next)]
+    given: list[tuple[Batch, ...]] = [(batch,) for batch in batches[:steps]]
+    if contender.knows_next:
+        given = list(pairwise(batches))
+        rank.upcoming[name] = batches[-1]
     gc.collect()
     dist.barrier()
     link, loopback = bytes_sent(INTERFACE), bytes_sent("lo")
     sent = Counter(contender.sent())
     allocations.forget()
     dist.barrier()
-    losses = [contender.step(batch) for batch in batches[:-1]]
+    losses = [contender.step(*each) for each in given[:-1]]
     cpu, start = time.process_time(), time.monotonic()
-    losses.append(contender.step(batches[-1]))
+    losses.append(contender.step(*given[-1]))
     end, cpu = time.monotonic(), time.process_time() - cpu
     _drain(contender)
     dist.barrier()
     link, loopback = bytes_sent(INTERFACE) - link, bytes_sent("lo") - loopback
     batch_bytes = sum(value.nbytes for value in batches[0].values())
-    memory = _held(contender, base, allocations, Counter(contender.sent()) - sent, steps, batch_bytes)
+    sent = Counter({axis: count // steps for axis, count in (Counter(contender.sent()) - sent).items()})
+    memory = _held(contender, base, allocations, sent, len(batches), batch_bytes)
     dist.barrier()
     if not contender.sees_all:
         losses = [contenders.mean_over_ranks(loss) for loss in losses]
@@ -135,15 +143,15 @@ def step(rank: Rank, name: str, at: int) -> tuple[Seen, Memory]:
 
 
 def _held(
-    contender: Contender, base: Base, allocations: Allocations, sent: Counter[str], steps: int, batch_bytes: int
+    contender: Contender, base: Base, allocations: Allocations, sent: Mapping[str, int], batches: int, batch_bytes: int
 ) -> Memory:
-    """What a contender held during its steps. The current batch counts toward the peak, later batches do not."""
+    """What a contender held during its steps. Of the batches that were there one counts toward the peak."""
     peak, rest = allocations.most(), allocations.out()
     shared = max(0, shared_bytes() - base.shared) // dist.get_world_size()
-    more = (contender.rest(), contender.peak(), {axis: count // steps for axis, count in sent.items()})
+    more = (contender.rest(), contender.peak(), sent)
     if base.out is None or peak is None or rest is None:
         return Memory(None, None, shared, *more)
-    held = shared - base.out - steps * batch_bytes
+    held = shared - base.out - batches * batch_bytes
     return Memory(peak + held + batch_bytes, rest + held, shared, *more)
 
 

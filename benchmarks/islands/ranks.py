@@ -61,7 +61,10 @@ class Where:
 
 @dataclass(slots=True)
 class Rank:
-    """What a process knows of itself, and the contenders that it has built. loaded: families it has used before."""
+    """What a process knows of itself, and the contenders that it has built.
+
+    loaded: families it has used before. upcoming: by contender, the batch of its next step, where it was told of it.
+    """
 
     number: int
     world: int
@@ -70,6 +73,7 @@ class Rank:
     work: Any
     contenders: dict[str, Any] = field(default_factory=dict)
     loaded: set[str] = field(default_factory=set)
+    upcoming: dict[str, Any] = field(default_factory=dict)
 
     @property
     def speaks(self) -> bool:
