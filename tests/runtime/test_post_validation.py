@@ -135,6 +135,22 @@ class _OwnFault(_Fault):
         return hidden + super().forward(self.shift)
 
 
+def sent_in_the_group(case: Case) -> int:
+    """Bytes that a rank sends in its group in a run, the last step's parameters included."""
+    engine = case.engine()
+    for _ in results(case, engine):
+        pass
+    engine.close()
+    return engine.transport.sent["intra"]
+
+
+def test_parameters_travel_once_a_step() -> None:
+    """A step that was taken ahead and is right has brought them to where they rest."""
+    case = Case(layout="NNG", pipeline=2, intra=2, precision="fp32", steps=4, clip=None, model=EVERYTHING)
+    waiting = run_ranks(sent_in_the_group, case.ranks, case)
+    assert run_ranks(sent_in_the_group, case.ranks, replace(case, post_validation=True)) == waiting
+
+
 @dataclass(frozen=True)
 class Faulty:
     """A run with faults on one rank: its history, which steps it skipped, took ahead and took back."""

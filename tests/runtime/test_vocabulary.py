@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from atoll.layouts import Layout
 from atoll.models import Decoder, DecoderConfig, SequentialAdapter, Vocabulary
 from atoll.plan import MeshShape, Plan
 from atoll.runtime.engine import Engine
+from atoll.runtime.pipeline.vocabulary import SplitVocabulary
 from atoll.testing import run_ranks
 from atoll.testing.parity import (
     Case,
@@ -319,3 +321,23 @@ def with_a_strange_label(case: Case) -> None:
 
 def test_labels_outside_of_the_vocabulary_are_refused_and_the_engine_goes_on() -> None:
     run_ranks(with_a_strange_label, 2, SPLIT)
+
+
+def break_before_sending(case: Case) -> None:
+    send = SplitVocabulary.send_looked_up
+
+    def broken(split: SplitVocabulary, stage: int, microbatch: int) -> None:
+        if stage == 1 and microbatch == 2:
+            raise ValueError("a defect")
+        send(split, stage, microbatch)
+
+    with patch.object(SplitVocabulary, "send_looked_up", broken):
+        engine = case.engine()
+    engine.step(case.share(engine, 0))
+
+
+def test_an_error_in_a_message_of_a_slice_names_both_ends() -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(break_before_sending, 2, SPLIT)
+    words = "step 1, action 1SEND_L2, global microbatch 2, peer rank 0: ValueError: a defect"
+    assert words in str(caught.value)
