@@ -6,7 +6,7 @@ and were tried with 2.13; a test compares the range with the installed torch and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any
@@ -69,14 +69,15 @@ def local_part(parameter: Tensor) -> Tensor:
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
-def run_backward(output: Tensor, gradient: Tensor) -> None:
-    """`torch.autograd.backward(output, gradient)` where their shapes and dtypes are known to agree.
+def run_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """`torch.autograd.backward(outputs, gradients)` where their shapes and dtypes are known to agree.
 
     Private, on the CPU: `Variable._execution_engine`. The public function compares the shapes symbolically and copies
     the context for threads of other devices, 0.15 ms a call from a cold cache; elsewhere it runs ahead of the device.
     """
-    if output.is_cpu:
+    if outputs[0].is_cpu:
         engine = autograd.Variable._execution_engine
-        engine.run_backward((output,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        given = tuple(outputs), tuple(gradients)
+        engine.run_backward(*given, False, False, (), allow_unreachable=True, accumulate_grad=True)
     else:
-        torch.autograd.backward(output, gradient)
+        torch.autograd.backward(outputs, gradients)

@@ -21,8 +21,7 @@ from atoll.models import Decoder, DecoderConfig
 from atoll.plan import MeshShape
 from atoll.runtime.engine import Engine
 from atoll.runtime.lanes import AT_ONCE, lanes_of
-from atoll.runtime.pipeline.deferred import compute_weights, defer
-from atoll.runtime.sharding.hooks import Moment
+from atoll.runtime.pipeline.deferred import Collector, compute_weights, defer
 from atoll.runtime.sharding.segment import Surroundings
 from atoll.runtime.sharding.unit import Unit, UnitSpec
 from atoll.runtime.transport import connect
@@ -88,9 +87,8 @@ def net_bytes(act: Callable[[], Any]) -> tuple[int, Any]:
 def measure(kind: str) -> dict[str, int]:
     block = BLOCKS[kind]()
     unit = unit_of(block)
-    unit.open_gradients()
-    moment = Moment(pending={})
-    layers = defer(block, [unit], moment)
+    collector = Collector([])
+    layers = defer(block, [unit], collector)
     hidden = torch.randn(2, 128, 64, requires_grad=True)
     gradient = torch.randn(2, 128, 64)
     hidden.grad = torch.zeros_like(hidden)
@@ -99,11 +97,10 @@ def measure(kind: str) -> dict[str, int]:
     held["after F"], output = net_bytes(lambda: block(hidden))
     held["after F"] -= output.nbytes  # it travels on
     freed, _ = net_bytes(lambda: output.backward(gradient))
-    pending = moment.pending
-    assert pending is not None
+    pending = [kept for _, _, kept in collector.found or ()]
     held["after I"] = held["after F"] + freed
-    held["wanted"] = sum(x.nbytes + g.nbytes for items in pending.values() for _, (x, g) in items)
-    shared = {tensor.untyped_storage().data_ptr() for items in pending.values() for _, kept in items for tensor in kept}
+    held["wanted"] = sum(x.nbytes + g.nbytes for x, g in pending)
+    shared = {tensor.untyped_storage().data_ptr() for kept in pending for tensor in kept}
     outside = {hidden.untyped_storage().data_ptr(), gradient.untyped_storage().data_ptr()}
     held["storages"] = len(shared - outside)
     held["layers"] = len(layers)
@@ -160,15 +157,14 @@ def test_weights_come_out_as_autograd_gives_them() -> None:
             owners=(0,),
             phases=phases,
         )
-        unit.open_gradients()
-        moment = Moment(pending={})
-        layers = defer(block, [unit], moment)
+        collector = Collector([])
+        layers = defer(block, [unit], collector)
         block(hidden).backward(gradient)  # the input needs no gradient: the anchors keep every linear in the graph
-        assert moment.pending is not None
-        compute_weights([unit], moment.pending)
-        assert moment.pending == {}
+        pending = {unit: [(name, kept) for _, name, kept in collector.found or ()]}
+        compute_weights([unit], pending)
+        assert pending == {}
         for name in parameters:
-            got = unit.weight_gradient(name) if name in linears else parameters[name].grad
+            got = unit.room(name, "W").view if name in linears else parameters[name].grad
             assert got is not None
             assert torch.allclose(got, wanted[name], rtol=0, atol=1e-12), name
         for layer in layers:

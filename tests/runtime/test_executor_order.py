@@ -16,7 +16,6 @@ from atoll.models import Adapter
 from atoll.models.adapter import SequentialAdapter
 from atoll.plan import MeshShape, Plan
 from atoll.runtime.engine import Engine
-from atoll.runtime.sharding.hooks import Pending
 from atoll.runtime.sharding.unit import Unit
 from atoll.runtime.transport import world_store
 from atoll.testing import run_ranks
@@ -84,7 +83,7 @@ def hold_weights_until_the_gradient_has_arrived() -> int:
     """In a step of 1F1B the last rank computes no weight's gradient before the other one has what it owes; how often it
     was held."""
     engine = wide_engine("1f1b")
-    executor, moment = engine._executor, engine._moment
+    executor = engine._executor
     count = 0
     if engine.place.pp == 0:
         receive = executor._acts[Op.RECV_B]
@@ -97,11 +96,11 @@ def hold_weights_until_the_gradient_has_arrived() -> int:
     else:
         weights = executor._weights
 
-        def held(units: Sequence[Unit], pending: Pending) -> None:
+        def held(units: Sequence[Unit], key: tuple[int, int]) -> None:
             nonlocal count
-            wait_for(f"received {moment.microbatch}")
+            wait_for(f"received {key[1]}")
             count += 1
-            weights(units, pending)
+            weights(units, key)
 
         executor._weights = held  # type: ignore[method-assign]
     engine.step(wide_batch())
@@ -126,7 +125,7 @@ def test_every_action_is_in_the_timeline_in_its_order() -> None:
 def hold_the_last_action_until_the_next_step_has_begun(steps: int) -> int:
     """The last rank ends no step before the first rank is in the next one's first forward; how often it was held."""
     engine = wide_engine("zb-h2", post_validation=True)
-    executor, moment = engine._executor, engine._moment
+    executor = engine._executor
     forward, weights = executor._acts[Op.F], executor._acts[Op.W]
     last = engine.plan.schedule.actions[engine.place.pp][-1]
     assert last.op is Op.W
@@ -134,13 +133,13 @@ def hold_the_last_action_until_the_next_step_has_begun(steps: int) -> int:
 
     def begun(stage: int, microbatch: int) -> None:
         if engine.place.pp == 0:
-            say(f"step {moment.step}")
+            say(f"step {executor._step_number}")
         forward(stage, microbatch)
 
     def held(stage: int, microbatch: int) -> None:
         nonlocal count
-        if engine.place.pp == 1 and microbatch == last.microbatch and moment.step + 1 < steps:
-            wait_for(f"step {moment.step + 1}")
+        if engine.place.pp == 1 and microbatch == last.microbatch and executor._step_number + 1 < steps:
+            wait_for(f"step {executor._step_number + 1}")
             count += 1
         weights(stage, microbatch)
 

@@ -219,21 +219,20 @@ def peaks(case: Case) -> Peaks:
     segments = [segment for unit in engine.units for segment in unit.segments if not segment.permanent]
     most, made, unreduced = 0, 0, 0
     lock = Lock()
-    make_room, targets, reduce = Segment._make_room, Segment._targets, Segment._reduce
+    make_room, open_flow, reduce = Segment._make_room, Segment._open_flow, Segment._reduce
 
     def making_room(segment: Segment) -> None:
         nonlocal most
         make_room(segment)
         most = max(most, sum(segment.whole.untyped_storage().nbytes() for segment in segments))
 
-    def making(segment: Segment, phase: Any) -> Any:
+    def making(segment: Segment, phase: Any) -> None:
         nonlocal made, unreduced
         is_new = phase not in segment._flow_views
-        found = targets(segment, phase)
+        open_flow(segment, phase)
         with lock:
             made += segment.flows[phase].nbytes if is_new else 0
             unreduced = max(unreduced, made)
-        return found
 
     def reducing(segment: Segment, phase: Any, flow: Tensor) -> None:
         nonlocal made
@@ -244,7 +243,7 @@ def peaks(case: Case) -> Peaks:
 
     with (
         patch.object(Segment, "_make_room", making_room),
-        patch.object(Segment, "_targets", making),
+        patch.object(Segment, "_open_flow", making),
         patch.object(Segment, "_reduce", reducing),
     ):
         engine.step(case.share(engine, 1))

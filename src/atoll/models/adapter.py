@@ -106,7 +106,8 @@ class Adapter(Protocol):
     def forward(self, first: int, last: int, hidden: Tensor | None, batch: Batch) -> Tensor:
         """Run blocks first..last-1. `hidden` is None for block 0; with the model's last block, gives the logits.
 
-        Modules are called as `module(...)`, so that hooks on a block fire.
+        Blocks are called as `module(...)`: what each gives is a leaf of the next one's graph, to which nothing is
+        written in place.
         """
         ...
 

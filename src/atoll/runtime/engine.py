@@ -28,11 +28,11 @@ from atoll.runtime import failure
 from atoll.runtime.allocator import keep_freed_memory
 from atoll.runtime.checkpoint import Piece, is_complete
 from atoll.runtime.lanes import Kind, Lane, lanes_of
+from atoll.runtime.pipeline.deferred import Collector
 from atoll.runtime.pipeline.executor import Executor, Outcome
 from atoll.runtime.sharding.access import Edit, chosen_names, differing, whole_gradients
 from atoll.runtime.sharding.build import build
 from atoll.runtime.sharding.holdings import held_at_rest, held_now, needed_in_a_step
-from atoll.runtime.sharding.hooks import Moment
 from atoll.runtime.sharding.lookahead import DIGESTS, Lookahead, Order, digest
 from atoll.runtime.sharding.optimizer import GroupOptions, OptimizerFactory, ShardedOptimizer
 from atoll.runtime.sharding.segment import Surroundings
@@ -94,7 +94,7 @@ class Engine:
         self.transport = connect(self.place, self.device)
         self._store = world_store()
         self._watchdog = failure.Watchdog(self._store, self.place.rank).start()
-        self._moment = Moment(seed=seed)
+        self._seed = seed
         self._lookahead = Lookahead(0)
         self._lanes: Mapping[Kind, Lane] = {}
         self._outcome: Outcome | None = None
@@ -160,13 +160,15 @@ class Engine:
         line = self.place.peers("pp")
         self.advice = self._advise(own)
         self._check_same_values()
+        collector = Collector()
         self._sharded = build(
             self.adapter,
             runs,
             ranks=line,
             rank_of_stage=[placement.rank_of(stage) for stage in range(placement.stages)],
             around=around,
-            moment=self._moment,
+            collector=collector,
+            seed=self._seed,
             lookahead=self._lookahead,
             recompute=plan.recompute,
             compiler=plan.compile,
@@ -183,7 +185,8 @@ class Engine:
             schedule,
             ranks=line,
             transport=self.transport,
-            moment=self._moment,
+            collector=collector,
+            seed=self._seed,
             lanes=self._lanes.values() if self.place.nest.ranks > 1 else (),
             vocabulary=self._sharded.vocabulary,
             stays=plan.residency == "step",
@@ -268,7 +271,6 @@ class Engine:
             self._announced = self._announce(following, exactly=microbatches)
         if tokens == 0:
             raise RunError(f"step {self.step_number + 1} has no token that counts: every label is {IGNORED_LABEL}")
-        self._moment.step = self.step_number
         earlier: list[StepResult] = []
 
         def verdict() -> bool:
@@ -279,13 +281,11 @@ class Engine:
         with self._guard(), _keeping_random_state(self.device), self._split_loss():
             for stage in self._sharded.stages:
                 stage.train(True)
-            for unit in self.units:
-                if unit.stays_whole:
-                    unit.open_gradients()
             self._lookahead.begin(_TRAINING, order)
             outcome = self._executor.run(
                 self._row,
                 batches,
+                step=self.step_number,
                 first_microbatch=self.place.data * microbatches,
                 scale=lambda: self._loss_scale / tokens,
                 training=True,
@@ -518,7 +518,7 @@ class Engine:
         found = {}
         blocks = self.adapter.blocks()
         for stage in self._sharded.stages:
-            for at in stage.blocks:
+            for at in stage.run:
                 names = set(blocks[at].module.state_dict(keep_vars=True))
                 for name, buffer in blocks[at].module.named_buffers():
                     if name in names:

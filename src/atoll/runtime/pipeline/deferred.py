@@ -19,7 +19,9 @@ empty tensor that requires a gradient keeps it in the graph.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeGuard
 from weakref import WeakValueDictionary
 
@@ -30,19 +32,39 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from atoll._torch import local_part
 from atoll.errors import RunError
-from atoll.runtime.sharding.hooks import Moment, Pending
+from atoll.runtime.sharding.segment import Room
 from atoll.runtime.sharding.unit import Unit
+
+
+@dataclass(slots=True)
+class Collector:
+    """What W needs of the backward that runs: unit, name, and what the gradient is made of. None outside of one.
+
+    All layers of a rank have one: a layer may lie in several blocks.
+    """
+
+    found: list[tuple[Unit, str, Any]] | None = None
+
+    @contextmanager
+    def collecting(self) -> Iterator[list[tuple[Unit, str, Any]]]:
+        """A section in which layers bring what W needs."""
+        found: list[tuple[Unit, str, Any]] = []
+        self.found = found
+        try:
+            yield found
+        finally:
+            self.found = None
 
 
 class DeferredWeight:
     """The weight of one linear layer, and the forward that the layer has instead of its own."""
 
-    def __init__(self, module: nn.Linear, unit: Unit, name: str, moment: Moment, *, waits: bool) -> None:
+    def __init__(self, module: nn.Linear, unit: Unit, name: str, collector: Collector, *, waits: bool) -> None:
         self.module = module
-        self._waits = waits
         self.unit = unit
         self.name = name
-        self._moment = moment
+        self._collector = collector
+        self._waits = waits
         self._anchor = torch.empty(0, device=module.weight.device, requires_grad=True)
         self.slot = next(_SLOTS)
         _WEIGHTS[self.slot] = self
@@ -86,12 +108,11 @@ class DeferredWeight:
         if not self._waits:
             self.unit.touched.add(self.name)
             with torch.no_grad():
-                accumulate(self.unit.gradient(self.name), hidden, gradient)
+                accumulate(self.unit.room(self.name, "I"), hidden, gradient)
             return
-        if self._moment.pending is None:
+        if self._collector.found is None:
             raise RunError(f"the gradient of {self.name} was computed outside of a step; use engine.step")
-        kept = (self.name, (hidden.detach(), gradient.detach()))
-        self._moment.pending.setdefault(self.unit, []).append(kept)
+        self._collector.found.append((self.unit, self.name, (hidden.detach(), gradient.detach())))
 
 
 _SLOTS = itertools.count()
@@ -160,21 +181,26 @@ def _bias(gradient: Tensor) -> Tensor:
     return gradient.reshape(-1, gradient.shape[-1]).sum(0)
 
 
-def defer(module: nn.Module, units: Sequence[Unit], moment: Moment, *, waits: bool = True) -> list[DeferredWeight]:
+def defer(
+    module: nn.Module, units: Sequence[Unit], collector: Collector, *, waits: bool = True
+) -> list[DeferredWeight]:
     """Defer every trained `nn.Linear` weight of a block that is in `units`; or, without `waits`, add it up in I, in one
     operation."""
     owners = {id(p): (unit, name) for unit in units for name, p in unit.parameters.items()}
-    found = []
-    for child in module.modules():
-        if is_deferrable(child) and id(child.weight) in owners:
-            unit, name = owners[id(child.weight)]
-            found.append(DeferredWeight(child, unit, name, moment, waits=waits))
-    return found
+    return [
+        DeferredWeight(child, *owners[id(child.weight)], collector, waits=waits)
+        for child in module.modules()
+        if is_deferrable(child) and id(child.weight) in owners
+    ]
 
 
 def is_deferrable(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether a module's weight gradient waits for W."""
     return type(module) is nn.Linear and module.weight.requires_grad
+
+
+Pending = dict[Unit, list[tuple[str, Any]]]
+"""What I leaves for W, by unit: a parameter, and what its gradient is made of."""
 
 
 @torch.no_grad()
@@ -191,23 +217,23 @@ def compute_weights(units: Iterable[Unit], pending: Pending, *, reduces: bool = 
         while own:
             name, kept = own.pop()
             unit.touched.add(name)
-            target = unit.weight_gradient(name)
+            room = unit.room(name, "W")
             if isinstance(kept, Tensor):
-                target.add_(kept)
+                room.add(kept)
             else:
-                accumulate(target, *kept)
+                accumulate(room, *kept)
             del kept
         if reduces:
             unit.reduce_gradients("W", is_last=is_last)
 
 
-def accumulate(target: Tensor, hidden: Tensor, gradient: Tensor) -> None:
-    """target [out, in] += gradient [..., out].T @ hidden [..., in], in one operation where the dtypes allow it."""
+def accumulate(room: Room, hidden: Tensor, gradient: Tensor) -> None:
+    """To a gradient [out, in] add gradient [..., out].T @ hidden [..., in], in one operation where dtypes allow it."""
     rows = gradient.reshape(-1, gradient.shape[-1]).t()
     columns = hidden.reshape(-1, hidden.shape[-1])
-    if target.dtype == rows.dtype:
-        target.addmm_(rows, columns)
-    elif target.is_cuda:
-        target.add_(torch.mm(rows, columns, out_dtype=target.dtype))
+    if room.view.dtype == rows.dtype:
+        room.view.addmm_(rows, columns, beta=0.0 if room.is_empty else 1.0)
+    elif room.view.is_cuda:
+        room.add(torch.mm(rows, columns, out_dtype=room.view.dtype))
     else:
-        target.add_(rows @ columns)
+        room.add(rows @ columns)

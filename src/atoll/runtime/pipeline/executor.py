@@ -1,5 +1,8 @@
 """Plays one rank's row of a schedule: a table op -> function.
 
+The forward of a stage is the model's own, which calls its blocks one after the other; the backward of a stage is that
+of its blocks, last first.
+
 A receive's action waits for its message, a compute action only computes, so that the timeline shows who waited. A full
 backward is I, the message that others wait for, then W (see deferred.py).
 """
@@ -8,28 +11,29 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
+from typing import Any
 
 import torch
 from torch.profiler import record_function
 
-from atoll._torch import is_profiling, run_backward
+from atoll._torch import is_profiling, local_part
 from atoll.errors import AtollError, RunError
 from atoll.ir import Action, Op, Schedule
 from atoll.ir.residency import held_stages
 from atoll.models import Batch
 from atoll.runtime.lanes import Lane
+from atoll.runtime.pipeline.block import Arguments, Draw, LocalBlock, Passage, pass_on
 from atoll.runtime.pipeline.clock import Clock, clock_of
-from atoll.runtime.pipeline.deferred import compute_weights
+from atoll.runtime.pipeline.deferred import Collector, Pending, compute_weights
 from atoll.runtime.pipeline.mail import Mail, Wire
 from atoll.runtime.pipeline.stage import Stage
 from atoll.runtime.pipeline.vocabulary import SplitVocabulary
-from atoll.runtime.sharding.hooks import Moment, Pending
 from atoll.runtime.sharding.segment import Phase
-from atoll.runtime.sharding.tensors import whole_output
+from atoll.runtime.sharding.tensors import like_parameter, whole_output
 from atoll.runtime.sharding.unit import PHASES, Unit
 from atoll.runtime.sharding.vocabulary import VocabularySlice
 from atoll.runtime.transport import Transport
@@ -51,6 +55,7 @@ _BACKWARD = frozenset({Op.RECV_B, Op.B, Op.I, Op.RECV_S, Op.S})
 class _Step:
     """Everything that lives from one action to another within a step.
 
+    passages: of a microbatch, what its blocks keep for their backward.
     received: buffers of a microbatch's activation and gradient, given back after W, which may read both.
     opened: how often each stage was opened.
     """
@@ -61,6 +66,7 @@ class _Step:
     scale: float = 1.0
     inputs: dict[Key, torch.Tensor] = field(default_factory=dict)
     outputs: dict[Key, torch.Tensor] = field(default_factory=dict)
+    passages: dict[Key, dict[int, Passage]] = field(default_factory=dict)
     gradients: dict[Key, torch.Tensor | None] = field(default_factory=dict)
     pending: dict[Key, Pending] = field(default_factory=dict)
     received: dict[Key, list[tuple[torch.Tensor, Wire]]] = field(default_factory=dict)
@@ -171,7 +177,8 @@ class Executor:
         *,
         ranks: Sequence[int],
         transport: Transport,
-        moment: Moment,
+        collector: Collector,
+        seed: int,
         lanes: Iterable[Lane] = (),
         vocabulary: VocabularySlice | None = None,
         stays: bool = False,
@@ -185,7 +192,9 @@ class Executor:
         self._first_microbatch = 0
         self._ranks = tuple(ranks)
         self._transport = transport
-        self._moment = moment
+        self._collector = collector
+        self._seed, self._step_number = seed, 0
+        self._now: Key = (-1, -1)
         shown = {unit.spec.index: stage.index for stage in stages for unit in stage.units}
         if vocabulary is not None:
             shown |= {table.unit.spec.index: transport.place.pp for table in vocabulary.tables}
@@ -234,6 +243,7 @@ class Executor:
         row: Sequence[Action],
         batches: Sequence[Batch],
         *,
+        step: int = 0,
         first_microbatch: int = 0,
         scale: Callable[[], float] | None = None,
         training: bool,
@@ -242,8 +252,8 @@ class Executor:
     ) -> Outcome:
         """Play `row` over this rank's microbatches.
 
-        first_microbatch: the global number of the first.  scale: what the loss is multiplied by before its backward,
-        asked when the backwards begin (1 if not given).
+        step: the number of the training step.  first_microbatch: the global number of the first.
+        scale: what the loss is multiplied by before its backward, asked when the backwards begin (1 if not given).
         Without training nothing is kept for a backward; with keep_logits the loss is not computed. `verdict` is asked
         once, before the first backward, whether the parameters were right so far; if not, the row begins again.
         """
@@ -255,8 +265,8 @@ class Executor:
         self._clock.begin()
         for lane in self._lanes:
             lane.clock = self._clock
-        self._first_microbatch = first_microbatch
-        with torch.set_grad_enabled(training):
+        self._step_number, self._first_microbatch = step, first_microbatch
+        with torch.set_grad_enabled(training), self._blocks_handed():
             self._play(before)
             if verdict is not None and not verdict():
                 for stage in self._stages.values():
@@ -270,14 +280,26 @@ class Executor:
             if scale is not None:
                 self._step.scale = scale()
             self._play(after)
-        step = self._step
+        ended = self._step
         self._mail.end()
         if self._vocabulary is not None:
             self._vocabulary.end()
         self._step = _Step((), is_training=False)
         counts = self._transport.place.tp == 0
-        loss_sum = torch.stack(step.losses).sum() if step.losses and counts else None
-        return Outcome(loss_sum, tuple(step.logits), self._clock)
+        loss_sum = torch.stack(ended.losses).sum() if ended.losses and counts else None
+        return Outcome(loss_sum, tuple(ended.logits), self._clock)
+
+    @contextmanager
+    def _blocks_handed(self) -> Iterator[None]:
+        """While a row is played, blocks run here where the model calls them. Elsewhere they run by themselves."""
+        blocks = [block for stage in self._stages.values() for block in stage.blocks]
+        for block in blocks:
+            block.hand_to(self._block_forward)
+        try:
+            yield
+        finally:
+            for block in blocks:
+                block.hand_to(None)
 
     def _begin(self, row: Sequence[Action], batches: Sequence[Batch], *, training: bool, keep_logits: bool) -> None:
         """Begin with the messages of a row."""
@@ -306,10 +328,7 @@ class Executor:
         is_profiled = is_profiling()
         for action in row:
             microbatch = -1 if action.microbatch is None else action.microbatch
-            if microbatch >= 0:
-                self._moment.microbatch = self._first_microbatch + microbatch
-                self._moment.last = self._row.last.get((action.stage, microbatch), _NONE)
-                self._moment.reduced = self._row.reduced.get((action.stage, microbatch), _NONE)
+            self._now = action.stage, microbatch
             start = clock.now()
             try:
                 with record_function(str(action)) if is_profiled else _UNNAMED:
@@ -348,9 +367,9 @@ class Executor:
     def _failure(self, action: Action, error: Exception) -> RunError:
         place = self._transport.place
         where = f"rank {place.rank} ({', '.join(f'{axis} {at}' for axis, at in place.coordinates.items())})"
-        what = f"step {self._moment.step + 1}, action {action}"
+        what = f"step {self._step_number + 1}, action {action}"
         if action.microbatch is not None:
-            what += f", global microbatch {self._moment.microbatch}"
+            what += f", global microbatch {self._first_microbatch + action.microbatch}"
         peer = self._peer(action)
         if peer is not None:
             what += f", peer rank {peer}"
@@ -400,65 +419,110 @@ class Executor:
             passed = output.detach()
             step.inputs[stage + 1, microbatch] = passed.requires_grad_(output.requires_grad and step.is_training)
 
+    def _block_forward(self, block: LocalBlock, given: Arguments) -> Any:
+        """A block's forward, where the model's own calls it."""
+        stage, microbatch = self._now
+        at = self._stages[stage]
+        at.gather(block)
+        output, passage = block.forward(given, self._draw(microbatch))
+        at.leave(block, backward=False)
+        if passage is not None:
+            self._step.passages.setdefault(self._now, {})[block.index] = passage
+        return output
+
+    def _draw(self, microbatch: int) -> Draw:
+        return Draw(self._seed, self._step_number, self._first_microbatch + microbatch)
+
     def _backward(self, stage: int, microbatch: int) -> None:
         """I, the message that waits for it, then W: the stage before goes on while the weights are computed.
 
         Under recompute W follows block by block instead: what W keeps of a whole recomputed stage would be many times
         what the microbatch kept of it before.
         """
-        at = self._stages[stage]
+        at, key = self._stages[stage], (stage, microbatch)
         left = list(at.units)
-
-        def weights_of_block(units: Sequence[Unit]) -> None:
-            ready = [unit for unit in units if unit in left and not unit.spec.is_shared]
-            self._weights(ready, self._moment.pending or {})
-            left[:] = [unit for unit in left if unit not in ready]
-
-        self._moment.after_block = weights_of_block if at.is_recomputed else None
-        try:
-            self._input_backward(stage, microbatch)
-        finally:
-            self._moment.after_block = None
+        for block in self._input_backwards(stage, microbatch):
+            if at.is_recomputed:
+                ready = [unit for unit in left if unit in block.units and unit.ends_at(block.index, backward=True)]
+                ready = [unit for unit in ready if not unit.spec.is_shared]
+                self._weights(ready, key)
+                left = [unit for unit in left if unit not in ready]
         if not self._is_here(stage - 1):
             self._send_backward(stage, microbatch)
-        self._compute_weights(left, (stage, microbatch))
+        self._end_weights(left, key)
 
     def _input_backward(self, stage: int, microbatch: int) -> None:
-        step, at = self._step, self._stages[stage]
-        key = (stage, microbatch)
+        for _ in self._input_backwards(stage, microbatch):
+            pass
+
+    def _input_backwards(self, stage: int, microbatch: int) -> Iterator[LocalBlock]:
+        """The backward of each block, last first; the gradient of the stage's input at the end."""
+        step, at, key = self._step, self._stages[stage], (stage, microbatch)
         hidden = step.inputs.pop(key, None)
         output = step.outputs.pop(key)
         gradient = step.gradients.pop(key, None)
-        pending: Pending = {}
-        step.pending[key] = pending
+        passages = step.passages.pop(key, {})
+        step.pending[key] = {}
         if at.is_last and self._vocabulary is None:
             gradient = torch.full_like(output, step.scale)
-        if output.requires_grad and gradient is not None:
-            moment = self._moment
-            moment.in_backward, moment.pending = True, pending
-            try:
-                run_backward(output, gradient)
-            finally:
-                moment.in_backward, moment.pending = False, None
-        at.end_input_backward()
+        if output.requires_grad:
+            pass_on(output, gradient)
+        del output, gradient
         if at.looked_up is not None:
-            at.looked_up.drop()
+            at.looked_up.rows = hidden
+        is_reduced = "I" in self._row.reduced.get(key, _NONE)
+        is_last = "I" in self._row.last.get(key, _NONE)
+        for block in reversed(at.blocks):
+            if block.needs_backward:
+                at.gather(block)
+                self._block_backward(block, passages.pop(block.index, None), step.pending[key])
+                at.leave(block, backward=True)
+            if is_reduced:
+                for unit in at.completes[block.index]:
+                    unit.reduce_gradients("I", is_last=is_last)
+            yield block
         if hidden is None or not hidden.requires_grad:
             return
         # A stage whose output does not depend on its input still owes the one before it a gradient.
         owed = hidden.grad if hidden.grad is not None else torch.zeros_like(hidden)
         step.gradients[stage - 1, microbatch] = owed
 
+    def _block_backward(self, block: LocalBlock, passage: Passage | None, pending: Pending) -> None:
+        """One block's backward; its gradients go to where they are made, and what W needs is kept.
+
+        A weight whose gradient belongs to W, but which was used outside of its linear layer too, gets that part through
+        autograd: it joins what is pending.
+        """
+        if passage is None:
+            return
+        with self._collector.collecting() as collected:
+            block.backward(passage)
+        for unit, name, kept in collected:
+            pending.setdefault(unit, []).append((name, kept))
+        with torch.no_grad():
+            for unit in block.units:
+                for name, parameter in unit.trained():
+                    gradient, parameter.grad = parameter.grad, None
+                    if gradient is None:
+                        continue
+                    own = local_part(like_parameter(parameter, gradient))
+                    if "I" in unit.phases_of(name):
+                        unit.touched.add(name)
+                        unit.room(name, "I").add(own)
+                    else:
+                        pending.setdefault(unit, []).append((name, own))
+
     def _weight_backward(self, stage: int, microbatch: int) -> None:
-        self._compute_weights(self._stages[stage].units, (stage, microbatch))
+        self._end_weights(self._stages[stage].units, (stage, microbatch))
 
-    def _weights(self, units: Sequence[Unit], pending: Pending) -> None:
-        moment = self._moment
-        compute_weights(units, pending, reduces="W" in moment.reduced, is_last="W" in moment.last)
+    def _weights(self, units: Sequence[Unit], key: Key) -> None:
+        reduces, is_last = ("W" in ends.get(key, _NONE) for ends in (self._row.reduced, self._row.last))
+        compute_weights(units, self._step.pending[key], reduces=reduces, is_last=is_last)
 
-    def _compute_weights(self, units: Sequence[Unit], key: Key) -> None:
+    def _end_weights(self, units: Sequence[Unit], key: Key) -> None:
         """W, after which nothing of the microbatch is left."""
-        self._weights(units, self._step.pending.pop(key))
+        self._weights(units, key)
+        del self._step.pending[key]
         for buffer, wire in self._step.received.pop(key, ()):
             self._mail.recycle(buffer, wire)
 

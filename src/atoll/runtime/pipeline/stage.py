@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from atoll.models import Adapter, Batch, Block
+from atoll.runtime.pipeline.block import LocalBlock
 from atoll.runtime.pipeline.deferred import DeferredWeight
-from atoll.runtime.sharding.hooks import Moment, Reducer, ShardedBlock
 from atoll.runtime.sharding.lookahead import Lookahead
 from atoll.runtime.sharding.unit import Unit
 
@@ -33,23 +33,18 @@ class End(ABC):
 
 
 class LookedUp(End):
-    """Gives what was looked up of the microbatch that runs, which a recomputed forward asks for again."""
+    """Gives what was looked up of the microbatch that runs, which a recomputed forward asks for again.
 
-    def __init__(self, module: nn.Module, moment: Moment) -> None:
+    rows: what that is; set before the block runs.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
-        self._moment = moment
-        self._rows: dict[int, torch.Tensor] = {}
-
-    def take(self, rows: torch.Tensor) -> None:
-        """What was looked up of the present microbatch."""
-        self._rows[self._moment.microbatch] = rows
-
-    def drop(self) -> None:
-        """The present microbatch needs it no more."""
-        self._rows.pop(self._moment.microbatch, None)
+        self.rows: torch.Tensor | None = None
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
-        rows, module = self._rows[self._moment.microbatch], self._module
+        rows, module = self.rows, self._module
+        assert rows is not None, "it is set before the block runs"
         if type(module) is nn.Embedding:
             return rows
         # What else its class does to rows, it does where these are its table.
@@ -71,7 +66,7 @@ class Scored(End):
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
         self.given = given
-        return given
+        return given.detach()
 
     def taken(self) -> torch.Tensor:
         """What the head was given."""
@@ -82,21 +77,23 @@ class Scored(End):
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Blocks `blocks` of the model, and the units they use in the order of the backward.
+    """Blocks `run` of the model, and the units they use in the order of the backward.
 
+    completes: by block, the units whose gradients are complete when its backward is over, in the one order in which
+    they are reduced on every rank: that of the model's backward.
     looked_up, scored: what stands for embedding and head where the vocabulary is split.
     kept: units that stay whole while the stage is open.
     """
 
     index: int
-    blocks: range
+    run: range
     is_first: bool
     is_last: bool
     adapter: Adapter
     units: tuple[Unit, ...]
-    sharded: tuple[ShardedBlock, ...]
+    blocks: tuple[LocalBlock, ...]
     deferred: tuple[DeferredWeight, ...]
-    reducer: Reducer
+    completes: Mapping[int, tuple[Unit, ...]]
     lookahead: Lookahead
     looked_up: LookedUp | None = None
     scored: Scored | None = None
@@ -108,9 +105,9 @@ class Stage:
         Where the vocabulary is split, stage 0 is given what was looked up, and the last gives what is to be scored.
         """
         if self.looked_up is not None and hidden is not None:
-            self.looked_up.take(hidden)
+            self.looked_up.rows = hidden
             hidden = None
-        output = self.adapter.forward(self.blocks.start, self.blocks.stop, hidden, batch)
+        output = self.adapter.forward(self.run.start, self.run.stop, hidden, batch)
         return output if self.scored is None else self.scored.taken()
 
     def open(self, *, stays: bool) -> None:
@@ -123,25 +120,52 @@ class Stage:
         self.lookahead.look()
 
     def close(self) -> None:
-        """RESHARD: free what was kept, and what an early stop or an input without gradient left whole."""
+        """RESHARD: free what was kept, and what an early stop left whole."""
         while self.kept:
             self.kept.pop().let_go()
-        for block in self.sharded:
-            block.free()
+        for block in self.blocks:
+            self.leave(block)
 
-    def end_input_backward(self) -> None:
-        """The end of I: reduce what its microbatch left unreduced of phase I."""
-        self.reducer.flush()
+    def gather(self, block: LocalBlock) -> None:
+        """Make a block's units whole, and begin with those that come next."""
+        has_to_come = not all(unit.is_whole for unit in block.units)
+        if has_to_come:
+            self.lookahead.asked(block)
+        for unit in block.units:
+            unit.gather()
+        if has_to_come:
+            self.lookahead.came()
+
+    def leave(self, block: LocalBlock, *, backward: bool | None = None) -> None:
+        """Give a block's units back: those that end here in a pass of this direction, or all."""
+        if all(unit.rests_whole for unit in block.units):
+            return
+        for unit in block.units:
+            if backward is None or unit.ends_at(block.index, backward=backward):
+                self.lookahead.left(unit)
+        self.lookahead.look()
 
     @property
     def is_recomputed(self) -> bool:
         """Whether blocks run their forward again in the backward."""
-        return any(block.is_recomputed for block in self.sharded)
+        return any(block.is_recomputed for block in self.blocks)
 
     def train(self, mode: bool) -> None:
         """Switch dropout and the like on or off."""
-        for block in self.sharded:
+        for block in self.blocks:
             block.module.train(mode)
+
+
+def completed(run: range, units: Sequence[Unit]) -> dict[int, tuple[Unit, ...]]:
+    """By block of a stage, the units whose gradients are complete once its backward is over. `units` are those of the
+    stage in the order of the backward; each waits for those before it."""
+    found: dict[int, list[Unit]] = {block: [] for block in run}
+    first = run.stop
+    for unit in units:
+        first = min([first, *(block for block in unit.spec.blocks if block in run)])
+        if unit.trainable and not unit.is_left_alone:
+            found[first].append(unit)
+    return {block: tuple(each) for block, each in found.items()}
 
 
 def owners_of(blocks: Sequence[int], runs: Sequence[range], rank_of_stage: Sequence[int]) -> tuple[int, ...]:

@@ -10,9 +10,9 @@ from torch import nn
 
 from atoll.errors import PlanError
 from atoll.models import Adapter, Block, Vocabulary, Weights, initialise_block, shared_parameters
-from atoll.runtime.pipeline.deferred import DeferredWeight, defer, is_deferrable
-from atoll.runtime.pipeline.stage import LookedUp, Scored, Stage, owners_of
-from atoll.runtime.sharding.hooks import Moment, Reducer, ShardedBlock, watch_parameters
+from atoll.runtime.pipeline.block import LocalBlock
+from atoll.runtime.pipeline.deferred import Collector, DeferredWeight, defer, is_deferrable
+from atoll.runtime.pipeline.stage import LookedUp, Scored, Stage, completed, owners_of
 from atoll.runtime.sharding.lookahead import Lookahead
 from atoll.runtime.sharding.segment import Phase, Surroundings, dtype_of
 from atoll.runtime.sharding.tensor_parallel import TensorParallel
@@ -43,7 +43,8 @@ def build(
     ranks: Sequence[int],
     rank_of_stage: Sequence[int],
     around: Surroundings,
-    moment: Moment,
+    collector: Collector,
+    seed: int,
     lookahead: Lookahead,
     recompute: str,
     compiler: str,
@@ -51,7 +52,7 @@ def build(
     tensor: TensorParallel | None = None,
     vocabulary: Vocabulary | None = None,
 ) -> Sharded:
-    """Materialise this rank's blocks one after the other, each into its units, and hook them.
+    """Materialise this rank's blocks one after the other, each into its units, and put them in their places.
 
     tensor: how blocks are split over a tensor-parallel group, if there is one.  vocabulary: the ends whose rows are
     split over the pipeline, if they are.
@@ -64,6 +65,8 @@ def build(
     apart = names_of(adapter, vocabulary, shared) if vocabulary is not None else ()
     specs = unit_specs([(block.name, block.module) for block in blocks], groups_of(blocks, runs, together), apart)
     trainable = _trainable(blocks, specs)
+    trained = [at for at, block in enumerate(blocks) if any(p.requires_grad for _, p in block.named_parameters())]
+    first_trained = min(trained, default=len(blocks))
     mine = [stage for stage in range(len(runs)) if rank_of_stage[stage] == place.pp]
     local = [block for stage in mine for block in runs[stage]]
     phases = _phases([blocks[at] for at in local], shared, is_split=len(runs) > 1)
@@ -73,7 +76,7 @@ def build(
     spreads: dict[str, Spread] = {}
     sliced: VocabularySlice | None = None
     if vocabulary is not None:
-        sliced = _slice_vocabulary(adapter, vocabulary, specs[: len(apart)], shared, around, moment, lookahead)
+        sliced = _slice_vocabulary(adapter, vocabulary, specs[: len(apart)], shared, around, seed, lookahead)
         units.update({table.unit.spec.index: table.unit for table in sliced.tables})
     elsewhere = {name for names in apart for name in names}
     for at in local:
@@ -83,7 +86,7 @@ def build(
             shared,
             replaced,
             elsewhere,
-            seed=moment.seed,
+            seed=seed,
             dtype=_first_dtype(around),
             weights=around.weights,
         )
@@ -104,24 +107,31 @@ def build(
                 units[spec.index].free()
         _place_buffers(blocks[at].module, around.device)
     last = len(runs) - 1
-    ends = {stage: _end_of(adapter, vocabulary, stage, last, moment) for stage in mine}
+    ends = {stage: _ends_of(adapter, vocabulary, stage, last) for stage in mine}
     stages = []
     for stage in mine:
         users = tuple(
             units[index] for index in sorted(units, reverse=True) if set(units[index].spec.blocks) & set(runs[stage])
         )
-        reducer = Reducer(users, runs[stage], moment)
-        hooked: list[ShardedBlock] = []
+        own_blocks: list[LocalBlock] = []
         deferred: list[DeferredWeight] = []
         for at in runs[stage]:
             own = [unit for unit in users if at in unit.spec.blocks]
             has_end = any(end is not None and end.lies_in(blocks[at]) for end in ends[stage])
-            options = {"recompute": recompute, "compiler": "none" if has_end else compiler}
-            hooked.append(ShardedBlock(blocks[at].module, at, own, reducer, moment, lookahead, **options))
+            scored = ends[stage][1]
+            block = LocalBlock(
+                blocks[at].module,
+                at,
+                own,
+                needs_backward=at >= first_trained,
+                recompute=recompute,
+                end=scored if scored is not None and scored.lies_in(blocks[at]) else None,
+            )
+            own_blocks.append(block)
             waits = len(runs) > 1
             if waits or (compiler == "none" and around.device.type == "cpu"):
-                deferred += defer(blocks[at].module, own, moment, waits=waits)
-        watch_parameters(users, reducer, moment)
+                deferred += defer(blocks[at].module, own, collector, waits=waits)
+            block.take_place("none" if has_end else compiler)
         stages.append(
             Stage(
                 stage,
@@ -130,9 +140,9 @@ def build(
                 stage == last,
                 adapter,
                 users,
-                tuple(hooked),
+                tuple(own_blocks),
                 tuple(deferred),
-                reducer,
+                completed(runs[stage], users),
                 lookahead,
                 *ends[stage],
             )
@@ -147,7 +157,7 @@ def _slice_vocabulary(
     specs: Sequence[UnitSpec],
     shared: Mapping[str, str],
     around: Surroundings,
-    moment: Moment,
+    seed: int,
     lookahead: Lookahead,
 ) -> VocabularySlice:
     """Materialise the two ends one after the other, and keep this rank's rows of them."""
@@ -167,7 +177,7 @@ def _slice_vocabulary(
                 drawn |= set() if around.weights is not None and first in around.weights else {first}
         if drawn:
             every = {shared.get(name, name) for name, _ in block.named_parameters()}
-            initialise_block(adapter, block, moment.seed, shared=shared, known=every - drawn)
+            initialise_block(adapter, block, seed, shared=shared, known=every - drawn)
         for key, first in firsts.items():
             if first not in found:
                 found[first] = as_slice(module.get_parameter(key), mesh)
@@ -198,15 +208,15 @@ def _slice_vocabulary(
     )
 
 
-def _end_of(
-    adapter: Adapter, vocabulary: Vocabulary | None, stage: int, last: int, moment: Moment
+def _ends_of(
+    adapter: Adapter, vocabulary: Vocabulary | None, stage: int, last: int
 ) -> tuple[LookedUp | None, Scored | None]:
     """What stands in the places of embedding and head on a stage."""
     if vocabulary is None:
         return None, None
     modules = {name: module for block in adapter.blocks() for name, module in block.named_modules()}
     return (
-        LookedUp(modules[vocabulary.embedding], moment) if stage == 0 else None,
+        LookedUp(modules[vocabulary.embedding]) if stage == 0 else None,
         Scored(modules[vocabulary.head]) if stage == last else None,
     )
 

@@ -44,7 +44,7 @@ def held_at_rest(units: Iterable[Unit], plan: Plan, nest: Nest, *, states: int) 
 
 def needed_in_a_step(sharded: Sharded, row: Row, plan: Plan, nest: Nest, *, reads_in_place: bool) -> WorkingMemory:
     """What playing a lowered `row` needs besides what rests and what autograd keeps."""
-    gathered = [block.units for stage in sharded.stages for block in stage.sharded]
+    gathered = [block.units for stage in sharded.stages for block in stage.blocks]
     if sharded.vocabulary is not None:
         gathered += [table.units for table in sharded.vocabulary.tables]
     return working_memory(
@@ -74,7 +74,7 @@ def _uses(sharded: Sharded, row: Row, *, keeps_slices: bool) -> Iterator[Use]:
             yield Use({}, [unit.spec.index for unit in stages[action.stage].units if not unit.rests_whole])
         elif action.op in (Op.F, Op.I, Op.B):
             stage, backward = stages[action.stage], action.op is not Op.F
-            for block in reversed(stage.sharded) if backward else stage.sharded:
+            for block in reversed(stage.blocks) if backward else stage.blocks:
                 own = [unit for unit in stage.units if unit in block.units and not unit.rests_whole]
                 ends = [unit for unit in own if unit.ends_at(block.index, backward=backward)]
                 frees = () if action.stage in held else [unit.spec.index for unit in ends]

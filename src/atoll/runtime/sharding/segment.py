@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -50,7 +50,7 @@ from atoll.layouts import (
 from atoll.layouts import Segment as SegmentShape
 from atoll.models import Weights
 from atoll.runtime import lanes
-from atoll.runtime.sharding.tensors import Spread, as_gradient, box_of, part_of, whole_of
+from atoll.runtime.sharding.tensors import Spread, box_of, part_of, whole_of
 from atoll.runtime.transport import Channel, Peers, Tag, Transport
 
 _CHANNEL: Mapping[tuple[Kind, Axis], Channel] = {
@@ -98,6 +98,21 @@ def sum_of_squares(values: torch.Tensor) -> torch.Tensor:
         part = room[: len(chunk)].copy_(chunk)
         total += torch.dot(part, part)
     return total
+
+
+class Room(NamedTuple):
+    """Where the gradient of a parameter is made: a view in the parameter's shape, which holds nothing yet if it is
+    empty: the first to come writes, and all others add."""
+
+    view: torch.Tensor
+    is_empty: bool
+
+    def add(self, gradient: torch.Tensor) -> None:
+        """Add a gradient of any dtype."""
+        if self.is_empty:
+            self.view.copy_(gradient)
+        else:
+            self.view.add_(gradient)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +224,8 @@ class Segment:
         self._absent = torch.full((), torch.nan, dtype=self.compute, device=device)
         self.flows: dict[Phase, torch.Tensor] = {}
         self._flow_views: dict[Phase, dict[str, torch.Tensor]] = {}
-        self._shown: dict[str, torch.Tensor] = {}
+        self._written: dict[Phase, set[str]] = {phase: set() for phase in self.phases}
+        self._resting: set[Phase] = set()
         self.final: torch.Tensor | None = None
         dtype = dtype_of(precision.gradient)
         self.gradients = {phase: self._zeros(g, dtype, is_read=g_is_read) for phase in self.phases}
@@ -244,11 +260,8 @@ class Segment:
                 self._keep(self.master, self.around.layout.optimizer)
             if self.rest is not None:
                 self._keep(self.rest, self.around.layout.parameters)
-            gradient = dtype_of(self.around.precision.gradient)
-            for name, parameter in self.parameters.items():
-                self._local[name].data = self._views[name]
-                if self.trainable and gradient != self.compute:
-                    parameter.grad_dtype = gradient
+            for name, local in self._local.items():
+                local.data = self._views[name]
 
     def _keep(self, target: torch.Tensor, level: Level) -> None:
         """Fill a resting buffer from the parameters' first values, at their full precision."""
@@ -410,37 +423,35 @@ class Segment:
 
     # ---- gradients
 
-    def open_gradients(self) -> None:
-        """Point every parameter's `.grad` into the buffer that phase I accumulates in."""
-        if "I" not in self.phases:
-            return
-        self._targets("I")
-        for name, view in self._shown.items():
-            parameter = self.parameters[name]
-            if parameter.grad is not view:
-                parameter.grad = view
+    def room(self, name: str, phase: Phase) -> Room:
+        """Where the gradient of `name` is made in a phase; who asks for it writes to it."""
+        self._open_flow(phase)
+        written = self._written[phase]
+        is_empty = name not in written
+        written.add(name)
+        return Room(self._flow_views[phase][name], is_empty)
 
-    def weight_gradient(self, name: str) -> torch.Tensor:
-        """Where phase W accumulates the gradient of `name`, in the parameter's shape."""
-        return self._targets("W")[name]
-
-    def gradient(self, name: str) -> torch.Tensor:
-        """Where phase I accumulates the gradient of `name`."""
-        return self._targets("I")[name]
-
-    def _targets(self, phase: Phase) -> dict[str, torch.Tensor]:
-        """Views of the whole buffer that a phase accumulates in, made where it is not there yet."""
+    def _open_flow(self, phase: Phase) -> None:
+        """The whole buffer that a phase accumulates in, with anything in it, where it is not there yet."""
         if phase not in self._flow_views:
             resting = self.gradients[phase]
             flow = self.around.transport.lend(self.map.padded, resting.dtype)
             if flow is None:
                 flow = torch.empty(self.map.padded, dtype=resting.dtype, device=resting.device)
-            self.flows[phase] = flow.zero_()
-            self._flow_views[phase] = self._views_of(self.flows[phase])
-        if phase == "I" and not self._shown:
-            views = self._flow_views[phase]
-            self._shown = {name: as_gradient(self.parameters[name], view) for name, view in views.items()}
-        return self._flow_views[phase]
+            self.flows[phase] = flow
+            self._flow_views[phase] = self._views_of(flow)
+
+    def _complete(self, phase: Phase, whole: torch.Tensor) -> None:
+        """Zeros where nobody has written, the padding included."""
+        written = self._written[phase]
+        if not written:
+            whole.zero_()
+        else:
+            for entry in self.map.entries:
+                if entry.name not in written:
+                    whole.narrow(0, entry.offset, entry.numel).zero_()
+            whole[self.map.numel :].zero_()
+        written.clear()
 
     def reduce_gradients(self, phase: Phase, *, is_last: bool) -> None:
         """Begin to reduce one microbatch's gradients of a phase to where they rest, and give their whole buffer back.
@@ -450,13 +461,10 @@ class Segment:
         if phase not in self.phases:
             return
         if self.around.layout.gradients is not Level.N:
-            self._targets(phase)
+            self._open_flow(phase)
             flow = self.flows.pop(phase)
             del self._flow_views[phase]
-            if phase == "I":
-                self._shown.clear()
-                for parameter in self.parameters.values():
-                    parameter.grad = None
+            self._complete(phase, flow)
             # Behind the one before: their tags are the same.
             self._reducing = self._start("reduce", partial(self._reduce, phase, flow), flow, after=self._reducing)
         if is_last:
@@ -470,12 +478,16 @@ class Segment:
         moves = self._real(REDUCE_GRADIENT[level])
         for move in moves:
             self._move(self._part(total, Level.N, move.coarse), move, _Purpose.REDUCE)
-        self.gradients[phase].add_(self._part(total, Level.N, level))
+        Room(self.gradients[phase], is_empty=phase not in self._resting).add(self._part(total, Level.N, level))
+        self._resting.add(phase)
         self.around.transport.give_back(flow, was_read=bool(moves))
 
     def sync_gradients(self) -> None:
         """Begin to turn the accumulated gradients into `final`, the optimizer's, at the level of os."""
         if self.trainable and self._syncing_gradients is None:
+            if self.around.layout.gradients is Level.N:
+                for phase in self.phases:
+                    self._complete(phase, self.gradients[phase])
             self._syncing_gradients = self._start("sync", self._sync, after=self._reducing)
 
     def settle_gradients(self) -> None:
@@ -487,10 +499,14 @@ class Segment:
         self._open = set(self.phases)
 
     def _sync(self) -> None:
+        g, os = self.around.layout.gradients, self.around.layout.optimizer
+        if g is not Level.N:
+            for phase in self.phases:
+                if phase not in self._resting:
+                    self.gradients[phase].zero_()
         resting, *others = (self.gradients[phase] for phase in self.phases)
         for other in others:
             resting.add_(other)
-        g, os = self.around.layout.gradients, self.around.layout.optimizer
         coarse = min(g, os)
         buffer = resting
         if coarse is not g:
@@ -504,14 +520,14 @@ class Segment:
             self.around.transport.total_along(self.final, "tp", Tag(Channel.SUM_TENSOR, *self._tag))
 
     def clear_gradients(self) -> None:
-        """Forget the step's gradients."""
-        for gradient in self.gradients.values():
-            gradient.zero_()
+        """Forget the step's gradients: what rests is written over."""
+        self._resting.clear()
         for phase, flow in self.flows.items():
             del self._flow_views[phase]
-            self._shown.clear()
             self.around.transport.give_back(flow, was_read=False)
         self.flows.clear()
+        for written in self._written.values():
+            written.clear()
         self.final = None
 
     def squared_norm(self) -> torch.Tensor:

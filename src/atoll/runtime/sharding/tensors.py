@@ -37,9 +37,12 @@ def is_split(parameter: torch.Tensor) -> bool:
     return isinstance(parameter, DTensor) and isinstance(parameter.placements[0], Shard)
 
 
-def as_gradient(parameter: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
-    """What a parameter's `.grad` is, for a view in which this rank's part accumulates."""
-    return _like(parameter, view) if isinstance(parameter, DTensor) else view
+def like_parameter(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """A parameter's gradient, lying on the ranks of a tensor-parallel group as the parameter does."""
+    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
+        moved: torch.Tensor = gradient.redistribute(placements=parameter.placements)
+        return moved
+    return gradient
 
 
 def whole_of(parameter: torch.Tensor, view: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from atoll.runtime.sharding.segment import Phase, Segment, Surroundings
+from atoll.runtime.sharding.segment import Phase, Room, Segment, Surroundings
 from atoll.runtime.sharding.tensors import Spread
 from atoll.runtime.transport import Channel, Tag
 
@@ -204,18 +204,9 @@ class Unit:
             for segment in self.segments:
                 segment.free(aside=aside)
 
-    def open_gradients(self) -> None:
-        """Prepare `.grad` of every trainable parameter before a backward reaches the unit."""
-        for segment in self.segments:
-            segment.open_gradients()
-
-    def weight_gradient(self, name: str) -> torch.Tensor:
-        """Where phase W accumulates the gradient of a weight."""
-        return self._by_name[name].weight_gradient(name)
-
-    def gradient(self, name: str) -> torch.Tensor:
-        """Where phase I accumulates the gradient of a parameter."""
-        return self._by_name[name].gradient(name)
+    def room(self, name: str, phase: Phase) -> Room:
+        """Where the gradient of a parameter is made in a phase."""
+        return self._by_name[name].room(name, phase)
 
     def reduce_gradients(self, phase: Phase, *, is_last: bool) -> None:
         """Begin to reduce one microbatch's gradients of a phase to where they rest; see `Segment.reduce_gradients`."""

@@ -31,6 +31,7 @@ from atoll.models import Adapter, Batch, Block, Vocabulary
 from atoll.models.adapter import IGNORED_LABEL
 from atoll.runtime.pipeline.deferred import accumulate
 from atoll.runtime.sharding.lookahead import Lookahead
+from atoll.runtime.sharding.segment import Room
 from atoll.runtime.sharding.tensors import part_of
 from atoll.runtime.sharding.unit import Unit
 
@@ -241,7 +242,9 @@ class VocabularySlice:
         at, is_here = self._local(ids)
         if self._padding is not None:
             is_here &= ids != self._padding
-        target = self._gradient(self.embedding, self.embedding.weight_name)
+        target, is_empty = self._room(self.embedding, self.embedding.weight_name)
+        if is_empty:
+            target.zero_()
         target.index_add_(0, at[is_here], gradient[is_here].to(target.dtype))
 
     @torch.no_grad()
@@ -288,9 +291,9 @@ class VocabularySlice:
         gradient[tokens, at[tokens]] -= scale
         if kept.slope is not None:
             gradient *= kept.slope
-        accumulate(self._gradient(self.head, self.head.weight_name), kept.hidden, gradient.to(self.dtype))
+        accumulate(self._room(self.head, self.head.weight_name), kept.hidden, gradient.to(self.dtype))
         if self.head.bias_name is not None:
-            self._gradient(self.head, self.head.bias_name).add_(gradient.sum(0))
+            self._room(self.head, self.head.bias_name).add(gradient.sum(0))
 
     @torch.no_grad()
     def combine(self, scores: Sequence[Scores], labels: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -330,9 +333,9 @@ class VocabularySlice:
         is_here = (at >= 0) & (at < len(self.rows))
         return at.clamp(0, len(self.rows) - 1), is_here
 
-    def _gradient(self, table: Table, name: str) -> Tensor:
+    def _room(self, table: Table, name: str) -> Room:
         table.unit.touched.add(name)
-        return table.unit.weight_gradient(name)
+        return table.unit.room(name, "W")
 
     def _finish(self, scored: Tensor) -> tuple[Tensor, Tensor | None]:
         """What the model does to the head's output, and its derivative where that is not 1."""

@@ -1,0 +1,222 @@
+"""A block of the model on this rank: a graph of its own in autograd.
+
+    forward    what comes out is cut: tensors that need a gradient are handed on as leaves
+    backward   begins with the gradients of these leaves, an ordinary call with a beginning and an end. When it is over
+               the block's gradients are complete, what has none was not used, and the gradient of its input lies in a
+               leaf that a block before it has handed on
+
+What a model computes between two blocks lies in the graph of the later one, since it starts from the earlier's leaves.
+
+[Note: where control comes back] A model's own forward calls its blocks. Each block's module has a `forward` that hands
+the call to whoever runs the stage; that is the only place where control comes back while a stage runs forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from atoll._torch import run_backward
+from atoll.errors import RunError
+from atoll.runtime.randomness import seed_block
+from atoll.runtime.sharding.unit import Unit
+
+_BACKENDS = {"block": "inductor", "block-eager": "aot_eager"}
+
+_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+"""What selective recompute keeps: matrix products. Attention, norms and activation functions are run again."""
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+Call = Callable[["LocalBlock", Arguments], Any]
+"""What runs a block where the model calls it."""
+
+
+class Ending(Protocol):
+    """A module in a block that ends it: what it is given goes elsewhere."""
+
+    given: Tensor | None
+
+
+class Draw(NamedTuple):
+    """What a block's random numbers depend on besides the block: see `atoll.runtime.randomness`."""
+
+    seed: int
+    step: int
+    microbatch: int
+
+
+@dataclass(slots=True)
+class Passage:
+    """What is kept of a microbatch from a block's forward to its backward.
+
+    made: what came out and needs a gradient, in the block's graph; nothing under recompute, where `again` has the
+    arguments to make it from and what it draws.  leaves: the same, as it was handed on.
+    """
+
+    made: Sequence[Tensor]
+    leaves: Sequence[Tensor]
+    again: tuple[Arguments, Draw] | None = None
+
+
+class LocalBlock:
+    """A block of the model, and the units that it uses.
+
+    needs_backward: whether anything in it or before it is trained.
+    end: what stands for the head in it, where the vocabulary is split: what that is given is what the block gives.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        index: int,
+        units: Sequence[Unit],
+        *,
+        needs_backward: bool,
+        recompute: str,
+        end: Ending | None = None,
+    ) -> None:
+        self.module = module
+        self.index = index
+        self.units = tuple(units)
+        self.needs_backward = needs_backward
+        self.is_recomputed = recompute != "none"
+        self._recompute = recompute
+        self._end = end
+        self._forward: Callable[..., Any] = module.forward
+        self._call: Call | None = None
+
+    def take_place(self, compiler: str = "none") -> None:
+        """Stand where the model calls the module. What takes the place of a module's forward inside the block, or of
+        the block's own, does so before, and is compiled with it."""
+        self._forward = self.module.forward
+        if compiler != "none":
+            self._forward = torch.compile(self._forward, dynamic=False, backend=_BACKENDS[compiler])
+        self.module.forward = self._called
+
+    def hand_to(self, call: Call | None) -> None:
+        """Who runs the block from now on where the model calls it; None: nobody, it runs by itself."""
+        self._call = call
+
+    def _called(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(*args, **kwargs) if self._call is None else self._call(self, (args, kwargs))
+
+    # ---- forward
+
+    def forward(self, given: Arguments, draw: Draw) -> tuple[Any, Passage | None]:
+        """The block's output, and what its backward needs; None where nothing needs one."""
+        args, kwargs = given
+        if not self.module.training:
+            return self._forward(*args, **kwargs), None
+        if not torch.is_grad_enabled():
+            return self._drawn(draw, *args, **kwargs), None
+        if self._recompute == "block":
+            with torch.no_grad():
+                output = self._drawn(draw, *args, **kwargs)
+            made = [tensor for tensor in self._made(output) if self.needs_backward and tensor.is_floating_point()]
+            handed, leaves = self._cut(output, made)
+            return handed, Passage((), leaves, (given, draw)) if leaves else None
+        if self._recompute == "selective":
+            contexts = partial(create_selective_checkpoint_contexts, list(_PRODUCTS))
+            options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": contexts}
+            output = checkpoint(partial(self._drawn, draw), *args, **options, **kwargs)
+        else:
+            output = self._drawn(draw, *args, **kwargs)
+        made = [tensor for tensor in self._made(output) if tensor.requires_grad]
+        handed, leaves = self._cut(output, made)
+        return handed, Passage(made, leaves) if leaves else None
+
+    def _made(self, output: Any) -> list[Tensor]:
+        """What a forward has made; of a block with an end what that was given alone."""
+        if self._end is None:
+            return list(_tensors(output))
+        assert self._end.given is not None, "the block runs its end"
+        return [self._end.given]
+
+    def _cut(self, output: Any, made: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
+        """The output with leaves in the places of what was made, and these."""
+        leaves = [tensor.detach().requires_grad_() for tensor in made]
+        if self._end is not None:
+            self._end.given = leaves[0] if leaves else self._end.given
+            return output, leaves
+        handed = _replace(output, {id(tensor): leaf for tensor, leaf in zip(made, leaves, strict=True)})
+        there = {id(tensor) for tensor in _tensors(handed)}.intersection(map(id, leaves))
+        if len(there) < len({id(tensor) for tensor in made}):
+            raise RunError(
+                f"{type(self.module).__name__} gives a {type(output).__name__}, in which gradients cannot be cut off; "
+                "give a tensor, or a tuple, list or dict of tensors"
+            )
+        return handed, leaves
+
+    def _drawn(self, draw: Draw, *args: Any, **kwargs: Any) -> Any:
+        seed_block(*draw, self.index)
+        return self._forward(*args, **kwargs)
+
+    # ---- backward
+
+    def backward(self, passage: Passage) -> None:
+        """From the gradients of what was handed on to those of parameters and input; nothing where there are none."""
+        gradients = [leaf.grad for leaf in passage.leaves]
+        made, inner = passage.made, dict[int, tuple[Tensor, Tensor]]()
+        if passage.again is not None and any(gradient is not None for gradient in gradients):
+            made, inner = self._again(*passage.again)
+        both = zip(made, gradients, strict=True) if made else ()
+        pairs = [(one, gradient) for one, gradient in both if gradient is not None and one.requires_grad]
+        for leaf in passage.leaves:
+            leaf.grad = None
+        if pairs:
+            run_backward(*zip(*pairs, strict=True))
+        for outer, leaf in inner.values():
+            pass_on(outer, leaf.grad)
+
+    def _again(self, given: Arguments, draw: Draw) -> tuple[list[Tensor], dict[int, tuple[Tensor, Tensor]]]:
+        """The forward once more, from leaves that stand for what it was given."""
+        outers = [tensor for tensor in _tensors(given) if tensor.requires_grad]
+        inner = {id(outer): (outer, outer.detach().requires_grad_()) for outer in outers}
+        by = {key: leaf for key, (_, leaf) in inner.items()}
+        args, kwargs = _replace(given, by)
+        with torch.enable_grad():
+            output = self._drawn(draw, *args, **kwargs)
+        made = [tensor for tensor in self._made(output) if tensor.is_floating_point()]
+        if self._end is not None:
+            self._end.given = None
+        return made, inner
+
+
+def pass_on(tensor: Tensor, gradient: Tensor | None) -> None:
+    """Give a tensor its gradient: where it is a leaf it lies there, else it goes on through the graph."""
+    if gradient is None:
+        return
+    if not tensor.is_leaf:
+        run_backward((tensor,), (gradient,))
+    else:
+        tensor.grad = gradient if tensor.grad is None else tensor.grad + gradient
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Every tensor in nested tuples, lists and mappings."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _replace(value: Any, by: Mapping[int, Tensor]) -> Any:
+    """The same nest with some tensors replaced."""
+    if isinstance(value, Tensor):
+        return by.get(id(value), value)
+    if type(value) is dict:
+        return {key: _replace(item, by) for key, item in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_replace(item, by) for item in value)
+    return value
