@@ -115,6 +115,13 @@ def test_the_sum_of_squares_is_added_in_float64(dtype: torch.dtype, numel: int) 
     assert float(got) == pytest.approx(float(values.double().square().sum()), rel=1e-12)
 
 
+@pytest.mark.parametrize("scale", [1e-30, 1e-12, 1e12, 1e25])
+def test_the_sum_of_squares_is_right_at_every_scale(scale: float) -> None:
+    """Also where squares in fp32 would be zero or infinite."""
+    values = torch.randn(50_001, generator=torch.Generator().manual_seed(0)) * scale
+    assert float(sum_of_squares(values)) == pytest.approx(float(values.double().square().sum()), rel=1e-6)
+
+
 def test_the_sum_of_squares_of_what_is_not_finite() -> None:
     for fault in (float("inf"), float("nan")):
         assert not sum_of_squares(torch.tensor([1.0, fault, 2.0])).isfinite()
