@@ -26,7 +26,7 @@ from benchmarks.islands.contenders import Atoll, Fsdp2, Setting, has_deepspeed
 from benchmarks.islands.network import Islands
 from benchmarks.islands.race import Row
 from benchmarks.islands.ranks import Where
-from benchmarks.islands.search import Race, is_slow, near
+from benchmarks.islands.search import SLACK, Race, is_slow, near
 from benchmarks.islands.work import Chain, Work
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,7 +62,7 @@ class Case:
     """Races of one work.
 
     name: the bench's.
-    rounds: turns of those that race in turns.
+    rounds: turns of those that race in turns.  slack: as `search.SLACK`; less where compute sleeps.
     counts_layouts: whether bytes and memory of every layout are held against their predictions, on the first course.
     """
 
@@ -70,6 +70,7 @@ class Case:
     work: Work
     courses: Mapping[str, Course]
     rounds: int = 3
+    slack: float = SLACK
     counts_layouts: bool = False
 
 
@@ -95,7 +96,7 @@ def run(case: Case, arguments: argparse.Namespace) -> dict[str, Any]:
     kept = {} if arguments.quick else {name: _notes(case, name, arguments.depends) for name in case.courses}
     with allocations.library() as preload:
         for name, course in case.courses.items():
-            with on(course, work, preload, kept.get(name)) as race:
+            with on(course, work, preload, slack=case.slack, notes=kept.get(name)) as race:
                 print(f"== {name}", flush=True)
                 visits = controls(course)[:2] if arguments.quick else None
                 result["races"][name] = {
@@ -120,11 +121,11 @@ def _notes(case: Case, course: str, depends: Mapping[str, str]) -> Path:
 
 
 @contextmanager
-def on(course: Course, work: Work, preload: Path | None, notes: Path | None = None) -> Iterator[Race]:
-    """The processes of a race."""
+def on(course: Course, work: Work, preload: Path | None, **options: Any) -> Iterator[Race]:
+    """The processes of a race; `options` are those of `Race`."""
     with Islands() if course.inter > 1 else nullcontext() as islands:
         where = Where(course.inter, course.intra, islands)
-        with Race(where, work, preload=preload, rate=course.bits, notes=notes) as race:
+        with Race(where, work, preload=preload, rate=course.bits, **options) as race:
             yield race
 
 
@@ -136,7 +137,8 @@ def _race(race: Race, course: Course, visits: Sequence[Setting] | None, rounds: 
     raced: dict[str, Row] = {}
     while True:  # medians move the fronts, and so bring others near
         best = [raced.get(row.name, row) for row in rows if row.problem is None]
-        wanted = {row.name: row for row in best if row.name in always} | {row.name: row for row in near(best)}
+        wanted = {row.name: row for row in best if row.name in always}
+        wanted |= {row.name: row for row in near(best, slack=race.slack)}
         again = [row for row in wanted.values() if row.name not in raced and not is_slow(row, rows)]
         if not again:
             break

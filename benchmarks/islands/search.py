@@ -27,10 +27,8 @@ from benchmarks.islands.ranks import Ranks, Where
 from benchmarks.islands.work import Work
 
 SLACK = 1.05
-"""A setting races again if it would be on its side's front were it faster by this factor."""
-
-NEAR = 1.05
-"""The search goes on from settings this near to their side's front."""
+"""A setting is near its side's front if it would be on it were it faster by this factor: the search goes on from there,
+and it races again. Steps that compute differ by as much from visit to visit."""
 
 SLOW = 4.0
 """A setting that takes so many times as long as its side's fastest is small and nothing else: the search does not go on
@@ -144,13 +142,22 @@ class Race:
     """One work on one machine: the processes, restarted where a setting breaks them, and what was seen.
 
     rate: bits a second of the link while steps are timed; None for no limit. Contenders are built without one.
+    slack: how near to its side's front a setting has to be for the search to go on from it.
     notes: what was visited, a line each, so that a run that was interrupted goes on; None keeps nothing.
     """
 
     def __init__(
-        self, where: Where, work: Work, *, preload: Path | None, rate: float | None, notes: Path | None = None
+        self,
+        where: Where,
+        work: Work,
+        *,
+        preload: Path | None,
+        rate: float | None,
+        slack: float = SLACK,
+        notes: Path | None = None,
     ) -> None:
         self.where, self.work, self.preload, self.rate, self.notes = where, work, preload, rate, notes
+        self.slack = slack
         lines = notes.read_text(encoding="utf-8").splitlines() if notes and notes.is_file() else []
         self._known = {row.name: row for row in map(Row.from_json, map(json.loads, lines))}
         self._stack = ExitStack()
@@ -221,7 +228,7 @@ class Race:
         while wanted:
             rows += self.visit(wanted, note=note)
             seen = {row.name for row in rows}
-            fast = (row for row in near(rows, slack=NEAR) if not is_slow(row, rows))
+            fast = (row for row in near(rows, slack=self.slack) if not is_slow(row, rows))
             around = (other for row in fast for other in neighbours(row.setting, space))
             wanted = list({other.name: other for other in around if other.name not in seen}.values())
         return rows
@@ -241,7 +248,7 @@ class Race:
         return fresh
 
 
-def near(rows: Iterable[Row], *, slack: float = SLACK) -> list[Row]:
+def near(rows: Iterable[Row], *, slack: float) -> list[Row]:
     """The visited rows near their own side's front."""
     by_name = {row.name: row for row in rows if row.problem is None and row.peak_bytes is not None}
     known = [row.to_json() for row in by_name.values()]

@@ -13,6 +13,8 @@ CASE = Case(
     name="one_machine_a100",
     work=Sleeping(),
     courses={"four ranks": Course(1, 4)},
+    rounds=2,
+    slack=1.01,
 )
 
 PAGE = Page(

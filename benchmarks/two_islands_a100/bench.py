@@ -18,6 +18,8 @@ CASE = Case(
     name="two_islands_a100",
     work=WORK,
     courses={f"{rate} Gb/s between nodes": Course(2, 2, WORK.rate(rate)) for rate in (100, 10)},
+    rounds=2,
+    slack=1.01,
 )
 
 PAGE = Page(
