@@ -12,10 +12,15 @@ def test_a_backward_gives_what_the_public_function_gives() -> None:
     hidden = torch.randn(3, 4, generator=generator).requires_grad_()
     weight = torch.randn(4, 5, generator=generator).requires_grad_()
     gradient = torch.randn(3, 5, generator=generator)
-    torch.autograd.backward((hidden @ weight).tanh(), gradient)
+
+    def outputs() -> tuple[torch.Tensor, torch.Tensor]:
+        product = hidden @ weight
+        return product.tanh(), product.square()
+
+    torch.autograd.backward(outputs(), (gradient, gradient))
     wanted = [hidden.grad, weight.grad]
     hidden.grad = weight.grad = None
-    run_backward((hidden @ weight).tanh(), gradient)
+    run_backward(outputs(), (gradient, gradient))
     for got, public in zip([hidden.grad, weight.grad], wanted, strict=True):
         assert got is not None
         assert public is not None
