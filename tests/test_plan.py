@@ -71,6 +71,10 @@ def test_a_plan_knows_its_global_batch() -> None:
     [
         ({"mesh": MeshShape(pipeline=4)}, "is for 2 pipeline ranks, the mesh has 4"),
         ({"microbatch": 0}, "microbatch = 0"),
+        (
+            {"schedule": schedules.build("gpipe", ranks=2, microbatches=8192)},
+            "8192 microbatches a rank .* at most 8191",
+        ),
         ({"recompute": "all"}, "recompute = 'all'; known: none, block, selective"),
         ({"residency": "block"}, "residency = 'block'; known: unit, run, step"),
         ({"reduction": "unit"}, "reduction = 'unit'; known: microbatch, run, step"),

@@ -6,15 +6,17 @@ and were tried with 2.13; a test compares the range with the installed torch and
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, autograd
+from torch import Tensor, autograd, nn
 from torch._subclasses import FakeTensorMode
 from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LRScheduler
 
 TORCH = ("2.11", "2.14")
 """The first minor version of torch in which the names are expected, and the first in which they must be looked up."""
@@ -67,6 +69,52 @@ def local_part(parameter: Tensor) -> Tensor:
     moved to other storage.
     """
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+
+
+def version(tensor: Tensor) -> int:
+    """How often a tensor has been written to in place.
+
+    Private: `Tensor._version`, which autograd checks saved tensors by; nothing public tells of a write.
+    """
+    return tensor._version
+
+
+@contextmanager
+def parameter_replaced(module: nn.Module, name: str, tensor: Tensor) -> Iterator[None]:
+    """A section in which a tensor of any kind stands in the place of a module's parameter.
+
+    Private: `Module._parameters`. `torch.func.functional_call` does the same and then calls the module, whose forward
+    may be the one that asks for this.
+    """
+    registry: dict[str, Any] = module._parameters
+    before = registry[name]
+    registry[name] = tensor
+    try:
+        yield
+    finally:
+        registry[name] = before
+
+
+def bare_copy(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> nn.Module:
+    """A module of the same class and attributes with parameters of its own, and empty buffers on the CPU.
+
+    Private: `Module._parameters` and `Module._buffers`, which a shallow copy shares with its original; a deep one
+    copies the weights.
+    """
+    made = copy.copy(module)
+    made._parameters = dict(parameters)
+    made._buffers = {
+        key: torch.empty_like(buffer, device="cpu") for key, buffer in module._buffers.items() if buffer is not None
+    }
+    return made
+
+
+def set_last_rates(scheduler: LRScheduler, rates: Sequence[float | Tensor]) -> None:
+    """Make `get_last_lr()` say these.
+
+    Private: `LRScheduler._last_lr`, which only a step writes, and a scheduler that is restored takes none.
+    """
+    scheduler._last_lr = list(rates)
 
 
 def run_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:

@@ -9,6 +9,9 @@ from atoll.ir import Schedule
 from atoll.ir.residency import REDUCTIONS, RESIDENCIES, Reduction, Residency
 from atoll.layouts import Layout, Nest, Precision
 
+MOST_MICROBATCHES = 8_191
+"""Of a rank and step: messages are named by their microbatch, in so many numbers."""
+
 RECOMPUTE = ("none", "block", "selective")
 COMPILE = ("none", "block", "block-eager")
 
@@ -137,6 +140,11 @@ class Plan:
             raise PlanError(
                 f"schedule {self.schedule.name!r} is for {self.schedule.ranks} pipeline ranks, the mesh has "
                 f"{self.mesh.pipeline}; build the schedule for the mesh"
+            )
+        if self.schedule.microbatches > MOST_MICROBATCHES:
+            raise PlanError(
+                f"{self.schedule.microbatches} microbatches a rank and step: at most {MOST_MICROBATCHES}, so that each "
+                "has a message of its own; make them larger"
             )
         if self.microbatch < 1:
             raise PlanError(f"microbatch = {self.microbatch}; a microbatch needs at least one sample")

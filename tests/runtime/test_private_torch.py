@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from torch import nn
 
-from atoll._torch import run_backward
+from atoll._torch import bare_copy, parameter_replaced, run_backward, set_last_rates, version
 
 
 def test_a_backward_gives_what_the_public_function_gives() -> None:
@@ -25,3 +27,38 @@ def test_a_backward_gives_what_the_public_function_gives() -> None:
         assert got is not None
         assert public is not None
         assert torch.equal(got, public)
+
+
+def test_a_write_is_seen() -> None:
+    tensor = torch.zeros(2)
+    before = version(tensor)
+    assert version(tensor) == before
+    tensor[0] = 1.0
+    assert version(tensor) > before
+
+
+def test_a_parameter_is_replaced_for_a_while() -> None:
+    module = nn.Linear(2, 2, bias=False)
+    own = module.weight
+    with parameter_replaced(module, "weight", torch.eye(2)):
+        assert module(torch.ones(1, 2)).tolist() == [[1.0, 1.0]]
+    assert module.weight is own
+    with pytest.raises(RuntimeError), parameter_replaced(module, "weight", torch.eye(3)):
+        module(torch.ones(1, 2))
+    assert module.weight is own
+
+
+def test_a_bare_copy_shares_nothing_that_is_large() -> None:
+    module = nn.BatchNorm1d(3)
+    copied = bare_copy(module, {"weight": nn.Parameter(torch.zeros(1))})
+    assert [name for name, _ in copied.named_parameters()] == ["weight"]
+    assert [name for name, _ in module.named_parameters()] == ["weight", "bias"]
+    assert {name for name, _ in copied.named_buffers()} == {name for name, _ in module.named_buffers()}
+    assert all(one is not other for one, other in zip(copied.buffers(), module.buffers(), strict=True))
+
+
+def test_a_scheduler_says_the_rates_it_is_given() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    set_last_rates(scheduler, [0.25])
+    assert scheduler.get_last_lr() == [0.25]

@@ -17,7 +17,6 @@ its base model's.
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from atoll._torch import bare_copy
 from atoll.errors import PlanError
 from atoll.models.adapter import (
     STYLES,
@@ -160,12 +160,8 @@ class HuggingFaceAdapter:
         """Raise PlanError for an embedding that does not work on each of its rows alone, as scaling does."""
         if type(embedding) is nn.Embedding or not isinstance(embedding, nn.Embedding):
             return
-        small = copy.copy(embedding)
         weight = torch.arange(12.0, dtype=torch.float64).view(4, 3)
-        small._parameters = {"weight": nn.Parameter(weight)}
-        small._buffers = {
-            key: torch.empty_like(each, device="cpu") for key, each in embedding._buffers.items() if each is not None
-        }
+        small: Any = bare_copy(embedding, {"weight": nn.Parameter(weight)})
         small.padding_idx = None
         ids = torch.tensor([[2, 0, 2, 3]])
         with torch.no_grad():
@@ -186,15 +182,16 @@ class HuggingFaceAdapter:
         for block in self._blocks[self._end :]:
             parent, leaf = self._parent(block.name)
             stood.append((parent, leaf, block.module))
-            parent._modules[leaf] = _Slot(block.module).doing(
+            slot = _Slot(block.module).doing(
                 (lambda *args, **kwargs: given) if block.name == head else (lambda hidden, *args, **kwargs: hidden)
             )
+            setattr(parent, leaf, slot)
         try:
             with torch.no_grad(), self._only(self._end, len(self._blocks), hidden, (1, 2)):
                 logits: Tensor = self.model(input_ids=torch.zeros(1, 2, dtype=torch.long), **self._options).logits
         finally:
             for parent, leaf, module in stood:
-                parent._modules[leaf] = module
+                setattr(parent, leaf, module)
         return logits
 
     # ---- slots
@@ -212,24 +209,25 @@ class HuggingFaceAdapter:
     def _only(self, first: int, last: int, hidden: Tensor | None, size: tuple[int, ...]) -> Iterator[None]:
         """Blocks first..last-1 in their places, and something in the places of the others."""
         begin, end = self._first_layer, self._end
-        slots = self._layers._modules
-        owned = dict(slots)
+        layers = self._layers
+        owned = [(str(at), layer) for at, layer in enumerate(layers)]
         stubbed: list[tuple[nn.Module, str, nn.Module]] = []
         try:
             if hidden is not None:
                 for name, stub in self._stubs.items():
                     parent, leaf = self._parent(name)
                     stubbed.append((parent, leaf, parent.get_submodule(leaf)))
-                    parent._modules[leaf] = stub.doing(size, hidden)
+                    setattr(parent, leaf, stub.doing(size, hidden))
             for at in range(begin, end):
                 act = self._act(at, first, last, hidden)
                 if act is not None:
-                    slots[str(at - begin)] = self._slots[at - begin].doing(act)
+                    setattr(layers, str(at - begin), self._slots[at - begin].doing(act))
             yield
         finally:
-            slots.update(owned)
+            for name, layer in owned:
+                setattr(layers, name, layer)
             for parent, leaf, module in stubbed:
-                parent._modules[leaf] = module
+                setattr(parent, leaf, module)
 
     def _act(self, at: int, first: int, last: int, hidden: Tensor | None) -> Callable[..., Any] | None:
         """What stands in for layer block `at`; None: the layer itself."""

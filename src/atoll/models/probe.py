@@ -176,11 +176,11 @@ def _run(model: nn.Module, layers: nn.ModuleList, form: Form, rows: int, length:
         record.outputs[names[id(module)]] = output
         return output
 
-    owned = dict(layers._modules)
+    owned = {str(at): layer for at, layer in enumerate(layers)}
     handles = [m.register_forward_hook(note) for m in model.modules() if id(m) not in inside]
     try:
         for at, (key, layer) in enumerate(owned.items()):
-            layers._modules[key] = _Recorder(layer, at, record, form)
+            setattr(layers, key, _Recorder(layer, at, record, form))
         with fake_tensors(), torch.enable_grad():
             device = next(model.parameters()).device
             ids = torch.zeros(rows, length, dtype=torch.long, device=device)
@@ -191,7 +191,8 @@ def _run(model: nn.Module, layers: nn.ModuleList, form: Form, rows: int, length:
     except Exception as error:
         record.problem = f"a forward with layers that pass on what they get fails: {type(error).__name__}: {error}"
     finally:
-        layers._modules.update(owned)
+        for key, layer in owned.items():
+            setattr(layers, key, layer)
         for handle in handles:
             handle.remove()
     return record

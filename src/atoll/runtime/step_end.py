@@ -32,9 +32,6 @@ from atoll.runtime.sharding.optimizer import ShardedOptimizer
 from atoll.runtime.sharding.unit import Unit, UnitSpec
 from atoll.runtime.transport import Channel, Exchange, Later, Tag, Transport
 
-_FLAGS_PART = 0x1FFF
-"""The part of a tag under which the flags of a shared unit travel, beside its segments."""
-
 
 @dataclass(slots=True)
 class LossScaler:
@@ -195,7 +192,7 @@ class StepEnd:
             if len(unit.owners) > 1:
                 own = [at for at, (owner, _) in enumerate(names) if owner is unit]
                 shared = flags[own]
-                self._transport.total_ordered(shared, unit.owners, Tag(Channel.SHARED, unit.spec.index, _FLAGS_PART))
+                self._transport.total_ordered(shared, unit.owners, Tag(Channel.SHARED, unit.spec.index, Tag.LAST))
                 flags[own] = shared
 
     # ---- at once

@@ -68,15 +68,24 @@ class Channel(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Tag:
-    """Names a message: a channel, the unit or stage it belongs to, and the segment or microbatch."""
+    """Names a message: a channel, the unit or stage it belongs to, and the segment or microbatch.
+
+    index and part are below `LIMIT`. `LAST` is a part that no segment and no microbatch of a plan has.
+    """
+
+    LIMIT: ClassVar[int] = 1 << 13
+    LAST: ClassVar[int] = LIMIT - 1
 
     channel: Channel
     index: int
     part: int = 0
 
     def __int__(self) -> int:
-        """Thirty-one bits, since gloo's tags are 32-bit and signed."""
-        return (self.channel << 26) | ((self.index & 0x1FFF) << 13) | (self.part & 0x1FFF)
+        """Thirty-one bits, since gloo's tags are 32-bit and signed. Raises RunError for what does not fit: two messages
+        of one tag would be taken for each other."""
+        if not (0 <= self.index < self.LIMIT and 0 <= self.part < self.LIMIT):
+            raise RunError(f"{self.channel.name} {self.index}, {self.part}: a message's tag counts to {self.LIMIT - 1}")
+        return (self.channel << 26) | (self.index << 13) | self.part
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from atoll._torch import parameter_replaced
 from atoll.models import Adapter, Batch, Block
 from atoll.runtime.pipeline.block import LocalBlock
 from atoll.runtime.pipeline.deferred import DeferredWeight
@@ -48,12 +49,12 @@ class LookedUp(End):
         if type(module) is nn.Embedding:
             return rows
         # What else its class does to rows, it does where these are its table.
-        table, padding = module._parameters["weight"], module.padding_idx
+        padding, module.padding_idx = module.padding_idx, None  # type: ignore[assignment]
         try:
-            module._parameters["weight"], module.padding_idx = rows.flatten(0, -2), None  # type: ignore[assignment]
-            found: torch.Tensor = type(module).forward(module, torch.arange(given.numel(), device=given.device))
+            with parameter_replaced(module, "weight", rows.flatten(0, -2)):
+                found: torch.Tensor = type(module).forward(module, torch.arange(given.numel(), device=given.device))
         finally:
-            module._parameters["weight"], module.padding_idx = table, padding
+            module.padding_idx = padding
         return found.view(*given.shape, -1)
 
 

@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 
 import torch
 
+from atoll._torch import version
 from atoll.errors import PlanError
 from atoll.runtime.sharding.lookahead import DIGESTS
 from atoll.runtime.sharding.segment import Segment
@@ -50,12 +51,12 @@ class Edit:
                 if name in names:
                     edit.values[name] = value
                     edit._segments[name] = segment
-                    edit._versions[name] = value._version
+                    edit._versions[name] = version(value)
         return edit
 
     def edited(self) -> dict[str, torch.Tensor]:
         """What was written to, by name."""
-        return {name: value for name, value in self.values.items() if value._version != self._versions[name]}
+        return {name: value for name, value in self.values.items() if version(value) != self._versions[name]}
 
     def digests(self, names: Sequence[str]) -> torch.Tensor:
         """Of each name: holders, and a number for its new value (0 where nothing was written) with its square."""

@@ -1,0 +1,21 @@
+"""Names of messages."""
+
+from __future__ import annotations
+
+import pytest
+
+from atoll.errors import RunError
+from atoll.runtime.transport import Channel, Tag
+
+
+def test_messages_of_one_channel_unit_and_part_share_a_tag_and_no_others_do() -> None:
+    edges = (0, 1, Tag.LIMIT // 2, Tag.LIMIT - 2, Tag.LAST)
+    tags = [Tag(channel, index, part) for channel in Channel for index in edges for part in edges]
+    assert len({int(tag) for tag in tags}) == len(tags)
+    assert all(0 <= int(tag) < 1 << 31 for tag in tags)
+
+
+@pytest.mark.parametrize(("index", "part"), [(Tag.LIMIT, 0), (0, Tag.LIMIT), (-1, 0), (0, -1)])
+def test_what_does_not_fit_a_tag_is_refused(index: int, part: int) -> None:
+    with pytest.raises(RunError, match=f"FORWARD {index}, {part}: a message's tag counts to {Tag.LAST}"):
+        int(Tag(Channel.FORWARD, index, part))
