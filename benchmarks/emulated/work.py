@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from atoll.models import Adapter, SequentialAdapter, adapter_for, initialise_model
 from atoll.runtime.pipeline import deferred
+from atoll.runtime.sharding.segment import Room
 
 OPERATION_SECONDS = 0.020
 
@@ -206,12 +207,12 @@ def pausing_weights(work: Work, device: Device) -> Iterator[None]:
     accumulate = deferred.accumulate
     before = 0.0
 
-    def paused(target: Tensor, hidden: Tensor, gradient: Tensor) -> None:
+    def paused(room: Room, hidden: Tensor, gradient: Tensor) -> None:
         nonlocal before
         begin = time.monotonic()
-        accumulate(target, hidden, gradient)
+        accumulate(room, hidden, gradient)
         before += time.monotonic() - begin
-        if target.shape == (work.width, work.width):  # a layer's; the head's comes before and is part of it
+        if room.view.shape == (work.width, work.width):  # a layer's; the head's comes before and is part of it
             device.pause("W", before)
             before = 0.0
 

@@ -23,6 +23,7 @@ from atoll.models import SequentialAdapter, Vocabulary
 from atoll.plan import MeshShape, Plan
 from atoll.runtime.engine import Engine
 from atoll.runtime.pipeline import deferred
+from atoll.runtime.sharding.segment import Room
 from atoll.runtime.sharding.vocabulary import VocabularySlice
 from atoll.stages import BlockWeight, layers_of, split_blocks
 
@@ -177,10 +178,10 @@ def sleeping(work: Work, device: Device) -> Iterator[None]:
     """Let W, S and T sleep."""
     accumulate, score, learn = deferred.accumulate, VocabularySlice.score, VocabularySlice.learn_score
 
-    def paused(target: Tensor, hidden: Tensor, gradient: Tensor) -> None:
+    def paused(room: Room, hidden: Tensor, gradient: Tensor) -> None:
         device.begin()
-        accumulate(target, hidden, gradient)
-        device.end(work.layer if target.shape[0] == work.width else work.head)
+        accumulate(room, hidden, gradient)
+        device.end(work.layer if room.view.shape[0] == work.width else work.head)
 
     def scoring(self: VocabularySlice, *args: Any, **options: Any) -> Any:
         device.begin()
