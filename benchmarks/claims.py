@@ -138,9 +138,9 @@ def raced(raw: Raw) -> Figures:
             ours = f"{best['ours']} {costs(rows[best['ours']])}"
             is_faster = f": **{best['ratio']:.2f} times as fast**"
         told.append(
-            f"{course}: {ours}, the fastest peer {best['peer']} {costs(rows[best['peer']])}{is_faster}; at every "
-            f"memory at which a peer runs {to(ratios, '.2f') if ratios else 'no'} times"
-            + (f", but {unmet} of its settings run in less than any of ours" * bool(unmet))
+            f"{course}: {ours}, the fastest peer {best['peer']} {costs(rows[best['peer']])}{is_faster}"
+            + (f"; at every memory at which a peer runs {to(ratios, '.2f')} times" if ratios else "")
+            + (f", but {unmet} of its settings run in less than any of ours" if unmet else "")
         )
         alike.append(f"{course}: {_alike(verdict['like_for_like'], rows)}")
     visited = sum(len(race["visited"]) for race in raw["races"].values())
@@ -394,7 +394,7 @@ ALL_CLAIMS = (
         figures=raced,
     ),
     Claim(
-        what="— a node of the A100 above (**emulated device**)",
+        what="— a model of 7 billion parameters on one node of A100, in small (**emulated device**)",
         how="the same race with {visited} settings: [page](benchmarks/one_machine_a100/README.md)",
         result="{told}",
         raw="one_machine_a100",

@@ -1,4 +1,4 @@
-"""What follows from the rows of a race: fronts, verdicts, ratios."""
+"""Computes fronts, verdicts and ratios from the rows of a race."""
 
 from __future__ import annotations
 

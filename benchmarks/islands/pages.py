@@ -34,7 +34,7 @@ DENIED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """What is told of a race beside its figures.
+    """The text of a race's page that is not computed.
 
     words: how far it is emulated. command: that measures it.
     """

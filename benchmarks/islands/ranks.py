@@ -61,9 +61,9 @@ class Where:
 
 @dataclass(slots=True)
 class Rank:
-    """What a process knows of itself, and the contenders that it has built.
+    """The state of a process: its place among the ranks, and the contenders it has built.
 
-    loaded: families it has used before. upcoming: by contender, the batch of its next step, where it was told of it.
+    loaded: families it has built before.  upcoming: by contender, the batch of its next step if it was announced.
     """
 
     number: int

@@ -10,7 +10,7 @@ from atoll.ir.residency import REDUCTIONS, RESIDENCIES, Reduction, Residency
 from atoll.layouts import Layout, Nest, Precision
 
 MOST_MICROBATCHES = 8_191
-"""Of a rank and step: messages are named by their microbatch, in so many numbers."""
+"""The largest number of microbatches of a rank in a step. A message's tag has 13 bits for its microbatch."""
 
 RECOMPUTE = ("none", "block", "selective")
 COMPILE = ("none", "block", "block-eager")

@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from atoll.errors import RunError
-from atoll.plan import Place
+from atoll.plan import MOST_MICROBATCHES, Place
 from atoll.runtime import shared_memory
 from atoll.runtime.shared_memory import HEADERS, Arena, Memory
 
@@ -70,11 +70,11 @@ class Channel(IntEnum):
 class Tag:
     """Names a message: a channel, the unit or stage it belongs to, and the segment or microbatch.
 
-    index and part are below `LIMIT`. `LAST` is a part that no segment and no microbatch of a plan has.
+    index and part are below `LIMIT`. No segment, and no microbatch of a plan, has the part `LAST`.
     """
 
-    LIMIT: ClassVar[int] = 1 << 13
-    LAST: ClassVar[int] = LIMIT - 1
+    LAST: ClassVar[int] = MOST_MICROBATCHES
+    LIMIT: ClassVar[int] = LAST + 1
 
     channel: Channel
     index: int

@@ -30,12 +30,12 @@ from atoll.runtime.sharding.unit import Unit
 _BACKENDS = {"block": "inductor", "block-eager": "aot_eager"}
 
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-"""What selective recompute keeps: matrix products. Attention, norms and activation functions are run again."""
+"""Ops whose outputs selective recompute saves. Attention, norms and activation functions are recomputed."""
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 Call = Callable[["LocalBlock", Arguments], Any]
-"""What runs a block where the model calls it."""
+"""Takes over the call of a block: (block, arguments) -> the block's output."""
 
 
 class Ending(Protocol):
@@ -45,7 +45,7 @@ class Ending(Protocol):
 
 
 class Draw(NamedTuple):
-    """What a block's random numbers depend on besides the block: see `atoll.runtime.randomness`."""
+    """Together with the block's index, the seed of its random numbers; see `atoll.runtime.randomness`."""
 
     seed: int
     step: int
@@ -54,10 +54,11 @@ class Draw(NamedTuple):
 
 @dataclass(slots=True)
 class Passage:
-    """What is kept of a microbatch from a block's forward to its backward.
+    """State saved between a block's forward and its backward, for one microbatch.
 
-    made: what came out and needs a gradient, in the block's graph; nothing under recompute, where `again` has the
-    arguments to make it from and what it draws.  leaves: the same, as it was handed on.
+    made: the outputs that require a gradient, attached to the block's graph; empty under `recompute = "block"`.
+    leaves: the same outputs, detached, as the next block receives them.
+    again: under `recompute = "block"`, the arguments and the seed to run the forward with.
     """
 
     made: Sequence[Tensor]
@@ -133,7 +134,7 @@ class LocalBlock:
         return handed, Passage(made, leaves) if leaves else None
 
     def _made(self, output: Any) -> list[Tensor]:
-        """What a forward has made; of a block with an end what that was given alone."""
+        """The tensors of a forward's output; for a block with an end, the input of that end alone."""
         if self._end is None:
             return list(_tensors(output))
         assert self._end.given is not None, "the block runs its end"

@@ -38,16 +38,17 @@ from atoll.runtime.sharding.unit import Unit
 
 @dataclass(slots=True)
 class Collector:
-    """What W needs of the backward that runs: unit, name, and what the gradient is made of. None outside of one.
+    """Collects, while a block's backward runs, what W will need: unit, parameter name, and the factors of the gradient.
 
-    All layers of a rank have one: a layer may lie in several blocks.
+    found: None while no backward runs. All layers of a rank share one collector, since a layer may lie in several
+    blocks.
     """
 
     found: list[tuple[Unit, str, Any]] | None = None
 
     @contextmanager
     def collecting(self) -> Iterator[list[tuple[Unit, str, Any]]]:
-        """A section in which layers bring what W needs."""
+        """A context in which layers append to the list it gives."""
         found: list[tuple[Unit, str, Any]] = []
         self.found = found
         try:
@@ -200,7 +201,7 @@ def is_deferrable(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 Pending = dict[Unit, list[tuple[str, Any]]]
-"""What I leaves for W, by unit: a parameter, and what its gradient is made of."""
+"""By unit, the work that I leaves for W: a parameter's name, and its gradient or the factors of it."""
 
 
 @torch.no_grad()

@@ -481,6 +481,8 @@ class Executor:
                 for unit in at.completes[block.index]:
                     unit.reduce_gradients("I", is_last=is_last)
             yield block
+        if at.looked_up is not None:
+            at.looked_up.rows = None
         if hidden is None or not hidden.requires_grad:
             return
         # A stage whose output does not depend on its input still owes the one before it a gradient.

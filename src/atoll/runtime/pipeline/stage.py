@@ -36,7 +36,7 @@ class End(ABC):
 class LookedUp(End):
     """Gives what was looked up of the microbatch that runs, which a recomputed forward asks for again.
 
-    rows: what that is; set before the block runs.
+    rows: the looked-up rows; set before the block runs, and cleared after it.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -109,6 +109,8 @@ class Stage:
             self.looked_up.rows = hidden
             hidden = None
         output = self.adapter.forward(self.run.start, self.run.stop, hidden, batch)
+        if self.looked_up is not None:
+            self.looked_up.rows = None
         return output if self.scored is None else self.scored.taken()
 
     def open(self, *, stays: bool) -> None:
