@@ -110,6 +110,7 @@ TABLE: dict[str, tuple[str, ...]] = {
         f"{POST}::test_faults_at_chosen_stages",
         f"{ENGINE}::test_evaluation_takes_fewer_microbatches_and_padding",
         f"{ENGINE}::test_an_error_in_one_rank_names_the_rank_the_step_and_the_action",
+        f"{VOCABULARY}::test_an_error_in_a_message_of_a_slice_names_both_ends",
     ),
     "runtime/pipeline/deferred.py": (
         "tests/runtime/test_deferred.py",
@@ -135,6 +136,7 @@ TABLE: dict[str, tuple[str, ...]] = {
         "tests/runtime/test_precision.py",
         "tests/runtime/test_shared_parameters.py",
         "tests/runtime/test_randomness.py",
+        f"{VOCABULARY}::test_on_two_levels",
     ),
     "runtime/sharding/unit.py": (
         "tests/runtime/test_units.py",

@@ -11,7 +11,9 @@ from atoll.layouts import (
     Nest,
     Precision,
     Segment,
+    Use,
     WorkingMemory,
+    most_whole,
     working_memory,
 )
 
@@ -85,3 +87,11 @@ def test_frozen_parameters_have_no_gradients() -> None:
 
 def test_nobody_needs_anything_of_no_block() -> None:
     assert working_memory([], Layout("GGG"), precision=FP32, nest=Nest(2, 2), reads_in_place=True).total == 0
+
+
+def test_what_is_gathered_ahead_is_whole_beside_what_is_used() -> None:
+    """Four blocks, each freed after its use: with room for so many ahead, one more is there at a time."""
+    uses = [Use({at: 100}, (at,)) for at in range(4)]
+    for count in range(4):
+        assert most_whole(uses, 100 * count, turns=True) == 100 * (count + 1)
+    assert most_whole(uses, 150, turns=True) == 200

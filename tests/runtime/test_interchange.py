@@ -19,6 +19,7 @@ from atoll.data.tokenizer import FileTokenizer
 from atoll.errors import CheckpointError, ConfigError, PlanError, RankError
 from atoll.models import adapter_for
 from atoll.models.weights import weights_for
+from atoll.runtime import interchange
 from atoll.runtime.checkpoint import Piece, step_folder
 from atoll.runtime.checkpoint import save as save_checkpoint
 from atoll.runtime.checkpoint.folders import read_state
@@ -116,6 +117,20 @@ def test_in_and_out_bit_for_bit(name: str, dtype: torch.dtype, tmp_path: Path) -
     assert set(back.state_dict()) == set(wanted)
     for each, value in back.state_dict().items():
         assert torch.equal(value, wanted[each]), each
+
+
+def test_a_large_model_goes_out_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an index that says which part a parameter lies in, as transformers writes it."""
+    model = save("qwen2", tmp_path / "given")
+    import_folder(tmp_path / "given", tmp_path / "checkpoint")
+    monkeypatch.setattr(interchange, "SHARD_BYTES", 10_000)
+    moved = export_folder(tmp_path / "checkpoint", tmp_path / "back")
+    assert len(moved.files) > 2
+    index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text(encoding="utf-8"))
+    assert set(index["weight_map"].values()) == set(moved.files)
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    for each, value in back.state_dict().items():
+        assert torch.equal(value, model.state_dict()[each]), each
 
 
 def test_an_imported_model_stands_at_its_beginning(tmp_path: Path) -> None:

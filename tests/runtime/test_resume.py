@@ -8,8 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
 
+from atoll import schedules
 from atoll.errors import CheckpointError, RankError
+from atoll.layouts import Layout
+from atoll.models import Adapter
+from atoll.models.adapter import SequentialAdapter
+from atoll.plan import MeshShape, Plan
+from atoll.runtime.engine import Engine
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, History, reference, whole_parameters, worst_difference
 from atoll.testing.tiny import TinyConfig
@@ -101,6 +108,62 @@ def test_plain_torch_reads_it_with_its_own_tools(tmp_path: Path) -> None:
     dcp.load(state, checkpoint_id=folder, no_dist=True)
     for name, value in wanted.items():
         assert torch.allclose(state["model"][name], value, rtol=0, atol=1e-10), name
+
+
+class Scaled(nn.Module):
+    """A linear whose output is scaled by what lies in a persistent buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("scale", torch.ones(2, 3))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        scaled: Tensor = self.linear(hidden) * self.scale.sum()
+        return scaled
+
+
+class Scaling(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(Scaled(), Scaled())
+
+    def atoll_adapter(self) -> Adapter:
+        return SequentialAdapter(self, lambda outputs, batch: outputs.square().sum())
+
+
+def scaling(pipeline: int) -> tuple[Scaling, Engine]:
+    model = Scaling()
+    schedule = schedules.build("1f1b", ranks=pipeline, microbatches=2)
+    plan = Plan(MeshShape(pipeline=pipeline), Layout("NNN"), schedule, 1)
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    return model, Engine(model, plan, optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1))
+
+
+def save_scaled(folder: str) -> None:
+    model, engine = scaling(1)
+    for at, block in enumerate(model):
+        assert isinstance(block, Scaled)
+        block.scale.copy_(torch.arange(6).view(2, 3) + 10 * at)
+    engine.save(folder)
+    engine.close()
+
+
+def load_scaled(folder: str) -> dict[str, Tensor]:
+    _, engine = scaling(2)
+    engine.load(folder)
+    found = {name: value for name, value in engine.state_dict().items() if isinstance(value, Tensor)}
+    engine.close()
+    return {name: value.clone() for name, value in found.items() if name.endswith("scale")}
+
+
+def test_persistent_buffers_are_saved_and_read_on_another_mesh(tmp_path: Path) -> None:
+    folder = str(tmp_path / "scaled")
+    run_ranks(save_scaled, 1, folder)
+    for rank, found in enumerate(run_ranks(load_scaled, 2, folder)):
+        (value,) = found.values()
+        assert torch.equal(value, torch.arange(6.0).view(2, 3) + 10 * rank)
 
 
 def test_another_model_is_refused_before_anything_changes(tmp_path: Path) -> None:
