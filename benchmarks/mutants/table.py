@@ -86,6 +86,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "runtime/step_end.py": (
         POST,
         "tests/runtime/test_loss_scaler.py",
+        "tests/runtime/test_shared_parameters.py",
         f"{ENGINE}::test_a_loss_that_is_not_finite_updates_nothing",
         f"{ENGINE}::test_a_stage_with_nothing_to_train_does_not_hang",
         *TRAINED,
