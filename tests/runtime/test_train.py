@@ -300,3 +300,11 @@ def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(tmp_path: Path, corp
     config = from_dict(settings(tmp_path, corpus, model={"vocabulary": 255}))
     with pytest.raises(ConfigError, match=r"model\.vocabulary = 255.*256 ids"):
         vocabulary_of(config, prepare_corpus(config))
+
+
+def test_records_behind_a_broken_line_are_read(tmp_path: Path) -> None:
+    """A killed run may leave half a line, behind which a resumed one has written."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "lo\n[3]\n{"loss": 1.0}\n{"step": 3}\n', encoding="utf-8")
+    assert read_records(path) == [{"step": 1}, {"step": 3}]
+    assert read_records(tmp_path / "none.jsonl") == []
