@@ -101,6 +101,7 @@ TABLE: dict[str, tuple[str, ...]] = {
         TRAFFIC,
         "tests/runtime/test_lanes.py",
         f"{VOCABULARY}::test_on_two_levels",
+        f"{TENSOR}::test_the_decoder",
         f"{POST}::test_stages_that_stepped_wrongly_take_their_step_back",
     ),
     "runtime/pipeline/": (

@@ -308,3 +308,10 @@ def test_records_behind_a_broken_line_are_read(tmp_path: Path) -> None:
     path.write_text('{"step": 1}\n{"step": 2, "lo\n[3]\n{"loss": 1.0}\n{"step": 3}\n', encoding="utf-8")
     assert read_records(path) == [{"step": 1}, {"step": 3}]
     assert read_records(tmp_path / "none.jsonl") == []
+
+
+def test_the_last_step_is_saved(tmp_path: Path, corpus: Path) -> None:
+    """Though it is no multiple of checkpoint.every."""
+    train_on_ranks(settings(tmp_path / "run", corpus, checkpoint={"every": 4}))
+    names = {each.name for each in (tmp_path / "run" / "checkpoints").iterdir()}
+    assert {"step-000004", "step-000006"} <= names
