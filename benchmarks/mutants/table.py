@@ -95,6 +95,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "runtime/lanes.py": ("tests/runtime/test_lanes.py", "tests/runtime/test_overlap.py", *TRAINED),
     "runtime/shared_memory.py": ("tests/runtime/test_shared_memory.py", TRAFFIC),
     "runtime/transport.py": (
+        "tests/runtime/test_transport.py",
         "tests/runtime/test_shared_memory.py",
         "tests/runtime/test_staged.py",
         *TRAINED,

@@ -315,3 +315,17 @@ def test_the_last_step_is_saved(tmp_path: Path, corpus: Path) -> None:
     train_on_ranks(settings(tmp_path / "run", corpus, checkpoint={"every": 4}))
     names = {each.name for each in (tmp_path / "run" / "checkpoints").iterdir()}
     assert {"step-000004", "step-000006"} <= names
+
+
+def test_torchs_record_of_the_rates_is_restored_with_this_configs() -> None:
+    def schedule(rate: float) -> Schedule:
+        train = Train(steps=10, lr=rate, warmup=2)
+        return Schedule(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=rate), train)
+
+    before, after = schedule(0.1), schedule(0.4)
+    for _ in range(3):
+        before._optimizer.step()
+        before.advance()
+    after.restore(before.state())
+    assert after.rate == pytest.approx(4 * before.rate)
+    assert after._inner.get_last_lr() == [after.rate]

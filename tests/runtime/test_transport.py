@@ -1,11 +1,13 @@
-"""Names of messages."""
+"""Names of messages, and who carries them."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
 from atoll.errors import RunError
-from atoll.runtime.transport import Channel, Tag
+from atoll.plan import MeshShape
+from atoll.runtime.transport import Channel, GlooTransport, Tag, connect
 
 
 def test_messages_of_one_channel_unit_and_part_share_a_tag_and_no_others_do() -> None:
@@ -19,3 +21,7 @@ def test_messages_of_one_channel_unit_and_part_share_a_tag_and_no_others_do() ->
 def test_what_does_not_fit_a_tag_is_refused(index: int, part: int) -> None:
     with pytest.raises(RunError, match=f"FORWARD {index}, {part}: a message's tag counts to {Tag.LAST}"):
         int(Tag(Channel.FORWARD, index, part))
+
+
+def test_on_a_cpu_nothing_goes_by_way_of_a_copy() -> None:
+    assert type(connect(MeshShape().place(0), torch.device("cpu"))) is GlooTransport
