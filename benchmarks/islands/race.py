@@ -145,7 +145,7 @@ def step(rank: Rank, name: str, at: int) -> tuple[Seen, Memory]:
 def _held(
     contender: Contender, base: Base, allocations: Allocations, sent: Mapping[str, int], batches: int, batch_bytes: int
 ) -> Memory:
-    """What a contender held during its steps. `batches` were allocated; one of them counts toward the peak."""
+    """The memory that a contender used during its steps. The peak includes only one of the `batches` allocated."""
     peak, rest = allocations.most(), allocations.out()
     shared = max(0, shared_bytes() - base.shared) // dist.get_world_size()
     more = (contender.rest(), contender.peak(), sent)
