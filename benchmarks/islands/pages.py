@@ -67,9 +67,14 @@ def report(page: Page, result: Mapping[str, Any]) -> str:
 
 
 def _setup(work: Mapping[str, Any]) -> str:
+    samples = work["samples"]
+    divided = (
+        f"{samples} samples a rank and step, which a setting divides into microbatches (`x4`: four of them)"
+        if samples > 1
+        else "one sample a rank and step, so that nobody accumulates"
+    )
     return (
-        f"{work['parameters']:,} parameters in {work['units']} blocks, {work['samples']} samples a rank and step, "
-        "which a setting divides into microbatches (`x4`: four of them). Settings are found by a search that "
+        f"{work['parameters']:,} parameters in {work['units']} blocks, {divided}. Settings are found by a search that "
         "begins where experts begin and goes on from each side's front; what lies near a front is then built "
         "again in turns, each alone on the machine, for two timed steps a turn. Losses of every step are compared. "
         "Peak memory is the C library's allocator's on all threads, and memory that ranks share; bytes across are of "
