@@ -7,7 +7,8 @@ import torch
 
 from atoll.errors import RunError
 from atoll.plan import MeshShape
-from atoll.runtime.transport import Channel, GlooTransport, Tag, connect
+from atoll.runtime.transport import Channel, GlooTransport, Tag, connect, world_rank
+from atoll.testing import run_ranks
 
 
 def test_messages_of_one_channel_unit_and_part_share_a_tag_and_no_others_do() -> None:
@@ -23,5 +24,12 @@ def test_what_does_not_fit_a_tag_is_refused(index: int, part: int) -> None:
         int(Tag(Channel.FORWARD, index, part))
 
 
+def transport_of_two() -> str:
+    transport = connect(MeshShape(1, 2, 1).place(world_rank()), torch.device("cpu"))
+    transport.close()
+    return type(transport).__name__
+
+
 def test_on_a_cpu_nothing_goes_by_way_of_a_copy() -> None:
     assert type(connect(MeshShape().place(0), torch.device("cpu"))) is GlooTransport
+    assert run_ranks(transport_of_two, 2) == ["GlooTransport", "GlooTransport"]
