@@ -83,7 +83,7 @@ class Work(ABC):
         def keep(tensor: Tensor) -> Tensor:
             if tensor.data_ptr() not in own:
                 kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
+            return tensor.detach()  # an output that its own node saved would keep the node, and all, for good
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             self.loss(model, self.pieces(batch, microbatches)[0])
