@@ -1,0 +1,29 @@
+"""What a step does on one rank: a flat list of instructions, at the granularity of blocks and units.
+
+Lowering ends here: a row of a schedule, and what the rank's stages are made of, become a program. The executor plays
+it, and the memory that it takes is a sum over it. Nothing about what to gather, free or reduce is decided later.
+"""
+
+from atoll.program.instruction import Do, Instruction, Lane, Phase
+from atoll.program.laws import check
+from atoll.program.lower import lower_row
+from atoll.program.memory import Bytes, peaks
+from atoll.program.program import Program
+from atoll.program.shape import PHASES, BlockShape, RankShape, StageShape, UnitShape
+
+__all__ = [
+    "PHASES",
+    "BlockShape",
+    "Bytes",
+    "Do",
+    "Instruction",
+    "Lane",
+    "Phase",
+    "Program",
+    "RankShape",
+    "StageShape",
+    "UnitShape",
+    "check",
+    "lower_row",
+    "peaks",
+]

@@ -1,0 +1,127 @@
+"""One instruction of a program: what to do, with which block or unit, and for which action of the schedule."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Literal, NamedTuple
+
+from atoll.ir import Action
+
+Phase = Literal["I", "W"]
+"""Where in a backward a gradient comes out: with the input's (I), or with the weights' (W)."""
+
+
+class Lane(StrEnum):
+    """Where an instruction takes its time: on the device, or on a link. What begins something returns at once."""
+
+    COMPUTE = "compute"
+    PIPELINE = "pipeline"
+    DATA = "data"
+
+
+class Do(StrEnum):
+    """What an instruction does. `index` is a block for F, START_I, I and FINISH_I, else a unit; else unused.
+
+    F         the forward of a block                   FINISH_F  the loss, or what the next stage is given
+    START_I   the loss's backward, or the gradient that was received
+    I         the backward of a block                  FINISH_I  the gradient that the stage before is owed
+    W         the weights' gradients of a unit         FINISH_W  lets go of what the microbatch has received
+    L S T G   of a slice of the vocabulary, as in `atoll.ir.Op`
+
+    SEND_x    sends                                    POST_x    begins to receive
+    RECV_x    waits for what was posted
+
+    GATHER    begins to gather a unit's parameters     WHOLE     waits for that, or for the parameters' way back
+    FETCH     gathers them, and waits                  FREE      gives the whole copy back
+
+    REDUCE    begins to reduce a phase's gradients     REDUCED   waits for that: their whole buffer is given back
+    SYNC      begins to bring a phase's gradients to the optimizer's level
+    """
+
+    F = "F"
+    FINISH_F = "FINISH_F"
+    START_I = "START_I"
+    I = "I"  # noqa: E741  (the field's name for it)
+    FINISH_I = "FINISH_I"
+    W = "W"
+    FINISH_W = "FINISH_W"
+    L = "L"
+    S = "S"
+    T = "T"
+    G = "G"
+    SEND_F = "SEND_F"
+    SEND_B = "SEND_B"
+    SEND_L = "SEND_L"
+    SEND_S = "SEND_S"
+    SEND_T = "SEND_T"
+    POST_F = "POST_F"
+    POST_B = "POST_B"
+    POST_S = "POST_S"
+    POST_T = "POST_T"
+    POST_G = "POST_G"
+    RECV_F = "RECV_F"
+    RECV_B = "RECV_B"
+    RECV_S = "RECV_S"
+    RECV_T = "RECV_T"
+    RECV_G = "RECV_G"
+    GATHER = "GATHER"
+    WHOLE = "WHOLE"
+    FETCH = "FETCH"
+    FREE = "FREE"
+    REDUCE = "REDUCE"
+    REDUCED = "REDUCED"
+    SYNC = "SYNC"
+
+    # Enum's own hash is a Python function; programs have hundreds of thousands of instructions.
+    __hash__ = str.__hash__
+
+    @property
+    def lane(self) -> Lane:
+        """Where its time goes by. What frees takes none."""
+        return _LANES.get(self, Lane.COMPUTE)
+
+    @property
+    def has_phase(self) -> bool:
+        """Whether it is about the gradients of one phase."""
+        return self in (Do.REDUCE, Do.REDUCED, Do.SYNC)
+
+    @property
+    def is_of_block(self) -> bool:
+        """Whether its index is a block's."""
+        return self in (Do.F, Do.I)
+
+    @property
+    def is_of_unit(self) -> bool:
+        """Whether its index is a unit's."""
+        return self in _OF_UNIT
+
+
+_LANES = {
+    **dict.fromkeys((do for do in Do if do.startswith(("SEND_", "POST_", "RECV_"))), Lane.PIPELINE),
+    **dict.fromkeys((Do.GATHER, Do.WHOLE, Do.FETCH, Do.REDUCE, Do.REDUCED, Do.SYNC), Lane.DATA),
+}
+
+_OF_UNIT = frozenset({Do.W, Do.GATHER, Do.WHOLE, Do.FETCH, Do.FREE, Do.REDUCE, Do.REDUCED, Do.SYNC})
+
+BEGINS = frozenset({Do.GATHER, Do.FREE, Do.REDUCE, Do.SYNC})
+"""What neither computes nor waits: a model's own forward plays it before it goes on behind a block."""
+
+
+class Instruction(NamedTuple):
+    """One instruction. action: the action of the schedule that it belongs to, or that needs it."""
+
+    do: Do
+    action: Action
+    index: int = -1
+    phase: Phase | None = None
+
+    def __str__(self) -> str:
+        """`0F2.5`: block 5 in the forward of microbatch 2 on stage 0. `GATHER 5` and `REDUCE 5 W` are of unit 5."""
+        do, action = self.do, self.action
+        if do.is_of_block:
+            return f"{action.stage}{do}{action.microbatch}.{self.index}"
+        if do is Do.W:
+            return f"{action.stage}{do}{action.microbatch}.u{self.index}"
+        if do.is_of_unit:
+            return f"{do} {self.index}" + (f" {self.phase}" if self.phase else "")
+        return f"{action.stage}{do}{action.microbatch}"

@@ -1,0 +1,115 @@
+"""What holds in every program, checked whenever one is built.
+
+parameters   nothing is used that is not whole; a gather is begun once and waited for; what is whole is freed
+budget       no more is gathered ahead than the limit
+gradients    what is made is reduced, and not made after its sync; reductions are waited for in the order in which they
+             were begun, the last of them at the step's end
+messages     a receive is posted once, in the order in which receives are waited for
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from atoll.errors import ScheduleError
+from atoll.program.instruction import Do, Instruction, Phase
+from atoll.program.shape import RankShape
+
+SHOWN = 3
+"""Instructions around a wrong one, and wrong ones, that an error shows."""
+
+
+def check(instructions: Sequence[Instruction], shape: RankShape) -> None:
+    """Raise ScheduleError with the laws that a program breaks, and what stands around the places."""
+    wrong = _broken(instructions, shape)
+    if wrong:
+        shown = "\n".join(f"{problem}:\n{_around(instructions, at)}" for at, problem in wrong[:SHOWN])
+        more = f"\nand {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+        raise ScheduleError(f"a program of {len(instructions)} instructions breaks its laws\n{shown}{more}")
+
+
+def _around(instructions: Sequence[Instruction], at: int) -> str:
+    """A piece of a program with the instruction at `at` marked."""
+    first = max(0, at - SHOWN)
+    piece = enumerate(instructions[first : at + SHOWN + 1], first)
+    return "\n".join(f"  {'>' if here == at else ' '} {here:6} {each}" for here, each in piece)
+
+
+def _broken(instructions: Sequence[Instruction], shape: RankShape) -> list[tuple[int, str]]:
+    units, gathered = shape.units, {index for index, unit in shape.units.items() if unit.whole}
+    reads = {block: [u for u in own if u in gathered] for block, own in shape.units_of.items()}
+    slices = {Do.L: shape.embedding, Do.S: shape.head, Do.T: shape.head, Do.G: shape.embedding}
+    most_ahead = max(shape.limit, shape.most_asked)
+    whole: set[int] = set()
+    coming: dict[int, int] = {}
+    posted: deque[Instruction] = deque()
+    reducing: deque[tuple[int, Phase | None]] = deque()
+    made: set[tuple[int, Phase]] = set()
+    synced: set[tuple[int, Phase]] = set()
+    wrong: list[tuple[int, str]] = []
+    for at, step in enumerate(instructions):
+        do, action, index, phase = step
+        if do is Do.F or do is Do.I:
+            wrong += [(at, f"unit {unit} is used before it is whole") for unit in reads[index] if unit not in whole]
+            if do is Do.I:
+                made.update((unit, "I") for unit in shape.units_of[index] if units[unit].flows.get("I"))
+                late = [unit for unit in shape.units_of[index] if (unit, "I") in synced]
+                wrong += [(at, f"a gradient of unit {unit} is made after its sync") for unit in late]
+        elif do is Do.W:
+            if units[index].flows.get("W"):
+                made.add((index, "W"))
+            if (index, "W") in synced:
+                wrong.append((at, f"a gradient of unit {index} is made after its sync"))
+        elif do is Do.L or do is Do.S or do is Do.T or do is Do.G:
+            unit_of = slices[do]
+            assert unit_of is not None, "slices are split where they are worked on"
+            if do is Do.L or do is Do.S:
+                if unit_of in gathered and unit_of not in whole:
+                    wrong.append((at, f"unit {unit_of} is used before it is whole"))
+            elif units[unit_of].flows.get("W"):
+                made.add((unit_of, "W"))
+        elif do is Do.GATHER:
+            if index in whole or index in coming:
+                wrong.append((at, f"unit {index} is gathered twice"))
+            coming[index] = units[index].ahead
+            if sum(coming.values()) > most_ahead:
+                wrong.append((at, f"{sum(coming.values())} bytes are on their way, and {most_ahead} may be"))
+        elif do is Do.WHOLE or do is Do.FETCH:
+            if index in gathered:
+                is_right = index not in whole and (index in coming) == (do is Do.WHOLE)
+                if not is_right:
+                    wrong.append((at, f"unit {index} is waited for, and nothing was begun, or it is there"))
+                coming.pop(index, None)
+                whole.add(index)
+        elif do is Do.FREE:
+            if index not in whole:
+                wrong.append((at, f"unit {index} is freed, and is not whole"))
+            whole.discard(index)
+        elif do is Do.REDUCE and phase is not None:
+            made.discard((index, phase))
+            reducing.append((index, phase))
+            if (index, phase) in synced:
+                wrong.append((at, f"unit {index} is reduced after its sync"))
+            if len(reducing) > shape.behind + 1:
+                wrong.append((at, f"{len(reducing)} reductions are under way, and {shape.behind} may be"))
+        elif do is Do.REDUCED:
+            if not reducing or reducing.popleft() != (index, phase):
+                wrong.append((at, f"unit {index} is waited for before what was reduced earlier"))
+        elif do is Do.SYNC and phase is not None:
+            if (index, phase) in synced or (index, phase) in made:
+                wrong.append((at, f"unit {index} is synced twice, or before it is reduced"))
+            synced.add((index, phase))
+        elif do.startswith("POST_"):
+            posted.append(step)
+        elif do.startswith("RECV_"):
+            first = posted.popleft() if posted else None
+            if first is None or first.action != action or first.do[5:] != do[5:]:
+                wrong.append((at, f"{step} is waited for in another order than it was posted"))
+    end = len(instructions) - 1
+    wrong += [(end, f"unit {unit} is still whole") for unit in sorted(whole)]
+    wrong += [(end, f"unit {unit} is gathered and not used") for unit in sorted(coming)]
+    left = [key for key in sorted(made) if units[key[0]].flows.get(key[1]) and not units[key[0]].is_left_alone]
+    wrong += [(end, f"the gradients of unit {unit} in phase {phase} are not reduced") for unit, phase in left]
+    wrong += [(end, f"{each} is not waited for") for each in posted]
+    return wrong

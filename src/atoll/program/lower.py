@@ -1,0 +1,392 @@
+"""Lowering: from a row of a schedule to the program of a rank.
+
+    the row           0UNSHARD 0F0 0SEND_F0 0RESHARD
+    cut into blocks   0UNSHARD 0F0.0 0F0.1 0FINISH_F0 0SEND_F0 0RESHARD
+    + reductions      the same: a forward has none
+    + gathers         GATHER 0, WHOLE 0, GATHER 1, 0F0.0, FREE 0, WHOLE 1, 0F0.1, FREE 1, 0FINISH_F0, 0SEND_F0
+    + posts           a row that receives begins to some receives ahead
+
+Each pass is a function from a list of steps to another, with the whole row in view. A step is an instruction, or a mark
+that a later pass replaces: a stage that is opened, closed or reduced, as the row says it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from atoll.ir import Action, Op
+from atoll.ir.residency import held_stages
+from atoll.program.instruction import Do, Instruction, Phase
+from atoll.program.program import Program
+from atoll.program.shape import PHASES, RankShape
+
+POSTED = 2
+"""Receives that are posted beyond the one that is wanted next."""
+
+FAR = 16
+"""Gathers that are looked at for one that may begin."""
+
+Step = Instruction | Action
+"""An instruction, or a mark: UNSHARD, RESHARD or REDUCE_GRAD of a stage."""
+
+Steps = list[Step]
+
+
+def lower_row(
+    row: Sequence[Action], shape: RankShape, *, keeps_slices: bool = False, reduces_each: bool = True
+) -> Program:
+    """The program of a rank for its row of a lowered schedule, messages included.
+
+    keeps_slices: whether slices of the vocabulary stay whole for the row.  reduces_each: whether their gradients are
+    reduced with every microbatch, or after the last.
+    """
+    steps = cut_into_blocks(row, shape)
+    steps = insert_reductions(steps, row, shape, reduces_each=reduces_each)
+    instructions = insert_gathers(steps, row, shape, keeps_slices=keeps_slices)
+    return Program(tuple(insert_posts(instructions)), shape)
+
+
+# ---- blocks
+
+
+def cut_into_blocks(row: Sequence[Action], shape: RankShape) -> Steps:
+    """Each F and I as those of its blocks, each W as those of its units, and each B as I, the message that waits for
+    it, and W: the stage before goes on while the weights' gradients are computed.
+
+    Under recompute the W of a unit follows its last I in a B instead, since what W keeps of a whole recomputed stage
+    would be many times what the microbatch kept of it before.
+    """
+    owed = {(action.stage, action.microbatch) for action in row if action.op is Op.SEND_B}
+    sent: set[tuple[int, int | None]] = set()
+    steps: Steps = []
+    for action in row:
+        stage = shape.stages.get(action.stage)
+        if action.op.is_sharding:
+            steps.append(action)
+        elif action.op is Op.F and stage is not None:
+            steps += [Instruction(Do.F, action, block.index) for block in stage.blocks]
+            steps.append(Instruction(Do.FINISH_F, action))
+        elif action.op is Op.I:
+            steps += _inputs(action, shape)
+        elif action.op is Op.W:
+            steps += _weights(action, shape)
+        elif action.op is Op.B:
+            steps += _inputs(action, shape)
+            place = action.stage, action.microbatch
+            if place in owed:
+                sent.add(place)
+                steps.append(Instruction(Do.SEND_B, action))
+            steps += _weights(action, shape)
+        elif action.op is not Op.SEND_B or (action.stage, action.microbatch) not in sent:
+            steps.append(Instruction(Do[action.op.name], action))
+    return steps
+
+
+def _inputs(action: Action, shape: RankShape) -> Iterator[Instruction]:
+    stage = shape.stages[action.stage]
+    yield Instruction(Do.START_I, action)
+    for block in reversed(stage.blocks):
+        if block.needs_backward:
+            yield Instruction(Do.I, action, block.index)
+        if action.op is Op.B:
+            yield from (Instruction(Do.W, action, unit) for unit in _weighed_early(action.stage, block.index, shape))
+    yield Instruction(Do.FINISH_I, action)
+
+
+def _weights(action: Action, shape: RankShape) -> Iterator[Instruction]:
+    stage = shape.stages[action.stage]
+    blocks = [block.index for block in stage.blocks] if action.op is Op.B else []
+    early = {unit for block in blocks for unit in _weighed_early(action.stage, block, shape)}
+    left = (unit for unit in stage.units if "W" in shape.units[unit].flows and unit not in early)
+    yield from (Instruction(Do.W, action, unit) for unit in left)
+    yield Instruction(Do.FINISH_W, action)
+
+
+def _weighed_early(stage: int, block: int, shape: RankShape) -> Iterator[int]:
+    """Units whose W follows the I of a block, in a B of a recomputed stage."""
+    if shape.stages[stage].is_recomputed:
+        for index in shape.stages[stage].units:
+            unit = shape.units[index]
+            if "W" in unit.flows and not unit.is_shared and unit.blocks[0] == block:
+                yield index
+
+
+# ---- reductions
+
+
+def insert_reductions(
+    steps: Iterable[Step], row: Sequence[Action], shape: RankShape, *, reduces_each: bool = True
+) -> Steps:
+    """REDUCE where a unit's gradients of a phase are complete in the last microbatch before a REDUCE_GRAD, so that they
+    leave while the rest is computed; SYNC after the last of a phase; REDUCED once more than `shape.behind` are under
+    way. The step's end waits for the others.
+    """
+    reduced, last = _reduced(row), _last(row)
+    slices = {Op.T: shape.head, Op.G: shape.embedding}
+    final = {slices[action.op]: action for action in row if action.op in slices}
+    under_way: deque[Instruction] = deque()
+    found: Steps = []
+
+    def reduce(action: Action, index: int, phase: Phase, *, is_due: bool, is_last: bool) -> None:
+        unit = shape.units[index]
+        if phase not in unit.flows or unit.is_left_alone:
+            return
+        if is_due and unit.flows[phase]:
+            found.append(Instruction(Do.REDUCE, action, index, phase))
+            under_way.append(Instruction(Do.REDUCED, action, index, phase))
+        if is_last and not unit.is_shared:  # the copies of a shared unit are summed first, at the step's end
+            found.append(Instruction(Do.SYNC, action, index, phase))
+        while len(under_way) > shape.behind:
+            found.append(under_way.popleft())
+
+    for step in steps:
+        found.append(step)
+        if isinstance(step, Action):
+            continue
+        do, action, index, _ = step
+        key = action.stage, action.microbatch
+        if do is Do.I:
+            due, ends = ("I" in phases.get(key, ()) for phases in (reduced, last))
+            if due or ends:
+                for unit in shape.completes.get(index, ()):
+                    reduce(action, unit, "I", is_due=due, is_last=ends)
+        elif do is Do.W:
+            due, ends = ("W" in phases.get(key, ()) for phases in (reduced, last))
+            if due or ends:
+                reduce(action, index, "W", is_due=due, is_last=ends)
+        elif do is Do.T or do is Do.G:
+            unit_of = slices[action.op]
+            if unit_of is not None:
+                ends = final[unit_of] is action
+                reduce(action, unit_of, "W", is_due=reduces_each or ends, is_last=ends)
+    return found
+
+
+_Phases = dict[tuple[int, int | None], set[Phase]]
+"""By stage and microbatch."""
+
+
+def _phases_of(action: Action) -> tuple[Phase, ...]:
+    return {Op.I: PHASES[:1], Op.W: PHASES[1:], Op.B: PHASES}.get(action.op, ())
+
+
+def _last(row: Iterable[Action]) -> _Phases:
+    """With which microbatch of each stage the phases of its backward come to their end."""
+    ends = {(action.stage, phase): action.microbatch for action in row for phase in _phases_of(action)}
+    found: _Phases = {}
+    for (stage, phase), microbatch in ends.items():
+        found.setdefault((stage, microbatch), set()).add(phase)
+    return found
+
+
+def _reduced(row: Sequence[Action]) -> _Phases:
+    """In which microbatches of each stage the gradients of a phase are reduced: the last one before a REDUCE_GRAD.
+    Where REDUCE_GRAD follows every W and B, phase I does not wait for it."""
+    found: _Phases = {}
+    waiting: dict[tuple[int, Phase], int | None] = {}
+    is_each = sum(a.op in (Op.W, Op.B) for a in row) == sum(a.op is Op.REDUCE_GRAD for a in row)
+    for action in row:
+        for phase in _phases_of(action):
+            waiting[action.stage, phase] = action.microbatch
+            if is_each:
+                found.setdefault((action.stage, action.microbatch), set()).add(phase)
+        if action.op is Op.REDUCE_GRAD:
+            for phase in PHASES:
+                if (action.stage, phase) in waiting:
+                    found.setdefault((action.stage, waiting.pop((action.stage, phase))), set()).add(phase)
+    return found
+
+
+# ---- gathers
+
+
+def insert_gathers(
+    steps: Sequence[Step], row: Sequence[Action], shape: RankShape, *, keeps_slices: bool = False
+) -> list[Instruction]:
+    """WHOLE or FETCH before what uses a unit, FREE behind it, and GATHER ahead of it, as far as `shape.limit` goes.
+
+    A stage that the row keeps open is whole from its first use to its RESHARD. Where the row turns round, what it has
+    used last is often what it uses next, and is not freed, if anything is gathered ahead at all.
+    """
+    events, frees = _events(steps, row, shape, keeps_slices=keeps_slices)
+    if shape.limit > 0:
+        _keep_turns(events, frees)
+        events = [event for event in events if event.missing]
+    ahead = _Ahead(shape, events)
+    due = {event.at: event for event in events}
+    rested: set[int] = set()
+    found: list[Instruction] = []
+    for at, step in enumerate(steps):
+        if not isinstance(step, Action):
+            if at == 0:
+                found += ahead.look(step.action)
+            for index in _needs(step, shape):
+                if not shape.units[index].whole and index not in rested:
+                    rested.add(index)
+                    found.append(Instruction(Do.WHOLE, step.action, index))
+            if at in due:
+                found += ahead.come(due[at], step.action)
+            found.append(step)
+        freed = frees.get(at, ())
+        if freed:
+            action = step if isinstance(step, Action) else step.action
+            found += [Instruction(Do.FREE, action, index) for index in freed]
+            ahead.whole -= set(freed)
+            found += ahead.look(action)
+    return found
+
+
+def _needs(step: Instruction, shape: RankShape) -> tuple[int, ...]:
+    """Units that an instruction reads."""
+    if step.do is Do.F or step.do is Do.I:
+        return shape.units_of[step.index]
+    if step.do is Do.L and shape.embedding is not None:
+        return (shape.embedding,)
+    if step.do is Do.S and shape.head is not None:
+        return (shape.head,)
+    return ()
+
+
+@dataclass(slots=True)
+class _Event:
+    """A step that finds units missing."""
+
+    at: int
+    missing: list[int]
+
+
+def _events(
+    steps: Sequence[Step], row: Sequence[Action], shape: RankShape, *, keeps_slices: bool
+) -> tuple[list[_Event], dict[int, list[int]]]:
+    """What is missing at which steps, and what is freed after which, with nothing gathered ahead."""
+    stays = iter([action.stage in held for action, held in zip(row, held_stages(row), strict=True)
+                  if action.op is Op.UNSHARD])  # fmt: skip
+    whole: set[int] = set()
+    open_stages: set[int] = set()
+    kept: Counter[int] = Counter()
+    events: list[_Event] = []
+    frees: dict[int, list[int]] = {}
+    for at, step in enumerate(steps):
+        ended: tuple[int, ...] = ()
+        if isinstance(step, Action):
+            own = shape.gathered(shape.stages[step.stage].units)
+            if step.op is Op.UNSHARD and next(stays):
+                open_stages.add(step.stage)
+                kept.update(own)
+            elif step.op is Op.RESHARD:
+                if step.stage in open_stages:
+                    open_stages.discard(step.stage)
+                    kept.subtract(own)
+                ended = own
+        else:
+            needs = shape.gathered(_needs(step, shape))
+            missing = [index for index in needs if index not in whole]
+            if missing:
+                events.append(_Event(at, missing))
+                whole.update(missing)
+            if step.do is Do.F or step.do is Do.I:
+                is_backward = step.do is Do.I
+                ended = tuple(u for u in needs if shape.units[u].ends_at(step.index, backward=is_backward))
+            elif not keeps_slices:
+                ended = needs
+        freed = [index for index in ended if index in whole and not kept[index]]
+        if freed:
+            frees[at] = freed
+            whole.difference_update(freed)
+    if whole and steps:
+        frees.setdefault(len(steps) - 1, []).extend(sorted(whole))
+    return events, frees
+
+
+def _keep_turns(events: Sequence[_Event], frees: dict[int, list[int]]) -> None:
+    """Free nothing that the next event asks for again."""
+    following = 0
+    for at in sorted(frees):
+        while following < len(events) and events[following].at <= at:
+            following += 1
+        if following == len(events):
+            return
+        event = events[following]
+        turned = [index for index in frees[at] if index in event.missing]
+        frees[at] = [index for index in frees[at] if index not in turned]
+        event.missing = [index for index in event.missing if index not in turned]
+
+
+class _Ahead:
+    """Which gathers have begun, while a row is walked through.
+
+    whole: units that are whole now.
+    """
+
+    def __init__(self, shape: RankShape, events: Sequence[_Event]) -> None:
+        self.whole: set[int] = set()
+        self._shape, self._events = shape, events
+        self._next = 0
+        self._begun: dict[int, int] = {}
+        self._under_way: set[int] = set()
+        self._coming = 0
+
+    def look(self, action: Action) -> list[Instruction]:
+        """Begin what comes next, as far as the limit goes."""
+        found: list[Instruction] = []
+        if self._shape.limit <= 0:
+            return found
+        held = self._coming + sum(self._begun.values())
+        for nth in range(self._next, min(self._next + FAR, len(self._events))):
+            if nth in self._begun:
+                continue
+            missing = self._events[nth].missing
+            if any(index in self.whole or index in self._under_way for index in missing):
+                return found  # it is freed, or used, before this gather of it
+            size = self._size(missing)
+            if held + size > self._shape.limit:
+                return found
+            found += self._begin(missing, action)
+            self._begun[nth] = size
+            held += size
+        return found
+
+    def come(self, event: _Event, action: Action) -> list[Instruction]:
+        """Make what an event asks for whole. What it takes on its way is free for the next one when it is there."""
+        begun = self._begun.pop(self._next, None)
+        self._next += 1
+        self._coming = self._size(event.missing) if self._shape.limit > 0 else 0
+        own = self._begin(event.missing, action) if begun is None and self._shape.limit > 0 else []
+        more = self.look(action)
+        if begun is None and len(own) == 1 and not more:  # nothing would run beside it
+            self._under_way.discard(own.pop().index)
+        found = [*own, *more]
+        for index in event.missing:
+            found.append(Instruction(Do.WHOLE if index in self._under_way else Do.FETCH, action, index))
+        self.whole.update(event.missing)
+        self._under_way.difference_update(event.missing)
+        self._coming = 0
+        return [*found, *self.look(action)]
+
+    def _begin(self, missing: Iterable[int], action: Action) -> list[Instruction]:
+        begun = [index for index in missing if self._shape.units[index].ahead]
+        self._under_way.update(begun)
+        return [Instruction(Do.GATHER, action, index) for index in begun]
+
+    def _size(self, missing: Iterable[int]) -> int:
+        return sum(self._shape.units[index].ahead for index in missing)
+
+
+# ---- posts
+
+
+def insert_posts(instructions: Sequence[Instruction]) -> Iterator[Instruction]:
+    """Begin each receive `POSTED` receives before it is waited for, in the order of the row, which is the sender's."""
+    receives = [each for each in instructions if each.do in _POST]
+    posts = iter([Instruction(_POST[each.do], each.action) for each in receives])
+    yield from islice(posts, POSTED)
+    for instruction in instructions:
+        if instruction.do in _POST:
+            yield from islice(posts, 1)
+        yield instruction
+
+
+_POST = {do: Do[do.name.replace("RECV", "POST")] for do in Do if do.startswith("RECV_")}

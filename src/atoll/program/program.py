@@ -1,0 +1,40 @@
+"""A program: what one rank plays, checked when it is built."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from atoll.program.instruction import Instruction
+from atoll.program.laws import check
+from atoll.program.memory import Bytes, held_after
+from atoll.program.shape import RankShape
+
+
+@dataclass(frozen=True)
+class Program:
+    """The instructions of one pipeline rank for one row. Raises ScheduleError with every law that is broken."""
+
+    instructions: tuple[Instruction, ...]
+    shape: RankShape
+
+    def __post_init__(self) -> None:
+        check(self.instructions, self.shape)
+
+    @cached_property
+    def digest(self) -> int:
+        """A number that is the same where programs are: ranks that share parameters play the same."""
+        return zlib.crc32("\n".join(map(str, self.instructions)).encode())
+
+    @cached_property
+    def peaks(self) -> Bytes:
+        """The most bytes at once, of each component on its own."""
+        held = list(held_after(self.instructions, self.shape))
+        return Bytes(*(max((each[at] for each in held), default=0) for at in range(len(Bytes._fields))))
+
+    def lines(self) -> Iterator[str]:
+        """The program as text, an instruction a line: its lane, and the bytes held after it."""
+        for instruction, held in zip(self.instructions, held_after(self.instructions, self.shape), strict=True):
+            yield f"{instruction.do.lane:9} {instruction!s:18} {held.parameters:14,} {held.gradients:14,}"

@@ -1,0 +1,114 @@
+"""What lowering knows of a rank: its stages, their blocks, and the units that these use, in bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from atoll.program.instruction import Phase
+
+PHASES: tuple[Phase, ...] = ("I", "W")
+
+
+@dataclass(frozen=True, slots=True)
+class UnitShape:
+    """A unit on one rank.
+
+    blocks: those of the whole model that use it, in order; none for a slice of the vocabulary.
+    is_shared: whether several blocks use the same parameters, and not each its own.
+    whole: bytes of the copy that is gathered and freed; 0 where it rests whole.
+    ahead: bytes that a gather of it holds before it is used; 0 where a gather only reads what rests, and is done then.
+    flows: the phases in which this rank computes a gradient of it, each with the bytes of the whole gradients, which
+    are 0 where they rest whole.
+    is_left_alone: whether its gradients neither travel nor are summed with those of another rank.
+    """
+
+    index: int
+    blocks: tuple[int, ...] = ()
+    is_shared: bool = False
+    whole: int = 0
+    ahead: int = 0
+    flows: Mapping[Phase, int] = field(default_factory=dict)
+    is_left_alone: bool = False
+
+    @property
+    def trainable(self) -> bool:
+        """Whether any parameter is trained."""
+        return bool(self.flows)
+
+    def ends_at(self, block: int, *, backward: bool) -> bool:
+        """Whether a pass in this direction needs it no more after `block`; a shared unit comes again for its next."""
+        return self.is_shared or self.blocks[0 if backward else -1] == block
+
+
+@dataclass(frozen=True, slots=True)
+class BlockShape:
+    """A block of the model. needs_backward: whether anything in it or before it is trained."""
+
+    index: int
+    units: tuple[int, ...]
+    needs_backward: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class StageShape:
+    """A stage: its blocks, and its units in the order of the backward.
+
+    is_recomputed: whether its blocks run their forward again in the backward.
+    """
+
+    index: int
+    blocks: tuple[BlockShape, ...]
+    units: tuple[int, ...]
+    is_recomputed: bool = False
+
+
+@dataclass(frozen=True)
+class RankShape:
+    """What a pipeline rank has, the same on all ranks that share its parameters.
+
+    limit: bytes that may be gathered, or on their way, before they are asked for.
+    behind: reductions under way while the next one's gradients are made.
+    embedding, head: units of its slice of the vocabulary, if that is split.
+    """
+
+    stages: Mapping[int, StageShape]
+    units: Mapping[int, UnitShape]
+    limit: int = 0
+    behind: int = 1
+    embedding: int | None = None
+    head: int | None = None
+
+    @cached_property
+    def completes(self) -> Mapping[int, tuple[int, ...]]:
+        """By block, the units whose gradients are complete when its backward is over.
+
+        They are reduced in one order on every rank, that of the model's backward, so each waits for those before it.
+        """
+        return {block: units for stage in self.stages.values() for block, units in self._completed(stage)}
+
+    def _completed(self, stage: StageShape) -> Iterator[tuple[int, tuple[int, ...]]]:
+        found: dict[int, list[int]] = {block.index: [] for block in stage.blocks if block.needs_backward}
+        first = max(found, default=-1)
+        for index in stage.units:
+            unit = self.units[index]
+            first = min([first, *(block for block in unit.blocks if block in found)])
+            if unit.trainable and not unit.is_left_alone:
+                found[first].append(index)
+        return ((block, tuple(units)) for block, units in found.items())
+
+    @cached_property
+    def units_of(self) -> Mapping[int, tuple[int, ...]]:
+        """By block, the units that it uses."""
+        return {block.index: block.units for stage in self.stages.values() for block in stage.blocks}
+
+    @cached_property
+    def most_asked(self) -> int:
+        """The most bytes that gathers for one block hold on their way."""
+        slices = [(unit,) for unit in (self.embedding, self.head) if unit is not None]
+        return max((sum(self.units[u].ahead for u in own) for own in (*self.units_of.values(), *slices)), default=0)
+
+    def gathered(self, units: Sequence[int]) -> tuple[int, ...]:
+        """Those of some units that do not rest whole."""
+        return tuple(index for index in units if self.units[index].whole)

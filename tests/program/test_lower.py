@@ -1,0 +1,183 @@
+"""Programs: pictures of small ones, and laws over many."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from atoll import schedules
+from atoll.errors import ScheduleError
+from atoll.ir import Schedule, insert_vocabulary, lower
+from atoll.ir.residency import REDUCTIONS, RESIDENCIES, Reduction, Residency, counts
+from atoll.program import Do, Instruction, Program, lower_row
+from tests.program.shapes import WHOLE, shapes_of
+
+NAMES = ("gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-h2", "zb-v", "v-min", "dualpipe-v", "unit")
+
+
+def programs(schedule: Schedule, *, residency: Residency = "unit", reduction: Reduction = "microbatch",
+             **options: Any) -> list[Program]:  # fmt: skip
+    lowered = lower(schedule, residency=residency, reduction=reduction)
+    shapes = shapes_of(schedule.placement, **options)
+    return [lower_row(row, shape) for row, shape in zip(lowered.actions, shapes, strict=True)]
+
+
+def picture(program: Program) -> str:
+    return ", ".join(map(str, program.instructions))
+
+
+def test_one_rank_gathers_each_block_for_its_use() -> None:
+    schedule = schedules.build("1f1b", ranks=1, microbatches=1)
+    (program,) = programs(schedule, blocks=2, limit=0, behind=0)
+    assert picture(program) == (
+        "FETCH 1, 0F0.0, FREE 1, FETCH 2, 0F0.1, FREE 2, 0FINISH_F0, "
+        "0START_I0, FETCH 2, 0I0.1, FREE 2, REDUCE 2 I, SYNC 2 I, REDUCED 2 I, "
+        "FETCH 1, 0I0.0, FREE 1, REDUCE 1 I, SYNC 1 I, REDUCED 1 I, 0FINISH_I0, 0FINISH_W0"
+    )
+
+
+def test_what_is_gathered_ahead_begins_a_block_before_and_what_turns_stays() -> None:
+    schedule = schedules.build("1f1b", ranks=1, microbatches=1)
+    (program,) = programs(schedule, blocks=3)
+    assert picture(program) == (
+        "FETCH 1, GATHER 2, 0F0.0, FREE 1, WHOLE 2, GATHER 3, 0F0.1, FREE 2, WHOLE 3, GATHER 2, 0F0.2, "
+        "0FINISH_F0, 0START_I0, 0I0.2, FREE 3, REDUCE 3 I, SYNC 3 I, WHOLE 2, GATHER 1, 0I0.1, FREE 2, REDUCE 2 I, "
+        "SYNC 2 I, REDUCED 3 I, WHOLE 1, 0I0.0, FREE 1, REDUCE 1 I, SYNC 1 I, REDUCED 2 I, 0FINISH_I0, 0FINISH_W0"
+    )
+
+
+def test_a_full_backward_sends_before_its_weights() -> None:
+    schedule = schedules.build("1f1b", ranks=2, microbatches=1)
+    first, last = programs(schedule, blocks=1, rests=True)
+    assert picture(first) == (
+        "0POST_B0, WHOLE 1, 0F0.0, 0FINISH_F0, 0SEND_F0, 0RECV_B0, 0START_I0, 0I0.0, SYNC 1 I, 0FINISH_I0, 0W0.u1, SYNC 1 W, "
+        "0FINISH_W0"
+    )
+    assert picture(last) == (
+        "1POST_F0, 1RECV_F0, WHOLE 2, 1F0.1, 1FINISH_F0, 1START_I0, 1I0.1, SYNC 2 I, 1FINISH_I0, 1SEND_B0, 1W0.u2, "
+        "SYNC 2 W, 1FINISH_W0"
+    )
+
+
+def test_under_recompute_weights_follow_their_block() -> None:
+    schedule = schedules.build("1f1b", ranks=2, microbatches=1)
+    _, last = programs(schedule, blocks=2, rests=True, is_recomputed=True)
+    assert "1I0.3, SYNC 4 I, 1W0.u4, SYNC 4 W, 1I0.2, SYNC 3 I, 1W0.u3, SYNC 3 W, 1FINISH_I0, 1SEND_B0" in picture(last)
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "tied": {"is_tied": True},
+    "frozen": {"frozen": 4},
+    "recomputed": {"is_recomputed": True},
+    "joined": {"together": 2},
+    "at rest": {"rests": True},
+    "staged": {"staged": True},
+}
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("residency", RESIDENCIES)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_schedule_keeps_the_laws(name: str, residency: Residency, reduction: Reduction) -> None:
+    """And gathers each unit as often as the row says, where nothing is gathered ahead."""
+    schedule = schedules.build(name, ranks=2, microbatches=6)
+    lowered = lower(schedule, residency=residency, reduction=reduction)
+    for options in MODELS.values():
+        for limit in (0, 70, 100, 250, 10_000):
+            for program, row in zip(
+                programs(schedule, residency=residency, reduction=reduction, limit=limit, **options),
+                lowered.actions,
+                strict=True,
+            ):
+                said = counts(row)
+                if options or limit:
+                    continue
+                done = Counter(each.index for each in program.instructions if each.do is Do.FETCH)
+                reduced = Counter(each.index for each in program.instructions if each.do is Do.REDUCE and each.phase == "W")
+                for stage in program.shape.stages.values():
+                    for unit in stage.units:
+                        assert (done[unit], reduced[unit]) == said[stage.index]
+
+
+@pytest.mark.parametrize("residency", RESIDENCIES)
+@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+def test_slices_of_a_vocabulary_are_units_like_others(name: str, residency: Residency) -> None:
+    schedule = insert_vocabulary(schedules.build(name, ranks=3, microbatches=6))
+    lowered = lower(schedule, residency=residency)
+    for limit in (0, 100, 250):
+        for row, shape in zip(lowered.actions, shapes_of(schedule.placement, has_slices=True, limit=limit), strict=True):
+            for keeps in (True, False):
+                program = lower_row(row, shape, keeps_slices=keeps, reduces_each=not keeps)
+                reduced = [each for each in program.instructions if each.do is Do.REDUCE and each.index < 2]
+                assert len(reduced) == (2 if keeps else 12)
+
+
+def test_forward_rows_are_programs_too() -> None:
+    schedule = schedules.build("zb-v", ranks=2, microbatches=4)
+    for row, shape in zip(lower(schedule).forward_only().actions, shapes_of(schedule.placement), strict=True):
+        program = lower_row(row, shape)
+        assert not any(each.do in (Do.REDUCE, Do.SYNC, Do.I, Do.W) for each in program.instructions)
+        assert sum(each.do is Do.F for each in program.instructions) == 4 * 2 * 3
+
+
+def test_more_is_whole_with_more_ahead() -> None:
+    schedule = schedules.build("1f1b", ranks=1, microbatches=2)
+    peaks = [programs(schedule, blocks=6, limit=limit)[0].peaks.parameters for limit in (0, 100, 200, 300)]
+    assert peaks == [100, 200, 300, 400]
+    (program,) = programs(schedule, blocks=6, limit=100, staged=True)
+    assert program.peaks == (WHOLE, 100, 200)
+
+
+BREAKS = {
+    "is used before it is whole": lambda program: [each for each in program if each.do is not Do.FETCH],
+    "is still whole": lambda program: program[: max(at for at, each in enumerate(program) if each.do is Do.FREE)],
+    "are not reduced": lambda program: [each for each in program if not each.do.has_phase],
+    "is waited for before what": lambda program: [each for each in program if each.do is not Do.REDUCE],
+    "reductions are under way": lambda program: [each for each in program if each.do is not Do.REDUCED],
+    "is made after its sync": lambda program: [
+        *(each for each in program if each.do is Do.SYNC),
+        *(each for each in program if not each.do.has_phase),
+    ],
+    "in another order": lambda program: [each for each in program if not each.do.startswith("POST")],
+    "is gathered twice": lambda program: [each for one in program for each in _twice(one, Do.GATHER)],
+    "is freed, and is not whole": lambda program: [each for one in program for each in _twice(one, Do.FREE)],
+    "synced twice": lambda program: [each for one in program for each in _twice(one, Do.SYNC)],
+}
+
+
+def _twice(step: Instruction, do: Do) -> list[Instruction]:
+    return [step, step] if step.do is do else [step]
+
+
+@pytest.mark.parametrize("problem", BREAKS)
+def test_a_broken_program_is_refused_with_its_place(problem: str) -> None:
+    schedule = schedules.build("1f1b", ranks=2, microbatches=2)
+    limit = 250 if problem == "is gathered twice" else 0
+    program = programs(schedule, limit=limit)[0]
+    with pytest.raises(ScheduleError, match=problem) as caught:
+        Program(tuple(BREAKS[problem](program.instructions)), program.shape)
+    assert "  > " in str(caught.value)
+
+
+def test_what_holds_more_than_the_budget_is_refused() -> None:
+    schedule = schedules.build("1f1b", ranks=2, microbatches=2)
+    program = programs(schedule, limit=300)[0]
+    (tight,) = (shape for at, shape in enumerate(shapes_of(schedule.placement, limit=100)) if at == 0)
+    with pytest.raises(ScheduleError, match="bytes are on their way, and 100 may be"):
+        Program(program.instructions, tight)
+
+
+def test_programs_differ_where_anything_does() -> None:
+    schedule = schedules.build("1f1b", ranks=2, microbatches=2)
+    digests = {
+        program.digest
+        for limit in (0, 100, 300)
+        for residency in RESIDENCIES
+        for program in programs(schedule, limit=limit, residency=residency)
+    }
+    assert len(digests) == 12
+
+
