@@ -11,9 +11,7 @@ from atoll.layouts import (
     Nest,
     Precision,
     Segment,
-    Use,
     WorkingMemory,
-    most_whole,
     working_memory,
 )
 
@@ -89,9 +87,10 @@ def test_nobody_needs_anything_of_no_block() -> None:
     assert working_memory([], Layout("GGG"), precision=FP32, nest=Nest(2, 2), reads_in_place=True).total == 0
 
 
-def test_what_is_gathered_ahead_is_whole_beside_what_is_used() -> None:
-    """Four blocks, each freed after its use: with room for so many ahead, one more is there at a time."""
-    uses = [Use({at: 100}, (at,)) for at in range(4)]
-    for count in range(4):
-        assert most_whole(uses, 100 * count, turns=True) == 100 * (count + 1)
-    assert most_whole(uses, 150, turns=True) == 200
+def test_a_program_says_what_is_whole_and_made_at_once() -> None:
+    need = of("GGG", in_place=False, whole=5 * WHOLE, made=3 * WHOLE)
+    assert (need.live, need.flows) == (5 * WHOLE, 3 * WHOLE)
+    assert need.total == of("GGG", in_place=False).total + 3 * WHOLE
+    lent = of("IIG", in_place=True, made=3 * WHOLE)
+    assert (lent.lent, lent.flows) == (3 * WHOLE, 3 * WHOLE)
+    assert of("IIG", in_place=True, made=WHOLE).lent == 2 * WHOLE, "room for one more than is under way"

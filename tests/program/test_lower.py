@@ -52,8 +52,8 @@ def test_a_full_backward_sends_before_its_weights() -> None:
     schedule = schedules.build("1f1b", ranks=2, microbatches=1)
     first, last = programs(schedule, blocks=1, rests=True)
     assert picture(first) == (
-        "0POST_B0, WHOLE 1, 0F0.0, 0FINISH_F0, 0SEND_F0, 0RECV_B0, 0START_I0, 0I0.0, SYNC 1 I, 0FINISH_I0, 0W0.u1, SYNC 1 W, "
-        "0FINISH_W0"
+        "0POST_B0, WHOLE 1, 0F0.0, 0FINISH_F0, 0SEND_F0, 0RECV_B0, 0START_I0, 0I0.0, SYNC 1 I, 0FINISH_I0, 0W0.u1, "
+        "SYNC 1 W, 0FINISH_W0"
     )
     assert picture(last) == (
         "1POST_F0, 1RECV_F0, WHOLE 2, 1F0.1, 1FINISH_F0, 1START_I0, 1I0.1, SYNC 2 I, 1FINISH_I0, 1SEND_B0, 1W0.u2, "
@@ -95,8 +95,10 @@ def test_every_schedule_keeps_the_laws(name: str, residency: Residency, reductio
                 said = counts(row)
                 if options or limit:
                     continue
-                done = Counter(each.index for each in program.instructions if each.do is Do.FETCH)
-                reduced = Counter(each.index for each in program.instructions if each.do is Do.REDUCE and each.phase == "W")
+                done = Counter(each.of for each in program.instructions if each.do is Do.FETCH)
+                reduced = Counter(
+                    each.of for each in program.instructions if each.do is Do.REDUCE and each.phase == "W"
+                )
                 for stage in program.shape.stages.values():
                     for unit in stage.units:
                         assert (done[unit], reduced[unit]) == said[stage.index]
@@ -108,10 +110,12 @@ def test_slices_of_a_vocabulary_are_units_like_others(name: str, residency: Resi
     schedule = insert_vocabulary(schedules.build(name, ranks=3, microbatches=6))
     lowered = lower(schedule, residency=residency)
     for limit in (0, 100, 250):
-        for row, shape in zip(lowered.actions, shapes_of(schedule.placement, has_slices=True, limit=limit), strict=True):
+        for row, shape in zip(
+            lowered.actions, shapes_of(schedule.placement, has_slices=True, limit=limit), strict=True
+        ):
             for keeps in (True, False):
                 program = lower_row(row, shape, keeps_slices=keeps, reduces_each=not keeps)
-                reduced = [each for each in program.instructions if each.do is Do.REDUCE and each.index < 2]
+                reduced = [each for each in program.instructions if each.do is Do.REDUCE and each.of < 2]
                 assert len(reduced) == (2 if keeps else 12)
 
 
@@ -179,5 +183,3 @@ def test_programs_differ_where_anything_does() -> None:
         for program in programs(schedule, limit=limit, residency=residency)
     }
     assert len(digests) == 12
-
-

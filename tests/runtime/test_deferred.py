@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -66,7 +65,7 @@ def unit_of(block: nn.Module) -> Unit:
         Nest(),
         connect(place, device),
         device,
-        lanes_of(device, alone=True, waits_on_host=True, reductions=1),
+        lanes_of(device, alone=True, waits_on_host=True),
     )
     parameters = dict(block.named_parameters())
     linears = {f"{name}.weight" for name, module in block.named_modules() if isinstance(module, nn.Linear)}
@@ -145,7 +144,7 @@ def test_weights_come_out_as_autograd_gives_them() -> None:
             Nest(),
             connect(place, device),
             device,
-            lanes_of(device, alone=True, waits_on_host=True, reductions=1),
+            lanes_of(device, alone=True, waits_on_host=True),
         )
         parameters = dict(block.named_parameters())
         linears = {f"{name}.weight" for name, module in block.named_modules() if isinstance(module, nn.Linear)}
@@ -160,9 +159,9 @@ def test_weights_come_out_as_autograd_gives_them() -> None:
         collector = Collector([])
         layers = defer(block, [unit], collector)
         block(hidden).backward(gradient)  # the input needs no gradient: the anchors keep every linear in the graph
-        pending = {unit: [(name, kept) for _, name, kept in collector.found or ()]}
-        compute_weights([unit], pending)
-        assert pending == {}
+        pending = [(name, kept) for _, name, kept in collector.found or ()]
+        compute_weights(unit, pending)
+        assert pending == []
         for name in parameters:
             got = unit.room(name, "W").view if name in linears else parameters[name].grad
             assert got is not None
@@ -181,15 +180,15 @@ def whole_gradients_in_flight(case: Case) -> tuple[int, int]:
     def count() -> None:
         nonlocal most
         held = [flow for segment in segments for flow in segment.flows.values()]
-        held += [flow for _, flows in engine._lanes["reduce"]._under_way for flow in flows]
+        held += [flow for segment in segments for _, flow in segment._reducing]
         most = max(most, sum(flow.nbytes for flow in held))
 
     for segment in segments:
         reduce = segment.reduce_gradients
 
-        def watched(phase: Any, *, is_last: bool, reduce: Any = reduce) -> None:
+        def watched(phase: Any, reduce: Any = reduce) -> None:
             count()
-            reduce(phase, is_last=is_last)
+            reduce(phase)
 
         segment.reduce_gradients = watched  # type: ignore[method-assign]
     engine.step(case.share(engine, 0))
@@ -238,15 +237,14 @@ def pending_in_the_run(room: float | None) -> tuple[int, int, int]:
     for action in schedule.actions[engine.place.rank]:
         now += (action.op is Op.I) - (action.op is Op.W)
         planned = max(planned, now)
-    compute = engine._executor._acts[Op.W]
-    begin = engine._executor._acts[Op.I]
+    advance = engine._executor._advance
 
-    def counted(act: Any, stage: int, microbatch: int) -> None:
+    def counted(stop: int) -> None:
         nonlocal most
-        act(stage, microbatch)
+        advance(stop)
         most = max(most, sum(any(items.values()) for items in engine._executor._step.pending.values()))
 
-    engine._executor._acts = {**engine._executor._acts, Op.I: partial(counted, begin), Op.W: partial(counted, compute)}
+    engine._executor._advance = counted  # type: ignore[method-assign]
     engine.step(case.share(engine, 0))
     engine.close()
     return planned, most, sum(action.op is Op.W for action in schedule.actions[engine.place.rank])

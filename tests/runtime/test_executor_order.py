@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from atoll import schedules
-from atoll.ir import Op
+from atoll.ir import Action, Op
 from atoll.layouts import Layout
 from atoll.models import Adapter
 from atoll.models.adapter import SequentialAdapter
 from atoll.plan import MeshShape, Plan
+from atoll.program import Do
 from atoll.runtime.engine import Engine
-from atoll.runtime.sharding.unit import Unit
+from atoll.runtime.pipeline.executor import Executor
 from atoll.runtime.transport import world_store
 from atoll.testing import run_ranks
 from atoll.trace import Span
@@ -79,6 +82,25 @@ def wait_for(what: str) -> None:
     store.wait([what], PATIENCE)
 
 
+def before(executor: Executor, do: Do, act: Callable[[Action], None]) -> None:
+    """Call `act` before each instruction of a training step that does this."""
+    around(executor, do, lambda action, call: (act(action), call()))
+
+
+def after(executor: Executor, do: Do, act: Callable[[Action], None]) -> None:
+    """Call it after each."""
+    around(executor, do, lambda action, call: (call(), act(action)))
+
+
+def around(executor: Executor, do: Do, act: Callable[[Action, Callable[[], None]], object]) -> None:
+    score = executor._score(MICROBATCHES, training=True)
+    calls = tuple(
+        partial(act, each.action, call) if each.do is do else call
+        for each, call in zip(score.program.instructions, score.calls, strict=True)
+    )
+    executor._scores[True, MICROBATCHES] = replace(score, calls=calls)  # type: ignore[arg-type]
+
+
 def hold_weights_until_the_gradient_has_arrived() -> int:
     """In a step of 1F1B the last rank computes no weight's gradient before the other one has what it owes; how often it
     was held."""
@@ -86,23 +108,18 @@ def hold_weights_until_the_gradient_has_arrived() -> int:
     executor = engine._executor
     count = 0
     if engine.place.pp == 0:
-        receive = executor._acts[Op.RECV_B]
-
-        def received(stage: int, microbatch: int) -> None:
-            receive(stage, microbatch)
-            say(f"received {microbatch}")
-
-        executor._acts = {**executor._acts, Op.RECV_B: received}
+        after(executor, Do.RECV_B, lambda action: say(f"received {action.microbatch}"))
     else:
-        weights = executor._weights
+        held: set[int] = set()
 
-        def held(units: Sequence[Unit], key: tuple[int, int]) -> None:
+        def hold(action: Action) -> None:
             nonlocal count
-            wait_for(f"received {key[1]}")
-            count += 1
-            weights(units, key)
+            if action.microbatch not in held:
+                held.add(action.microbatch or 0)
+                wait_for(f"received {action.microbatch}")
+                count += 1
 
-        executor._weights = held  # type: ignore[method-assign]
+        before(executor, Do.W, hold)
     engine.step(wide_batch())
     engine.close()
     return count
@@ -126,24 +143,22 @@ def hold_the_last_action_until_the_next_step_has_begun(steps: int) -> int:
     """The last rank ends no step before the first rank is in the next one's first forward; how often it was held."""
     engine = wide_engine("zb-h2", post_validation=True)
     executor = engine._executor
-    forward, weights = executor._acts[Op.F], executor._acts[Op.W]
     last = engine.plan.schedule.actions[engine.place.pp][-1]
     assert last.op is Op.W
     count = 0
 
-    def begun(stage: int, microbatch: int) -> None:
+    def begun(action: Action) -> None:
         if engine.place.pp == 0:
             say(f"step {executor._step_number}")
-        forward(stage, microbatch)
 
-    def held(stage: int, microbatch: int) -> None:
+    def hold(action: Action) -> None:
         nonlocal count
-        if engine.place.pp == 1 and microbatch == last.microbatch and executor._step_number + 1 < steps:
+        if engine.place.pp == 1 and action.microbatch == last.microbatch and executor._step_number + 1 < steps:
             wait_for(f"step {executor._step_number + 1}")
             count += 1
-        weights(stage, microbatch)
 
-    executor._acts = {**executor._acts, Op.F: begun, Op.W: held}
+    before(executor, Do.F, begun)
+    before(executor, Do.FINISH_W, hold)
     batches = [wide_batch() for _ in range(steps)]
     for batch, following in zip(batches, [*batches[1:], None], strict=True):
         engine.submit(batch, following)

@@ -1,9 +1,8 @@
-"""Jobs beside the computation: in order, at most so many, errors where they are waited for."""
+"""Jobs beside the computation: in order, errors where they are waited for."""
 
 from __future__ import annotations
 
 import threading
-import weakref
 from functools import partial
 
 import pytest
@@ -17,7 +16,7 @@ from atoll.testing.parity import Case
 
 
 def test_jobs_begin_in_order_and_two_run_at_once() -> None:
-    lane = Threads("gather", None)
+    lane = Threads("gather")
     begun: list[int] = []
     gate = threading.Event()
     both = threading.Barrier(AT_ONCE + 1, timeout=60.0)
@@ -39,7 +38,7 @@ def test_jobs_begin_in_order_and_two_run_at_once() -> None:
 
 
 def test_an_error_is_raised_where_it_is_waited_for() -> None:
-    lane = Threads("sync", None)
+    lane = Threads("sync")
 
     def work() -> None:
         raise ValueError("lost")
@@ -51,22 +50,8 @@ def test_an_error_is_raised_where_it_is_waited_for() -> None:
     lane.close()
 
 
-@pytest.mark.parametrize("at_most", [0, 1, 2])
-def test_what_reductions_work_on_is_bounded(at_most: int) -> None:
-    """The next reduction waits for one before, and then lets go of its buffer."""
-    lane = Threads("reduce", at_most)
-    held = []
-    for _ in range(5):
-        buffer = torch.zeros(3)
-        held.append(weakref.ref(buffer))
-        lane.start(lambda: None, buffer, unit=0)
-        del buffer
-        assert sum(ref() is not None for ref in held) <= at_most
-    lane.close()
-
-
 def test_gradients_are_off_in_jobs() -> None:
-    lane = Threads("gather", None)
+    lane = Threads("gather")
     found: list[bool] = []
     lane.start(lambda: found.append(torch.is_grad_enabled()), unit=0).wait()
     assert found == [False]
@@ -75,7 +60,7 @@ def test_gradients_are_off_in_jobs() -> None:
 
 def test_a_rank_that_shares_nothing_has_no_threads() -> None:
     before = threading.active_count()
-    lanes = lanes_of(torch.device("cpu"), alone=True, waits_on_host=True, reductions=1)
+    lanes = lanes_of(torch.device("cpu"), alone=True, waits_on_host=True)
     for kind in KINDS:
         lanes[kind].start(lambda: None, unit=0).wait()
         lanes[kind].close()
@@ -111,7 +96,7 @@ def test_an_error_beside_the_computation_ends_every_rank() -> None:
 
 
 def test_a_lane_that_is_closed_has_finished_its_jobs() -> None:
-    lane = Threads("gather", None)
+    lane = Threads("gather")
     done = threading.Event()
 
     def work() -> None:

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from atoll import schedules
+from atoll.errors import PlanError, RankError
 from atoll.layouts import Layout, Precision
 from atoll.models import Adapter
 from atoll.models.adapter import SequentialAdapter
 from atoll.plan import MeshShape, Plan
+from atoll.program import Do
 from atoll.runtime.engine import Engine
-from atoll.runtime.sharding.lookahead import DIGESTS, digest
-from atoll.runtime.sharding.segment import Segment
-from atoll.runtime.sharding.unit import Unit
+from atoll.runtime.sharding.segment import Segment, State
 from atoll.runtime.transport import GlooTransport
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, train
@@ -50,119 +51,62 @@ def test_gathering_one_level_ahead_changes_no_bit() -> None:
             assert all(torch.equal(one.parameters[key], other.parameters[key]) for key in one.parameters)
 
 
-def gathers_ahead(case: Case) -> list[int]:
-    """How many blocks were begun with before they were asked for: in each step, and in an evaluation after it."""
+def gathers_ahead(case: Case) -> tuple[list[int], list[int]]:
+    """Gathers that begin before their block, in the programs of a step and of an evaluation; and how many jobs a lane
+    has begun in each, twice over."""
     engine = case.engine()
-    counts = []
     begun = 0
-    look = engine._lookahead.look
+    start = engine._lanes["gather"].start
 
-    def counted() -> None:
+    def counted(*args: Any, **options: Any) -> Any:
         nonlocal begun
-        before = set(engine._lookahead._ahead)
-        look()
-        begun += len(set(engine._lookahead._ahead) - before)
+        begun += 1
+        return start(*args, **options)
 
-    engine._lookahead.look = counted  # type: ignore[method-assign]
-    for step in range(case.steps):
+    engine._lanes["gather"].start = counted  # type: ignore[method-assign]
+    done = []
+    for step in range(2):
         for act in (engine.step, engine.evaluate):
             begun = 0
             act(case.share(engine, step))
-            counts.append(begun)
+            done.append(begun)
+    said = [
+        sum(each.do is Do.GATHER for each in score.program.instructions) for score in engine._executor._scores.values()
+    ]
     engine.close()
-    return counts
+    return said, done
 
 
-def test_the_order_is_learned_and_followed() -> None:
-    """Nothing is known the first time. Later all of 6 blocks, forward and backward, 2 microbatches, but those that are
-    at hand where a microbatch turns round and where the next one begins."""
+def test_every_step_gathers_ahead_as_its_program_says() -> None:
+    """The first too: of 6 blocks, forward and backward, 2 microbatches, all but the first one and those that are at
+    hand where a microbatch turns round and where the next one begins."""
     case = Case(layout="GGG", inter=2, intra=2, microbatches=8, model=TinyConfig(layers=4), steps=3)
     for in_place in (True, False):
-        for training, evaluating, *later in run_ranks(
-            gathers_ahead, case.ranks, replace(case, reads_in_place=in_place)
-        ):
-            assert (training, evaluating) == (0, 0)
-            assert later == [24 - 3, 12, 24 - 3, 12]
-    for counts in run_ranks(gathers_ahead, case.ranks, replace(case, prefetch=0)):
-        assert not any(counts)
+        for said, done in run_ranks(gathers_ahead, case.ranks, replace(case, reads_in_place=in_place)):
+            assert done == said * 2
+            assert said == [24 - 3, 12]
+    for said, done in run_ranks(gathers_ahead, case.ranks, replace(case, prefetch=0)):
+        assert not any(said)
+        assert not any(done)
 
 
-@dataclass(frozen=True)
-class Numbered:
-    """A block as a digest sees it."""
-
-    index: int
-    units: tuple[Unit, ...] = ()
-
-
-def test_digests_tell_orders_apart() -> None:
-    """Whatever is exchanged, left out, repeated or added; none that is known is taken for one that is not."""
-    order = list(range(6)) + list(range(6))[::-1]
-    orders = [
-        order,
-        order[1:] + order[:1],
-        order[:-1],
-        order[1:],
-        order + order[-1:],
-        sorted(order),
-        [1, 2],
-        [12],
-        [2, 1],
-    ]
-    orders += [[*order[:at], order[at + 1], order[at], *order[at + 2 :]] for at in range(11) if at != 5]
-    found = [digest([Numbered(at) for at in each]) for each in orders]
-    assert len(set(found)) == len(found)
-    assert all(0 < each < DIGESTS for each in found)
-    assert found[0] == digest([Numbered(at) for at in order])
-    assert digest([]) == 0
+def build_another_model_on_one_rank(case: Case) -> str:
+    """Other units on rank 1: the ranks' programs differ."""
+    engine = None
+    other = replace(case, unit=2) if dist.get_rank() == 1 else case
+    try:
+        engine = other.engine()
+    except (PlanError, RankError) as error:
+        return str(error)
+    finally:
+        if engine is not None:
+            engine.close()
+    return "it was built"
 
 
-def gathers_ahead_after_another_order(case: Case, stranger: int) -> tuple[list[int], list[float]]:
-    """What is gathered ahead in the steps after rank `stranger` expects to begin with what comes second, and the
-    losses."""
-    engine = case.engine()
-    look = engine._lookahead.look
-    counts, losses = [], []
-
-    def counted() -> None:
-        before = set(engine._lookahead._ahead)
-        look()
-        counts[-1] += len(set(engine._lookahead._ahead) - before)
-
-    engine._lookahead.look = counted  # type: ignore[method-assign]
-    for step in range(case.steps):
-        if step == 2 and engine.place.rank == stranger:
-            orders = engine._lookahead._orders
-            orders.update({kind: [*order[1:], order[0]] for kind, order in orders.items()})
-        counts.append(0)
-        losses.append(engine.step(case.share(engine, step)).loss)
-    engine.close()
-    return counts, losses
-
-
-STRANGERS = {
-    "of two ranks": ({"intra": 2}, 1),
-    "of three ranks": ({"intra": 3, "microbatches": 6}, 0),
-    "beside a tensor-parallel group": ({"inter": 2, "tensor": 2}, 3),
-    "in a pipeline": ({"pipeline": 2, "inter": 2}, 3),
-}
-
-
-@pytest.mark.parametrize("kind", STRANGERS)
-def test_nothing_is_gathered_ahead_where_orders_differ(kind: str) -> None:
-    """Ranks that share parameters follow none of their orders in that step, learn it anew, and go on. Other pipeline
-    stages follow theirs all the while."""
-    options, stranger = STRANGERS[kind]
-    case = Case("GGG", steps=5, model=TinyConfig(layers=4), reads_in_place=False, **options)  # type: ignore[arg-type]
-    agreed = run_ranks(gathers_ahead_after_another_order, case.ranks, case, -1)
-    found = run_ranks(gathers_ahead_after_another_order, case.ranks, case, stranger)
-    stage = case.plan.mesh.place(stranger).pp
-    for rank, ((counts, losses), (usual, wanted)) in enumerate(zip(found, agreed, strict=True)):
-        assert losses == wanted
-        assert usual[0] == 0
-        assert min(usual[1:]) > 0
-        follows_none = case.plan.mesh.place(rank).pp == stage
-        assert counts == [0, usual[1], 0 if follows_none else usual[2], *usual[3:]]
+def test_ranks_that_would_play_different_programs_are_refused() -> None:
+    case = Case("GGG", intra=2, model=TinyConfig(layers=4), reads_in_place=False)
+    assert all("different programs" in said for said in run_ranks(build_another_model_on_one_rank, 2, case))
 
 
 class Winding(nn.Sequential):
@@ -208,8 +152,7 @@ def wind(layout: str, mesh: MeshShape, prefetch: int | None, in_place: bool) -> 
         model.skipped = {4}
         losses.append(engine.evaluate(batch).loss)
         segments = [segment for unit in engine.units for segment in unit.segments]
-        assert all(not segment.is_whole and not segment.is_under_way for segment in segments)
-        assert not engine._lanes["reduce"]._under_way
+        assert all(segment.state is State.FREED and not segment._reducing for segment in segments)
     engine.close()
     return losses
 
@@ -233,7 +176,7 @@ def syncs_begun(case: Case) -> list[bool]:
         found.extend(
             segment._syncing_gradients is not None
             for unit in engine.units
-            if unit.syncs_early
+            if not unit.spec.is_shared
             for segment in unit.segments
             if segment.trainable
         )
@@ -254,10 +197,9 @@ def test_every_sync_begins_in_the_last_backward(layout: str, pipeline: int) -> N
         assert all(begun)
 
 
-def live_after_orders_are_known(case: Case) -> tuple[int, int, int]:
-    """Most bytes of whole parameters at any gather of the second step, after it, and the limit."""
+def live_in_a_step(case: Case) -> tuple[int, int, int]:
+    """Most bytes of whole parameters at any gather of a step, after it, and the limit."""
     engine = case.engine()
-    engine.step(case.share(engine, 0))
     most = 0
 
     def whole() -> int:
@@ -273,18 +215,18 @@ def live_after_orders_are_known(case: Case) -> tuple[int, int, int]:
 
     Segment.gather = watched  # type: ignore[method-assign]
     try:
-        engine.step(case.share(engine, 1))
+        engine.step(case.share(engine, 0))
     finally:
         Segment.gather = gather  # type: ignore[method-assign]
     engine.close()
-    return most, whole(), engine._lookahead.limit
+    return most, whole(), engine.program.shape.limit
 
 
 @pytest.mark.parametrize("prefetch", [None, 0, 500])
 def test_nothing_is_gathered_ahead_that_can_be_read_in_place(prefetch: int | None) -> None:
     case = Case("III", intra=2, precision="fp32", microbatches=4, model=TinyConfig(layers=6), prefetch=prefetch)
     largest = max(16 * 8, 8 + 8 + 8 * 12 + 12 + 12 * 8 + 8, 8 + 8 + 16 * 8) * 4
-    for most, after, limit in run_ranks(live_after_orders_are_known, case.ranks, case):
+    for most, after, limit in run_ranks(live_in_a_step, case.ranks, case):
         assert (most, after, limit) == (largest, 0, 0)
 
 
@@ -294,7 +236,7 @@ def test_no_more_is_whole_than_is_used_and_the_limit(layout: str, prefetch: int 
     model = TinyConfig(layers=6)
     case = Case(layout, intra=2, precision="fp32", microbatches=4, model=model, prefetch=prefetch, reads_in_place=False)
     largest = max(16 * 8, 8 + 8 + 8 * 12 + 12 + 12 * 8 + 8, 8 + 8 + 16 * 8) * 4
-    for most, after, limit in run_ranks(live_after_orders_are_known, case.ranks, case):
+    for most, after, limit in run_ranks(live_in_a_step, case.ranks, case):
         assert limit == (largest if prefetch is None else prefetch)
         assert most <= 2 * largest + limit
         assert after == 0

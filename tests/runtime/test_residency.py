@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from atoll.ir.residency import REDUCTIONS, RESIDENCIES, Reduction, Residency, counts, held_stages
 from atoll.layouts import Level
-from atoll.runtime.sharding.segment import Segment
+from atoll.runtime.sharding.segment import Segment, State
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, assert_parity
 from atoll.testing.tiny import TinyConfig
@@ -47,14 +47,13 @@ def test_a_wrong_step_is_taken_back_while_stages_are_open(layout: str) -> None:
     assert_parity(replace(case, residency="step", reduction="step"))
 
 
-def counted(case: Case) -> tuple[dict[int, tuple[int, int]], dict[int, tuple[int, int]], int, int, int]:
-    """By stage: gathers and reductions of each of its units in the second step, as done and as the row says; the most
-    bytes whole after any gather, and as foretold; and how many gathers found what was set aside."""
+def counted(case: Case) -> tuple[dict[int, tuple[int, int]], dict[int, tuple[int, int]], int, int]:
+    """By stage: gathers and reductions of each of its units in a step, as done and as the row says; the most bytes
+    whole after any gather, and as foretold."""
     engine = case.engine()
-    engine.step(case.share(engine, 0))
     gathers: Counter[int] = Counter()
     reductions: Counter[tuple[int, int]] = Counter()
-    most = at_hand = 0
+    most = 0
     bring, reduce, gather = Segment._bring, Segment._reduce, Segment.gather
 
     def whole() -> int:
@@ -70,9 +69,7 @@ def counted(case: Case) -> tuple[dict[int, tuple[int, int]], dict[int, tuple[int
         reduce(segment, *args)
 
     def gathering(segment: Segment) -> None:
-        nonlocal most, at_hand
-        at_hand += segment._is_aside
-        gathers[segment._tag[0]] += segment._is_aside
+        nonlocal most
         gather(segment)
         most = max(most, whole())
 
@@ -81,21 +78,22 @@ def counted(case: Case) -> tuple[dict[int, tuple[int, int]], dict[int, tuple[int
         patch.object(Segment, "_reduce", reducing),
         patch.object(Segment, "gather", gathering),
     ):
-        engine.step(case.share(engine, 1))
+        engine.step(case.share(engine, 0))
     done = {}
     for stage in engine._sharded.stages:
         trained = [segment for unit in stage.units for segment in unit.segments if segment.trainable]
         brought = {gathers[unit.spec.index] // len(unit.segments) for unit in stage.units}
         reduced = {reductions[segment._tag] for segment in trained}
-        assert len(brought) == 1, "the units of a stage travel together"
-        done[stage.index] = (brought.pop(), max(reduced))  # what phase I alone trains is reduced less often
-    said = counts(engine._row)
+        assert case.prefetch != 0 or len(brought) == 1, "the units of a stage travel together"
+        done[stage.index] = (max(brought), max(reduced))  # what phase I alone trains is reduced less often
+    said = counts(engine._executor._score(case.plan.schedule.microbatches, training=True).row)
     if case.layout[1] == Level.N.name:
         said = {stage: (count, 0) for stage, (count, _) in said.items()}
     foretold = engine.working_memory().live
-    assert not any(segment.is_whole for unit in engine.units for segment in unit.segments if not segment.permanent)
+    segments = [segment for unit in engine.units for segment in unit.segments if not segment.permanent]
+    assert all(segment.state is State.FREED for segment in segments)
     engine.close()
-    return done, said, most, foretold, at_hand
+    return done, said, most, foretold
 
 
 @pytest.mark.parametrize(
@@ -115,17 +113,16 @@ def counted(case: Case) -> tuple[dict[int, tuple[int, int]], dict[int, tuple[int
 def test_gathers_and_reductions_are_those_of_the_schedule(
     prefetch: int | None, layout: str, schedule: str, residency: Residency, reduction: Reduction
 ) -> None:
-    """All of them travel where nothing is gathered ahead; else those of a unit that a row turns round with do not."""
+    """Where something is gathered ahead, those of a unit that a row turns round with need not travel."""
     case = Case(layout, pipeline=2, intra=2, microbatches=8, schedule=schedule, model=TinyConfig(layers=6))
     case = replace(case, residency=residency, reduction=reduction, precision="fp32", prefetch=prefetch)
     for in_place in (True, False):
-        for done, said, most, foretold, at_hand in run_ranks(counted, 4, replace(case, reads_in_place=in_place)):
-            assert done == said
+        for done, said, most, foretold in run_ranks(counted, 4, replace(case, reads_in_place=in_place)):
             assert most <= foretold
             if prefetch == 0 or in_place:
-                assert at_hand == 0
-            elif residency == "unit":
-                assert at_hand > 0
+                assert done == said
+            for stage, (gathers, reductions) in done.items():
+                assert (gathers <= said[stage][0], reductions) == (True, said[stage][1])
 
 
 M = 8
@@ -153,7 +150,7 @@ def test_a_parameter_is_gathered_and_reduced_as_often_as_the_table_says(
     """Two chunks where a schedule has chunks, of which `run` keeps one; the mean over a rank's stages."""
     model = TinyConfig(layers=2 * pipeline)
     case = Case("GGG", pipeline=pipeline, intra=2, microbatches=2 * M, schedule=schedule, model=model, prefetch=0)
-    for done, said, *_ in run_ranks(counted, case.ranks, replace(case, residency=residency, reduction=reduction)):
+    for done, said, _, _ in run_ranks(counted, case.ranks, replace(case, residency=residency, reduction=reduction)):
         assert done == said
         assert sum(count for count, _ in done.values()) / len(done) == gathers
         assert sum(count for _, count in done.values()) / len(done) == reductions
@@ -161,7 +158,8 @@ def test_a_parameter_is_gathered_and_reduced_as_often_as_the_table_says(
 
 def kept(case: Case) -> tuple[int, int]:
     engine = case.engine()
-    sizes = max(len(stages) for stages in held_stages(engine._row)), engine.working_memory().live
+    row = engine._executor._score(case.plan.schedule.microbatches, training=True).row
+    sizes = max(len(stages) for stages in held_stages(row)), engine.working_memory().live
     engine.close()
     return sizes
 
@@ -213,9 +211,8 @@ class Peaks:
 
 
 def peaks(case: Case) -> Peaks:
-    """Of whole parameters and whole gradients that are not reduced yet, in the second step."""
+    """Of whole parameters and whole gradients that are not reduced yet, in a step."""
     engine = case.engine()
-    engine.step(case.share(engine, 0))
     segments = [segment for unit in engine.units for segment in unit.segments if not segment.permanent]
     most, made, unreduced = 0, 0, 0
     lock = Lock()
@@ -246,9 +243,9 @@ def peaks(case: Case) -> Peaks:
         patch.object(Segment, "_open_flow", making),
         patch.object(Segment, "_reduce", reducing),
     ):
-        engine.step(case.share(engine, 1))
+        engine.step(case.share(engine, 0))
     need = engine.working_memory()
-    block = max(unit.nbytes for unit in engine.units)
+    block = max(unit.whole for unit in engine.program.shape.units.values())
     engine.close()
     return Peaks(most, need.live, unreduced, need.flows, block)
 

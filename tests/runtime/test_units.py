@@ -11,7 +11,7 @@ import torch
 
 from atoll.models import adapter_for
 from atoll.runtime.sharding.build import groups_of
-from atoll.runtime.sharding.segment import Segment, sum_of_squares
+from atoll.runtime.sharding.segment import Segment, State, sum_of_squares
 from atoll.runtime.sharding.unit import unit_specs
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, assert_parity
@@ -56,7 +56,11 @@ def watched(case: Case) -> tuple[int, int, int]:
     bring, gather = Segment._bring, Segment.gather
 
     def whole() -> int:
-        return sum(len(unit.spec.blocks) for unit in engine.units if unit.is_whole)
+        return sum(
+            len(unit.spec.blocks)
+            for unit in engine.units
+            if all(segment.state is State.WHOLE for segment in unit.segments)
+        )
 
     def bringing(segment: Segment, *args: Any) -> None:
         nonlocal gathers

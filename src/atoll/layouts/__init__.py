@@ -27,7 +27,7 @@ from atoll.layouts.level import (
     Moves,
 )
 from atoll.layouts.precision import ITEM_BYTES, PRESETS, Precision
-from atoll.layouts.working import AT_ONCE, Use, WorkingMemory, most_whole, reduced_at_once, working_memory
+from atoll.layouts.working import AT_ONCE, WorkingMemory, reduced_at_once, working_memory
 
 __all__ = [
     "ALIASES",
@@ -61,11 +61,9 @@ __all__ = [
     "Shape",
     "Slice",
     "Traffic",
-    "Use",
     "WorkingMemory",
     "boxes",
     "footprint",
-    "most_whole",
     "published_memory",
     "reduced_at_once",
     "traffic",

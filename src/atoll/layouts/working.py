@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from atoll.layouts.accounting import Segment
@@ -50,110 +50,42 @@ def working_memory(
     reads_in_place: bool,
     prefetch: int | None = None,
     keeps_apart: bool = False,
-    uses: Sequence[Use] | None = None,
-    unreduced: int | None = None,
+    whole: int | None = None,
+    made: int | None = None,
 ) -> WorkingMemory:
     """What the rank at `nest` needs for `blocks`, each given by the segments that it uses.
 
     reads_in_place: whether the ranks of a group read each other's memory, as they do on one host's CPUs.
     prefetch: bytes that may be gathered ahead; None: what one block needs for each link that a gather crosses; 0 lets
     no reduction run beside the computation either.
-    uses: what a step gathers and frees, in order; None: one block after the other, each freed after its use.
-    unreduced: bytes of whole gradients that wait for others of their stage before they are reduced, which takes no
-    longer than the backward of the others; None: each block's are reduced in its microbatch.
+    whole, made: the most bytes of whole parameters, and of whole gradients that are made and reduced, which a program
+    has at once; None: one block after the other, each freed after its use and reduced in its microbatch.
     """
     each = [
         _block(block, layout, precision=precision, nest=nest, reads_in_place=reads_in_place, keeps_apart=keeps_apart)
         for block in blocks
     ]
-    whole, staged, flow, arriving = (max((sizes[at] for sizes in each), default=0) for at in range(4))
-    has_to_travel = whole > 0 and (nest.intra < 2 or not reads_in_place or staged > 0)
+    largest, staged, flow, arriving = (max((sizes[at] for sizes in each), default=0) for at in range(4))
+    has_to_travel = largest > 0 and (nest.intra < 2 or not reads_in_place or staged > 0)
     ahead = 0
     if has_to_travel:
         links = [move.axis for move in GATHER_PARAMETER[layout.parameters] if nest.size(move.axis) > 1]
         crossed = [axis for axis in links if axis is not Axis.INTRA or not reads_in_place]
-        ahead = max(1, len(crossed)) * (staged or whole) if prefetch is None else prefetch
+        ahead = max(1, len(crossed)) * (staged or largest) if prefetch is None else prefetch
     behind = reduced_at_once(prefetch)
-    flows = max((behind + 1) * flow, unreduced or 0)
-    at_worst = flows if unreduced is None else behind * flow + unreduced
+    flows = (behind + 1) * flow if made is None else made
+    at_worst = max((behind + 1) * flow, flows)
     is_shared = reads_in_place and nest.intra > 1
     # Where nothing is gathered ahead, one staged part is enough: it is given back before the next is asked for.
     lent = (max(ahead, (behind + 1) * staged) if staged else 0) + (at_worst if is_shared else 0)
     limit = ahead if not staged else 0
     return WorkingMemory(
-        live=whole + limit if uses is None else most_whole(uses, limit, turns=ahead > 0),
+        live=largest + limit if whole is None else whole,
         ahead=ahead,
         lent=lent,
         buffers=arriving + (0 if is_shared else flows),
         flows=flows,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Use:
-    """One block's turn: bytes by key of what it needs whole, and what is not needed whole any more afterwards."""
-
-    needs: Mapping[int, int]
-    frees: Collection[int]
-
-
-def most_whole(uses: Sequence[Use], limit: int, *, turns: bool) -> int:
-    """The most bytes of whole copies in a step that gathers up to `limit` bytes ahead, as the runtime does.
-
-    turns: whether what a row uses last and next again is set aside in between.
-    """
-    order = list(_gathered(uses))
-    whole: dict[int, int] = {}
-    aside: dict[int, int] = {}
-    ahead: dict[int, Mapping[int, int]] = {}
-    most = following = 0
-
-    def look(coming: int) -> None:
-        nonlocal most
-        for at in range(following, len(order)):
-            if at in ahead:
-                continue
-            under_way = [key for each in ahead.values() for key in each]
-            wanted = {key: size for key, size in order[at].items() if key not in whole and key not in aside}
-            if turns and not wanted and at == following:
-                continue
-            if not wanted or any(key in under_way for key in wanted):
-                break
-            size = sum(wanted.values())
-            if coming + sum(sum(each.values()) for each in ahead.values()) + size > limit:
-                break
-            ahead[at] = wanted
-        there = sum(whole.values()) + sum(aside.values())
-        most = max(most, coming + there + sum(sum(each.values()) for each in ahead.values()))
-
-    for use in uses:
-        missing = {key: size for key, size in use.needs.items() if key not in whole}
-        if missing:
-            ahead.pop(following, None)
-            following += 1
-            look(sum(size for key, size in missing.items() if key not in aside))
-            whole.update(missing)
-            for key in missing:
-                aside.pop(key, None)
-            look(0)
-        comes_next = order[following] if turns and use.needs and following < len(order) else {}
-        for key in use.frees:
-            if key in whole and key in comes_next:
-                aside[key] = whole[key]
-            whole.pop(key, None)
-        look(0)
-    return most
-
-
-def _gathered(uses: Sequence[Use]) -> Iterator[Mapping[int, int]]:
-    """What has to be gathered for each use that finds something missing."""
-    whole: set[int] = set()
-    for use in uses:
-        missing = {key: size for key, size in use.needs.items() if key not in whole}
-        if missing:
-            yield missing
-        whole.update(missing)
-        whole.difference_update(use.frees)
 
 
 def _block(

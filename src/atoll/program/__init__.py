@@ -4,7 +4,7 @@ Lowering ends here: a row of a schedule, and what the rank's stages are made of,
 it, and the memory that it takes is a sum over it. Nothing about what to gather, free or reduce is decided later.
 """
 
-from atoll.program.instruction import Do, Instruction, Lane, Phase
+from atoll.program.instruction import BEGINS, Do, Instruction, Lane, Phase
 from atoll.program.laws import check
 from atoll.program.lower import lower_row
 from atoll.program.memory import Bytes, peaks
@@ -12,6 +12,7 @@ from atoll.program.program import Program
 from atoll.program.shape import PHASES, BlockShape, RankShape, StageShape, UnitShape
 
 __all__ = [
+    "BEGINS",
     "PHASES",
     "BlockShape",
     "Bytes",

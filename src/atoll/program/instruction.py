@@ -20,7 +20,7 @@ class Lane(StrEnum):
 
 
 class Do(StrEnum):
-    """What an instruction does. `index` is a block for F, START_I, I and FINISH_I, else a unit; else unused.
+    """What an instruction does, of a block (F and I) or of a unit (W, and from GATHER on).
 
     F         the forward of a block                   FINISH_F  the loss, or what the next stage is given
     START_I   the loss's backward, or the gradient that was received
@@ -87,12 +87,12 @@ class Do(StrEnum):
 
     @property
     def is_of_block(self) -> bool:
-        """Whether its index is a block's."""
+        """Whether it is about a block."""
         return self in (Do.F, Do.I)
 
     @property
     def is_of_unit(self) -> bool:
-        """Whether its index is a unit's."""
+        """Whether it is about a unit."""
         return self in _OF_UNIT
 
 
@@ -108,20 +108,20 @@ BEGINS = frozenset({Do.GATHER, Do.FREE, Do.REDUCE, Do.SYNC})
 
 
 class Instruction(NamedTuple):
-    """One instruction. action: the action of the schedule that it belongs to, or that needs it."""
+    """One instruction. action: that of the schedule which it belongs to, or which needs it.  of: a block or a unit."""
 
     do: Do
     action: Action
-    index: int = -1
+    of: int = -1
     phase: Phase | None = None
 
     def __str__(self) -> str:
         """`0F2.5`: block 5 in the forward of microbatch 2 on stage 0. `GATHER 5` and `REDUCE 5 W` are of unit 5."""
-        do, action = self.do, self.action
+        do, action, of = self.do, self.action, self.of
         if do.is_of_block:
-            return f"{action.stage}{do}{action.microbatch}.{self.index}"
+            return f"{action.stage}{do}{action.microbatch}.{of}"
         if do is Do.W:
-            return f"{action.stage}{do}{action.microbatch}.u{self.index}"
+            return f"{action.stage}{do}{action.microbatch}.u{of}"
         if do.is_of_unit:
-            return f"{do} {self.index}" + (f" {self.phase}" if self.phase else "")
+            return f"{do} {of}" + (f" {self.phase}" if self.phase else "")
         return f"{action.stage}{do}{action.microbatch}"

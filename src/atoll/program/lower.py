@@ -219,10 +219,10 @@ def insert_gathers(
     due = {event.at: event for event in events}
     rested: set[int] = set()
     found: list[Instruction] = []
+    for first in islice((step for step in steps if isinstance(step, Instruction)), 1):
+        found += ahead.look(first.action)
     for at, step in enumerate(steps):
         if not isinstance(step, Action):
-            if at == 0:
-                found += ahead.look(step.action)
             for index in _needs(step, shape):
                 if not shape.units[index].whole and index not in rested:
                     rested.add(index)
@@ -242,7 +242,7 @@ def insert_gathers(
 def _needs(step: Instruction, shape: RankShape) -> tuple[int, ...]:
     """Units that an instruction reads."""
     if step.do is Do.F or step.do is Do.I:
-        return shape.units_of[step.index]
+        return shape.units_of[step.of]
     if step.do is Do.L and shape.embedding is not None:
         return (shape.embedding,)
     if step.do is Do.S and shape.head is not None:
@@ -289,7 +289,7 @@ def _events(
                 whole.update(missing)
             if step.do is Do.F or step.do is Do.I:
                 is_backward = step.do is Do.I
-                ended = tuple(u for u in needs if shape.units[u].ends_at(step.index, backward=is_backward))
+                ended = tuple(u for u in needs if shape.units[u].ends_at(step.of, backward=is_backward))
             elif not keeps_slices:
                 ended = needs
         freed = [index for index in ended if index in whole and not kept[index]]
@@ -357,10 +357,11 @@ class _Ahead:
         own = self._begin(event.missing, action) if begun is None and self._shape.limit > 0 else []
         more = self.look(action)
         if begun is None and len(own) == 1 and not more:  # nothing would run beside it
-            self._under_way.discard(own.pop().index)
+            self._under_way.discard(own.pop().of)
         found = [*own, *more]
-        for index in event.missing:
-            found.append(Instruction(Do.WHOLE if index in self._under_way else Do.FETCH, action, index))
+        found += [
+            Instruction(Do.WHOLE if index in self._under_way else Do.FETCH, action, index) for index in event.missing
+        ]
         self.whole.update(event.missing)
         self._under_way.difference_update(event.missing)
         self._coming = 0

@@ -32,7 +32,9 @@ def held_after(instructions: Iterable[Instruction], shape: RankShape) -> Iterato
         if do is Do.GATHER:
             coming.add(index)
             unit = units[index]
-            if unit.ahead < unit.whole:  # to memory that the group reads in place; the copy itself comes when it is used
+            if (
+                unit.ahead < unit.whole
+            ):  # to memory that the group reads in place; the copy itself comes when it is used
                 staged += unit.ahead
             else:
                 parameters += unit.whole

@@ -20,20 +20,20 @@ from torch.distributed.tensor.parallel import loss_parallel
 from atoll.advice import StageSize, advice
 from atoll.errors import AtollError, CostWarning, PlanError, RankError, RunError
 from atoll.ir import insert_vocabulary, lower
-from atoll.layouts import ITEM_BYTES, Footprint, WorkingMemory, reduced_at_once
+from atoll.layouts import ITEM_BYTES, Footprint, WorkingMemory
 from atoll.models import Adapter, Batch, Block, adapter_for, relative_score, weigh_blocks, weights_for
 from atoll.models.adapter import IGNORED_LABEL
 from atoll.plan import Plan
+from atoll.program import Program
 from atoll.runtime import failure
 from atoll.runtime.allocator import keep_freed_memory
 from atoll.runtime.checkpoint import Piece, is_complete
 from atoll.runtime.lanes import Kind, Lane, lanes_of
 from atoll.runtime.pipeline.deferred import Collector
 from atoll.runtime.pipeline.executor import Executor, Outcome
-from atoll.runtime.sharding.access import Edit, chosen_names, differing, whole_gradients
+from atoll.runtime.sharding.access import DIGESTS, Edit, chosen_names, differing, whole_gradients
 from atoll.runtime.sharding.build import build
-from atoll.runtime.sharding.holdings import held_at_rest, held_now, needed_in_a_step
-from atoll.runtime.sharding.lookahead import DIGESTS, Lookahead, Order, digest
+from atoll.runtime.sharding.holdings import held_at_rest, held_now, needed_in_a_step, shape_of
 from atoll.runtime.sharding.optimizer import GroupOptions, OptimizerFactory, ShardedOptimizer
 from atoll.runtime.sharding.segment import Surroundings
 from atoll.runtime.sharding.state import load_state, load_values, model_pieces, save_state, stored_states
@@ -69,7 +69,12 @@ class Engine:
 
     torch.distributed must have been initialised with as many ranks as the plan's mesh, unless that is one.
     Raises PlanError, on every rank, where model and plan do not fit.
+
+    program: what this rank plays in a step.
     """
+
+    program: Program
+    reads_in_place: bool
 
     def __init__(
         self,
@@ -95,7 +100,6 @@ class Engine:
         self._store = world_store()
         self._watchdog = failure.Watchdog(self._store, self.place.rank).start()
         self._seed = seed
-        self._lookahead = Lookahead(0)
         self._lanes: Mapping[Kind, Lane] = {}
         self._outcome: Outcome | None = None
         self._agreements = 0
@@ -112,8 +116,7 @@ class Engine:
             except Exception as error:
                 problem = error
             self._agree(problem)
-            self.transport.share(self._working_memory(reads_in_place=True).lent)
-            self._lookahead.limit = self.working_memory().ahead
+            self._lower()
             if weights is not None and is_complete(Path(weights)):
                 load_values(Path(weights), self.units, self._buffers())
                 for unit in self.units:
@@ -145,7 +148,6 @@ class Engine:
             self.device,
             alone=self.place.nest.ranks == 1,
             waits_on_host=self.transport.waits_on_host,
-            reductions=reduced_at_once(plan.prefetch),
         )
         around = Surroundings(
             plan.layout,
@@ -169,7 +171,6 @@ class Engine:
             around=around,
             collector=collector,
             seed=self._seed,
-            lookahead=self._lookahead,
             recompute=plan.recompute,
             compiler=plan.compile,
             tensor=tensor,
@@ -183,6 +184,7 @@ class Engine:
         self._executor = Executor(
             self._sharded.stages,
             schedule,
+            units=self.units,
             ranks=line,
             transport=self.transport,
             collector=collector,
@@ -192,8 +194,6 @@ class Engine:
             stays=plan.residency == "step",
             reduces_each=plan.reduction == "microbatch",
         )
-        self._row = schedule.actions[self.place.pp]
-        self._forward_row = schedule.forward_only().actions[self.place.pp]
         self._step_end = StepEnd(
             self.units,
             self._sharded.specs,
@@ -202,6 +202,29 @@ class Engine:
             clip=self.clip,
             scaler=LossScaler() if plan.precision.compute == "float16" else None,
         )
+
+    def _lower(self) -> None:
+        """Make this rank's programs, the same as on all ranks that share its parameters, and set aside what they lend.
+
+        What they lend follows from the program for ranks that read each other's memory; whether they do is known after.
+        """
+        place, nest = self.place, self.place.nest
+        shape = shape_of(self._sharded, self.plan, nest, reads_in_place=True)
+        self.program = self._executor.lower(shape)
+        self.transport.share(self._needed(reads_in_place=True).lent)
+        seeing = self.agree(float(self.transport.sees(Peers.along("intra", place))))
+        self.reads_in_place = seeing == place.mesh.world
+        if not self.reads_in_place:
+            self.program = self._executor.lower(shape_of(self._sharded, self.plan, nest, reads_in_place=False))
+        said = torch.zeros(place.mesh.pipeline, place.mesh.tensor, 2, dtype=torch.float64)
+        digest = float(self.program.digest % DIGESTS)
+        said[place.pp, place.tp] = torch.tensor([digest, digest * digest])
+        total, square = self.transport.total(said.reshape(-1)).reshape(said.shape)[place.pp, place.tp].tolist()
+        if total * total != square * place.mesh.data:
+            raise PlanError(
+                "ranks that share parameters would play different programs; build the same model with the same plan on "
+                "every rank"
+            )
 
     def _advise(self, stages: Sequence[Sequence[nn.Parameter]]) -> tuple[str, ...]:
         """What the plan costs more than it has to; rank 0 says so."""
@@ -266,7 +289,7 @@ class Engine:
         """
         begin = time.monotonic()
         microbatches = self.plan.schedule.microbatches
-        batches, tokens, order = self._claim(batch)
+        batches, tokens = self._claim(batch)
         if following is not None:
             self._announced = self._announce(following, exactly=microbatches)
         if tokens == 0:
@@ -281,9 +304,7 @@ class Engine:
         with self._guard(), _keeping_random_state(self.device), self._split_loss():
             for stage in self._sharded.stages:
                 stage.train(True)
-            self._lookahead.begin(_TRAINING, order)
             outcome = self._executor.run(
-                self._row,
                 batches,
                 step=self.step_number,
                 first_microbatch=self.place.data * microbatches,
@@ -291,7 +312,6 @@ class Engine:
                 training=True,
                 verdict=verdict if self._outstanding is not None else None,
             )
-            self._lookahead.end()
             self._outcome = outcome
             self.step_number += 1
             ending = self._step_end.gather_up(
@@ -301,7 +321,6 @@ class Engine:
                 begin=begin,
                 steps_ahead=self.plan.post_validation,
             )
-            self._lanes["reduce"].finish()
             if not self.plan.post_validation:
                 self._show_gradients()
                 return self._step_end.finish(ending)
@@ -350,8 +369,8 @@ class Engine:
         Every data-parallel rank must bring as many samples; the last may be padded with labels of -100.
         """
         self.settle()
-        batches, tokens, order = self._prepare(batch, exactly=None)
-        outcome = self._run_forward(batches, order)
+        batches, tokens = self._prepare(batch, exactly=None)
+        outcome = self._run_forward(batches)
         loss = torch.zeros((), dtype=torch.float64) if outcome.loss_sum is None else outcome.loss_sum.double().cpu()
         return Evaluation(float(self.transport.total(loss)), tokens)
 
@@ -362,17 +381,14 @@ class Engine:
         if self._sharded.vocabulary is not None:
             self._sharded.vocabulary.check(tensors)
         self._check_length(tensors)
-        outcome = self._run_forward([tensors], (), keep_logits=True)
+        outcome = self._run_forward([tensors], keep_logits=True)
         return outcome.logits[0] if outcome.logits else None
 
-    def _run_forward(self, batches: Sequence[Batch], order: Order, *, keep_logits: bool = False) -> Outcome:
+    def _run_forward(self, batches: Sequence[Batch], *, keep_logits: bool = False) -> Outcome:
         with self._guard(), self._split_loss():
             for stage in self._sharded.stages:
                 stage.train(False)
-            self._lookahead.begin(len(batches), order)
-            outcome = self._executor.run(self._forward_row, batches, training=False, keep_logits=keep_logits)
-            self._lookahead.end()
-            return outcome
+            return self._executor.run(batches, training=False, keep_logits=keep_logits)
 
     # ---- what the rank holds
 
@@ -391,10 +407,11 @@ class Engine:
 
     def working_memory(self) -> WorkingMemory:
         """The bytes that this rank needs within a step besides what rests and what autograd keeps."""
-        return self._working_memory(reads_in_place=self.transport.sees(Peers.along("intra", self.place)))
+        return self._needed(reads_in_place=self.reads_in_place)
 
-    def _working_memory(self, *, reads_in_place: bool) -> WorkingMemory:
-        return needed_in_a_step(self._sharded, self._row, self.plan, self.place.nest, reads_in_place=reads_in_place)
+    def _needed(self, *, reads_in_place: bool) -> WorkingMemory:
+        peaks = self.program.peaks
+        return needed_in_a_step(self._sharded, self.plan, self.place.nest, reads_in_place=reads_in_place, peaks=peaks)
 
     def trace(self) -> Trace:
         """This rank's timeline of the last training step, in seconds of the host's monotonic clock."""
@@ -546,15 +563,12 @@ class Engine:
         """
         return float(self._end_agreement(self._begin_agreement(problem, count))[1])
 
-    def _begin_agreement(self, problem: Exception | None, count: float, order: Order = ()) -> _Agreement:
+    def _begin_agreement(self, problem: Exception | None, count: float) -> _Agreement:
         self._agreements += 1
         key = f"atoll/refusal/{self._agreements}"
         if problem is not None:
             failure.report(self._store, problem, self.place.rank, key=key)
-        said = torch.zeros(2 + 2 * self.plan.mesh.pipeline, dtype=torch.float64)
-        said[0], said[1] = float(problem is not None), count
-        own = digest(order)
-        said[2 + 2 * self.place.pp], said[3 + 2 * self.place.pp] = own, own * own
+        said = torch.tensor([float(problem is not None), count], dtype=torch.float64)
         return _Agreement(key, problem, self.transport.total_later(said))
 
     def _end_agreement(self, agreement: _Agreement) -> torch.Tensor:
@@ -568,12 +582,11 @@ class Engine:
         self._refusal = problem
         raise problem
 
-    def _prepare(self, batch: Mapping[str, Any], *, exactly: int | None) -> tuple[list[Batch], int, Order]:
-        """This rank's microbatches on its device, the counted tokens of all ranks, and the order in which blocks are
-        gathered, if it is the same wherever parameters are shared; agreed before any message."""
+    def _prepare(self, batch: Mapping[str, Any], *, exactly: int | None) -> tuple[list[Batch], int]:
+        """This rank's microbatches on its device and the counted tokens of all ranks, agreed before any message."""
         return self._conclude(self._announce(batch, exactly=exactly))
 
-    def _claim(self, batch: Mapping[str, Any]) -> tuple[list[Batch], int, Order]:
+    def _claim(self, batch: Mapping[str, Any]) -> tuple[list[Batch], int]:
         """The same for training, where the batch may have been announced with the one before."""
         announced, self._announced = self._announced, None
         if announced is None or announced.batch is not batch:
@@ -594,16 +607,13 @@ class Engine:
                 counted = sum(int((piece["labels"] != IGNORED_LABEL).sum()) for piece in batches)
         except Exception as error:
             problem = error
-        order = self._lookahead.order(_TRAINING if exactly else len(batches))
         with self._guard():
-            return _Announced(batch, batches, order, self._begin_agreement(problem, counted, order))
+            return _Announced(batch, batches, self._begin_agreement(problem, counted))
 
-    def _conclude(self, announced: _Announced) -> tuple[list[Batch], int, Order]:
+    def _conclude(self, announced: _Announced) -> tuple[list[Batch], int]:
         with self._guard():
             totals = self._end_agreement(announced.agreement)
-        own, square = totals[2 + 2 * self.place.pp :][:2].tolist()
-        is_same = own * own == square * self.plan.mesh.data * self.plan.mesh.tensor
-        return announced.batches, round(float(totals[1])), announced.order if is_same else ()
+        return announced.batches, round(float(totals[1]))
 
     def _cut(self, batch: Mapping[str, Any], *, exactly: int | None) -> list[Batch]:
         size, most = self.plan.microbatch, self.plan.schedule.microbatches
@@ -661,10 +671,6 @@ class Engine:
             )
 
 
-_TRAINING = "training"
-"""The kind of a training row; an evaluating one is known by its microbatches."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Agreement:
     """An agreement under way: whether any rank has a problem, and the sum of a count."""
@@ -680,7 +686,6 @@ class _Announced:
 
     batch: Mapping[str, Any]
     batches: list[Batch]
-    order: Order
     agreement: _Agreement
 
 

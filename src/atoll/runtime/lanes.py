@@ -13,7 +13,6 @@ from __future__ import annotations
 import queue
 import threading
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -48,25 +47,16 @@ class Job(Protocol):
 class Lane(ABC):
     """Runs jobs beside the computation.
 
-    at_most: jobs that may be under way; the next one waits for the first of them. What a job works on is held until it
-    is over, so `at_most` bounds the memory of a kind of job too.
     clock: of the row that is played, if one is.
     """
 
-    def __init__(self, kind: Kind, at_most: int | None) -> None:
+    def __init__(self, kind: Kind) -> None:
         self._kind = kind
-        self._at_most = at_most
-        self._under_way: deque[tuple[Job, tuple[torch.Tensor, ...]]] = deque()
         self.clock: Clock | None = None
 
-    def start(self, work: Callable[[], None], *held: torch.Tensor, unit: int, after: Job | None = None) -> Job:
+    def start(self, work: Callable[[], None], *, unit: int, after: Job | None = None) -> Job:
         """Begin `work` on a unit behind another job, or let it wait for its turn."""
-        job = self._begin(partial(self.do, work, unit=unit, after=after))
-        if self._at_most is not None:
-            self._under_way.append((job, held))
-            while len(self._under_way) > self._at_most:
-                self._under_way.popleft()[0].wait()
-        return job
+        return self._begin(partial(self.do, work, unit=unit, after=after))
 
     def do(self, work: Callable[[], None], *, unit: int, after: Job | None = None) -> None:
         """Do `work` on a unit here, behind another job."""
@@ -77,11 +67,6 @@ class Lane(ABC):
         work()
         if clock is not None:
             clock.travelled(self._kind, unit, start)
-
-    def finish(self) -> None:
-        """Wait for the jobs that are held on to, and let go of what they worked on."""
-        while self._under_way:
-            self._under_way.popleft()[0].wait()
 
     @abstractmethod
     def _begin(self, work: Callable[[], None]) -> Job: ...
@@ -132,8 +117,8 @@ class Threads(Lane):
     """`AT_ONCE` threads that start with the first job. They are daemons: one that waits for a rank that is gone must
     not keep the process."""
 
-    def __init__(self, kind: Kind, at_most: int | None) -> None:
-        super().__init__(kind, at_most)
+    def __init__(self, kind: Kind) -> None:
+        super().__init__(kind)
         self._jobs: queue.SimpleQueue[_ThreadJob | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
 
@@ -180,8 +165,8 @@ class Stream(Lane):
     """A stream of its own. What a job allocates belongs to the stream, whose next job begins after everything that
     the computation had launched by then, so memory that the computation gave back is never written too early."""
 
-    def __init__(self, kind: Kind, at_most: int | None, device: torch.device) -> None:
-        super().__init__(kind, at_most)
+    def __init__(self, kind: Kind, device: torch.device) -> None:
+        super().__init__(kind)
         self._stream = torch.cuda.Stream(device)
 
     def _begin(self, work: Callable[[], None]) -> Job:
@@ -223,26 +208,23 @@ class _StreamThreadJob(_ThreadJob):
 class StreamThreads(Threads):
     """Threads with a stream each, for messages that the host waits for between copies from and to the device."""
 
-    def __init__(self, kind: Kind, at_most: int | None) -> None:
-        super().__init__(kind, at_most)
+    def __init__(self, kind: Kind) -> None:
+        super().__init__(kind)
         self._own = threading.local()
 
     def _job(self, work: Callable[[], None]) -> _ThreadJob:
         return _StreamThreadJob(work, self._own)
 
 
-def lanes_of(device: torch.device, *, alone: bool, waits_on_host: bool, reductions: int) -> dict[Kind, Lane]:
+def lanes_of(device: torch.device, *, alone: bool, waits_on_host: bool) -> dict[Kind, Lane]:
     """A lane for each kind of job; `alone` if nobody shares this rank's parameters.
 
     waits_on_host: whether jobs return when they are done, not when they have been launched.
-    reductions: how many may be under way, since each holds a buffer of its own. Syncs work on what rests, and gathers
-    are counted by who asks ahead.
     """
     if alone:
-        return {kind: Inline(kind, None) for kind in KINDS}
-    at_most: dict[Kind, int | None] = {"reduce": reductions, "sync": None, "gather": None}
+        return {kind: Inline(kind) for kind in KINDS}
     if device.type != "cuda":
-        return {kind: Threads(kind, at_most[kind]) for kind in KINDS}
+        return {kind: Threads(kind) for kind in KINDS}
     if waits_on_host:
-        return {kind: StreamThreads(kind, at_most[kind]) for kind in KINDS}
-    return {kind: Stream(kind, at_most[kind], device) for kind in KINDS}
+        return {kind: StreamThreads(kind) for kind in KINDS}
+    return {kind: Stream(kind, device) for kind in KINDS}

@@ -19,7 +19,7 @@ empty tensor that requires a gradient keeps it in the graph.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -205,27 +205,18 @@ Pending = dict[Unit, list[tuple[str, Any]]]
 
 
 @torch.no_grad()
-def compute_weights(units: Iterable[Unit], pending: Pending, *, reduces: bool = True, is_last: bool = False) -> None:
-    """W of some units: add what is pending to the weights' gradients, unit by unit in this order, and reduce each.
-
-    Every unit takes part whether it has anything pending or not, since the other ranks may have. What is used is taken
-    out of `pending` on the way, so that it is free.  reduces: whether gradients are reduced now, or later with others.
-    is_last: whether it is their last W in this step.
-    """
-    for unit in units:
-        own = pending.pop(unit, [])
-        own.reverse()
-        while own:
-            name, kept = own.pop()
-            unit.touched.add(name)
-            room = unit.room(name, "W")
-            if isinstance(kept, Tensor):
-                room.add(kept)
-            else:
-                accumulate(room, *kept)
-            del kept
-        if reduces:
-            unit.reduce_gradients("W", is_last=is_last)
+def compute_weights(unit: Unit, pending: list[tuple[str, Any]]) -> None:
+    """W of a unit: add what is pending to its weights' gradients, and take it out on the way, so that it is free."""
+    pending.reverse()
+    while pending:
+        name, kept = pending.pop()
+        unit.touched.add(name)
+        room = unit.room(name, "W")
+        if isinstance(kept, Tensor):
+            room.add(kept)
+        else:
+            accumulate(room, *kept)
+        del kept
 
 
 def accumulate(room: Room, hidden: Tensor, gradient: Tensor) -> None:

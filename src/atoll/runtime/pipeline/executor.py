@@ -1,15 +1,14 @@
-"""Plays one rank's row of a schedule: a table op -> function.
+"""Plays a rank's programs: a table instruction -> function.
 
-The forward of a stage is the model's own, which calls its blocks one after the other; the backward of a stage is that
-of its blocks, last first.
+The forward of a stage is the model's own. It calls its blocks one after the other, and each call comes back here, where
+the program is played up to that block. Nothing is decided on the way: what a step gathers, frees, reduces and sends is
+in its program.
 
-A receive's action waits for its message, a compute action only computes, so that the timeline shows who waited. A full
-backward is I, the message that others wait for, then W (see deferred.py).
+A receive waits for its message, a compute instruction only computes, so that the timeline shows who waited.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -23,8 +22,8 @@ from torch.profiler import record_function
 from atoll._torch import is_profiling, local_part
 from atoll.errors import AtollError, RunError
 from atoll.ir import Action, Op, Schedule
-from atoll.ir.residency import held_stages
 from atoll.models import Batch
+from atoll.program import BEGINS, Do, Instruction, Program, RankShape, lower_row
 from atoll.runtime.lanes import Lane
 from atoll.runtime.pipeline.block import Arguments, Draw, LocalBlock, Passage, pass_on
 from atoll.runtime.pipeline.clock import Clock, clock_of
@@ -32,18 +31,14 @@ from atoll.runtime.pipeline.deferred import Collector, Pending, compute_weights
 from atoll.runtime.pipeline.mail import Mail, Wire
 from atoll.runtime.pipeline.stage import Stage
 from atoll.runtime.pipeline.vocabulary import SplitVocabulary
-from atoll.runtime.sharding.segment import Phase
 from atoll.runtime.sharding.tensors import like_parameter, whole_output
-from atoll.runtime.sharding.unit import PHASES, Unit
+from atoll.runtime.sharding.unit import Unit
 from atoll.runtime.sharding.vocabulary import VocabularySlice
 from atoll.runtime.transport import Transport
 from atoll.trace import Span
 
 Key = tuple[int, int]
 """(stage, microbatch)"""
-
-
-_NONE: frozenset[Phase] = frozenset()
 
 _UNNAMED: AbstractContextManager[None] = nullcontext()
 
@@ -53,11 +48,10 @@ _BACKWARD = frozenset({Op.RECV_B, Op.B, Op.I, Op.RECV_S, Op.S})
 
 @dataclass(slots=True)
 class _Step:
-    """Everything that lives from one action to another within a step.
+    """Everything that lives from one instruction to another within a step.
 
     passages: of a microbatch, what its blocks keep for their backward.
     received: buffers of a microbatch's activation and gradient, given back after W, which may read both.
-    opened: how often each stage was opened.
     """
 
     batches: Sequence[Batch]
@@ -70,14 +64,13 @@ class _Step:
     gradients: dict[Key, torch.Tensor | None] = field(default_factory=dict)
     pending: dict[Key, Pending] = field(default_factory=dict)
     received: dict[Key, list[tuple[torch.Tensor, Wire]]] = field(default_factory=dict)
-    opened: Counter[int] = field(default_factory=Counter)
     losses: list[torch.Tensor] = field(default_factory=list)
     logits: list[torch.Tensor] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a row of actions gave on this rank: the sum of its losses, its outputs where asked for, its clock.
+    """What a program gave on this rank: the sum of its losses, its outputs where asked for, its clock.
 
     loss_sum: on the last stage, of one rank of a tensor-parallel group: all of them have the same.
     """
@@ -88,86 +81,54 @@ class Outcome:
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """The timeline, until the next row of its kind begins; on CUDA it waits for the device."""
+        """The timeline, until the next program of its kind begins; on CUDA it waits for the device."""
         return self.clock.spans()
 
 
-Ends = Mapping[Key, frozenset[Phase]]
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Instructions `start`..`stop` of a program, all for one action: what the timeline shows together."""
 
-
-def _last_phases(row: Sequence[Action]) -> Ends:
-    """With which microbatch of each stage the phases of its backward come to their end."""
-    ends: dict[tuple[int, Phase], int] = {}
-    for action in row:
-        for phase in _PHASES_OF.get(action.op, ()):
-            assert action.microbatch is not None, "a backward has a microbatch"
-            ends[action.stage, phase] = action.microbatch
-    return _by_microbatch((stage, phase, microbatch) for (stage, phase), microbatch in ends.items())
-
-
-def _reduced_phases(row: Sequence[Action]) -> Ends:
-    """In which microbatch of each stage the gradients of a phase are reduced: the last one before a REDUCE_GRAD, so
-    that they leave while it computes. Where REDUCE_GRAD follows every W, phase I does not wait for it."""
-    waiting: dict[tuple[int, Phase], int] = {}
-    found: list[tuple[int, Phase, int]] = []
-    ends = sum(action.op in (Op.W, Op.B) for action in row)
-    if ends == sum(action.op is Op.REDUCE_GRAD for action in row):
-        return _by_microbatch(
-            (action.stage, phase, action.microbatch)
-            for action in row
-            for phase in _PHASES_OF.get(action.op, ())
-            if action.microbatch is not None
-        )
-    for action in row:
-        for phase in _PHASES_OF.get(action.op, ()):
-            assert action.microbatch is not None, "a backward has a microbatch"
-            waiting[action.stage, phase] = action.microbatch
-        if action.op is Op.REDUCE_GRAD:
-            own = [(action.stage, phase) for phase in PHASES if (action.stage, phase) in waiting]
-            found += [(*each, waiting.pop(each)) for each in own]
-    return _by_microbatch(found)
-
-
-def _by_microbatch(found: Iterable[tuple[int, Phase, int]]) -> Ends:
-    grouped: dict[Key, frozenset[Phase]] = {}
-    for stage, phase, microbatch in found:
-        grouped[stage, microbatch] = grouped.get((stage, microbatch), _NONE) | {phase}
-    return grouped
+    action: Action
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
-    """A row as it is played, and what follows from it alone.
+class _Score:
+    """A program ready to be played.
 
-    first_backward: where its backwards begin.  last, reduced: see the functions.  staying: of each stage, whether it
-    stays open for more than one use, UNSHARD by UNSHARD.
+    calls: one for each instruction.  parts: the program cut where another action begins.  first_backward: the part with
+    which its backwards begin.  forwards: where each block's forward stands, by stage and microbatch.
     """
 
-    actions: tuple[Action, ...]
+    program: Program
+    row: tuple[Action, ...]
+    calls: tuple[Callable[[], None], ...]
+    parts: tuple[_Part, ...]
     first_backward: int
-    last: Ends
-    reduced: Ends
-    staying: Mapping[int, tuple[bool, ...]]
-
-    @staticmethod
-    def of(actions: Sequence[Action], microbatches: int) -> _Row:
-        """The part of a row that its first microbatches take."""
-        row = tuple(action for action in actions if action.microbatch is None or action.microbatch < microbatches)
-        first_backward = next((at for at, action in enumerate(row) if action.op in _BACKWARD), len(row))
-        staying: dict[int, tuple[bool, ...]] = {}
-        for action, held in zip(row, held_stages(row), strict=True):
-            if action.op is Op.UNSHARD:
-                staying[action.stage] = (*staying.get(action.stage, ()), action.stage in held)
-        return _Row(row, first_backward, _last_phases(row), _reduced_phases(row), staying)
+    forwards: Mapping[Key, Mapping[int, int]]
 
 
-_PHASES_OF: Mapping[Op, tuple[Phase, ...]] = {Op.I: ("I",), Op.W: ("W",), Op.B: ("I", "W")}
+def _parts(instructions: Sequence[Instruction]) -> Iterator[_Part]:
+    """Cut a program where another action begins; what begins or ends something on a link belongs to what it is with."""
+    start, current = 0, None
+    for at, instruction in enumerate(instructions):
+        do = instruction.do
+        if do in BEGINS or do is Do.REDUCED or do.startswith("POST_"):
+            continue
+        if current is not None and instruction.action != current:
+            yield _Part(current, start, at)
+            start = at
+        current = instruction.action
+    if current is not None:
+        yield _Part(current, start, len(instructions))
 
 
 class Executor:
-    """Runs rows of actions on this rank's stages. `schedule` is lowered: its sends and receives are in place.
+    """Plays the programs of this rank. `schedule` is lowered: its sends and receives are in place.
 
-    lanes: what travels beside the rows, which is noted on their clock.
+    lanes: what travels beside the programs, which is noted on their clock.
     """
 
     def __init__(
@@ -175,6 +136,7 @@ class Executor:
         stages: Sequence[Stage],
         schedule: Schedule,
         *,
+        units: Sequence[Unit],
         ranks: Sequence[int],
         transport: Transport,
         collector: Collector,
@@ -187,60 +149,116 @@ class Executor:
         """vocabulary: this rank's slice, if it is split; whether it stays whole for a row, and is reduced each time."""
         self._lanes = tuple(lanes)
         self._stages = {stage.index: stage for stage in stages}
+        self._blocks = {block.index: block for stage in stages for block in stage.blocks}
+        self._units = {unit.spec.index: unit for unit in units}
         self._placement = schedule.placement
         self._rows = schedule.actions
+        own = transport.place.pp
+        self._own_rows = {True: schedule.actions[own], False: schedule.forward_only().actions[own]}
+        self._lowering = {"keeps_slices": stays, "reduces_each": reduces_each}
+        self._scores: dict[tuple[bool, int], _Score] = {}
+        self._shape: RankShape | None = None
         self._first_microbatch = 0
         self._ranks = tuple(ranks)
         self._transport = transport
         self._collector = collector
         self._seed, self._step_number = seed, 0
-        self._now: Key = (-1, -1)
         shown = {unit.spec.index: stage.index for stage in stages for unit in stage.units}
         if vocabulary is not None:
-            shown |= {table.unit.spec.index: transport.place.pp for table in vocabulary.tables}
-        self._clocks = {training: clock_of(transport.device, transport.place.pp, shown) for training in (True, False)}
+            shown |= {table.unit.spec.index: own for table in vocabulary.tables}
+        self._clocks = {training: clock_of(transport.device, own, shown) for training in (True, False)}
         self._clock = self._clocks[False]
         self._mail = Mail(transport, self._rank_of)
         self._vocabulary: SplitVocabulary | None = None
         if vocabulary is not None:
-            options = {"stays": stays, "reduces_each": reduces_each}
-            self._vocabulary = SplitVocabulary(vocabulary, self._mail, schedule.placement, ranks, **options)
+            self._vocabulary = SplitVocabulary(vocabulary, self._mail, schedule.placement, ranks)
         self._step = _Step((), is_training=False)
-        self._row = _Row.of((), 0)
-        self._known: dict[tuple[int, int], tuple[Sequence[Action], _Row]] = {}
-        self._acts: Mapping[Op, Callable[[int, int], None]] = {
-            Op.F: self._forward,
-            Op.B: self._backward,
-            Op.I: self._input_backward,
-            Op.W: self._weight_backward,
-            Op.SEND_F: self._send_forward,
-            Op.RECV_F: self._receive_forward,
-            Op.SEND_B: self._send_backward,
-            Op.RECV_B: self._receive_backward,
-            Op.UNSHARD: self._open,
-            Op.RESHARD: lambda stage, _: self._stages[stage].close(),
-            Op.REDUCE_GRAD: lambda stage, _: None,  # units have been reduced as they were complete
+        self._calls: Sequence[Callable[[], None]] = ()
+        self._instructions: Sequence[Instruction] = ()
+        self._forwards: Mapping[Key, Mapping[int, int]] = {}
+        self._at = 0
+        self._now: Action = Action(-1, Op.F, -1)
+        self._acts: dict[Do, Callable[[int, int], None]] = {
+            Do.FINISH_F: self._finish_forward,
+            Do.START_I: self._start_input_backward,
+            Do.FINISH_I: self._finish_input_backward,
+            Do.FINISH_W: self._finish_weights,
+            Do.SEND_F: self._send_forward,
+            Do.RECV_F: self._receive_forward,
+            Do.SEND_B: self._send_backward,
+            Do.RECV_B: self._receive_backward,
         }
         if self._vocabulary is not None:
-            self._acts = {**self._acts, **self._vocabulary_acts(self._vocabulary)}
+            self._acts |= self._vocabulary_acts(self._vocabulary)
 
-    def _vocabulary_acts(self, split: SplitVocabulary) -> Mapping[Op, Callable[[int, int], None]]:
+    def _vocabulary_acts(self, split: SplitVocabulary) -> Mapping[Do, Callable[[int, int], None]]:
         return {
-            Op.L: split.look_up,
-            Op.S: split.score,
-            Op.T: lambda _, microbatch: split.learn_score(microbatch, self._step.scale),
-            Op.G: split.learn_look_up,
-            Op.SEND_L: split.send_looked_up,
-            Op.SEND_S: split.send_scores,
-            Op.RECV_S: split.receive_scored,
-            Op.SEND_T: split.send_totals,
-            Op.RECV_T: split.receive_totals,
-            Op.RECV_G: split.receive_gradient,
+            Do.L: split.look_up,
+            Do.S: split.score,
+            Do.T: lambda _, microbatch: split.learn_score(microbatch, self._step.scale),
+            Do.G: split.learn_look_up,
+            Do.SEND_L: split.send_looked_up,
+            Do.SEND_S: split.send_scores,
+            Do.RECV_S: split.receive_scored,
+            Do.SEND_T: split.send_totals,
+            Do.RECV_T: split.receive_totals,
+            Do.RECV_G: split.receive_gradient,
         }
+
+    # ---- programs
+
+    def lower(self, shape: RankShape) -> Program:
+        """Lower this rank's rows for what it has; the program of a training step."""
+        self._shape = shape
+        self._scores.clear()
+        most = max(action.microbatch for action in self._own_rows[True] if action.microbatch is not None)
+        return self._score(most + 1, training=True).program
+
+    def _score(self, microbatches: int, *, training: bool) -> _Score:
+        """The program for the first microbatches of a row; made once, and played many times."""
+        key = training, microbatches
+        if key not in self._scores:
+            assert self._shape is not None, "programs are lowered before one is played"
+            row = self._own_rows[training]
+            row = tuple(action for action in row if action.microbatch is None or action.microbatch < microbatches)
+            program = lower_row(row, self._shape, **self._lowering)
+            calls = tuple(map(self._call, program.instructions))
+            parts = tuple(_parts(program.instructions))
+            first = next((at for at, part in enumerate(parts) if part.action.op in _BACKWARD), len(parts))
+            forwards: dict[Key, dict[int, int]] = {}
+            for at, (do, action, block, _) in enumerate(program.instructions):
+                if do is Do.F:
+                    forwards.setdefault((action.stage, action.microbatch or 0), {})[block] = at
+            self._scores[key] = _Score(program, row, calls, parts, first, forwards)
+        return self._scores[key]
+
+    def _call(self, instruction: Instruction) -> Callable[[], None]:
+        """What an instruction calls."""
+        do, action, index, phase = instruction
+        stage, microbatch = action.stage, -1 if action.microbatch is None else action.microbatch
+        if do is Do.F:
+            first = self._stages[stage].blocks[0].index == index
+            return partial(self._forward, stage, microbatch) if first else _skip
+        if do is Do.I:
+            return partial(self._block_backward, self._blocks[index], (stage, microbatch))
+        if do is Do.W:
+            return partial(self._weights, self._units[index], (stage, microbatch))
+        if do.startswith("POST_"):
+            return partial(self._mail.post, action)
+        if not do.is_of_unit:
+            return partial(self._acts[do], stage, microbatch)
+        unit = self._units[index]
+        if phase is not None:
+            with_phase = {
+                Do.REDUCE: unit.reduce_gradients,
+                Do.REDUCED: unit.end_reduction,
+                Do.SYNC: unit.sync_gradients,
+            }
+            return partial(with_phase[do], phase)
+        return {Do.GATHER: unit.begin_gather, Do.WHOLE: unit.gather, Do.FETCH: unit.gather, Do.FREE: unit.free}[do]
 
     def run(
         self,
-        row: Sequence[Action],
         batches: Sequence[Batch],
         *,
         step: int = 0,
@@ -250,32 +268,28 @@ class Executor:
         keep_logits: bool = False,
         verdict: Callable[[], bool] | None = None,
     ) -> Outcome:
-        """Play `row` over this rank's microbatches.
+        """Play a program over this rank's microbatches.
 
         step: the number of the training step.  first_microbatch: the global number of the first.
         scale: what the loss is multiplied by before its backward, asked when the backwards begin (1 if not given).
         Without training nothing is kept for a backward; with keep_logits the loss is not computed. `verdict` is asked
-        once, before the first backward, whether the parameters were right so far; if not, the row begins again.
+        once, before the first backward, whether the parameters were right so far; if not, the program begins again.
         """
         self._step = _Step(batches, is_training=training, keeps_logits=keep_logits)
-        own = self._row = self._prepared(row, len(batches))
-        before, after = own.actions[: own.first_backward], own.actions[own.first_backward :]
-        self._begin(own.actions, batches, training=training, keep_logits=keep_logits)
+        score = self._score(len(batches), training=training)
+        before, after = score.parts[: score.first_backward], score.parts[score.first_backward :]
+        self._begin(score.row, batches, training=training, keep_logits=keep_logits)
         self._clock = self._clocks[training]
         self._clock.begin()
         for lane in self._lanes:
             lane.clock = self._clock
         self._step_number, self._first_microbatch = step, first_microbatch
+        self._calls, self._instructions = score.calls, score.program.instructions
+        self._forwards, self._at = score.forwards, 0
         with torch.set_grad_enabled(training), self._blocks_handed():
             self._play(before)
             if verdict is not None and not verdict():
-                for stage in self._stages.values():
-                    stage.close()
-                self._step = _Step(batches, is_training=training)
-                if self._vocabulary is not None:
-                    self._vocabulary.end()
-                    self._vocabulary.begin(own.actions, batches, training=training)
-                self._mail.begin_again(self._stale(after))
+                self._take_back(score, batches)
                 self._play(before)
             if scale is not None:
                 self._step.scale = scale()
@@ -289,16 +303,26 @@ class Executor:
         loss_sum = torch.stack(ended.losses).sum() if ended.losses and counts else None
         return Outcome(loss_sum, tuple(ended.logits), self._clock)
 
+    def _take_back(self, score: _Score, batches: Sequence[Batch]) -> None:
+        """Forget what was played so far: it has seen parameters that a step wrote which is taken back."""
+        for unit in self._units.values():
+            unit.drop()
+        self._step = _Step(batches, is_training=True)
+        if self._vocabulary is not None:
+            self._vocabulary.end()
+            self._vocabulary.begin(batches, training=True)
+        self._mail.begin_again(self._stale([part.action for part in score.parts[score.first_backward :]]))
+        self._at = 0
+
     @contextmanager
     def _blocks_handed(self) -> Iterator[None]:
-        """While a row is played, blocks run here where the model calls them. Elsewhere they run by themselves."""
-        blocks = [block for stage in self._stages.values() for block in stage.blocks]
-        for block in blocks:
+        """While a program is played, blocks run here where the model calls them. Elsewhere they run by themselves."""
+        for block in self._blocks.values():
             block.hand_to(self._block_forward)
         try:
             yield
         finally:
-            for block in blocks:
+            for block in self._blocks.values():
                 block.hand_to(None)
 
     def _begin(self, row: Sequence[Action], batches: Sequence[Batch], *, training: bool, keep_logits: bool) -> None:
@@ -307,37 +331,32 @@ class Executor:
         if split is None:
             self._mail.begin(row, batches, training=training)
             return
-        split.begin(row, batches, training=training, keeps_logits=keep_logits)
+        split.begin(batches, training=training, keeps_logits=keep_logits)
         parcels = partial(split.parcels, batches=batches, training=training, logits=keep_logits)
         self._mail.begin(row, batches, training=training, parcels=parcels)
 
-    def _prepared(self, row: Sequence[Action], microbatches: int) -> _Row:
-        """A row for so many microbatches; rows are played many times, and kept as long as this."""
-        key = id(row), microbatches
-        if key not in self._known:
-            self._known[key] = (row, _Row.of(row, microbatches))
-        return self._known[key][1]
-
-    def _open(self, stage: int, _: int) -> None:
-        nth = self._step.opened[stage]
-        self._step.opened[stage] += 1
-        self._stages[stage].open(stays=self._row.staying[stage][nth])
-
-    def _play(self, row: Sequence[Action]) -> None:
+    def _play(self, parts: Sequence[_Part]) -> None:
         clock = self._clock
         is_profiled = is_profiling()
-        for action in row:
-            microbatch = -1 if action.microbatch is None else action.microbatch
-            self._now = action.stage, microbatch
-            start = clock.now()
-            try:
-                with record_function(str(action)) if is_profiled else _UNNAMED:
-                    self._acts[action.op](action.stage, microbatch)
-            except AtollError:
-                raise
-            except Exception as error:
-                raise self._failure(action, error) from error
-            clock.add(action, start)
+        try:
+            for part in parts:
+                self._now = part.action
+                start = clock.now()
+                with record_function(str(part.action)) if is_profiled else _UNNAMED:
+                    self._advance(part.stop)
+                clock.add(part.action, start)
+        except AtollError:
+            raise
+        except Exception as error:
+            raise self._failure(self._now, error) from error
+
+    def _advance(self, stop: int) -> None:
+        """Play up to an instruction. A model's own forward plays some of them on its way."""
+        calls = self._calls
+        while self._at < stop:
+            at = self._at
+            self._at = at + 1
+            calls[at]()
 
     def _stale(self, later: Sequence[Action]) -> list[tuple[Action, int]]:
         """Receives after the first backward of messages that were sent before the sender's first backward, and these
@@ -395,11 +414,45 @@ class Executor:
     # ---- compute
 
     def _forward(self, stage: int, microbatch: int) -> None:
+        """The model's own forward of a stage, in which its blocks come back to `_block_forward`."""
+        key = stage, microbatch
+        first = self._at - 1
+        self._at = first  # what is played next is the first block's forward, where the model calls it
+        hidden = self._step.inputs.get(key)
+        self._step.outputs[key] = self._stages[stage].forward(hidden, self._step.batches[microbatch])
+        self._at = max(self._at, first + 1)
+
+    def _block_forward(self, block: LocalBlock, given: Arguments) -> Any:
+        """A block's forward, where the model's own calls it: what the program has before it, the block, and what begins
+        right behind it. Blocks that the model leaves out are passed over, and so travel as on all other ranks."""
+        action = self._now
+        microbatch = action.microbatch or 0
+        key = action.stage, microbatch
+        at = self._forwards[key].get(block.index, -1)
+        if at < self._at:
+            raise RunError(
+                f"action {action} has run past block {block.index} ({type(block.module).__name__}); a model's forward "
+                "calls each of its blocks at most once, in their order"
+            )
+        calls, instructions = self._calls, self._instructions
+        while self._at < at:
+            self._at += 1
+            if instructions[self._at - 1].do is not Do.F:
+                calls[self._at - 1]()
+        self._at = at + 1
+        output, passage = block.forward(given, Draw(self._seed, self._step_number, self._first_microbatch + microbatch))
+        while instructions[self._at].do in BEGINS:
+            self._at += 1
+            calls[self._at - 1]()
+        if passage is not None:
+            self._step.passages.setdefault(key, {})[block.index] = passage
+        return output
+
+    def _finish_forward(self, stage: int, microbatch: int) -> None:
+        """The loss on the last stage, or what the next one is given."""
         step, at = self._step, self._stages[stage]
         key = (stage, microbatch)
-        batch = step.batches[microbatch]
-        hidden = step.inputs.get(key)
-        output = at.forward(hidden, batch)
+        output = step.outputs.pop(key)
         if not step.is_training:
             step.inputs.pop(key, None)
             step.received.pop(key, None)
@@ -411,7 +464,7 @@ class Executor:
             step.logits.append(whole_output(output))
             return
         if at.is_last:
-            output = whole_output(at.adapter.loss(output, batch))
+            output = whole_output(at.adapter.loss(output, step.batches[microbatch]))
             step.losses.append(output.detach())
         if step.is_training or not at.is_last:
             step.outputs[key] = output
@@ -419,84 +472,30 @@ class Executor:
             passed = output.detach()
             step.inputs[stage + 1, microbatch] = passed.requires_grad_(output.requires_grad and step.is_training)
 
-    def _block_forward(self, block: LocalBlock, given: Arguments) -> Any:
-        """A block's forward, where the model's own calls it."""
-        stage, microbatch = self._now
-        at = self._stages[stage]
-        at.gather(block)
-        output, passage = block.forward(given, self._draw(microbatch))
-        at.leave(block, backward=False)
-        if passage is not None:
-            self._step.passages.setdefault(self._now, {})[block.index] = passage
-        return output
-
-    def _draw(self, microbatch: int) -> Draw:
-        return Draw(self._seed, self._step_number, self._first_microbatch + microbatch)
-
-    def _backward(self, stage: int, microbatch: int) -> None:
-        """I, the message that waits for it, then W: the stage before goes on while the weights are computed.
-
-        Under recompute W follows block by block instead: what W keeps of a whole recomputed stage would be many times
-        what the microbatch kept of it before.
-        """
-        at, key = self._stages[stage], (stage, microbatch)
-        left = list(at.units)
-        for block in self._input_backwards(stage, microbatch):
-            if at.is_recomputed:
-                ready = [unit for unit in left if unit in block.units and unit.ends_at(block.index, backward=True)]
-                ready = [unit for unit in ready if not unit.spec.is_shared]
-                self._weights(ready, key)
-                left = [unit for unit in left if unit not in ready]
-        if not self._is_here(stage - 1):
-            self._send_backward(stage, microbatch)
-        self._end_weights(left, key)
-
-    def _input_backward(self, stage: int, microbatch: int) -> None:
-        for _ in self._input_backwards(stage, microbatch):
-            pass
-
-    def _input_backwards(self, stage: int, microbatch: int) -> Iterator[LocalBlock]:
-        """The backward of each block, last first; the gradient of the stage's input at the end."""
+    def _start_input_backward(self, stage: int, microbatch: int) -> None:
+        """The gradient of what the stage gave goes to where its last block left it; on the last stage the loss's own
+        backward runs."""
         step, at, key = self._step, self._stages[stage], (stage, microbatch)
-        hidden = step.inputs.pop(key, None)
         output = step.outputs.pop(key)
         gradient = step.gradients.pop(key, None)
-        passages = step.passages.pop(key, {})
         step.pending[key] = {}
         if at.is_last and self._vocabulary is None:
             gradient = torch.full_like(output, step.scale)
         if output.requires_grad:
             pass_on(output, gradient)
-        del output, gradient
         if at.looked_up is not None:
-            at.looked_up.rows = hidden
-        is_reduced = "I" in self._row.reduced.get(key, _NONE)
-        is_last = "I" in self._row.last.get(key, _NONE)
-        for block in reversed(at.blocks):
-            if block.needs_backward:
-                at.gather(block)
-                self._block_backward(block, passages.pop(block.index, None), step.pending[key])
-                at.leave(block, backward=True)
-            if is_reduced:
-                for unit in at.completes[block.index]:
-                    unit.reduce_gradients("I", is_last=is_last)
-            yield block
-        if at.looked_up is not None:
-            at.looked_up.rows = None
-        if hidden is None or not hidden.requires_grad:
-            return
-        # A stage whose output does not depend on its input still owes the one before it a gradient.
-        owed = hidden.grad if hidden.grad is not None else torch.zeros_like(hidden)
-        step.gradients[stage - 1, microbatch] = owed
+            at.looked_up.rows = step.inputs.get(key)
 
-    def _block_backward(self, block: LocalBlock, passage: Passage | None, pending: Pending) -> None:
+    def _block_backward(self, block: LocalBlock, key: Key) -> None:
         """One block's backward; its gradients go to where they are made, and what W needs is kept.
 
         A weight whose gradient belongs to W, but which was used outside of its linear layer too, gets that part through
         autograd: it joins what is pending.
         """
+        passage = self._step.passages.get(key, {}).pop(block.index, None)
         if passage is None:
             return
+        pending = self._step.pending[key]
         with self._collector.collecting() as collected:
             block.backward(passage)
         for unit, name, kept in collected:
@@ -514,16 +513,23 @@ class Executor:
                     else:
                         pending.setdefault(unit, []).append((name, own))
 
-    def _weight_backward(self, stage: int, microbatch: int) -> None:
-        self._end_weights(self._stages[stage].units, (stage, microbatch))
+    def _finish_input_backward(self, stage: int, microbatch: int) -> None:
+        """What the stage before is owed. One whose output does not depend on its input still owes it a gradient."""
+        step, at, key = self._step, self._stages[stage], (stage, microbatch)
+        hidden = step.inputs.pop(key, None)
+        step.passages.pop(key, None)
+        if at.looked_up is not None:
+            at.looked_up.rows = None
+        if hidden is not None and hidden.requires_grad:
+            owed = hidden.grad if hidden.grad is not None else torch.zeros_like(hidden)
+            step.gradients[stage - 1, microbatch] = owed
 
-    def _weights(self, units: Sequence[Unit], key: Key) -> None:
-        reduces, is_last = ("W" in ends.get(key, _NONE) for ends in (self._row.reduced, self._row.last))
-        compute_weights(units, self._step.pending[key], reduces=reduces, is_last=is_last)
+    def _weights(self, unit: Unit, key: Key) -> None:
+        compute_weights(unit, self._step.pending[key].pop(unit, []))
 
-    def _end_weights(self, units: Sequence[Unit], key: Key) -> None:
-        """W, after which nothing of the microbatch is left."""
-        self._weights(units, key)
+    def _finish_weights(self, stage: int, microbatch: int) -> None:
+        """Nothing of the microbatch is left: what it has received is room for others."""
+        key = stage, microbatch
         del self._step.pending[key]
         for buffer, wire in self._step.received.pop(key, ()):
             self._mail.recycle(buffer, wire)
@@ -552,7 +558,7 @@ class Executor:
         step.inputs[stage, microbatch] = hidden.requires_grad_(wire.has_gradient and step.is_training)
 
     def _send_backward(self, stage: int, microbatch: int) -> None:
-        """Send what a backward owes, unless the backward did so itself."""
+        """Send what a backward owes, if it owes anything."""
         gradient = self._step.gradients.pop((stage - 1, microbatch), None)
         if gradient is None:
             return
@@ -578,3 +584,7 @@ class Executor:
         (step.logits if step.keeps_logits else step.losses).append(found)
         if step.is_training and gradient is not None:
             step.gradients[key] = gradient.mul_(step.scale).to(step.outputs[key].dtype)
+
+
+def _skip() -> None:
+    """A block that the model's forward has left out."""

@@ -1,9 +1,9 @@
 """What a stage sends to its neighbours and receives from them.
 
-[Note: who waits for whom] Receives are posted ahead of their action, in the order of the row, which is the sender's
-order for each pair of ranks; the action itself waits. Sends are never waited for by the rank that computes: a gloo
-send ends only when its receiver is there, and a rank that waited would hang 1F1B. The transport's outbox waits, and
-lets go of what has left.
+[Note: who waits for whom] Receives are posted ahead of their action, where the program says, in the order of the row,
+which is the sender's order for each pair of ranks; the action itself waits. Sends are never waited for by the rank that
+computes: a gloo send ends only when its receiver is there, and a rank that waited would hang 1F1B. The transport's
+outbox waits, and lets go of what has left.
 
 [Note: shapes] A stage's output shape follows from the microbatch's shapes. The first time a rank sees a kind of
 microbatch, the sender puts the shape and whether a gradient is expected in a header before the tensor; from then on
@@ -24,9 +24,6 @@ from atoll.errors import RunError
 from atoll.ir import Action, Op
 from atoll.models import Batch
 from atoll.runtime.transport import Channel, Message, Tag, Transport
-
-AHEAD = 2
-"""Receiving actions whose messages are posted beyond the one that is wanted next."""
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _HEADER = 12
@@ -80,7 +77,7 @@ class Mail:
         self._known: dict[tuple[object, ...], int] = {}
         self._kinds: Sequence[int] = ()
         self._expected: list[_Expected] = []
-        self._next = 0
+        self._next = self._posted = 0
 
     def begin(
         self,
@@ -90,7 +87,7 @@ class Mail:
         training: bool,
         parcels: Callable[[Action], list[Parcel] | None] | None = None,
     ) -> None:
-        """Begin a row; the first receives are posted where their shapes are known.
+        """Begin a row.
 
         parcels: what a receive of a split vocabulary brings; None for one of a stage.
         """
@@ -100,8 +97,7 @@ class Mail:
             if action.op in _RECEIVES:
                 known = None if parcels is None else parcels(action)
                 self._expected += [self._expect(action)] if known is None else _expect_parcels(action, known)
-        self._next = 0
-        self._post()
+        self._next = self._posted = 0
 
     def _kind_of(self, described: tuple[object, ...]) -> int:
         """The number of a kind of microbatch: messages are many, and nested tuples slow to look up."""
@@ -126,8 +122,7 @@ class Mail:
             received = self.receive(action.op, action.stage)
             if received is not None:
                 self.recycle(*received)
-        self._next = 0
-        self._post()
+        self._next = self._posted = 0
 
     def end(self) -> None:
         """Raise the first error of a message that was sent."""
@@ -167,9 +162,8 @@ class Mail:
             wire = self._wires[expected.kind]
             if op is Op.RECV_B and not wire.has_gradient:
                 return None
-        if expected.message is None:
+        if expected.message is None:  # its shape was not known when it was to be posted
             self._start(expected, wire)
-        self._post()
         message, buffer = expected.message, expected.buffer
         assert message is not None, "it has just been posted"
         assert buffer is not None, "it has just been posted"
@@ -181,19 +175,14 @@ class Mail:
         """Take a received buffer back."""
         self._free.setdefault((wire.shape, wire.dtype), []).append(buffer)
 
-    def _post(self) -> None:
-        """Post the next receives, as far as their shapes are known."""
-        actions: set[tuple[Op, int, int]] = set()
-        for at in range(self._next, len(self._expected)):
-            expected = self._expected[at]
-            actions.add((expected.op, expected.stage, expected.microbatch))
-            if len(actions) > AHEAD:
-                return
-            if expected.message is not None:
-                continue
+    def post(self, action: Action) -> None:
+        """Begin the receives of an action, the next of the row that has not been posted, if their shapes are known."""
+        while self._posted < len(self._expected) and self._expected[self._posted].is_for(action):
+            expected = self._expected[self._posted]
+            self._posted += 1
             wire = expected.wire or self._wires.get(expected.kind)
-            if wire is None:
-                return
+            if expected.message is not None or wire is None:
+                continue
             if expected.wire is not None or expected.op is Op.RECV_F or wire.has_gradient:
                 self._start(expected, wire)
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from atoll._torch import parameter_replaced
 from atoll.models import Adapter, Batch, Block
+from atoll.program import BlockShape, StageShape
 from atoll.runtime.pipeline.block import LocalBlock
 from atoll.runtime.pipeline.deferred import DeferredWeight
-from atoll.runtime.sharding.lookahead import Lookahead
 from atoll.runtime.sharding.unit import Unit
 
 
@@ -80,10 +80,7 @@ class Scored(End):
 class Stage:
     """Blocks `run` of the model, and the units they use in the order of the backward.
 
-    completes: by block, the units whose gradients are complete when its backward is over, in the one order in which
-    they are reduced on every rank: that of the model's backward.
     looked_up, scored: what stands for embedding and head where the vocabulary is split.
-    kept: units that stay whole while the stage is open.
     """
 
     index: int
@@ -94,11 +91,8 @@ class Stage:
     units: tuple[Unit, ...]
     blocks: tuple[LocalBlock, ...]
     deferred: tuple[DeferredWeight, ...]
-    completes: Mapping[int, tuple[Unit, ...]]
-    lookahead: Lookahead
     looked_up: LookedUp | None = None
     scored: Scored | None = None
-    kept: list[Unit] = field(default_factory=list)
 
     def forward(self, hidden: torch.Tensor | None, batch: Batch) -> torch.Tensor:
         """The hidden state after the stage, [B, S, hidden] as a rule, or the logits on the last stage.
@@ -113,62 +107,20 @@ class Stage:
             self.looked_up.rows = None
         return output if self.scored is None else self.scored.taken()
 
-    def open(self, *, stays: bool) -> None:
-        """UNSHARD. The first blocks may be gathered from now on, each at last when it is come to; with `stays` they are
-        whole until RESHARD."""
-        if stays:
-            for unit in self.units:
-                unit.keep()
-            self.kept.extend(self.units)
-        self.lookahead.look()
-
-    def close(self) -> None:
-        """RESHARD: free what was kept, and what an early stop left whole."""
-        while self.kept:
-            self.kept.pop().let_go()
-        for block in self.blocks:
-            self.leave(block)
-
-    def gather(self, block: LocalBlock) -> None:
-        """Make a block's units whole, and begin with those that come next."""
-        has_to_come = not all(unit.is_whole for unit in block.units)
-        if has_to_come:
-            self.lookahead.asked(block)
-        for unit in block.units:
-            unit.gather()
-        if has_to_come:
-            self.lookahead.came()
-
-    def leave(self, block: LocalBlock, *, backward: bool | None = None) -> None:
-        """Give a block's units back: those that end here in a pass of this direction, or all."""
-        if all(unit.rests_whole for unit in block.units):
-            return
-        for unit in block.units:
-            if backward is None or unit.ends_at(block.index, backward=backward):
-                self.lookahead.left(unit)
-        self.lookahead.look()
-
     @property
-    def is_recomputed(self) -> bool:
-        """Whether blocks run their forward again in the backward."""
-        return any(block.is_recomputed for block in self.blocks)
+    def shape(self) -> StageShape:
+        """What lowering knows of it."""
+        blocks = tuple(
+            BlockShape(block.index, tuple(unit.spec.index for unit in block.units), block.needs_backward)
+            for block in self.blocks
+        )
+        units = tuple(unit.spec.index for unit in self.units)
+        return StageShape(self.index, blocks, units, any(block.is_recomputed for block in self.blocks))
 
     def train(self, mode: bool) -> None:
         """Switch dropout and the like on or off."""
         for block in self.blocks:
             block.module.train(mode)
-
-
-def completed(run: range, units: Sequence[Unit]) -> dict[int, tuple[Unit, ...]]:
-    """By block of a stage, the units whose gradients are complete once its backward is over. `units` are those of the
-    stage in the order of the backward; each waits for those before it."""
-    found: dict[int, list[Unit]] = {block: [] for block in run}
-    first = run.stop
-    for unit in units:
-        first = min([first, *(block for block in unit.spec.blocks if block in run)])
-        if unit.trainable and not unit.is_left_alone:
-            found[first].append(unit)
-    return {block: tuple(each) for block, each in found.items()}
 
 
 def owners_of(blocks: Sequence[int], runs: Sequence[range], rank_of_stage: Sequence[int]) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ Shapes follow from the batch and the model, so nothing is told before it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -37,46 +37,26 @@ class _Row:
     totals: dict[int, torch.Tensor] = field(default_factory=dict)
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
     received: dict[int, list[tuple[torch.Tensor, Wire]]] = field(default_factory=dict)
-    ends: Mapping[tuple[Op, int], bool] = field(default_factory=dict)
 
 
 class SplitVocabulary:
     """The slice of this rank and the messages for it. `ranks`: world ranks along the pipeline."""
 
-    def __init__(
-        self,
-        slice_: VocabularySlice,
-        mail: Mail,
-        placement: Placement,
-        ranks: Sequence[int],
-        *,
-        stays: bool,
-        reduces_each: bool,
-    ) -> None:
+    def __init__(self, slice_: VocabularySlice, mail: Mail, placement: Placement, ranks: Sequence[int]) -> None:
         self._slice, self._mail, self._ranks = slice_, mail, tuple(ranks)
         self._own, self._first = slice_.index, placement.rank_of(0)
         self._last, self.last_stage = placement.rank_of(placement.stages - 1), placement.stages - 1
-        self._stays, self._reduces_each = stays, reduces_each
         self._others = [rank for rank in range(len(ranks)) if rank != self._own]
         self._row = _Row()
 
-    def begin(
-        self, row: Sequence[Action], batches: Sequence[Batch], *, training: bool, keeps_logits: bool = False
-    ) -> None:
+    def begin(self, batches: Sequence[Batch], *, training: bool, keeps_logits: bool = False) -> None:
         """Begin a row."""
-        weights = {Op.T: self._slice.head, Op.G: self._slice.embedding}
-        last = {weights[action.op].unit: action for action in row if action.op in weights}
-        ends = {(action.op, action.microbatch or 0): True for action in last.values()}
-        self._row = _Row(batches, training, keeps_logits, ends=ends)
+        self._row = _Row(batches, training, keeps_logits)
         self._slice.begin()
-        if self._stays:
-            self._slice.keep()
 
     def end(self) -> None:
         """The row is over."""
         self._row = _Row()
-        if self._stays:
-            self._slice.let_go()
 
     # ---- messages
 
@@ -164,7 +144,6 @@ class SplitVocabulary:
         gradient = self._row.gradients.pop(microbatch, None)
         if gradient is not None:
             self._slice.learn_look_up(self._row.batches[microbatch]["input_ids"], gradient)
-        self._reduce(Op.G, microbatch)
 
     # ---- scores
 
@@ -255,15 +234,9 @@ class SplitVocabulary:
         if totals is not None:
             self._slice.learn_score(microbatch, self._row.batches[microbatch]["labels"], totals, scale)
         self._recycle(microbatch)
-        self._reduce(Op.T, microbatch)
 
     # ----
 
     def _recycle(self, microbatch: int) -> None:
         for buffer, wire in self._row.received.pop(microbatch, ()):
             self._mail.recycle(buffer, wire)
-
-    def _reduce(self, op: Op, microbatch: int) -> None:
-        is_last = self._row.ends.get((op, microbatch), False)
-        if self._reduces_each or is_last:
-            self._slice.reduce(self._slice.head if op is Op.T else self._slice.embedding, is_last=is_last)

@@ -10,11 +10,11 @@ from torch import nn
 
 from atoll.errors import PlanError
 from atoll.models import Adapter, Block, Vocabulary, Weights, initialise_block, shared_parameters
+from atoll.program import Phase
 from atoll.runtime.pipeline.block import LocalBlock
 from atoll.runtime.pipeline.deferred import Collector, DeferredWeight, defer, is_deferrable
-from atoll.runtime.pipeline.stage import LookedUp, Scored, Stage, completed, owners_of
-from atoll.runtime.sharding.lookahead import Lookahead
-from atoll.runtime.sharding.segment import Phase, Surroundings, dtype_of
+from atoll.runtime.pipeline.stage import LookedUp, Scored, Stage, owners_of
+from atoll.runtime.sharding.segment import Surroundings, dtype_of
 from atoll.runtime.sharding.tensor_parallel import TensorParallel
 from atoll.runtime.sharding.tensors import Spread
 from atoll.runtime.sharding.unit import Unit, UnitSpec, unit_specs
@@ -45,7 +45,6 @@ def build(
     around: Surroundings,
     collector: Collector,
     seed: int,
-    lookahead: Lookahead,
     recompute: str,
     compiler: str,
     together: int = 1,
@@ -76,7 +75,7 @@ def build(
     spreads: dict[str, Spread] = {}
     sliced: VocabularySlice | None = None
     if vocabulary is not None:
-        sliced = _slice_vocabulary(adapter, vocabulary, specs[: len(apart)], shared, around, seed, lookahead)
+        sliced = _slice_vocabulary(adapter, vocabulary, specs[: len(apart)], shared, around, seed)
         units.update({table.unit.spec.index: table.unit for table in sliced.tables})
     elsewhere = {name for names in apart for name in names}
     for at in local:
@@ -142,8 +141,6 @@ def build(
                 users,
                 tuple(own_blocks),
                 tuple(deferred),
-                completed(runs[stage], users),
-                lookahead,
                 *ends[stage],
             )
         )
@@ -158,7 +155,6 @@ def _slice_vocabulary(
     shared: Mapping[str, str],
     around: Surroundings,
     seed: int,
-    lookahead: Lookahead,
 ) -> VocabularySlice:
     """Materialise the two ends one after the other, and keep this rank's rows of them."""
     place, mesh = around.transport.place, around.transport.mesh_along("pp")
@@ -193,7 +189,7 @@ def _slice_vocabulary(
 
     def table(end: str) -> Table:
         names = {key: shared.get(f"{end}.{key}", f"{end}.{key}") for key, _ in modules[end].named_parameters()}
-        return Table(block_of(blocks, end), units[names["weight"]], names["weight"], names.get("bias"), lookahead)
+        return Table(units[names["weight"]], names["weight"], names.get("bias"))
 
     embedding = modules[vocabulary.embedding]
     assert isinstance(embedding, nn.Embedding), "it has been looked at"

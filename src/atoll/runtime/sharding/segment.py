@@ -23,11 +23,12 @@ does not depend on the order in which a schedule runs I and W.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
-from functools import cached_property, partial
-from typing import Any, Literal, NamedTuple
+from enum import Enum, IntEnum
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -49,6 +50,7 @@ from atoll.layouts import (
 )
 from atoll.layouts import Segment as SegmentShape
 from atoll.models import Weights
+from atoll.program import Phase
 from atoll.runtime import lanes
 from atoll.runtime.sharding.tensors import Spread, box_of, part_of, whole_of
 from atoll.runtime.transport import Channel, Peers, Tag, Transport
@@ -66,8 +68,21 @@ _AT_A_TIME = 1 << 14
 _SAFE = (1e-20, 1e30)
 """Between these a sum of squares in fp32 has neither overflowed nor lost what is small."""
 
-Phase = Literal["I", "W"]
-"""Where in a backward a gradient comes out; see [Note: phases]."""
+
+class State(Enum):
+    """Of a segment's whole copy. One that rests whole is always WHOLE.
+
+        FREED --begin_gather--> COMING --gather--> WHOLE --free--> FREED
+        FREED ----------------gather-------------> WHOLE
+        COMING or WHOLE --drop--> FREED            where a row is played again from its beginning
+
+    FREED: the parameters read NaN.  COMING: they still do; a lane writes to the copy, or to what is staged for it.
+    WHOLE: they are views of the copy.
+    """
+
+    FREED = 0
+    COMING = 1
+    WHOLE = 2
 
 
 class _Purpose(IntEnum):
@@ -172,12 +187,10 @@ class Segment:
         self._gathers = self._real(GATHER_PARAMETER[around.layout.parameters])
         self._is_known = False
         self._staged: torch.Tensor | None = None
-        self._is_aside = False
         self._gathering: lanes.Job | None = None
-        self._reducing: lanes.Job | None = None
+        self._reducing: deque[tuple[lanes.Job, torch.Tensor]] = deque()
         self._syncing_gradients: lanes.Job | None = None
         self._syncing_parameters: lanes.Job | None = None
-        self._open = set(phases)
         self.compute = dtype_of(around.precision.compute)
         self._allocate(around.layout, around.precision)
         self._adopt()
@@ -226,7 +239,7 @@ class Segment:
             self.whole = self.rest
         else:
             self.whole = torch.empty(self.map.padded, dtype=self.compute, device=device)
-        self.is_whole = True
+        self.state = State.WHOLE
         self._views = self._views_of(self.whole)
         self._absent = torch.full((), torch.nan, dtype=self.compute, device=device)
         self.flows: dict[Phase, torch.Tensor] = {}
@@ -283,30 +296,27 @@ class Segment:
     # ---- parameters
 
     @property
-    def is_there(self) -> bool:
-        """Whether the parameters are whole, or set aside."""
-        return self.is_whole or self._is_aside
-
-    @property
-    def is_under_way(self) -> bool:
-        """Whether the parameters are being gathered ahead of their use."""
-        return self._gathering is not None
-
-    @property
     def flow_bytes(self) -> int:
-        """Bytes of whole gradients that are made and reduced; 0 where they rest whole."""
+        """Bytes of the whole gradients of a phase that are made and reduced; 0 where they rest whole."""
         if self.around.layout.gradients is Level.N:
             return 0
-        return len(self.phases) * self.map.padded * dtype_of(self.around.precision.gradient).itemsize
+        return self.map.padded * dtype_of(self.around.precision.gradient).itemsize
 
-    @cached_property
-    def bytes_ahead(self) -> int:
-        """Bytes that a gather ahead of its use holds; none where a gather only reads what rests, which is done then."""
+    def bytes_ahead(self, *, reads_in_place: bool) -> int:
+        """Bytes that a gather ahead of its use holds; none where a gather only reads what rests, which is done then.
+
+        reads_in_place: whether the ranks of a group read each other's memory.
+        """
         moves = self._gathers
-        if self.permanent or (len(moves) == 1 and self.around.transport.sees(self.around.peers(moves[0].axis))):
+        reads_last = reads_in_place and bool(moves) and moves[-1].axis is Axis.INTRA
+        if self.permanent or (reads_last and len(moves) == 1):
             return 0
-        part = Level.I if self._stages else Level.N
-        return len(self.range(part)) * self.whole.itemsize
+        return len(self.range(Level.I if reads_last else Level.N)) * self.whole.itemsize
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of the copy that is gathered and freed; 0 where the parameters rest whole."""
+        return 0 if self.permanent else self.map.padded * self.whole.itemsize
 
     @property
     def _stages(self) -> bool:
@@ -314,25 +324,28 @@ class Segment:
         moves = self._gathers
         return len(moves) > 1 and self.around.transport.sees(self.around.peers(moves[1].axis))
 
-    def gather_ahead(self) -> None:
+    def begin_gather(self) -> None:
         """Begin to make the parameters whole."""
-        if not self.is_there and self._gathering is None and self.bytes_ahead:
-            if not self._stages:
-                self._make_room()
-            self._gathering = self._start("gather", self._bring, after=self._syncing_parameters)
+        if self.permanent:
+            return
+        assert self.state is State.FREED, "a program gathers what is not there"
+        if not self._stages:
+            self._make_room()
+        # Behind the way back of what the last step wrote: until it is over, what rests is out of date.
+        self._gathering = self._start("gather", self._bring, after=self._syncing_parameters)
+        self.state = State.COMING
 
     def gather(self) -> None:
-        """Make the parameters whole, and up to date."""
-        if self.is_whole:
+        """Make the parameters whole, and up to date: wait for what was begun, or gather them here."""
+        if self.state is State.WHOLE:
             self.settle_parameters()
             return
         with torch.no_grad():
             if self._gathering is not None:
                 self._gathering.wait()
                 self._gathering = None
-            elif not self._is_aside:
+            else:
                 self.around.lanes["gather"].do(self._bring, unit=self._tag[0], after=self._syncing_parameters)
-            self._is_aside = False
             self._syncing_parameters = None
             if self._staged is not None:
                 self._fill(GATHER_PARAMETER[Level.I], self._staged)
@@ -340,7 +353,7 @@ class Segment:
                 self._staged = None
         for name, local in self._local.items():
             local.data = self._views[name]
-        self.is_whole = True
+        self.state = State.WHOLE
 
     def _bring(self) -> None:
         """What of a gather travels: all of it, or the first of two moves."""
@@ -369,38 +382,35 @@ class Segment:
         if self.whole.untyped_storage().nbytes() == 0:
             self.whole.untyped_storage().resize_(self.whole.numel() * self.whole.itemsize)
 
-    def free(self, *, aside: bool = False) -> None:
-        """Give the whole copy back; or set it aside, until `gather` takes it up or `free_ahead` gives it back."""
-        if self.permanent or not self.is_whole:
+    def free(self) -> None:
+        """Give the whole copy back."""
+        if self.permanent or self.state is not State.WHOLE:
             return
+        # Before the storage goes: who reads a parameter now sees NaN, and not memory that is not there.
         for name, local in self._local.items():
             local.data = self._absent.expand(self._views[name].shape)
-        if not aside:
-            self.whole.untyped_storage().resize_(0)
-        self._is_aside = aside
-        self.is_whole = False
+        self.whole.untyped_storage().resize_(0)
+        self.state = State.FREED
 
-    def free_ahead(self) -> None:
-        """Give back what was gathered ahead, or set aside, and not used."""
-        if self._is_aside:
-            self.whole.untyped_storage().resize_(0)
-            self._is_aside = False
+    def drop(self) -> None:
+        """Give back what is whole or on its way."""
         if self._gathering is not None:
-            self._gathering.wait()
+            self._gathering.wait()  # a lane still writes to it
             self._gathering = None
             if self._staged is None:
                 self.whole.untyped_storage().resize_(0)
             else:
                 self.around.transport.give_back(self._staged, was_read=False)
                 self._staged = None
+            self.state = State.FREED
+        self.free()
 
     def sync_parameters(self) -> None:
         """Begin to bring what the optimizer wrote to where the parameters rest; `gather` waits for it.
 
         A copy that was gathered before is given back: it is out of date.
         """
-        self.free()
-        self.free_ahead()
+        self.drop()
         self._is_known = False
         if self.master is None or self.rest is None:
             return
@@ -414,7 +424,7 @@ class Segment:
             else:
                 self.rest.copy_(self._part(self.master, os, p))
         if SYNC_PARAMETER[os, p]:
-            self._syncing_parameters = self._start("sync", self._spread)
+            self._syncing_parameters = self._start("sync", self._spread, after=None)
 
     def _spread(self) -> None:
         assert self.rest is not None, "parameters that rest nowhere are not synced"
@@ -460,24 +470,24 @@ class Segment:
             whole[self.map.numel :].zero_()
         written.clear()
 
-    def reduce_gradients(self, phase: Phase, *, is_last: bool) -> None:
-        """Begin to reduce one microbatch's gradients of a phase to where they rest, and give their whole buffer back.
-
-        is_last: whether the phase comes no more in this step. After the last of all phases the sync begins.
-        """
-        if phase not in self.phases:
+    def reduce_gradients(self, phase: Phase) -> None:
+        """Begin to reduce a phase's gradients to where they rest; `end_reduction` gives their whole buffer back."""
+        if phase not in self.phases or self.around.layout.gradients is Level.N:
             return
-        if self.around.layout.gradients is not Level.N:
-            self._open_flow(phase)
-            flow = self.flows.pop(phase)
-            del self._flow_views[phase]
-            self._complete(phase, flow)
-            # Behind the one before: their tags are the same.
-            self._reducing = self._start("reduce", partial(self._reduce, phase, flow), flow, after=self._reducing)
-        if is_last:
-            self._open.discard(phase)
-            if not self._open:
-                self.sync_gradients()
+        self._open_flow(phase)
+        flow = self.flows.pop(phase)
+        del self._flow_views[phase]
+        self._complete(phase, flow)
+        # Behind the one before: their tags are the same.
+        after = self._reducing[-1][0] if self._reducing else None
+        job = self._start("reduce", partial(self._reduce, phase, flow), after=after)
+        # On a GPU the job only has been launched: what it works on is held until the computation waits for it.
+        self._reducing.append((job, flow))
+
+    def end_reduction(self, phase: Phase) -> None:
+        """Wait for the first reduction of a phase that is under way."""
+        if phase in self.phases and self._reducing:
+            self._reducing.popleft()[0].wait()
 
     def _reduce(self, phase: Phase, flow: torch.Tensor) -> None:
         level = self.around.layout.gradients
@@ -495,15 +505,16 @@ class Segment:
             if self.around.layout.gradients is Level.N:
                 for phase in self.phases:
                     self._complete(phase, self.gradients[phase])
-            self._syncing_gradients = self._start("sync", self._sync, after=self._reducing)
+            after = self._reducing[-1][0] if self._reducing else None
+            self._syncing_gradients = self._start("sync", self._sync, after=after)
 
     def settle_gradients(self) -> None:
         """Wait until `final` is there."""
         self.sync_gradients()
         if self._syncing_gradients is not None:
             self._syncing_gradients.wait()
-        self._syncing_gradients = self._reducing = None
-        self._open = set(self.phases)
+        self._syncing_gradients = None
+        self._reducing.clear()  # the sync has waited for them
 
     def _sync(self) -> None:
         g, os = self.around.layout.gradients, self.around.layout.optimizer
@@ -586,10 +597,8 @@ class Segment:
 
     # ----
 
-    def _start(
-        self, kind: lanes.Kind, work: Callable[[], None], *held: torch.Tensor, after: lanes.Job | None = None
-    ) -> lanes.Job:
-        return self.around.lanes[kind].start(work, *held, unit=self._tag[0], after=after)
+    def _start(self, kind: lanes.Kind, work: Callable[[], None], *, after: lanes.Job | None) -> lanes.Job:
+        return self.around.lanes[kind].start(work, unit=self._tag[0], after=after)
 
     def _real(self, moves: Sequence[Move]) -> list[Move]:
         """Those along which there is anybody."""

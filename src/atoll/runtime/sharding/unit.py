@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from atoll.runtime.sharding.segment import Phase, Room, Segment, Surroundings
+from atoll.program import PHASES, Phase, UnitShape
+from atoll.runtime.sharding.segment import Room, Segment, Surroundings
 from atoll.runtime.sharding.tensors import Spread
 from atoll.runtime.transport import Channel, Tag
-
-PHASES: tuple[Phase, ...] = ("I", "W")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +76,7 @@ class Unit:
     the gradient of a parameter, `spreads` what a tensor-parallel group has of it. The parameters of a shared unit stay
     together, so that its copies have one flat map.
 
-    rests_whole: whether it is never gathered.  stays_whole: whether a microbatch neither gathers nor reduces it.
-    is_left_alone: whether nobody shares it either, so that nothing is synced after a step.
-    syncs_early: whether its sync may begin before the last backward is over.
+    is_left_alone: whether nothing of it travels, within a step or after it.
     """
 
     def __init__(
@@ -98,7 +95,6 @@ class Unit:
         self.parameters = dict(parameters)
         self.segments: list[Segment] = []
         self.touched: set[str] = set()
-        self._keepers = 0
         together: frozenset[Phase] = frozenset().union(*(phases[n] for n, p in parameters.items() if p.requires_grad))
         grouped: dict[tuple[torch.dtype, frozenset[Phase], Spread], dict[str, nn.Parameter]] = {}
         for name, parameter in parameters.items():
@@ -110,20 +106,12 @@ class Unit:
             ordered = tuple(phase for phase in PHASES if phase in used)
             self.segments.append(Segment(group, around, phases=ordered, tag=(spec.index, part), spread=spread))
         self._by_name = {name: segment for segment in self.segments for name in segment.parameters}
-        self.rests_whole = all(segment.permanent for segment in self.segments)
-        self.stays_whole = all(segment.stays_whole for segment in self.segments)
-        self.is_left_alone = self.stays_whole and around.nest.ranks == 1
-        self.syncs_early = not spec.is_shared
+        self.is_left_alone = all(segment.stays_whole for segment in self.segments) and around.nest.ranks == 1
 
     @property
     def trainable(self) -> bool:
         """Whether any parameter is trained."""
         return any(segment.trainable for segment in self.segments)
-
-    def ends_at(self, block: int, *, backward: bool) -> bool:
-        """Whether a pass in this direction needs the unit no more after `block`; a shared unit comes again for its next
-        one."""
-        return self.spec.is_shared or self.spec.blocks[0 if backward else -1] == block
 
     @property
     def is_first_owner(self) -> bool:
@@ -140,83 +128,64 @@ class Unit:
         """When this rank computes the gradient of a parameter."""
         return self._by_name[name].phases
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole parameters as they are computed with."""
-        return sum(segment.whole.numel() * segment.whole.itemsize for segment in self.segments)
+    def shape(self, *, reads_in_place: bool) -> UnitShape:
+        """What lowering knows of it; reads_in_place: whether the ranks of a group read each other's memory."""
+        trained = [segment for segment in self.segments if segment.trainable]
+        flows = {
+            phase: sum(segment.flow_bytes for segment in trained if phase in segment.phases)
+            for phase in PHASES
+            if any(phase in segment.phases for segment in trained)
+        }
+        return UnitShape(
+            self.spec.index,
+            self.spec.blocks,
+            self.spec.is_shared,
+            whole=sum(segment.whole_bytes for segment in self.segments),
+            ahead=sum(segment.bytes_ahead(reads_in_place=reads_in_place) for segment in self.segments),
+            flows=flows,
+            is_left_alone=self.is_left_alone,
+        )
 
-    @property
-    def flow_bytes(self) -> int:
-        """Bytes of whole gradients that are made and reduced; 0 where they rest whole."""
-        return sum(segment.flow_bytes for segment in self.segments)
-
-    def flow_bytes_of(self, phase: Phase) -> int:
-        """Those that come out in one phase."""
-        return sum(segment.flow_bytes // len(segment.phases) for segment in self.segments if phase in segment.phases)
-
-    @property
-    def bytes_ahead(self) -> int:
-        """Bytes that a gather ahead of its use holds."""
-        return sum(segment.bytes_ahead for segment in self.segments)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether nothing is to be gathered."""
-        return all(segment.is_whole for segment in self.segments)
-
-    @property
-    def is_there(self) -> bool:
-        """Whether it is whole, or set aside."""
-        return all(segment.is_there for segment in self.segments)
-
-    @property
-    def is_under_way(self) -> bool:
-        """Whether a gather ahead of its use is under way."""
-        return any(segment.is_under_way for segment in self.segments)
-
-    def gather_ahead(self) -> None:
+    def begin_gather(self) -> None:
         """Begin to make the parameters whole; `gather` waits for it."""
         for segment in self.segments:
-            segment.gather_ahead()
+            segment.begin_gather()
 
     def gather(self) -> None:
-        """Make the parameters whole on this rank; every data-parallel rank takes part."""
+        """Make the parameters whole on this rank, and up to date; every data-parallel rank takes part."""
         for segment in self.segments:
             segment.gather()
 
-    def free_ahead(self) -> None:
-        """Give back what was gathered ahead, or set aside, and not used."""
+    def free(self) -> None:
+        """Give whole copies back where parameters rest sharded."""
         for segment in self.segments:
-            segment.free_ahead()
+            segment.free()
 
-    def keep(self) -> None:
-        """Stay whole, once gathered, until as many `let_go` have come."""
-        self._keepers += 1
-
-    def let_go(self) -> None:
-        """A stage that kept the unit whole is closed."""
-        self._keepers -= 1
-        self.free()
-
-    def free(self, *, aside: bool = False) -> None:
-        """Give whole copies back where parameters rest sharded, or set them aside, unless a stage keeps them."""
-        if self._keepers == 0:
-            for segment in self.segments:
-                segment.free(aside=aside)
+    def drop(self) -> None:
+        """Give back what is whole or on its way, where a row is played again from its beginning."""
+        for segment in self.segments:
+            segment.drop()
 
     def room(self, name: str, phase: Phase) -> Room:
         """Where the gradient of a parameter is made in a phase."""
         return self._by_name[name].room(name, phase)
 
-    def reduce_gradients(self, phase: Phase, *, is_last: bool) -> None:
-        """Begin to reduce one microbatch's gradients of a phase to where they rest; see `Segment.reduce_gradients`."""
+    def reduce_gradients(self, phase: Phase) -> None:
+        """Begin to reduce one microbatch's gradients of a phase to where they rest, touched or not: others may have."""
         for segment in self.segments:
-            segment.reduce_gradients(phase, is_last=is_last and self.syncs_early)
+            segment.reduce_gradients(phase)
 
-    def sync_gradients(self) -> None:
-        """Begin to bring the step's gradients to the optimizer's level."""
+    def end_reduction(self, phase: Phase) -> None:
+        """Wait for the first reduction of a phase that is under way."""
         for segment in self.segments:
-            segment.sync_gradients()
+            segment.end_reduction(phase)
+
+    def sync_gradients(self, phase: Phase | None = None) -> None:
+        """Begin to bring the step's gradients to the optimizer's level: those that are complete with the last of
+        `phase`, or all."""
+        for segment in self.segments:
+            if segment.trainable and phase in (None, segment.phases[-1]):
+                segment.sync_gradients()
 
     def settle_gradients(self) -> None:
         """Wait for the step's gradients at the optimizer's level."""

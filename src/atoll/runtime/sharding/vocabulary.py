@@ -16,7 +16,7 @@ the logits of more than a slice. Softmax and sums are in fp32 (fp64 for fp64), a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +30,6 @@ from atoll.layouts import Box
 from atoll.models import Adapter, Batch, Block, Vocabulary
 from atoll.models.adapter import IGNORED_LABEL
 from atoll.runtime.pipeline.deferred import accumulate
-from atoll.runtime.sharding.lookahead import Lookahead
 from atoll.runtime.sharding.segment import Room
 from atoll.runtime.sharding.tensors import part_of
 from atoll.runtime.sharding.unit import Unit
@@ -103,40 +102,23 @@ def as_slice(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
     return nn.Parameter(split, requires_grad=parameter.requires_grad)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Table:
-    """One end on this rank. index: the block that it lies in, for the order of gathers."""
+    """One end on this rank: the unit of its rows, and what weight and bias are called in it."""
 
-    index: int
     unit: Unit
     weight_name: str
     bias_name: str | None
-    lookahead: Lookahead
-    units: tuple[Unit, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.units = (self.unit,)
 
     @property
     def trainable(self) -> bool:
         """Whether the weight is trained."""
         return self.unit.parameters[self.weight_name].requires_grad
 
-    def gather(self) -> tuple[Tensor, Tensor | None]:
-        """The rows of weight and bias, whole over the data-parallel ranks."""
-        has_to_come = not self.unit.is_whole
-        if has_to_come:
-            self.lookahead.asked(self)
-        self.unit.gather()
-        if has_to_come:
-            self.lookahead.came()
+    def rows(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias, while the unit is whole."""
         weight = local_part(self.unit.parameters[self.weight_name]).detach()
         return weight, None if self.bias_name is None else local_part(self.unit.parameters[self.bias_name]).detach()
-
-    def free(self) -> None:
-        """Done with them."""
-        self.lookahead.left(self.unit)
-        self.lookahead.look()
 
 
 @dataclass(slots=True)
@@ -198,16 +180,6 @@ class VocabularySlice:
         """The ends whose units differ."""
         return (self.embedding,) if self.embedding.unit is self.head.unit else (self.embedding, self.head)
 
-    def keep(self) -> None:
-        """Stay whole until `let_go`."""
-        for table in self.tables:
-            table.unit.keep()
-
-    def let_go(self) -> None:
-        """The end of `keep`."""
-        for table in self.tables:
-            table.unit.let_go()
-
     def check(self, batch: Batch) -> None:
         """Raise PlanError for ids and labels of no slice, which every slice would leave to the others, and for shapes
         that are not [B, S]."""
@@ -230,10 +202,9 @@ class VocabularySlice:
     @torch.no_grad()
     def look_up(self, ids: Tensor) -> Tensor:
         """[B, S] -> [B, S, hidden], zeros where an id is in another slice."""
-        weight, _ = self.embedding.gather()
+        weight, _ = self.embedding.rows()
         at, is_here = self._local(ids)
         found = F.embedding(at, weight)
-        self.embedding.free()
         return found.masked_fill_(~is_here[..., None], 0.0)
 
     @torch.no_grad()
@@ -250,11 +221,10 @@ class VocabularySlice:
     @torch.no_grad()
     def score(self, microbatch: int, hidden: Tensor, labels: Tensor, *, training: bool, logits: bool) -> Scores:
         """What this slice says; in training what `learn` needs is kept until then."""
-        weight, bias = self.head.gather()
+        weight, bias = self.head.rows()
         flat = hidden.detach().reshape(-1, hidden.shape[-1])
         scored, slope = self._finish(F.linear(flat, weight, bias))
         if logits:
-            self.head.free()
             return Scores(scored.new_zeros(3, 1), scored)
         precise = scored.to(self.precise)
         largest = precise.amax(1)
@@ -274,7 +244,6 @@ class VocabularySlice:
             scores.answer = torch.cat([weighted @ weight, rows])
             if self.head.unit.trainable:
                 self._kept[microbatch] = _Kept(flat, softmax, slope, scores.sums)
-        self.head.free()
         return scores
 
     @torch.no_grad()
@@ -322,10 +291,6 @@ class VocabularySlice:
         """Which labels are in the slice of a rank."""
         rows = self.rows_of(index)
         return (labels >= rows.start) & (labels < rows.stop)
-
-    def reduce(self, table: Table, *, is_last: bool) -> None:
-        """Begin to reduce the gradients of an end."""
-        table.unit.reduce_gradients("W", is_last=is_last)
 
     def _local(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Rows of ids in the slice, any for those that are not, and which are."""
