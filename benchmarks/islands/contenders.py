@@ -151,7 +151,7 @@ class Atoll:
             knows_next=True,
             sees_all=True,
             sent=lambda: dict(engine.transport.sent),
-            rest=lambda: engine.footprint().total + engine.working_memory().lent,
+            rest=lambda: engine.footprint().at_rest(plan.layout).total + engine.working_memory().lent,
             peak=lambda: engine.footprint().total + engine.working_memory().total + kept,
             drain=drain,
             close=engine.close,

@@ -21,7 +21,16 @@ def held_after_a_step(case: Case) -> tuple[Footprint, Footprint, dict[str, int]]
     engine.step(case.share(engine, 0))
     engine.close()  # the parameters' sync may go on after the step
     sent = {axis: engine.transport.sent[axis] - before.get(axis, 0) for axis in ("inter", "intra", "pp")}
-    return engine.memory(), engine.footprint(), sent
+    return engine.memory(), engine.footprint().at_rest(case.plan.layout), sent
+
+
+def held_in_a_step(case: Case) -> tuple[Footprint, Footprint]:
+    """When all gradients have come, before the optimizer has made its states."""
+    engine = case.engine()
+    found: list[Footprint] = []
+    engine.step(case.share(engine, 0), before_update=lambda: found.append(engine.memory()))
+    engine.close()
+    return found[0], engine.footprint(states=0)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -32,8 +41,16 @@ def test_bytes_at_rest_equal_the_footprint(layout: str, precision: str) -> None:
     case = Case(layout=layout, inter=2, intra=2, precision=precision, steps=1, microbatches=4, model=model)
     for held, predicted, _ in run_ranks(held_after_a_step, case.ranks, case):
         assert held == predicted
-        assert held.gradients > 0
         assert held.optimizer > 0
+
+
+@pytest.mark.parametrize("layout", [layout.name for layout in ALL])
+def test_gradients_that_are_sharded_are_held_within_a_step_alone(layout: str) -> None:
+    case = Case(layout=layout, inter=2, intra=2, steps=1, microbatches=8, model=TinyConfig(tied=True, odd=True))
+    for held, predicted in run_ranks(held_in_a_step, case.ranks, case):
+        assert held == predicted
+        assert predicted.gradients > 0
+        assert predicted.at_rest(Layout(layout)).gradients == (held.gradients if layout[1] == "N" else 0)
 
 
 def test_shared_parameters_count_once_per_copy() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from atoll.errors import LayoutError
@@ -47,7 +47,10 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes one rank holds at rest, after the optimizer step. Tensors only: step counters are not counted."""
+    """Bytes of one rank's model state. Tensors only: step counters are not counted.
+
+    Gradients that are sharded are given back at a step's end; all others, and all else, rest from step to step.
+    """
 
     parameters: int
     gradients: int
@@ -57,6 +60,10 @@ class Footprint:
     def total(self) -> int:
         """All three."""
         return self.parameters + self.gradients + self.optimizer
+
+    def at_rest(self, layout: Layout) -> Footprint:
+        """What of it rests between steps."""
+        return self if layout.gradients is Level.N else replace(self, gradients=0)
 
     def __add__(self, other: Footprint) -> Footprint:
         return Footprint(
@@ -73,7 +80,7 @@ def footprint(
     states: int = 2,
     keeps_apart: bool = False,
 ) -> Footprint:
-    """Bytes the rank at `nest` holds at rest of `segments` under `layout`.
+    """Bytes the rank at `nest` holds of the state of `segments` under `layout`.
 
     states: tensors that the optimizer keeps of every parameter besides the master (Adam 2, momentum 1, SGD 0); they
     cover the parameters only, the other buffers cover their padding too.

@@ -218,7 +218,7 @@ class Engine:
             self.program = self._executor.lower(shape_of(self._sharded, self.plan, nest, reads_in_place=False))
         said = torch.zeros(place.mesh.pipeline, place.mesh.tensor, 2, dtype=torch.float64)
         digest = float(self.program.digest % DIGESTS)
-        said[place.pp, place.tp] = torch.tensor([digest, digest * digest])
+        said[place.pp, place.tp] = torch.tensor([digest, digest * digest], dtype=torch.float64)
         total, square = self.transport.total(said.reshape(-1)).reshape(said.shape)[place.pp, place.tp].tolist()
         if total * total != square * place.mesh.data:
             raise PlanError(

@@ -249,9 +249,24 @@ class Segment:
         self.final: torch.Tensor | None = None
         dtype = dtype_of(precision.gradient)
         self.gradients = {phase: self._zeros(g, dtype, is_read=g_is_read) for phase in self.phases}
+        self._give_gradients_back()
         if g is Level.N:
             self._flow_views = {phase: self._views_of(resting) for phase, resting in self.gradients.items()}
         self.stays_whole = self.permanent and (not self.trainable or g is Level.N)
+
+    def _give_gradients_back(self) -> None:
+        """Between steps nothing rests of gradients that are sharded: a forward has the room for what it keeps. Those
+        that rest whole are read by others where they are, and stay."""
+        if self.around.layout.gradients is not Level.N:
+            for resting in self.gradients.values():
+                resting.untyped_storage().resize_(0)
+
+    def _resting_gradient(self, phase: Phase) -> torch.Tensor:
+        """Where a phase's gradients rest, with anything in it if they do not yet."""
+        resting = self.gradients[phase]
+        if resting.untyped_storage().nbytes() == 0:
+            resting.untyped_storage().resize_(resting.nbytes)
+        return resting
 
     def _zeros(self, level: Level, dtype: torch.dtype, *, is_read: bool) -> torch.Tensor:
         """What rests at `level`."""
@@ -495,7 +510,7 @@ class Segment:
         moves = self._real(REDUCE_GRADIENT[level])
         for move in moves:
             self._move(self._part(total, Level.N, move.coarse), move, _Purpose.REDUCE)
-        Room(self.gradients[phase], is_empty=phase not in self._resting).add(self._part(total, Level.N, level))
+        Room(self._resting_gradient(phase), is_empty=phase not in self._resting).add(self._part(total, Level.N, level))
         self._resting.add(phase)
         self.around.transport.give_back(flow, was_read=bool(moves))
 
@@ -521,7 +536,7 @@ class Segment:
         if g is not Level.N:
             for phase in self.phases:
                 if phase not in self._resting:
-                    self.gradients[phase].zero_()
+                    self._resting_gradient(phase).zero_()
         resting, *others = (self.gradients[phase] for phase in self.phases)
         for other in others:
             resting.add_(other)
@@ -538,8 +553,9 @@ class Segment:
             self.around.transport.total_along(self.final, "tp", Tag(Channel.SUM_TENSOR, *self._tag))
 
     def clear_gradients(self) -> None:
-        """Forget the step's gradients: what rests is written over."""
+        """Forget the step's gradients: what rests is written over, or given back."""
         self._resting.clear()
+        self._give_gradients_back()
         for phase, flow in self.flows.items():
             del self._flow_views[phase]
             self.around.transport.give_back(flow, was_read=False)
