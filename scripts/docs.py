@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import program_page
 import schedule_pages
 import tradeoffs
 import typer
@@ -365,6 +366,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "layout-example": layout_example,
     "layout-formulas": layout_formulas,
     "matrix": matrix,
+    **program_page.PARTS,
     **schedule_pages.PARTS,
     **tradeoffs.TABLES,
 }
@@ -376,6 +378,7 @@ def wanted_files() -> dict[Path, str]:
     found = {pictures / f"{name}.svg": schedule_pages.schedule_svg(name) for name in CATALOGUE}
     found |= {pictures / f"{name}.svg": draw_figure() for name, draw_figure in tradeoffs.PICTURES.items()}
     found[pictures / "plan.svg"] = overview_svg()
+    found[pictures / "program.svg"] = program_page.picture()
     used = set()
     for page in sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]):
         text = page.read_text(encoding="utf-8")

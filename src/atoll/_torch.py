@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, autograd, nn
 from torch._subclasses import FakeTensorMode
 from torch.distributed.tensor import DTensor
@@ -45,6 +46,22 @@ CHECKPOINT_RECORDS: Mapping[tuple[str, str], str] = MappingProxyType(
 They are names in a file: reading never imports them, each becomes an inert record
 (`runtime/checkpoint/metadata.py`). Anything else is refused.
 """
+
+
+@contextmanager
+def pretended_ranks(rank: int, world: int) -> Iterator[None]:
+    """A section in which torch.distributed takes this process for one of `world` ranks, whose collectives do nothing:
+    a DeviceMesh can be made, and parameters split over it, while no other rank is there.
+
+    Private: `torch.testing._internal.distributed.fake_pg`, which registers the backend "fake".
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def is_profiling() -> bool:

@@ -61,11 +61,10 @@ def alone(ranks: int) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a rank saw. counted: bytes it sent in the last step, of parameters and gradients. held: by component."""
+    """What a rank saw. counted: bytes it sent in the last step, of parameters and gradients. foretold: by component."""
 
     parameters: dict[str, Tensor]
     counted: dict[str, int]
-    held: tuple[int, int, int]
     foretold: tuple[int, int, int]
 
 
@@ -90,7 +89,6 @@ def train(layout: str, mesh: MeshShape) -> Seen:
     return Seen(
         found,
         counted,
-        (held.parameters, held.gradients, held.optimizer),
         (foretold.parameters, foretold.gradients, foretold.optimizer),
     )
 

@@ -16,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-from atoll.cli import doctor, interchange, layouts, schedule, train
+from atoll.cli import doctor, interchange, layouts, program, schedule, train
 from atoll.errors import AtollError
 
 app = typer.Typer(
@@ -29,6 +29,7 @@ app = typer.Typer(
 app.command("train")(train.command)
 app.command("schedule")(schedule.command)
 app.command("layouts")(layouts.command)
+app.command("program")(program.command)
 app.command("import")(interchange.import_command)
 app.command("export")(interchange.export_command)
 app.command("doctor")(doctor.command)

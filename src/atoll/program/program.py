@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -33,8 +32,3 @@ class Program:
         """The most bytes at once, of each component on its own."""
         held = list(held_after(self.instructions, self.shape))
         return Bytes(*(max((each[at] for each in held), default=0) for at in range(len(Bytes._fields))))
-
-    def lines(self) -> Iterator[str]:
-        """The program as text, an instruction a line: its lane, and the bytes held after it."""
-        for instruction, held in zip(self.instructions, held_after(self.instructions, self.shape), strict=True):
-            yield f"{instruction.do.lane:9} {instruction!s:18} {held.parameters:14,} {held.gradients:14,}"

@@ -17,11 +17,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor.parallel import loss_parallel
 
-from atoll.advice import StageSize, advice
+from atoll.advice import advice
 from atoll.errors import AtollError, CostWarning, PlanError, RankError, RunError
-from atoll.ir import insert_vocabulary, lower
-from atoll.layouts import ITEM_BYTES, Footprint, WorkingMemory
-from atoll.models import Adapter, Batch, Block, adapter_for, relative_score, weigh_blocks, weights_for
+from atoll.layouts import Footprint, WorkingMemory
+from atoll.models import Adapter, Batch, adapter_for, weights_for
 from atoll.models.adapter import IGNORED_LABEL
 from atoll.plan import Plan
 from atoll.program import Program
@@ -29,6 +28,7 @@ from atoll.runtime import failure
 from atoll.runtime.allocator import keep_freed_memory
 from atoll.runtime.checkpoint import Piece, is_complete
 from atoll.runtime.lanes import Kind, Lane, lanes_of
+from atoll.runtime.outline import Outline
 from atoll.runtime.pipeline.deferred import Collector
 from atoll.runtime.pipeline.executor import Executor, Outcome
 from atoll.runtime.sharding.access import DIGESTS, Edit, chosen_names, differing, whole_gradients
@@ -37,11 +37,9 @@ from atoll.runtime.sharding.holdings import held_at_rest, held_now, needed_in_a_
 from atoll.runtime.sharding.optimizer import GroupOptions, OptimizerFactory, ShardedOptimizer
 from atoll.runtime.sharding.segment import Surroundings
 from atoll.runtime.sharding.state import load_state, load_values, model_pieces, save_state, stored_states
-from atoll.runtime.sharding.tensor_parallel import TensorParallel
-from atoll.runtime.sharding.vocabulary import vocabulary_of
+from atoll.runtime.sharding.tensor_parallel import tensor_parallel
 from atoll.runtime.step_end import Ending, LossScaler, StepEnd, StepResult
 from atoll.runtime.transport import Later, Peers, connect, world_rank, world_store
-from atoll.stages import split_blocks
 from atoll.trace import Trace
 
 
@@ -129,21 +127,14 @@ class Engine:
                 f"clip = {self.clip}; the largest gradient norm is above 0, or None to leave gradients alone"
             )
         self.adapter: Adapter = adapter_for(self.model)
-        blocks = self.adapter.blocks()
-        tensor = self._tensor_parallel(blocks) if plan.mesh.tensor > 1 else None
-        placement = plan.schedule.placement
-        vocabulary = vocabulary_of(self.adapter, plan.mesh.pipeline) if plan.vocabulary_parallel else None
-        ends = () if vocabulary is None else (vocabulary.embedding, vocabulary.head)
-        block_weights = weigh_blocks(blocks, apart=ends)
-        self.runs = runs = split_blocks(block_weights, placement, layers_per_stage=plan.layers_per_stage)
-        own = [[p for at in run for p in blocks[at].parameters_but(ends)] for run in runs]
-        compute = ITEM_BYTES[plan.precision.compute] / plan.mesh.tensor
-        sizes = [sum(p.numel() for p in parameters) * compute for parameters in own]
-        schedule = plan.schedule
-        if vocabulary is not None:
-            self.transport.open_vocabulary_links(placement.rank_of(0), placement.rank_of(placement.stages - 1))
-            schedule = insert_vocabulary(schedule, score=relative_score(blocks, block_weights, vocabulary.head))
-        schedule = lower(schedule, residency=plan.residency, reduction=plan.reduction, sizes=sizes, room=plan.resident)
+        tensor = None
+        if plan.mesh.tensor > 1:
+            tensor = tensor_parallel(self.adapter, plan, self.transport.mesh_along("tp"))
+        outline = Outline.of(self.adapter, plan)
+        self.runs = outline.runs
+        if outline.vocabulary is not None:
+            ends = outline.rank_of_stage
+            self.transport.open_vocabulary_links(ends[0], ends[-1])
         self._lanes = lanes_of(
             self.device,
             alone=self.place.nest.ranks == 1,
@@ -159,40 +150,21 @@ class Engine:
             plan.post_validation,
             None if weights is None or is_complete(Path(weights)) else weights_for(self.adapter, Path(weights)),
         )
-        line = self.place.peers("pp")
-        self.advice = self._advise(own)
+        self.advice = self._advise(outline)
         self._check_same_values()
         collector = Collector()
-        self._sharded = build(
-            self.adapter,
-            runs,
-            ranks=line,
-            rank_of_stage=[placement.rank_of(stage) for stage in range(placement.stages)],
-            around=around,
-            collector=collector,
-            seed=self._seed,
-            recompute=plan.recompute,
-            compiler=plan.compile,
-            tensor=tensor,
-            together=plan.unit,
-            vocabulary=vocabulary,
-        )
+        self._sharded = build(outline, around=around, collector=collector, seed=self._seed, tensor=tensor)
         self.units = self._sharded.units
         if not self._sharded.trainable:
             raise PlanError("the model has no trainable parameter; set requires_grad on what is to be trained")
         self._optimizer = ShardedOptimizer(self.units, optimizer, named_shapes=self._sharded.trainable, options=groups)
         self._executor = Executor(
-            self._sharded.stages,
-            schedule,
-            units=self.units,
-            ranks=line,
+            outline,
+            self._sharded,
             transport=self.transport,
             collector=collector,
             seed=self._seed,
             lanes=self._lanes.values() if self.place.nest.ranks > 1 else (),
-            vocabulary=self._sharded.vocabulary,
-            stays=plan.residency == "step",
-            reduces_each=plan.reduction == "microbatch",
         )
         self._step_end = StepEnd(
             self.units,
@@ -226,30 +198,12 @@ class Engine:
                 "every rank"
             )
 
-    def _advise(self, stages: Sequence[Sequence[nn.Parameter]]) -> tuple[str, ...]:
+    def _advise(self, outline: Outline) -> tuple[str, ...]:
         """What the plan costs more than it has to; rank 0 says so."""
-        sizes = []
-        for parameters in stages:
-            split = self.plan.mesh.tensor
-            trained = sum(p.numel() for p in parameters if p.requires_grad)
-            sizes.append(StageSize(sum(p.numel() for p in parameters) // split, trained // split))
-        found = advice(self.plan, sizes)
+        found = advice(self.plan, outline.sizes)
         for each in found if self.place.rank == 0 else ():
             warnings.warn(each, CostWarning, stacklevel=4)
         return found
-
-    def _tensor_parallel(self, blocks: Sequence[Block]) -> TensorParallel:
-        styles = getattr(self.adapter, "tensor_plan", None)
-        if styles is None:
-            raise PlanError(
-                f"tensor = {self.plan.mesh.tensor}: a {type(self.adapter).__name__} has no tensor_plan(), which says "
-                "how layers are split; use tensor = 1, or give the model an adapter that has one"
-            )
-        if self.plan.compile != "none":
-            raise PlanError("compile and tensor parallelism do not go together yet; use compile = 'none' or tensor = 1")
-        plan = styles(self.plan.mesh.tensor)
-        mesh = self.transport.mesh_along("tp")
-        return TensorParallel(mesh, blocks, plan, sequence=self.plan.sequence_parallel)
 
     def _split_loss(self) -> AbstractContextManager[None]:
         """The loss of logits that are split over a tensor-parallel group, forward and backward."""

@@ -21,19 +21,19 @@ from torch.profiler import record_function
 
 from atoll._torch import is_profiling, local_part
 from atoll.errors import AtollError, RunError
-from atoll.ir import Action, Op, Schedule
+from atoll.ir import Action, Op
 from atoll.models import Batch
-from atoll.program import BEGINS, Do, Instruction, Program, RankShape, lower_row
+from atoll.program import BEGINS, Do, Instruction, Program, RankShape
 from atoll.runtime.lanes import Lane
+from atoll.runtime.outline import Outline
 from atoll.runtime.pipeline.block import Arguments, Draw, LocalBlock, Passage, pass_on
 from atoll.runtime.pipeline.clock import Clock, clock_of
 from atoll.runtime.pipeline.deferred import Collector, Pending, compute_weights
 from atoll.runtime.pipeline.mail import Mail, Wire
-from atoll.runtime.pipeline.stage import Stage
 from atoll.runtime.pipeline.vocabulary import SplitVocabulary
+from atoll.runtime.sharding.build import Sharded
 from atoll.runtime.sharding.tensors import like_parameter, whole_output
 from atoll.runtime.sharding.unit import Unit
-from atoll.runtime.sharding.vocabulary import VocabularySlice
 from atoll.runtime.transport import Transport
 from atoll.trace import Span
 
@@ -133,37 +133,29 @@ class Executor:
 
     def __init__(
         self,
-        stages: Sequence[Stage],
-        schedule: Schedule,
+        outline: Outline,
+        sharded: Sharded,
         *,
-        units: Sequence[Unit],
-        ranks: Sequence[int],
         transport: Transport,
         collector: Collector,
         seed: int,
         lanes: Iterable[Lane] = (),
-        vocabulary: VocabularySlice | None = None,
-        stays: bool = False,
-        reduces_each: bool = True,
     ) -> None:
-        """vocabulary: this rank's slice, if it is split; whether it stays whole for a row, and is reduced each time."""
         self._lanes = tuple(lanes)
-        self._stages = {stage.index: stage for stage in stages}
-        self._blocks = {block.index: block for stage in stages for block in stage.blocks}
-        self._units = {unit.spec.index: unit for unit in units}
-        self._placement = schedule.placement
-        self._rows = schedule.actions
-        own = transport.place.pp
-        self._own_rows = {True: schedule.actions[own], False: schedule.forward_only().actions[own]}
-        self._lowering = {"keeps_slices": stays, "reduces_each": reduces_each}
+        self._outline = outline
+        self._stages = {stage.index: stage for stage in sharded.stages}
+        self._blocks = {block.index: block for stage in sharded.stages for block in stage.blocks}
+        self._units = {unit.spec.index: unit for unit in sharded.units}
+        self._placement = outline.schedule.placement
         self._scores: dict[tuple[bool, int], _Score] = {}
         self._shape: RankShape | None = None
         self._first_microbatch = 0
-        self._ranks = tuple(ranks)
+        self._ranks = transport.place.peers("pp")
         self._transport = transport
         self._collector = collector
         self._seed, self._step_number = seed, 0
-        shown = {unit.spec.index: stage.index for stage in stages for unit in stage.units}
+        own, vocabulary = transport.place.pp, sharded.vocabulary
+        shown = {unit.spec.index: stage.index for stage in sharded.stages for unit in stage.units}
         if vocabulary is not None:
             shown |= {table.unit.spec.index: own for table in vocabulary.tables}
         self._clocks = {training: clock_of(transport.device, own, shown) for training in (True, False)}
@@ -171,7 +163,7 @@ class Executor:
         self._mail = Mail(transport, self._rank_of)
         self._vocabulary: SplitVocabulary | None = None
         if vocabulary is not None:
-            self._vocabulary = SplitVocabulary(vocabulary, self._mail, schedule.placement, ranks)
+            self._vocabulary = SplitVocabulary(vocabulary, self._mail, self._placement, self._ranks)
         self._step = _Step((), is_training=False)
         self._calls: Sequence[Callable[[], None]] = ()
         self._instructions: Sequence[Instruction] = ()
@@ -211,17 +203,15 @@ class Executor:
         """Lower this rank's rows for what it has; the program of a training step."""
         self._shape = shape
         self._scores.clear()
-        most = max(action.microbatch for action in self._own_rows[True] if action.microbatch is not None)
-        return self._score(most + 1, training=True).program
+        return self._score(self._outline.schedule.microbatches, training=True).program
 
     def _score(self, microbatches: int, *, training: bool) -> _Score:
         """The program for the first microbatches of a row; made once, and played many times."""
         key = training, microbatches
         if key not in self._scores:
             assert self._shape is not None, "programs are lowered before one is played"
-            row = self._own_rows[training]
-            row = tuple(action for action in row if action.microbatch is None or action.microbatch < microbatches)
-            program = lower_row(row, self._shape, **self._lowering)
+            row = self._outline.row(self._transport.place.pp, training=training, microbatches=microbatches)
+            program = self._outline.program(row, self._shape)
             calls = tuple(map(self._call, program.instructions))
             parts = tuple(_parts(program.instructions))
             first = next((at for at, part in enumerate(parts) if part.action.op in _BACKWARD), len(parts))
@@ -361,7 +351,9 @@ class Executor:
     def _stale(self, later: Sequence[Action]) -> list[tuple[Action, int]]:
         """Receives after the first backward of messages that were sent before the sender's first backward, and these
         senders."""
-        early = [set(takewhile(lambda action: action.op not in _BACKWARD, row)) for row in self._rows]
+        early = [
+            set(takewhile(lambda action: action.op not in _BACKWARD, row)) for row in self._outline.schedule.actions
+        ]
         found = []
         for receive in later:
             for rank, send in self._sends_of(receive):

@@ -11,6 +11,7 @@ from torch import nn
 from atoll.errors import PlanError
 from atoll.models import Adapter, Block, Vocabulary, Weights, initialise_block, shared_parameters
 from atoll.program import Phase
+from atoll.runtime.outline import Outline
 from atoll.runtime.pipeline.block import LocalBlock
 from atoll.runtime.pipeline.deferred import Collector, DeferredWeight, defer, is_deferrable
 from atoll.runtime.pipeline.stage import LookedUp, Scored, Stage, owners_of
@@ -37,32 +38,25 @@ class Sharded:
 
 
 def build(
-    adapter: Adapter,
-    runs: Sequence[range],
+    outline: Outline,
     *,
-    ranks: Sequence[int],
-    rank_of_stage: Sequence[int],
     around: Surroundings,
     collector: Collector,
     seed: int,
-    recompute: str,
-    compiler: str,
-    together: int = 1,
     tensor: TensorParallel | None = None,
-    vocabulary: Vocabulary | None = None,
 ) -> Sharded:
     """Materialise this rank's blocks one after the other, each into its units, and put them in their places.
 
-    tensor: how blocks are split over a tensor-parallel group, if there is one.  vocabulary: the ends whose rows are
-    split over the pipeline, if they are.
-    together: how many blocks are a unit, where they follow each other in a stage and are of one class.
-    runs: the blocks of each stage.  ranks: world ranks along the pipeline.  rank_of_stage: pipeline rank of each stage.
+    tensor: how blocks are split over a tensor-parallel group, if there is one. On `meta` nothing gets values.
     """
+    plan, adapter, runs, vocabulary = outline.plan, outline.adapter, outline.runs, outline.vocabulary
+    rank_of_stage = outline.rank_of_stage
     place = around.transport.place
+    ranks = place.peers("pp")
     blocks = tuple(adapter.blocks())
     shared = shared_parameters(adapter)
     apart = names_of(adapter, vocabulary, shared) if vocabulary is not None else ()
-    specs = unit_specs([(block.name, block.module) for block in blocks], groups_of(blocks, runs, together), apart)
+    specs = unit_specs([(block.name, block.module) for block in blocks], groups_of(blocks, runs, plan.unit), apart)
     trainable = _trainable(blocks, specs)
     trained = [at for at, block in enumerate(blocks) if any(p.requires_grad for _, p in block.named_parameters())]
     first_trained = min(trained, default=len(blocks))
@@ -87,6 +81,7 @@ def build(
             elsewhere,
             seed=seed,
             dtype=_first_dtype(around),
+            device=around.device,
             weights=around.weights,
         )
         if tensor is not None:
@@ -123,14 +118,14 @@ def build(
                 at,
                 own,
                 needs_backward=at >= first_trained,
-                recompute=recompute,
+                recompute=plan.recompute,
                 end=scored if scored is not None and scored.lies_in(blocks[at]) else None,
             )
             own_blocks.append(block)
             waits = len(runs) > 1
-            if waits or (compiler == "none" and around.device.type == "cpu"):
+            if waits or (plan.compile == "none" and around.device.type == "cpu"):
                 deferred += defer(blocks[at].module, own, collector, waits=waits)
-            block.take_place("none" if has_end else compiler)
+            block.take_place("none" if has_end else plan.compile)
         stages.append(
             Stage(
                 stage,
@@ -167,7 +162,7 @@ def _slice_vocabulary(
         drawn = set()
         for key, first in firsts.items():
             parameter = module.get_parameter(key)
-            if first not in found and parameter.is_meta:
+            if first not in found and parameter.is_meta and around.device.type != "meta":
                 empty = torch.empty(parameter.shape, dtype=_first_dtype(around))
                 module.register_parameter(key, nn.Parameter(empty, requires_grad=parameter.requires_grad))
                 drawn |= set() if around.weights is not None and first in around.weights else {first}
@@ -265,15 +260,17 @@ def _materialise(
     *,
     seed: int,
     dtype: torch.dtype,
+    device: torch.device,
     weights: Weights | None,
 ) -> None:
-    """Give a block on `meta` real parameters with their initial values; leave a real one as it is.
+    """Give a block on `meta` real parameters with their initial values; leave a real one as it is, and both where the
+    rank itself is on `meta`.
 
     Those that `weights` has get no values, and those that an earlier block brought keep theirs. What is `elsewhere`, by
     first names, is left alone.
     """
     parameters = [parameter for name, parameter in block.named_parameters() if shared.get(name, name) not in elsewhere]
-    if not any(tensor.is_meta for tensor in (*parameters, *block.module.buffers())):
+    if not any(tensor.is_meta for tensor in (*parameters, *block.module.buffers())) or device.type == "meta":
         return
     if not all(parameter.is_meta or id(parameter) in _ids(replaced) for parameter in parameters):
         raise PlanError(f"block {block.name!r} is partly on meta; build the whole model on meta, or none of it")

@@ -31,12 +31,27 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from atoll.errors import PlanError
-from atoll.models import STYLES, Block
+from atoll.models import STYLES, Adapter, Block
 from atoll.models.probe import hidden_argument, replace_hidden
+from atoll.plan import Plan
 from atoll.runtime.sharding.tensors import Spread, is_split
 
 _SUMMED = "replicated_with_grad_allreduce"
 _ROWS = ("rowwise", "rowwise_split_input")
+
+
+def tensor_parallel(adapter: Adapter, plan: Plan, mesh: DeviceMesh) -> TensorParallel:
+    """How a model is split over the ranks of `mesh`, as its adapter says. Raises PlanError where it does not, or where
+    the plan has something that does not go together with it."""
+    styles = getattr(adapter, "tensor_plan", None)
+    if styles is None:
+        raise PlanError(
+            f"tensor = {plan.mesh.tensor}: a {type(adapter).__name__} has no tensor_plan(), which says "
+            "how layers are split; use tensor = 1, or give the model an adapter that has one"
+        )
+    if plan.compile != "none":
+        raise PlanError("compile and tensor parallelism do not go together yet; use compile = 'none' or tensor = 1")
+    return TensorParallel(mesh, adapter.blocks(), styles(plan.mesh.tensor), sequence=plan.sequence_parallel)
 
 
 @dataclass(slots=True)

@@ -1,0 +1,50 @@
+"""The parts of docs/program.md: a small model's programs."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import nn
+
+from atoll.layouts import Layout
+from atoll.models import Decoder, DecoderConfig
+from atoll.plan import MeshShape, Plan
+from atoll.program import Program
+from atoll.program.draw import draw_program, listing
+from atoll.runtime.describe import describe
+from atoll.schedules import build
+
+PLAN = Plan(MeshShape(pipeline=2, intra=2), Layout("GGG"), build("1f1b", ranks=2, microbatches=2), microbatch=1)
+
+
+def model() -> nn.Module:
+    with torch.device("meta"):
+        return Decoder(DecoderConfig(vocabulary=4096, layers=4, hidden=512, heads=8, kv_heads=8, ffn=1408))
+
+
+@cache
+def program(rank: int) -> Program:
+    return describe(model, PLAN, rank).program
+
+
+def forward() -> str:
+    lines = list(listing(program(0), microbatch=0))
+    stop = next(at for at, line in enumerate(lines) if "RECV_B" in line)
+    return fenced(lines[:stop])
+
+
+def backward() -> str:
+    lines = list(listing(program(1), microbatch=0))
+    return fenced(lines)
+
+
+def fenced(lines: list[str]) -> str:
+    return "\n".join(["```text", *lines, "```", ""])
+
+
+def picture() -> str:
+    return draw_program(program(0), title="1F1B, GGG: a step of pipeline rank 0")
+
+
+PARTS = {"program-forward": forward, "program-backward": backward}

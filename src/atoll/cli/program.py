@@ -1,0 +1,128 @@
+"""`atoll program CONFIG`: what a rank does in a step, instruction by instruction."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from atoll.config import Config
+    from atoll.runtime.describe import Described
+
+
+def command(
+    config: Annotated[Path, typer.Argument(help="A TOML file.", show_default=False)],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Replace a key of the file, as in --set train.microbatch=2."),
+    ] = None,
+    rank: Annotated[int, typer.Option(help="Pipeline rank.")] = 0,
+    microbatch: Annotated[int | None, typer.Option(help="Print what is for this microbatch alone.")] = None,
+    evaluation: Annotated[bool, typer.Option("--evaluation", help="The program of an evaluation.")] = False,
+    svg: Annotated[Path | None, typer.Option(help="Write a picture here.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Print the program of a pipeline rank in columns by lane, with the bytes of whole parameters and gradients.
+
+    The rank is built without memory and without values, by the code that builds it for a run; its data-parallel and
+    tensor-parallel ranks play the same. Nothing runs.
+
+    Keys of the JSON object: rank; units, each with name, blocks, whole_bytes, ahead_bytes and gradient_bytes by phase;
+    blocks, their names by number; peak_bytes, the most parameters, staged parameters and gradients at once;
+    instructions, each with do, stage, microbatch, of (a block or a unit, or null), phase, lane, and the bytes held
+    after it.
+    """
+    from atoll.config import load
+
+    loaded = load(config, tuple(overrides or ()))
+    found = _described(loaded, rank, training=not evaluation)
+    if svg is not None:
+        from atoll.program.draw import draw_program
+
+        what = "an evaluation" if evaluation else "a step"
+        svg.write_text(draw_program(found.program, title=f"{config.name}: {what} of rank {rank}"), encoding="utf-8")
+    if as_json:
+        import json
+
+        typer.echo(json.dumps(summary(found, rank)))
+        return
+    for line in describe(found, microbatch=microbatch):
+        typer.echo(line)
+
+
+def _described(config: Config, rank: int, *, training: bool) -> Described:
+    from atoll.errors import UserError
+    from atoll.runtime.describe import describe as described
+    from atoll.runtime.training.build import build_model
+    from atoll.runtime.training.samples import prepare_corpus, vocabulary_of
+
+    plan = config.to_plan()
+    if not 0 <= rank < plan.mesh.pipeline:
+        raise UserError(f"--rank {rank}: the pipeline has ranks 0 to {plan.mesh.pipeline - 1}")
+    corpus = prepare_corpus(config, say=lambda line: typer.echo(line, err=True))
+    vocabulary = vocabulary_of(config, corpus)
+    in_place = config.parallel.device == "cpu" or not _has_gpus(config)
+    return described(lambda: build_model(config, vocabulary), plan, rank, reads_in_place=in_place, training=training)
+
+
+def _has_gpus(config: Config) -> bool:
+    """Whether `atoll train` would run on GPUs here."""
+    import torch
+
+    return torch.cuda.is_available() and torch.cuda.device_count() >= config.parallel.ranks
+
+
+def describe(found: Described, *, microbatch: int | None = None) -> list[str]:
+    """The units, the listing, and the most that is held."""
+    from atoll.program.draw import listing
+    from atoll.units import format_bytes
+
+    lines = ["unit  blocks     whole  name"]
+    for index, unit in sorted(found.program.shape.units.items()):
+        whole = format_bytes(unit.whole) if unit.whole else "at rest"
+        blocks = ",".join(map(str, unit.blocks)) or "-"
+        lines.append(f"{index:4}  {blocks:6} {whole:>9}  {found.units[index]}")
+    peaks = found.program.peaks
+    lines += ["", *listing(found.program, microbatch=microbatch), ""]
+    lines.append(
+        f"at most {format_bytes(peaks.parameters + peaks.staged)} of whole parameters and "
+        f"{format_bytes(peaks.gradients)} of gradients that are not reduced yet"
+    )
+    return lines
+
+
+def summary(found: Described, rank: int) -> dict[str, Any]:
+    """The documented JSON object."""
+    from atoll.program.memory import held_after
+
+    program = found.program
+    held = held_after(program.instructions, program.shape)
+    return {
+        "rank": rank,
+        "units": {
+            str(index): {
+                "name": found.units[index],
+                "blocks": list(unit.blocks),
+                "whole_bytes": unit.whole,
+                "ahead_bytes": unit.ahead,
+                "gradient_bytes": dict(unit.flows),
+            }
+            for index, unit in sorted(program.shape.units.items())
+        },
+        "blocks": {str(index): name for index, name in sorted(found.blocks.items())},
+        "peak_bytes": program.peaks._asdict(),
+        "instructions": [
+            {
+                "do": each.do.value,
+                "stage": each.action.stage,
+                "microbatch": each.action.microbatch,
+                "of": None if each.of < 0 else each.of,
+                "phase": each.phase,
+                "lane": each.do.lane.value,
+                "held": bytes_._asdict(),
+            }
+            for each, bytes_ in zip(program.instructions, held, strict=True)
+        ],
+    }

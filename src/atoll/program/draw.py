@@ -1,0 +1,174 @@
+"""A program to read: columns by lane with the bytes held, and a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from html import escape
+from typing import NamedTuple
+
+from atoll.ir.draw import SVG_STYLE
+from atoll.program.instruction import Do, Instruction, Lane, Phase
+from atoll.program.memory import Bytes, held_after
+from atoll.program.program import Program
+from atoll.units import format_bytes
+
+_COLUMNS = (Lane.COMPUTE, Lane.DATA, Lane.PIPELINE)
+_WIDTH = 16
+
+
+def listing(program: Program, *, microbatch: int | None = None) -> Iterator[str]:
+    """An instruction a line, in the column of its lane, with what is held after it.
+
+    microbatch: leave out what is for others.
+    """
+    heads = "".join(str(lane).ljust(_WIDTH) for lane in _COLUMNS)
+    yield f"{'':>6}  {heads}{'parameters':>12}{'gradients':>12}"
+    before = Bytes()
+    for at, (each, held) in enumerate(
+        zip(program.instructions, held_after(program.instructions, program.shape), strict=True)
+    ):
+        if microbatch in (None, each.action.microbatch):
+            text = " " * (_WIDTH * _COLUMNS.index(each.do.lane)) + str(each)
+            yield f"{at:6}  {text.ljust(_WIDTH * len(_COLUMNS))}{_changed(held, before)}".rstrip()
+        before = held
+
+
+def _changed(held: Bytes, before: Bytes) -> str:
+    """What is held, where it has just changed."""
+    pairs = (
+        (held.parameters + held.staged, before.parameters + before.staged),
+        (held.gradients, before.gradients),
+    )
+    return "".join(f"{format_bytes(now) if now != was else '':>12}" for now, was in pairs)
+
+
+# ---- a picture
+
+_COLOURS = {
+    "F": "#8fb8de", "I": "#f2b880", "W": "#a9cf9a", "L": "#c9d3dc", "S": "#c3a6d8", "T": "#dcc8ea", "G": "#e3ddc5",
+    "GATHER": "#5b8db8", "REDUCE": "#c2803f", "SEND": "#7a8792", "RECV": "#b6bec6",
+}  # fmt: skip
+_NAMES = {
+    "F": "F", "I": "I", "W": "W", "L": "L", "S": "S", "T": "T", "G": "G", "GATHER": "gather",
+    "REDUCE": "reduce or sync", "SEND": "send", "RECV": "receive",
+}  # fmt: skip
+_PITCH, _BAR, _LEFT, _RIGHT, _MEMORY = 22, 18, 110, 16, 90
+
+
+class _Bar(NamedTuple):
+    row: str
+    kind: str
+    start: int
+    stop: int
+    text: str
+
+
+def draw_program(program: Program, *, width: int = 1200, title: str = "") -> str:
+    """A self-contained SVG: computation, what travels from its beginning to where it is waited for, and bytes held.
+
+    Every instruction of the computation takes one column; times are not known here.
+    """
+    bars = list(_bars(program.instructions))
+    rows = list(dict.fromkeys(bar.row for bar in sorted(bars, key=lambda bar: _ORDER.index(bar.row.split(" ")[0]))))
+    columns = max((bar.stop for bar in bars), default=1)
+    scale = (width - _LEFT - _RIGHT) / columns
+    top = 36 if title else 10
+    memory_top = top + len(rows) * _PITCH + 14
+    bottom = memory_top + _MEMORY
+    height = bottom + 40
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">',
+        f"<title>{escape(title or 'program')}</title>",
+        SVG_STYLE,
+        f'<rect class="page" width="{width}" height="{height}" rx="6"/>',
+    ]
+    if title:
+        parts.append(f'<text class="head" x="8" y="22">{escape(title)}</text>')
+    for nth, row in enumerate(rows):
+        y = top + nth * _PITCH
+        parts.append(f'<text x="8" y="{y + 14}">{escape(row)}</text>')
+        parts.append(f'<rect class="lane" x="{_LEFT}" y="{y}" width="{width - _LEFT - _RIGHT}" height="{_BAR}"/>')
+    for bar in bars:
+        y = top + rows.index(bar.row) * _PITCH
+        x, wide = _LEFT + bar.start * scale, max((bar.stop - bar.start) * scale - 1, 0.5)
+        name = ""
+        if wide > 7.5 * len(bar.text):
+            name = f'<text class="name" x="{x + wide / 2:.2f}" y="{y + 13}" text-anchor="middle">{bar.text}</text>'
+        box = f'<rect x="{x:.2f}" y="{y}" width="{wide:.2f}" height="{_BAR}" rx="2" fill="{_COLOURS[bar.kind]}"/>'
+        parts.append(f"<g><title>{escape(bar.text)}</title>{box}{name}</g>")
+    parts += _memory(program, scale, memory_top)
+    parts += _legend({bar.kind for bar in bars}, height - 12)
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+_ORDER = ("compute", "gather", "reduce", "send", "receive")
+
+
+def _columns(instructions: Sequence[Instruction]) -> Iterator[int]:
+    """The column in which each instruction stands: how many of the computation came before it."""
+    now = 0
+    for each in instructions:
+        yield now
+        now += each.do in _DRAWN
+
+
+_DRAWN = {Do.F: "F", Do.I: "I", Do.W: "W", Do.L: "L", Do.S: "S", Do.T: "T", Do.G: "G"}
+
+
+def _bars(instructions: Sequence[Instruction]) -> Iterator[_Bar]:
+    begun: dict[int, int] = {}
+    reducing: dict[tuple[int, Phase | None], int] = {}
+    posted: dict[tuple[Do, int, int | None], int] = {}
+    end = sum(each.do in _DRAWN for each in instructions)
+    for (do, action, of, phase), at, each in zip(instructions, _columns(instructions), instructions, strict=True):
+        if do in _DRAWN:
+            yield _Bar("compute", _DRAWN[do], at, at + 1, str(each))
+        elif do is Do.GATHER:
+            begun[of] = at
+        elif do is Do.FETCH or (do is Do.WHOLE and of in begun):
+            yield _Bar("gather", "GATHER", begun.pop(of, at), max(at, 1), f"gather {of}")
+        elif do is Do.REDUCE:
+            reducing[of, phase] = at
+        elif do is Do.REDUCED:
+            yield _Bar("reduce", "REDUCE", reducing.pop((of, phase)), at + 1, f"reduce {of} {phase}")
+        elif do is Do.SYNC:
+            yield _Bar("reduce", "REDUCE", at, end, f"sync {of} {phase}")
+        elif do.startswith("SEND_"):
+            yield _Bar("send", "SEND", at, at + 1, str(each))
+        elif do.startswith("POST_"):
+            posted[Do[f"RECV_{do[5:]}"], action.stage, action.microbatch] = at
+        elif do.startswith("RECV_"):
+            start = posted.pop((do, action.stage, action.microbatch), at)
+            yield _Bar("receive", "RECV", start, at + 1, str(each))
+    for (of, phase), at in reducing.items():
+        yield _Bar("reduce", "REDUCE", at, end, f"reduce {of} {phase}")
+
+
+def _memory(program: Program, scale: float, top: int) -> list[str]:
+    """Bytes held over the columns: whole parameters below, gradients above."""
+    held = list(held_after(program.instructions, program.shape))
+    most = max((sum(each) for each in held), default=0) or 1
+    bottom = top + _MEMORY
+    found: dict[int, tuple[int, int]] = {}
+    for at, each in zip(_columns(program.instructions), held, strict=True):
+        parameters = each.parameters + each.staged
+        before = found.get(at, (0, 0))
+        found[at] = (max(before[0], parameters), max(before[1], each.gradients))
+    parts = [f'<text x="8" y="{top + 14}">{format_bytes(most)}</text>']
+    for at, (parameters, gradients) in found.items():
+        x, low = _LEFT + at * scale, parameters / most * _MEMORY
+        high = gradients / most * _MEMORY
+        parts.append(
+            f'<rect x="{x:.2f}" y="{bottom - low:.2f}" width="{scale:.2f}" height="{low:.2f}" fill="#5b8db8"/>'
+            f'<rect x="{x:.2f}" y="{bottom - low - high:.2f}" width="{scale:.2f}" height="{high:.2f}" fill="#c2803f"/>'
+        )
+    return parts
+
+
+def _legend(kinds: set[str], y: float) -> list[str]:
+    parts, x = [], float(_LEFT)
+    for kind in (kind for kind in _COLOURS if kind in kinds):
+        parts.append(f'<rect x="{x:g}" y="{y - 11:g}" width="14" height="14" rx="2" fill="{_COLOURS[kind]}"/>')
+        parts.append(f'<text x="{x + 20:g}" y="{y:g}">{_NAMES[kind]}</text>')
+        x += 46 + 7.5 * len(_NAMES[kind])
+    return parts

@@ -1,0 +1,96 @@
+"""The programs of a plan before anything runs: each rank is built on `meta`, by the code that builds it for a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from atoll._torch import pretended_ranks
+from atoll.models import adapter_for
+from atoll.plan import Plan
+from atoll.program import Program
+from atoll.runtime.outline import Outline
+from atoll.runtime.pipeline.deferred import Collector
+from atoll.runtime.sharding.build import build
+from atoll.runtime.sharding.holdings import shape_of
+from atoll.runtime.sharding.segment import Surroundings
+from atoll.runtime.sharding.tensor_parallel import tensor_parallel
+from atoll.runtime.transport import Later, Message, Peers, Tag, Transport
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A pipeline rank of a plan: its program, and what its units and blocks are called."""
+
+    program: Program
+    units: Mapping[int, str]
+    blocks: Mapping[int, str]
+
+
+def describe(
+    make_model: Callable[[], nn.Module], plan: Plan, rank: int, *, reads_in_place: bool = False, training: bool = True
+) -> Described:
+    """What a pipeline rank plays in a step, or in an evaluation of as many microbatches.
+
+    make_model: gives the model on `meta`, a new one each time.  reads_in_place: whether the ranks of a group read each
+    other's memory, as they do on one host's CPUs.
+
+    Raises PlanError where plan and model do not fit.
+    """
+    first = next(each for each in range(plan.mesh.world) if plan.mesh.place(each).pp == rank)
+    pretended: AbstractContextManager[None] = nullcontext()
+    if plan.mesh.tensor > 1 or plan.vocabulary_parallel:
+        pretended = pretended_ranks(first, plan.mesh.world)
+    with pretended:
+        transport = Nowhere(plan.mesh.place(first), torch.device("meta"))
+        adapter = adapter_for(make_model())
+        tensor = None
+        if plan.mesh.tensor > 1:
+            tensor = tensor_parallel(adapter, plan, transport.mesh_along("tp"))
+        outline = Outline.of(adapter, plan)
+        nest = transport.place.nest
+        around = Surroundings(
+            plan.layout, plan.precision, nest, transport, transport.device, {}, keeps_apart=plan.post_validation
+        )
+        sharded = build(outline, around=around, collector=Collector(), seed=0, tensor=tensor)
+        shape = shape_of(sharded, plan, nest, reads_in_place=reads_in_place)
+        program = outline.program(outline.row(rank, training=training), shape)
+        names = [block.name for block in adapter.blocks()]
+        return Described(
+            program,
+            {unit.spec.index: unit.spec.name for unit in sharded.units},
+            {at: names[at] for stage in sharded.stages for at in stage.run},
+        )
+
+
+class Nowhere(Transport):
+    """Sends nothing: ranks are built with it, and none runs."""
+
+    def send(self, tensor: Tensor, peer: int, tag: Tag) -> Message:
+        _refuse()
+
+    def receive(self, tensor: Tensor, peer: int, tag: Tag) -> Message:
+        _refuse()
+
+    def gather(self, whole: Tensor, peers: Peers, tag: Tag, *, own: Tensor | None = None, again: bool = False) -> None:
+        _refuse()
+
+    def reduce(self, whole: Tensor, peers: Peers, tag: Tag, *, out: Tensor | None = None) -> None:
+        _refuse()
+
+    def total_later(self, values: Tensor) -> Later:
+        _refuse()
+
+    def mesh_along(self, axis: str) -> DeviceMesh:
+        """Of ranks that are pretended."""
+        return DeviceMesh("cpu", list(self.place.peers(axis)), mesh_dim_names=(axis,))
+
+
+def _refuse() -> NoReturn:
+    raise AssertionError("a rank that is only described sends nothing")

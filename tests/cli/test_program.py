@@ -1,0 +1,110 @@
+"""`atoll program`: what is printed and drawn is the program."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from atoll.cli.main import app
+from atoll.errors import UserError
+
+CONFIG = """
+[model]
+layers = 4
+hidden = 16
+heads = 2
+kv_heads = 2
+ffn = 32
+[data]
+source = "{text}"
+tokenizer = "bytes"
+sequence = 8
+[train]
+steps = 1
+global_batch = 8
+microbatch = 1
+[parallel]
+ranks = 4
+pipeline = 2
+intra = 2
+layout = "GGG"
+device = "cpu"
+[run]
+folder = "{folder}"
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    text = tmp_path / "text.txt"
+    text.write_text("What is gathered is freed. " * 200)
+    path = tmp_path / "run.toml"
+    path.write_text(CONFIG.format(text=text, folder=tmp_path / "run"))
+    return path
+
+
+def run(*arguments: object) -> Any:
+    result = CliRunner().invoke(app, ["program", *map(str, arguments)])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def test_the_listing_has_every_instruction_in_the_column_of_its_lane(config: Path) -> None:
+    lines = run(config, "--rank", 1).stdout.splitlines()
+    found = json.loads(run(config, "--rank", 1, "--json").stdout)
+    first = next(at for at, line in enumerate(lines) if line.lstrip().startswith("compute"))
+    shown = lines[first + 1 : -2]
+    assert len(shown) == len(found["instructions"])
+    columns = {lane: lines[first].index(lane) for lane in ("compute", "data", "pipeline")}
+    for line, each in zip(shown, found["instructions"], strict=True):
+        assert line[columns[each["lane"]] :].split()[0].lstrip("01").startswith(each["do"])
+    assert lines[0].split() == ["unit", "blocks", "whole", "name"]
+    assert [line.split()[-1] for line in lines[1:4]] == ["layers.2", "layers.3", "head"]
+    assert "at most" in lines[-1]
+
+
+def test_one_microbatch_alone(config: Path) -> None:
+    every = run(config).stdout.splitlines()
+    one = run(config, "--microbatch", 2).stdout.splitlines()
+    assert set(one) < set(every)
+    assert any("0F2.1" in line for line in one)
+    assert not any("0F1.1" in line for line in one)
+
+
+def test_json_adds_up(config: Path) -> None:
+    found = json.loads(run(config, "--json").stdout)
+    assert found["rank"] == 0
+    assert found["blocks"] == {"0": "embed", "1": "layers.0", "2": "layers.1"}
+    held = [each["held"] for each in found["instructions"]]
+    assert found["peak_bytes"] == {key: max(each[key] for each in held) for key in held[0]}
+    assert held[-1]["parameters"] == 0
+    assert found["peak_bytes"]["parameters"] >= max(unit["whole_bytes"] for unit in found["units"].values())
+    gathered = sum(each["do"] in ("WHOLE", "FETCH") for each in found["instructions"])
+    assert gathered == sum(each["do"] == "FREE" for each in found["instructions"])
+
+
+def test_an_evaluation_runs_forward_alone(config: Path) -> None:
+    found = json.loads(run(config, "--evaluation", "--json").stdout)
+    done = {each["do"] for each in found["instructions"]}
+    assert "F" in done
+    assert not done & {"I", "W", "REDUCE", "SYNC"}
+
+
+def test_the_picture_shows_every_forward(config: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "program.svg"
+    run(config, "--svg", picture)
+    text = picture.read_text()
+    assert text.startswith("<svg")
+    for microbatch in range(4):
+        for block in range(3):
+            assert f"<title>0F{microbatch}.{block}</title>" in text
+
+
+def test_a_rank_that_is_not_there_is_refused(config: Path) -> None:
+    with pytest.raises(UserError, match="the pipeline has ranks 0 to 1"):
+        run(config, "--rank", 2)
