@@ -64,7 +64,7 @@ def test_the_listing_has_every_instruction_in_the_column_of_its_lane(config: Pat
     for line, each in zip(shown, found["instructions"], strict=True):
         assert line[columns[each["lane"]] :].split()[0].lstrip("01").startswith(each["do"])
     assert lines[0].split() == ["unit", "blocks", "whole", "name"]
-    assert [line.split()[-1] for line in lines[1:4]] == ["layers.2", "layers.3", "head"]
+    assert [line.split()[-1] for line in lines[1:4]] == ["embed.weight", "layers.3", "head"]
     assert "at most" in lines[-1]
 
 
@@ -79,7 +79,7 @@ def test_one_microbatch_alone(config: Path) -> None:
 def test_json_adds_up(config: Path) -> None:
     found = json.loads(run(config, "--json").stdout)
     assert found["rank"] == 0
-    assert found["blocks"] == {"0": "embed", "1": "layers.0", "2": "layers.1"}
+    assert found["blocks"] == {"0": "embed", "1": "layers.0", "2": "layers.1", "3": "layers.2"}
     held = [each["held"] for each in found["instructions"]]
     assert found["peak_bytes"] == {key: max(each[key] for each in held) for key in held[0]}
     assert held[-1]["parameters"] == 0
@@ -101,7 +101,7 @@ def test_the_picture_shows_every_forward(config: Path, tmp_path: Path) -> None:
     text = picture.read_text()
     assert text.startswith("<svg")
     for microbatch in range(4):
-        for block in range(3):
+        for block in range(4):
             assert f"<title>0F{microbatch}.{block}</title>" in text
 
 

@@ -28,7 +28,6 @@ def test_bytes_are_written_where_they_change() -> None:
         ["FREE", "2", "0", "B"],
         ["REDUCE", "2", "I"],
         ["SYNC", "2", "I"],
-        ["REDUCED", "2", "I", "100", "B"],
         ["1FINISH_I1"],
         ["1SEND_B1"],
         ["1W1.u2", "200", "B"],

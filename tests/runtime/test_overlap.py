@@ -115,6 +115,7 @@ class Winding(nn.Sequential):
     def __init__(self) -> None:
         super().__init__(*(nn.Linear(8, 8) for _ in range(5)))
         self.skipped: set[int] = set()
+        self.repeated: set[int] = set()
 
     def atoll_adapter(self) -> Adapter:
         return WindingAdapter(self, lambda outputs, batch: outputs.square().sum())
@@ -128,6 +129,8 @@ class WindingAdapter(SequentialAdapter):
         assert isinstance(self.model, Winding)
         for at, block in enumerate(self.blocks()[first:last], first):
             if at not in self.model.skipped:
+                value = block.module(value)
+            if at in self.model.repeated:
                 value = block.module(value)
         return value
 
@@ -164,6 +167,20 @@ def test_a_path_that_changes_costs_nothing_but_time(layout: str, mesh: MeshShape
         for prefetch in (None, 1 << 20):
             assert run_ranks(wind, mesh.world, layout, mesh, prefetch, in_place) == wanted
     assert len(set(wanted[0])) > 5
+
+
+def repeat() -> None:
+    model = Winding()
+    model.repeated = {3}
+    plan = Plan(MeshShape(), Layout("NNN"), schedules.build("1f1b", ranks=1, microbatches=1), 1)
+    engine = Engine(model, plan, optimizer=lambda groups: torch.optim.SGD(groups, lr=0.05))
+    engine.step({"inputs": torch.ones(1, 3, 8), "labels": torch.zeros(1, 3).long()})
+
+
+def test_a_block_that_is_called_twice_is_refused() -> None:
+    """Its second graph would replace the first one's."""
+    with pytest.raises(RankError, match=r"action 0F0 has run past block 3 \(Linear\).*at most once"):
+        run_ranks(repeat, 1)
 
 
 def syncs_begun(case: Case) -> list[bool]:
