@@ -12,7 +12,7 @@ from atoll.models import Decoder, DecoderConfig
 from atoll.plan import MeshShape, Plan
 from atoll.program import Program
 from atoll.program.draw import draw_program, listing
-from atoll.runtime.describe import describe
+from atoll.runtime.assemble.describe import describe
 from atoll.schedules import build
 
 PLAN = Plan(MeshShape(pipeline=2, intra=2), Layout("GGG"), build("1f1b", ranks=2, microbatches=2), microbatch=1)

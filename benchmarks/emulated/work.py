@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from atoll.models import Adapter, SequentialAdapter, adapter_for, initialise_model
-from atoll.runtime.pipeline import deferred
-from atoll.runtime.sharding.segment import Room
+from atoll.runtime.sharding.room import Room
 
 OPERATION_SECONDS = 0.020
 
@@ -204,23 +203,23 @@ class _PauseWeight(torch.autograd.Function):
 @contextmanager
 def pausing_weights(work: Work, device: Device) -> Iterator[None]:
     """Let Atoll's W sleep: it computes weight gradients itself, outside of autograd, in one function."""
-    accumulate = deferred.accumulate
+    add_product = Room.add_product
     before = 0.0
 
     def paused(room: Room, hidden: Tensor, gradient: Tensor) -> None:
         nonlocal before
         begin = time.monotonic()
-        accumulate(room, hidden, gradient)
+        add_product(room, hidden, gradient)
         before += time.monotonic() - begin
         if room.view.shape == (work.width, work.width):  # a layer's; the head's comes before and is part of it
             device.pause("W", before)
             before = 0.0
 
-    deferred.accumulate = paused
+    Room.add_product = paused  # type: ignore[method-assign]
     try:
         yield
     finally:
-        deferred.accumulate = accumulate
+        Room.add_product = add_product  # type: ignore[method-assign]
 
 
 def gradients_of_one_process(work: Work, *, stages: int) -> dict[str, Tensor]:

@@ -98,8 +98,8 @@ TABLE: dict[str, tuple[str, ...]] = {
         f"{ENGINE}::test_evaluation_sees_the_new_values_and_changes_nothing",
     ),
     "runtime/lanes.py": ("tests/runtime/test_lanes.py", "tests/runtime/test_overlap.py", *TRAINED),
-    "runtime/shared_memory.py": ("tests/runtime/test_shared_memory.py", TRAFFIC),
-    "runtime/transport.py": (
+    "runtime/transport/shared_memory.py": ("tests/runtime/test_shared_memory.py", TRAFFIC),
+    "runtime/transport/": (
         "tests/runtime/test_transport.py",
         "tests/runtime/test_shared_memory.py",
         "tests/runtime/test_staged.py",
@@ -110,6 +110,26 @@ TABLE: dict[str, tuple[str, ...]] = {
         f"{TENSOR}::test_the_decoder",
         f"{POST}::test_stages_that_stepped_wrongly_take_their_step_back",
     ),
+    "runtime/assemble/": (
+        "tests/runtime/test_describe.py",
+        "tests/runtime/test_stages.py",
+        "tests/runtime/test_units.py",
+        TRAFFIC,
+        *TRAINED,
+        "tests/runtime/test_shared_parameters.py",
+        f"{VOCABULARY}::test_on_two_levels",
+    ),
+    "runtime/assemble/holdings.py": (TRAFFIC, "tests/runtime/test_residency.py"),
+    "runtime/outline.py": ("tests/runtime/test_describe.py", "tests/runtime/test_stages.py", *TRAINED),
+    "runtime/mail.py": (
+        "tests/runtime/test_executor_order.py",
+        *TRAINED,
+        "tests/runtime/test_schedules_parity.py",
+        f"{POST}::test_stages_that_stepped_wrongly_take_their_step_back",
+        f"{ENGINE}::test_evaluation_takes_fewer_microbatches_and_padding",
+        f"{VOCABULARY}::test_on_two_levels",
+    ),
+    "runtime/vocabulary/": SPLIT,
     "runtime/pipeline/": (
         "tests/runtime/test_executor_order.py",
         *TRAINED,
@@ -132,7 +152,6 @@ TABLE: dict[str, tuple[str, ...]] = {
         f"{ENGINE}::test_the_timeline_and_the_profiler_name_the_actions",
         *TRAINING,
     ),
-    "runtime/pipeline/vocabulary.py": SPLIT,
     "runtime/sharding/": (
         TRAFFIC,
         *TRAINED,
@@ -163,10 +182,8 @@ TABLE: dict[str, tuple[str, ...]] = {
         *TRAINED,
     ),
     "runtime/sharding/state.py": ("tests/runtime/test_resume.py", f"{POST}::test_every_layout"),
-    "runtime/sharding/holdings.py": (TRAFFIC, "tests/runtime/test_residency.py"),
     "runtime/sharding/tensor_parallel.py": (TENSOR,),
     "runtime/sharding/tensors.py": (TENSOR,),
-    "runtime/sharding/vocabulary.py": SPLIT,
 }
 """The longest beginning of a module's path decides. A test file of a module's own name comes first."""
 

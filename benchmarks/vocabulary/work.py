@@ -22,9 +22,8 @@ from atoll.layouts import Layout, Precision
 from atoll.models import SequentialAdapter, Vocabulary
 from atoll.plan import MeshShape, Plan
 from atoll.runtime.engine import Engine
-from atoll.runtime.pipeline import deferred
-from atoll.runtime.sharding.segment import Room
-from atoll.runtime.sharding.vocabulary import VocabularySlice
+from atoll.runtime.sharding.room import Room
+from atoll.runtime.vocabulary.slice import VocabularySlice
 from atoll.stages import BlockWeight, layers_of, split_blocks
 
 
@@ -176,11 +175,15 @@ def layers_per_stage(work: Work, placement: Placement, *, by_cost: bool) -> tupl
 @contextmanager
 def sleeping(work: Work, device: Device) -> Iterator[None]:
     """Let W, S and T sleep."""
-    accumulate, score, learn = deferred.accumulate, VocabularySlice.score, VocabularySlice.learn_score
+    add_product, score, learn = Room.add_product, VocabularySlice.score, VocabularySlice.learn_score
+    is_learning = False
 
     def paused(room: Room, hidden: Tensor, gradient: Tensor) -> None:
+        if is_learning:  # a part of T
+            add_product(room, hidden, gradient)
+            return
         device.begin()
-        accumulate(room, hidden, gradient)
+        add_product(room, hidden, gradient)
         device.end(work.layer if room.view.shape[0] == work.width else work.head)
 
     def scoring(self: VocabularySlice, *args: Any, **options: Any) -> Any:
@@ -190,14 +193,17 @@ def sleeping(work: Work, device: Device) -> Iterator[None]:
         return found
 
     def learning(self: VocabularySlice, *args: Any) -> None:
+        nonlocal is_learning
         device.begin()
+        is_learning = True
         learn(self, *args)
+        is_learning = False
         device.end(work.head / work.ranks)
 
-    deferred.accumulate = paused
+    Room.add_product = paused  # type: ignore[method-assign]
     VocabularySlice.score, VocabularySlice.learn_score = scoring, learning  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
-        deferred.accumulate = accumulate
+        Room.add_product = add_product  # type: ignore[method-assign]
         VocabularySlice.score, VocabularySlice.learn_score = score, learn  # type: ignore[method-assign]

@@ -10,7 +10,7 @@ from torch import nn
 
 from atoll.models import Decoder, DecoderConfig
 from atoll.program import Program
-from atoll.runtime.describe import describe
+from atoll.runtime.assemble.describe import describe
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case
 from atoll.testing.tiny import TinyConfig

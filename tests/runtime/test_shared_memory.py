@@ -10,9 +10,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from atoll.runtime import shared_memory
-from atoll.runtime.shared_memory import Arena, Memory
-from atoll.runtime.transport import GlooTransport
+from atoll.runtime.transport import GlooTransport, shared_memory
+from atoll.runtime.transport.shared_memory import Arena, Memory
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, train
 from atoll.testing.tiny import TinyConfig

@@ -17,7 +17,7 @@ from atoll.layouts import Layout
 from atoll.models import Decoder, DecoderConfig, SequentialAdapter, Vocabulary
 from atoll.plan import MeshShape, Plan
 from atoll.runtime.engine import Engine
-from atoll.runtime.pipeline.vocabulary import SplitVocabulary
+from atoll.runtime.vocabulary.split import SplitVocabulary
 from atoll.testing import run_ranks
 from atoll.testing.parity import (
     Case,

@@ -9,7 +9,7 @@ import typer
 
 if TYPE_CHECKING:
     from atoll.config import Config
-    from atoll.runtime.describe import Described
+    from atoll.runtime.assemble.describe import Described
 
 
 def command(
@@ -54,7 +54,7 @@ def command(
 
 def _described(config: Config, rank: int, *, training: bool) -> Described:
     from atoll.errors import UserError
-    from atoll.runtime.describe import describe as described
+    from atoll.runtime.assemble.describe import describe as described
     from atoll.runtime.training.build import build_model
     from atoll.runtime.training.samples import prepare_corpus, vocabulary_of
 

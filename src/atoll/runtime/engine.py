@@ -26,14 +26,14 @@ from atoll.plan import Plan
 from atoll.program import Program
 from atoll.runtime import failure
 from atoll.runtime.allocator import keep_freed_memory
+from atoll.runtime.assemble.build import build
+from atoll.runtime.assemble.holdings import held_at_rest, held_now, needed_in_a_step, shape_of
 from atoll.runtime.checkpoint import Piece, is_complete
 from atoll.runtime.lanes import Kind, Lane, lanes_of
 from atoll.runtime.outline import Outline
 from atoll.runtime.pipeline.deferred import Collector
 from atoll.runtime.pipeline.executor import Executor, Outcome
 from atoll.runtime.sharding.access import DIGESTS, Edit, chosen_names, differing, whole_gradients
-from atoll.runtime.sharding.build import build
-from atoll.runtime.sharding.holdings import held_at_rest, held_now, needed_in_a_step, shape_of
 from atoll.runtime.sharding.optimizer import GroupOptions, OptimizerFactory, ShardedOptimizer
 from atoll.runtime.sharding.segment import Surroundings
 from atoll.runtime.sharding.state import load_state, load_values, model_pieces, save_state, stored_states

@@ -14,7 +14,7 @@ from atoll.layouts import ITEM_BYTES
 from atoll.models import Adapter, Vocabulary, relative_score, weigh_blocks
 from atoll.plan import Plan
 from atoll.program import Program, RankShape, lower_row
-from atoll.runtime.sharding.vocabulary import vocabulary_of
+from atoll.runtime.vocabulary.slice import vocabulary_of
 from atoll.stages import split_blocks
 
 

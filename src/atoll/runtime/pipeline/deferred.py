@@ -32,7 +32,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from atoll._torch import local_part
 from atoll.errors import RunError
-from atoll.runtime.sharding.segment import Room
 from atoll.runtime.sharding.unit import Unit
 
 
@@ -109,7 +108,7 @@ class DeferredWeight:
         if not self._waits:
             self.unit.touched.add(self.name)
             with torch.no_grad():
-                accumulate(self.unit.room(self.name, "I"), hidden, gradient)
+                self.unit.room(self.name, "I").add_product(hidden, gradient)
             return
         if self._collector.found is None:
             raise RunError(f"the gradient of {self.name} was computed outside of a step; use engine.step")
@@ -215,17 +214,5 @@ def compute_weights(unit: Unit, pending: list[tuple[str, Any]]) -> None:
         if isinstance(kept, Tensor):
             room.add(kept)
         else:
-            accumulate(room, *kept)
+            room.add_product(*kept)
         del kept
-
-
-def accumulate(room: Room, hidden: Tensor, gradient: Tensor) -> None:
-    """To a gradient [out, in] add gradient [..., out].T @ hidden [..., in], in one operation where dtypes allow it."""
-    rows = gradient.reshape(-1, gradient.shape[-1]).t()
-    columns = hidden.reshape(-1, hidden.shape[-1])
-    if room.view.dtype == rows.dtype:
-        room.view.addmm_(rows, columns, beta=0.0 if room.is_empty else 1.0)
-    elif room.view.is_cuda:
-        room.add(torch.mm(rows, columns, out_dtype=room.view.dtype))
-    else:
-        room.add(rows @ columns)

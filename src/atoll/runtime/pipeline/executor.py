@@ -25,16 +25,16 @@ from atoll.ir import Action, Op
 from atoll.models import Batch
 from atoll.program import BEGINS, Do, Instruction, Program, RankShape
 from atoll.runtime.lanes import Lane
+from atoll.runtime.mail import Mail, Wire
 from atoll.runtime.outline import Outline
 from atoll.runtime.pipeline.block import Arguments, Draw, LocalBlock, Passage, pass_on
 from atoll.runtime.pipeline.clock import Clock, clock_of
 from atoll.runtime.pipeline.deferred import Collector, Pending, compute_weights
-from atoll.runtime.pipeline.mail import Mail, Wire
-from atoll.runtime.pipeline.vocabulary import SplitVocabulary
-from atoll.runtime.sharding.build import Sharded
+from atoll.runtime.pipeline.stage import Sharded
 from atoll.runtime.sharding.tensors import like_parameter, whole_output
 from atoll.runtime.sharding.unit import Unit
 from atoll.runtime.transport import Transport
+from atoll.runtime.vocabulary.split import SplitVocabulary
 from atoll.trace import Span
 
 Key = tuple[int, int]

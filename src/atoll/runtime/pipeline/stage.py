@@ -2,78 +2,18 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
-from atoll._torch import parameter_replaced
-from atoll.models import Adapter, Batch, Block
+from atoll.models import Adapter, Batch
 from atoll.program import BlockShape, StageShape
 from atoll.runtime.pipeline.block import LocalBlock
 from atoll.runtime.pipeline.deferred import DeferredWeight
-from atoll.runtime.sharding.unit import Unit
-
-
-class End(ABC):
-    """Takes the place of embedding or head where the vocabulary is split over the ranks."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        module.forward = self.forward
-
-    @abstractmethod
-    def forward(self, given: torch.Tensor) -> torch.Tensor:
-        """Instead of the module's own."""
-
-    def lies_in(self, block: Block) -> bool:
-        """Whether a block has the module."""
-        return any(module is self._module for module in block.module.modules())
-
-
-class LookedUp(End):
-    """Gives what was looked up of the microbatch that runs, which a recomputed forward asks for again.
-
-    rows: the looked-up rows; set before the block runs, and cleared after it.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(module)
-        self.rows: torch.Tensor | None = None
-
-    def forward(self, given: torch.Tensor) -> torch.Tensor:
-        rows, module = self.rows, self._module
-        assert rows is not None, "it is set before the block runs"
-        if type(module) is nn.Embedding:
-            return rows
-        # What else its class does to rows, it does where these are its table.
-        padding, module.padding_idx = module.padding_idx, None  # type: ignore[assignment]
-        try:
-            with parameter_replaced(module, "weight", rows.flatten(0, -2)):
-                found: torch.Tensor = type(module).forward(module, torch.arange(given.numel(), device=given.device))
-        finally:
-            module.padding_idx = padding
-        return found.view(*given.shape, -1)
-
-
-class Scored(End):
-    """Passes on what the head is given, and remembers it: that is what the stage gives."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(module)
-        self.given: torch.Tensor | None = None
-
-    def forward(self, given: torch.Tensor) -> torch.Tensor:
-        self.given = given
-        return given.detach()
-
-    def taken(self) -> torch.Tensor:
-        """What the head was given."""
-        assert self.given is not None, "the last stage runs the head"
-        given, self.given = self.given, None
-        return given
+from atoll.runtime.sharding.unit import Unit, UnitSpec
+from atoll.runtime.vocabulary.ends import LookedUp, Scored
+from atoll.runtime.vocabulary.slice import VocabularySlice
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +61,21 @@ class Stage:
         """Switch dropout and the like on or off."""
         for block in self.blocks:
             block.module.train(mode)
+
+
+@dataclass(frozen=True, slots=True)
+class Sharded:
+    """This rank's part of the model.
+
+    specs: every unit of the whole model.  units: this rank's, in the model's order.  trainable: name and shape of
+    every trained parameter of the whole model.  vocabulary: this rank's slice of it, if it is split.
+    """
+
+    specs: tuple[UnitSpec, ...]
+    units: tuple[Unit, ...]
+    stages: tuple[Stage, ...]
+    trainable: tuple[tuple[str, tuple[int, ...]], ...]
+    vocabulary: VocabularySlice | None = None
 
 
 def owners_of(blocks: Sequence[int], runs: Sequence[range], rank_of_stage: Sequence[int]) -> tuple[int, ...]:

@@ -28,7 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -52,6 +52,7 @@ from atoll.layouts import Segment as SegmentShape
 from atoll.models import Weights
 from atoll.program import Phase
 from atoll.runtime import lanes
+from atoll.runtime.sharding.room import Room
 from atoll.runtime.sharding.tensors import Spread, box_of, part_of, whole_of
 from atoll.runtime.transport import Channel, Peers, Tag, Transport
 
@@ -120,21 +121,6 @@ def sum_of_squares(values: torch.Tensor) -> torch.Tensor:
         part = room[: len(chunk)].copy_(chunk)
         total += torch.dot(part, part)
     return total
-
-
-class Room(NamedTuple):
-    """Where the gradient of a parameter is made: a view in the parameter's shape, which holds nothing yet if it is
-    empty: the first to come writes, and all others add."""
-
-    view: torch.Tensor
-    is_empty: bool
-
-    def add(self, gradient: torch.Tensor) -> None:
-        """Add a gradient of any dtype."""
-        if self.is_empty:
-            self.view.copy_(gradient)
-        else:
-            self.view.add_(gradient)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from atoll.program import PHASES, Phase, UnitShape
-from atoll.runtime.sharding.segment import Room, Segment, Surroundings
+from atoll.runtime.sharding.room import Room
+from atoll.runtime.sharding.segment import Segment, Surroundings
 from atoll.runtime.sharding.tensors import Spread
 from atoll.runtime.transport import Channel, Tag
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -14,27 +13,13 @@ from atoll.program import Phase
 from atoll.runtime.outline import Outline
 from atoll.runtime.pipeline.block import LocalBlock
 from atoll.runtime.pipeline.deferred import Collector, DeferredWeight, defer, is_deferrable
-from atoll.runtime.pipeline.stage import LookedUp, Scored, Stage, owners_of
+from atoll.runtime.pipeline.stage import Sharded, Stage, owners_of
 from atoll.runtime.sharding.segment import Surroundings, dtype_of
 from atoll.runtime.sharding.tensor_parallel import TensorParallel
 from atoll.runtime.sharding.tensors import Spread
 from atoll.runtime.sharding.unit import Unit, UnitSpec, unit_specs
-from atoll.runtime.sharding.vocabulary import Table, VocabularySlice, as_slice, block_of, names_of
-
-
-@dataclass(frozen=True, slots=True)
-class Sharded:
-    """This rank's part of the model.
-
-    specs: every unit of the whole model.  units: this rank's, in the model's order.  trainable: name and shape of
-    every trained parameter of the whole model.  vocabulary: this rank's slice of it, if it is split.
-    """
-
-    specs: tuple[UnitSpec, ...]
-    units: tuple[Unit, ...]
-    stages: tuple[Stage, ...]
-    trainable: tuple[tuple[str, tuple[int, ...]], ...]
-    vocabulary: VocabularySlice | None = None
+from atoll.runtime.vocabulary.ends import LookedUp, Scored
+from atoll.runtime.vocabulary.slice import Table, VocabularySlice, as_slice, block_of, names_of
 
 
 def build(

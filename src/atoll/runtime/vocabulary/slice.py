@@ -29,8 +29,7 @@ from atoll.errors import PlanError
 from atoll.layouts import Box
 from atoll.models import Adapter, Batch, Block, Vocabulary
 from atoll.models.adapter import IGNORED_LABEL
-from atoll.runtime.pipeline.deferred import accumulate
-from atoll.runtime.sharding.segment import Room
+from atoll.runtime.sharding.room import Room
 from atoll.runtime.sharding.tensors import part_of
 from atoll.runtime.sharding.unit import Unit
 
@@ -260,7 +259,7 @@ class VocabularySlice:
         gradient[tokens, at[tokens]] -= scale
         if kept.slope is not None:
             gradient *= kept.slope
-        accumulate(self._room(self.head, self.head.weight_name), kept.hidden, gradient.to(self.dtype))
+        self._room(self.head, self.head.weight_name).add_product(kept.hidden, gradient.to(self.dtype))
         if self.head.bias_name is not None:
             self._room(self.head, self.head.bias_name).add(gradient.sum(0))
 

@@ -15,10 +15,10 @@ from atoll._torch import pretended_ranks
 from atoll.models import adapter_for
 from atoll.plan import Plan
 from atoll.program import Program
+from atoll.runtime.assemble.build import build
+from atoll.runtime.assemble.holdings import shape_of
 from atoll.runtime.outline import Outline
 from atoll.runtime.pipeline.deferred import Collector
-from atoll.runtime.sharding.build import build
-from atoll.runtime.sharding.holdings import shape_of
 from atoll.runtime.sharding.segment import Surroundings
 from atoll.runtime.sharding.tensor_parallel import tensor_parallel
 from atoll.runtime.transport import Later, Message, Peers, Tag, Transport

@@ -19,9 +19,9 @@ import torch
 from atoll.errors import RunError
 from atoll.ir import Action, Op, Placement
 from atoll.models import Batch
-from atoll.runtime.pipeline.mail import Mail, Parcel, Wire
-from atoll.runtime.sharding.vocabulary import Scores, VocabularySlice
+from atoll.runtime.mail import Mail, Parcel, Wire
 from atoll.runtime.transport import Channel, Tag
+from atoll.runtime.vocabulary.slice import Scores, VocabularySlice
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ import torch
 from atoll.layouts import Footprint, Nest, WorkingMemory, footprint, reduced_at_once, working_memory
 from atoll.plan import Plan
 from atoll.program import Bytes, RankShape
-from atoll.runtime.sharding.build import Sharded
+from atoll.runtime.pipeline.stage import Sharded
 from atoll.runtime.sharding.unit import Unit
 
 

@@ -1,0 +1,35 @@
+"""Where the gradient of a parameter is made."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Room(NamedTuple):
+    """A view in the parameter's shape, which holds nothing yet if it is empty: the first to come writes, and all others
+    add."""
+
+    view: Tensor
+    is_empty: bool
+
+    def add(self, gradient: Tensor) -> None:
+        """Add a gradient of any dtype."""
+        if self.is_empty:
+            self.view.copy_(gradient)
+        else:
+            self.view.add_(gradient)
+
+    def add_product(self, hidden: Tensor, gradient: Tensor) -> None:
+        """To a gradient [out, in] add gradient [..., out].T @ hidden [..., in], in one operation where dtypes allow
+        it."""
+        rows = gradient.reshape(-1, gradient.shape[-1]).t()
+        columns = hidden.reshape(-1, hidden.shape[-1])
+        if self.view.dtype == rows.dtype:
+            self.view.addmm_(rows, columns, beta=0.0 if self.is_empty else 1.0)
+        elif self.view.is_cuda:
+            self.add(torch.mm(rows, columns, out_dtype=self.view.dtype))
+        else:
+            self.add(rows @ columns)

@@ -1,0 +1,322 @@
+"""What every transport offers; this package holds the only callers of torch.distributed communication.
+
+A transport moves tensors between the ranks of a mesh: tagged messages along the pipeline, gathers and reductions of
+flat buffers along a data-parallel axis, and small sums over all ranks. Gathers and reductions work in place on a
+buffer of k equal blocks, one for each rank of the axis in order; a rank's own block is at its own position.
+
+    gather   own block filled -> all blocks filled
+    reduce   all blocks filled -> own block holds the sum over the ranks, in rank order; the others are undefined
+
+A rank's own block may also come from, and the sum may go to, a buffer of its own.
+
+[Note: reading in place] Ranks of one host that share memory read each other's blocks where they lie. A message says
+where, and that the block is ready. What rests (`allocate`) is written between a step's agreement of all data-parallel
+ranks and its end, or behind another agreement, so nobody reads it then; what is lent (`lend`) is used again only when
+every rank of the group has said that it is done with it.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import ClassVar, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from atoll.errors import RunError
+from atoll.plan import MOST_MICROBATCHES, Place
+
+
+class Channel(IntEnum):
+    """What a message is about; the first part of its tag."""
+
+    FORWARD = 1
+    BACKWARD = 2
+    SHAPE = 3
+    GATHER_INTRA = 4
+    GATHER_INTER = 5
+    REDUCE_INTRA = 6
+    REDUCE_INTER = 7
+    SHARED = 8
+    CHAIN = 11
+    VERDICT = 12
+    SUM_ALL = 13
+    MEMORY = 14
+    PLACE_GATHER = 15
+    PLACE_REDUCE = 16
+    SUM_TENSOR = 17
+    SUM_STAGE = 18
+    LOOKED_UP = 19
+    SCORED = 20
+    SCORES = 21
+    SCORE_SUMS = 22
+    TOTALS = 23
+    LOOK_UP_GRADIENT = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Tag:
+    """Names a message: a channel, the unit or stage it belongs to, and the segment or microbatch.
+
+    index and part are below `LIMIT`. No segment, and no microbatch of a plan, has the part `LAST`.
+    """
+
+    LAST: ClassVar[int] = MOST_MICROBATCHES
+    LIMIT: ClassVar[int] = LAST + 1
+
+    channel: Channel
+    index: int
+    part: int = 0
+
+    def __int__(self) -> int:
+        """Thirty-one bits, since gloo's tags are 32-bit and signed. Raises RunError for what does not fit: two messages
+        of one tag would be taken for each other."""
+        if not (0 <= self.index < self.LIMIT and 0 <= self.part < self.LIMIT):
+            raise RunError(f"{self.channel.name} {self.index}, {self.part}: a message's tag counts to {self.LIMIT - 1}")
+        return (self.channel << 26) | (self.index << 13) | self.part
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """The ranks along one mesh axis, in order, and this rank's position among them."""
+
+    axis: str
+    ranks: tuple[int, ...]
+    index: int
+
+    @staticmethod
+    def along(axis: str, place: Place) -> Peers:
+        """The peers of `place` along `axis`."""
+        return Peers(axis, place.peers(axis), place.coordinates[axis])
+
+    def block(self, whole: torch.Tensor, index: int) -> torch.Tensor:
+        """The block of the rank at `index`."""
+        size = whole.numel() // len(self.ranks)
+        return whole.narrow(0, index * size, size)
+
+    def own(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's block."""
+        return self.block(whole, self.index)
+
+    @property
+    def others(self) -> list[tuple[int, int]]:
+        """(position, rank) of everyone else."""
+        return [(at, rank) for at, rank in enumerate(self.ranks) if at != self.index]
+
+
+class Message(Protocol):
+    """A send or receive under way. Its buffer must not be touched or resized before `wait`."""
+
+    def wait(self) -> object:
+        """Block until the buffer may be used again (on CUDA: until the current stream may)."""
+
+
+class Outbox:
+    """Holds sent tensors until they have left. A thread waits, since gloo tells nobody who does not wait.
+
+    The thread starts with the first message and ends with `close`.
+    """
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[Message, torch.Tensor] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def put(self, message: Message, tensor: torch.Tensor) -> None:
+        """Hold `tensor` until `message` has been sent."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._wait, name="atoll-outbox", daemon=True)
+            self._thread.start()
+        self._queue.put((message, tensor))
+
+    def check(self) -> None:
+        """Raise the first error of a send."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def close(self) -> None:
+        """End the thread once everything has left; one that waits for a rank that is gone is left behind."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join(timeout=2.0)
+            self._thread = None
+
+    def _wait(self) -> None:
+        while True:
+            item = self._queue.get()
+            if item is None:
+                return
+            try:
+                item[0].wait()
+            except RuntimeError as error:
+                self._error = self._error or error
+            del item
+
+
+class Later(Protocol):
+    """A small sum over some ranks that is under way."""
+
+    def wait(self) -> torch.Tensor:
+        """The sums, on the CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A sum for which everyone sends its part to everyone: one message's way, added in one order by all.
+
+    parts: what comes from each rank, in order; this rank's own is there already.
+    """
+
+    parts: Sequence[torch.Tensor]
+    messages: Sequence[Message]
+
+    def wait(self) -> torch.Tensor:
+        """The sums."""
+        for message in self.messages:
+            message.wait()
+        first, *others = self.parts
+        total = first.clone()
+        for part in others:
+            total.add_(part)
+        return total
+
+
+class Transport(ABC):
+    """What every transport offers. `sent` counts bytes by axis ("intra", "inter", "pp").
+
+    waits_on_host: whether a gather or a reduction returns when it is done, not when it has been launched.
+    """
+
+    waits_on_host: ClassVar[bool] = True
+
+    def __init__(self, place: Place, device: torch.device) -> None:
+        self.place = place
+        self.device = device
+        self.sent: Counter[str] = Counter()
+        self._counting = threading.Lock()
+        self._outbox: Outbox = Outbox()
+
+    @abstractmethod
+    def send(self, tensor: torch.Tensor, peer: int, tag: Tag) -> Message:
+        """Start sending a contiguous tensor to the world rank `peer`."""
+
+    @abstractmethod
+    def receive(self, tensor: torch.Tensor, peer: int, tag: Tag) -> Message:
+        """Start receiving into a contiguous tensor from the world rank `peer`."""
+
+    def post(self, tensor: torch.Tensor, peer: int, tag: Tag) -> None:
+        """Send along the pipeline and hold `tensor` until it has left; nobody waits."""
+        self._outbox.put(self.send(tensor, peer, tag), tensor)
+        self._count("pp", tensor.nbytes)
+
+    def _count(self, axis: str, nbytes: int) -> None:
+        with self._counting:
+            self.sent[axis] += nbytes
+
+    def check(self) -> None:
+        """Raise the first error of a message that was posted."""
+        self._outbox.check()
+
+    def close(self) -> None:
+        """Let everything posted leave, and stop the threads."""
+        self._outbox.close()
+
+    @abstractmethod
+    def gather(
+        self, whole: torch.Tensor, peers: Peers, tag: Tag, *, own: torch.Tensor | None = None, again: bool = False
+    ) -> None:
+        """Fill every block of `whole` from the rank that owns it.
+
+        own: where this rank's block is, if not in `whole`; perhaps of another dtype, which is cast.
+        again: nobody's block has changed or moved since the last gather with this tag.
+        """
+
+    @abstractmethod
+    def reduce(self, whole: torch.Tensor, peers: Peers, tag: Tag, *, out: torch.Tensor | None = None) -> None:
+        """Sum the ranks' buffers into each rank's own block, or into `out`."""
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Zeros for what rests and is read by the other ranks of the group. All of them ask alike, before `share`."""
+        return torch.zeros(numel, dtype=dtype, device=self.device)
+
+    def share(self, nbytes: int) -> None:  # noqa: B027 (nothing to do where memory is not shared)
+        """Let the ranks of a group, all of which call it, see what was allocated, and each lend up to `nbytes`.
+
+        Where they cannot share memory, nothing changes.
+        """
+
+    def sees(self, peers: Peers) -> bool:
+        """Whether `peers` read each other's memory in place."""
+        return False
+
+    def wait_for_readers(self) -> None:  # noqa: B027
+        """Wait, as all ranks of a group do, until nobody reads what this rank has allocated."""
+
+    def lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Memory, with anything in it, that the other ranks of the group read in place; None where there is none."""
+        return None
+
+    def give_back(self, tensor: torch.Tensor, *, was_read: bool = True) -> None:  # noqa: B027
+        """This rank is done with what it was lent, or with any other tensor. was_read: the others are told of it."""
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum of a small CPU tensor over all ranks, the same bits on each."""
+        return self.total_later(values).wait()
+
+    @abstractmethod
+    def total_later(self, values: torch.Tensor) -> Later:
+        """The same without waiting: `wait()` gives the sums. All ranks ask in one order."""
+
+    def total_stage(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum of a small CPU tensor over the ranks of one pipeline position, the same bits on each of them."""
+        mesh, own = self.place.mesh, self.place
+        ranks = [rank for rank in range(mesh.world) if mesh.place(rank).pp == own.pp]
+        self.total_ordered(values, ranks, Tag(Channel.SUM_STAGE, 0))
+        return values
+
+    def total_ordered(self, values: torch.Tensor, ranks: Sequence[int], tag: Tag) -> None:
+        """Sum a tensor in place over `ranks`, added in their order, so that all get the same bits."""
+        if len(ranks) > 1:
+            values.copy_(self.exchange(values, ranks, tag).wait())
+
+    def total_along(self, values: torch.Tensor, axis: str, tag: Tag) -> None:
+        """Sum a tensor in place over the ranks along `axis`, the same bits on each."""
+        ranks = self.place.peers(axis)
+        self.total_ordered(values, ranks, tag)
+        self._count(axis, values.nbytes * (len(ranks) - 1))
+
+    def open_vocabulary_links(self, first: int, last: int) -> None:  # noqa: B027 (nothing to do where tags match)
+        """Ways between the slices of a vocabulary and the pipeline ranks of the first and the last stage; all ranks ask
+        at once."""
+
+    def mesh_along(self, axis: str) -> DeviceMesh:
+        """The ranks along `axis` through this one, for torch's DTensor; all ranks ask at once."""
+        found: dist.ProcessGroup | None = None
+        for rank in range(self.place.mesh.world):
+            ranks = self.place.mesh.place(rank).peers(axis)
+            if ranks[0] == rank:
+                group = dist.new_group(list(ranks))
+                found = group if self.place.rank in ranks else found
+        assert found is not None, "every rank is in a group of its own axis"
+        return DeviceMesh.from_group(found, self.device.type)
+
+    def exchange(self, values: torch.Tensor, ranks: Sequence[int], tag: Tag) -> Exchange:
+        """Begin to sum a tensor over `ranks`."""
+        own = self.place.rank
+        parts = [values.clone() if rank == own else torch.empty_like(values) for rank in ranks]
+        others = [(part, rank) for part, rank in zip(parts, ranks, strict=True) if rank != own]
+        messages = [self.receive(part, rank, tag) for part, rank in others]
+        messages += [self.send(parts[ranks.index(own)], rank, tag) for _, rank in others]
+        return Exchange(parts, messages)
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        self.total(torch.zeros(1))

@@ -1,0 +1,156 @@
+"""NCCL: a GPU for each rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+
+from atoll.plan import Place
+from atoll.runtime.transport.base import Channel, Later, Message, Outbox, Peers, Tag, Transport
+
+
+class StreamOutbox(Outbox):
+    """The same for NCCL, which tells when a send is complete: what has left is let go with each new message."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._held: list[tuple[dist.Work, torch.Tensor]] = []
+
+    def put(self, message: Message, tensor: torch.Tensor) -> None:
+        assert isinstance(message, dist.Work)
+        self._held = [(work, kept) for work, kept in self._held if not work.is_completed()]
+        self._held.append((message, tensor))
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """A sum by a collective."""
+
+    values: torch.Tensor
+    work: dist.Work
+
+    def wait(self) -> torch.Tensor:
+        """The sums, on the CPU."""
+        self.work.wait()
+        return self.values.cpu()
+
+
+class NcclTransport(Transport):
+    """NCCL's own collectives, one communicator an axis, and one for each direction of each pipeline link (neighbours,
+    and the first rank with the last).
+
+    A communicator for each directed link keeps unbatched point-to-point messages from waiting for each other.
+    """
+
+    waits_on_host: ClassVar[bool] = False
+
+    def __init__(self, place: Place, device: torch.device) -> None:
+        super().__init__(place, device)
+        self._outbox = StreamOutbox()
+        self._axes: dict[str, dist.ProcessGroup] = {}
+        self._links: dict[tuple[int, int], dist.ProcessGroup] = {}
+        self._vocabulary_links: dict[tuple[Channel, int, int], dist.ProcessGroup] = {}
+        mesh = place.mesh
+        for axis in ("inter", "intra", "tp"):
+            seen: set[tuple[int, ...]] = set()
+            for rank in range(mesh.world):
+                ranks = mesh.place(rank).peers(axis)
+                if len(ranks) < 2 or ranks in seen:
+                    continue
+                seen.add(ranks)
+                group = dist.new_group(list(ranks))
+                if place.rank in ranks:
+                    self._axes[axis] = group
+        for rank in range(mesh.world):
+            line = mesh.place(rank).peers("pp")
+            if line[0] != rank or len(line) < 2:
+                continue
+            pairs = {frozenset((line[at], line[at - 1])) for at in range(len(line))}
+            for low, high in sorted(tuple(sorted(pair)) for pair in pairs):
+                for source, target in ((low, high), (high, low)):
+                    group = dist.new_group([low, high])
+                    if place.rank in (low, high):
+                        self._links[source, target] = group
+
+    def open_vocabulary_links(self, first: int, last: int) -> None:
+        """A communicator for each kind of message and link: kinds are sent and received in orders of their own."""
+        mesh = self.place.mesh
+        for rank in range(mesh.world):
+            line = mesh.place(rank).peers("pp")
+            if line[0] != rank:
+                continue
+            for kind, end, leaves in _VOCABULARY_WAYS:
+                hub = line[first if end == 0 else last]
+                for other in (each for each in line if each != hub):
+                    source, target = (hub, other) if leaves else (other, hub)
+                    group = dist.new_group(sorted((source, target)))
+                    if self.place.rank in (source, target):
+                        self._vocabulary_links[kind, source, target] = group
+
+    def _link(self, source: int, target: int, tag: Tag) -> dist.ProcessGroup:
+        kind = Channel.SCORES if tag.channel is Channel.SCORE_SUMS else tag.channel
+        own = self._vocabulary_links.get((kind, source, target))
+        return self._links[source, target] if own is None else own
+
+    def total_later(self, values: torch.Tensor) -> Later:
+        moved = values.to(self.device, copy=True)
+        work = dist.all_reduce(moved, async_op=True)
+        assert work is not None, "the world holds every rank"
+        return Collective(moved, work)
+
+    def total_stage(self, values: torch.Tensor) -> torch.Tensor:
+        moved = values.to(self.device)
+        for axis in ("intra", "inter", "tp"):
+            if axis in self._axes:
+                dist.all_reduce(moved, group=self._axes[axis])
+        return moved.cpu()
+
+    def total_along(self, values: torch.Tensor, axis: str, tag: Tag) -> None:
+        if axis in self._axes:
+            dist.all_reduce(values, group=self._axes[axis])
+            self._count(axis, values.nbytes * (len(self.place.peers(axis)) - 1))
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: Tag) -> Message:
+        work = dist.isend(tensor, peer, group=self._link(self.place.rank, peer, tag))
+        assert work is not None, "a link holds both its ranks"
+        return work
+
+    def receive(self, tensor: torch.Tensor, peer: int, tag: Tag) -> Message:
+        work = dist.irecv(tensor, peer, group=self._link(peer, self.place.rank, tag))
+        assert work is not None, "a link holds both its ranks"
+        return work
+
+    def gather(
+        self, whole: torch.Tensor, peers: Peers, tag: Tag, *, own: torch.Tensor | None = None, again: bool = False
+    ) -> None:
+        place = peers.own(whole)
+        if own is not None and (own.dtype != whole.dtype or not peers.others):
+            place.copy_(own)
+            own = None
+        if not peers.others:
+            return
+        dist.all_gather_into_tensor(whole, place if own is None else own, group=self._axes[peers.axis])
+        self._count(peers.axis, place.nbytes * len(peers.others))
+
+    def reduce(self, whole: torch.Tensor, peers: Peers, tag: Tag, *, out: torch.Tensor | None = None) -> None:
+        own = peers.own(whole)
+        target = own if out is None else out
+        if not peers.others:
+            if out is not None:
+                out.copy_(own)
+            return
+        dist.reduce_scatter_tensor(target, whole, group=self._axes[peers.axis])
+        self._count(peers.axis, own.nbytes * len(peers.others))
+
+
+_VOCABULARY_WAYS = (
+    (Channel.LOOKED_UP, 0, False),
+    (Channel.LOOK_UP_GRADIENT, 0, True),
+    (Channel.SCORED, 1, True),
+    (Channel.SCORES, 1, False),
+    (Channel.TOTALS, 1, True),
+)
+"""Kinds of messages to and from the slices of a vocabulary: at the first stage or the last, and whether from there."""

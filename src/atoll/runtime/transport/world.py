@@ -1,0 +1,59 @@
+"""The world of a run: how a process joins it, which transport it gets, and how it leaves."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from atoll.errors import RunError
+from atoll.plan import Place
+from atoll.runtime.transport.base import Transport
+from atoll.runtime.transport.gloo import GlooTransport, StagedTransport
+from atoll.runtime.transport.nccl import NcclTransport
+
+
+def connect(place: Place, device: torch.device) -> Transport:
+    """The transport of a rank: on CUDA NCCL, or gloo by way of the host where torch.distributed was initialised with
+    gloo alone; gloo elsewhere. torch.distributed must have been initialised.
+
+    Raises RunError where the process group and the mesh disagree about the number of ranks.
+    """
+    world = place.mesh.world
+    if world == 1 and not dist.is_initialized():
+        return GlooTransport(place, device)
+    if not dist.is_initialized():
+        raise RunError(f"the mesh has {world} ranks but torch.distributed is not initialised; start with torchrun")
+    if dist.get_world_size() != world:
+        raise RunError(f"the mesh has {world} ranks, torch.distributed has {dist.get_world_size()}; make them equal")
+    if device.type == "cuda":
+        has_nccl = "nccl" in str(dist.get_backend_config())
+        return NcclTransport(place, device) if has_nccl else StagedTransport(place, device)
+    return GlooTransport(place, device)
+
+
+def join(rank: int, world: int, store: dist.Store, *, device: torch.device, timeout: float) -> None:
+    """Initialise torch.distributed for one rank; `timeout` in seconds bounds every wait for a peer."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
+
+
+def leave() -> None:
+    """Close the connections, so that peers that wait for this rank notice."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def world_rank() -> int:
+    """This process's rank, 0 without torch.distributed."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_store() -> dist.Store | None:
+    """The store that the ranks met at, as it was given to `join`; None without torch.distributed."""
+    if not dist.is_initialized() or dist.group.WORLD is None:
+        return None
+    store = dist.group.WORLD.get_group_store()
+    # The group wraps the store once; a parent that speaks of a killed rank knows only what is inside.
+    return store.underlying_store if isinstance(store, dist.PrefixStore) else store
