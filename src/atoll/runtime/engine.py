@@ -18,28 +18,29 @@ from torch import nn
 from torch.distributed.tensor.parallel import loss_parallel
 
 from atoll.advice import advice
-from atoll.errors import AtollError, CostWarning, PlanError, RankError, RunError
+from atoll.errors import CostWarning, PlanError, RunError
 from atoll.layouts import Footprint, WorkingMemory
 from atoll.models import Adapter, Batch, adapter_for, weights_for
 from atoll.models.adapter import IGNORED_LABEL
 from atoll.plan import Plan
 from atoll.program import Program
-from atoll.runtime import failure
+from atoll.runtime.agreement import Agreement
 from atoll.runtime.allocator import keep_freed_memory
 from atoll.runtime.assemble.build import build
 from atoll.runtime.assemble.holdings import held_at_rest, held_now, needed_in_a_step, shape_of
+from atoll.runtime.batches import Batches
 from atoll.runtime.checkpoint import Piece, is_complete
 from atoll.runtime.lanes import Kind, Lane, lanes_of
 from atoll.runtime.outline import Outline
 from atoll.runtime.pipeline.deferred import Collector
 from atoll.runtime.pipeline.executor import Executor, Outcome
-from atoll.runtime.sharding.access import DIGESTS, Edit, chosen_names, differing, whole_gradients
+from atoll.runtime.sharding.access import Edit, chosen_names, differing, whole_gradients
 from atoll.runtime.sharding.optimizer import GroupOptions, OptimizerFactory, ShardedOptimizer
 from atoll.runtime.sharding.segment import Surroundings
 from atoll.runtime.sharding.state import load_state, load_values, model_pieces, save_state, stored_states
 from atoll.runtime.sharding.tensor_parallel import tensor_parallel
 from atoll.runtime.step_end import Ending, LossScaler, StepEnd, StepResult
-from atoll.runtime.transport import Later, Peers, connect, world_rank, world_store
+from atoll.runtime.transport import Peers, connect, world_rank
 from atoll.trace import Trace
 
 
@@ -95,25 +96,21 @@ class Engine:
         if self.device.type == "cpu" and self.place.nest.ranks > 1:
             keep_freed_memory()
         self.transport = connect(self.place, self.device)
-        self._store = world_store()
-        self._watchdog = failure.Watchdog(self._store, self.place.rank).start()
+        self._agreement = Agreement(self.transport)
         self._seed = seed
         self._lanes: Mapping[Kind, Lane] = {}
         self._outcome: Outcome | None = None
-        self._agreements = 0
-        self._refusal: Exception | None = None
-        self._announced: _Announced | None = None
         self._outstanding: Ending | None = None
         self._before_update: Callable[[], None] | None = None
         self._has_gradients = False
         atexit.register(_close, weakref.ref(self))
         problem: Exception | None = None
-        with self._guard():
+        with self._agreement.guard():
             try:
                 self._build(optimizer, groups, weights)
             except Exception as error:
                 problem = error
-            self._agree(problem)
+            self._agreement.agree(problem)
             self._lower()
             if weights is not None and is_complete(Path(weights)):
                 load_values(Path(weights), self.units, self._buffers())
@@ -154,6 +151,7 @@ class Engine:
         self._check_same_values()
         collector = Collector()
         self._sharded = build(outline, around=around, collector=collector, seed=self._seed, tensor=tensor)
+        self._batches = Batches(plan, self.place, self.device, self._agreement, self._sharded.vocabulary)
         self.units = self._sharded.units
         if not self._sharded.trainable:
             raise PlanError("the model has no trainable parameter; set requires_grad on what is to be trained")
@@ -188,15 +186,16 @@ class Engine:
         self.reads_in_place = seeing == place.mesh.world
         if not self.reads_in_place:
             self.program = self._executor.lower(shape_of(self._sharded, self.plan, nest, reads_in_place=False))
-        said = torch.zeros(place.mesh.pipeline, place.mesh.tensor, 2, dtype=torch.float64)
-        digest = float(self.program.digest % DIGESTS)
-        said[place.pp, place.tp] = torch.tensor([digest, digest * digest], dtype=torch.float64)
-        total, square = self.transport.total(said.reshape(-1)).reshape(said.shape)[place.pp, place.tp].tolist()
-        if total * total != square * place.mesh.data:
-            raise PlanError(
+        mesh = self.plan.mesh
+        digests = [-1] * (mesh.pipeline * mesh.tensor)
+        digests[place.pp * mesh.tensor + place.tp] = self.program.digest
+        self._agreement.agree_on(
+            digests,
+            PlanError(
                 "ranks that share parameters would play different programs; build the same model with the same plan on "
                 "every rank"
-            )
+            ),
+        )
 
     def _advise(self, outline: Outline) -> tuple[str, ...]:
         """What the plan costs more than it has to; rank 0 says so."""
@@ -243,10 +242,10 @@ class Engine:
         """
         begin = time.monotonic()
         microbatches = self.plan.schedule.microbatches
-        batches, tokens = self._claim(batch)
+        share = self._batches.claim(batch)
         if following is not None:
-            self._announced = self._announce(following, exactly=microbatches)
-        if tokens == 0:
+            self._batches.announce(following)
+        if share.tokens == 0:
             raise RunError(f"step {self.step_number + 1} has no token that counts: every label is {IGNORED_LABEL}")
         earlier: list[StepResult] = []
 
@@ -255,14 +254,14 @@ class Engine:
             earlier.append(result)
             return was_right
 
-        with self._guard(), _keeping_random_state(self.device), self._split_loss():
+        with self._agreement.guard(), _keeping_random_state(self.device), self._split_loss():
             for stage in self._sharded.stages:
                 stage.train(True)
             outcome = self._executor.run(
-                batches,
+                share.pieces,
                 step=self.step_number,
                 first_microbatch=self.place.data * microbatches,
-                scale=lambda: self._loss_scale / tokens,
+                scale=lambda: self._loss_scale / share.tokens,
                 training=True,
                 verdict=verdict if self._outstanding is not None else None,
             )
@@ -271,7 +270,7 @@ class Engine:
             ending = self._step_end.gather_up(
                 outcome,
                 step=self.step_number,
-                tokens=tokens,
+                tokens=share.tokens,
                 begin=begin,
                 steps_ahead=self.plan.post_validation,
             )
@@ -302,7 +301,7 @@ class Engine:
         """Wait for the verdict on the last step and make it true; None where no step is outstanding."""
         if self._outstanding is None:
             return None
-        with self._guard():
+        with self._agreement.guard():
             result, _ = self._settle_outstanding()
         return result
 
@@ -323,23 +322,19 @@ class Engine:
         Every data-parallel rank must bring as many samples; the last may be padded with labels of -100.
         """
         self.settle()
-        batches, tokens = self._prepare(batch, exactly=None)
-        outcome = self._run_forward(batches)
+        share = self._batches.take(batch)
+        outcome = self._run_forward(share.pieces)
         loss = torch.zeros((), dtype=torch.float64) if outcome.loss_sum is None else outcome.loss_sum.double().cpu()
-        return Evaluation(float(self.transport.total(loss)), tokens)
+        return Evaluation(float(self.transport.total(loss)), share.tokens)
 
     def logits(self, batch: Mapping[str, Any]) -> torch.Tensor | None:
         """The model's output for one microbatch: [B, S, vocabulary] on the last stage's ranks, None elsewhere."""
         self.settle()
-        tensors = {name: torch.as_tensor(value, device=self.device) for name, value in batch.items()}
-        if self._sharded.vocabulary is not None:
-            self._sharded.vocabulary.check(tensors)
-        self._check_length(tensors)
-        outcome = self._run_forward([tensors], keep_logits=True)
+        outcome = self._run_forward([self._batches.take_one(batch)], keep_logits=True)
         return outcome.logits[0] if outcome.logits else None
 
     def _run_forward(self, batches: Sequence[Batch], *, keep_logits: bool = False) -> Outcome:
-        with self._guard(), self._split_loss():
+        with self._agreement.guard(), self._split_loss():
             for stage in self._sharded.stages:
                 stage.train(False)
             return self._executor.run(batches, training=False, keep_logits=keep_logits)
@@ -386,18 +381,19 @@ class Engine:
         """
         self.settle()
         chosen = self._agreed_names(names)
-        with self._guard():
+        with self._agreement.guard():
             edit = Edit.of(self.units, set(chosen))
         yield edit.values
-        with self._guard():
+        with self._agreement.guard():
             totals = self.transport.total(edit.digests(chosen).reshape(-1)).reshape(-1, 3)
             wrong = differing(chosen, totals)
             if wrong:
-                self._refusal = PlanError(
+                problem = PlanError(
                     f"{', '.join(wrong)} edited differently on ranks that share it; make the same edit on every rank. "
                     "Nothing was changed"
                 )
-                raise self._refusal
+                self._agreement.refuse(problem)
+                raise problem
             edit.write()
 
     def state_dict(self, *, whole: bool = True) -> dict[str, torch.Tensor] | dict[str, list[Piece]]:
@@ -425,7 +421,7 @@ class Engine:
                 "gradients can be read while a step's before_update runs: engine.step(batch, before_update=f)"
             )
         chosen = self._agreed_names(names)
-        with self._guard():
+        with self._agreement.guard():
             return whole_gradients(self.units, set(chosen))
 
     def _agreed_names(self, names: str | Sequence[str]) -> tuple[str, ...]:
@@ -437,13 +433,11 @@ class Engine:
             chosen = chosen_names(self._sharded.specs, names)
         except PlanError as error:
             problem = error
-        with self._guard():
-            self._agree(problem)
-            own = float(zlib.crc32(repr(chosen).encode()) % DIGESTS)
-            total, square = self.transport.total(torch.tensor([own, own * own], dtype=torch.float64)).tolist()
-            if total * total != square * self.plan.mesh.world:
-                self._refusal = PlanError("the ranks ask for different parameters; give every rank the same names")
-                raise self._refusal
+        with self._agreement.guard():
+            self._agreement.agree(problem)
+            digest = zlib.crc32(repr(chosen).encode())
+            problem = PlanError("the ranks ask for different parameters; give every rank the same names")
+            self._agreement.agree_on([digest], problem)
         return chosen
 
     # ---- checkpoints
@@ -451,7 +445,7 @@ class Engine:
     def save(self, folder: str | Path, state: Mapping[str, Any] | None = None) -> None:
         """Write a checkpoint that any layout, schedule and world size can load; `state` is the caller's, JSON-able."""
         self.settle()
-        with self._guard():
+        with self._agreement.guard():
             scaler = None if self._step_end.scaler is None else asdict(self._step_end.scaler)
             own = {"step": self.step_number, "scaler": scaler, "caller": dict(state or {})}
             save_state(Path(folder), self.units, self._optimizer, self._buffers(), own)
@@ -466,8 +460,8 @@ class Engine:
             stored = stored_states(Path(folder))
         except Exception as error:
             problem = error
-        with self._guard():
-            self._agree(problem)
+        with self._agreement.guard():
+            self._agreement.agree(problem)
             own = load_state(Path(folder), self.units, self._optimizer, self._buffers(), stored)
             for unit in self.units:
                 unit.sync_parameters()
@@ -480,7 +474,7 @@ class Engine:
 
     def _settle_parameters(self) -> None:
         """Before an agreement behind which parameters are written: nobody reads them any more."""
-        with self._guard():
+        with self._agreement.guard():
             for unit in self.units:
                 unit.settle_parameters()
 
@@ -500,114 +494,15 @@ class Engine:
 
     def agree(self, value: float) -> float:
         """The sum of `value` over all ranks."""
-        with self._guard():
+        with self._agreement.guard():
             return float(self.transport.total(torch.tensor([value], dtype=torch.float64)))
 
     def close(self) -> None:
         """Stop the engine's threads; called before the process group is destroyed, and at the interpreter's end."""
-        self._watchdog.stop()
+        self._agreement.close()
         for lane in self._lanes.values():
             lane.close()
         self.transport.close()
-
-    def _agree(self, problem: Exception | None, count: float = 0.0) -> float:
-        """Sum `count` over all ranks, or raise the first rank's problem on every rank.
-
-        Nothing has been sent or changed where it raises, so the engine goes on with the next call.
-        """
-        return float(self._end_agreement(self._begin_agreement(problem, count))[1])
-
-    def _begin_agreement(self, problem: Exception | None, count: float) -> _Agreement:
-        self._agreements += 1
-        key = f"atoll/refusal/{self._agreements}"
-        if problem is not None:
-            failure.report(self._store, problem, self.place.rank, key=key)
-        said = torch.tensor([float(problem is not None), count], dtype=torch.float64)
-        return _Agreement(key, problem, self.transport.total_later(said))
-
-    def _end_agreement(self, agreement: _Agreement) -> torch.Tensor:
-        totals = agreement.totals.wait()
-        if totals[0] == 0:
-            return totals
-        problem = agreement.problem
-        if problem is None:
-            found = failure.first(self._store, wait=5.0, key=agreement.key)
-            problem = found or RunError("another rank refused without a word")
-        self._refusal = problem
-        raise problem
-
-    def _prepare(self, batch: Mapping[str, Any], *, exactly: int | None) -> tuple[list[Batch], int]:
-        """This rank's microbatches on its device and the counted tokens of all ranks, agreed before any message."""
-        return self._conclude(self._announce(batch, exactly=exactly))
-
-    def _claim(self, batch: Mapping[str, Any]) -> tuple[list[Batch], int]:
-        """The same for training, where the batch may have been announced with the one before."""
-        announced, self._announced = self._announced, None
-        if announced is None or announced.batch is not batch:
-            announced = self._announce(batch, exactly=self.plan.schedule.microbatches)
-        return self._conclude(announced)
-
-    def _announce(self, batch: Mapping[str, Any], *, exactly: int | None) -> _Announced:
-        """Begin to agree on a batch."""
-        problem: Exception | None = None
-        batches: list[Batch] = []
-        counted = 0
-        try:
-            batches = self._cut(batch, exactly=exactly)
-            if self._sharded.vocabulary is not None:
-                for piece in batches:
-                    self._sharded.vocabulary.check(piece)
-            if self.place.pp == 0 and self.place.tp == 0:
-                counted = sum(int((piece["labels"] != IGNORED_LABEL).sum()) for piece in batches)
-        except Exception as error:
-            problem = error
-        with self._guard():
-            return _Announced(batch, batches, self._begin_agreement(problem, counted))
-
-    def _conclude(self, announced: _Announced) -> tuple[list[Batch], int]:
-        with self._guard():
-            totals = self._end_agreement(announced.agreement)
-        return announced.batches, round(float(totals[1]))
-
-    def _cut(self, batch: Mapping[str, Any], *, exactly: int | None) -> list[Batch]:
-        size, most = self.plan.microbatch, self.plan.schedule.microbatches
-        tensors = {name: torch.as_tensor(value, device=self.device) for name, value in batch.items()}
-        if "labels" not in tensors:
-            raise PlanError(f"the batch has no 'labels', only {', '.join(sorted(tensors)) or 'nothing'}")
-        rows = {name: int(tensor.shape[0]) for name, tensor in tensors.items()}
-        count, rest = divmod(rows["labels"], size)
-        if len(set(rows.values())) != 1 or rest or count == 0 or count > most or (exactly and count != exactly):
-            wanted = f"{exactly * size}" if exactly else f"a multiple of {size} up to {most * size}"
-            raise PlanError(
-                f"rank {self.place.rank} was given a batch of {rows} samples; a data-parallel rank's share is {wanted} "
-                f"({most} microbatches of {size})"
-            )
-        self._check_length(tensors)
-        return [{name: tensor[at * size : (at + 1) * size] for name, tensor in tensors.items()} for at in range(count)]
-
-    def _check_length(self, batch: Batch) -> None:
-        """Sequences of which each rank of a tensor-parallel group works on a part must have parts of one size."""
-        if not self.plan.sequence_parallel:
-            return
-        for name in ("input_ids", "labels"):
-            length = batch[name].shape[1] if name in batch and batch[name].dim() > 1 else 0
-            if length % self.plan.mesh.tensor:
-                raise PlanError(
-                    f"{name} has sequences of {length} tokens, which tensor = {self.plan.mesh.tensor} ranks with "
-                    "sequence_parallel cannot split evenly; pad them to a multiple, or turn sequence_parallel off"
-                )
-
-    def _guard(self) -> _Guard:
-        return _Guard(self)
-
-    def _fail(self, error: Exception) -> AtollError | None:
-        """The error that this rank leaves with instead of `error`: the first one of any rank."""
-        if not isinstance(error, AtollError) or "Connection" in str(error) or "Timed out" in str(error):
-            earlier = failure.first(self._store, wait=1.0)
-            if earlier is not None and earlier.rank != self.place.rank:
-                return earlier
-        failure.report(self._store, error, self.place.rank)
-        return None
 
     def _check_same_values(self) -> None:
         """A model that comes with values must have the same ones on every rank."""
@@ -623,45 +518,6 @@ class Engine:
                 "the model's initial values differ between ranks; build it on the meta device (Atoll then draws them "
                 "from the seed), or set the same seed or load the same weights on every rank"
             )
-
-
-@dataclass(frozen=True, slots=True)
-class _Agreement:
-    """An agreement under way: whether any rank has a problem, and the sum of a count."""
-
-    key: str
-    problem: Exception | None
-    totals: Later
-
-
-@dataclass(frozen=True, slots=True)
-class _Announced:
-    """A batch that the ranks are agreeing on."""
-
-    batch: Mapping[str, Any]
-    batches: list[Batch]
-    agreement: _Agreement
-
-
-class _Guard:
-    """A section in which this rank may wait for others; an error there becomes the first error of any rank."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def __enter__(self) -> None:
-        self._engine._watchdog.enter()
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        engine = self._engine
-        engine._watchdog.leave()
-        if error is None or error is engine._refusal:
-            return
-        engine._watchdog.stop()
-        if isinstance(error, Exception) and not isinstance(error, RankError):
-            other = engine._fail(error)
-            if other is not None:
-                raise other from error
 
 
 class _keeping_random_state:  # noqa: N801  (a context manager, used as a verb)

@@ -16,11 +16,9 @@ import torch
 
 from atoll._torch import version
 from atoll.errors import PlanError
+from atoll.runtime.agreement import DIGESTS
 from atoll.runtime.sharding.segment import Segment
 from atoll.runtime.sharding.unit import Unit, UnitSpec
-
-DIGESTS = 1 << 16
-"""Digests are below it, so that sums of their squares over many ranks are exact in float64."""
 
 
 def chosen_names(specs: Sequence[UnitSpec], patterns: str | Sequence[str]) -> tuple[str, ...]:
