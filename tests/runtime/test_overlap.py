@@ -105,8 +105,9 @@ def build_another_model_on_one_rank(case: Case) -> str:
 
 
 def test_ranks_that_would_play_different_programs_are_refused() -> None:
-    case = Case("GGG", intra=2, model=TinyConfig(layers=4), reads_in_place=False)
-    assert all("different programs" in said for said in run_ranks(build_another_model_on_one_rank, 2, case))
+    """On every rank, those of other stages too."""
+    case = Case("GGG", pipeline=2, intra=2, model=TinyConfig(layers=6), reads_in_place=False)
+    assert all("different programs" in said for said in run_ranks(build_another_model_on_one_rank, 4, case))
 
 
 class Winding(nn.Sequential):

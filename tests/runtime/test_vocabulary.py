@@ -323,6 +323,23 @@ def test_labels_outside_of_the_vocabulary_are_refused_and_the_engine_goes_on() -
     run_ranks(with_a_strange_label, 2, SPLIT)
 
 
+def ask_with_a_strange_id(case: Case) -> None:
+    engine = case.engine()
+    ids = case.share(engine, 0)["input_ids"][:1]
+    wrong = ids.clone()
+    wrong[0, 0] = 17
+    with pytest.raises((PlanError, RankError), match=r"input_ids from .* to 17: the vocabulary has 17 rows"):
+        engine.logits({"input_ids": wrong if engine.place.rank == 1 else ids})
+    logits = engine.logits({"input_ids": ids})
+    assert (logits is None) == (engine.place.pp != 1)
+    engine.close()
+
+
+def test_logits_of_an_id_outside_of_the_vocabulary_are_refused_on_every_rank() -> None:
+    """Before anything is sent: the engine goes on."""
+    run_ranks(ask_with_a_strange_id, 2, SPLIT, timeout=60.0)
+
+
 def break_before_sending(case: Case) -> None:
     send = SplitVocabulary.send_looked_up
 

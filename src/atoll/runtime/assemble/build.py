@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from atoll.errors import PlanError
-from atoll.models import Adapter, Block, Vocabulary, Weights, initialise_block, shared_parameters
+from atoll.models import Adapter, Block, Vocabulary, initialise_block, shared_parameters
 from atoll.program import Phase
 from atoll.runtime.outline import Outline
 from atoll.runtime.pipeline.block import LocalBlock
@@ -30,102 +31,137 @@ def build(
     seed: int,
     tensor: TensorParallel | None = None,
 ) -> Sharded:
-    """Materialise this rank's blocks one after the other, each into its units, and put them in their places.
+    """Units, stages, wiring: materialise this rank's blocks one after the other, each into its units, and put them in
+    their places.
 
     tensor: how blocks are split over a tensor-parallel group, if there is one. On `meta` nothing gets values.
     """
-    plan, adapter, runs, vocabulary = outline.plan, outline.adapter, outline.runs, outline.vocabulary
-    rank_of_stage = outline.rank_of_stage
-    place = around.transport.place
-    ranks = place.peers("pp")
-    blocks = tuple(adapter.blocks())
-    shared = shared_parameters(adapter)
-    apart = names_of(adapter, vocabulary, shared) if vocabulary is not None else ()
-    specs = unit_specs([(block.name, block.module) for block in blocks], groups_of(blocks, runs, plan.unit), apart)
-    trainable = _trainable(blocks, specs)
-    trained = [at for at, block in enumerate(blocks) if any(p.requires_grad for _, p in block.named_parameters())]
-    first_trained = min(trained, default=len(blocks))
-    mine = [stage for stage in range(len(runs)) if rank_of_stage[stage] == place.pp]
-    local = [block for stage in mine for block in runs[stage]]
-    phases = _phases([blocks[at] for at in local], shared, is_split=len(runs) > 1)
-    units: dict[int, Unit] = {}
+    model = _Model.of(outline, around.transport.place.pp)
+    sliced: VocabularySlice | None = None
+    if outline.vocabulary is not None:
+        sliced = _slice_vocabulary(outline.adapter, outline.vocabulary, model.sliced, model.shared, around, seed)
+    units = _units(model, around, seed=seed, tensor=tensor, sliced=sliced)
+    stages = tuple(_stage(model, stage, units, around, collector) for stage in model.mine)
+    ordered = tuple(units[index] for index in sorted(units))
+    return Sharded(model.specs, ordered, stages, _trainable(model.blocks, model.specs), sliced)
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """What is known of the model and of this rank's part.
+
+    shared: every later name of a shared parameter -> its first.  apart: names of what is sliced over the pipeline.
+    mine: this rank's stages.  first_trained: the first block of the model with a trained parameter.
+    """
+
+    outline: Outline
+    blocks: tuple[Block, ...]
+    shared: Mapping[str, str]
+    apart: tuple[tuple[str, ...], ...]
+    specs: tuple[UnitSpec, ...]
+    mine: tuple[int, ...]
+    first_trained: int
+
+    @staticmethod
+    def of(outline: Outline, rank: int) -> _Model:
+        adapter, runs = outline.adapter, outline.runs
+        blocks = tuple(adapter.blocks())
+        shared = shared_parameters(adapter)
+        apart = () if outline.vocabulary is None else names_of(adapter, outline.vocabulary, shared)
+        groups = groups_of(blocks, runs, outline.plan.unit)
+        specs = unit_specs([(block.name, block.module) for block in blocks], groups, apart)
+        trained = [at for at, block in enumerate(blocks) if any(p.requires_grad for _, p in block.named_parameters())]
+        mine = tuple(stage for stage, owner in enumerate(outline.rank_of_stage) if owner == rank)
+        return _Model(outline, blocks, shared, apart, specs, mine, min(trained, default=len(blocks)))
+
+    @property
+    def local(self) -> list[int]:
+        """This rank's blocks."""
+        return [block for stage in self.mine for block in self.outline.runs[stage]]
+
+    @property
+    def sliced(self) -> tuple[UnitSpec, ...]:
+        """Units of slices of the vocabulary, which come first."""
+        return self.specs[: len(self.apart)]
+
+
+def _units(
+    model: _Model,
+    around: Surroundings,
+    *,
+    seed: int,
+    tensor: TensorParallel | None,
+    sliced: VocabularySlice | None,
+) -> dict[int, Unit]:
+    """The units of this rank by index, freed: no more than a block of the model is ever whole here."""
+    outline, shared, local = model.outline, model.shared, model.local
+    ranks = around.transport.place.peers("pp")
+    phases = _phases([model.blocks[at] for at in local], shared, is_split=len(outline.runs) > 1)
+    elsewhere = {name for names in model.apart for name in names}
+    units = {} if sliced is None else {table.unit.spec.index: table.unit for table in sliced.tables}
     replaced: dict[int, nn.Parameter] = {}
     values: dict[str, nn.Parameter] = {}
     spreads: dict[str, Spread] = {}
-    sliced: VocabularySlice | None = None
-    if vocabulary is not None:
-        sliced = _slice_vocabulary(adapter, vocabulary, specs[: len(apart)], shared, around, seed)
-        units.update({table.unit.spec.index: table.unit for table in sliced.tables})
-    elsewhere = {name for names in apart for name in names}
     for at in local:
-        _materialise(
-            adapter,
-            blocks[at],
-            shared,
-            replaced,
-            elsewhere,
-            seed=seed,
-            dtype=_first_dtype(around),
-            device=around.device,
-            weights=around.weights,
-        )
+        block = model.blocks[at]
+        _materialise(outline.adapter, block, shared, replaced, elsewhere, around=around, seed=seed)
         if tensor is not None:
             found_spreads = tensor.apply(at)
             spreads.update({shared.get(name, name): spread for name, spread in found_spreads.items()})
             replaced.update({key: tensor.now(parameter) for key, parameter in replaced.items()})
-        values.update(blocks[at].named_parameters())
-        for spec in specs:
+        values.update(block.named_parameters())
+        for spec in model.specs:
             if at not in spec.blocks or spec.index in units or not (spec.is_shared or at == spec.blocks[-1]):
                 continue
-            owners = tuple(ranks[pp] for pp in owners_of(spec.blocks, runs, rank_of_stage))
+            owners = tuple(ranks[pp] for pp in owners_of(spec.blocks, outline.runs, outline.rank_of_stage))
             found = {name: _find(values, name, shared) for name in spec.names}
             units[spec.index] = Unit(spec, found, around, owners=owners, phases=phases, spreads=spreads or None)
-        for spec in specs:
+        for spec in model.specs:
             # A shared unit stays whole until its last block here has been initialised.
             if spec.blocks and spec.index in units and max(used for used in spec.blocks if used in local) == at:
                 units[spec.index].free()
-        _place_buffers(blocks[at].module, around.device)
+        _place_buffers(block.module, around.device)
+    return units
+
+
+def _stage(model: _Model, stage: int, units: Mapping[int, Unit], around: Surroundings, collector: Collector) -> Stage:
+    """A stage whose blocks stand where the model calls them."""
+    plan, runs = model.outline.plan, model.outline.runs
     last = len(runs) - 1
-    ends = {stage: _ends_of(adapter, vocabulary, stage, last) for stage in mine}
-    stages = []
-    for stage in mine:
-        users = tuple(
-            units[index] for index in sorted(units, reverse=True) if set(units[index].spec.blocks) & set(runs[stage])
+    users = tuple(units[at] for at in sorted(units, reverse=True) if set(units[at].spec.blocks) & set(runs[stage]))
+    looked_up, scored = _ends_of(model.outline.adapter, model.outline.vocabulary, stage, last)
+    waits = last > 0
+    own_blocks: list[LocalBlock] = []
+    deferred: list[DeferredWeight] = []
+    for at in runs[stage]:
+        block = model.blocks[at]
+        own = [unit for unit in users if at in unit.spec.blocks]
+        has_end = any(end is not None and end.lies_in(block) for end in (looked_up, scored))
+        local = LocalBlock(
+            block.module,
+            at,
+            own,
+            needs_backward=at >= model.first_trained,
+            recompute=plan.recompute,
+            end=scored if scored is not None and scored.lies_in(block) else None,
         )
-        own_blocks: list[LocalBlock] = []
-        deferred: list[DeferredWeight] = []
-        for at in runs[stage]:
-            own = [unit for unit in users if at in unit.spec.blocks]
-            has_end = any(end is not None and end.lies_in(blocks[at]) for end in ends[stage])
-            scored = ends[stage][1]
-            block = LocalBlock(
-                blocks[at].module,
-                at,
-                own,
-                needs_backward=at >= first_trained,
-                recompute=plan.recompute,
-                end=scored if scored is not None and scored.lies_in(blocks[at]) else None,
-            )
-            own_blocks.append(block)
-            waits = len(runs) > 1
-            if waits or (plan.compile == "none" and around.device.type == "cpu"):
-                deferred += defer(blocks[at].module, own, collector, waits=waits)
-            block.take_place("none" if has_end else plan.compile)
-        stages.append(
-            Stage(
-                stage,
-                runs[stage],
-                stage == 0,
-                stage == last,
-                adapter,
-                users,
-                tuple(own_blocks),
-                tuple(deferred),
-                *ends[stage],
-            )
-        )
-    ordered = tuple(units[index] for index in sorted(units))
-    return Sharded(specs, ordered, tuple(stages), trainable, sliced)
+        own_blocks.append(local)
+        # First the layers' own forwards, then the block's: what takes a module's place is compiled with the block.
+        if waits or (plan.compile == "none" and around.device.type == "cpu"):
+            deferred += defer(block.module, own, collector, waits=waits)
+        local.take_place("none" if has_end else plan.compile)
+    return Stage(
+        stage,
+        runs[stage],
+        stage == 0,
+        stage == last,
+        model.outline.adapter,
+        users,
+        tuple(own_blocks),
+        tuple(deferred),
+        looked_up,
+        scored,
+    )
 
 
 def _slice_vocabulary(
@@ -243,19 +279,17 @@ def _materialise(
     replaced: dict[int, nn.Parameter],
     elsewhere: Collection[str],
     *,
+    around: Surroundings,
     seed: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    weights: Weights | None,
 ) -> None:
     """Give a block on `meta` real parameters with their initial values; leave a real one as it is, and both where the
     rank itself is on `meta`.
 
-    Those that `weights` has get no values, and those that an earlier block brought keep theirs. What is `elsewhere`, by
+    Those whose values are read get none, and those that an earlier block brought keep theirs. What is `elsewhere`, by
     first names, is left alone.
     """
     parameters = [parameter for name, parameter in block.named_parameters() if shared.get(name, name) not in elsewhere]
-    if not any(tensor.is_meta for tensor in (*parameters, *block.module.buffers())) or device.type == "meta":
+    if not any(tensor.is_meta for tensor in (*parameters, *block.module.buffers())) or around.device.type == "meta":
         return
     if not all(parameter.is_meta or id(parameter) in _ids(replaced) for parameter in parameters):
         raise PlanError(f"block {block.name!r} is partly on meta; build the whole model on meta, or none of it")
@@ -267,12 +301,12 @@ def _materialise(
             if first in elsewhere:
                 known.add(first)
                 continue
-            if id(parameter) in before or (weights is not None and first in weights):
+            if id(parameter) in before or (around.weights is not None and first in around.weights):
                 known.add(first)
             if not parameter.is_meta:
                 continue
             if id(parameter) not in replaced:
-                empty = torch.empty(parameter.shape, dtype=dtype)
+                empty = torch.empty(parameter.shape, dtype=_first_dtype(around))
                 replaced[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
             module.register_parameter(name, replaced[id(parameter)])
         for name, buffer in list(module.named_buffers(recurse=False)):
