@@ -10,6 +10,7 @@ from atoll.program.lower import lower_row
 from atoll.program.memory import Bytes, peaks
 from atoll.program.program import Program
 from atoll.program.shape import PHASES, BlockShape, RankShape, StageShape, UnitShape
+from atoll.program.traffic import sent_by, way_of
 
 __all__ = [
     "BEGINS",
@@ -27,4 +28,6 @@ __all__ = [
     "check",
     "lower_row",
     "peaks",
+    "sent_by",
+    "way_of",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,6 +11,7 @@ from atoll.program.instruction import Instruction
 from atoll.program.laws import check
 from atoll.program.memory import Bytes, held_after
 from atoll.program.shape import RankShape
+from atoll.program.traffic import sent_by
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,11 @@ class Program:
     def digest(self) -> int:
         """A number that is the same where programs are: ranks that share parameters play the same."""
         return zlib.crc32("\n".join(map(str, self.instructions)).encode())
+
+    @cached_property
+    def sent(self) -> Counter[str]:
+        """Bytes by axis that it sends to data-parallel ranks, but for the step's end."""
+        return sent_by(self.instructions, self.shape)
 
     @cached_property
     def peaks(self) -> Bytes:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from atoll.program.instruction import Phase
+from atoll.program.instruction import Do, Phase
 
 PHASES: tuple[Phase, ...] = ("I", "W")
 
@@ -22,6 +22,7 @@ class UnitShape:
     flows: the phases in which this rank computes a gradient of it, each with the bytes of the whole gradients, which
     are 0 where they rest whole.
     is_left_alone: whether its gradients neither travel nor are summed with those of another rank.
+    travel: what a gather, or the reduction or sync of a phase, sends: bytes by axis, one after the other.
     """
 
     index: int
@@ -31,6 +32,7 @@ class UnitShape:
     ahead: int = 0
     flows: Mapping[Phase, int] = field(default_factory=dict)
     is_left_alone: bool = False
+    travel: Mapping[tuple[Do, Phase | None], tuple[tuple[str, int], ...]] = field(default_factory=dict)
 
     @property
     def trainable(self) -> bool:

@@ -50,7 +50,7 @@ from atoll.layouts import (
 )
 from atoll.layouts import Segment as SegmentShape
 from atoll.models import Weights
-from atoll.program import Phase
+from atoll.program import Do, Phase
 from atoll.runtime import lanes
 from atoll.runtime.sharding.room import Room
 from atoll.runtime.sharding.tensors import Spread, box_of, part_of, whole_of
@@ -313,6 +313,27 @@ class Segment:
         if self.permanent or (reads_last and len(moves) == 1):
             return 0
         return len(self.range(Level.I if reads_last else Level.N)) * self.whole.itemsize
+
+    def sent(self, moves: Sequence[Move], dtype: torch.dtype) -> list[tuple[str, int]]:
+        """What moves of a buffer send: bytes by axis."""
+        return [
+            (move.axis.value, len(self.around.peers(move.axis).others) * len(self.range(move.fine)) * dtype.itemsize)
+            for move in self._real(moves)
+        ]
+
+    def travel(self) -> dict[tuple[Do, Phase | None], list[tuple[str, int]]]:
+        """What a gather, and the reductions and syncs of the phases, send."""
+        layout, precision = self.around.layout, self.around.precision
+        found: dict[tuple[Do, Phase | None], list[tuple[str, int]]] = {
+            (Do.GATHER, None): self.sent(self._gathers, self.compute)
+        }
+        for phase in self.phases:
+            moves = REDUCE_GRADIENT[layout.gradients]
+            found[Do.REDUCE, phase] = self.sent(moves, dtype_of(precision.reduce))
+        if self.phases:
+            moves = SYNC_GRADIENT[layout.gradients, layout.optimizer]
+            found[Do.SYNC, self.phases[-1]] = self.sent(moves, dtype_of(precision.gradient))
+        return found
 
     @property
     def whole_bytes(self) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from atoll.program import PHASES, Phase, UnitShape
+from atoll.program import PHASES, Do, Phase, UnitShape
 from atoll.runtime.sharding.room import Room
 from atoll.runtime.sharding.segment import Segment, Surroundings
 from atoll.runtime.sharding.tensors import Spread
@@ -145,7 +145,18 @@ class Unit:
             ahead=sum(segment.bytes_ahead(reads_in_place=reads_in_place) for segment in self.segments),
             flows=flows,
             is_left_alone=self.is_left_alone,
+            travel=self._travel(),
         )
+
+    def _travel(self) -> dict[tuple[Do, Phase | None], tuple[tuple[str, int], ...]]:
+        """What a gather, and the reductions and syncs of the phases, send: their segments take the same moves."""
+        found: dict[tuple[Do, Phase | None], tuple[tuple[str, int], ...]] = {}
+        for segment in self.segments:
+            for what, own in segment.travel().items():
+                before = found.get(what) or tuple((axis, 0) for axis, _ in own)
+                both = zip(before, own, strict=True)
+                found[what] = tuple((axis, one + other) for (axis, one), (_, other) in both)
+        return found
 
     def begin_gather(self) -> None:
         """Begin to make the parameters whole; `gather` waits for it."""

@@ -1,0 +1,30 @@
+"""What a program sends: a sum over its instructions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from atoll.program.instruction import Do, Instruction
+from atoll.program.shape import RankShape
+
+_GATHERS = (Do.GATHER, Do.FETCH)
+
+
+def way_of(instruction: Instruction, shape: RankShape) -> tuple[tuple[str, int], ...]:
+    """Bytes by axis that an instruction begins to send to data-parallel ranks, one axis after the other."""
+    do, _, index, phase = instruction
+    if do in _GATHERS:
+        return shape.units[index].travel.get((Do.GATHER, None), ())
+    if do is Do.REDUCE or do is Do.SYNC:
+        return shape.units[index].travel.get((do, phase), ())
+    return ()
+
+
+def sent_by(instructions: Iterable[Instruction], shape: RankShape) -> Counter[str]:
+    """Bytes by axis that a program sends to data-parallel ranks."""
+    total: Counter[str] = Counter()
+    for instruction in instructions:
+        for axis, count in way_of(instruction, shape):
+            total[axis] += count
+    return total
