@@ -56,7 +56,7 @@ TABLE: dict[str, tuple[str, ...]] = {
         "tests/runtime/test_overlap.py",
     ),
     "layouts/": ("tests/layouts", "tests/test_plan.py"),
-    "sim.py": ("tests/test_sim.py", "tests/test_trace.py"),
+    "sim/": ("tests/test_sim.py", "tests/test_sim_programs.py", "tests/test_trace.py"),
     "data/": ("tests/data",),
     "runtime/": (ENGINE,),
     "runtime/checkpoint/": (

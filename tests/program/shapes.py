@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from atoll.ir import Placement
-from atoll.program import BlockShape, Phase, RankShape, StageShape, UnitShape
+from atoll.program import BlockShape, Do, Phase, RankShape, StageShape, UnitShape
 
 WHOLE = 100
 """Bytes of a unit."""
+
+LEVELS = (("inter", 50), ("intra", 100))
+"""What a gather of a unit sends; a reduction takes the links the other way round."""
 
 
 def shapes_of(
@@ -40,7 +43,11 @@ def shapes_of(
         if users and users[-1] < frozen:
             flows = {}
         whole = 0 if rests else WHOLE
-        return UnitShape(index, users, is_shared, whole, whole // 2 if staged else whole, flows)
+        travel: dict[tuple[Do, Phase | None], tuple[tuple[str, int], ...]] = {}
+        if not rests:
+            travel = {(Do.GATHER, None): LEVELS, **{(Do.REDUCE, phase): LEVELS[::-1] for phase in flows}}
+        ahead = whole // 2 if staged else whole
+        return UnitShape(index, users, is_shared, whole, ahead, flows, travel=travel)
 
     ranks = []
     for rank in range(placement.ranks):

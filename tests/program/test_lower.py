@@ -42,7 +42,7 @@ def test_what_is_gathered_ahead_begins_a_block_before_and_what_turns_stays() -> 
     schedule = schedules.build("1f1b", ranks=1, microbatches=1)
     (program,) = programs(schedule, blocks=3)
     assert picture(program) == (
-        "FETCH 1, GATHER 2, 0F0.0, FREE 1, WHOLE 2, GATHER 3, 0F0.1, FREE 2, WHOLE 3, GATHER 2, 0F0.2, "
+        "GATHER 1, WHOLE 1, GATHER 2, 0F0.0, FREE 1, WHOLE 2, GATHER 3, 0F0.1, FREE 2, WHOLE 3, GATHER 2, 0F0.2, "
         "0FINISH_F0, 0START_I0, 0I0.2, FREE 3, REDUCE 3 I, SYNC 3 I, WHOLE 2, GATHER 1, 0I0.1, FREE 2, REDUCE 2 I, "
         "SYNC 2 I, REDUCED 3 I, WHOLE 1, 0I0.0, FREE 1, REDUCE 1 I, SYNC 1 I, REDUCED 2 I, 0FINISH_I0, 0FINISH_W0"
     )

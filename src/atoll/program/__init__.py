@@ -8,6 +8,7 @@ from atoll.program.instruction import BEGINS, Do, Instruction, Lane, Phase
 from atoll.program.laws import check
 from atoll.program.lower import lower_row
 from atoll.program.memory import Bytes, peaks
+from atoll.program.parts import Part, parts_of
 from atoll.program.program import Program
 from atoll.program.shape import PHASES, BlockShape, RankShape, StageShape, UnitShape
 from atoll.program.traffic import sent_by, way_of
@@ -20,6 +21,7 @@ __all__ = [
     "Do",
     "Instruction",
     "Lane",
+    "Part",
     "Phase",
     "Program",
     "RankShape",
@@ -27,6 +29,7 @@ __all__ = [
     "UnitShape",
     "check",
     "lower_row",
+    "parts_of",
     "peaks",
     "sent_by",
     "way_of",

@@ -23,7 +23,7 @@ from atoll._torch import is_profiling, local_part
 from atoll.errors import AtollError, RunError
 from atoll.ir import Action, Op
 from atoll.models import Batch
-from atoll.program import BEGINS, Do, Instruction, Program, RankShape
+from atoll.program import BEGINS, Do, Instruction, Part, Program, RankShape, parts_of
 from atoll.runtime.lanes import Lane
 from atoll.runtime.mail import Mail, Wire
 from atoll.runtime.outline import Outline
@@ -86,15 +86,6 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """Instructions `start`..`stop` of a program, all for one action: what the timeline shows together."""
-
-    action: Action
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True, slots=True)
 class _Score:
     """A program ready to be played.
 
@@ -105,24 +96,9 @@ class _Score:
     program: Program
     row: tuple[Action, ...]
     calls: tuple[Callable[[], None], ...]
-    parts: tuple[_Part, ...]
+    parts: tuple[Part, ...]
     first_backward: int
     forwards: Mapping[Key, Mapping[int, int]]
-
-
-def _parts(instructions: Sequence[Instruction]) -> Iterator[_Part]:
-    """Cut a program where another action begins; what begins or ends something on a link belongs to what it is with."""
-    start, current = 0, None
-    for at, instruction in enumerate(instructions):
-        do = instruction.do
-        if do in BEGINS or do is Do.REDUCED or do.startswith("POST_"):
-            continue
-        if current is not None and instruction.action != current:
-            yield _Part(current, start, at)
-            start = at
-        current = instruction.action
-    if current is not None:
-        yield _Part(current, start, len(instructions))
 
 
 class Executor:
@@ -213,7 +189,7 @@ class Executor:
             row = self._outline.row(self._transport.place.pp, training=training, microbatches=microbatches)
             program = self._outline.program(row, self._shape)
             calls = tuple(map(self._call, program.instructions))
-            parts = tuple(_parts(program.instructions))
+            parts = tuple(parts_of(program.instructions))
             first = next((at for at, part in enumerate(parts) if part.action.op in _BACKWARD), len(parts))
             forwards: dict[Key, dict[int, int]] = {}
             for at, (do, action, block, _) in enumerate(program.instructions):
@@ -325,7 +301,7 @@ class Executor:
         parcels = partial(split.parcels, batches=batches, training=training, logits=keep_logits)
         self._mail.begin(row, batches, training=training, parcels=parcels)
 
-    def _play(self, parts: Sequence[_Part]) -> None:
+    def _play(self, parts: Sequence[Part]) -> None:
         clock = self._clock
         is_profiled = is_profiling()
         try:

@@ -1,0 +1,33 @@
+"""A program cut where another action of the schedule begins: what a timeline shows together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from atoll.ir import Action
+from atoll.program.instruction import BEGINS, Do, Instruction
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Instructions `start`..`stop` of a program, all for one action."""
+
+    action: Action
+    start: int
+    stop: int
+
+
+def parts_of(instructions: Sequence[Instruction]) -> Iterator[Part]:
+    """Every instruction in one part; what begins or ends something on a link belongs to what it is with."""
+    start, current = 0, None
+    for at, instruction in enumerate(instructions):
+        do = instruction.do
+        if do in BEGINS or do is Do.REDUCED or do.startswith("POST_"):
+            continue
+        if current is not None and instruction.action != current:
+            yield Part(current, start, at)
+            start = at
+        current = instruction.action
+    if current is not None:
+        yield Part(current, start, len(instructions))

@@ -1,0 +1,96 @@
+"""Programs played with costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from atoll import schedules
+from atoll.errors import ConfigError
+from atoll.ir import Schedule, insert_vocabulary, lower
+from atoll.program import Do, Program, lower_row
+from atoll.sim import Costs, Rates, Speed, play, simulate
+from tests.program.shapes import shapes_of
+
+NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "dualpipe-v")
+
+
+def programs(schedule: Schedule, **options: Any) -> list[Program]:
+    shapes = shapes_of(schedule.placement, **options)
+    return [lower_row(row, shape) for row, shape in zip(lower(schedule).actions, shapes, strict=True)]
+
+
+def rates(schedule: Schedule, blocks: int = 1, **options: Any) -> Rates:
+    """One second for each of a stage's F, I and W."""
+    count = range(schedule.stages * blocks)
+    compute = {(do, block): 1.0 / blocks for do in (Do.F, Do.I) for block in count}
+    return Rates({**compute, **{(Do.W, block + 1): 1.0 / blocks for block in count}}, **options)
+
+
+@pytest.mark.parametrize("hop", [0.0, 0.25])
+@pytest.mark.parametrize("name", NAMES)
+def test_where_nothing_travels_a_program_takes_what_its_schedule_takes(name: str, hop: float) -> None:
+    """B's input gradient leaves before its W, as in the schedule's simulation."""
+    schedule = schedules.build(name, ranks=4, microbatches=8)
+    wanted = simulate(schedule, Costs(schedule.chunks, schedule.chunks, schedule.chunks, hop=hop))
+    for blocks in (1, 3):
+        own = rates(schedule, blocks, links={"pp": Speed(latency=hop)})
+        trace = play(programs(schedule, blocks=blocks, rests=True), own, schedule.placement)
+        assert trace.makespan == pytest.approx(wanted.makespan)
+        computed = sorted((s.rank, s.start, str(s.action)) for s in trace.spans if s.action.op.is_compute)
+        expected = sorted((s.rank, s.start, str(s.action)) for s in wanted.spans)
+        assert [(rank, action) for rank, _, action in computed] == [(rank, action) for rank, _, action in expected]
+        assert [start for _, start, _ in computed] == pytest.approx([start for _, start, _ in expected])
+
+
+def seconds(*, limit: int, inter: float, intra: float = 1e9, blocks: int = 4) -> float:
+    """Of one rank whose blocks compute for a second; `inter`, `intra`: bytes a second."""
+    schedule = schedules.build("1f1b", ranks=1, microbatches=1)
+    links = {"inter": Speed(rate=inter), "intra": Speed(rate=intra)}
+    own = Rates({(do, block): 1.0 for do in (Do.F, Do.I) for block in range(blocks)}, links=links)
+    return play(programs(schedule, blocks=blocks, limit=limit, behind=1), own, schedule.placement).makespan
+
+
+def test_what_is_gathered_ahead_is_hidden() -> None:
+    """Four blocks, forward and backward: 8 s. A gather takes half a second, and so does a reduction."""
+    assert seconds(limit=0, inter=100.0) > 8 + 8 * 0.5 - 1e-6
+    assert seconds(limit=100, inter=100.0) == pytest.approx(8 + 0.5), (
+        "the first gather; the step's end waits for the last reduction"
+    )
+
+
+def test_a_link_that_is_slower_than_the_computation_takes_its_own_time() -> None:
+    """Forward: four gathers of 5 s. Backward: three more, and all but the last of four reductions, on one link."""
+    assert 10 * 5 <= seconds(limit=100, inter=10.0) < 10 * 5 + 3
+
+
+def test_two_links_carry_two_units() -> None:
+    """A gather takes 1 s on each of two links: with two ahead, one unit a second comes."""
+    one = seconds(limit=100, inter=50.0, intra=100.0, blocks=8)
+    two = seconds(limit=200, inter=50.0, intra=100.0, blocks=8)
+    assert two < one
+
+
+def test_ranks_that_share_a_link_take_longer() -> None:
+    assert Speed(rate=100.0, shared=4).seconds(50) == 2.0
+    with pytest.raises(ConfigError, match="a link of latency -1"):
+        Speed(latency=-1)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+def test_messages_of_a_split_vocabulary_arrive(name: str) -> None:
+    schedule = insert_vocabulary(schedules.build(name, ranks=3, microbatches=6))
+    own = Rates({(Do.F, block): 1.0 for block in range(18)}, message=1.0, links={"pp": Speed(rate=10.0)})
+    trace = play(programs(schedule, has_slices=True), own, schedule.placement)
+    assert trace.makespan > 6 * 3
+
+
+def test_programs_that_wait_for_each_other_are_refused() -> None:
+    schedule = schedules.build("1f1b", ranks=2, microbatches=2)
+    first, last = programs(schedule)
+    mute = Program(tuple(each for each in first.instructions if each.do is not Do.SEND_F), first.shape)
+    with pytest.raises(ConfigError, match="rank 0 at 0RECV_B0, rank 1 at 1RECV_F0"):
+        play([mute, last], Rates(), schedule.placement)
+    with pytest.raises(ConfigError, match="1 programs and 1 rates for 2 ranks"):
+        play([first], Rates(), schedule.placement)
