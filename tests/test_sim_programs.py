@@ -7,18 +7,19 @@ from typing import Any
 import pytest
 
 from atoll import schedules
-from atoll.errors import ConfigError
+from atoll.errors import ConfigError, ScheduleError
 from atoll.ir import Schedule, insert_vocabulary, lower
-from atoll.program import Do, Program, lower_row
-from atoll.sim import Costs, Rates, Speed, play, simulate
+from atoll.program import Do, Program, Programs, lower_row
+from atoll.sim import Costs, Rates, Speed, simulate
 from tests.program.shapes import shapes_of
 
 NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "dualpipe-v")
 
 
-def programs(schedule: Schedule, **options: Any) -> list[Program]:
+def programs(schedule: Schedule, **options: Any) -> Programs:
     shapes = shapes_of(schedule.placement, **options)
-    return [lower_row(row, shape) for row, shape in zip(lower(schedule).actions, shapes, strict=True)]
+    each = (lower_row(row, shape) for row, shape in zip(lower(schedule).actions, shapes, strict=True))
+    return Programs(schedule.placement, tuple(each))
 
 
 def rates(schedule: Schedule, blocks: int = 1, **options: Any) -> Rates:
@@ -36,7 +37,7 @@ def test_where_nothing_travels_a_program_takes_what_its_schedule_takes(name: str
     wanted = simulate(schedule, Costs(schedule.chunks, schedule.chunks, schedule.chunks, hop=hop))
     for blocks in (1, 3):
         own = rates(schedule, blocks, links={"pp": Speed(latency=hop)})
-        trace = play(programs(schedule, blocks=blocks, rests=True), own, schedule.placement)
+        trace = simulate(programs(schedule, blocks=blocks, rests=True), own)
         assert trace.makespan == pytest.approx(wanted.makespan)
         computed = sorted((s.rank, s.start, str(s.action)) for s in trace.spans if s.action.op.is_compute)
         expected = sorted((s.rank, s.start, str(s.action)) for s in wanted.spans)
@@ -49,7 +50,7 @@ def seconds(*, limit: int, inter: float, intra: float = 1e9, blocks: int = 4) ->
     schedule = schedules.build("1f1b", ranks=1, microbatches=1)
     links = {"inter": Speed(rate=inter), "intra": Speed(rate=intra)}
     own = Rates({(do, block): 1.0 for do in (Do.F, Do.I) for block in range(blocks)}, links=links)
-    return play(programs(schedule, blocks=blocks, limit=limit, behind=1), own, schedule.placement).makespan
+    return simulate(programs(schedule, blocks=blocks, limit=limit, behind=1), own).makespan
 
 
 def test_what_is_gathered_ahead_is_hidden() -> None:
@@ -82,15 +83,18 @@ def test_ranks_that_share_a_link_take_longer() -> None:
 def test_messages_of_a_split_vocabulary_arrive(name: str) -> None:
     schedule = insert_vocabulary(schedules.build(name, ranks=3, microbatches=6))
     own = Rates({(Do.F, block): 1.0 for block in range(18)}, message=1.0, links={"pp": Speed(rate=10.0)})
-    trace = play(programs(schedule, has_slices=True), own, schedule.placement)
+    trace = simulate(programs(schedule, has_slices=True), own)
     assert trace.makespan > 6 * 3
 
 
 def test_programs_that_wait_for_each_other_are_refused() -> None:
     schedule = schedules.build("1f1b", ranks=2, microbatches=2)
-    first, last = programs(schedule)
+    both = programs(schedule)
+    first, last = both.ranks
     mute = Program(tuple(each for each in first.instructions if each.do is not Do.SEND_F), first.shape)
     with pytest.raises(ConfigError, match="rank 0 at 0RECV_B0, rank 1 at 1RECV_F0"):
-        play([mute, last], Rates(), schedule.placement)
-    with pytest.raises(ConfigError, match="1 programs and 1 rates for 2 ranks"):
-        play([first], Rates(), schedule.placement)
+        simulate(Programs(schedule.placement, (mute, last)), Rates())
+    with pytest.raises(ConfigError, match="1 rates for 2 pipeline ranks"):
+        simulate(both, [Rates()])
+    with pytest.raises(ScheduleError, match="1 programs for 2 pipeline ranks"):
+        Programs(schedule.placement, (first,))

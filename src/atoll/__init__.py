@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from atoll import config, data, ir, layouts, models, plan, runtime, schedules, sim, testing, trace
+    from atoll import config, data, ir, layouts, models, plan, program, runtime, schedules, sim, testing, trace
     from atoll.errors import AtollError
     from atoll.ir.action import Action, Op
     from atoll.ir.placement import Placement
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from atoll.layouts.precision import Precision
     from atoll.plan import MeshShape, Plan
     from atoll.runtime.engine import Engine
-    from atoll.sim import Costs, simulate
+    from atoll.sim import Costs, Rates, Speed, simulate
     from atoll.trace import Trace
 
 __version__ = "0.1.0"
@@ -39,7 +39,9 @@ _HOMES = {
     "Placement": "atoll.ir",
     "Plan": "atoll.plan",
     "Precision": "atoll.layouts.precision",
+    "Rates": "atoll.sim",
     "Schedule": "atoll.ir",
+    "Speed": "atoll.sim",
     "Trace": "atoll.trace",
     "simulate": "atoll.sim",
 }
@@ -53,6 +55,7 @@ _MODULES = (
     "layouts",
     "models",
     "plan",
+    "program",
     "runtime",
     "schedules",
     "sim",
@@ -71,7 +74,9 @@ __all__ = [
     "Placement",
     "Plan",
     "Precision",
+    "Rates",
     "Schedule",
+    "Speed",
     "Trace",
     "__version__",
     "config",
@@ -81,6 +86,7 @@ __all__ = [
     "layouts",
     "models",
     "plan",
+    "program",
     "runtime",
     "schedules",
     "sim",

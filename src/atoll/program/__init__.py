@@ -9,7 +9,7 @@ from atoll.program.laws import check
 from atoll.program.lower import lower_row
 from atoll.program.memory import Bytes, peaks
 from atoll.program.parts import Part, parts_of
-from atoll.program.program import Program
+from atoll.program.program import Program, Programs
 from atoll.program.shape import PHASES, BlockShape, RankShape, StageShape, UnitShape
 from atoll.program.traffic import sent_by, way_of
 
@@ -24,6 +24,7 @@ __all__ = [
     "Part",
     "Phase",
     "Program",
+    "Programs",
     "RankShape",
     "StageShape",
     "UnitShape",

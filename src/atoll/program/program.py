@@ -7,11 +7,27 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
+from atoll.errors import ScheduleError
+from atoll.ir import Placement
 from atoll.program.instruction import Instruction
 from atoll.program.laws import check
 from atoll.program.memory import Bytes, held_after
 from atoll.program.shape import RankShape
 from atoll.program.traffic import sent_by
+
+
+@dataclass(frozen=True, slots=True)
+class Programs:
+    """What all pipeline ranks play in a step: one program a rank, in their order."""
+
+    placement: Placement
+    ranks: tuple[Program, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.ranks) != self.placement.ranks:
+            raise ScheduleError(
+                f"{len(self.ranks)} programs for {self.placement.ranks} pipeline ranks: give one a rank"
+            )
 
 
 @dataclass(frozen=True)

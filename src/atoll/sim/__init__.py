@@ -1,6 +1,42 @@
 """Plays schedules and programs with costs: who computes, sends and waits when."""
 
-from atoll.sim.programs import Rates, Speed, play
-from atoll.sim.schedules import Costs, simulate
+from __future__ import annotations
 
-__all__ = ["Costs", "Rates", "Speed", "play", "simulate"]
+from collections.abc import Sequence
+from typing import overload
+
+from atoll.ir.schedule import Schedule
+from atoll.program import Programs
+from atoll.schedules.memory import Memory
+from atoll.sim import schedules
+from atoll.sim.programs import Rates, Speed, play
+from atoll.sim.schedules import Costs
+from atoll.trace import Trace
+
+__all__ = ["Costs", "Rates", "Speed", "simulate"]
+
+
+@overload
+def simulate(played: Schedule, costs: Costs, memory: Memory | None = None) -> Trace: ...
+
+
+@overload
+def simulate(played: Programs, costs: Rates | Sequence[Rates]) -> Trace: ...
+
+
+def simulate(
+    played: Schedule | Programs, costs: Costs | Rates | Sequence[Rates], memory: Memory | None = None
+) -> Trace:
+    """Play a schedule with the costs of its actions, or programs with those of their instructions.
+
+    A schedule, compute-only or lowered, is played coarsely and fast: see `atoll.sim.schedules`. Programs are played as
+    ranks play them, with all that travels: see `atoll.sim.programs`. With `memory` a schedule's trace has the bytes of
+    every rank over time, and how long ranks idled for lack of them.
+
+    Raises ConfigError for costs or amounts that do not fit the ranks.
+    """
+    if isinstance(played, Schedule):
+        assert isinstance(costs, Costs), "a schedule is played with Costs"
+        return schedules.simulate(played, costs, memory)
+    assert not isinstance(costs, Costs), "programs are played with Rates"
+    return play(played, costs)

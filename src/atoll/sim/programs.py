@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from atoll.errors import ConfigError
 from atoll.ir.action import Action, Op
 from atoll.ir.placement import Placement
-from atoll.program import Do, Instruction, Phase, Program, way_of
+from atoll.program import Do, Instruction, Phase, Program, Programs, way_of
 from atoll.program.parts import parts_of
 from atoll.trace import Span, Trace, lane_of
 
@@ -70,15 +70,19 @@ Message = tuple[str, int, int]
 """What is sent (F, B, L, S or T), the stage or the rank that sends it, and the microbatch."""
 
 
-def play(programs: Sequence[Program], rates: Sequence[Rates] | Rates, placement: Placement) -> Trace:
-    """Play the programs of all pipeline ranks. Raises ConfigError where there are not as many as ranks."""
-    each = [rates] * len(programs) if isinstance(rates, Rates) else list(rates)
-    if not len(programs) == len(each) == placement.ranks:
-        raise ConfigError(
-            f"{len(programs)} programs and {len(each)} rates for {placement.ranks} ranks: give one a rank"
-        )
-    table = _Messages(programs, placement)
-    ranks = [_Rank(rank, program, own, table) for rank, (program, own) in enumerate(zip(programs, each, strict=True))]
+def play(programs: Programs, rates: Sequence[Rates] | Rates) -> Trace:
+    """Play the programs of all pipeline ranks, with the same rates on each or one a rank.
+
+    Raises ConfigError where there are not as many rates as ranks.
+    """
+    placement = programs.placement
+    each = [rates] * placement.ranks if isinstance(rates, Rates) else list(rates)
+    if len(each) != placement.ranks:
+        raise ConfigError(f"{len(each)} rates for {placement.ranks} pipeline ranks: give one, or one a rank")
+    table = _Messages(programs.ranks, placement)
+    ranks = [
+        _Rank(rank, program, own, table) for rank, (program, own) in enumerate(zip(programs.ranks, each, strict=True))
+    ]
     arrived: dict[Message, float] = {}
     waiting: dict[Message, list[int]] = {}
     ready = list(range(len(ranks)))
