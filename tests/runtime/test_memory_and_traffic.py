@@ -68,7 +68,7 @@ def test_shared_parameters_count_once_per_copy() -> None:
 def test_bytes_sent_equal_the_traffic(layout: str) -> None:
     # Widths that 4 divides, so that no padding travels.
     model = TinyConfig(layers=2)
-    case = Case(layout=layout, inter=2, intra=2, precision="fp64", microbatches=8, model=model)
+    case = Case(layout=layout, inter=2, intra=2, precision="fp64", microbatches=8, model=model, prefetch=0)
     results = run_ranks(held_after_a_step, case.ranks, case)
     numel = (16 * 8) + 2 * (8 + 8 + 8 * 12 + 12 + 12 * 8 + 8) + (8 + 8 + 16 * 8)
     expected = traffic(
