@@ -121,13 +121,15 @@ def insert_reductions(
     steps: Iterable[Step], row: Sequence[Action], shape: RankShape, *, reduces_each: bool = True
 ) -> Steps:
     """REDUCE where a unit's gradients of a phase are complete in the last microbatch before a REDUCE_GRAD, so that they
-    leave while the rest is computed; SYNC after the last of a phase; REDUCED once more than `shape.behind` are under
-    way. The step's end waits for the others.
+    leave while the rest is computed; SYNC after the last of a phase. REDUCED once more than `shape.behind` are under
+    way, and before gradients after the next ones are made, whose room it is. The step's end waits for the others.
     """
     reduced, last = _reduced(row), _last(row)
     slices = {Op.T: shape.head, Op.G: shape.embedding}
     final = {slices[action.op]: action for action in row if action.op in slices}
     under_way: deque[Instruction] = deque()
+    made: set[tuple[int, Phase]] = set()
+    follows = False  # whether gradients were made since the last reduction began
     found: Steps = []
 
     def reduce(action: Action, index: int, phase: Phase, *, is_due: bool, is_last: bool) -> None:
@@ -135,7 +137,10 @@ def insert_reductions(
         if phase not in unit.flows or unit.is_left_alone:
             return
         if is_due and unit.flows[phase]:
+            nonlocal follows
             found.append(Instruction(Do.REDUCE, action, index, phase))
+            made.discard((index, phase))
+            follows = False
             under_way.append(Instruction(Do.REDUCED, action, index, phase))
         if is_last and not unit.is_shared:  # the copies of a shared unit are summed first, at the step's end
             found.append(Instruction(Do.SYNC, action, index, phase))
@@ -143,6 +148,12 @@ def insert_reductions(
             found.append(under_way.popleft())
 
     for step in steps:
+        new = set() if isinstance(step, Action) else set(_makes(step, shape)) - made
+        if new:
+            while follows and under_way:
+                found.append(under_way.popleft())
+            made |= new
+            follows = True
         found.append(step)
         if isinstance(step, Action):
             continue
@@ -163,6 +174,18 @@ def insert_reductions(
                 ends = final[unit_of] is action
                 reduce(action, unit_of, "W", is_due=reduces_each or ends, is_last=ends)
     return found
+
+
+def _makes(step: Instruction, shape: RankShape) -> Iterator[tuple[int, Phase]]:
+    """Whole gradients, by unit and phase, that an instruction writes to."""
+    if step.do is Do.I:
+        yield from ((index, "I") for index in shape.units_of[step.of] if shape.units[index].flows.get("I"))
+    elif step.do is Do.W and shape.units[step.of].flows.get("W"):
+        yield step.of, "W"
+    elif step.do is Do.T or step.do is Do.G:
+        index = shape.head if step.do is Do.T else shape.embedding
+        if index is not None and shape.units[index].flows.get("W"):
+            yield index, "W"
 
 
 _Phases = dict[tuple[int, int | None], set[Phase]]
