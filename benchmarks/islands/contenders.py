@@ -162,7 +162,7 @@ class Atoll:
             return nullcontext()
         if self.transport == "direct":
             return patch.object(GlooTransport, "shares_memory", False)
-        return patch("atoll.runtime.transport.GlooTransport", CollectiveTransport)
+        return patch("atoll.runtime.transport.world.GlooTransport", CollectiveTransport)
 
 
 # ---- torch

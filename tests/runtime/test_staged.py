@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from atoll.plan import Place
-from atoll.runtime import engine, transport
-from atoll.runtime.transport import StagedTransport, Tag
+from atoll.runtime import engine
+from atoll.runtime.transport import StagedTransport, Tag, gloo
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, History, train
 from atoll.testing.tiny import TinyConfig
@@ -29,7 +29,7 @@ class Everything(StagedTransport):
 def train_staged(case: Case) -> tuple[History, int]:
     """Train with copies; also how many were made."""
     made = 0
-    copied = transport._host_copy_of
+    copied = gloo._host_copy_of
 
     def counted(tensor: torch.Tensor) -> torch.Tensor:
         nonlocal made
@@ -39,7 +39,7 @@ def train_staged(case: Case) -> tuple[History, int]:
     def connect(place: Place, device: torch.device) -> StagedTransport:
         return Everything(place, device)
 
-    with patch.object(engine, "connect", connect), patch.object(transport, "_host_copy_of", counted):
+    with patch.object(engine, "connect", connect), patch.object(gloo, "_host_copy_of", counted):
         return train(case), made
 
 
