@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import re
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from torch import nn
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from atoll.layouts import Layout
@@ -38,6 +41,23 @@ from benchmarks.who_gets_it_right import bench, contenders, verdict
 from benchmarks.who_gets_it_right.work import Work as Trained
 
 WORK = Chain()
+
+
+def test_what_a_contender_keeps_is_counted_and_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a node of the graph saves its own output, which must not hold the node and so the model."""
+    work = Text(samples=1, layers=2, hidden=32, heads=2, ffn=64, vocabulary=128, tokens=16)
+    built = []
+
+    def build(own: Text) -> nn.Module:
+        model = make(own)
+        built.append(weakref.ref(next(model.parameters())))
+        return model
+
+    make = Text.build
+    monkeypatch.setattr(Text, "build", build)
+    assert work.kept_bytes(1) > 16 * 128 * 4, "the logits alone"
+    gc.collect()
+    assert [weight() for weight in built] == [None]
 
 
 def raced(name: str, seconds: float, megabytes: float, *, is_ours: bool) -> dict[str, Any]:

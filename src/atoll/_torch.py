@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, autograd, nn
 from torch._subclasses import FakeTensorMode
 from torch.distributed.tensor import DTensor
-from torch.optim.lr_scheduler import LRScheduler
 
 TORCH = ("2.11", "2.14")
 """The first minor version of torch in which the names are expected, and the first in which they must be looked up."""
@@ -124,14 +123,6 @@ def bare_copy(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> nn.M
         key: torch.empty_like(buffer, device="cpu") for key, buffer in module._buffers.items() if buffer is not None
     }
     return made
-
-
-def set_last_rates(scheduler: LRScheduler, rates: Sequence[float | Tensor]) -> None:
-    """Make `get_last_lr()` say these.
-
-    Private: `LRScheduler._last_lr`, which only a step writes, and a scheduler that is restored takes none.
-    """
-    scheduler._last_lr = list(rates)
 
 
 def run_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from atoll._torch import bare_copy, parameter_replaced, run_backward, set_last_rates, version
+from atoll._torch import bare_copy, parameter_replaced, run_backward, version
 
 
 def test_a_backward_gives_what_the_public_function_gives() -> None:
@@ -55,10 +55,3 @@ def test_a_bare_copy_shares_nothing_that_is_large() -> None:
     assert [name for name, _ in module.named_parameters()] == ["weight", "bias"]
     assert {name for name, _ in copied.named_buffers()} == {name for name, _ in module.named_buffers()}
     assert all(one is not other for one, other in zip(copied.buffers(), module.buffers(), strict=True))
-
-
-def test_a_scheduler_says_the_rates_it_is_given() -> None:
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-    set_last_rates(scheduler, [0.25])
-    assert scheduler.get_last_lr() == [0.25]

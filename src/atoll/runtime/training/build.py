@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from atoll._torch import set_last_rates
 from atoll.config import Config, Model, Train
 from atoll.errors import ConfigError
 from atoll.models import Decoder, DecoderConfig
@@ -146,7 +145,6 @@ class Schedule:
         bases = self._inner.base_lrs
         self._inner.load_state_dict({**state, "base_lrs": bases, "lr_lambdas": [None] * len(bases)})
         rates = [base * self._factor(self._inner.last_epoch) for base in bases]
-        set_last_rates(self._inner, rates)
         for group, options, rate in zip(self._optimizer.param_groups, self._options, rates, strict=True):
             group.update(options)
             group["lr"] = rate
