@@ -4,7 +4,7 @@
     cut into blocks   0UNSHARD 0F0.0 0F0.1 0FINISH_F0 0SEND_F0 0RESHARD
     + reductions      the same: a forward has none
     + gathers         GATHER 0, WHOLE 0, GATHER 1, 0F0.0, FREE 0, WHOLE 1, 0F0.1, FREE 1, 0FINISH_F0, 0SEND_F0
-    + posts           a row that receives begins to some receives ahead
+    + posts           each receive begins two receives before it is waited for
 
 Each pass is a function from a list of steps to another, with the whole row in view. A step is an instruction, or a mark
 that a later pass replaces: a stage that is opened, closed or reduced, as the row says it.
