@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from atoll._torch import local_part
 from atoll.errors import PlanError, RankError
 from atoll.layouts import EFFECTIVE
 from atoll.models import Decoder, DecoderConfig
@@ -62,6 +63,12 @@ def test_recompute(recompute: str, schedule: str) -> None:
 
 def test_post_validated_steps() -> None:
     assert_parity(replace(PAIR, layout="IIG", pipeline=2, schedule="zb-h1", post_validation=True, clip=0.05, steps=4))
+
+
+@pytest.mark.parametrize("recompute", ["block", "selective"])
+def test_the_decoder_recomputed(recompute: str) -> None:
+    """Its embedding is a block, whose output is made whole around it."""
+    assert_parity(Case(tensor=2, microbatches=4, steps=2, model=Small(), recompute=recompute))
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -174,3 +181,45 @@ def test_sequences_that_do_not_divide_are_refused() -> None:
     case = Case(tensor=2, microbatches=2, sequence_parallel=True, model=Small())
     for said in run_ranks(uneven, 2, case):
         assert all("tokens, which tensor = 2 ranks with sequence_parallel cannot split evenly" in text for text in said)
+
+
+class Dropping(Small):
+    """With dropout on attention and on both branches."""
+
+    def build(self) -> Decoder:
+        return Decoder(DecoderConfig(vocabulary=19, layers=3, hidden=16, heads=4, kv_heads=4, ffn=24, dropout=0.5))
+
+
+def drawn(case: Case) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What this rank's heads give in each forward of a layer, run again or not, and what the branch gives then.
+
+    All heads have the same weights: what they give differs by their dropout alone.
+    """
+    engine = case.engine()
+    with engine.full_parameters("layers.1.attention.*") as values:
+        for name, value in values.items():
+            if "output" not in name:
+                value[:] = value[:4].repeat(4, 1)
+    layer = engine.adapter.blocks()[2].module
+    joined: list[torch.Tensor] = []
+    given: list[torch.Tensor] = []
+    layer.attention.output.register_forward_pre_hook(
+        lambda _, args: joined.append(local_part(args[0]).detach().clone())
+    )
+    layer.register_forward_hook(lambda module, args, output: given.append(local_part(output).detach().clone()))
+    engine.step(case.share(engine, 0))
+    engine.close()
+    return joined, given
+
+
+@pytest.mark.parametrize("recompute", ["none", "block", "selective"])
+def test_dropout_is_apart_on_heads_and_alike_behind_them(recompute: str) -> None:
+    """Ranks draw other masks for their heads, and the same for what all of them have. A forward that is run again draws
+    what it drew before."""
+    case = Case(tensor=2, microbatches=2, model=Dropping(), recompute=recompute, steps=1)
+    (mine, whole), (others, theirs) = run_ranks(drawn, 2, case)
+    assert len(mine) == len(others) == (2 if recompute == "none" else 4)
+    assert not any(torch.equal(one, other) for one in mine for other in others)
+    assert all(torch.equal(one, other) for one, other in zip(whole, theirs, strict=True))
+    for each in (mine, others):
+        assert len({tuple(value.flatten().tolist()) for value in each}) == 2, "one for each microbatch"

@@ -2,11 +2,16 @@
 
 The generators are seeded from (seed, step, global microbatch, block) before a block's forward and its recompute, so
 dropout is the same under every layout and schedule and a checkpoint needs no generator state.
+
+[Note: heads of their own] The ranks of a tensor-parallel group have the same seed, and so the same dropout on what all
+of them have. Between a module that splits and the one that joins again each works on heads and features of its own, and
+draws for itself (`draw_apart`); behind it all go on alike (`draw_alike`).
 """
 
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass, field
 
 import torch
 
@@ -19,9 +24,53 @@ def block_seed(seed: int, step: int, microbatch: int, block: int) -> int:
 
 def seed_block(seed: int, step: int, microbatch: int, block: int) -> None:
     """Seed torch's default generators, of the CPU and of CUDA where it is in use, for one forward of one block."""
-    value = block_seed(seed, step, microbatch, block)
+    _seed(block_seed(seed, step, microbatch, block))
+
+
+def _seed(value: int) -> None:
     # torch.manual_seed does the same, but formats a stack trace for every kind of device that is not in use: 0.1 to
     # 0.5 ms for each block and microbatch.
     torch.default_generator.manual_seed(value)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(value)
+
+
+@dataclass(slots=True)
+class _Region:
+    """Where ranks of a tensor-parallel group draw for themselves: with which seed, and the states of the generators
+    that all have in common. It is over once the default generator has another seed."""
+
+    seed: int = -1
+    common: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def is_open(self) -> bool:
+        return torch.default_generator.initial_seed() == self.seed
+
+
+_REGION = _Region()
+
+
+def draw_apart(rank: int, name: str) -> None:
+    """From here on the `rank`-th rank of a tensor-parallel group draws random numbers of its own.
+
+    Its seed follows from what all would have drawn next, and from `name`, which tells places in the model apart. So it
+    is the same when a forward is run again from its random state, whoever does so.
+    """
+    if _REGION.is_open:
+        return
+    common = [torch.default_generator.get_state()]  # copies: what is drawn from here on does not move them
+    if torch.cuda.is_initialized():
+        common.append(torch.cuda.get_rng_state())
+    digest = hashlib.blake2b(f"{name}:{rank}".encode(), digest_size=8)
+    digest.update(common[0].numpy().tobytes())
+    _REGION.seed, _REGION.common = int.from_bytes(digest.digest(), "little") >> 1, common
+    _seed(_REGION.seed)
+
+
+def draw_alike() -> None:
+    """From here on all ranks draw alike again, as if none had drawn for itself."""
+    if _REGION.is_open:
+        torch.default_generator.set_state(_REGION.common[0])
+        for state in _REGION.common[1:]:
+            torch.cuda.set_rng_state(state)

@@ -142,7 +142,9 @@ def _stage(model: _Model, stage: int, units: Mapping[int, Unit], around: Surroun
             at,
             own,
             needs_backward=at >= model.first_trained,
-            recompute=plan.recompute,
+            # An embedding keeps its ids, which are there anyway. Split by rows it could not run again either: what
+            # makes its output whole is a hook around the block.
+            recompute="none" if isinstance(block.module, nn.Embedding) else plan.recompute,
             end=scored if scored is not None and scored.lies_in(block) else None,
         )
         own_blocks.append(local)

@@ -34,6 +34,7 @@ from atoll.errors import PlanError
 from atoll.models import STYLES, Adapter, Block
 from atoll.models.probe import hidden_argument, replace_hidden
 from atoll.plan import Plan
+from atoll.runtime.randomness import draw_alike, draw_apart
 from atoll.runtime.sharding.tensors import Spread, is_split
 
 _SUMMED = "replicated_with_grad_allreduce"
@@ -114,6 +115,7 @@ class TensorParallel:
                     continue
                 parallelize_module(module, self.mesh, self._style(style, is_head=self._is_head(at)), src_data_rank=None)
         self._keep_identities(before)
+        self._draw_apart(block, styles)
         for name in self._shares_input(block, styles):
             module = block.module.get_submodule(name) if name else block.module
             module.register_forward_pre_hook(partial(_take_whole, self.mesh, self._passed), with_kwargs=True)
@@ -229,6 +231,19 @@ class TensorParallel:
                 )
         return found
 
+    def _draw_apart(self, block: Block, styles: Mapping[str, str]) -> None:
+        """Between modules split by outputs and the next one split by inputs, random numbers are a rank's own."""
+        rank = self.mesh.get_local_rank()
+        joins = False
+        for name, style in reversed(list(styles.items())):
+            if style in _ROWS:
+                joins = True
+                block.module.get_submodule(name).register_forward_pre_hook(_draw_alike)
+            elif style == "colwise" and joins:
+                block.module.get_submodule(name).register_forward_hook(
+                    partial(_draw_apart, rank, f"{block.name}.{name}")
+                )
+
     def _enter_and_leave(self, at: int) -> None:
         """The first layer takes its part of the sequence, the last one gives all of it."""
         module = self.blocks[at].module
@@ -251,6 +266,15 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 def _take_whole(mesh: DeviceMesh, passed: Any, module: nn.Module, args: Any, kwargs: Any) -> Arguments:
     hidden = DTensor.from_local(hidden_argument(args, kwargs), mesh, [passed], run_check=False)
     return replace_hidden(args, kwargs, hidden.redistribute(placements=[Replicate()]))
+
+
+def _draw_apart(rank: int, name: str, module: nn.Module, args: Any, output: Any) -> None:
+    if module.training:
+        draw_apart(rank, name)
+
+
+def _draw_alike(module: nn.Module, args: Any) -> None:
+    draw_alike()
 
 
 def _take_part(mesh: DeviceMesh, module: nn.Module, args: Any, kwargs: Any) -> Arguments:
