@@ -8,8 +8,16 @@ from hypothesis import strategies as st
 
 from atoll import schedules
 from atoll.errors import ScheduleError
-from atoll.ir import Op, Schedule, insert_sharding
-from atoll.ir.residency import REDUCTIONS, RESIDENCIES, counts, held_stages, unreduced_stages
+from atoll.ir import Op, Schedule, insert_sharding, insert_vocabulary
+from atoll.ir.residency import (
+    REDUCTIONS,
+    RESIDENCIES,
+    Slices,
+    counts,
+    held_stages,
+    slices_freed,
+    unreduced_stages,
+)
 from atoll.schedules import build
 
 MICROBATCHES = 16
@@ -144,3 +152,40 @@ def test_forward_only_keeps_what_a_forward_needs() -> None:
 def test_the_catalogue_is_covered() -> None:
     searched = {"auto", "zb-1p", "zb-2p", "optimal"}
     assert {schedule.name for schedule in ALL} >= set(schedules.CATALOGUE) - searched
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+def test_slices_of_a_vocabulary_stay_while_there_is_room(name: str, is_tied: bool) -> None:
+    """Beside the stages of their rank, never more than the room; with more of it they are gathered less often."""
+    schedule = insert_vocabulary(of(name))
+    slices = Slices(embedding=1.0, head=1.0 if is_tied else 2.0, is_tied=is_tied)
+    sizes = [1.0] * schedule.stages
+    gathers = []
+    for room in (0.5, 1.0, 2.0, 3.0, 5.0):
+        options = {"residency": "run", "room": room}
+        lowered = insert_sharding(schedule, sizes=sizes, slices=slices, **options)  # type: ignore[arg-type]
+        count = 0
+        for rank, row in enumerate(lowered.actions):
+            own = dict.fromkeys(schedule.placement.stages_of(rank), 1.0)
+            freed = slices_freed(schedule.actions[rank], slices, sizes=own, **options)  # type: ignore[arg-type]
+            held: dict[object, float] = {}
+            for action, following in zip(row, [*row[1:], None], strict=True):
+                if action.op in (Op.L, Op.S):
+                    key = "embedding" if is_tied or action.op is Op.L else "head"
+                    count += key not in held
+                    held[key] = slices.embedding if key == "embedding" else slices.head
+                    if action in freed:
+                        del held[key]
+                elif action.op is Op.UNSHARD:
+                    held[action.stage] = 1.0
+                elif action.op is Op.RESHARD:
+                    del held[action.stage]
+                is_used = action.op in (Op.F, Op.I, Op.B) and following is not None and following.op is Op.RESHARD
+                if not is_used and action.op is not Op.UNSHARD:
+                    assert sum(held.values()) <= room
+            assert not held
+        gathers.append(count)
+    assert gathers == sorted(gathers, reverse=True)
+    assert gathers[0] == 2 * MICROBATCHES * 4, "each look-up and score"
+    assert gathers[-1] == (1 if is_tied else 2) * 4, "once"

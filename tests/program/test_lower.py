@@ -114,7 +114,7 @@ def test_slices_of_a_vocabulary_are_units_like_others(name: str, residency: Resi
             lowered.actions, shapes_of(schedule.placement, has_slices=True, limit=limit), strict=True
         ):
             for keeps in (True, False):
-                program = lower_row(row, shape, keeps_slices=keeps, reduces_each=not keeps)
+                program = lower_row(row, shape, frees=() if keeps else None, reduces_each=not keeps)
                 reduced = [each for each in program.instructions if each.do is Do.REDUCE and each.of < 2]
                 assert len(reduced) == (2 if keeps else 12)
 

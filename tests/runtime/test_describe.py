@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from atoll.ir.residency import Residency
 from atoll.models import Decoder, DecoderConfig
-from atoll.program import Program
+from atoll.program import Do, Program
 from atoll.runtime.assemble.describe import describe
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case
@@ -34,6 +35,15 @@ CASES = {
     "recomputed": Case("GGG", pipeline=2, intra=2, recompute="block", prefetch=0, unit=2, model=TinyConfig(layers=6)),
     "a split vocabulary": Case(
         "GGG", pipeline=2, intra=2, vocabulary_parallel=True, model=TinyConfig(layers=4, vocabulary=40)
+    ),
+    "slices that stay": Case(
+        "GGG",
+        pipeline=2,
+        intra=2,
+        vocabulary_parallel=True,
+        model=TinyConfig(layers=4, vocabulary=40, tied=True),
+        residency="run",
+        reduction="run",
     ),
     "a tensor-parallel group": Case("GGG", intra=2, tensor=2, model=Splittable()),  # type: ignore[arg-type]
 }
@@ -72,3 +82,17 @@ def test_a_large_model_is_described_without_its_memory() -> None:
     program = describe(model, case.plan, 3).program
     assert sum(unit.whole for unit in program.shape.units.values()) > 30e9
     assert 2 * 1.7e9 < program.peaks.parameters < 4 * 1.8e9
+
+
+def test_slices_of_a_vocabulary_stay_where_there_is_room() -> None:
+    case = replace(CASES["slices that stay"], microbatches=16)
+
+    def gathers(resident: int | None, residency: Residency) -> int:
+        plan = replace(case.plan, resident=resident, residency=residency)
+        program = describe(lambda: meta_model(case), plan, 1).program
+        slices = {program.shape.embedding, program.shape.head}
+        return sum(each.do in (Do.WHOLE, Do.FETCH) and each.of in slices for each in program.instructions)
+
+    # 8 microbatches on a rank, looked up and scored; where a row turns round a slice stays anyway.
+    assert gathers(1 << 20, "run") == gathers(None, "step") == 1
+    assert 1 < gathers(None, "run") <= gathers(0, "run") <= gathers(None, "unit") <= 16

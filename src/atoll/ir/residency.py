@@ -11,7 +11,8 @@ no weights: a stage is closed right after its last F, I or B.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from atoll.errors import ScheduleError
@@ -27,6 +28,8 @@ REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
 Row = Sequence[Action]
 
 _USES = (Op.F, Op.I, Op.B)
+_SLICES = (Op.L, Op.S)
+_EMBEDDING, _HEAD = -1, -2
 _ENDS = (Op.W, Op.B)
 
 
@@ -37,6 +40,7 @@ def insert_sharding(
     reduction: Reduction = "microbatch",
     sizes: Sequence[float] | None = None,
     room: float | None = None,
+    slices: Slices | None = None,
     ahead: int = 0,
 ) -> Schedule:
     """UNSHARD before and RESHARD after what uses a stage's parameters, REDUCE_GRAD after what ends its gradients.
@@ -44,7 +48,8 @@ def insert_sharding(
     residency: `unit` opens a stage for one F, I or B; `run` keeps what there is room for; `step` opens once a step.
     reduction: REDUCE_GRAD after each W and B, after the last before those of another stage, or once a step.
     sizes: bytes of each stage's whole parameters, all alike if not given.  room: bytes that `run` may keep on a rank
-    from one action to another; as much as its largest stage if not given.
+    from one action to another; as much as its largest stage, or slice of the vocabulary, if not given.
+    slices: those of a split vocabulary take part in what there is room for (`slices_freed` says where they go).
     ahead: how many F, I and B before its use a stage is opened, so that it is gathered while they compute; never before
     it was closed.
     Raises ScheduleError if messages or sharding actions are there already, and for words and sizes that do not fit.
@@ -57,21 +62,45 @@ def insert_sharding(
         raise ScheduleError(f"sizes = {bytes_of}: {schedule} has {schedule.stages} stages; give bytes for each")
     rows = []
     for rank, row in enumerate(schedule.actions):
-        largest = max((bytes_of[stage] for stage in schedule.placement.stages_of(rank)), default=0.0)
-        kept = {"unit": -1.0, "run": largest if room is None else room, "step": math.inf}[residency]
-        opened, closed = _openings(row, bytes_of, kept)
+        own = {stage: bytes_of[stage] for stage in schedule.placement.stages_of(rank)}
+        opened, closed = _openings(row, own, slices, residency, room)
         reduced = _reductions(row, reduction)
         early = _early(row, opened, closed, ahead)
         lowered: list[Action] = []
         for at, action in enumerate(row):
             lowered.extend(Action(stage, Op.UNSHARD) for stage in early.get(at, ()))
             lowered.append(action)
-            if at in closed:
+            if at in closed and action.op in _USES:
                 lowered.append(Action(action.stage, Op.RESHARD))
             if at in reduced:
                 lowered.append(Action(action.stage, Op.REDUCE_GRAD))
         rows.append(tuple(lowered))
     return Schedule(schedule.name, schedule.placement, schedule.microbatches, tuple(rows))
+
+
+@dataclass(frozen=True, slots=True)
+class Slices:
+    """Bytes of a rank's rows of embedding and head, where the vocabulary is split; the same rows if they are tied."""
+
+    embedding: float
+    head: float
+    is_tied: bool = False
+
+
+def slices_freed(
+    row: Row,
+    slices: Slices,
+    *,
+    residency: Residency = "unit",
+    sizes: Mapping[int, float],
+    room: float | None = None,
+) -> frozenset[Action]:
+    """The look-ups and scores of a compute-only row after which their slice of the vocabulary is freed.
+
+    sizes: bytes of the rank's stages.  The rest is as in `insert_sharding`, which decides the same.
+    """
+    _, closed = _openings(row, sizes, slices, residency, room)
+    return frozenset(row[at] for at in closed if row[at].op in _SLICES)
 
 
 def refuse_if(is_lowered: bool, schedule: Schedule, name: str, wanted: str) -> None:
@@ -87,28 +116,34 @@ def _check(word: str, known: Sequence[str], name: str) -> None:
         raise ScheduleError(f"{name} = {word!r}; known: {', '.join(known)}")
 
 
-def _openings(row: Row, sizes: Sequence[float], room: float) -> tuple[set[int], set[int]]:
-    """Steps of a row before which its stage is opened, and after which it is closed."""
+def _openings(
+    row: Row, stages: Mapping[int, float], slices: Slices | None, residency: Residency, room: float | None
+) -> tuple[set[int], set[int]]:
+    """Steps of a row before which what they use is opened, and after which it is closed: a stage, or a slice."""
+    sizes = dict(stages)
+    keys: dict[Op, int] = {}
+    if slices is not None:
+        keys = {Op.L: _EMBEDDING, Op.S: _EMBEDDING if slices.is_tied else _HEAD}
+        sizes |= {_EMBEDDING: slices.embedding, _HEAD: slices.head}
+    held_at_most = {"unit": -1.0, "run": max(sizes.values(), default=0.0) if room is None else room, "step": math.inf}
+    limit = held_at_most[residency]
+    used = {at: keys.get(each.op, each.stage) for at, each in enumerate(row) if each.op in _USES or each.op in keys}
     following: dict[int, float] = {}
     next_use: dict[int, float] = {}
-    for at in range(len(row) - 1, -1, -1):
-        if row[at].op in _USES:
-            next_use[at] = following.get(row[at].stage, math.inf)
-            following[row[at].stage] = at
+    for at, key in reversed(used.items()):
+        next_use[at] = following.get(key, math.inf)
+        following[key] = at
     opened: set[int] = set()
     closed: set[int] = set()
-    kept: dict[int, int] = {}  # stage -> its last use so far
-    for at, action in enumerate(row):
-        if action.op not in _USES:
-            continue
-        stage = action.stage
-        if stage not in kept:
+    kept: dict[int, int] = {}  # stage or slice -> its last use so far
+    for at, key in used.items():
+        if key not in kept:
             opened.add(at)
-        kept[stage] = at
+        kept[key] = at
         # Close what is not used again or never fits, then what is used again last, until the rest fits.
         while kept:
-            last = max(kept, key=lambda held: (sizes[held] > room, next_use[kept[held]], held == stage))
-            if next_use[kept[last]] < math.inf and sum(sizes[held] for held in kept) <= room:
+            last = max(kept, key=lambda held: (sizes[held] > limit, next_use[kept[held]], held == key))
+            if next_use[kept[last]] < math.inf and sum(sizes[held] for held in kept) <= limit:
                 break
             closed.add(kept.pop(last))
     return opened, closed

@@ -13,7 +13,7 @@ that a later pass replaces: a stage that is opened, closed or reduced, as the ro
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -36,16 +36,17 @@ Steps = list[Step]
 
 
 def lower_row(
-    row: Sequence[Action], shape: RankShape, *, keeps_slices: bool = False, reduces_each: bool = True
+    row: Sequence[Action], shape: RankShape, *, frees: Collection[Action] | None = None, reduces_each: bool = True
 ) -> Program:
     """The program of a rank for its row of a lowered schedule, messages included.
 
-    keeps_slices: whether slices of the vocabulary stay whole for the row.  reduces_each: whether their gradients are
+    frees: look-ups and scores after which their slice of the vocabulary is freed, at the row's end at last; after each
+    if not given (`atoll.ir.residency.slices_freed`).  reduces_each: whether their gradients are
     reduced with every microbatch, or after the last.
     """
     steps = cut_into_blocks(row, shape)
     steps = insert_reductions(steps, row, shape, reduces_each=reduces_each)
-    instructions = insert_gathers(steps, row, shape, keeps_slices=keeps_slices)
+    instructions = insert_gathers(steps, row, shape, frees=frees)
     return Program(tuple(insert_posts(instructions)), shape)
 
 
@@ -227,16 +228,16 @@ def _reduced(row: Sequence[Action]) -> _Phases:
 
 
 def insert_gathers(
-    steps: Sequence[Step], row: Sequence[Action], shape: RankShape, *, keeps_slices: bool = False
+    steps: Sequence[Step], row: Sequence[Action], shape: RankShape, *, frees: Collection[Action] | None = None
 ) -> list[Instruction]:
     """WHOLE or FETCH before what uses a unit, FREE behind it, and GATHER ahead of it, as far as `shape.limit` goes.
 
     A stage that the row keeps open is whole from its first use to its RESHARD. Where the row turns round, what it has
     used last is often what it uses next, and is not freed, if anything is gathered ahead at all.
     """
-    events, frees = _events(steps, row, shape, keeps_slices=keeps_slices)
+    events, freed_at = _events(steps, row, shape, frees=frees)
     if shape.limit > 0:
-        _keep_turns(events, frees)
+        _keep_turns(events, freed_at)
         events = [event for event in events if event.missing]
     ahead = _Ahead(shape, events)
     due = {event.at: event for event in events}
@@ -253,7 +254,7 @@ def insert_gathers(
             if at in due:
                 found += ahead.come(due[at], step.action)
             found.append(step)
-        freed = frees.get(at, ())
+        freed = freed_at.get(at, ())
         if freed:
             action = step if isinstance(step, Action) else step.action
             found += [Instruction(Do.FREE, action, index) for index in freed]
@@ -282,7 +283,7 @@ class _Event:
 
 
 def _events(
-    steps: Sequence[Step], row: Sequence[Action], shape: RankShape, *, keeps_slices: bool
+    steps: Sequence[Step], row: Sequence[Action], shape: RankShape, *, frees: Collection[Action] | None
 ) -> tuple[list[_Event], dict[int, list[int]]]:
     """What is missing at which steps, and what is freed after which, with nothing gathered ahead."""
     stays = iter([action.stage in held for action, held in zip(row, held_stages(row), strict=True)
@@ -291,7 +292,7 @@ def _events(
     open_stages: set[int] = set()
     kept: Counter[int] = Counter()
     events: list[_Event] = []
-    frees: dict[int, list[int]] = {}
+    freed_at: dict[int, list[int]] = {}
     for at, step in enumerate(steps):
         ended: tuple[int, ...] = ()
         if isinstance(step, Action):
@@ -313,15 +314,15 @@ def _events(
             if step.do is Do.F or step.do is Do.I:
                 is_backward = step.do is Do.I
                 ended = tuple(u for u in needs if shape.units[u].ends_at(step.of, backward=is_backward))
-            elif not keeps_slices:
+            elif frees is None or step.action in frees:
                 ended = needs
         freed = [index for index in ended if index in whole and not kept[index]]
         if freed:
-            frees[at] = freed
+            freed_at[at] = freed
             whole.difference_update(freed)
     if whole and steps:
-        frees.setdefault(len(steps) - 1, []).extend(sorted(whole))
-    return events, frees
+        freed_at.setdefault(len(steps) - 1, []).extend(sorted(whole))
+    return events, freed_at
 
 
 def _keep_turns(events: Sequence[_Event], frees: dict[int, list[int]]) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 from torch import nn
 
 from atoll.advice import StageSize
 from atoll.ir import Action, Schedule, insert_vocabulary, lower
+from atoll.ir.residency import Slices, slices_freed
 from atoll.layouts import ITEM_BYTES
 from atoll.models import Adapter, Vocabulary, relative_score, weigh_blocks
 from atoll.plan import Plan
@@ -24,6 +25,7 @@ class Outline:
 
     runs: the blocks of each stage.  parameters: those of each stage, but for those of a split vocabulary.
     schedule: with its sharding actions and messages.  vocabulary: the ends that are split over the pipeline, if any.
+    frees: of each pipeline rank, the look-ups and scores after which their slice of the vocabulary is freed.
     """
 
     plan: Plan
@@ -32,6 +34,7 @@ class Outline:
     parameters: tuple[tuple[nn.Parameter, ...], ...]
     schedule: Schedule
     vocabulary: Vocabulary | None
+    frees: tuple[frozenset[Action], ...] = ()
 
     @classmethod
     def of(cls, adapter: Adapter, plan: Plan) -> Self:
@@ -47,8 +50,15 @@ class Outline:
         schedule = plan.schedule
         if vocabulary is not None:
             schedule = insert_vocabulary(schedule, score=relative_score(blocks, weights, vocabulary.head))
-        schedule = lower(schedule, residency=plan.residency, reduction=plan.reduction, sizes=sizes, room=plan.resident)
-        return cls(plan, adapter, runs, own, schedule, vocabulary)
+        options: dict[str, Any] = {"residency": plan.residency, "room": plan.resident}
+        slices, frees = None, []
+        if vocabulary is not None:
+            slices = _slices(adapter, vocabulary, plan)
+            for rank, row in enumerate(schedule.actions):
+                held = {stage: sizes[stage] for stage in schedule.placement.stages_of(rank)}
+                frees.append(slices_freed(row, slices, sizes=held, **options))
+        schedule = lower(schedule, reduction=plan.reduction, sizes=sizes, slices=slices, **options)
+        return cls(plan, adapter, runs, own, schedule, vocabulary, tuple(frees))
 
     @property
     def sizes(self) -> list[StageSize]:
@@ -71,7 +81,21 @@ class Outline:
         count = schedule.microbatches if microbatches is None else microbatches
         return tuple(each for each in schedule.actions[rank] if each.microbatch is None or each.microbatch < count)
 
-    def program(self, row: Sequence[Action], shape: RankShape) -> Program:
-        """The program of a rank that has `shape` for a row."""
-        plan = self.plan
-        return lower_row(row, shape, keeps_slices=plan.residency == "step", reduces_each=plan.reduction == "microbatch")
+    def program(self, rank: int, row: Sequence[Action], shape: RankShape) -> Program:
+        """The program of a pipeline rank that has `shape` for a row."""
+        frees = self.frees[rank] if self.frees else None
+        return lower_row(row, shape, frees=frees, reduces_each=self.plan.reduction == "microbatch")
+
+
+def _slices(adapter: Adapter, vocabulary: Vocabulary, plan: Plan) -> Slices:
+    """Bytes of the largest slices."""
+    modules = {name: module for block in adapter.blocks() for name, module in block.named_modules()}
+    embedding, head = modules[vocabulary.embedding], modules[vocabulary.head]
+
+    def held(module: nn.Module) -> float:
+        rows = module.get_parameter("weight").shape[0]
+        each = sum(p.numel() for p in module.parameters(recurse=False)) / rows
+        return -(-rows // plan.mesh.pipeline) * each * ITEM_BYTES[plan.precision.compute]
+
+    is_tied = embedding.get_parameter("weight") is head.get_parameter("weight")
+    return Slices(held(embedding), held(head), is_tied)

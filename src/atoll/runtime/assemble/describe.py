@@ -60,7 +60,7 @@ def describe(
         )
         sharded = build(outline, around=around, collector=Collector(), seed=0, tensor=tensor)
         shape = shape_of(sharded, plan, nest, reads_in_place=reads_in_place)
-        program = outline.program(outline.row(rank, training=training), shape)
+        program = outline.program(rank, outline.row(rank, training=training), shape)
         names = [block.name for block in adapter.blocks()]
         return Described(
             program,

@@ -187,7 +187,7 @@ class Executor:
         if key not in self._scores:
             assert self._shape is not None, "programs are lowered before one is played"
             row = self._outline.row(self._transport.place.pp, training=training, microbatches=microbatches)
-            program = self._outline.program(row, self._shape)
+            program = self._outline.program(self._transport.place.pp, row, self._shape)
             calls = tuple(map(self._call, program.instructions))
             parts = tuple(parts_of(program.instructions))
             first = next((at for at, part in enumerate(parts) if part.action.op in _BACKWARD), len(parts))
