@@ -56,7 +56,7 @@ _PITCH, _BAR, _LEFT, _RIGHT, _MEMORY = 22, 18, 110, 16, 90
 
 
 class _Bar(NamedTuple):
-    row: str
+    lane: str
     kind: str
     start: int
     stop: int
@@ -69,7 +69,11 @@ def draw_program(program: Program, *, width: int = 1200, title: str = "") -> str
     Every instruction of the computation takes one column; times are not known here.
     """
     bars = list(_bars(program.instructions))
-    rows = list(dict.fromkeys(bar.row for bar in sorted(bars, key=lambda bar: _ORDER.index(bar.row.split(" ")[0]))))
+    places = _rows(bars)
+    lanes = [lane for lane in _ORDER if any(bar.lane == lane for bar in bars)]
+    rows = [
+        (lane, nth) for lane in lanes for nth in range(1 + max(at for bar, at in places.items() if bar.lane == lane))
+    ]
     columns = max((bar.stop for bar in bars), default=1)
     scale = (width - _LEFT - _RIGHT) / columns
     top = 36 if title else 10
@@ -84,12 +88,13 @@ def draw_program(program: Program, *, width: int = 1200, title: str = "") -> str
     ]
     if title:
         parts.append(f'<text class="head" x="8" y="22">{escape(title)}</text>')
-    for nth, row in enumerate(rows):
+    for nth, (lane, turn) in enumerate(rows):
         y = top + nth * _PITCH
-        parts.append(f'<text x="8" y="{y + 14}">{escape(row)}</text>')
+        if turn == 0:
+            parts.append(f'<text x="8" y="{y + 14}">{lane}</text>')
         parts.append(f'<rect class="lane" x="{_LEFT}" y="{y}" width="{width - _LEFT - _RIGHT}" height="{_BAR}"/>')
     for bar in bars:
-        y = top + rows.index(bar.row) * _PITCH
+        y = top + rows.index((bar.lane, places[bar])) * _PITCH
         x, wide = _LEFT + bar.start * scale, max((bar.stop - bar.start) * scale - 1, 0.5)
         name = ""
         if wide > 7.5 * len(bar.text):
@@ -102,6 +107,20 @@ def draw_program(program: Program, *, width: int = 1200, title: str = "") -> str
 
 
 _ORDER = ("compute", "gather", "reduce", "send", "receive")
+
+
+def _rows(bars: Sequence[_Bar]) -> dict[_Bar, int]:
+    """Each bar in the first row of its lane in which there is room: what is under way at once lies in several."""
+    free: dict[str, list[int]] = {}
+    found = {}
+    for bar in sorted(bars, key=lambda bar: (bar.start, bar.stop)):
+        rows = free.setdefault(bar.lane, [])
+        nth = next((at for at, end in enumerate(rows) if end <= bar.start), len(rows))
+        if nth == len(rows):
+            rows.append(0)
+        rows[nth] = max(bar.stop, bar.start + 1)
+        found[bar] = nth
+    return found
 
 
 def _columns(instructions: Sequence[Instruction]) -> Iterator[int]:
@@ -126,13 +145,14 @@ def _bars(instructions: Sequence[Instruction]) -> Iterator[_Bar]:
         elif do is Do.GATHER:
             begun[of] = at
         elif do is Do.FETCH or (do is Do.WHOLE and of in begun):
-            yield _Bar("gather", "GATHER", begun.pop(of, at), max(at, 1), f"gather {of}")
+            start = begun.pop(of, at)
+            yield _Bar("gather", "GATHER", start, max(at, start + 1), f"gather {of}")
         elif do is Do.REDUCE:
             reducing[of, phase] = at
         elif do is Do.REDUCED:
             yield _Bar("reduce", "REDUCE", reducing.pop((of, phase)), at + 1, f"reduce {of} {phase}")
         elif do is Do.SYNC:
-            yield _Bar("reduce", "REDUCE", at, end, f"sync {of} {phase}")
+            yield _Bar("reduce", "REDUCE", at, at + 1, f"sync {of} {phase}")
         elif do.startswith("SEND_"):
             yield _Bar("send", "SEND", at, at + 1, str(each))
         elif do.startswith("POST_"):
@@ -151,9 +171,7 @@ def _memory(program: Program, scale: float, top: int) -> list[str]:
     bottom = top + _MEMORY
     found: dict[int, tuple[int, int]] = {}
     for at, each in zip(_columns(program.instructions), held, strict=True):
-        parameters = each.parameters + each.staged
-        before = found.get(at, (0, 0))
-        found[at] = (max(before[0], parameters), max(before[1], each.gradients))
+        found[at] = max(found.get(at, (0, 0)), (each.parameters + each.staged, each.gradients), key=sum)
     parts = [f'<text x="8" y="{top + 14}">{format_bytes(most)}</text>']
     for at, (parameters, gradients) in found.items():
         x, low = _LEFT + at * scale, parameters / most * _MEMORY
