@@ -73,6 +73,9 @@ class _Play:
         self._next = table.offset[:-1]
         self._free = [0.0] * self._ranks
         self._end: dict[Action, float] = {}
+        # Of look-ups and scores: how many ranks have run a microbatch's, and when the last of them arrives.
+        self._done = {op: [0] * self._size for op in (Op.L, Op.S)}
+        self._all = {op: [0.0] * self._size for op in (Op.L, Op.S)}
         self._coming: list[dict[Op, deque[tuple[float, int]]]] = [
             {op: deque() for op in (Op.L, Op.G, Op.S, Op.T)} for _ in range(self._ranks)
         ]
@@ -130,10 +133,14 @@ class _Play:
     def _begin(self, action: Action, now: float, rank: int) -> None:
         end = now + self._times[action.op]
         self.rows[rank].append(action)
-        self._free[rank], self._end[action] = end, end
+        self._free[rank] = end
         self.finish = max(self.finish, end)
         heapq.heappush(self._wakes, (end, rank))
         microbatch = action.microbatch or 0
+        if action.op is Op.L or action.op is Op.S:
+            self._gather(action.op, microbatch, end, rank)
+            return
+        self._end[action] = end
         if action.op is Op.F:
             if action.stage == self._first:
                 self._announce_look_up(now)
@@ -144,20 +151,25 @@ class _Play:
                 self._announce(Op.G, microbatch, end, source=rank)
             if action.stage == self._last:
                 self._announce(Op.T, microbatch, end, source=rank)
-        for woken in self._woken(action, rank):
+        for woken in self._woken(action):
             heapq.heappush(self._wakes, (max(end, self._free[woken]), woken))
 
-    def _woken(self, action: Action, rank: int) -> Sequence[int]:
+    def _gather(self, op: Op, microbatch: int, end: float, rank: int) -> None:
+        """A rank has run its look-up or score, which the first or the last stage waits for together with all others."""
+        hub = self._table.rank_of_stage[self._first if op is Op.L else self._last]
+        arrival = end if rank == hub else end + self._hop
+        self._all[op][microbatch] = max(self._all[op][microbatch], arrival)
+        self._done[op][microbatch] += 1
+        if self._done[op][microbatch] == self._ranks:
+            heapq.heappush(self._wakes, (max(self._all[op][microbatch], self._free[hub]), hub))
+
+    def _woken(self, action: Action) -> Sequence[int]:
         """Ranks that may wait for what an action gives."""
         match action.op:
             case Op.F:
                 stage = min(action.stage + 1, self._last)
             case Op.I | Op.B:
                 stage = max(action.stage - 1, 0)
-            case Op.L:
-                stage = self._first
-            case Op.S:
-                stage = self._last
             case _:
                 return ()
         return (self._table.rank_of_stage[stage],)
@@ -165,14 +177,17 @@ class _Play:
     def _arrival(self, cell: int, rank: int) -> float:
         """When what a compute action works on is there; infinite while that is not known."""
         action = self._table.cells[cell]
-        needed = self._table.need[cell]
-        made = [] if needed < 0 else [self._table.cells[needed]]
+        gathered = None
         if action.op is Op.F and action.stage == self._first:
-            made = [Action(slice_, Op.L, action.microbatch) for slice_ in range(self._ranks)]
+            gathered = Op.L
         elif action.op in (Op.I, Op.B) and action.stage == self._last:
-            made = [Action(slice_, Op.S, action.microbatch) for slice_ in range(self._ranks)]
-        arrival = 0.0
-        for each in made:
-            home = each.stage if each.op.is_of_slice else self._table.rank_of_stage[each.stage]
-            arrival = max(arrival, self._end.get(each, math.inf) + (self._hop if home != rank else 0.0))
-        return arrival
+            gathered = Op.S
+        if gathered is not None:
+            microbatch = action.microbatch or 0
+            is_complete = self._done[gathered][microbatch] == self._ranks
+            return self._all[gathered][microbatch] if is_complete else math.inf
+        needed = self._table.need[cell]
+        if needed < 0:
+            return 0.0
+        hop = self._hop if self._table.crosses[cell] else 0.0
+        return self._end.get(self._table.cells[needed], math.inf) + hop
