@@ -277,6 +277,13 @@ ALL_CLAIMS = (
         tests=[f"{RUNTIME}/test_memory_and_traffic.py"],
     ),
     Claim(
+        what="a step is one program, known before it runs (`atoll program`)",
+        how="programs described without memory beside those that ranks play: two levels, pipelines, a split "
+        "vocabulary, a tensor-parallel group; bytes that ranks send beside their program's, 14 effective layouts",
+        result="the same instructions, equal to the byte",
+        tests=[f"{RUNTIME}/test_describe.py", f"{RUNTIME}/test_memory_and_traffic.py"],
+    ),
+    Claim(
         what="peak memory is as predicted",
         how="the C library's allocator on all threads, NNG, IIG and GGG on 2×2 ranks",
         result="within the bound that the test states",
