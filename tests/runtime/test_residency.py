@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from atoll.ir.residency import REDUCTIONS, RESIDENCIES, Reduction, Residency, counts, held_stages
 from atoll.layouts import Level
+from atoll.program import Do
 from atoll.runtime.sharding.segment import Segment, State
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, assert_parity
@@ -85,6 +86,9 @@ def counted(case: Case) -> tuple[dict[int, tuple[int, int]], dict[int, tuple[int
         brought = {gathers[unit.spec.index] // len(unit.segments) for unit in stage.units}
         reduced = {reductions[segment._tag] for segment in trained}
         assert case.prefetch != 0 or len(brought) == 1, "the units of a stage travel together"
+        for unit in stage.units:
+            begun = (each.of for each in engine.program.instructions if each.do in (Do.GATHER, Do.FETCH))
+            assert gathers[unit.spec.index] == sum(each == unit.spec.index for each in begun) * len(unit.segments)
         done[stage.index] = (max(brought), max(reduced))  # what phase I alone trains is reduced less often
     said = counts(engine._executor._score(case.plan.schedule.microbatches, training=True).row)
     if case.layout[1] == Level.N.name:

@@ -68,7 +68,7 @@ def _described(config: Config, rank: int, *, training: bool) -> Described:
 
 
 def _has_gpus(config: Config) -> bool:
-    """Whether `atoll train` would run on GPUs here."""
+    """Whether this machine has a GPU for each rank, as `atoll train` needs to run on GPUs."""
     import torch
 
     return torch.cuda.is_available() and torch.cuda.device_count() >= config.parallel.ranks

@@ -198,21 +198,6 @@ def held_stages(row: Row) -> list[frozenset[int]]:
     return [frozenset(stages) for stages in found]
 
 
-def unreduced_stages(row: Row, phase: Literal["I", "W"] | None = None) -> list[frozenset[int]]:
-    """For each step of a lowered row: the stages with gradients, of a phase or any, that are not reduced at the end of
-    their action."""
-    makes = (Op.B, *(Op(each) for each in ("I", "W") if phase in (each, None)))
-    found: list[frozenset[int]] = []
-    waiting: set[int] = set()
-    for action in row:
-        if action.op is Op.REDUCE_GRAD:
-            waiting.discard(action.stage)
-        elif action.op in makes:
-            waiting.add(action.stage)
-        found.append(frozenset(waiting))
-    return found
-
-
 def counts(row: Row) -> dict[int, tuple[int, int]]:
     """By stage of a lowered row: how often its parameters are gathered and its gradients are reduced."""
     found: dict[int, tuple[int, int]] = {}

@@ -62,7 +62,7 @@ class Footprint:
         return self.parameters + self.gradients + self.optimizer
 
     def at_rest(self, layout: Layout) -> Footprint:
-        """What of it rests between steps."""
+        """The bytes that remain allocated between steps."""
         return self if layout.gradients is Level.N else replace(self, gradients=0)
 
     def __add__(self, other: Footprint) -> Footprint:

@@ -1,4 +1,4 @@
-"""What a step does on one rank: a flat list of instructions, at the granularity of blocks and units.
+"""Programs: the instructions that one rank executes in a step, at the granularity of blocks and units.
 
 Lowering ends here: a row of a schedule, and what the rank's stages are made of, become a program. The executor plays
 it, and the memory that it takes is a sum over it. Nothing about what to gather, free or reduce is decided later.

@@ -34,7 +34,7 @@ def listing(program: Program, *, microbatch: int | None = None) -> Iterator[str]
 
 
 def _changed(held: Bytes, before: Bytes) -> str:
-    """What is held, where it has just changed."""
+    """The bytes held, left blank where they did not change."""
     pairs = (
         (held.parameters + held.staged, before.parameters + before.staged),
         (held.gradients, before.gradients),

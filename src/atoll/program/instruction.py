@@ -12,7 +12,7 @@ Phase = Literal["I", "W"]
 
 
 class Lane(StrEnum):
-    """Where an instruction takes its time: on the device, or on a link. What begins something returns at once."""
+    """The resource that an instruction uses: the device, the pipeline links or the data-parallel links."""
 
     COMPUTE = "compute"
     PIPELINE = "pipeline"
@@ -20,7 +20,7 @@ class Lane(StrEnum):
 
 
 class Do(StrEnum):
-    """What an instruction does, of a block (F and I) or of a unit (W, and from GATHER on).
+    """The operation of an instruction. F and I act on a block; W, and everything from GATHER on, on a unit.
 
     F         the forward of a block                   FINISH_F  the loss, or what the next stage is given
     START_I   the loss's backward, or the gradient that was received
@@ -77,22 +77,22 @@ class Do(StrEnum):
 
     @property
     def lane(self) -> Lane:
-        """Where its time goes by. What frees takes none."""
+        """The resource that the instruction uses."""
         return _LANES.get(self, Lane.COMPUTE)
 
     @property
     def has_phase(self) -> bool:
-        """Whether it is about the gradients of one phase."""
+        """Whether the instruction has a phase."""
         return self in (Do.REDUCE, Do.REDUCED, Do.SYNC)
 
     @property
     def is_of_block(self) -> bool:
-        """Whether it is about a block."""
+        """Whether the instruction acts on a block."""
         return self in (Do.F, Do.I)
 
     @property
     def is_of_unit(self) -> bool:
-        """Whether it is about a unit."""
+        """Whether the instruction acts on a unit."""
         return self in _OF_UNIT
 
 
@@ -104,11 +104,12 @@ _LANES = {
 _OF_UNIT = frozenset({Do.W, Do.GATHER, Do.WHOLE, Do.FETCH, Do.FREE, Do.REDUCE, Do.REDUCED, Do.SYNC})
 
 BEGINS = frozenset({Do.GATHER, Do.FREE, Do.REDUCE, Do.SYNC})
-"""What neither computes nor waits: a model's own forward plays it before it goes on behind a block."""
+"""Instructions that neither compute nor wait. Those that follow a block's forward are played before control returns to
+the model."""
 
 
 class Instruction(NamedTuple):
-    """One instruction. action: that of the schedule which it belongs to, or which needs it.  of: a block or a unit."""
+    """One instruction. action: the schedule's action that it belongs to.  of: a block or a unit; -1 for neither."""
 
     do: Do
     action: Action

@@ -1,10 +1,10 @@
-"""What holds in every program, checked whenever one is built.
+"""Invariants of programs, checked whenever a program is built.
 
-parameters   nothing is used that is not whole; a gather is begun once and waited for; what is whole is freed
-budget       no more is gathered ahead than the limit
-gradients    what is made is reduced, and not made after its sync; reductions are waited for in the order in which they
-             were begun, the last of them at the step's end
-messages     a receive is posted once, in the order in which receives are waited for
+parameters   a unit is whole whenever it is used; each gather is started once and waited for; whole units are freed
+budget       gathers in flight stay within the limit
+gradients    gradients are reduced before their sync, and none is computed after it; reductions are waited for in the
+             order in which they were started, and the step's end waits for the last ones
+messages     receives are posted once, in the order in which they are waited for
 """
 
 from __future__ import annotations

@@ -32,9 +32,7 @@ def held_after(instructions: Iterable[Instruction], shape: RankShape) -> Iterato
         if do is Do.GATHER:
             coming.add(index)
             unit = units[index]
-            if (
-                unit.ahead < unit.whole
-            ):  # to memory that the group reads in place; the copy itself comes when it is used
+            if unit.ahead < unit.whole:  # staged for the group to read in place; the copy is made at its use
                 staged += unit.ahead
             else:
                 parameters += unit.whole

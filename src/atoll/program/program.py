@@ -11,7 +11,7 @@ from atoll.errors import ScheduleError
 from atoll.ir import Placement
 from atoll.program.instruction import Instruction
 from atoll.program.laws import check
-from atoll.program.memory import Bytes, held_after
+from atoll.program.memory import Bytes, peaks
 from atoll.program.shape import RankShape
 from atoll.program.traffic import sent_by
 
@@ -42,7 +42,7 @@ class Program:
 
     @cached_property
     def digest(self) -> int:
-        """A number that is the same where programs are: ranks that share parameters play the same."""
+        """A checksum of the instructions. Ranks that share parameters must have the same."""
         return zlib.crc32("\n".join(map(str, self.instructions)).encode())
 
     @cached_property
@@ -53,5 +53,4 @@ class Program:
     @cached_property
     def peaks(self) -> Bytes:
         """The most bytes at once, of each component on its own."""
-        held = list(held_after(self.instructions, self.shape))
-        return Bytes(*(max((each[at] for each in held), default=0) for at in range(len(Bytes._fields))))
+        return peaks(self.instructions, self.shape)

@@ -102,8 +102,9 @@ class _Score:
 
 
 class Executor:
-    """Plays the programs of this rank. `schedule` is lowered: its sends and receives are in place.
+    """Plays the programs of this rank.
 
+    outline: gives the rows and lowers them.  sharded: the stages and units that they are about.
     lanes: what travels beside the programs, which is noted on their clock.
     """
 
