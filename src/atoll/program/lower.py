@@ -5,6 +5,7 @@
     + reductions      the same: a forward has none
     + gathers         GATHER 0, WHOLE 0, GATHER 1, 0F0.0, FREE 0, WHOLE 1, 0F0.1, FREE 1, 0FINISH_F0, 0SEND_F0
     + posts           each receive begins two receives before it is waited for
+    + the step's end  see `atoll.program.end`
 
 Each pass is a function from a list of steps to another, with the whole row in view. A step is an instruction, or a mark
 that a later pass replaces: a stage that is opened, closed or reduced, as the row says it.
@@ -19,6 +20,7 @@ from itertools import islice
 
 from atoll.ir import Action, Op
 from atoll.ir.residency import held_stages
+from atoll.program.end import End, insert_end
 from atoll.program.instruction import Do, Instruction, Phase
 from atoll.program.program import Program
 from atoll.program.shape import PHASES, RankShape
@@ -36,18 +38,24 @@ Steps = list[Step]
 
 
 def lower_row(
-    row: Sequence[Action], shape: RankShape, *, frees: Collection[Action] | None = None, reduces_each: bool = True
+    row: Sequence[Action],
+    shape: RankShape,
+    *,
+    end: End | None = None,
+    frees: Collection[Action] | None = None,
+    reduces_each: bool = True,
 ) -> Program:
     """The program of a rank for its row of a lowered schedule, messages included.
 
+    end: how the step ends; None: with the row, where nothing is trained.
     frees: look-ups and scores after which their slice of the vocabulary is freed, at the row's end at last; after each
     if not given (`atoll.ir.residency.slices_freed`).  reduces_each: whether their gradients are
     reduced with every microbatch, or after the last.
     """
     steps = cut_into_blocks(row, shape)
     steps = insert_reductions(steps, row, shape, reduces_each=reduces_each)
-    instructions = insert_gathers(steps, row, shape, frees=frees)
-    return Program(tuple(insert_posts(instructions)), shape)
+    instructions = list(insert_posts(insert_gathers(steps, row, shape, frees=frees)))
+    return Program(tuple(insert_end(instructions, shape, end)), shape)
 
 
 # ---- blocks

@@ -25,7 +25,7 @@ from atoll.errors import CheckpointError, ConfigError, DataError
 from atoll.layouts import Footprint
 from atoll.runtime import checkpoint
 from atoll.runtime.engine import Engine, Evaluation
-from atoll.runtime.step_end import StepResult
+from atoll.runtime.pipeline.step_end import StepResult
 from atoll.runtime.training.build import Schedule
 from atoll.runtime.training.display import Display
 from atoll.runtime.training.folder import RunFolder, read_records, writing
