@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import ClassVar
@@ -92,17 +92,19 @@ class GlooTransport(Transport):
 
     @contextmanager
     def _swap(
-        self, out: Mapping[int, torch.Tensor], peers: Peers, tag: Tag, *, into: Mapping[int, torch.Tensor]
+        self, out: Mapping[int, torch.Tensor], peers: Peers, tag: Tag, *, into: Callable[[int], torch.Tensor]
     ) -> Iterator[dict[int, torch.Tensor]]:
         """Give each peer, by its position, its block of `out`; the blocks that come back, while the context lasts: in
-        shared memory, or in `into`. The block of `out` for a peer and the one for this rank have one size."""
+        shared memory, or in the room that `into` gives, which is asked only for what travels. The block of `out` for a
+        peer and the one for this rank have one size."""
         sending: list[Message] = []
         if not self.sees(peers):
-            messages = [self.receive(into[at], rank, tag) for at, rank in peers.others]
+            found = {at: into(at) for at, _ in peers.others}
+            messages = [self.receive(found[at], rank, tag) for at, rank in peers.others]
             sending = [self.send(out[at], rank, tag) for at, rank in peers.others]
             for message in messages:
                 message.wait()
-            yield dict(into)
+            yield found
         else:
             where = Tag(_PLACES[tag.channel], tag.index, tag.part)
             heard = {at: torch.empty(2, dtype=torch.int64) for at, _ in peers.others}
@@ -117,8 +119,10 @@ class GlooTransport(Transport):
                 hearing[at].wait()
                 place = int(heard[at][0])
                 if place < 0:
-                    self.receive(into[at], rank, tag).wait()
-                found[at] = into[at] if place < 0 else shared_memory.view(self._others[rank], place, out[at])
+                    found[at] = into(at)
+                    self.receive(found[at], rank, tag).wait()
+                else:
+                    found[at] = shared_memory.view(self._others[rank], place, out[at])
             yield found
             for at, rank in peers.others:
                 done = int(heard[at][1])
@@ -164,7 +168,8 @@ class GlooTransport(Transport):
                 into[at].copy_(part)
         else:
             at_rest, lent = self._place(own, peers)
-            with self._swap(dict.fromkeys(into, own if at_rest >= 0 else place), peers, tag, into=into) as parts:
+            given = dict.fromkeys(into, own if at_rest >= 0 else place)
+            with self._swap(given, peers, tag, into=into.__getitem__) as parts:
                 for at, part in parts.items():
                     if part is not into[at]:
                         into[at].copy_(part)
@@ -180,7 +185,7 @@ class GlooTransport(Transport):
             if out is not None:
                 out.copy_(own)
             return
-        with self._swap(blocks, peers, tag, into={at: torch.empty_like(own) for at in blocks}) as parts:
+        with self._swap(blocks, peers, tag, into=lambda at: torch.empty_like(own)) as parts:
             parts[peers.index] = own.clone() if out is None and peers.index > 1 else own
             torch.add(parts[0], parts[1], out=target)
             for at in range(2, len(peers.ranks)):
