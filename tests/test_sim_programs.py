@@ -9,14 +9,14 @@ import pytest
 from atoll import schedules
 from atoll.errors import ConfigError, ScheduleError
 from atoll.ir import Op, Schedule, insert_vocabulary, lower
-from atoll.program import Do, End, Program, Programs, lower_row
+from atoll.program import Do, Ending, Program, Programs, lower_row
 from atoll.sim import Costs, Rates, Speed, simulate
 from tests.program.shapes import RETURNED, shapes_of
 
 NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "dualpipe-v")
 
 
-def programs(schedule: Schedule, end: End | None = None, **options: Any) -> Programs:
+def programs(schedule: Schedule, end: Ending | None = None, **options: Any) -> Programs:
     shapes = shapes_of(schedule.placement, **options)
     each = (lower_row(row, shape, end=end) for row, shape in zip(lower(schedule).actions, shapes, strict=True))
     return Programs(schedule.placement, tuple(each))
@@ -100,7 +100,7 @@ def test_programs_that_wait_for_each_other_are_refused() -> None:
         Programs(schedule.placement, (first,))
 
 
-def finish(end: End, **compute: float) -> float:
+def finish(end: Ending, **compute: float) -> float:
     """Of two ranks of 1F1B with one block each, whose parts take a second, on links that take none but for 0.1 s of
     latency in the pipeline."""
     schedule = schedules.build("1f1b", ranks=2, microbatches=1)
@@ -114,9 +114,9 @@ def finish(end: End, **compute: float) -> float:
 def test_the_end_of_a_step_waits_for_all_ranks_or_for_none() -> None:
     """Forwards 2 s, backwards 2 s, the first rank's last W behind them; each step of the optimizer takes a second."""
     last_compute = 2 + 2 + 1 + 2 * 0.1
-    assert finish(End.AT_ONCE, STEP=1.0) == pytest.approx(last_compute + 0.1 + 1.0)
-    assert finish(End.AHEAD) == pytest.approx(last_compute)
-    assert finish(End.CHAIN) == pytest.approx(last_compute + 0.1), "the last rank joins what the first one passes on"
+    assert finish(Ending.AT_ONCE, STEP=1.0) == pytest.approx(last_compute + 0.1 + 1.0)
+    assert finish(Ending.AHEAD) == pytest.approx(last_compute)
+    assert finish(Ending.CHAIN) == pytest.approx(last_compute + 0.1), "the last rank joins what the first one passes on"
 
 
 def test_what_is_under_way_is_waited_for_at_the_end() -> None:
@@ -125,7 +125,7 @@ def test_what_is_under_way_is_waited_for_at_the_end() -> None:
     links = {"inter": Speed(rate=100.0)}
     own = Rates({(do, block): 1.0 for do in (Do.F, Do.I) for block in range(2)}, links=links)
     begun = simulate(programs(schedule, blocks=2, limit=100), own)
-    ended = simulate(programs(schedule, End.AT_ONCE, blocks=2, limit=100), own)
+    ended = simulate(programs(schedule, Ending.AT_ONCE, blocks=2, limit=100), own)
     assert ended.finish == pytest.approx(begun.finish)
     assert max(span.end for span in ended.spans if span.action.op is Op.STEP) >= begun.finish - 1e-9
 
@@ -153,8 +153,8 @@ def test_who_comes_first_is_served_first_on_a_shared_link() -> None:
     assert starts == sorted(starts)
 
 
-@pytest.mark.parametrize("end", [End.AT_ONCE, End.AHEAD])
-def test_steps_follow_each_other(end: End) -> None:
+@pytest.mark.parametrize("end", [Ending.AT_ONCE, Ending.AHEAD])
+def test_steps_follow_each_other(end: Ending) -> None:
     """Post-validated steps fill each other's drain; others wait for each other. What the optimizer wrote travels for a
     second, behind which a step begins."""
     schedule = schedules.build("zb-h2", ranks=4, microbatches=8)
@@ -162,7 +162,7 @@ def test_steps_follow_each_other(end: End) -> None:
     played = programs(schedule, end, blocks=1, rests=True)
     one, two, three = (simulate(played, own, steps=steps).finish for steps in (1, 2, 3))
     assert two - one == three - two
-    if end is End.AT_ONCE:
+    if end is Ending.AT_ONCE:
         assert two - one == one + 1.0
     else:
         assert two - one == 8 * 3 + 1.0 < one, "no rank waits but for what its optimizer wrote"

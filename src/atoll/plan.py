@@ -8,7 +8,7 @@ from atoll.errors import PlanError
 from atoll.ir import Schedule
 from atoll.ir.residency import REDUCTIONS, RESIDENCIES, Reduction, Residency
 from atoll.layouts import Layout, Nest, Precision
-from atoll.program import End
+from atoll.program import Ending
 
 MOST_MICROBATCHES = 8_191
 """The largest number of microbatches of a rank in a step. A message's tag has 13 bits for its microbatch."""
@@ -175,9 +175,9 @@ class Plan:
             )
 
     @property
-    def end(self) -> End:
+    def end(self) -> Ending:
         """How its steps end, as a rule."""
-        return End.AHEAD if self.post_validation else End.AT_ONCE
+        return Ending.AHEAD if self.post_validation else Ending.AT_ONCE
 
     @property
     def global_batch(self) -> int:

@@ -11,14 +11,14 @@ from atoll import schedules
 from atoll.errors import ScheduleError
 from atoll.ir import Op, Schedule, insert_vocabulary, lower
 from atoll.ir.residency import REDUCTIONS, RESIDENCIES, Reduction, Residency, counts
-from atoll.program import Do, End, Instruction, Program, lower_row
+from atoll.program import Do, Ending, Instruction, Program, lower_row
 from tests.program.shapes import RETURNED, WHOLE, shapes_of
 
 NAMES = ("gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-h2", "zb-v", "v-min", "dualpipe-v", "unit")
 
 
 def programs(schedule: Schedule, *, residency: Residency = "unit", reduction: Reduction = "microbatch",
-             end: End | None = None, **options: Any) -> list[Program]:  # fmt: skip
+             end: Ending | None = None, **options: Any) -> list[Program]:  # fmt: skip
     lowered = lower(schedule, residency=residency, reduction=reduction)
     shapes = shapes_of(schedule.placement, **options)
     return [lower_row(row, shape, end=end) for row, shape in zip(lowered.actions, shapes, strict=True)]
@@ -135,21 +135,21 @@ def ended(program: Program) -> str:
 
 def test_a_step_ends_at_once_ahead_of_its_verdict_or_along_the_chain() -> None:
     schedule = schedules.build("1f1b", ranks=2, microbatches=1)
-    first, last = programs(schedule, blocks=2, end=End.AT_ONCE)
+    first, last = programs(schedule, blocks=2, end=Ending.AT_ONCE)
     assert ended(first) == ("DRAIN, SYNCED 2, SYNCED 1, SUMS, TOTAL, VERDICT, STEP, RETURN 1, RETURN 2")
     assert last.sent["inter"] == first.sent["inter"]
-    first, last = programs(schedule, blocks=2, end=End.AHEAD)
+    first, last = programs(schedule, blocks=2, end=Ending.AHEAD)
     verdict = "VERDICT, STEP, TAKE_BACK, DRAIN, "
     assert ended(first) == verdict + "SYNCED 2, AHEAD 2, SYNCED 1, AHEAD 1, SUMS, CORRECT, TOTAL"
     assert "0SEND_F0, VERDICT, STEP, TAKE_BACK, 0RECV_B0" in picture(first)
     assert "1FINISH_F0, VERDICT, STEP, TAKE_BACK, 1START_I0" in picture(last)
-    first, last = programs(schedule, blocks=2, end=End.CHAIN)
+    first, last = programs(schedule, blocks=2, end=Ending.CHAIN)
     assert ended(first) == verdict + "SYNCED 2, SYNCED 1, SUMS, PASS, AHEAD 2, AHEAD 1"
     assert ended(last) == verdict + "SYNCED 4, SYNCED 3, SUMS, JOIN, AHEAD 4, AHEAD 3"
 
 
-@pytest.mark.parametrize("end", End)
-def test_gradients_that_are_written_are_read_by_nobody(end: End) -> None:
+@pytest.mark.parametrize("end", Ending)
+def test_gradients_that_are_written_are_read_by_nobody(end: Ending) -> None:
     """Those of shared units are synced when the microbatches are over, and those under a loss scale divided."""
     schedule = schedules.build("zb-v", ranks=2, microbatches=2)
     first, last = programs(schedule, blocks=1, end=end, is_tied=True, is_scaled=True)
@@ -162,9 +162,9 @@ def test_gradients_that_are_written_are_read_by_nobody(end: End) -> None:
         assert ended(program).index("QUIET") < ended(program).index("COPIES 0")
 
 
-@pytest.mark.parametrize("end", End)
+@pytest.mark.parametrize("end", Ending)
 @pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe-v"])
-def test_programs_with_an_end_send_back_what_the_optimizer_wrote(name: str, end: End) -> None:
+def test_programs_with_an_end_send_back_what_the_optimizer_wrote(name: str, end: Ending) -> None:
     schedule = schedules.build(name, ranks=2, microbatches=4)
     for model in MODELS.values():
         for with_end, without in zip(programs(schedule, end=end, **model), programs(schedule, **model), strict=True):
@@ -192,14 +192,14 @@ END_BREAKS = {
 @pytest.mark.parametrize("problem", END_BREAKS)
 def test_a_badly_ended_program_is_refused(problem: str) -> None:
     schedule = schedules.build("1f1b", ranks=2, microbatches=2)
-    program = programs(schedule, blocks=1, is_tied=True, limit=0, end=End.AT_ONCE)[0]
+    program = programs(schedule, blocks=1, is_tied=True, limit=0, end=Ending.AT_ONCE)[0]
     with pytest.raises(ScheduleError, match=problem):
         Program(tuple(END_BREAKS[problem](program.instructions)), program.shape)
 
 
 def test_a_step_ahead_without_its_verdict_is_refused() -> None:
     schedule = schedules.build("1f1b", ranks=1, microbatches=2)
-    (program,) = programs(schedule, end=End.AHEAD)
+    (program,) = programs(schedule, end=Ending.AHEAD)
     for left_out, problem in [(Do.TAKE_BACK, "then perhaps taken back"), (Do.AHEAD, "nothing is stepped ahead")]:
         with pytest.raises(ScheduleError, match=problem):
             Program(tuple(each for each in program.instructions if each.do is not left_out), program.shape)

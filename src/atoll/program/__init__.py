@@ -4,7 +4,7 @@ Lowering ends here: a row of a schedule, and what the rank's stages are made of,
 it, and the memory that it takes is a sum over it. Nothing about what to gather, free or reduce is decided later.
 """
 
-from atoll.program.end import BACKWARD, End
+from atoll.program.end import BACKWARD, Ending
 from atoll.program.instruction import BEGINS, Do, Instruction, Lane, Phase
 from atoll.program.laws import check
 from atoll.program.lower import lower_row
@@ -21,7 +21,7 @@ __all__ = [
     "BlockShape",
     "Bytes",
     "Do",
-    "End",
+    "Ending",
     "Instruction",
     "Lane",
     "Part",

@@ -21,7 +21,7 @@ from atoll.program.instruction import Do, Instruction
 from atoll.program.shape import PHASES, RankShape, UnitShape
 
 
-class End(StrEnum):
+class Ending(StrEnum):
     """How a step ends."""
 
     AT_ONCE = "at once"
@@ -33,11 +33,11 @@ BACKWARD = frozenset({Op.RECV_B, Op.B, Op.I, Op.RECV_S, Op.S})
 """Where the first of these stands, a row's backwards begin: scores are the first part of the last stage's."""
 
 
-def insert_end(instructions: Sequence[Instruction], shape: RankShape, end: End | None) -> Iterator[Instruction]:
+def insert_end(instructions: Sequence[Instruction], shape: RankShape, end: Ending | None) -> Iterator[Instruction]:
     """The verdict on the step before in front of the first backward, where this step is post-validated, and the step's
     end behind the last instruction of a row."""
     action = Action(min(shape.stages, default=0), Op.STEP)
-    verdict = (Do.VERDICT, Do.STEP, Do.TAKE_BACK) if end in (End.AHEAD, End.CHAIN) else ()
+    verdict = (Do.VERDICT, Do.STEP, Do.TAKE_BACK) if end in (Ending.AHEAD, Ending.CHAIN) else ()
     for each in instructions:
         if verdict and each.action.op in BACKWARD and not each.do.startswith("POST_"):
             yield from (Instruction(do, action) for do in verdict)
@@ -51,7 +51,7 @@ def insert_end(instructions: Sequence[Instruction], shape: RankShape, end: End |
     yield from _end(instructions, shape, end, action)
 
 
-def _end(instructions: Sequence[Instruction], shape: RankShape, end: End, action: Action) -> Iterator[Instruction]:
+def _end(instructions: Sequence[Instruction], shape: RankShape, end: Ending, action: Action) -> Iterator[Instruction]:
     def of_all(do: Do) -> Instruction:
         return Instruction(do, action)
 
@@ -64,7 +64,7 @@ def _end(instructions: Sequence[Instruction], shape: RankShape, end: End, action
         for phase in PHASES:
             if phase in unit.flows and (unit.index, phase) not in synced:
                 yield Instruction(Do.SYNC, action, unit.index, phase)
-    is_guessed = end is End.AHEAD
+    is_guessed = end is Ending.AHEAD
     if shape.is_scaled or any(unit.copies > 1 for unit in units):
         # Gradients are about to be written, some where others of the group read them.
         yield from (of(Do.SYNCED, unit) for unit in units)
@@ -82,10 +82,10 @@ def _end(instructions: Sequence[Instruction], shape: RankShape, end: End, action
             if is_guessed:
                 yield of(Do.AHEAD, unit)
     yield of_all(Do.SUMS)
-    if end is End.AT_ONCE:
+    if end is Ending.AT_ONCE:
         yield from map(of_all, (Do.TOTAL, Do.VERDICT, Do.STEP))
         yield from (of(Do.RETURN, unit) for unit in reversed(units))
-    elif end is End.AHEAD:
+    elif end is Ending.AHEAD:
         yield from map(of_all, (Do.CORRECT, Do.TOTAL))
     else:
         if shape.rank > 0:

@@ -20,7 +20,7 @@ from itertools import islice
 
 from atoll.ir import Action, Op
 from atoll.ir.residency import held_stages
-from atoll.program.end import End, insert_end
+from atoll.program.end import Ending, insert_end
 from atoll.program.instruction import Do, Instruction, Phase
 from atoll.program.program import Program
 from atoll.program.shape import PHASES, RankShape
@@ -41,7 +41,7 @@ def lower_row(
     row: Sequence[Action],
     shape: RankShape,
     *,
-    end: End | None = None,
+    end: Ending | None = None,
     frees: Collection[Action] | None = None,
     reduces_each: bool = True,
 ) -> Program:

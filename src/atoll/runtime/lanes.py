@@ -27,7 +27,7 @@ Kind = Literal["reduce", "sync", "gather"]
 KINDS: tuple[Kind, ...] = ("reduce", "sync", "gather")
 
 
-class Clock(Protocol):
+class Recorder(Protocol):
     """Notes when what travelled did."""
 
     def now(self) -> float:
@@ -52,7 +52,7 @@ class Lane(ABC):
 
     def __init__(self, kind: Kind) -> None:
         self._kind = kind
-        self.clock: Clock | None = None
+        self.clock: Recorder | None = None
 
     def start(self, work: Callable[[], None], *, unit: int, after: Job | None = None) -> Job:
         """Begin `work` on a unit behind another job, or let it wait for its turn."""

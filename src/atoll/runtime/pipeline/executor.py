@@ -23,7 +23,7 @@ from atoll._torch import is_profiling, local_part
 from atoll.errors import AtollError, RunError
 from atoll.ir import Action, Op
 from atoll.models import Batch
-from atoll.program import BACKWARD, BEGINS, Do, End, Instruction, Part, Program, RankShape, parts_of
+from atoll.program import BACKWARD, BEGINS, Do, Ending, Instruction, Part, Program, RankShape, parts_of
 from atoll.runtime.lanes import Lane
 from atoll.runtime.mail import Mail, Wire
 from atoll.runtime.outline import Outline
@@ -129,7 +129,7 @@ class Executor:
         self._blocks = {block.index: block for stage in sharded.stages for block in stage.blocks}
         self._units = {unit.spec.index: unit for unit in sharded.units}
         self._placement = outline.schedule.placement
-        self._scores: dict[tuple[int, End | None], _Score] = {}
+        self._scores: dict[tuple[int, Ending | None], _Score] = {}
         self._shape: RankShape | None = None
         self._first_microbatch = 0
         self._ranks = transport.place.peers("pp")
@@ -190,7 +190,7 @@ class Executor:
         self._scores.clear()
         return self._score_of(self._outline.schedule.microbatches, self._outline.plan.end).program
 
-    def _score_of(self, microbatches: int, end: End | None) -> _Score:
+    def _score_of(self, microbatches: int, end: Ending | None) -> _Score:
         """The program for the first microbatches of a row; made once, and played many times."""
         key = microbatches, end
         if key not in self._scores:
@@ -267,7 +267,7 @@ class Executor:
         ended, self._step = self._step, _Step((), is_training=False)
         return Outcome(self._loss_sum(ended), tuple(ended.logits), self._clock)
 
-    def _use(self, microbatches: int, end: End | None) -> _Score:
+    def _use(self, microbatches: int, end: Ending | None) -> _Score:
         """Play this program from here on."""
         score = self._score = self._score_of(microbatches, end)
         self._calls, self._instructions = score.calls, score.program.instructions

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from atoll.errors import RunError
-from atoll.program import Do, End
+from atoll.program import Do, Ending
 from atoll.runtime.sharding.optimizer import ShardedOptimizer
 from atoll.runtime.sharding.unit import Unit, UnitSpec
 from atoll.runtime.transport import Channel, Exchange, Later, Tag, Transport
@@ -181,11 +181,11 @@ class StepEnd:
         """Whether a step waits for its verdict."""
         return self._outstanding is not None
 
-    def choose(self) -> End:
+    def choose(self) -> Ending:
         """How this step ends, once the verdict on the one before is known: it is stepped ahead where that one was taken
         as it was, and as if the same parameters had gradients. Both are the same on all ranks."""
         self._now.ahead = self._usual
-        return End.CHAIN if self._usual is None else End.AHEAD
+        return Ending.CHAIN if self._usual is None else Ending.AHEAD
 
     def settle(self) -> None:
         """The verdict where no step follows: what VERDICT, STEP and TAKE_BACK do, with nothing to play again."""

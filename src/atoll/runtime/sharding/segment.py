@@ -47,8 +47,8 @@ from atoll.layouts import (
     Move,
     Nest,
     Precision,
+    SegmentShape,
 )
-from atoll.layouts import Segment as SegmentShape
 from atoll.models import Weights
 from atoll.program import Do, Phase
 from atoll.runtime import lanes

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from atoll.plan import Place
 from atoll.runtime.transport import shared_memory
 from atoll.runtime.transport.base import Channel, Later, Message, Peers, Tag, Transport
-from atoll.runtime.transport.shared_memory import HEADERS, Arena, Memory
+from atoll.runtime.transport.shared_memory import HEADERS, Arena, SharedMemory
 
 
 class GlooTransport(Transport):
@@ -30,7 +30,7 @@ class GlooTransport(Transport):
         super().__init__(place, device)
         self._group = Peers.along("intra", place)
         self._may_share = self._tries = self.shares_memory and bool(self._group.others) and device.type == "cpu"
-        self._memory: Memory | None = None
+        self._memory: SharedMemory | None = None
         self._arena: Arena | None = None
         self._others: dict[int, torch.Tensor] = {}
         self._known: dict[Tag, dict[int, torch.Tensor]] = {}
@@ -44,7 +44,7 @@ class GlooTransport(Transport):
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         if numel > 0 and self._may_share:
             with suppress(OSError):
-                self._memory = self._memory or Memory()
+                self._memory = self._memory or SharedMemory()
                 return self._memory.allocate(numel, dtype)
             self._memory, self._may_share = None, False  # there is not as much: none of it is shared
         return super().allocate(numel, dtype)

@@ -28,7 +28,7 @@ _PATIENCE, _GLANCE = 0.05, 0.0002
 """Seconds to wait for room, and between two looks."""
 
 
-class Memory:
+class SharedMemory:
     """This rank's file. Raises OSError where the system has none, or not as much."""
 
     def __init__(self) -> None:
