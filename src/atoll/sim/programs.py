@@ -14,7 +14,8 @@ settled.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
@@ -158,6 +159,13 @@ class _Messages:
         return [(kind, sender, microbatch, step)]
 
 
+class _Missing(Exception):  # noqa: N818  (no error: another rank goes on first)
+    """A message has not been sent yet."""
+
+    def __init__(self, message: Message) -> None:
+        self.message = message
+
+
 class _Rank:
     """A rank on its way through its program. starts, ends: of each instruction."""
 
@@ -184,12 +192,30 @@ class _Rank:
         }
         self._pooled = {axis for axis, link in rates.links.items() if link.pool is not None}
         self._coming: dict[int, float] = {}
-        self._reducing: dict[tuple[int, Phase | None], list[float]] = {}
+        self._reducing: dict[tuple[int, Phase | None], deque[float]] = {}
         self._settled: dict[int, float] = {}
         self._returned: dict[int, float] = {}
         self._told = -1
         self._travelled: list[Span] = []
         self._ways: dict[tuple[Do, int, Phase | None], tuple[tuple[str, float], ...]] = {}
+        self._arrived: dict[Message, float] = {}
+        self._acts: Mapping[Do, Callable[[Instruction, float], float]] = {
+            Do.GATHER: self._gather,
+            Do.FETCH: self._fetch,
+            Do.WHOLE: self._whole,
+            Do.REDUCE: self._reduce,
+            Do.REDUCED: self._reduced,
+            Do.SYNC: self._sync,
+            Do.SYNCED: self._synced,
+            Do.AHEAD: self._return,
+            Do.RETURN: self._return,
+            Do.TOTAL: self._total,
+            Do.VERDICT: self._verdict,
+            Do.PASS: self._pass,
+            Do.JOIN: self._join,
+            **dict.fromkeys((do for do in Do if do.startswith("SEND_")), self._send),
+            **dict.fromkeys((do for do in Do if do.startswith("RECV_")), self._receive),
+        }
 
     @property
     def is_over(self) -> bool:
@@ -199,59 +225,34 @@ class _Rank:
     def run(self, arrived: dict[Message, float], until: float) -> Message | None:
         """Play on as far as messages have come, and up to what begins on a shared link after `until`; the message that
         is missing, if one is."""
-        compute, instructions = self.rates.compute, self.instructions
-        while self.at < len(instructions):
-            step = instructions[self.at]
-            if self.now > until and self._shares(step):
-                return None
-            do = step.do
-            self.starts[self.at] = self.now
-            self.now += compute.get((do, step.of), 0.0)
-            if do is Do.GATHER or do is Do.FETCH:
-                end = self._travel(step, after=self._returned.pop(step.of, 0.0))
-                if do is Do.GATHER:
-                    self._coming[step.of] = end
-                else:
-                    self.now = max(self.now, end)
-            elif do is Do.WHOLE:
-                self.now = max(self.now, self._coming.pop(step.of, self.now), self._returned.pop(step.of, self.now))
-            elif do is Do.REDUCE:
-                end = self._travel(step)
-                self._reducing.setdefault((step.of, step.phase), []).append(end)
-                self._settled[step.of] = max(end, self._settled.get(step.of, 0.0))
-            elif do is Do.SYNC:
-                after = self._settled.get(step.of, 0.0)
-                self._settled[step.of] = max(after, self._travel(step, after=after))
-            elif do is Do.SYNCED:
-                self.now = max(self.now, self._settled.get(step.of, 0.0))
-            elif do is Do.AHEAD or do is Do.RETURN:
-                self._returned[step.of] = self._travel(step)
-            elif do is Do.TOTAL or do is Do.PASS:
-                self._tell("A" if do is Do.TOTAL else "P", arrived)
-            elif do is Do.VERDICT or do is Do.JOIN:
-                for message in self._awaited(do):
-                    if message not in arrived:
-                        self.now = self.starts[self.at]
-                        return message
-                    self.now = max(self.now, arrived[message])
-            elif do is Do.REDUCED:
-                self.now = max(self.now, self._reducing[step.of, step.phase].pop(0))
-            elif do.startswith("SEND_"):
-                self._send(step, arrived)
-            elif do.startswith("RECV_"):
-                for message in self.messages.needs(step, self._step):
-                    if message not in arrived:
-                        self.now = self.starts[self.at]
-                        return message
-                    self.now = max(self.now, arrived[message])
-            self.ends[self.at] = self.now
-            self.at += 1
-            if self.at == len(instructions) and self._step + 1 < self._steps:
+        self._arrived = arrived
+        compute, instructions, acts = self.rates.compute, self.instructions, self._acts
+        starts, ends, last = self.starts, self.ends, len(self.instructions)
+        at, now = self.at, self.now
+        missing = None
+        while at < last:
+            step = instructions[at]
+            begun = now
+            now += compute.get((step[0], step[2]), 0.0)
+            act = acts.get(step[0])
+            if act is not None:
+                if begun > until and self._shares(step):
+                    now = begun
+                    break
+                try:
+                    now = act(step, now)
+                except _Missing as waited_for:
+                    now, missing = begun, waited_for.message
+                    break
+            starts[at], ends[at] = begun, now
+            at += 1
+            if at == last and self._step + 1 < self._steps:
                 self._step += 1
-                self.at = 0
+                at = 0
                 self._settled.clear()
                 self._travelled.clear()
-        return None
+        self.at, self.now = at, now
+        return missing
 
     def _shares(self, step: Instruction) -> bool:
         """Whether an instruction begins something on a link that pipeline ranks share."""
@@ -259,30 +260,84 @@ class _Rank:
             return PIPELINE in self._pooled
         return any(axis in self._pooled for axis, _ in self._way(step))
 
-    def _tell(self, what: str, arrived: dict[Message, float]) -> None:
-        message = what, self.number, 0, self._step
-        arrived[message] = self.now + self.rates.link(PIPELINE).latency
-        self.sent.append(message)
-        self._told = self._step
+    # ---- instructions: what each does at a time, and when the rank goes on
 
-    def _awaited(self, do: Do) -> list[Message]:
-        """Whose sums a rank waits for: nobody's, where a program begins with what the one before has left."""
-        if do is Do.JOIN:
-            return [("P", self.number - 1, 0, self._step)]
-        return [("A", rank, 0, self._told) for rank in range(self.messages.ranks)] if self._told >= 0 else []
+    def _gather(self, step: Instruction, now: float) -> float:
+        self._coming[step.of] = self._travel(step, now, after=self._returned.pop(step.of, 0.0))
+        return now
 
-    def _send(self, step: Instruction, arrived: dict[Message, float]) -> None:
+    def _fetch(self, step: Instruction, now: float) -> float:
+        return max(now, self._travel(step, now, after=self._returned.pop(step.of, 0.0)))
+
+    def _whole(self, step: Instruction, now: float) -> float:
+        return max(now, self._coming.pop(step.of, now), self._returned.pop(step.of, now))
+
+    def _reduce(self, step: Instruction, now: float) -> float:
+        end = self._travel(step, now)
+        self._reducing.setdefault((step.of, step.phase), deque()).append(end)
+        self._settled[step.of] = max(end, self._settled.get(step.of, 0.0))
+        return now
+
+    def _reduced(self, step: Instruction, now: float) -> float:
+        return max(now, self._reducing[step.of, step.phase].popleft())
+
+    def _sync(self, step: Instruction, now: float) -> float:
+        after = self._settled.get(step.of, 0.0)
+        self._settled[step.of] = max(after, self._travel(step, now, after=after))
+        return now
+
+    def _synced(self, step: Instruction, now: float) -> float:
+        return max(now, self._settled.get(step.of, 0.0))
+
+    def _return(self, step: Instruction, now: float) -> float:
+        self._returned[step.of] = self._travel(step, now)
+        return now
+
+    def _send(self, step: Instruction, now: float) -> float:
         link = self.rates.link(PIPELINE)
         free = self._free.setdefault(PIPELINE, [0.0])
-        leaves = free[0] = max(self.now, free[0]) + link.seconds(self.rates.message)
-        message = self.messages.sent(self.number, step, self._step)
-        arrived[message] = leaves + link.latency
+        leaves = free[0] = max(now, free[0]) + link.seconds(self.rates.message)
+        self._give(self.messages.sent(self.number, step, self._step), leaves)
+        return now
+
+    def _receive(self, step: Instruction, now: float) -> float:
+        return self._wait(self.messages.needs(step, self._step), now)
+
+    def _total(self, step: Instruction, now: float) -> float:
+        self._give(("A", self.number, 0, self._step), now)
+        self._told = self._step
+        return now
+
+    def _verdict(self, step: Instruction, now: float) -> float:
+        """Whose sums a rank waits for: nobody's, where a program begins with what the one before has left."""
+        ranks = range(self.messages.ranks) if self._told >= 0 else ()
+        return self._wait([("A", rank, 0, self._told) for rank in ranks], now)
+
+    def _pass(self, step: Instruction, now: float) -> float:
+        self._give(("P", self.number, 0, self._step), now)
+        return now
+
+    def _join(self, step: Instruction, now: float) -> float:
+        return self._wait([("P", self.number - 1, 0, self._step)], now)
+
+    # ----
+
+    def _give(self, message: Message, leaves: float) -> None:
+        self._arrived[message] = leaves + self.rates.link(PIPELINE).latency
         self.sent.append(message)
 
-    def _travel(self, step: Instruction, *, after: float = 0.0) -> float:
+    def _wait(self, messages: Sequence[Message], now: float) -> float:
+        for message in messages:
+            arrival = self._arrived.get(message)
+            if arrival is None:
+                raise _Missing(message)
+            now = max(now, arrival)
+        return now
+
+    def _travel(self, step: Instruction, now: float, *, after: float = 0.0) -> float:
         """When what an instruction moves is there, if it does not leave before `after`."""
         way = self._way(step)
-        at = begun = max(self.now, after)
+        at = begun = max(now, after)
         for axis, seconds in way:
             free = self._free.setdefault(axis, [0.0])
             at = free[0] = max(at, free[0]) + seconds
