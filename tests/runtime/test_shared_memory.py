@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
-from atoll.runtime.transport import GlooTransport, shared_memory
+from atoll.runtime.transport import GlooTransport, Peers, Tag, shared_memory
 from atoll.runtime.transport.shared_memory import Arena, SharedMemory
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, train
@@ -127,3 +129,31 @@ def test_a_host_without_a_number_shares_with_nobody(monkeypatch: pytest.MonkeyPa
     assert shared_memory.host() > 0
     monkeypatch.setattr(shared_memory, "Path", lambda _: Path("/no/such/place"))
     assert shared_memory.host() == 0
+
+
+def rooms_taken(case: Case) -> dict[str, int]:
+    """How often a step takes room for what other ranks send, by axis."""
+    engine = case.engine()
+    swap = GlooTransport._swap
+    taken: Counter[str] = Counter()
+
+    def counting(transport: GlooTransport, out: Any, peers: Peers, tag: Tag, *, into: Any) -> Any:
+        def room(at: int) -> torch.Tensor:
+            taken[peers.axis] += 1
+            return into(at)
+
+        return swap(transport, out, peers, tag, into=room)
+
+    with patch.object(GlooTransport, "_swap", counting):
+        engine.step(case.share(engine, 0))
+    engine.close()
+    return taken
+
+
+def test_what_is_read_in_place_takes_no_room_of_its_own() -> None:
+    case = Case(layout="IIG", inter=2, intra=2, microbatches=4)
+    for taken in run_ranks(rooms_taken, case.ranks, case):
+        assert taken["inter"] > 0
+        assert taken["intra"] == 0
+    for taken in run_ranks(rooms_taken, case.ranks, replace(case, reads_in_place=False)):
+        assert taken["intra"] > 0
