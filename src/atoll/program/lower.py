@@ -166,6 +166,8 @@ def insert_reductions(
         found.append(step)
         if isinstance(step, Action):
             continue
+        # Behind the instruction that completes them, in the order of the model's backward on every rank: reductions of
+        # one lane wait for each other, and ranks that began them in two orders would wait for ever.
         do, action, index, _ = step
         key = action.stage, action.microbatch
         if do is Do.I:
@@ -263,7 +265,7 @@ def insert_gathers(
                 found += ahead.come(due[at], step.action)
             found.append(step)
         freed = freed_at.get(at, ())
-        if freed:
+        if freed:  # behind the step that used them, and before the next gathers: these take their room
             action = step if isinstance(step, Action) else step.action
             found += [Instruction(Do.FREE, action, index) for index in freed]
             ahead.whole -= set(freed)
@@ -384,7 +386,7 @@ class _Ahead:
     def come(self, event: _Event, action: Action) -> list[Instruction]:
         """Make what an event asks for whole. What it takes on its way is free for the next one when it is there."""
         begun = self._begun.pop(self._next, None)
-        self._next += 1
+        self._next += 1  # before the look ahead, which begins with the event behind this one
         self._coming = self._size(event.missing) if self._shape.limit > 0 else 0
         own = self._begin(event.missing, action) if begun is None and self._shape.limit > 0 else []
         more = self.look(action)

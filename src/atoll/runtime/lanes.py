@@ -150,7 +150,7 @@ class Threads(Lane):
             if job is None:
                 return
             job.run()
-            del job
+            del job  # or this thread would hold its tensors until the next one comes
 
 
 class _StreamJob:
@@ -189,7 +189,7 @@ class _StreamThreadJob(_ThreadJob):
         self._wanted = work
         self._own = own
         self._began, self._ended = torch.cuda.Event(), torch.cuda.Event()
-        self._began.record()
+        self._began.record()  # here, on the computation's stream: the thread may come to it much later
 
     def _on_stream(self) -> None:
         if not hasattr(self._own, "stream"):

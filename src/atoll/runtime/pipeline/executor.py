@@ -301,12 +301,15 @@ class Executor:
         step goes on, and ends as the verdict says."""
         batches = self._step.batches
         if self._end.take_back():
+            # Gathers that are under way bring what was wrong. They are waited for: their room is asked for again.
             for unit in self._units.values():
                 unit.drop()
             self._step = _Step(batches, is_training=True)
             if self._vocabulary is not None:
                 self._vocabulary.end()
                 self._vocabulary.begin(batches, training=True)
+            # Senders begin this step anew too, and send again what they had sent before their own verdict: what has
+            # come of the first time, or is posted for it, is taken out of the way.
             later = [instruction.action for instruction in self._instructions[self._at :]]
             self._mail.begin_again(self._stale(dict.fromkeys(later)))
             raise _TakenBack
@@ -362,7 +365,7 @@ class Executor:
         """Play up to an instruction. A model's own forward plays some of them on its way."""
         while self._at < stop:
             at = self._at
-            self._at = at + 1
+            self._at = at + 1  # before the call: the forward of a stage goes on from here, and leaves it further on
             self._calls[at]()
 
     def _stale(self, later: Iterable[Action]) -> list[tuple[Action, int]]:

@@ -330,11 +330,12 @@ class StepEnd:
         self._usual = step.touched if self._is_post_validated and self.was_right else None
         if not is_finite and self.scaler is None:
             if step.ahead is not None:
-                self.take_back()
+                self.take_back()  # so that nothing was updated when the error is read
             raise RunError(
                 f"step {step.step}: loss {sums.loss} (sum over tokens), gradient norm {sums.norm}: not finite. "
                 f"Nothing was updated. Lower the learning rate, set train.clip, or use precision fp32"
             )
+        # The optimizer writes where the way back of an earlier step may still read: p and master can be one storage.
         for unit in self._units:
             unit.settle_parameters()
         if is_finite:

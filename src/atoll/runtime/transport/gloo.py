@@ -124,7 +124,7 @@ class GlooTransport(Transport):
                 else:
                     found[at] = shared_memory.view(self._others[rank], place, out[at])
             yield found
-            for at, rank in peers.others:
+            for at, rank in peers.others:  # behind the caller's reads: the byte lets the owner write there again
                 done = int(heard[at][1])
                 if done >= 0:
                     self._others[rank][done + peers.index] = 1
@@ -173,7 +173,7 @@ class GlooTransport(Transport):
                 for at, part in parts.items():
                     if part is not into[at]:
                         into[at].copy_(part)
-            if at_rest >= 0 > lent:
+            if at_rest >= 0 > lent:  # what rests stays where it is; what was lent is somewhere else the next time
                 self._known[tag] = parts
         self._count(peers.axis, place.nbytes * len(peers.others))
 
@@ -186,6 +186,8 @@ class GlooTransport(Transport):
                 out.copy_(own)
             return
         with self._swap(blocks, peers, tag, into=lambda at: torch.empty_like(own)) as parts:
+            # Ranks are added in one order everywhere, for the same bits. Where the sum is made in `own`, a rank beyond
+            # the first two keeps its part until its turn comes.
             parts[peers.index] = own.clone() if out is None and peers.index > 1 else own
             torch.add(parts[0], parts[1], out=target)
             for at in range(2, len(peers.ranks)):
