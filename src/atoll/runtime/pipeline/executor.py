@@ -359,6 +359,8 @@ class Executor:
         except AtollError:
             raise
         except Exception as error:
+            if self._now.op is Op.STEP:  # the optimizer's, or the caller's own: it stays what it is
+                raise
             raise self._failure(self._now, error) from error
 
     def _advance(self, stop: int) -> None:
