@@ -11,7 +11,8 @@ from atoll import schedules
 from atoll.errors import ScheduleError
 from atoll.ir import Op, Schedule, insert_vocabulary, lower
 from atoll.ir.residency import REDUCTIONS, RESIDENCIES, Reduction, Residency, counts
-from atoll.program import Do, Ending, Instruction, Program, lower_row
+from atoll.program import Bytes, Do, Ending, Instruction, Program, lower_row
+from atoll.program.memory import held_after
 from tests.program.shapes import RETURNED, WHOLE, shapes_of
 
 NAMES = ("gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-h2", "zb-v", "v-min", "dualpipe-v", "unit")
@@ -214,6 +215,16 @@ def test_more_is_whole_with_more_ahead() -> None:
     assert peaks == [100, 200, 300, 400]
     (program,) = programs(schedule, blocks=6, limit=100, staged=True)
     assert program.peaks == (WHOLE, 100, 200)
+
+
+@pytest.mark.parametrize("end", Ending)
+@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+def test_nothing_is_held_when_a_step_is_over(name: str, end: Ending) -> None:
+    schedule = schedules.build(name, ranks=2, microbatches=4)
+    for model in MODELS.values():
+        for program in programs(schedule, end=end, **model):
+            *_, last = held_after(program.instructions, program.shape)
+            assert last == Bytes()
 
 
 BREAKS = {
