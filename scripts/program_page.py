@@ -39,6 +39,12 @@ def backward() -> str:
     return fenced(lines)
 
 
+def end() -> str:
+    lines = list(listing(program(1)))
+    start = next(at for at, line in enumerate(lines) if "DRAIN" in line)
+    return fenced([lines[0], *lines[start:]])
+
+
 def fenced(lines: list[str]) -> str:
     return "\n".join(["```text", *lines, "```", ""])
 
@@ -47,4 +53,4 @@ def picture() -> str:
     return draw_program(program(0), title="1F1B, GGG: a step of pipeline rank 0")
 
 
-PARTS = {"program-forward": forward, "program-backward": backward}
+PARTS = {"program-forward": forward, "program-backward": backward, "program-end": end}

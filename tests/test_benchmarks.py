@@ -14,13 +14,15 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
 from torch import nn
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from atoll.layouts import Layout
+from atoll.runtime.transport.shared_memory import SharedMemory, mapped
 from atoll.testing import RankPool
 from benchmarks.islands import front, pages, search
-from benchmarks.islands.allocations import Allocations, library
+from benchmarks.islands.allocations import Allocations, library, shared_bytes
 from benchmarks.islands.bounds import formula
 from benchmarks.islands.contenders import Atoll, Ddp, DeepSpeed, Fsdp2, has_deepspeed, read_setting, setting_json
 from benchmarks.islands.judging import judged
@@ -196,7 +198,7 @@ def test_contenders_that_train_otherwise_are_an_error() -> None:
 def test_counted_allocations_are_those_of_all_threads() -> None:
     program = """
 import threading
-from benchmarks.islands.allocations import Allocations, library
+from benchmarks.islands.allocations import Allocations, library, shared_bytes
 from benchmarks.islands.contenders import has_deepspeed
 import torch
 allocations = Allocations()
@@ -216,6 +218,20 @@ print(round((allocations.out() - before) / 1e6), round((allocations.most() - bef
             [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
         )
     assert done.stdout.split() == ["8", "12"], done.stderr
+
+
+def test_shared_bytes_are_those_of_the_files_that_are_mapped() -> None:
+    """Each file once, however often it is mapped; none of anybody else's."""
+    before = shared_bytes()
+    memory, other = SharedMemory(), SharedMemory()
+    parts = [memory.allocate(numel, torch.float32) for numel in (20_000, 10_000)]
+    seen = mapped(os.getpid(), memory.descriptor, memory.nbytes)
+    memory.close()
+    assert shared_bytes() - before == memory.nbytes
+    assert other.nbytes == 0
+    del parts, seen
+    gc.collect()
+    assert shared_bytes() == before
 
 
 def test_ranks_hold_what_is_predicted() -> None:
@@ -360,7 +376,7 @@ def test_the_page_of_the_sharded_pipeline() -> None:
     theirs, ours = (setting.name for setting in sharded_pipeline.LIKE)
     rows = [
         raced(theirs, 2.0, 6.0),
-        raced(ours, 1.6, 6.0),
+        raced(ours, 1.6, 6.0, predicted_seconds=1.64, predicted_bytes=3.9e6),
         raced("atoll small", 1.9, 5.0),
         raced("torch wrong", 1.0, 4.0, is_right=False, is_raced=False, gradient_difference=0.9),
     ]
@@ -369,7 +385,8 @@ def test_the_page_of_the_sharded_pipeline() -> None:
     result = {"work": {**work, "compute_seconds": 1.44}, "races": {"limited": found}}
     page = sharded_pipeline.report(result)
     assert f"| 6.0 | {theirs} | 2.00 | {ours} | 1.60 | 6.0 | 1.25 |" in page.splitlines()
-    assert "| **atoll small** | 1.90 | 1 | 5.0 | 4.0 | 0.32 |" in page.splitlines()
+    assert "| **atoll small** | 1.90 | 1 | 5.0 | 4.0 | 0.32 |  |  |  |" in page.splitlines()
+    assert f"| **{ours}** | 1.60 | 1 | 6.0 | 4.0 | 0.32 | 1.64 | +2.5 % | 3.9 |" in page.splitlines()
     assert f"{theirs}` against `{ours}`" in page
     assert "`torch wrong` (0.9)" in page
 

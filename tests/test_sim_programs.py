@@ -8,17 +8,17 @@ import pytest
 
 from atoll import schedules
 from atoll.errors import ConfigError, ScheduleError
-from atoll.ir import Schedule, insert_vocabulary, lower
-from atoll.program import Do, Program, Programs, lower_row
+from atoll.ir import Op, Schedule, insert_vocabulary, lower
+from atoll.program import Do, Ending, Program, Programs, lower_row
 from atoll.sim import Costs, Rates, Speed, simulate
-from tests.program.shapes import shapes_of
+from tests.program.shapes import RETURNED, shapes_of
 
 NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "dualpipe-v")
 
 
-def programs(schedule: Schedule, **options: Any) -> Programs:
+def programs(schedule: Schedule, end: Ending | None = None, **options: Any) -> Programs:
     shapes = shapes_of(schedule.placement, **options)
-    each = (lower_row(row, shape) for row, shape in zip(lower(schedule).actions, shapes, strict=True))
+    each = (lower_row(row, shape, end=end) for row, shape in zip(lower(schedule).actions, shapes, strict=True))
     return Programs(schedule.placement, tuple(each))
 
 
@@ -98,3 +98,73 @@ def test_programs_that_wait_for_each_other_are_refused() -> None:
         simulate(both, [Rates()])
     with pytest.raises(ScheduleError, match="1 programs for 2 pipeline ranks"):
         Programs(schedule.placement, (first,))
+
+
+def finish(end: Ending, **compute: float) -> float:
+    """Of two ranks of 1F1B with one block each, whose parts take a second, on links that take none but for 0.1 s of
+    latency in the pipeline."""
+    schedule = schedules.build("1f1b", ranks=2, microbatches=1)
+    own = rates(schedule, links={"pp": Speed(latency=0.1), "inter": Speed(rate=RETURNED)})
+    spent = {(Do[name], -1): value for name, value in compute.items()}
+    return simulate(
+        programs(schedule, end, blocks=1, rests=True), Rates({**own.compute, **spent}, links=own.links)
+    ).finish
+
+
+def test_the_end_of_a_step_waits_for_all_ranks_or_for_none() -> None:
+    """Forwards 2 s, backwards 2 s, the first rank's last W behind them; each step of the optimizer takes a second."""
+    last_compute = 2 + 2 + 1 + 2 * 0.1
+    assert finish(Ending.AT_ONCE, STEP=1.0) == pytest.approx(last_compute + 0.1 + 1.0)
+    assert finish(Ending.AHEAD) == pytest.approx(last_compute)
+    assert finish(Ending.CHAIN) == pytest.approx(last_compute + 0.1), "the last rank joins what the first one passes on"
+
+
+def test_what_is_under_way_is_waited_for_at_the_end() -> None:
+    """The last reduction ends after the computation."""
+    schedule = schedules.build("1f1b", ranks=1, microbatches=1)
+    links = {"inter": Speed(rate=100.0)}
+    own = Rates({(do, block): 1.0 for do in (Do.F, Do.I) for block in range(2)}, links=links)
+    begun = simulate(programs(schedule, blocks=2, limit=100), own)
+    ended = simulate(programs(schedule, Ending.AT_ONCE, blocks=2, limit=100), own)
+    assert ended.finish == pytest.approx(begun.finish)
+    assert max(span.end for span in ended.spans if span.action.op is Op.STEP) >= begun.finish - 1e-9
+
+
+def gathers(**link: Any) -> list[tuple[int, float, float]]:
+    """When what travels does, of two ranks with one block each that computes for 10 s."""
+    schedule = schedules.build("gpipe", ranks=2, microbatches=1)
+    own = Rates({(Do.F, block): 10.0 for block in (0, 1)}, links={"inter": Speed(rate=50.0, **link)})
+    trace = simulate(programs(schedule, blocks=1, limit=100), own)
+    return [(span.rank, span.start, span.end) for span in trace.spans if span.action.op is Op.UNSHARD]
+
+
+def test_pipeline_ranks_that_share_a_link_take_turns() -> None:
+    """Each gather takes a second: at once on links of their own, one after the other on one link."""
+    assert gathers()[:1] == [(0, 0.0, 1.0)]
+    assert {end for _, start, end in gathers() if start == 0.0} == {1.0}
+    assert sorted(end for _, start, end in gathers(pool="card") if start == 0.0) == [1.0, 2.0]
+    assert sorted(end for _, start, end in gathers(pool="card", shared=2) if start == 0.0) == [2.0, 4.0]
+
+
+def test_who_comes_first_is_served_first_on_a_shared_link() -> None:
+    """The player comes to the first rank first; its second gather begins at 12 s, long after the other rank's."""
+    found = gathers(pool="card", latency=0.5)
+    starts = [start for _, start, _ in sorted(found, key=lambda each: each[2])]
+    assert starts == sorted(starts)
+
+
+@pytest.mark.parametrize("end", [Ending.AT_ONCE, Ending.AHEAD])
+def test_steps_follow_each_other(end: Ending) -> None:
+    """Post-validated steps fill each other's drain; others wait for each other. What the optimizer wrote travels for a
+    second, behind which a step begins."""
+    schedule = schedules.build("zb-h2", ranks=4, microbatches=8)
+    own = rates(schedule, links={"inter": Speed(rate=RETURNED)})
+    played = programs(schedule, end, blocks=1, rests=True)
+    one, two, three = (simulate(played, own, steps=steps).finish for steps in (1, 2, 3))
+    assert two - one == three - two
+    if end is Ending.AT_ONCE:
+        assert two - one == one + 1.0
+    else:
+        assert two - one == 8 * 3 + 1.0 < one, "no rank waits but for what its optimizer wrote"
+    with pytest.raises(ConfigError, match="0 steps"):
+        simulate(played, own, steps=0)

@@ -118,8 +118,8 @@ def _gradient_difference(work: Work, contender: Contender) -> float:
     return max(difference(value, wanted[name]) for name, value in got.items())
 
 
-def hop_seconds(work: Work) -> float:
-    """One way of a message between the first two ranks, as the schedules send it; the others wait.
+def hop_seconds(work: Work, pair: tuple[int, int] = (0, 1)) -> float:
+    """One way of a message between two ranks, of which the first is 0, as the schedules send it; the others wait.
 
     It leaves after a sleep, for a rank that has been waiting: a message that follows another at once is three times as
     fast, and tells nothing of a pipeline's. Each carries when it left, by the clock that the ranks share.
@@ -129,12 +129,13 @@ def hop_seconds(work: Work) -> float:
     times = []
     dist.barrier()
     for at in range(PINGS):
-        if rank == at % 2:
+        sender, receiver = pair[at % 2], pair[1 - at % 2]
+        if rank == sender:
             time.sleep(work.seconds)
             message.fill_(time.monotonic())
-            dist.send(message, 1 - rank, tag=HOP_TAG)
-        elif rank < 2:
-            dist.recv(message, 1 - rank, tag=HOP_TAG)
+            dist.send(message, receiver, tag=HOP_TAG)
+        elif rank == receiver:
+            dist.recv(message, sender, tag=HOP_TAG)
             times.append(time.monotonic() - float(message[0, 0, 0]))
     if rank == 0:
         seconds.fill_(median(times))

@@ -56,9 +56,13 @@ class Allocations:
 
 
 def shared_bytes() -> int:
-    """Bytes of all memory that this machine's processes share; ranks use it for what others of an island read."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, value, *_ = line.split()
-        if name == "Shmem:":
-            return int(value) * 1024
-    return 0
+    """Bytes of the memory files that this process maps, its own and those of the ranks whose memory it reads. Whatever
+    else the machine does has no part in it."""
+    ends: dict[str, int] = {}
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        where, permissions, offset, device, inode, *name = line.split(maxsplit=5)
+        if permissions.endswith("s") and name and name[0].startswith(("/memfd:", "/dev/shm/")):
+            start, stop = (int(end, 16) for end in where.split("-"))
+            file = f"{device} {inode}"
+            ends[file] = max(ends.get(file, 0), int(offset, 16) + stop - start)
+    return sum(ends.values())

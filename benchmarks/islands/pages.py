@@ -111,8 +111,19 @@ def _told(name: str, found: Mapping[str, Any]) -> list[str]:
         f"count above by it if they did not race; those that take {SLOW:g} times as long as their side's fastest never "
         "do:",
         tables.race(found["rows"]),
+        _recounted(found),
         _failed(found["visited"]),
     ]
+
+
+def _recounted(found: Mapping[str, Any]) -> str:
+    """Whose memory was counted again after the race."""
+    if "recounted" not in found:
+        return ""
+    return (
+        f"The memory of {len(found['recounted'])} settings was counted again after the race, at the same commit: other "
+        "work on the machine had shared memory while it was counted first. The raw file has both counts."
+    )
 
 
 def _failed(visited: Sequence[Mapping[str, Any]]) -> str:

@@ -133,7 +133,8 @@ def step(rank: Rank, name: str, at: int) -> tuple[Seen, Memory]:
     link, loopback = bytes_sent(INTERFACE) - link, bytes_sent("lo") - loopback
     batch_bytes = sum(value.nbytes for value in batches[0].values())
     sent = Counter({axis: count // steps for axis, count in (Counter(contender.sent()) - sent).items()})
-    memory = _held(contender, base, allocations, sent, len(batches), batch_bytes)
+    shared = max(0, shared_bytes() - base.shared) // rank.intra  # of each file, all ranks of an island map it
+    memory = _held(contender, base, allocations, sent, shared, len(batches), batch_bytes)
     dist.barrier()
     if not contender.sees_all:
         losses = [contenders.mean_over_ranks(loss) for loss in losses]
@@ -143,11 +144,16 @@ def step(rank: Rank, name: str, at: int) -> tuple[Seen, Memory]:
 
 
 def _held(
-    contender: Contender, base: Base, allocations: Allocations, sent: Mapping[str, int], batches: int, batch_bytes: int
+    contender: Contender,
+    base: Base,
+    allocations: Allocations,
+    sent: Mapping[str, int],
+    shared: int,
+    batches: int,
+    batch_bytes: int,
 ) -> Memory:
     """The memory that a contender used during its steps. The peak includes only one of the `batches` allocated."""
     peak, rest = allocations.most(), allocations.out()
-    shared = max(0, shared_bytes() - base.shared) // dist.get_world_size()
     more = (contender.rest(), contender.peak(), sent)
     if base.out is None or peak is None or rest is None:
         return Memory(None, None, shared, *more)

@@ -88,7 +88,7 @@ TABLE: dict[str, tuple[str, ...]] = {
         f"{POST}::test_units_are_stepped_as_their_gradients_arrive",
         "tests/runtime/test_access.py::test_a_refusal_while_looking_at_gradients_loses_nothing",
     ),
-    "runtime/step_end.py": (
+    "runtime/pipeline/step_end.py": (
         POST,
         "tests/runtime/test_loss_scaler.py",
         "tests/runtime/test_shared_parameters.py",

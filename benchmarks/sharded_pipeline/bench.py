@@ -120,8 +120,14 @@ def _race(
             rows[setting.name] = track.steps(setting, share=share, first=2 * at)
             seen[setting.name].append(rows[setting.name])
         track.note("round", {"question": question, "rows": rows})
+    predicted = {each["name"]: each["found"] for each in track.known("prediction") if each["question"] == question}
     for setting in entrants if len(done) < rounds else ():
+        if isinstance(setting, Ours):
+            found = predicted[setting.name] = track.predict(setting, share=share, at=2 * rounds)
+            track.note("prediction", {"question": question, "name": setting.name, "found": found})
         track.close(setting)
+    for name in seen.keys() & predicted.keys():
+        seen[name][-1] |= predicted[name]
     best = {name: median(second for row in rows for second in row["seconds"]) for name, rows in seen.items()}
     print(f"{question}: " + ", ".join(f"{name} {value:.3f}" for name, value in sorted(best.items())), flush=True)
     return seen
@@ -138,6 +144,7 @@ def _merged(visited: Sequence[Row], raced: Mapping[str, Sequence[Row]]) -> list[
             row["median_seconds"] = median(row["seconds"])
             row["peak_bytes"] = median(each["peak_bytes"] for each in rounds)
             row["inter_bytes"] = median(each["inter_bytes"] for each in rounds)
+            row |= {key: value for key, value in rounds[-1].items() if key.startswith("predicted_")}
         merged.append(row)
     return merged
 
@@ -232,7 +239,9 @@ def _section(question: str, found: Mapping[str, Any], compute_seconds: float) ->
         f"**Like for like**, one order, one gather and one reduction a step in the same units: "
         f"{_ratio(like['ratio'])} (`{like['peer']}` against `{like['ours']}`).",
         "Those that raced, and what a reader may ask for; bold is on its side's front. *link*: how long what was sent "
-        "takes at the link's rate. *steps*: how many were timed; one is a visit's.",
+        "takes at the link's rate. *steps*: how many were timed; one is a visit's. *simulated*: the step's programs, "
+        "played by `atoll.simulate` with the seconds that their instructions took in one step, on a link of that rate; "
+        "and what that differs by. *said*: MB across by the programs, without headers of packets.",
         _table(_shown(rows, members), members, bits),
     ]
 
@@ -259,12 +268,19 @@ def _shown(rows: Sequence[Row], members: Collection[int]) -> list[Row]:
 
 
 def _table(rows: Sequence[Row], members: Collection[int], bits: float) -> str:
-    lines = ["| contender | s | steps | peak MB | MB across | link s |", "|---|--:|--:|--:|--:|--:|"]
+    lines = [
+        "| contender | s | steps | peak MB | MB across | link s | simulated s | | said MB |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
+    ]
     for row in rows:
         name = f"**{row['name']}**" if id(row) in members else row["name"]
         sent = [f"{row['inter_bytes'] / 1e6:.1f}", f"{8 * row['inter_bytes'] / bits:.2f}"]
         seconds, peak = _seconds_and_peak(row)
-        lines.append("| " + " | ".join([name, seconds, str(len(row["seconds"])), peak, *sent]) + " |")
+        said = ["", "", ""]
+        if "predicted_seconds" in row:
+            off = row["predicted_seconds"] / row["median_seconds"] - 1
+            said = [f"{row['predicted_seconds']:.2f}", f"{100 * off:+.1f} %", f"{row['predicted_bytes'] / 1e6:.1f}"]
+        lines.append("| " + " | ".join([name, seconds, str(len(row["seconds"])), peak, *sent, *said]) + " |")
     return "\n".join(lines)
 
 

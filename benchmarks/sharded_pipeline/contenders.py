@@ -35,12 +35,14 @@ class Contender:
     """`step` trains on a data-parallel rank's samples; the second batch is the next call's, if there is one.
 
     gradients: of the first step, whole; asked once.  drain: waits for what the last step leaves under way.
+    engine: Atoll's, where it is that.
     """
 
     step: Callable[[Batch, Batch | None], object]
     gradients: Callable[[], dict[str, Tensor]]
     drain: Callable[[], None] = lambda: None
     close: Callable[[], None] = lambda: None
+    engine: Engine | None = None
 
 
 def build(work: Work, device: Device, setting: Setting) -> Contender:
@@ -52,8 +54,9 @@ def build(work: Work, device: Device, setting: Setting) -> Contender:
 
 def atoll_contender(work: Work, device: Device, setting: Ours) -> Contender:
     """Atoll's engine. Parameters before the first step are kept until its gradients have been asked for."""
-    options = {"chunks": setting.chunks} if setting.is_loop else {}
-    schedule = schedules.build(setting.schedule, ranks=PIPELINE, microbatches=setting.microbatches, **options)
+    schedule = schedules.build(
+        setting.schedule, ranks=PIPELINE, microbatches=setting.microbatches, **setting.schedule_options
+    )
     with torch.device("meta"):
         model = work.model(device, stages=work.layers, is_torch=False)
     plan = Plan(
@@ -82,7 +85,7 @@ def atoll_contender(work: Work, device: Device, setting: Ours) -> Contender:
         for unit in engine.units:
             unit.settle_parameters()
 
-    return Contender(engine.submit, gradients, drain, engine.close)
+    return Contender(engine.submit, gradients, drain, engine.close, engine)
 
 
 def torch_contender(work: Work, device: Device, setting: Theirs) -> Contender:

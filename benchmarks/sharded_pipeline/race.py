@@ -11,9 +11,10 @@ from functools import lru_cache
 import torch
 import torch.distributed as dist
 
+from atoll.program import Do, Program
 from atoll.runtime.allocator import keep_freed_memory
 from atoll.testing.parity import difference
-from benchmarks.emulated.race import PINGS, go_first
+from benchmarks.emulated.race import PINGS, go_first, hop_seconds
 from benchmarks.emulated.work import Device, pausing_weights
 from benchmarks.islands.allocations import Allocations
 from benchmarks.islands.network import INTERFACE, bytes_sent
@@ -108,6 +109,30 @@ def steps(rank: Rank, setting: Setting, first: int, count: int) -> Seen:
     dist.barrier()
     peak = None if most is None or idle is None else most - idle + _RESTS[setting.name]
     return Seen(tuple(ends), peak, sent)
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """What a rank of Atoll's plays, and the seconds that its instructions took. hop: of a message between stages."""
+
+    program: Program
+    seconds: dict[tuple[Do, int], float]
+    hop: float
+
+
+def timed(rank: Rank, setting: Setting, at: int) -> Timed:
+    """All ranks: a step whose instructions are timed."""
+    work: Work = rank.work
+    contender: Contender = rank.contenders[setting.name]
+    engine = contender.engine
+    assert engine is not None, "only Atoll's instructions are known"
+    _DEVICE.share = work.layer_seconds(setting.microbatches)
+    batches = [work.share(at + turn, rank.number % DATA) for turn in range(2)]
+    contender.step(batches[0], batches[1])  # a post-validated step guesses where there was one before it
+    with engine.timing() as seconds:
+        contender.step(batches[1], None)
+    contender.drain()
+    return Timed(engine.program, seconds, hop_seconds(work, (0, DATA)))
 
 
 def _product_seconds(work: Work, microbatches: int) -> float:

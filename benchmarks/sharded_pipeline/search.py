@@ -16,13 +16,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from atoll import schedules
+from atoll.program import Programs
+from atoll.sim import Rates, Speed, simulate
 from benchmarks.environment import ROOT
 from benchmarks.islands.front import near_front
 from benchmarks.islands.network import Islands
 from benchmarks.islands.ranks import Ranks, Where
 from benchmarks.sharded_pipeline import race
-from benchmarks.sharded_pipeline.race import Seen
-from benchmarks.sharded_pipeline.settings import Setting
+from benchmarks.sharded_pipeline.race import Seen, Timed
+from benchmarks.sharded_pipeline.settings import Ours, Setting
 from benchmarks.sharded_pipeline.work import DATA, PIPELINE, Work
 
 SAME_GRADIENT = 1e-10
@@ -93,6 +96,23 @@ class Track:
             "seconds": [after - before for before, after in pairwise(ends)],
             "peak_bytes": max(each.peak or 0 for each in seen),
             "inter_bytes": sum(each.inter_bytes for each in seen) / DATA / count,
+        }
+
+    def predict(self, setting: Ours, *, share: float, at: int) -> Row:
+        """Seconds of a step by simulation, from the seconds of its instructions, and an island's bytes by its programs:
+        the four pipeline ranks of an island take turns on its link."""
+        timed: Sequence[Timed] = self._running.ask(race.timed, setting, at, timeout=60.0)
+        of_island = timed[::DATA]
+        link = Speed(rate=self.work.rate(share) / 8, pool="between islands")
+        rates = [Rates(each.seconds, links={"inter": link, "pp": Speed(latency=each.hop)}) for each in of_island]
+        schedule = schedules.build(
+            setting.schedule, ranks=PIPELINE, microbatches=setting.microbatches, **setting.schedule_options
+        )
+        programs = Programs(schedule.placement, tuple(each.program for each in of_island))
+        ends = [simulate(programs, rates, steps=steps).finish for steps in (2, 3)]
+        return {
+            "predicted_seconds": ends[1] - ends[0],
+            "predicted_bytes": sum(each.program.sent["inter"] for each in of_island),
         }
 
     def close(self, setting: Setting) -> None:

@@ -59,6 +59,11 @@ class Ours:
         return self.schedule in _LOOPS
 
     @property
+    def schedule_options(self) -> dict[str, int]:
+        """What the schedule is built with besides ranks and microbatches."""
+        return {"chunks": self.chunks} if self.is_loop else {}
+
+    @property
     def stages_a_rank(self) -> int:
         """One on a line, two on a V, what is chosen on a loop."""
         return self.chunks if self.is_loop else 1 if self.schedule in ("1f1b", "zb-h1", "zb-h2") else 2

@@ -5,7 +5,8 @@
     schedule = atoll.schedules.build("1f1b", ranks=4, microbatches=16)
     trace = atoll.simulate(schedule, atoll.Costs(forward=1.0, input_grad=1.0, weight_grad=1.0))
 
-Names load when they are first read: `import atoll` imports neither torch nor numpy, and only `Engine` ever does.
+Names load when they are first read: `import atoll` imports neither torch nor numpy, and only `Engine` and `programs_of`
+ever do.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from atoll.layouts.layout import Layout
     from atoll.layouts.precision import Precision
     from atoll.plan import MeshShape, Plan
+    from atoll.runtime.assemble.describe import programs_of
     from atoll.runtime.engine import Engine
     from atoll.sim import Costs, Rates, Speed, simulate
     from atoll.trace import Trace
@@ -43,6 +45,7 @@ _HOMES = {
     "Schedule": "atoll.ir",
     "Speed": "atoll.sim",
     "Trace": "atoll.trace",
+    "programs_of": "atoll.runtime.assemble.describe",
     "simulate": "atoll.sim",
 }
 """Where each name of the public surface lives."""
@@ -87,6 +90,7 @@ __all__ = [
     "models",
     "plan",
     "program",
+    "programs_of",
     "runtime",
     "schedules",
     "sim",

@@ -8,6 +8,7 @@ from atoll.errors import PlanError
 from atoll.ir import Schedule
 from atoll.ir.residency import REDUCTIONS, RESIDENCIES, Reduction, Residency
 from atoll.layouts import Layout, Nest, Precision
+from atoll.program import Ending
 
 MOST_MICROBATCHES = 8_191
 """The largest number of microbatches of a rank in a step. A message's tag has 13 bits for its microbatch."""
@@ -172,6 +173,11 @@ class Plan:
             raise PlanError(
                 f"resident = {self.resident} bytes with residency = {self.residency!r}; 0 or more, for 'run' alone"
             )
+
+    @property
+    def end(self) -> Ending:
+        """How its steps end, as a rule."""
+        return Ending.AHEAD if self.post_validation else Ending.AT_ONCE
 
     @property
     def global_batch(self) -> int:

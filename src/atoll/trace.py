@@ -22,6 +22,7 @@ SEND_LANE = "send"
 RECEIVE_LANE = "receive"
 GATHER_LANE = "gather"
 REDUCE_LANE = "reduce"
+STEP_LANE = "step"
 
 
 def lane_of(op: Op) -> str:
@@ -30,6 +31,8 @@ def lane_of(op: Op) -> str:
         return COMPUTE_LANE
     if op.is_sharding:
         return REDUCE_LANE if op is Op.REDUCE_GRAD else GATHER_LANE
+    if op is Op.STEP:
+        return STEP_LANE
     return SEND_LANE if op.startswith("SEND") else RECEIVE_LANE
 
 

@@ -25,10 +25,11 @@ def test_round_trip(action: Action) -> None:
 
 
 def test_the_kinds_of_op_are_disjoint_and_complete() -> None:
-    assert set(COMPUTE) | set(MESSAGES) | set(SHARDING) == set(Op)
+    assert set(COMPUTE) | set(MESSAGES) | set(SHARDING) | {Op.STEP} == set(Op)
     assert {op for op in Op if op.is_compute} == set(COMPUTE)
     assert {op for op in Op if op.is_message} == set(MESSAGES)
     assert {op for op in Op if op.is_sharding} == set(SHARDING)
+    assert {op for op in Op if op.has_microbatch} == set(COMPUTE) | set(MESSAGES)
     assert [op.code for op in Op] == list(range(len(Op)))
 
 

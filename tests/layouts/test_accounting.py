@@ -16,7 +16,7 @@ from atoll.layouts import (
     Layout,
     Nest,
     Precision,
-    Segment,
+    SegmentShape,
     footprint,
     published_memory,
     traffic,
@@ -140,7 +140,7 @@ TEN = FlatMap.build([("weight", (2, 4)), ("bias", (2,))], multiple=4)
 
 
 def _held(layout: str, *, precision: str, compute: str, trainable: bool = True, j: int = 0, i: int = 0) -> Footprint:
-    segment = Segment(TEN, trainable=trainable, compute=compute)
+    segment = SegmentShape(TEN, trainable=trainable, compute=compute)
     return footprint([segment], Layout(layout), precision=Precision.preset(precision), nest=Nest(2, 2, i, j))
 
 
@@ -166,7 +166,7 @@ def test_a_frozen_segment_is_parameters_only_in_its_own_dtype() -> None:
 
 
 def test_segments_add_up_and_states_scale() -> None:
-    one = Segment(TEN, trainable=True)
+    one = SegmentShape(TEN, trainable=True)
     options = {"precision": Precision.preset("fp32"), "nest": Nest(2, 2)}
     momentum = footprint([one, one], Layout("NNN"), **options, states=1)
     assert momentum == Footprint(96, 96, 80)

@@ -10,7 +10,7 @@ from atoll.layouts import (
     Layout,
     Nest,
     Precision,
-    Segment,
+    SegmentShape,
     WorkingMemory,
     working_memory,
 )
@@ -24,7 +24,7 @@ def of(layout: str, *, in_place: bool, nest: Nest | None = None, **options: obje
     nest = nest or Nest(2, 2, 0, 1)
     precision = options.pop("precision", FP32)
     assert isinstance(precision, Precision)
-    segment = Segment(FlatMap.build([("w", (NUMEL,))], nest.ranks), trainable=True, compute=precision.compute)
+    segment = SegmentShape(FlatMap.build([("w", (NUMEL,))], nest.ranks), trainable=True, compute=precision.compute)
     return working_memory(
         [[segment], [segment]], Layout(layout), precision=precision, nest=nest, reads_in_place=in_place, **options
     )
@@ -78,7 +78,7 @@ def test_parameters_that_are_cast_from_their_master_are_live() -> None:
 
 def test_frozen_parameters_have_no_gradients() -> None:
     nest = Nest(2, 2, 0, 0)
-    frozen = Segment(FlatMap.build([("w", (NUMEL,))], nest.ranks), trainable=False)
+    frozen = SegmentShape(FlatMap.build([("w", (NUMEL,))], nest.ranks), trainable=False)
     need = working_memory([[frozen]], Layout("ING"), precision=FP32, nest=nest, reads_in_place=True)
     assert (need.live, need.lent, need.buffers) == (WHOLE, 0, 0)
 

@@ -13,6 +13,9 @@ WHOLE = 100
 LEVELS = (("inter", 50), ("intra", 100))
 """What a gather of a unit sends; a reduction takes the links the other way round."""
 
+RETURNED = 20
+"""Bytes of a unit that go back behind the optimizer."""
+
 
 def shapes_of(
     placement: Placement,
@@ -27,12 +30,14 @@ def shapes_of(
     is_recomputed: bool = False,
     together: int = 1,
     has_slices: bool = False,
+    is_scaled: bool = False,
 ) -> list[RankShape]:
     """What each pipeline rank has of a model of `blocks` blocks a stage.
 
     staged: whether a gather holds a half of the unit on its way.  rests: whether parameters and gradients rest whole.
     is_tied: whether the first and the last block share a unit.  frozen: how many blocks are not trained, from the
-    first.  together: blocks that are a unit.  has_slices: whether units 0 and 1 are slices of a vocabulary.
+    first.  together: blocks that are a unit.  has_slices: whether units 0 and 1 are slices of a vocabulary.  is_scaled:
+    whether the loss is.
     """
     phases: tuple[Phase, ...] = ("I", "W") if placement.stages > 1 else ("I",)
     count = placement.stages * blocks
@@ -46,8 +51,11 @@ def shapes_of(
         travel: dict[tuple[Do, Phase | None], tuple[tuple[str, int], ...]] = {}
         if not rests:
             travel = {(Do.GATHER, None): LEVELS, **{(Do.REDUCE, phase): LEVELS[::-1] for phase in flows}}
+        if flows:
+            travel[Do.RETURN, None] = (("inter", RETURNED),)
         ahead = whole // 2 if staged else whole
-        return UnitShape(index, users, is_shared, whole, ahead, flows, travel=travel)
+        copies = len({placement.rank_of(block // blocks) for block in users})
+        return UnitShape(index, users, is_shared, whole, ahead, flows, travel=travel, copies=copies)
 
     ranks = []
     for rank in range(placement.ranks):
@@ -72,5 +80,7 @@ def shapes_of(
                 whole = 0 if rests else WHOLE
                 units[index] = UnitShape(index, (), False, whole, whole // 2 if staged else whole, flow)
         slices = {"embedding": 0, "head": 1} if has_slices else {}
-        ranks.append(RankShape(stages, units, limit, behind, **slices))
+        ranks.append(
+            RankShape(stages, units, limit, behind, **slices, rank=rank, ranks=placement.ranks, is_scaled=is_scaled)
+        )
     return ranks

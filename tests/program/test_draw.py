@@ -35,6 +35,7 @@ def test_bytes_are_written_where_they_change() -> None:
         ["SYNC", "2", "W"],
         ["REDUCED", "2", "I", "100", "B"],
         ["1FINISH_W1"],
+        ["DRAIN"],
     ]
 
 

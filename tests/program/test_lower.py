@@ -9,19 +9,20 @@ import pytest
 
 from atoll import schedules
 from atoll.errors import ScheduleError
-from atoll.ir import Schedule, insert_vocabulary, lower
+from atoll.ir import Op, Schedule, insert_vocabulary, lower
 from atoll.ir.residency import REDUCTIONS, RESIDENCIES, Reduction, Residency, counts
-from atoll.program import Do, Instruction, Program, lower_row
-from tests.program.shapes import WHOLE, shapes_of
+from atoll.program import Bytes, Do, Ending, Instruction, Program, lower_row
+from atoll.program.memory import held_after
+from tests.program.shapes import RETURNED, WHOLE, shapes_of
 
 NAMES = ("gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-h2", "zb-v", "v-min", "dualpipe-v", "unit")
 
 
 def programs(schedule: Schedule, *, residency: Residency = "unit", reduction: Reduction = "microbatch",
-             **options: Any) -> list[Program]:  # fmt: skip
+             end: Ending | None = None, **options: Any) -> list[Program]:  # fmt: skip
     lowered = lower(schedule, residency=residency, reduction=reduction)
     shapes = shapes_of(schedule.placement, **options)
-    return [lower_row(row, shape) for row, shape in zip(lowered.actions, shapes, strict=True)]
+    return [lower_row(row, shape, end=end) for row, shape in zip(lowered.actions, shapes, strict=True)]
 
 
 def picture(program: Program) -> str:
@@ -34,7 +35,7 @@ def test_one_rank_gathers_each_block_for_its_use() -> None:
     assert picture(program) == (
         "FETCH 1, 0F0.0, FREE 1, FETCH 2, 0F0.1, FREE 2, 0FINISH_F0, "
         "0START_I0, FETCH 2, 0I0.1, FREE 2, REDUCE 2 I, SYNC 2 I, REDUCED 2 I, "
-        "FETCH 1, 0I0.0, FREE 1, REDUCE 1 I, SYNC 1 I, REDUCED 1 I, 0FINISH_I0, 0FINISH_W0"
+        "FETCH 1, 0I0.0, FREE 1, REDUCE 1 I, SYNC 1 I, REDUCED 1 I, 0FINISH_I0, 0FINISH_W0, DRAIN"
     )
 
 
@@ -44,7 +45,8 @@ def test_what_is_gathered_ahead_begins_a_block_before_and_what_turns_stays() -> 
     assert picture(program) == (
         "GATHER 1, WHOLE 1, GATHER 2, 0F0.0, FREE 1, WHOLE 2, GATHER 3, 0F0.1, FREE 2, WHOLE 3, GATHER 2, 0F0.2, "
         "0FINISH_F0, 0START_I0, 0I0.2, FREE 3, REDUCE 3 I, SYNC 3 I, WHOLE 2, GATHER 1, 0I0.1, FREE 2, REDUCE 2 I, "
-        "SYNC 2 I, REDUCED 3 I, WHOLE 1, 0I0.0, FREE 1, REDUCE 1 I, SYNC 1 I, REDUCED 2 I, 0FINISH_I0, 0FINISH_W0"
+        "SYNC 2 I, REDUCED 3 I, WHOLE 1, 0I0.0, FREE 1, REDUCE 1 I, SYNC 1 I, REDUCED 2 I, 0FINISH_I0, 0FINISH_W0, "
+        "DRAIN"
     )
 
 
@@ -53,11 +55,11 @@ def test_a_full_backward_sends_before_its_weights() -> None:
     first, last = programs(schedule, blocks=1, rests=True)
     assert picture(first) == (
         "0POST_B0, WHOLE 1, 0F0.0, 0FINISH_F0, 0SEND_F0, 0RECV_B0, 0START_I0, 0I0.0, SYNC 1 I, 0FINISH_I0, 0W0.u1, "
-        "SYNC 1 W, 0FINISH_W0"
+        "SYNC 1 W, 0FINISH_W0, DRAIN"
     )
     assert picture(last) == (
         "1POST_F0, 1RECV_F0, WHOLE 2, 1F0.1, 1FINISH_F0, 1START_I0, 1I0.1, SYNC 2 I, 1FINISH_I0, 1SEND_B0, 1W0.u2, "
-        "SYNC 2 W, 1FINISH_W0"
+        "SYNC 2 W, 1FINISH_W0, DRAIN"
     )
 
 
@@ -127,12 +129,102 @@ def test_forward_rows_are_programs_too() -> None:
         assert sum(each.do is Do.F for each in program.instructions) == 4 * 2 * 3
 
 
+def ended(program: Program) -> str:
+    """What stands behind the last microbatch, and the verdict before the first backward."""
+    return ", ".join(str(each) for each in program.instructions if each.action.op is Op.STEP)
+
+
+def test_a_step_ends_at_once_ahead_of_its_verdict_or_along_the_chain() -> None:
+    schedule = schedules.build("1f1b", ranks=2, microbatches=1)
+    first, last = programs(schedule, blocks=2, end=Ending.AT_ONCE)
+    assert ended(first) == ("DRAIN, SYNCED 2, SYNCED 1, SUMS, TOTAL, VERDICT, STEP, RETURN 1, RETURN 2")
+    assert last.sent["inter"] == first.sent["inter"]
+    first, last = programs(schedule, blocks=2, end=Ending.AHEAD)
+    verdict = "VERDICT, STEP, TAKE_BACK, DRAIN, "
+    assert ended(first) == verdict + "SYNCED 2, AHEAD 2, SYNCED 1, AHEAD 1, SUMS, CORRECT, TOTAL"
+    assert "0SEND_F0, VERDICT, STEP, TAKE_BACK, 0RECV_B0" in picture(first)
+    assert "1FINISH_F0, VERDICT, STEP, TAKE_BACK, 1START_I0" in picture(last)
+    first, last = programs(schedule, blocks=2, end=Ending.CHAIN)
+    assert ended(first) == verdict + "SYNCED 2, SYNCED 1, SUMS, PASS, AHEAD 2, AHEAD 1"
+    assert ended(last) == verdict + "SYNCED 4, SYNCED 3, SUMS, JOIN, AHEAD 4, AHEAD 3"
+
+
+@pytest.mark.parametrize("end", Ending)
+def test_gradients_that_are_written_are_read_by_nobody(end: Ending) -> None:
+    """Those of shared units are synced when the microbatches are over, and those under a loss scale divided."""
+    schedule = schedules.build("zb-v", ranks=2, microbatches=2)
+    first, last = programs(schedule, blocks=1, end=end, is_tied=True, is_scaled=True)
+    assert "SYNC 0 I, SYNC 0 W, SYNCED" in ended(first)
+    assert ended(first).index("QUIET") < ended(first).index("UNSCALE")
+    assert "COPIES" not in ended(last)  # both ends are the first rank's
+    schedule = schedules.build("1f1b", ranks=2, microbatches=2)
+    for program in programs(schedule, blocks=1, end=end, is_tied=True):
+        assert "QUIET, " in ended(program)
+        assert ended(program).index("QUIET") < ended(program).index("COPIES 0")
+
+
+@pytest.mark.parametrize("end", Ending)
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe-v"])
+def test_programs_with_an_end_send_back_what_the_optimizer_wrote(name: str, end: Ending) -> None:
+    schedule = schedules.build(name, ranks=2, microbatches=4)
+    for model in MODELS.values():
+        for with_end, without in zip(programs(schedule, end=end, **model), programs(schedule, **model), strict=True):
+            trained = sum((Do.RETURN, None) in unit.travel for unit in with_end.shape.units.values())
+            assert with_end.sent["inter"] - without.sent["inter"] == RETURNED * trained
+
+
+END_BREAKS = {
+    "2 units are missing in the sums|waited for twice, or was not synced": lambda program: [
+        each for each in program if each.do is not Do.SYNCED
+    ],
+    "is not drained": lambda program: [each for each in program if each.do is not Do.DRAIN],
+    "was not synced": lambda program: [each for each in program if each.do is not Do.SYNC],
+    "STEP comes before VERDICT": lambda program: [each for each in program if each.do is not Do.VERDICT],
+    "TOTAL comes before SUMS": lambda program: [each for each in program if each.do is not Do.SUMS],
+    "the optimizer does not step": lambda program: [each for each in program if each.do is not Do.STEP],
+    "written while others may read": lambda program: [each for each in program if each.do is not Do.QUIET],
+    "microbatches are over": lambda program: [
+        *program,
+        next(each for each in program if each.do is Do.REDUCE),
+    ],
+}
+
+
+@pytest.mark.parametrize("problem", END_BREAKS)
+def test_a_badly_ended_program_is_refused(problem: str) -> None:
+    schedule = schedules.build("1f1b", ranks=2, microbatches=2)
+    program = programs(schedule, blocks=1, is_tied=True, limit=0, end=Ending.AT_ONCE)[0]
+    with pytest.raises(ScheduleError, match=problem):
+        Program(tuple(END_BREAKS[problem](program.instructions)), program.shape)
+
+
+def test_a_step_ahead_without_its_verdict_is_refused() -> None:
+    schedule = schedules.build("1f1b", ranks=1, microbatches=2)
+    (program,) = programs(schedule, end=Ending.AHEAD)
+    for left_out, problem in [(Do.TAKE_BACK, "then perhaps taken back"), (Do.AHEAD, "nothing is stepped ahead")]:
+        with pytest.raises(ScheduleError, match=problem):
+            Program(tuple(each for each in program.instructions if each.do is not left_out), program.shape)
+    drain = next(at for at, each in enumerate(program.instructions) if each.do is Do.DRAIN)
+    with pytest.raises(ScheduleError, match="in a program that takes none"):
+        Program(program.instructions[: drain + 1], program.shape)
+
+
 def test_more_is_whole_with_more_ahead() -> None:
     schedule = schedules.build("1f1b", ranks=1, microbatches=2)
     peaks = [programs(schedule, blocks=6, limit=limit)[0].peaks.parameters for limit in (0, 100, 200, 300)]
     assert peaks == [100, 200, 300, 400]
     (program,) = programs(schedule, blocks=6, limit=100, staged=True)
     assert program.peaks == (WHOLE, 100, 200)
+
+
+@pytest.mark.parametrize("end", Ending)
+@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+def test_nothing_is_held_when_a_step_is_over(name: str, end: Ending) -> None:
+    schedule = schedules.build(name, ranks=2, microbatches=4)
+    for model in MODELS.values():
+        for program in programs(schedule, end=end, **model):
+            *_, last = held_after(program.instructions, program.shape)
+            assert last == Bytes()
 
 
 BREAKS = {

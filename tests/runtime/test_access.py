@@ -195,3 +195,17 @@ def test_a_refusal_while_looking_at_gradients_loses_nothing(layout: str) -> None
     for losses, steps in run_ranks(look_for_nothing, case.ranks, case):
         assert losses == pytest.approx(reference(case).losses, rel=1e-10)
         assert steps == [1, 2, 3]
+
+
+def test_what_a_look_at_the_gradients_raises_is_what_the_caller_gets() -> None:
+    case = case_of("NNN", "one", steps=2)
+    engine = case.engine()
+
+    def look() -> None:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        engine.step(case.share(engine, 0), before_update=look)
+    losses = [engine.step(case.share(engine, step)).loss for step in (0, 1)]
+    engine.close()
+    assert losses == pytest.approx(reference(case).losses, rel=1e-10)

@@ -11,7 +11,8 @@ from torch import nn
 from atoll.ir.residency import Residency
 from atoll.models import Decoder, DecoderConfig
 from atoll.program import Do, Program
-from atoll.runtime.assemble.describe import describe
+from atoll.runtime.assemble.describe import describe, programs_of
+from atoll.sim import Rates, simulate
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case
 from atoll.testing.tiny import TinyConfig
@@ -54,7 +55,7 @@ def meta_model(case: Case) -> nn.Module:
         return case.model.build()
 
 
-def programs_of_ranks(case: Case) -> tuple[int, Program, bool]:
+def programs_that_ranks_have(case: Case) -> tuple[int, Program, bool]:
     engine = case.engine()
     engine.close()
     return engine.place.pp, engine.program, engine.reads_in_place
@@ -63,7 +64,7 @@ def programs_of_ranks(case: Case) -> tuple[int, Program, bool]:
 @pytest.mark.parametrize("name", CASES)
 def test_the_programs_that_are_described_are_those_that_ranks_play(name: str) -> None:
     case = CASES[name]
-    for rank, program, in_place in run_ranks(programs_of_ranks, case.ranks, case):
+    for rank, program, in_place in run_ranks(programs_that_ranks_have, case.ranks, case):
         found = describe(lambda: meta_model(case), case.plan, rank, reads_in_place=in_place).program
         assert found.instructions == program.instructions
         assert found.shape == program.shape
@@ -96,3 +97,13 @@ def test_slices_of_a_vocabulary_stay_where_there_is_room() -> None:
     # 8 microbatches on a rank, looked up and scored; where a row turns round a slice stays anyway.
     assert gathers(1 << 20, "run") == gathers(None, "step") == 1
     assert 1 < gathers(None, "run") <= gathers(0, "run") <= gathers(None, "unit") <= 16
+
+
+def test_the_programs_of_all_ranks_can_be_simulated() -> None:
+    case = CASES["a pipeline"]
+    programs = programs_of(lambda: meta_model(case), case.plan)
+    assert [program.shape.rank for program in programs.ranks] == [0, 1]
+    one = simulate(programs, Rates({(do, block): 1.0 for do in (Do.F, Do.I) for block in range(8)}))
+    assert one.makespan > 0
+    forward = programs_of(lambda: meta_model(case), case.plan, training=False)
+    assert not any(each.do in (Do.I, Do.STEP) for program in forward.ranks for each in program.instructions)

@@ -10,15 +10,15 @@ import torch
 
 from atoll.runtime.training.folder import RunFolder, append
 from atoll.runtime.training.record import perplexity
-from atoll.runtime.training.session import Ending
+from atoll.runtime.training.session import RunResult
 from atoll.runtime.training.text import CANDIDATES, TEMPERATURE, _draw
 
 
-def ending(folder: Path, losses: list[float]) -> Ending:
+def ending(folder: Path, losses: list[float]) -> RunResult:
     found = RunFolder(folder)
     for step, loss in enumerate(losses):
         append(found.validation, {"step": step, "loss": loss})
-    return Ending(found, step=12, stopped=None, tokens=3000, seconds=1.5, sample="so it goes")
+    return RunResult(found, step=12, stopped=None, tokens=3000, seconds=1.5, sample="so it goes")
 
 
 def test_an_ending_says_how_far_the_loss_fell(tmp_path: Path) -> None:

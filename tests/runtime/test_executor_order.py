@@ -17,7 +17,7 @@ from atoll.layouts import Layout
 from atoll.models import Adapter
 from atoll.models.adapter import SequentialAdapter
 from atoll.plan import MeshShape, Plan
-from atoll.program import Do
+from atoll.program import Do, Ending
 from atoll.runtime.engine import Engine
 from atoll.runtime.pipeline.executor import Executor
 from atoll.runtime.transport import world_store
@@ -93,12 +93,13 @@ def after(executor: Executor, do: Do, act: Callable[[Action], None]) -> None:
 
 
 def around(executor: Executor, do: Do, act: Callable[[Action, Callable[[], None]], object]) -> None:
-    score = executor._score(MICROBATCHES, training=True)
-    calls = tuple(
-        partial(act, each.action, call) if each.do is do else call
-        for each, call in zip(score.program.instructions, score.calls, strict=True)
-    )
-    executor._scores[True, MICROBATCHES] = replace(score, calls=calls)  # type: ignore[arg-type]
+    for end in Ending:
+        score = executor._score_of(MICROBATCHES, end)
+        calls = tuple(
+            partial(act, each.action, call) if each.do is do else call
+            for each, call in zip(score.program.instructions, score.calls, strict=True)
+        )
+        executor._scores[MICROBATCHES, end] = replace(score, calls=calls)  # type: ignore[arg-type]
 
 
 def hold_weights_until_the_gradient_has_arrived() -> int:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.runtime.engine import Engine
-from atoll.runtime.step_end import LossScaler
+from atoll.runtime.pipeline.step_end import LossScaler
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, reference, whole_parameters
 
@@ -67,14 +67,14 @@ def test_the_scale_follows_from_runs_of_good_steps(steps: str, growth_steps: int
 
 def scaled_engine(case: Case, **start: Any) -> Engine:
     engine = case.engine()
-    assert engine._step_end.scaler is not None
-    engine._step_end.scaler = LossScaler(**start)
+    assert engine._end.scaler is not None
+    engine._end.scaler = LossScaler(**start)
     return engine
 
 
 def scaler_of(engine: Engine) -> dict[str, Any]:
-    assert engine._step_end.scaler is not None
-    return asdict(engine._step_end.scaler)
+    assert engine._end.scaler is not None
+    return asdict(engine._end.scaler)
 
 
 def train_scaled(

@@ -188,9 +188,11 @@ def syncs_begun(case: Case) -> list[bool]:
     """Whether each unit's sync of gradients had begun when the step's last action was over."""
     engine = case.engine()
     found: list[bool] = []
-    gather_up = engine._step_end.gather_up
+    end, microbatches = engine.plan.end, engine.plan.schedule.microbatches
+    score = engine._executor._score_of(microbatches, end)
+    drain = next(at for at, each in enumerate(score.program.instructions) if each.do is Do.DRAIN)
 
-    def look(*args: Any, **options: Any) -> Any:
+    def look() -> None:
         found.extend(
             segment._syncing_gradients is not None
             for unit in engine.units
@@ -198,9 +200,10 @@ def syncs_begun(case: Case) -> list[bool]:
             for segment in unit.segments
             if segment.trainable
         )
-        return gather_up(*args, **options)
+        score.calls[drain]()
 
-    engine._step_end.gather_up = look  # type: ignore[method-assign]
+    calls = (*score.calls[:drain], look, *score.calls[drain + 1 :])
+    engine._executor._scores[microbatches, end] = replace(score, calls=calls)
     engine.step(case.share(engine, 0))
     engine.close()
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from atoll.errors import RunError
 from atoll.layouts import EFFECTIVE, Layout, Precision
 from atoll.models import SequentialAdapter
 from atoll.plan import MeshShape, Plan
+from atoll.runtime.pipeline.step_end import StepResult
 from atoll.runtime.sharding.optimizer import decay_matrices
-from atoll.runtime.step_end import StepResult
+from atoll.runtime.sharding.unit import Unit
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, History, reference, results, train, whole_parameters
 from atoll.testing.tiny import TinyConfig, tiny_model
@@ -56,20 +58,22 @@ def test_every_precision(layout: str, precision: str) -> None:
 
 def note_steps_ahead(engine: Engine) -> tuple[list[int], list[int]]:
     """Two lists that fill while the engine runs: the steps that this rank takes ahead, and those of them taken back."""
-    end = engine._step_end
     ahead: list[int] = []
     taken_back: list[int] = []
-    settle = end.settle
+    step_ahead, take_back = engine._optimizer.step_ahead, engine._end.take_back
 
-    def noted(ending: Any) -> Any:
-        result, was_right = settle(ending)
-        if ending.has_stepped:
-            ahead.append(ending.step)
-            if not was_right:
-                taken_back.append(ending.step)
-        return result, was_right
+    def noted(unit: Any, touched: Any) -> None:
+        if ahead[-1:] != [engine.step_number + 1]:
+            ahead.append(engine.step_number + 1)
+        step_ahead(unit, touched)
 
-    end.settle = noted  # type: ignore[method-assign]
+    def noted_back() -> bool:
+        if not engine._end.was_right and ahead[-1:] == [engine.step_number]:
+            taken_back.append(engine.step_number)
+        return take_back()
+
+    engine._optimizer.step_ahead = noted  # type: ignore[method-assign]
+    engine._end.take_back = noted_back  # type: ignore[method-assign]
     return ahead, taken_back
 
 
@@ -318,12 +322,11 @@ def test_the_copy_that_is_a_step_ahead_is_in_the_footprint(layout: str, precisio
 def stepped_on_arrival(case: Case) -> list[int]:
     """Of each step: how many units were stepped before the last one's gradients had come."""
     engine = case.engine()
-    end = engine._step_end
     waiting = 0
     early: list[int] = []
-    settle, step_ahead = end._settle, engine._optimizer.step_ahead
+    settle, step_ahead = Unit.settle_gradients, engine._optimizer.step_ahead
 
-    def settled(unit: Any) -> None:
+    def settled(unit: Unit) -> None:
         nonlocal waiting
         settle(unit)
         waiting -= 1
@@ -332,7 +335,9 @@ def stepped_on_arrival(case: Case) -> list[int]:
         early[-1] += waiting > 0
         step_ahead(unit, touched)
 
-    end._settle, engine._optimizer.step_ahead = settled, counted  # type: ignore[method-assign]
+    for unit in engine.units:
+        unit.settle_gradients = partial(settled, unit)  # type: ignore[method-assign]
+    engine._optimizer.step_ahead = counted  # type: ignore[method-assign]
     for step in range(case.steps):
         early.append(0)
         waiting = len(engine.units)

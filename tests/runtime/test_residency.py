@@ -90,7 +90,7 @@ def counted(case: Case) -> tuple[dict[int, tuple[int, int]], dict[int, tuple[int
             begun = (each.of for each in engine.program.instructions if each.do in (Do.GATHER, Do.FETCH))
             assert gathers[unit.spec.index] == sum(each == unit.spec.index for each in begun) * len(unit.segments)
         done[stage.index] = (max(brought), max(reduced))  # what phase I alone trains is reduced less often
-    said = counts(engine._executor._score(case.plan.schedule.microbatches, training=True).row)
+    said = counts(engine._executor._score_of(case.plan.schedule.microbatches, case.plan.end).row)
     if case.layout[1] == Level.N.name:
         said = {stage: (count, 0) for stage, (count, _) in said.items()}
     foretold = engine.working_memory().live
@@ -162,7 +162,7 @@ def test_a_parameter_is_gathered_and_reduced_as_often_as_the_table_says(
 
 def kept(case: Case) -> tuple[int, int]:
     engine = case.engine()
-    row = engine._executor._score(case.plan.schedule.microbatches, training=True).row
+    row = engine._executor._score_of(case.plan.schedule.microbatches, case.plan.end).row
     sizes = max(len(stages) for stages in held_stages(row)), engine.working_memory().live
     engine.close()
     return sizes

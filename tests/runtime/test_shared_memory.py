@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
-from atoll.runtime.transport import GlooTransport, shared_memory
-from atoll.runtime.transport.shared_memory import Arena, Memory
+from atoll.runtime.transport import GlooTransport, Peers, Tag, shared_memory
+from atoll.runtime.transport.shared_memory import Arena, SharedMemory
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, train
 from atoll.testing.tiny import TinyConfig
@@ -20,15 +22,15 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs m
 
 
 @pytest.fixture
-def memory() -> Memory:
-    return Memory()
+def memory() -> SharedMemory:
+    return SharedMemory()
 
 
-def seen(memory: Memory) -> torch.Tensor:
+def seen(memory: SharedMemory) -> torch.Tensor:
     return shared_memory.mapped(os.getpid(), memory.descriptor, memory.nbytes)
 
 
-def test_what_is_written_is_seen_at_its_place(memory: Memory) -> None:
+def test_what_is_written_is_seen_at_its_place(memory: SharedMemory) -> None:
     first, second = memory.allocate(10, torch.float32), memory.allocate(5000, torch.float64)
     assert not first.any()
     assert not second.any()
@@ -42,18 +44,18 @@ def test_what_is_written_is_seen_at_its_place(memory: Memory) -> None:
     assert memory.place(torch.zeros(3)) == -1
 
 
-def test_what_is_held_is_what_was_asked_for(memory: Memory) -> None:
+def test_what_is_held_is_what_was_asked_for(memory: SharedMemory) -> None:
     assert memory.allocate(10, torch.bfloat16).untyped_storage().nbytes() == 20
 
 
-def test_a_file_that_is_closed_is_not_seen(memory: Memory) -> None:
+def test_a_file_that_is_closed_is_not_seen(memory: SharedMemory) -> None:
     memory.allocate(10, torch.float32)
     memory.close()
     with pytest.raises(OSError):
         seen(memory)
 
 
-def test_a_part_is_lent_again_when_all_ranks_are_done_with_it(memory: Memory) -> None:
+def test_a_part_is_lent_again_when_all_ranks_are_done_with_it(memory: SharedMemory) -> None:
     arena = Arena(memory.allocate(4096, torch.uint8), ranks=2)
     other = seen(memory)
     parts = [arena.lend(240, torch.float32) for _ in range(4)]  # 960 bytes and a header: four do fill it
@@ -84,7 +86,7 @@ def test_a_part_is_lent_again_when_all_ranks_are_done_with_it(memory: Memory) ->
         assert (part == at).all()
 
 
-def test_what_is_larger_than_the_arena_finds_no_room(memory: Memory) -> None:
+def test_what_is_larger_than_the_arena_finds_no_room(memory: SharedMemory) -> None:
     assert Arena(memory.allocate(4096, torch.uint8), ranks=2).lend(4096, torch.uint8) is None
 
 
@@ -127,3 +129,31 @@ def test_a_host_without_a_number_shares_with_nobody(monkeypatch: pytest.MonkeyPa
     assert shared_memory.host() > 0
     monkeypatch.setattr(shared_memory, "Path", lambda _: Path("/no/such/place"))
     assert shared_memory.host() == 0
+
+
+def rooms_taken(case: Case) -> dict[str, int]:
+    """How often a step takes room for what other ranks send, by axis."""
+    engine = case.engine()
+    swap = GlooTransport._swap
+    taken: Counter[str] = Counter()
+
+    def counting(transport: GlooTransport, out: Any, peers: Peers, tag: Tag, *, into: Any) -> Any:
+        def room(at: int) -> torch.Tensor:
+            taken[peers.axis] += 1
+            return into(at)
+
+        return swap(transport, out, peers, tag, into=room)
+
+    with patch.object(GlooTransport, "_swap", counting):
+        engine.step(case.share(engine, 0))
+    engine.close()
+    return taken
+
+
+def test_what_is_read_in_place_takes_no_room_of_its_own() -> None:
+    case = Case(layout="IIG", inter=2, intra=2, microbatches=4)
+    for taken in run_ranks(rooms_taken, case.ranks, case):
+        assert taken["inter"] > 0
+        assert taken["intra"] == 0
+    for taken in run_ranks(rooms_taken, case.ranks, replace(case, reads_in_place=False)):
+        assert taken["intra"] > 0

@@ -16,7 +16,7 @@ from torch import nn
 from atoll.config import Config, Train
 from atoll.config.load import from_dict
 from atoll.errors import CheckpointError, ConfigError, RankError, RunError
-from atoll.runtime.training.build import Schedule, build_model, choose_trained, learning_rates
+from atoll.runtime.training.build import RateSchedule, build_model, choose_trained, learning_rates
 from atoll.runtime.training.folder import RunFolder, append, read_records
 from atoll.runtime.training.samples import prepare_corpus, vocabulary_of
 from atoll.runtime.training.session import run
@@ -259,9 +259,9 @@ def test_learning_rates_rise_and_fall() -> None:
 
 
 def test_a_schedule_restores_through_json() -> None:
-    def made() -> tuple[Schedule, torch.optim.Optimizer]:
+    def made() -> tuple[RateSchedule, torch.optim.Optimizer]:
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
-        return Schedule(optimizer, Train(steps=9, warmup=4, lr=0.1)), optimizer
+        return RateSchedule(optimizer, Train(steps=9, warmup=4, lr=0.1)), optimizer
 
     (first, optimizer), (second, _) = made(), made()
     for _ in range(3):
@@ -318,9 +318,9 @@ def test_the_last_step_is_saved(tmp_path: Path, corpus: Path) -> None:
 
 
 def test_a_resumed_schedule_goes_on_with_this_configs_rates() -> None:
-    def schedule(rate: float) -> Schedule:
+    def schedule(rate: float) -> RateSchedule:
         train = Train(steps=10, lr=rate, warmup=2)
-        return Schedule(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=rate), train)
+        return RateSchedule(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=rate), train)
 
     before, after = schedule(0.1), schedule(0.4)
     for _ in range(3):

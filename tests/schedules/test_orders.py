@@ -10,7 +10,7 @@ from atoll.errors import ConfigError
 from atoll.ir import Op, Placement, Schedule
 from atoll.schedules import build
 from atoll.schedules.groups import even_groups
-from atoll.schedules.listing import Keyed, Rules, list_schedule
+from atoll.schedules.listing import Keyed, ListRules, list_schedule
 from atoll.schedules.timing import Timing
 from atoll.sim import Costs, simulate
 from tests.ir.shapes import typed
@@ -151,7 +151,7 @@ def test_the_schedules_clock_is_the_simulators(
     placement, costs = Placement("v", ranks, 2), Costs(*numbers, hop=hop)
     rows = build("zb-v", ranks=ranks, microbatches=microbatches).actions
     queues = [[[Keyed(at, action) for at, action in enumerate(row) if action.op is not Op.W]] for row in rows]
-    listed = list_schedule(placement, queues, Timing.of(placement, costs), Rules(2 * ranks, is_patient=is_patient))
+    listed = list_schedule(placement, queues, Timing.of(placement, costs), ListRules(2 * ranks, is_patient=is_patient))
     assert listed is not None
     trace = simulate(Schedule("listed", placement, microbatches, listed.rows), costs)
     assert trace.makespan == pytest.approx(listed.makespan)
@@ -163,5 +163,5 @@ def test_a_list_schedule_that_deadlocks_has_no_result() -> None:
     rows = typed("0F0 0F1 0I0 0I1 0W0 0W1", "1F0 1I0 1F1 1I1 1W0 1W1").actions
     queues = [[[Keyed(at, action) for at, action in enumerate(row) if action.op is not Op.W]] for row in rows]
     placement = Placement("line", 2)
-    assert list_schedule(placement, queues, Timing.of(placement, None), Rules(1)) is None
-    assert list_schedule(placement, queues, Timing.of(placement, None), Rules(2)) is not None
+    assert list_schedule(placement, queues, Timing.of(placement, None), ListRules(1)) is None
+    assert list_schedule(placement, queues, Timing.of(placement, None), ListRules(2)) is not None

@@ -28,6 +28,8 @@ class Op(StrEnum):
     2RECV_S0, 2RECV_T0 and 2RECV_G0 receive what these three work on. Stage 0 sends its input's gradient to all slices
     (0SEND_B0) and receives what they looked up (0RECV_F0); the last stage, say 3, sends its output (3SEND_F0), receives
     the scores (3RECV_B0), which are the loss and the gradient, and sends what T needs of them (3SEND_T0).
+
+    STEP is of no schedule: programs end with it (see `atoll.program`), named by the first stage of their rank.
     """
 
     code: int
@@ -53,6 +55,7 @@ class Op(StrEnum):
     UNSHARD = "UNSHARD"
     RESHARD = "RESHARD"
     REDUCE_GRAD = "REDUCE_GRAD"
+    STEP = "STEP"
 
     def __init__(self, value: str) -> None:
         self.code = len(type(self)._member_map_)
@@ -76,9 +79,14 @@ class Op(StrEnum):
         return COMPUTE_CODES <= self.code < MICROBATCH_CODES
 
     @property
+    def has_microbatch(self) -> bool:
+        """Compute and messages."""
+        return self.code < MICROBATCH_CODES
+
+    @property
     def is_sharding(self) -> bool:
         """UNSHARD, RESHARD or REDUCE_GRAD: actions of a stage, without a microbatch."""
-        return self.code >= MICROBATCH_CODES
+        return MICROBATCH_CODES <= self.code < SCHEDULE_CODES
 
 
 COMPUTE_CODES = 8
@@ -86,6 +94,9 @@ COMPUTE_CODES = 8
 
 MICROBATCH_CODES = 18
 """Codes below it carry a microbatch."""
+
+SCHEDULE_CODES = 21
+"""Codes below it are of schedules."""
 
 VOCABULARY = (Op.L, Op.S, Op.T, Op.G)
 COMPUTE = (Op.F, Op.I, Op.W, Op.B, *VOCABULARY)
@@ -100,7 +111,7 @@ _NOTATION = re.compile(r"(\d+)([A-Z_]+?)(\d*)")
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One step of one rank. `microbatch` is None for the sharding ops and a number for all others."""
+    """One step of one rank. `microbatch` is None for STEP and the sharding ops, and a number for all others."""
 
     stage: int
     op: Op
@@ -118,11 +129,11 @@ class Action:
                 f"{text.strip()!r} is not an action: write a stage, an op ({', '.join(Op)}) and a microbatch, as in 2F0"
             )
         op = Op(match[2])
-        if op.is_sharding == bool(match[3]):
-            wanted = "no microbatch" if op.is_sharding else "a microbatch"
+        if op.has_microbatch != bool(match[3]):
+            wanted = "a microbatch" if op.has_microbatch else "no microbatch"
             raise ScheduleError(f"{text.strip()!r} is not an action: {op} takes {wanted}, as in {_example(op)}")
         return cls(int(match[1]), op, int(match[3]) if match[3] else None)
 
 
 def _example(op: Op) -> str:
-    return str(Action(2, op, None if op.is_sharding else 0))
+    return str(Action(2, op, 0 if op.has_microbatch else None))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from atoll.ir.action import COMPUTE_CODES, MICROBATCH_CODES, Action, Op
+from atoll.ir.action import COMPUTE_CODES, MICROBATCH_CODES, SCHEDULE_CODES, Action, Op
 from atoll.ir.placement import Placement
 
 F, I, W, B = Op.F.code, Op.I.code, Op.W.code, Op.B.code  # noqa: E741
@@ -154,7 +154,7 @@ class Table:
             stage, microbatch = action.stage, action.microbatch
             key = -1
             is_mine = 0 <= stage < stages and (stage if code in _OF_SLICES else rank_of_stage[stage]) == rank
-            if not is_mine or (microbatch is None) != (code >= MICROBATCH_CODES):
+            if not is_mine or (microbatch is None) != (code >= MICROBATCH_CODES) or code >= SCHEDULE_CODES:
                 self.strays.append(cell)
             elif microbatch is not None:
                 if 0 <= microbatch < microbatches:

@@ -60,6 +60,8 @@ def at_home(table: Table) -> list[Violation]:
             problem = f"{action} is not of this rank"
         elif action.op.is_of_slice and action.stage != rank:
             problem = f"{action} is of a slice of the vocabulary, which the rank's first stage names"
+        elif action.op is Op.STEP:
+            problem = f"{action} is of programs, which end with it; a schedule has none"
         elif action.op.is_sharding:
             problem = f"{action} has a microbatch, {action.op} is of a whole stage"
         else:

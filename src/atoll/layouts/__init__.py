@@ -3,7 +3,7 @@
 from atoll.layouts.accounting import (
     Footprint,
     PublishedMemory,
-    Segment,
+    SegmentShape,
     Traffic,
     footprint,
     published_memory,
@@ -57,7 +57,7 @@ __all__ = [
     "Nest",
     "Precision",
     "PublishedMemory",
-    "Segment",
+    "SegmentShape",
     "Shape",
     "Slice",
     "Traffic",

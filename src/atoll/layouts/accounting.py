@@ -31,7 +31,7 @@ GATHERS_A_MICROBATCH = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class SegmentShape:
     """One flat buffer of a unit.
 
     compute: torch's name of the dtype that its parameters have in forward.
@@ -72,7 +72,7 @@ class Footprint:
 
 
 def footprint(
-    segments: Sequence[Segment],
+    segments: Sequence[SegmentShape],
     layout: Layout,
     *,
     precision: Precision,
@@ -96,7 +96,7 @@ def footprint(
 
 
 def _segment_footprint(
-    segment: Segment, layout: Layout, *, precision: Precision, nest: Nest, states: int, keeps_apart: bool
+    segment: SegmentShape, layout: Layout, *, precision: Precision, nest: Nest, states: int, keeps_apart: bool
 ) -> Footprint:
     compute = ITEM_BYTES[segment.compute]
     padded = segment.map.padded

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from atoll.layouts.accounting import Segment
+from atoll.layouts.accounting import SegmentShape
 from atoll.layouts.flat import Nest
 from atoll.layouts.layout import Layout
 from atoll.layouts.level import GATHER_PARAMETER, REDUCE_GRADIENT, SYNC_GRADIENT, Axis, Kind, Level, Moves
@@ -42,7 +42,7 @@ class WorkingMemory:
 
 
 def working_memory(
-    blocks: Sequence[Sequence[Segment]],
+    blocks: Sequence[Sequence[SegmentShape]],
     layout: Layout,
     *,
     precision: Precision,
@@ -89,7 +89,7 @@ def working_memory(
 
 
 def _block(
-    segments: Sequence[Segment],
+    segments: Sequence[SegmentShape],
     layout: Layout,
     *,
     precision: Precision,

@@ -4,6 +4,7 @@ Lowering ends here: a row of a schedule, and what the rank's stages are made of,
 it, and the memory that it takes is a sum over it. Nothing about what to gather, free or reduce is decided later.
 """
 
+from atoll.program.end import BACKWARD, Ending
 from atoll.program.instruction import BEGINS, Do, Instruction, Lane, Phase
 from atoll.program.laws import check
 from atoll.program.lower import lower_row
@@ -14,11 +15,13 @@ from atoll.program.shape import PHASES, BlockShape, RankShape, StageShape, UnitS
 from atoll.program.traffic import sent_by, way_of
 
 __all__ = [
+    "BACKWARD",
     "BEGINS",
     "PHASES",
     "BlockShape",
     "Bytes",
     "Do",
+    "Ending",
     "Instruction",
     "Lane",
     "Part",

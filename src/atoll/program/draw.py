@@ -46,11 +46,12 @@ def _changed(held: Bytes, before: Bytes) -> str:
 
 _COLOURS = {
     "F": "#8fb8de", "I": "#f2b880", "W": "#a9cf9a", "L": "#c9d3dc", "S": "#c3a6d8", "T": "#dcc8ea", "G": "#e3ddc5",
-    "GATHER": "#5b8db8", "REDUCE": "#c2803f", "SEND": "#7a8792", "RECV": "#b6bec6",
+    "STEP": "#d98c8c", "GATHER": "#5b8db8", "REDUCE": "#c2803f", "RETURN": "#8f6fb0", "SEND": "#7a8792",
+    "RECV": "#b6bec6",
 }  # fmt: skip
 _NAMES = {
-    "F": "F", "I": "I", "W": "W", "L": "L", "S": "S", "T": "T", "G": "G", "GATHER": "gather",
-    "REDUCE": "reduce or sync", "SEND": "send", "RECV": "receive",
+    "F": "F", "I": "I", "W": "W", "L": "L", "S": "S", "T": "T", "G": "G", "STEP": "step",
+    "GATHER": "gather", "REDUCE": "reduce or sync", "RETURN": "return", "SEND": "send", "RECV": "receive",
 }  # fmt: skip
 _PITCH, _BAR, _LEFT, _RIGHT, _MEMORY = 22, 18, 110, 16, 90
 
@@ -96,9 +97,9 @@ def draw_program(program: Program, *, width: int = 1200, title: str = "") -> str
     for bar in bars:
         y = top + rows.index((bar.lane, places[bar])) * _PITCH
         x, wide = _LEFT + bar.start * scale, max((bar.stop - bar.start) * scale - 1, 0.5)
-        name = ""
-        if wide > 7.5 * len(bar.text):
-            name = f'<text class="name" x="{x + wide / 2:.2f}" y="{y + 13}" text-anchor="middle">{bar.text}</text>'
+        shown = (bar.text, bar.text.partition(" ")[2])  # its lane says the rest
+        text = next((each for each in shown if each and wide > 7.5 * len(each)), "")
+        name = f'<text class="name" x="{x + wide / 2:.2f}" y="{y + 13}" text-anchor="middle">{text}</text>' * bool(text)
         box = f'<rect x="{x:.2f}" y="{y}" width="{wide:.2f}" height="{_BAR}" rx="2" fill="{_COLOURS[bar.kind]}"/>'
         parts.append(f"<g><title>{escape(bar.text)}</title>{box}{name}</g>")
     parts += _memory(program, scale, memory_top)
@@ -106,7 +107,7 @@ def draw_program(program: Program, *, width: int = 1200, title: str = "") -> str
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-_ORDER = ("compute", "gather", "reduce", "send", "receive")
+_ORDER = ("compute", "gather", "reduce", "return", "send", "receive")
 
 
 def _rows(bars: Sequence[_Bar]) -> dict[_Bar, int]:
@@ -132,6 +133,7 @@ def _columns(instructions: Sequence[Instruction]) -> Iterator[int]:
 
 
 _DRAWN = {Do.F: "F", Do.I: "I", Do.W: "W", Do.L: "L", Do.S: "S", Do.T: "T", Do.G: "G"}
+_DRAWN |= {Do.STEP: "STEP", Do.AHEAD: "STEP"}
 
 
 def _bars(instructions: Sequence[Instruction]) -> Iterator[_Bar]:
@@ -150,7 +152,14 @@ def _bars(instructions: Sequence[Instruction]) -> Iterator[_Bar]:
         elif do is Do.REDUCE:
             reducing[of, phase] = at
         elif do is Do.REDUCED:
-            yield _Bar("reduce", "REDUCE", reducing.pop((of, phase)), at + 1, f"reduce {of} {phase}")
+            start = reducing.pop((of, phase))
+            yield _Bar("reduce", "REDUCE", start, max(at, start + 1), f"reduce {of} {phase}")
+        elif do is Do.SYNCED:
+            for key in [key for key in reducing if key[0] == of]:
+                start = reducing.pop(key)
+                yield _Bar("reduce", "REDUCE", start, max(at, start + 1), f"reduce {of} {key[1]}")
+        elif do is Do.RETURN:
+            yield _Bar("return", "RETURN", at, at + 1, str(each))
         elif do is Do.SYNC:
             yield _Bar("reduce", "REDUCE", at, at + 1, f"sync {of} {phase}")
         elif do.startswith("SEND_"):

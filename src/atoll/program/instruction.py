@@ -36,6 +36,24 @@ class Do(StrEnum):
 
     REDUCE    begins to reduce a phase's gradients     REDUCED   waits for that: their whole buffer is given back
     SYNC      begins to bring a phase's gradients to the optimizer's level
+
+    DRAIN     lets go of all microbatches, behind the last message that was sent
+
+    The step's end, of a unit:
+    SYNCED    waits for SYNC, and for the parameters' way back where the step did not use them
+    UNSCALE   divides the gradients by the loss scale   COPIES   sums them over the ranks that share the unit
+    AHEAD     steps it ahead of the verdict, then as RETURN
+    RETURN    begins the way of what the optimizer wrote, to where the parameters rest
+
+    and of all:
+    QUIET     waits until no other rank reads this one's gradients where they rest
+    SUMS      adds up loss, norm and which parameters have gradients, over the ranks of a stage
+    CORRECT   steps units again whose parameters have gradients where none had been expected, or none
+    JOIN      adds the sums of the pipeline ranks before       PASS     gives them to the next one
+    TOTAL     begins to add up the sums of all ranks
+    VERDICT   waits for that, or for what comes back along the pipeline: the step is taken, clipped or refused
+    STEP      steps the optimizer for good
+    TAKE_BACK begins the program anew where a step ahead was wrong
     """
 
     F = "F"
@@ -71,6 +89,21 @@ class Do(StrEnum):
     REDUCE = "REDUCE"
     REDUCED = "REDUCED"
     SYNC = "SYNC"
+    DRAIN = "DRAIN"
+    SYNCED = "SYNCED"
+    UNSCALE = "UNSCALE"
+    COPIES = "COPIES"
+    AHEAD = "AHEAD"
+    RETURN = "RETURN"
+    QUIET = "QUIET"
+    SUMS = "SUMS"
+    CORRECT = "CORRECT"
+    JOIN = "JOIN"
+    PASS = "PASS"
+    TOTAL = "TOTAL"
+    VERDICT = "VERDICT"
+    STEP = "STEP"
+    TAKE_BACK = "TAKE_BACK"
 
     # Enum's own hash is a Python function; programs have hundreds of thousands of instructions.
     __hash__ = str.__hash__
@@ -86,6 +119,11 @@ class Do(StrEnum):
         return self in (Do.REDUCE, Do.REDUCED, Do.SYNC)
 
     @property
+    def waits(self) -> bool:
+        """Whether its time is that of something else: of what travels, or of other ranks."""
+        return self in _WAITS
+
+    @property
     def is_of_block(self) -> bool:
         """Whether the instruction acts on a block."""
         return self in (Do.F, Do.I)
@@ -98,10 +136,24 @@ class Do(StrEnum):
 
 _LANES = {
     **dict.fromkeys((do for do in Do if do.startswith(("SEND_", "POST_", "RECV_"))), Lane.PIPELINE),
+    **dict.fromkeys((Do.DRAIN, Do.COPIES, Do.JOIN, Do.PASS, Do.TOTAL, Do.VERDICT), Lane.PIPELINE),
     **dict.fromkeys((Do.GATHER, Do.WHOLE, Do.FETCH, Do.REDUCE, Do.REDUCED, Do.SYNC), Lane.DATA),
+    **dict.fromkeys((Do.SYNCED, Do.RETURN, Do.QUIET, Do.SUMS), Lane.DATA),
 }
 
-_OF_UNIT = frozenset({Do.W, Do.GATHER, Do.WHOLE, Do.FETCH, Do.FREE, Do.REDUCE, Do.REDUCED, Do.SYNC})
+_OF_UNIT = frozenset(
+    {Do.W, Do.GATHER, Do.WHOLE, Do.FETCH, Do.FREE, Do.REDUCE, Do.REDUCED, Do.SYNC}
+    | {Do.SYNCED, Do.UNSCALE, Do.COPIES, Do.AHEAD, Do.RETURN}
+)
+
+_OF_STEP = frozenset({
+    Do.DRAIN, Do.QUIET, Do.SUMS, Do.CORRECT, Do.JOIN, Do.PASS, Do.TOTAL, Do.VERDICT, Do.STEP, Do.TAKE_BACK,
+})  # fmt: skip
+
+_WAITS = frozenset({
+    *(do for do in Do if do.startswith("RECV_")),
+    Do.WHOLE, Do.FETCH, Do.REDUCED, Do.SYNCED, Do.COPIES, Do.QUIET, Do.SUMS, Do.JOIN, Do.VERDICT,
+})  # fmt: skip
 
 BEGINS = frozenset({Do.GATHER, Do.FREE, Do.REDUCE, Do.SYNC})
 """Instructions that neither compute nor wait. Those that follow a block's forward are played before control returns to
@@ -125,4 +177,6 @@ class Instruction(NamedTuple):
             return f"{action.stage}{do}{action.microbatch}.u{of}"
         if do.is_of_unit:
             return f"{do} {of}" + (f" {self.phase}" if self.phase else "")
+        if do in _OF_STEP:
+            return str(do)
         return f"{action.stage}{do}{action.microbatch}"

@@ -5,12 +5,14 @@ budget       gathers in flight stay within the limit
 gradients    gradients are reduced before their sync, and none is computed after it; reductions are waited for in the
              order in which they were started, and the step's end waits for the last ones
 messages     receives are posted once, in the order in which they are waited for
+the end      each phase of each unit is synced, and waited for before the sums; the optimizer steps on a verdict, which
+             waits for sums; what it wrote goes back, and nothing follows that reads or makes a gradient
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from atoll.errors import ScheduleError
 from atoll.program.instruction import Do, Instruction, Phase
@@ -109,7 +111,64 @@ def _broken(instructions: Sequence[Instruction], shape: RankShape) -> list[tuple
     end = len(instructions) - 1
     wrong += [(end, f"unit {unit} is still whole") for unit in sorted(whole)]
     wrong += [(end, f"unit {unit} is gathered and not used") for unit in sorted(coming)]
+    wrong += _badly_ended(instructions, shape, synced)
     left = [key for key in sorted(made) if units[key[0]].flows.get(key[1]) and not units[key[0]].is_left_alone]
     wrong += [(end, f"the gradients of unit {unit} in phase {phase} are not reduced") for unit, phase in left]
     wrong += [(end, f"{each} is not waited for") for each in posted]
     return wrong
+
+
+_WORK = frozenset({Do.F, Do.I, Do.W, Do.L, Do.S, Do.T, Do.G, Do.REDUCE})
+
+
+def _badly_ended(
+    instructions: Sequence[Instruction], shape: RankShape, synced: Collection[tuple[int, Phase]]
+) -> Iterator[tuple[int, str]]:
+    """What is wrong behind DRAIN, and with the verdict before it."""
+    end = len(instructions) - 1
+    drain = next((at for at, each in enumerate(instructions) if each.do is Do.DRAIN), None)
+    if drain is None:
+        yield end, "what was sent is not drained"
+        return
+    before = [each.do for each in instructions[:drain] if each.do in _VERDICT]
+    if before and tuple(before) != _VERDICT:
+        yield drain, "a verdict is waited for, then made good, then perhaps taken back"
+    if drain == end:
+        if before:
+            yield end, "a step is settled in a program that takes none"
+        return
+    arrived: set[int] = set()
+    done: set[Do] = set()
+    for at, (do, _, index, _) in enumerate(instructions[drain:], drain):
+        if do in _WORK:
+            yield at, "microbatches are over"
+        elif do is Do.SYNCED:
+            missing = [phase for phase in shape.units[index].flows if (index, phase) not in synced]
+            if missing or index in arrived:
+                yield at, f"unit {index} is waited for twice, or was not synced"
+            arrived.add(index)
+        elif (do is Do.COPIES or do is Do.UNSCALE) and Do.QUIET not in done:
+            yield at, f"the gradients of unit {index} are written while others may read them"
+        elif do is Do.AHEAD and index not in arrived:
+            yield at, f"unit {index} is stepped before its gradients are there"
+        elif do is Do.SUMS and len(arrived) < len(shape.units):
+            yield at, f"{len(shape.units) - len(arrived)} units are missing in the sums"
+        elif do in _NEEDS and _NEEDS[do] not in done:
+            yield at, f"{do} comes before {_NEEDS[do]}"
+        done.add(do)
+    if not before and Do.STEP not in done:
+        yield end, "the optimizer does not step"
+    if before and Do.AHEAD not in done and shape.units:
+        yield end, "nothing is stepped ahead"
+
+
+_VERDICT = (Do.VERDICT, Do.STEP, Do.TAKE_BACK)
+_NEEDS = {
+    Do.TOTAL: Do.SUMS,
+    Do.JOIN: Do.SUMS,
+    Do.PASS: Do.SUMS,
+    Do.CORRECT: Do.SUMS,
+    Do.VERDICT: Do.TOTAL,
+    Do.STEP: Do.VERDICT,
+    Do.RETURN: Do.STEP,
+}

@@ -5,6 +5,7 @@
     + reductions      the same: a forward has none
     + gathers         GATHER 0, WHOLE 0, GATHER 1, 0F0.0, FREE 0, WHOLE 1, 0F0.1, FREE 1, 0FINISH_F0, 0SEND_F0
     + posts           each receive begins two receives before it is waited for
+    + the step's end  see `atoll.program.end`
 
 Each pass is a function from a list of steps to another, with the whole row in view. A step is an instruction, or a mark
 that a later pass replaces: a stage that is opened, closed or reduced, as the row says it.
@@ -19,6 +20,7 @@ from itertools import islice
 
 from atoll.ir import Action, Op
 from atoll.ir.residency import held_stages
+from atoll.program.end import Ending, insert_end
 from atoll.program.instruction import Do, Instruction, Phase
 from atoll.program.program import Program
 from atoll.program.shape import PHASES, RankShape
@@ -36,18 +38,24 @@ Steps = list[Step]
 
 
 def lower_row(
-    row: Sequence[Action], shape: RankShape, *, frees: Collection[Action] | None = None, reduces_each: bool = True
+    row: Sequence[Action],
+    shape: RankShape,
+    *,
+    end: Ending | None = None,
+    frees: Collection[Action] | None = None,
+    reduces_each: bool = True,
 ) -> Program:
     """The program of a rank for its row of a lowered schedule, messages included.
 
+    end: how the step ends; None: with the row, where nothing is trained.
     frees: look-ups and scores after which their slice of the vocabulary is freed, at the row's end at last; after each
     if not given (`atoll.ir.residency.slices_freed`).  reduces_each: whether their gradients are
     reduced with every microbatch, or after the last.
     """
     steps = cut_into_blocks(row, shape)
     steps = insert_reductions(steps, row, shape, reduces_each=reduces_each)
-    instructions = insert_gathers(steps, row, shape, frees=frees)
-    return Program(tuple(insert_posts(instructions)), shape)
+    instructions = list(insert_posts(insert_gathers(steps, row, shape, frees=frees)))
+    return Program(tuple(insert_end(instructions, shape, end)), shape)
 
 
 # ---- blocks
@@ -158,6 +166,8 @@ def insert_reductions(
         found.append(step)
         if isinstance(step, Action):
             continue
+        # Behind the instruction that completes them, in the order of the model's backward on every rank: reductions of
+        # one lane wait for each other, and ranks that began them in two orders would wait for ever.
         do, action, index, _ = step
         key = action.stage, action.microbatch
         if do is Do.I:
@@ -255,7 +265,7 @@ def insert_gathers(
                 found += ahead.come(due[at], step.action)
             found.append(step)
         freed = freed_at.get(at, ())
-        if freed:
+        if freed:  # behind the step that used them, and before the next gathers: these take their room
             action = step if isinstance(step, Action) else step.action
             found += [Instruction(Do.FREE, action, index) for index in freed]
             ahead.whole -= set(freed)
@@ -376,7 +386,7 @@ class _Ahead:
     def come(self, event: _Event, action: Action) -> list[Instruction]:
         """Make what an event asks for whole. What it takes on its way is free for the next one when it is there."""
         begun = self._begun.pop(self._next, None)
-        self._next += 1
+        self._next += 1  # before the look ahead, which begins with the event behind this one
         self._coming = self._size(event.missing) if self._shape.limit > 0 else 0
         own = self._begin(event.missing, action) if begun is None and self._shape.limit > 0 else []
         more = self.look(action)

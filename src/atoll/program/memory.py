@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -28,6 +29,7 @@ def held_after(instructions: Iterable[Instruction], shape: RankShape) -> Iterato
     coming: set[int] = set()
     whole: set[int] = set()
     made: set[tuple[int, Phase]] = set()
+    reducing: Counter[tuple[int, Phase]] = Counter()
     for do, _, index, phase in instructions:
         if do is Do.GATHER:
             coming.add(index)
@@ -55,8 +57,13 @@ def held_after(instructions: Iterable[Instruction], shape: RankShape) -> Iterato
         elif do is Do.REDUCE and phase is not None:
             gradients += _make(made, index, phase, shape)  # zeros, where nothing was made
             made.discard((index, phase))  # the next microbatch's go to another buffer
+            reducing[index, phase] += 1
         elif do is Do.REDUCED and phase is not None:
             gradients -= units[index].flows.get(phase, 0)
+            reducing[index, phase] -= 1
+        elif do is Do.SYNCED:
+            flows = units[index].flows
+            gradients -= sum(size * reducing.pop((index, own), 0) for own, size in flows.items())
         elif do is Do.T and shape.head is not None:
             gradients += _make(made, shape.head, "W", shape)
         elif do is Do.G and shape.embedding is not None:

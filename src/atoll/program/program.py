@@ -47,7 +47,7 @@ class Program:
 
     @cached_property
     def sent(self) -> Counter[str]:
-        """Bytes by axis that it sends to data-parallel ranks, but for the step's end."""
+        """Bytes by axis that it sends to data-parallel ranks, but for sums of a few numbers."""
         return sent_by(self.instructions, self.shape)
 
     @cached_property

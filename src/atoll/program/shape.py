@@ -22,7 +22,8 @@ class UnitShape:
     flows: the phases in which this rank computes a gradient of it, each with the bytes of the whole gradients, which
     are 0 where they rest whole.
     is_left_alone: whether its gradients neither travel nor are summed with those of another rank.
-    travel: what a gather, or the reduction or sync of a phase, sends: bytes by axis, one after the other.
+    travel: what GATHER, the REDUCE or SYNC of a phase, or RETURN sends: bytes by axis, one after the other.
+    copies: pipeline ranks that have it.
     """
 
     index: int
@@ -33,6 +34,7 @@ class UnitShape:
     flows: Mapping[Phase, int] = field(default_factory=dict)
     is_left_alone: bool = False
     travel: Mapping[tuple[Do, Phase | None], tuple[tuple[str, int], ...]] = field(default_factory=dict)
+    copies: int = 1
 
     @property
     def trainable(self) -> bool:
@@ -73,6 +75,8 @@ class RankShape:
     limit: bytes that may be gathered, or on their way, before they are asked for.
     behind: reductions under way while the next one's gradients are made.
     embedding, head: units of its slice of the vocabulary, if that is split.
+    rank, ranks: its place in the pipeline, and how many there are.
+    is_scaled: whether gradients come multiplied by a loss scale.
     """
 
     stages: Mapping[int, StageShape]
@@ -81,6 +85,9 @@ class RankShape:
     behind: int = 1
     embedding: int | None = None
     head: int | None = None
+    rank: int = 0
+    ranks: int = 1
+    is_scaled: bool = False
 
     @cached_property
     def completes(self) -> Mapping[int, tuple[int, ...]]:

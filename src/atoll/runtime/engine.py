@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from atoll.layouts import Footprint, WorkingMemory
 from atoll.models import Adapter, Batch, adapter_for, weights_for
 from atoll.models.adapter import IGNORED_LABEL
 from atoll.plan import Plan
-from atoll.program import Program
+from atoll.program import Do, Program
 from atoll.runtime.agreement import Agreement
 from atoll.runtime.allocator import keep_freed_memory
 from atoll.runtime.assemble.build import build
@@ -34,12 +35,12 @@ from atoll.runtime.lanes import Kind, Lane, lanes_of
 from atoll.runtime.outline import Outline
 from atoll.runtime.pipeline.deferred import Collector
 from atoll.runtime.pipeline.executor import Executor, Outcome
+from atoll.runtime.pipeline.step_end import LossScaler, StepEnd, StepResult
 from atoll.runtime.sharding.access import Edit, chosen_names, differing, whole_gradients
 from atoll.runtime.sharding.optimizer import GroupOptions, OptimizerFactory, ShardedOptimizer
 from atoll.runtime.sharding.segment import Surroundings
 from atoll.runtime.sharding.state import load_state, load_values, model_pieces, save_state, stored_states
 from atoll.runtime.sharding.tensor_parallel import tensor_parallel
-from atoll.runtime.step_end import Ending, LossScaler, StepEnd, StepResult
 from atoll.runtime.transport import Peers, connect, world_rank
 from atoll.trace import Trace
 
@@ -100,7 +101,6 @@ class Engine:
         self._seed = seed
         self._lanes: Mapping[Kind, Lane] = {}
         self._outcome: Outcome | None = None
-        self._outstanding: Ending | None = None
         self._before_update: Callable[[], None] | None = None
         self._has_gradients = False
         atexit.register(_close, weakref.ref(self))
@@ -156,21 +156,23 @@ class Engine:
         if not self._sharded.trainable:
             raise PlanError("the model has no trainable parameter; set requires_grad on what is to be trained")
         self._optimizer = ShardedOptimizer(self.units, optimizer, named_shapes=self._sharded.trainable, options=groups)
-        self._executor = Executor(
-            outline,
-            self._sharded,
-            transport=self.transport,
-            collector=collector,
-            seed=self._seed,
-            lanes=self._lanes.values() if self.place.nest.ranks > 1 else (),
-        )
-        self._step_end = StepEnd(
+        self._end = StepEnd(
             self.units,
             self._sharded.specs,
             self._optimizer,
             self.transport,
             clip=self.clip,
             scaler=LossScaler() if plan.precision.compute == "float16" else None,
+            is_post_validated=plan.post_validation,
+        )
+        self._executor = Executor(
+            outline,
+            self._sharded,
+            self._end,
+            transport=self.transport,
+            collector=collector,
+            seed=self._seed,
+            lanes=self._lanes.values() if self.place.nest.ranks > 1 else (),
         )
 
     def _lower(self) -> None:
@@ -178,14 +180,14 @@ class Engine:
 
         What they lend follows from the program for ranks that read each other's memory; whether they do is known after.
         """
-        place, nest = self.place, self.place.nest
-        shape = shape_of(self._sharded, self.plan, nest, reads_in_place=True)
+        place = self.place
+        shape = shape_of(self._sharded, self.plan, place, reads_in_place=True)
         self.program = self._executor.lower(shape)
         self.transport.share(self._needed(reads_in_place=True).lent)
         seeing = self.agree(float(self.transport.sees(Peers.along("intra", place))))
         self.reads_in_place = seeing == place.mesh.world
         if not self.reads_in_place:
-            self.program = self._executor.lower(shape_of(self._sharded, self.plan, nest, reads_in_place=False))
+            self.program = self._executor.lower(shape_of(self._sharded, self.plan, place, reads_in_place=False))
         mesh = self.plan.mesh
         digests = [-1] * (mesh.pipeline * mesh.tensor)
         digests[place.pp * mesh.tensor + place.tp] = self.program.digest
@@ -247,72 +249,40 @@ class Engine:
             self._batches.announce(following)
         if share.tokens == 0:
             raise RunError(f"step {self.step_number + 1} has no token that counts: every label is {IGNORED_LABEL}")
-        earlier: list[StepResult] = []
-
-        def verdict() -> bool:
-            result, was_right = self._settle_outstanding()
-            earlier.append(result)
-            return was_right
-
         with self._agreement.guard(), _keeping_random_state(self.device), self._split_loss():
             for stage in self._sharded.stages:
                 stage.train(True)
-            outcome = self._executor.run(
+            look = None if self._before_update is None else self._show_gradients
+            self._end.begin(step=self.step_number + 1, tokens=share.tokens, since=begin, look=look)
+            self._outcome = self._executor.run(
                 share.pieces,
                 step=self.step_number,
                 first_microbatch=self.place.data * microbatches,
-                scale=lambda: self._loss_scale / share.tokens,
+                scale=lambda: self._end.loss_scale / share.tokens,
                 training=True,
-                verdict=verdict if self._outstanding is not None else None,
             )
-            self._outcome = outcome
             self.step_number += 1
-            ending = self._step_end.gather_up(
-                outcome,
-                step=self.step_number,
-                tokens=share.tokens,
-                begin=begin,
-                steps_ahead=self.plan.post_validation,
-            )
-            if not self.plan.post_validation:
-                self._show_gradients()
-                return self._step_end.finish(ending)
-            self._step_end.step_ahead(ending)
-            self._outstanding = ending
-        return earlier[0] if earlier else None
+        return self._end.take_result()
 
     def _show_gradients(self) -> None:
         """Call the step's `before_update`. Where it raises, the step has not been: its gradients are forgotten."""
-        look = self._before_update
-        if look is None:
-            return
+        assert self._before_update is not None, "there is something to be called"
         self._has_gradients = True
         try:
-            look()
+            self._before_update()
         except BaseException:
-            self.step_number -= 1
-            for unit in self.units:
-                unit.clear_gradients()
+            self._end.forget()
             raise
         finally:
             self._has_gradients = False
 
     def settle(self) -> StepResult | None:
         """Wait for the verdict on the last step and make it true; None where no step is outstanding."""
-        if self._outstanding is None:
+        if not self._end.is_outstanding:
             return None
         with self._agreement.guard():
-            result, _ = self._settle_outstanding()
-        return result
-
-    def _settle_outstanding(self) -> tuple[StepResult, bool]:
-        ending, self._outstanding = self._outstanding, None
-        assert ending is not None, "asked only while a step is outstanding"
-        return self._step_end.settle(ending)
-
-    @property
-    def _loss_scale(self) -> float:
-        return 1.0 if self._step_end.scaler is None else self._step_end.scaler.scale
+            self._end.settle()
+        return self._end.take_result()
 
     # ---- evaluation
 
@@ -368,6 +338,22 @@ class Engine:
             raise PlanError("no training step has run yet, so there is no timeline")
         placement = self.plan.schedule.placement
         return Trace(self._outcome.spans, ranks=placement.ranks, chunks=placement.chunks)
+
+    @contextmanager
+    def timing(self) -> Iterator[dict[tuple[Do, int], float]]:
+        """Time the instructions of the steps that are taken in the context: seconds of the last one's, by what is done
+        and with which block or unit (-1: with none), medians over the microbatches. They are there when the context
+        ends, and are what `atoll.sim.Rates` takes. Waits are not among them, but for the work that begins there.
+        """
+        found: dict[tuple[Do, int], float] = {}
+        self._executor.is_timed = True
+        try:
+            yield found
+        finally:
+            self._executor.is_timed = False
+        if self._outcome is not None:
+            taken = self._outcome.clock.seconds()
+            found.update({key: median(each) for key, each in taken.items() if not key[0].waits})
 
     # ---- what users read and edit
 
@@ -446,7 +432,7 @@ class Engine:
         """Write a checkpoint that any layout, schedule and world size can load; `state` is the caller's, JSON-able."""
         self.settle()
         with self._agreement.guard():
-            scaler = None if self._step_end.scaler is None else asdict(self._step_end.scaler)
+            scaler = None if self._end.scaler is None else asdict(self._end.scaler)
             own = {"step": self.step_number, "scaler": scaler, "caller": dict(state or {})}
             save_state(Path(folder), self.units, self._optimizer, self._buffers(), own)
 
@@ -466,8 +452,8 @@ class Engine:
             for unit in self.units:
                 unit.sync_parameters()
         self.step_number = int(own["step"])
-        if self._step_end.scaler is not None and own.get("scaler") is not None:
-            self._step_end.scaler = LossScaler(**own["scaler"])
+        if self._end.scaler is not None and own.get("scaler") is not None:
+            self._end.scaler = LossScaler(**own["scaler"])
         caller = own["caller"]
         assert isinstance(caller, dict)
         return caller

@@ -27,7 +27,7 @@ Kind = Literal["reduce", "sync", "gather"]
 KINDS: tuple[Kind, ...] = ("reduce", "sync", "gather")
 
 
-class Clock(Protocol):
+class Recorder(Protocol):
     """Notes when what travelled did."""
 
     def now(self) -> float:
@@ -52,7 +52,7 @@ class Lane(ABC):
 
     def __init__(self, kind: Kind) -> None:
         self._kind = kind
-        self.clock: Clock | None = None
+        self.clock: Recorder | None = None
 
     def start(self, work: Callable[[], None], *, unit: int, after: Job | None = None) -> Job:
         """Begin `work` on a unit behind another job, or let it wait for its turn."""
@@ -150,7 +150,7 @@ class Threads(Lane):
             if job is None:
                 return
             job.run()
-            del job
+            del job  # or this thread would hold its tensors until the next one comes
 
 
 class _StreamJob:
@@ -189,7 +189,7 @@ class _StreamThreadJob(_ThreadJob):
         self._wanted = work
         self._own = own
         self._began, self._ended = torch.cuda.Event(), torch.cuda.Event()
-        self._began.record()
+        self._began.record()  # here, on the computation's stream: the thread may come to it much later
 
     def _on_stream(self) -> None:
         if not hasattr(self._own, "stream"):

@@ -14,7 +14,7 @@ from atoll.ir.residency import Slices, slices_freed
 from atoll.layouts import ITEM_BYTES
 from atoll.models import Adapter, Vocabulary, relative_score, weigh_blocks
 from atoll.plan import Plan
-from atoll.program import Program, RankShape, lower_row
+from atoll.program import Ending, Program, RankShape, lower_row
 from atoll.runtime.vocabulary.slice import vocabulary_of
 from atoll.stages import split_blocks
 
@@ -81,10 +81,10 @@ class Outline:
         count = schedule.microbatches if microbatches is None else microbatches
         return tuple(each for each in schedule.actions[rank] if each.microbatch is None or each.microbatch < count)
 
-    def program(self, rank: int, row: Sequence[Action], shape: RankShape) -> Program:
-        """The program of a pipeline rank that has `shape` for a row."""
+    def program(self, rank: int, row: Sequence[Action], shape: RankShape, *, end: Ending | None = None) -> Program:
+        """The program of a pipeline rank that has `shape` for a row. end: how its step ends; None without training."""
         frees = self.frees[rank] if self.frees else None
-        return lower_row(row, shape, frees=frees, reduces_each=self.plan.reduction == "microbatch")
+        return lower_row(row, shape, end=end, frees=frees, reduces_each=self.plan.reduction == "microbatch")
 
 
 def _slices(adapter: Adapter, vocabulary: Vocabulary, plan: Plan) -> Slices:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import Store
 
-    from atoll.runtime.training.session import Ending
+    from atoll.runtime.training.session import RunResult
 
 STORE_HOST_SECONDS = 1.5
 """How long a failing rank that hosts the store stays, so that the others can read why."""
@@ -92,7 +92,7 @@ def run_rank(request: Request, rendezvous: Rendezvous) -> int:
 
 def _train(
     request: Request, config: Config, plan: Plan, *, rendezvous: Rendezvous, store: Store, stop: StopRequest
-) -> Ending:
+) -> RunResult:
     from atoll.runtime import transport
     from atoll.runtime.training.session import run
 
@@ -145,7 +145,7 @@ def _choose_device(config: Config, rendezvous: Rendezvous) -> torch.device:
 # ---- the end
 
 
-def _conclude(request: Request, ending: Ending) -> None:
+def _conclude(request: Request, ending: RunResult) -> None:
     """Say how it ended: results on stdout; after a signal how to continue, on stderr."""
     if request.as_json:
         _tell(json.dumps(ending.summary()), sys.stdout)

@@ -9,7 +9,7 @@ from atoll.errors import ScheduleError
 from atoll.ir.action import Action, Op
 from atoll.ir.placement import Placement
 from atoll.ir.schedule import Schedule
-from atoll.schedules.listing import Keyed, Listed, Rules, list_schedule
+from atoll.schedules.listing import Keyed, Listed, ListRules, list_schedule
 from atoll.schedules.timing import StageCosts, Timing
 
 Slots = tuple[int, int, int, int]
@@ -85,14 +85,14 @@ def _repeat_pattern(
     placement = Placement("v", ranks, 2)
     timing = Timing.of(placement, costs)
 
-    def attempt(rules: Rules, numbers: int) -> Listed | None:
+    def attempt(rules: ListRules, numbers: int) -> Listed | None:
         queues = [_queues(placement, rank, slots(rank, ranks), numbers) for rank in range(ranks)]
         return list_schedule(placement, queues, timing, rules)
 
     waits = (False,) if costs is None else (False, True)
     tried = []
     for serial, (look_ahead, is_patient) in enumerate((ahead, wait) for ahead in LOOK_AHEADS for wait in waits):
-        rules = Rules(2 * keep, look_ahead, is_patient)
+        rules = ListRules(2 * keep, look_ahead, is_patient)
         listed = attempt(rules, min(microbatches, TRIAL_ROUNDS * ranks))
         if listed is not None:
             tried.append((listed.makespan, serial, rules))

@@ -32,7 +32,7 @@ class Keyed(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class ListRules:
     """How a list scheduler chooses: see the note above. `cap` is in chunks."""
 
     cap: int
@@ -49,7 +49,7 @@ class Listed(NamedTuple):
 
 
 def list_schedule(
-    placement: Placement, queues: Sequence[Sequence[Sequence[Keyed]]], timing: Timing, rules: Rules
+    placement: Placement, queues: Sequence[Sequence[Sequence[Keyed]]], timing: Timing, rules: ListRules
 ) -> Listed | None:
     """The order of every rank from its queues, `queues[rank]`; None where it deadlocks."""
     lister = _Lister(placement, queues, timing, rules)
@@ -60,7 +60,7 @@ class _Lister:
     """The state of one run."""
 
     def __init__(
-        self, placement: Placement, queues: Sequence[Sequence[Sequence[Keyed]]], timing: Timing, rules: Rules
+        self, placement: Placement, queues: Sequence[Sequence[Sequence[Keyed]]], timing: Timing, rules: ListRules
     ) -> None:
         self.rules, self.timing = rules, timing
         self.last_stage = placement.stages - 1

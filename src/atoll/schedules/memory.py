@@ -68,14 +68,14 @@ class Memory:
         return tuple(RankMemory(*map(float, row)) for row in zip(*columns, strict=True))
 
 
-class Level(NamedTuple):
+class Held(NamedTuple):
     """Bytes that a rank holds while it runs an action, and from its end on."""
 
     during: float
     after: float
 
 
-def levels_of(row: Iterable[Action], chunks: int, memory: RankMemory) -> list[Level]:
+def levels_of(row: Iterable[Action], chunks: int, memory: RankMemory) -> list[Held]:
     """Of each compute action of a rank. Whole activations and weight gradients are counted, so that thirds add up."""
     kept = pending = scored = 0
     before = memory.static
@@ -92,7 +92,7 @@ def levels_of(row: Iterable[Action], chunks: int, memory: RankMemory) -> list[Le
             scored += (action.op is Op.S) - (action.op is Op.T)
         after = memory.static + (kept * memory.activation + pending * memory.weight_grad) / chunks
         after += scored * memory.score
-        levels.append(Level(max(before, after), after))
+        levels.append(Held(max(before, after), after))
         before = after
     return levels
 

@@ -7,7 +7,7 @@ from atoll.ir.action import Action, Op
 from atoll.ir.placement import Placement
 from atoll.ir.schedule import Schedule
 from atoll.schedules.groups import even_groups
-from atoll.schedules.listing import Keyed, Rules, list_schedule
+from atoll.schedules.listing import Keyed, ListRules, list_schedule
 from atoll.schedules.timing import StageCosts, Timing
 
 
@@ -45,7 +45,7 @@ def unit_schedule(
     queues = [[_blocks(placement.stages_of(rank), units)] for rank in range(ranks)]
     timing = Timing.of(placement, costs)
     waits = (False,) if costs is None else (False, True)
-    tried = [list_schedule(placement, queues, timing, Rules(kept * chunks, is_patient=wait)) for wait in waits]
+    tried = [list_schedule(placement, queues, timing, ListRules(kept * chunks, is_patient=wait)) for wait in waits]
     listed = [found for found in tried if found is not None]
     if not listed:
         raise ScheduleError(f"units of {size} deadlock with {ranks} ranks and {microbatches} microbatches")

@@ -5,14 +5,19 @@ A rank plays its program as the runtime does: what computes and what waits goes 
 something on a link returns at once. A link of a rank carries one thing at a time, in the order in which it was begun; a
 gather over two levels takes the second link when the first is done with it, so two units may be on two links. A message
 takes its link for as long as its bytes need, and arrives a latency later. Ranks that share parameters play the same
-program, so each link of a rank is its own, or a part of one that several share (`Speed.shared`).
+program at one time, and a link that they share gives each its part (`Speed.shared`). Pipeline ranks that share one
+take turns on it, first come, first served (`Speed.pool`); a gather over two levels has its turn on the second link from
+when it begins. Sums of a few numbers take a link's latency. The first post-validated step begins with the one before
+settled.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 
 from atoll.errors import ConfigError
 from atoll.ir.action import Action, Op
@@ -27,11 +32,16 @@ PIPELINE = "pp"
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """A link of a rank: seconds until the first byte arrives, bytes a second, and how many ranks share it."""
+    """A link of a rank: seconds until the first byte arrives, bytes a second, and how many ranks share it.
+
+    shared: data-parallel ranks, which use it at one time.  pool: its name, where pipeline ranks share it: those with
+    one name take turns.
+    """
 
     latency: float = 0.0
     rate: float = math.inf
     shared: int = 1
+    pool: str | None = None
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.latency) and self.latency >= 0 and self.rate > 0 and self.shared >= 1):
@@ -50,7 +60,7 @@ class Rates:
     """What the instructions of one rank take.
 
     compute: seconds by what is done and the block or unit that it is done with (-1: the stage's own, as FINISH_F); what
-    is not there takes none.
+    is not there takes none, and of what waits it is the part that nothing hides. `Engine.timing` measures them.
     message: bytes that a stage sends for a microbatch, forward or backward.
     links: by axis ("pp", "inter", "intra"); one that is not there takes no time.
     """
@@ -66,12 +76,18 @@ class Rates:
 
 _NONE = Speed()
 
-Message = tuple[str, int, int]
-"""What is sent (F, B, L, S or T), the stage or the rank that sends it, and the microbatch."""
+_TRAVELS_AS = {Do.FETCH: Do.GATHER, Do.AHEAD: Do.RETURN}
+_SHOWN_AS = {Do.GATHER: Op.UNSHARD, Do.REDUCE: Op.REDUCE_GRAD, Do.SYNC: Op.REDUCE_GRAD}
+
+Message = tuple[str, int, int, int]
+"""What is sent (F, B, L, S or T; sums: A to all, P along the chain), the stage or the rank that sends it, the
+microbatch, and the step."""
 
 
-def play(programs: Programs, rates: Sequence[Rates] | Rates) -> Trace:
+def play(programs: Programs, rates: Sequence[Rates] | Rates, *, steps: int = 1) -> Trace:
     """Play the programs of all pipeline ranks, with the same rates on each or one a rank.
+
+    steps: how often, one after the other; the trace is of the last.
 
     Raises ConfigError where there are not as many rates as ranks.
     """
@@ -79,22 +95,30 @@ def play(programs: Programs, rates: Sequence[Rates] | Rates) -> Trace:
     each = [rates] * placement.ranks if isinstance(rates, Rates) else list(rates)
     if len(each) != placement.ranks:
         raise ConfigError(f"{len(each)} rates for {placement.ranks} pipeline ranks: give one, or one a rank")
+    if steps < 1:
+        raise ConfigError(f"{steps} steps: at least one is played")
     table = _Messages(programs.ranks, placement)
+    pools: dict[str, list[float]] = {}
     ranks = [
-        _Rank(rank, program, own, table) for rank, (program, own) in enumerate(zip(programs.ranks, each, strict=True))
+        _Rank(rank, program, own, table, pools, steps)
+        for rank, (program, own) in enumerate(zip(programs.ranks, each, strict=True))
     ]
     arrived: dict[Message, float] = {}
     waiting: dict[Message, list[int]] = {}
-    ready = list(range(len(ranks)))
+    ready = [(0.0, rank.number) for rank in ranks]
     while ready:
-        rank = ready.pop()
-        missing = ranks[rank].run(arrived)
+        _, rank = heappop(ready)
+        # Whoever takes a turn on a link that others share has to be the first in time who may.
+        missing = ranks[rank].run(arrived, ready[0][0] if ready and pools else math.inf)
         for message in ranks[rank].sent:
-            ready += waiting.pop(message, [])
+            for other in waiting.pop(message, ()):
+                heappush(ready, (ranks[other].now, other))
         ranks[rank].sent.clear()
         if missing is not None:
             waiting.setdefault(missing, []).append(rank)
-    stuck = [rank for rank in ranks if rank.at < len(rank.instructions)]
+        elif not ranks[rank].is_over:
+            heappush(ready, (ranks[rank].now, rank))
+    stuck = [rank for rank in ranks if not rank.is_over]
     if stuck:
         where = ", ".join(f"rank {rank.number} at {rank.instructions[rank.at]}" for rank in stuck)
         raise ConfigError(f"the programs wait for each other: {where}; lower them from one schedule")
@@ -106,6 +130,7 @@ class _Messages:
 
     def __init__(self, programs: Sequence[Program], placement: Placement) -> None:
         self.last = placement.stages - 1
+        self.ranks = placement.ranks
         self.looked: dict[int, list[int]] = {}
         self.scored: dict[int, list[int]] = {}
         for rank, program in enumerate(programs):
@@ -115,30 +140,44 @@ class _Messages:
                 elif do is Do.SEND_S:
                     self.scored.setdefault(action.microbatch or 0, []).append(rank)
 
-    def sent(self, rank: int, instruction: Instruction) -> Message:
+    def sent(self, rank: int, instruction: Instruction, step: int) -> Message:
         kind = instruction.do[-1]
-        return kind, rank if kind in "LS" else instruction.action.stage, instruction.action.microbatch or 0
+        return kind, rank if kind in "LS" else instruction.action.stage, instruction.action.microbatch or 0, step
 
-    def needs(self, instruction: Instruction) -> list[Message]:
+    def needs(self, instruction: Instruction, step: int) -> list[Message]:
         stage, microbatch = instruction.action.stage, instruction.action.microbatch or 0
         do = instruction.do
         if do is Do.RECV_F and stage == 0:
-            return [("L", rank, microbatch) for rank in self.looked.get(microbatch, ())]
+            return [("L", rank, microbatch, step) for rank in self.looked.get(microbatch, ())]
         if do is Do.RECV_B and stage == self.last:
-            return [("S", rank, microbatch) for rank in self.scored.get(microbatch, ())]
+            return [("S", rank, microbatch, step) for rank in self.scored.get(microbatch, ())]
         if do is Do.RECV_F:
-            return [("F", stage - 1, microbatch)]
+            return [("F", stage - 1, microbatch, step)]
         if do is Do.RECV_B:
-            return [("B", stage + 1, microbatch)]
-        return [{Do.RECV_S: ("F", self.last, microbatch), Do.RECV_T: ("T", self.last, microbatch)}.get(
-            do, ("B", 0, microbatch)
-        )]  # fmt: skip
+            return [("B", stage + 1, microbatch, step)]
+        kind, sender = {Do.RECV_S: ("F", self.last), Do.RECV_T: ("T", self.last)}.get(do, ("B", 0))
+        return [(kind, sender, microbatch, step)]
+
+
+class _Missing(Exception):  # noqa: N818  (no error: another rank goes on first)
+    """A message has not been sent yet."""
+
+    def __init__(self, message: Message) -> None:
+        self.message = message
 
 
 class _Rank:
     """A rank on its way through its program. starts, ends: of each instruction."""
 
-    def __init__(self, number: int, program: Program, rates: Rates, messages: _Messages) -> None:
+    def __init__(
+        self,
+        number: int,
+        program: Program,
+        rates: Rates,
+        messages: _Messages,
+        pools: dict[str, list[float]],
+        steps: int,
+    ) -> None:
         self.number, self.program, self.rates, self.messages = number, program, rates, messages
         self.instructions = program.instructions
         self.starts = [0.0] * len(self.instructions)
@@ -146,73 +185,177 @@ class _Rank:
         self.at = 0
         self.now = 0.0
         self.sent: list[Message] = []
-        self._free: dict[str, float] = {}
+        self._step, self._steps = 0, steps
+        self._free = {
+            axis: [0.0] if link.pool is None else pools.setdefault(link.pool, [0.0])
+            for axis, link in rates.links.items()
+        }
+        self._pooled = {axis for axis, link in rates.links.items() if link.pool is not None}
         self._coming: dict[int, float] = {}
-        self._reducing: dict[tuple[int, Phase | None], list[float]] = {}
+        self._reducing: dict[tuple[int, Phase | None], deque[float]] = {}
+        self._settled: dict[int, float] = {}
+        self._returned: dict[int, float] = {}
+        self._told = -1
         self._travelled: list[Span] = []
         self._ways: dict[tuple[Do, int, Phase | None], tuple[tuple[str, float], ...]] = {}
+        self._arrived: dict[Message, float] = {}
+        self._acts: Mapping[Do, Callable[[Instruction, float], float]] = {
+            Do.GATHER: self._gather,
+            Do.FETCH: self._fetch,
+            Do.WHOLE: self._whole,
+            Do.REDUCE: self._reduce,
+            Do.REDUCED: self._reduced,
+            Do.SYNC: self._sync,
+            Do.SYNCED: self._synced,
+            Do.AHEAD: self._return,
+            Do.RETURN: self._return,
+            Do.TOTAL: self._total,
+            Do.VERDICT: self._verdict,
+            Do.PASS: self._pass,
+            Do.JOIN: self._join,
+            **dict.fromkeys((do for do in Do if do.startswith("SEND_")), self._send),
+            **dict.fromkeys((do for do in Do if do.startswith("RECV_")), self._receive),
+        }
 
-    def run(self, arrived: dict[Message, float]) -> Message | None:
-        """Play on as far as messages have come; the one that is missing, or None at the end."""
-        compute, instructions = self.rates.compute, self.instructions
-        while self.at < len(instructions):
-            step = instructions[self.at]
-            do = step.do
-            self.starts[self.at] = self.now
-            if do is Do.GATHER or do is Do.FETCH:
-                end = self._travel(step)
-                if do is Do.GATHER:
-                    self._coming[step.of] = end
-                else:
-                    self.now = max(self.now, end)
-            elif do is Do.WHOLE:
-                self.now = max(self.now, self._coming.pop(step.of, self.now))
-            elif do is Do.REDUCE:
-                self._reducing.setdefault((step.of, step.phase), []).append(self._travel(step))
-            elif do is Do.SYNC:
-                self._travel(step)
-            elif do is Do.REDUCED:
-                self.now = max(self.now, self._reducing[step.of, step.phase].pop(0))
-            elif do.startswith("SEND_"):
-                self._send(step, arrived)
-            elif do.startswith("RECV_"):
-                for message in self.messages.needs(step):
-                    if message not in arrived:
-                        return message
-                    self.now = max(self.now, arrived[message])
-            else:
-                self.now += compute.get((do, step.of), 0.0)
-            self.ends[self.at] = self.now
-            self.at += 1
-        return None
+    @property
+    def is_over(self) -> bool:
+        """Whether all steps have been played."""
+        return self.at == len(self.instructions)
 
-    def _send(self, step: Instruction, arrived: dict[Message, float]) -> None:
+    def run(self, arrived: dict[Message, float], until: float) -> Message | None:
+        """Play on as far as messages have come, and up to what begins on a shared link after `until`; the message that
+        is missing, if one is."""
+        self._arrived = arrived
+        compute, instructions, acts = self.rates.compute, self.instructions, self._acts
+        starts, ends, last = self.starts, self.ends, len(self.instructions)
+        at, now = self.at, self.now
+        missing = None
+        while at < last:
+            step = instructions[at]
+            begun = now
+            now += compute.get((step[0], step[2]), 0.0)
+            act = acts.get(step[0])
+            if act is not None:
+                if begun > until and self._shares(step):
+                    now = begun
+                    break
+                try:
+                    now = act(step, now)
+                except _Missing as waited_for:
+                    now, missing = begun, waited_for.message
+                    break
+            starts[at], ends[at] = begun, now
+            at += 1
+            if at == last and self._step + 1 < self._steps:
+                self._step += 1
+                at = 0
+                self._settled.clear()
+                self._travelled.clear()
+        self.at, self.now = at, now
+        return missing
+
+    def _shares(self, step: Instruction) -> bool:
+        """Whether an instruction begins something on a link that pipeline ranks share."""
+        if step.do.startswith("SEND_"):
+            return PIPELINE in self._pooled
+        return any(axis in self._pooled for axis, _ in self._way(step))
+
+    # ---- instructions: what each does at a time, and when the rank goes on
+
+    def _gather(self, step: Instruction, now: float) -> float:
+        self._coming[step.of] = self._travel(step, now, after=self._returned.pop(step.of, 0.0))
+        return now
+
+    def _fetch(self, step: Instruction, now: float) -> float:
+        return max(now, self._travel(step, now, after=self._returned.pop(step.of, 0.0)))
+
+    def _whole(self, step: Instruction, now: float) -> float:
+        return max(now, self._coming.pop(step.of, now), self._returned.pop(step.of, now))
+
+    def _reduce(self, step: Instruction, now: float) -> float:
+        end = self._travel(step, now)
+        self._reducing.setdefault((step.of, step.phase), deque()).append(end)
+        self._settled[step.of] = max(end, self._settled.get(step.of, 0.0))
+        return now
+
+    def _reduced(self, step: Instruction, now: float) -> float:
+        return max(now, self._reducing[step.of, step.phase].popleft())
+
+    def _sync(self, step: Instruction, now: float) -> float:
+        after = self._settled.get(step.of, 0.0)
+        self._settled[step.of] = max(after, self._travel(step, now, after=after))
+        return now
+
+    def _synced(self, step: Instruction, now: float) -> float:
+        return max(now, self._settled.get(step.of, 0.0))
+
+    def _return(self, step: Instruction, now: float) -> float:
+        self._returned[step.of] = self._travel(step, now)
+        return now
+
+    def _send(self, step: Instruction, now: float) -> float:
         link = self.rates.link(PIPELINE)
-        leaves = max(self.now, self._free.get(PIPELINE, 0.0)) + link.seconds(self.rates.message)
-        self._free[PIPELINE] = leaves
-        message = self.messages.sent(self.number, step)
-        arrived[message] = leaves + link.latency
+        free = self._free.setdefault(PIPELINE, [0.0])
+        leaves = free[0] = max(now, free[0]) + link.seconds(self.rates.message)
+        self._give(self.messages.sent(self.number, step, self._step), leaves)
+        return now
+
+    def _receive(self, step: Instruction, now: float) -> float:
+        return self._wait(self.messages.needs(step, self._step), now)
+
+    def _total(self, step: Instruction, now: float) -> float:
+        self._give(("A", self.number, 0, self._step), now)
+        self._told = self._step
+        return now
+
+    def _verdict(self, step: Instruction, now: float) -> float:
+        """Whose sums a rank waits for: nobody's, where a program begins with what the one before has left."""
+        ranks = range(self.messages.ranks) if self._told >= 0 else ()
+        return self._wait([("A", rank, 0, self._told) for rank in ranks], now)
+
+    def _pass(self, step: Instruction, now: float) -> float:
+        self._give(("P", self.number, 0, self._step), now)
+        return now
+
+    def _join(self, step: Instruction, now: float) -> float:
+        return self._wait([("P", self.number - 1, 0, self._step)], now)
+
+    # ----
+
+    def _give(self, message: Message, leaves: float) -> None:
+        self._arrived[message] = leaves + self.rates.link(PIPELINE).latency
         self.sent.append(message)
 
-    def _travel(self, step: Instruction) -> float:
-        """When what a gather, reduction or sync moves is there."""
-        key = (Do.GATHER if step.do is Do.FETCH else step.do, step.of, step.phase)
+    def _wait(self, messages: Sequence[Message], now: float) -> float:
+        for message in messages:
+            arrival = self._arrived.get(message)
+            if arrival is None:
+                raise _Missing(message)
+            now = max(now, arrival)
+        return now
+
+    def _travel(self, step: Instruction, now: float, *, after: float = 0.0) -> float:
+        """When what an instruction moves is there, if it does not leave before `after`."""
+        way = self._way(step)
+        at = begun = max(now, after)
+        for axis, seconds in way:
+            free = self._free.setdefault(axis, [0.0])
+            at = free[0] = max(at, free[0]) + seconds
+            at += self.rates.link(axis).latency
+        op = _SHOWN_AS.get(_TRAVELS_AS.get(step.do, step.do))
+        if way and op is not None:
+            self._travelled.append(Span(self.number, lane_of(op), Action(step.action.stage, op), begun, at))
+        return at
+
+    def _way(self, step: Instruction) -> tuple[tuple[str, float], ...]:
+        """The links that an instruction takes, and how long it takes each."""
+        key = (_TRAVELS_AS.get(step.do, step.do), step.of, step.phase)
         way = self._ways.get(key)
         if way is None:
             links = self.rates.link
-            way = tuple(
-                (axis, links(axis).seconds(count) + links(axis).latency)
-                for axis, count in way_of(step, self.program.shape)
-            )
+            way = tuple((axis, links(axis).seconds(count)) for axis, count in way_of(step, self.program.shape))
             self._ways[key] = way
-        at = self.now
-        for axis, seconds in way:
-            at = max(at, self._free.get(axis, 0.0)) + seconds
-            self._free[axis] = at
-        if way:
-            op = Op.UNSHARD if key[0] is Do.GATHER else Op.REDUCE_GRAD
-            self._travelled.append(Span(self.number, lane_of(op), Action(step.action.stage, op), self.now, at))
-        return at
+        return way
 
     def spans(self) -> Iterator[Span]:
         """One for each action, as the runtime's clock has them, and one for what travelled."""

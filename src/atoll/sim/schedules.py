@@ -22,7 +22,7 @@ from atoll.errors import ConfigError
 from atoll.ir.action import COMPUTE_CODES, Action, Op
 from atoll.ir.schedule import Schedule
 from atoll.ir.table import REDUCE_GRAD, SEND_B, SEND_F, UNSHARD, B, F, G, I, L, S, T, Table, W
-from atoll.schedules.memory import Level, Memory, RankMemory, levels_of
+from atoll.schedules.memory import Held, Memory, RankMemory, levels_of
 from atoll.schedules.problem import TOLERANCE
 from atoll.trace import MemorySample, Span, Trace, lane_of
 
@@ -133,7 +133,7 @@ def _paused_collector() -> Iterator[None]:
             gc.enable()
 
 
-def _samples(rank: int, spans: list[Span], levels: list[Level], memory: RankMemory) -> list[MemorySample]:
+def _samples(rank: int, spans: list[Span], levels: list[Held], memory: RankMemory) -> list[MemorySample]:
     """Bytes of one rank from each change on: more from the start of an action, less from its end."""
     samples = [MemorySample(rank, 0.0, memory.static)]
     for span, level in zip(spans, levels, strict=True):
@@ -159,7 +159,7 @@ def _inputs(schedule: Schedule, rank: int, end: list[float], hop: float) -> dict
 
 
 def _waited(
-    spans: list[Span], levels: list[Level], inputs: dict[int, list[float]], memory: RankMemory, chunks: int
+    spans: list[Span], levels: list[Held], inputs: dict[int, list[float]], memory: RankMemory, chunks: int
 ) -> float:
     """How long a rank idles between actions though the input of a forward is there, for want of memory."""
     if math.isinf(memory.limit):

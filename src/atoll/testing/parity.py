@@ -20,9 +20,9 @@ from atoll.ir.residency import Reduction, Residency
 from atoll.layouts import Layout, Precision
 from atoll.plan import MeshShape, Plan
 from atoll.runtime.engine import Engine
+from atoll.runtime.pipeline.step_end import StepResult
 from atoll.runtime.sharding.optimizer import decay_matrices
 from atoll.runtime.sharding.tensors import whole_output
-from atoll.runtime.step_end import StepResult
 from atoll.runtime.transport import GlooTransport
 from atoll.testing.pool import run_ranks
 from atoll.testing.reference import History, Recipe, rule_of, start, train_alone

@@ -20,7 +20,7 @@ from atoll.runtime.sharding.tensor_parallel import TensorParallel
 from atoll.runtime.sharding.tensors import Spread
 from atoll.runtime.sharding.unit import Unit, UnitSpec, unit_specs
 from atoll.runtime.vocabulary.ends import LookedUp, Scored
-from atoll.runtime.vocabulary.slice import Table, VocabularySlice, as_slice, block_of, names_of
+from atoll.runtime.vocabulary.slice import VocabularySlice, VocabularyTable, as_slice, block_of, names_of
 
 
 def build(
@@ -205,9 +205,9 @@ def _slice_vocabulary(
         units.update(dict.fromkeys(held, unit))
         unit.free()
 
-    def table(end: str) -> Table:
+    def table(end: str) -> VocabularyTable:
         names = {key: shared.get(f"{end}.{key}", f"{end}.{key}") for key, _ in modules[end].named_parameters()}
-        return Table(units[names["weight"]], names["weight"], names.get("bias"))
+        return VocabularyTable(units[names["weight"]], names["weight"], names.get("bias"))
 
     embedding = modules[vocabulary.embedding]
     assert isinstance(embedding, nn.Embedding), "it has been looked at"

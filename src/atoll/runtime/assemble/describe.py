@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from atoll._torch import pretended_ranks
 from atoll.models import adapter_for
 from atoll.plan import Plan
-from atoll.program import Program
+from atoll.program import Program, Programs
 from atoll.runtime.assemble.build import build
 from atoll.runtime.assemble.holdings import shape_of
 from atoll.runtime.outline import Outline
@@ -59,14 +59,26 @@ def describe(
             plan.layout, plan.precision, nest, transport, transport.device, {}, keeps_apart=plan.post_validation
         )
         sharded = build(outline, around=around, collector=Collector(), seed=0, tensor=tensor)
-        shape = shape_of(sharded, plan, nest, reads_in_place=reads_in_place)
-        program = outline.program(rank, outline.row(rank, training=training), shape)
+        shape = shape_of(sharded, plan, transport.place, reads_in_place=reads_in_place)
+        end = plan.end if training else None
+        program = outline.program(rank, outline.row(rank, training=training), shape, end=end)
         names = [block.name for block in adapter.blocks()]
         return Described(
             program,
             {unit.spec.index: unit.spec.name for unit in sharded.units},
             {at: names[at] for stage in sharded.stages for at in stage.run},
         )
+
+
+def programs_of(
+    make_model: Callable[[], nn.Module], plan: Plan, *, reads_in_place: bool = False, training: bool = True
+) -> Programs:
+    """What all pipeline ranks play, for `atoll.simulate`; arguments and errors as `describe` has them."""
+    options = {"reads_in_place": reads_in_place, "training": training}
+    ranks = range(plan.mesh.pipeline)
+    return Programs(
+        plan.schedule.placement, tuple(describe(make_model, plan, rank, **options).program for rank in ranks)
+    )
 
 
 class Nowhere(Transport):

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from atoll.layouts import Footprint, Nest, WorkingMemory, footprint, reduced_at_once, working_memory
-from atoll.plan import Plan
+from atoll.plan import Place, Plan
 from atoll.program import Bytes, RankShape
 from atoll.runtime.pipeline.stage import Sharded
 from atoll.runtime.sharding.unit import Unit
@@ -39,16 +39,20 @@ def held_at_rest(units: Iterable[Unit], plan: Plan, nest: Nest, *, states: int) 
     )
 
 
-def shape_of(sharded: Sharded, plan: Plan, nest: Nest, *, reads_in_place: bool) -> RankShape:
-    """What lowering knows of this rank; reads_in_place: whether the ranks of a group read each other's memory."""
+def shape_of(sharded: Sharded, plan: Plan, place: Place, *, reads_in_place: bool) -> RankShape:
+    """What lowering knows of the rank at `place`; reads_in_place: whether the ranks of a group read each other's
+    memory."""
     vocabulary = sharded.vocabulary
     return RankShape(
         {stage.index: stage.shape for stage in sharded.stages},
         {unit.spec.index: unit.shape(reads_in_place=reads_in_place) for unit in sharded.units},
-        limit=needed_in_a_step(sharded, plan, nest, reads_in_place=reads_in_place).ahead,
+        limit=needed_in_a_step(sharded, plan, place.nest, reads_in_place=reads_in_place).ahead,
         behind=reduced_at_once(plan.prefetch),
         embedding=None if vocabulary is None else vocabulary.embedding.unit.spec.index,
         head=None if vocabulary is None else vocabulary.head.unit.spec.index,
+        rank=place.pp,
+        ranks=plan.mesh.pipeline,
+        is_scaled=plan.precision.compute == "float16",
     )
 
 

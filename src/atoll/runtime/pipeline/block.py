@@ -38,7 +38,7 @@ Call = Callable[["LocalBlock", Arguments], Any]
 """Takes over the call of a block: (block, arguments) -> the block's output."""
 
 
-class Ending(Protocol):
+class BlockEnd(Protocol):
     """A module in a block that ends it: what it is given goes elsewhere."""
 
     given: Tensor | None
@@ -81,7 +81,7 @@ class LocalBlock:
         *,
         needs_backward: bool,
         recompute: str,
-        end: Ending | None = None,
+        end: BlockEnd | None = None,
     ) -> None:
         self.module = module
         self.index = index

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 import torch
 
 from atoll.ir import Action, Op
+from atoll.program import Do
 from atoll.runtime.lanes import Kind
 from atoll.trace import Span, lane_of
 
@@ -27,10 +28,12 @@ class Clock:
         self._rank = rank
         self._stages = stages
         self._marks: list[tuple[Action, float, float]] = []
+        self._taken: list[tuple[Do, int, float, float]] = []
 
     def begin(self) -> None:
         """Begin a row."""
         self._marks = []
+        self._taken = []
 
     def now(self) -> float:
         """A point in time, for `add`."""
@@ -39,6 +42,31 @@ class Clock:
     def add(self, action: Action, start: float) -> None:
         """Note that an action which began at `start` is over."""
         self._marks.append((action, start, time.monotonic()))
+
+    def took(self, do: Do, of: int, start: float) -> None:
+        """Note that an instruction which began at `start` is over."""
+        self._taken.append((do, of, start, self.now()))
+
+    def seconds(self) -> dict[tuple[Do, int], list[float]]:
+        """The seconds of each noted instruction, by what it does and with what, less those of instructions within it: a
+        stage's forward plays those of its blocks."""
+        found: dict[tuple[Do, int], list[float]] = {}
+        around: list[tuple[float, tuple[Do, int], int]] = []
+        taken = [(self._at(start), self._at(end), do, of) for do, of, start, end in self._taken]
+        for start, end, do, of in sorted(taken, key=lambda each: (each[0], -each[1])):
+            while around and around[-1][0] <= start:
+                around.pop()
+            own = found.setdefault((do, of), [])
+            own.append(end - start)
+            if around:
+                _, key, nth = around[-1]
+                found[key][nth] -= end - start
+            around.append((end, (do, of), len(own) - 1))
+        return found
+
+    def _at(self, point: float) -> float:
+        """A point in seconds."""
+        return point
 
     def travelled(self, kind: Kind, unit: int, start: float) -> None:
         """Note that a unit has been gathered or reduced since `start`, on whichever thread this is."""
@@ -86,19 +114,15 @@ class DeviceClock(Clock):
 
     def spans(self) -> tuple[Span, ...]:
         """Waits for the events; the origin is when the host began the row."""
-        if not self._marks:
-            return ()
-        for event in self._events[: self._used]:
-            event.synchronize()
-        first = self._events[0]
-
-        def seconds(mark: float) -> float:
-            return self._origin + first.elapsed_time(self._events[int(mark)]) / 1000.0
-
         return tuple(
-            Span(self._rank, lane_of(action.op), action, seconds(start), seconds(end))
+            Span(self._rank, lane_of(action.op), action, self._at(start), self._at(end))
             for action, start, end in self._marks
         )
+
+    def _at(self, point: float) -> float:
+        event = self._events[int(point)]
+        event.synchronize()
+        return self._origin + self._events[0].elapsed_time(event) / 1000.0
 
 
 def clock_of(device: torch.device, rank: int, stages: Mapping[int, int]) -> Clock:

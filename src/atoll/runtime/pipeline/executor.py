@@ -23,7 +23,7 @@ from atoll._torch import is_profiling, local_part
 from atoll.errors import AtollError, RunError
 from atoll.ir import Action, Op
 from atoll.models import Batch
-from atoll.program import BEGINS, Do, Instruction, Part, Program, RankShape, parts_of
+from atoll.program import BACKWARD, BEGINS, Do, Ending, Instruction, Part, Program, RankShape, parts_of
 from atoll.runtime.lanes import Lane
 from atoll.runtime.mail import Mail, Wire
 from atoll.runtime.outline import Outline
@@ -31,6 +31,7 @@ from atoll.runtime.pipeline.block import Arguments, Draw, LocalBlock, Passage, p
 from atoll.runtime.pipeline.clock import Clock, clock_of
 from atoll.runtime.pipeline.deferred import Collector, Pending, compute_weights
 from atoll.runtime.pipeline.stage import Sharded
+from atoll.runtime.pipeline.step_end import StepEnd
 from atoll.runtime.sharding.tensors import like_parameter, whole_output
 from atoll.runtime.sharding.unit import Unit
 from atoll.runtime.transport import Transport
@@ -41,9 +42,6 @@ Key = tuple[int, int]
 """(stage, microbatch)"""
 
 _UNNAMED: AbstractContextManager[None] = nullcontext()
-
-_BACKWARD = frozenset({Op.RECV_B, Op.B, Op.I, Op.RECV_S, Op.S})
-"""Where the first of these stands, a row's backwards begin: scores are the first part of the last stage's."""
 
 
 @dataclass(slots=True)
@@ -89,29 +87,35 @@ class Outcome:
 class _Score:
     """A program ready to be played.
 
-    calls: one for each instruction.  parts: the program cut where another action begins.  first_backward: the part with
-    which its backwards begin.  forwards: where each block's forward stands, by stage and microbatch.
+    calls: one for each instruction.  parts: the program cut where another action begins.  forwards: where each block's
+    forward stands, by stage and microbatch.
     """
 
     program: Program
     row: tuple[Action, ...]
     calls: tuple[Callable[[], None], ...]
     parts: tuple[Part, ...]
-    first_backward: int
     forwards: Mapping[Key, Mapping[int, int]]
+
+
+class _TakenBack(Exception):  # noqa: N818  (no error: the program begins anew)
+    """A step ahead was wrong."""
 
 
 class Executor:
     """Plays the programs of this rank.
 
-    outline: gives the rows and lowers them.  sharded: the stages and units that they are about.
+    outline: gives the rows and lowers them.  sharded: the stages and units that they are about.  end: ends the steps.
     lanes: what travels beside the programs, which is noted on their clock.
+
+    is_timed: whether each instruction is noted on the clock, and not just each action.
     """
 
     def __init__(
         self,
         outline: Outline,
         sharded: Sharded,
+        end: StepEnd,
         *,
         transport: Transport,
         collector: Collector,
@@ -120,11 +124,12 @@ class Executor:
     ) -> None:
         self._lanes = tuple(lanes)
         self._outline = outline
+        self._end = end
         self._stages = {stage.index: stage for stage in sharded.stages}
         self._blocks = {block.index: block for stage in sharded.stages for block in stage.blocks}
         self._units = {unit.spec.index: unit for unit in sharded.units}
         self._placement = outline.schedule.placement
-        self._scores: dict[tuple[bool, int], _Score] = {}
+        self._scores: dict[tuple[int, Ending | None], _Score] = {}
         self._shape: RankShape | None = None
         self._first_microbatch = 0
         self._ranks = transport.place.peers("pp")
@@ -142,9 +147,11 @@ class Executor:
         if vocabulary is not None:
             self._vocabulary = SplitVocabulary(vocabulary, self._mail, self._placement, self._ranks)
         self._step = _Step((), is_training=False)
+        self.is_timed = False
+        self._scale: Callable[[], float] | None = None
+        self._score: _Score | None = None
         self._calls: Sequence[Callable[[], None]] = ()
         self._instructions: Sequence[Instruction] = ()
-        self._forwards: Mapping[Key, Mapping[int, int]] = {}
         self._at = 0
         self._now: Action = Action(-1, Op.F, -1)
         self._acts: dict[Do, Callable[[int, int], None]] = {
@@ -157,6 +164,7 @@ class Executor:
             Do.SEND_B: self._send_backward,
             Do.RECV_B: self._receive_backward,
         }
+        self._of_step = {Do.DRAIN: self._drain, Do.SUMS: self._add_up, Do.TAKE_BACK: self._take_back}
         if self._vocabulary is not None:
             self._acts |= self._vocabulary_acts(self._vocabulary)
 
@@ -180,23 +188,22 @@ class Executor:
         """Lower this rank's rows for what it has; the program of a training step."""
         self._shape = shape
         self._scores.clear()
-        return self._score(self._outline.schedule.microbatches, training=True).program
+        return self._score_of(self._outline.schedule.microbatches, self._outline.plan.end).program
 
-    def _score(self, microbatches: int, *, training: bool) -> _Score:
+    def _score_of(self, microbatches: int, end: Ending | None) -> _Score:
         """The program for the first microbatches of a row; made once, and played many times."""
-        key = training, microbatches
+        key = microbatches, end
         if key not in self._scores:
             assert self._shape is not None, "programs are lowered before one is played"
-            row = self._outline.row(self._transport.place.pp, training=training, microbatches=microbatches)
-            program = self._outline.program(self._transport.place.pp, row, self._shape)
+            rank = self._transport.place.pp
+            row = self._outline.row(rank, training=end is not None, microbatches=microbatches)
+            program = self._outline.program(rank, row, self._shape, end=end)
             calls = tuple(map(self._call, program.instructions))
-            parts = tuple(parts_of(program.instructions))
-            first = next((at for at, part in enumerate(parts) if part.action.op in _BACKWARD), len(parts))
             forwards: dict[Key, dict[int, int]] = {}
             for at, (do, action, block, _) in enumerate(program.instructions):
                 if do is Do.F:
                     forwards.setdefault((action.stage, action.microbatch or 0), {})[block] = at
-            self._scores[key] = _Score(program, row, calls, parts, first, forwards)
+            self._scores[key] = _Score(program, row, calls, tuple(parts_of(program.instructions)), forwards)
         return self._scores[key]
 
     def _call(self, instruction: Instruction) -> Callable[[], None]:
@@ -212,9 +219,15 @@ class Executor:
             return partial(self._weights, self._units[index], (stage, microbatch))
         if do.startswith("POST_"):
             return partial(self._mail.post, action)
+        if do in self._end.of_all:
+            return self._end.of_all[do]
+        if do in self._of_step:
+            return self._of_step[do]
         if not do.is_of_unit:
             return partial(self._acts[do], stage, microbatch)
         unit = self._units[index]
+        if do in self._end.of_unit:
+            return partial(self._end.of_unit[do], unit)
         if phase is not None:
             with_phase = {
                 Do.REDUCE: unit.reduce_gradients,
@@ -233,53 +246,75 @@ class Executor:
         scale: Callable[[], float] | None = None,
         training: bool,
         keep_logits: bool = False,
-        verdict: Callable[[], bool] | None = None,
     ) -> Outcome:
         """Play a program over this rank's microbatches.
 
         step: the number of the training step.  first_microbatch: the global number of the first.
-        scale: what the loss is multiplied by before its backward, asked when the backwards begin (1 if not given).
-        Without training nothing is kept for a backward; with keep_logits the loss is not computed. `verdict` is asked
-        once, before the first backward, whether the parameters were right so far; if not, the program begins again.
+        scale: what the loss is multiplied by before its backward, asked when that is known (1 if not given).
+        Without training nothing is kept for a backward; with keep_logits the loss is not computed.
         """
         self._step = _Step(batches, is_training=training, keeps_logits=keep_logits)
-        score = self._score(len(batches), training=training)
-        before, after = score.parts[: score.first_backward], score.parts[score.first_backward :]
+        self._scale = scale
+        score = self._use(len(batches), self._outline.plan.end if training else None)
         self._begin(score.row, batches, training=training, keep_logits=keep_logits)
         self._clock = self._clocks[training]
         self._clock.begin()
         for lane in self._lanes:
             lane.clock = self._clock
         self._step_number, self._first_microbatch = step, first_microbatch
-        self._calls, self._instructions = score.calls, score.program.instructions
-        self._forwards, self._at = score.forwards, 0
         with torch.set_grad_enabled(training), self._blocks_handed():
-            self._play(before)
-            if verdict is not None and not verdict():
-                self._take_back(score, batches)
-                self._play(before)
-            if scale is not None:
-                self._step.scale = scale()
-            self._play(after)
-        ended = self._step
+            self._play()
+        ended, self._step = self._step, _Step((), is_training=False)
+        return Outcome(self._loss_sum(ended), tuple(ended.logits), self._clock)
+
+    def _use(self, microbatches: int, end: Ending | None) -> _Score:
+        """Play this program from here on."""
+        score = self._score = self._score_of(microbatches, end)
+        self._calls, self._instructions = score.calls, score.program.instructions
+        if self.is_timed:
+            both = zip(self._instructions, score.calls, strict=True)
+            self._calls = tuple(partial(self._timed, each.do, each.of, call) for each, call in both)
+        return score
+
+    def _timed(self, do: Do, of: int, call: Callable[[], None]) -> None:
+        start = self._clock.now()
+        call()
+        self._clock.took(do, of, start)
+
+    def _loss_sum(self, step: _Step) -> torch.Tensor | None:
+        counts = self._transport.place.tp == 0
+        return torch.stack(step.losses).sum() if step.losses and counts else None
+
+    def _drain(self) -> None:
+        """Let go of everything but what the step gives."""
         self._mail.end()
         if self._vocabulary is not None:
             self._vocabulary.end()
-        self._step = _Step((), is_training=False)
-        counts = self._transport.place.tp == 0
-        loss_sum = torch.stack(ended.losses).sum() if ended.losses and counts else None
-        return Outcome(loss_sum, tuple(ended.logits), self._clock)
+        ended = self._step
+        self._step = _Step((), is_training=ended.is_training, losses=ended.losses, logits=ended.logits)
 
-    def _take_back(self, score: _Score, batches: Sequence[Batch]) -> None:
-        """Forget what was played so far: it has seen parameters that a step wrote which is taken back."""
-        for unit in self._units.values():
-            unit.drop()
-        self._step = _Step(batches, is_training=True)
-        if self._vocabulary is not None:
-            self._vocabulary.end()
-            self._vocabulary.begin(batches, training=True)
-        self._mail.begin_again(self._stale([part.action for part in score.parts[score.first_backward :]]))
-        self._at = 0
+    def _add_up(self) -> None:
+        self._end.add_up(self._loss_sum(self._step), self._clock.busy)
+
+    def _take_back(self) -> None:
+        """Where the step before was wrong, what was played so far is forgotten: it has seen its parameters. Else the
+        step goes on, and ends as the verdict says."""
+        batches = self._step.batches
+        if self._end.take_back():
+            # Gathers that are under way bring what was wrong. They are waited for: their room is asked for again.
+            for unit in self._units.values():
+                unit.drop()
+            self._step = _Step(batches, is_training=True)
+            if self._vocabulary is not None:
+                self._vocabulary.end()
+                self._vocabulary.begin(batches, training=True)
+            # Senders begin this step anew too, and send again what they had sent before their own verdict: what has
+            # come of the first time, or is posted for it, is taken out of the way.
+            later = [instruction.action for instruction in self._instructions[self._at :]]
+            self._mail.begin_again(self._stale(dict.fromkeys(later)))
+            raise _TakenBack
+        self._use(len(batches), self._end.choose())
+        self._step.scale = 1.0 if self._scale is None else self._scale()
 
     @contextmanager
     def _blocks_handed(self) -> Iterator[None]:
@@ -302,34 +337,44 @@ class Executor:
         parcels = partial(split.parcels, batches=batches, training=training, logits=keep_logits)
         self._mail.begin(row, batches, training=training, parcels=parcels)
 
-    def _play(self, parts: Sequence[Part]) -> None:
+    def _play(self) -> None:
         clock = self._clock
         is_profiled = is_profiling()
+        assert self._score is not None, "a program was chosen"
+        self._step.scale = 1.0 if self._scale is None else self._scale()
+        self._at = nth = 0
         try:
-            for part in parts:
+            while nth < len(self._score.parts):
+                part = self._score.parts[nth]
                 self._now = part.action
                 start = clock.now()
-                with record_function(str(part.action)) if is_profiled else _UNNAMED:
-                    self._advance(part.stop)
+                try:
+                    with record_function(str(part.action)) if is_profiled else _UNNAMED:
+                        self._advance(part.stop)
+                except _TakenBack:
+                    self._at = nth = 0
+                    continue
                 clock.add(part.action, start)
+                nth += 1
         except AtollError:
             raise
         except Exception as error:
+            if self._now.op is Op.STEP:  # the optimizer's, or the caller's own: it stays what it is
+                raise
             raise self._failure(self._now, error) from error
 
     def _advance(self, stop: int) -> None:
         """Play up to an instruction. A model's own forward plays some of them on its way."""
-        calls = self._calls
         while self._at < stop:
             at = self._at
-            self._at = at + 1
-            calls[at]()
+            self._at = at + 1  # before the call: the forward of a stage goes on from here, and leaves it further on
+            self._calls[at]()
 
-    def _stale(self, later: Sequence[Action]) -> list[tuple[Action, int]]:
+    def _stale(self, later: Iterable[Action]) -> list[tuple[Action, int]]:
         """Receives after the first backward of messages that were sent before the sender's first backward, and these
         senders."""
         early = [
-            set(takewhile(lambda action: action.op not in _BACKWARD, row)) for row in self._outline.schedule.actions
+            set(takewhile(lambda action: action.op not in BACKWARD, row)) for row in self._outline.schedule.actions
         ]
         found = []
         for receive in later:
@@ -397,7 +442,8 @@ class Executor:
         action = self._now
         microbatch = action.microbatch or 0
         key = action.stage, microbatch
-        at = self._forwards[key].get(block.index, -1)
+        assert self._score is not None, "blocks are called while a program is played"
+        at = self._score.forwards[key].get(block.index, -1)
         if at < self._at:
             raise RunError(
                 f"action {action} has run past block {block.index} ({type(block.module).__name__}); a model's forward "
@@ -409,7 +455,10 @@ class Executor:
             if instructions[self._at - 1].do is not Do.F:
                 calls[self._at - 1]()
         self._at = at + 1
+        start = self._clock.now() if self.is_timed else 0.0
         output, passage = block.forward(given, Draw(self._seed, self._step_number, self._first_microbatch + microbatch))
+        if self.is_timed:
+            self._clock.took(Do.F, block.index, start)
         while instructions[self._at].do in BEGINS:
             self._at += 1
             calls[self._at - 1]()

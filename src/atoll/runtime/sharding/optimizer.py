@@ -119,7 +119,7 @@ class ShardedOptimizer:
     def step_ahead(self, unit: Unit, touched: Collection[str]) -> None:
         """Bring a unit's step to its parameters and leave masters and states as they were.
 
-        See [Note: the lazy commit] in step_end.py.
+        See [Note: the lazy commit] in pipeline/step_end.py.
         """
         masters = [segment.master for segment in unit.segments if segment.master is not None]
         kept = [master.clone() for master in masters]

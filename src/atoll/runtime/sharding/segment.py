@@ -47,8 +47,8 @@ from atoll.layouts import (
     Move,
     Nest,
     Precision,
+    SegmentShape,
 )
-from atoll.layouts import Segment as SegmentShape
 from atoll.models import Weights
 from atoll.program import Do, Phase
 from atoll.runtime import lanes
@@ -333,6 +333,9 @@ class Segment:
         if self.phases:
             moves = SYNC_GRADIENT[layout.gradients, layout.optimizer]
             found[Do.SYNC, self.phases[-1]] = self.sent(moves, dtype_of(precision.gradient))
+            if self.rest is not None:
+                moves = SYNC_PARAMETER[layout.optimizer, layout.parameters]
+                found[Do.RETURN, None] = self.sent(moves, self.compute)
         return found
 
     @property

@@ -141,6 +141,7 @@ class Unit:
             self.spec.index,
             self.spec.blocks,
             self.spec.is_shared,
+            copies=len(self.owners),
             whole=sum(segment.whole_bytes for segment in self.segments),
             ahead=sum(segment.bytes_ahead(reads_in_place=reads_in_place) for segment in self.segments),
             flows=flows,

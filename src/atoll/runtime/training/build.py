@@ -113,7 +113,7 @@ def learning_rates(train: Train) -> Callable[[int], float]:
     return factor
 
 
-class Schedule:
+class RateSchedule:
     """Learning rates of an optimizer, through torch's LambdaLR.
 
     On resume the config rules: a checkpoint restores how many steps were done, not rates, betas or decays.

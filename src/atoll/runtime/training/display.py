@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn
 from rich.table import Column
 
-from atoll.runtime.step_end import StepResult
+from atoll.runtime.pipeline.step_end import StepResult
 from atoll.units import format_bytes, format_rate, format_seconds
 
 PLAIN_SECONDS = 5.0

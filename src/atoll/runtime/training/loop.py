@@ -25,8 +25,8 @@ from atoll.errors import CheckpointError, ConfigError, DataError
 from atoll.layouts import Footprint
 from atoll.runtime import checkpoint
 from atoll.runtime.engine import Engine, Evaluation
-from atoll.runtime.step_end import StepResult
-from atoll.runtime.training.build import Schedule
+from atoll.runtime.pipeline.step_end import StepResult
+from atoll.runtime.training.build import RateSchedule
 from atoll.runtime.training.display import Display
 from atoll.runtime.training.folder import RunFolder, read_records, writing
 from atoll.runtime.training.measure import collect_trace, peak_memory, publish_trace
@@ -41,7 +41,7 @@ TRACED_STEP = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class LoopOutcome:
     """What a loop did, the same on every rank.
 
     stopped: the signal that ended it early.  tokens: of this start, without those before a resume.
@@ -73,7 +73,7 @@ class Loop:
         self.folder = folder
         self.display = display
         self.samples = Samples(config, corpus, engine.place)
-        self.schedule = Schedule(engine.optimizer, config.train)
+        self.schedule = RateSchedule(engine.optimizer, config.train)
         self._stop = stop
         self._recorder: Recorder | None = None
         self._is_writer = engine.place.rank == 0
@@ -81,7 +81,7 @@ class Loop:
         self._tokens = 0
         self._unrecorded: deque[tuple[float, Later]] = deque()
 
-    def run(self, *, resume: bool) -> Outcome:
+    def run(self, *, resume: bool) -> LoopOutcome:
         """Train to the last step, or until a signal."""
         self._check_same_corpus()
         if resume:
@@ -97,7 +97,7 @@ class Loop:
         sample = None if stopped else self._sample()
         if self._recorder is not None:
             self._recorder.close()
-        return Outcome(self.engine.step_number, stopped, self._tokens, sample)
+        return LoopOutcome(self.engine.step_number, stopped, self._tokens, sample)
 
     def _steps(self, first: int) -> signal.Signals | None:
         train, every = self.config.train, self.config.checkpoint.every

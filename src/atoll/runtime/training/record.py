@@ -14,7 +14,7 @@ from atoll.data.tokenizer import FileTokenizer, Tokenizer
 from atoll.layouts import Footprint
 from atoll.plan import Plan
 from atoll.runtime.engine import Evaluation
-from atoll.runtime.step_end import StepResult
+from atoll.runtime.pipeline.step_end import StepResult
 from atoll.runtime.training import folder as files
 from atoll.runtime.training.folder import RunFolder
 from atoll.trace import Trace, to_chrome

@@ -28,7 +28,7 @@ from atoll.units import format_count, format_rate, format_seconds
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class RunResult:
     """How a run ended.
 
     stopped: the signal that ended it early.  tokens, seconds: of this start, without those before a resume; the seconds
@@ -85,7 +85,7 @@ class Ending:
         return "\n".join(lines)
 
 
-def run(config: Config, plan: Plan, *, device: torch.device, resume: bool, stop: StopRequest) -> Ending:
+def run(config: Config, plan: Plan, *, device: torch.device, resume: bool, stop: StopRequest) -> RunResult:
     """Train; every rank calls it after joining, and `config`'s run folder has been checked."""
     is_speaking = world_rank() == 0
     display = Display(is_speaking=is_speaking, device=device.type)
@@ -108,7 +108,7 @@ def run(config: Config, plan: Plan, *, device: torch.device, resume: bool, stop:
         engine.transport.barrier()
     finally:
         engine.close()
-    return Ending(folder, outcome.step, outcome.stopped, outcome.tokens, seconds, outcome.sample)
+    return RunResult(folder, outcome.step, outcome.stopped, outcome.tokens, seconds, outcome.sample)
 
 
 def _introduce(plan: Plan, model: nn.Module, corpus: Corpus, device: torch.device) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import ClassVar
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from atoll.plan import Place
 from atoll.runtime.transport import shared_memory
 from atoll.runtime.transport.base import Channel, Later, Message, Peers, Tag, Transport
-from atoll.runtime.transport.shared_memory import HEADERS, Arena, Memory
+from atoll.runtime.transport.shared_memory import HEADERS, Arena, SharedMemory
 
 
 class GlooTransport(Transport):
@@ -30,7 +30,7 @@ class GlooTransport(Transport):
         super().__init__(place, device)
         self._group = Peers.along("intra", place)
         self._may_share = self._tries = self.shares_memory and bool(self._group.others) and device.type == "cpu"
-        self._memory: Memory | None = None
+        self._memory: SharedMemory | None = None
         self._arena: Arena | None = None
         self._others: dict[int, torch.Tensor] = {}
         self._known: dict[Tag, dict[int, torch.Tensor]] = {}
@@ -44,7 +44,7 @@ class GlooTransport(Transport):
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         if numel > 0 and self._may_share:
             with suppress(OSError):
-                self._memory = self._memory or Memory()
+                self._memory = self._memory or SharedMemory()
                 return self._memory.allocate(numel, dtype)
             self._memory, self._may_share = None, False  # there is not as much: none of it is shared
         return super().allocate(numel, dtype)
@@ -92,17 +92,19 @@ class GlooTransport(Transport):
 
     @contextmanager
     def _swap(
-        self, out: Mapping[int, torch.Tensor], peers: Peers, tag: Tag, *, into: Mapping[int, torch.Tensor]
+        self, out: Mapping[int, torch.Tensor], peers: Peers, tag: Tag, *, into: Callable[[int], torch.Tensor]
     ) -> Iterator[dict[int, torch.Tensor]]:
         """Give each peer, by its position, its block of `out`; the blocks that come back, while the context lasts: in
-        shared memory, or in `into`. The block of `out` for a peer and the one for this rank have one size."""
+        shared memory, or in the room that `into` gives, which is asked only for what travels. The block of `out` for a
+        peer and the one for this rank have one size."""
         sending: list[Message] = []
         if not self.sees(peers):
-            messages = [self.receive(into[at], rank, tag) for at, rank in peers.others]
+            found = {at: into(at) for at, _ in peers.others}
+            messages = [self.receive(found[at], rank, tag) for at, rank in peers.others]
             sending = [self.send(out[at], rank, tag) for at, rank in peers.others]
             for message in messages:
                 message.wait()
-            yield dict(into)
+            yield found
         else:
             where = Tag(_PLACES[tag.channel], tag.index, tag.part)
             heard = {at: torch.empty(2, dtype=torch.int64) for at, _ in peers.others}
@@ -117,10 +119,12 @@ class GlooTransport(Transport):
                 hearing[at].wait()
                 place = int(heard[at][0])
                 if place < 0:
-                    self.receive(into[at], rank, tag).wait()
-                found[at] = into[at] if place < 0 else shared_memory.view(self._others[rank], place, out[at])
+                    found[at] = into(at)
+                    self.receive(found[at], rank, tag).wait()
+                else:
+                    found[at] = shared_memory.view(self._others[rank], place, out[at])
             yield found
-            for at, rank in peers.others:
+            for at, rank in peers.others:  # behind the caller's reads: the byte lets the owner write there again
                 done = int(heard[at][1])
                 if done >= 0:
                     self._others[rank][done + peers.index] = 1
@@ -164,11 +168,12 @@ class GlooTransport(Transport):
                 into[at].copy_(part)
         else:
             at_rest, lent = self._place(own, peers)
-            with self._swap(dict.fromkeys(into, own if at_rest >= 0 else place), peers, tag, into=into) as parts:
+            given = dict.fromkeys(into, own if at_rest >= 0 else place)
+            with self._swap(given, peers, tag, into=into.__getitem__) as parts:
                 for at, part in parts.items():
                     if part is not into[at]:
                         into[at].copy_(part)
-            if at_rest >= 0 > lent:
+            if at_rest >= 0 > lent:  # what rests stays where it is; what was lent is somewhere else the next time
                 self._known[tag] = parts
         self._count(peers.axis, place.nbytes * len(peers.others))
 
@@ -180,7 +185,9 @@ class GlooTransport(Transport):
             if out is not None:
                 out.copy_(own)
             return
-        with self._swap(blocks, peers, tag, into={at: torch.empty_like(own) for at in blocks}) as parts:
+        with self._swap(blocks, peers, tag, into=lambda at: torch.empty_like(own)) as parts:
+            # Ranks are added in one order everywhere, for the same bits. Where the sum is made in `own`, a rank beyond
+            # the first two keeps its part until its turn comes.
             parts[peers.index] = own.clone() if out is None and peers.index > 1 else own
             torch.add(parts[0], parts[1], out=target)
             for at in range(2, len(peers.ranks)):

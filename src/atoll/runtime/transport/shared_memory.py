@@ -28,7 +28,7 @@ _PATIENCE, _GLANCE = 0.05, 0.0002
 """Seconds to wait for room, and between two looks."""
 
 
-class Memory:
+class SharedMemory:
     """This rank's file. Raises OSError where the system has none, or not as much."""
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ class Arena:
         return self._piece[start + header : start + header + nbytes].view(dtype)
 
     def _take(self, size: int) -> int | None:
-        with self._lock:
+        with self._lock:  # two reductions and a gather may ask at one time, each on a thread of its lane
             self._regions = [region for region in self._regions if not bool(region.done.all())]
             start, at = 0, 0
             while at < len(self._regions) and self._regions[at].start - start < size:
@@ -121,7 +121,7 @@ class Arena:
             if start + size > self._piece.nbytes:
                 return None
             done = self._piece[start : start + self._ranks]
-            done.zero_()
+            done.zero_()  # before anybody is told of the part: what was said of one that lay here would free it at once
             self._regions.insert(at, _Region(start, start + size, done))
             return start
 

@@ -102,7 +102,7 @@ def as_slice(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class VocabularyTable:
     """One end on this rank: the unit of its rows, and what weight and bias are called in it."""
 
     unit: Unit
@@ -146,8 +146,8 @@ class _Kept:
 class VocabularySlice:
     """Rows `rows` of the vocabulary, of pipeline rank `index` of `ranks`."""
 
-    def __init__(self, vocabulary: Vocabulary, embedding: Table, head: Table, *, index: int, ranks: int, size: int,
-                 padding: int | None) -> None:  # fmt: skip
+    def __init__(self, vocabulary: Vocabulary, embedding: VocabularyTable, head: VocabularyTable, *, index: int,
+                 ranks: int, size: int, padding: int | None) -> None:  # fmt: skip
         self.embedding, self.head = embedding, head
         self.index, self.ranks, self.size = index, ranks, size
         self._scale, self._cap, self._padding = vocabulary.scale, vocabulary.cap, padding
@@ -175,7 +175,7 @@ class VocabularySlice:
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
     @property
-    def tables(self) -> tuple[Table, ...]:
+    def tables(self) -> tuple[VocabularyTable, ...]:
         """The ends whose units differ."""
         return (self.embedding,) if self.embedding.unit is self.head.unit else (self.embedding, self.head)
 
@@ -297,7 +297,7 @@ class VocabularySlice:
         is_here = (at >= 0) & (at < len(self.rows))
         return at.clamp(0, len(self.rows) - 1), is_here
 
-    def _room(self, table: Table, name: str) -> Room:
+    def _room(self, table: VocabularyTable, name: str) -> Room:
         table.unit.touched.add(name)
         return table.unit.room(name, "W")
 

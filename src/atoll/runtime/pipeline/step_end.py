@@ -1,0 +1,372 @@
+"""What the instructions of a step's end do: the norm, the verdict, clipping, the optimizer. See `atoll.program.end`.
+
+Where steps are post-validated, nobody waits for the norm, so that the next step's forwards fill this step's drain. A
+rank that has stepped wrongly takes its step back, takes the right one, and runs the forwards again. The chain of ranks
+does not guess: the norm only grows along it, so once a rank declines, all later ones do. The last rank knows
+everything; its verdict travels back.
+
+[Note: the lazy commit] Stepping ahead writes the parameters alone: the optimizer steps on its true tensors, unit by
+unit, and they are put back from a copy of that unit's. The verdict makes the step for good, from the same gradients,
+so the result is the same to the last bit; taking it back is a cast of the untouched master. Between a step and its
+verdict the gradients live on and nobody reads the parameters.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from atoll.errors import RunError
+from atoll.program import Do, Ending
+from atoll.runtime.sharding.optimizer import ShardedOptimizer
+from atoll.runtime.sharding.unit import Unit, UnitSpec
+from atoll.runtime.transport import Channel, Exchange, Later, Tag, Transport
+
+
+@dataclass(slots=True)
+class LossScaler:
+    """Keeps half gradients in range: losses are scaled up by a power of two, gradients back down.
+
+    A step that overflows is skipped and halves the scale; `growth_steps` good ones in a row double it.
+    """
+
+    scale: float = 2.0**16
+    growth_steps: int = 2000
+    good_steps: int = 0
+
+    def update(self, *, is_finite: bool) -> None:
+        """Take note of a step."""
+        self.good_steps = self.good_steps + 1 if is_finite else 0
+        if not is_finite:
+            self.scale = max(self.scale / 2, 1.0)
+        elif self.good_steps == self.growth_steps:
+            self.scale, self.good_steps = self.scale * 2, 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one training step gave, the same on every rank.
+
+    loss: mean over the step's tokens.  grad_norm: before clipping.  seconds: wall time on this rank.
+    bubble: share of the step that the pipeline's ranks on average did not compute, up to the optimizer.
+    skipped: whether the step changed nothing because fp16 overflowed.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    tokens: int
+    seconds: float
+    bubble: float
+    skipped: bool = False
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of all ranks per second."""
+        return self.tokens / self.seconds
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Loss, idle share and squared norm of each unit, summed over some ranks; always the same additions."""
+
+    values: torch.Tensor
+
+    @property
+    def loss(self) -> float:
+        return float(self.values[0])
+
+    @property
+    def idle(self) -> float:
+        return float(self.values[1])
+
+    @property
+    def norm(self) -> float:
+        """From the units' float64 partials, in the model's order."""
+        return float(self.values[2:].sum().sqrt())
+
+
+@dataclass(slots=True)
+class _Unsettled:
+    """A step until its verdict.
+
+    options: of the optimizer's groups, as they were when the step began.
+    sums, touched: of this rank's stage, then of the ranks before it too; the parameters that have gradients.
+    ahead: the parameters that it was stepped ahead with, where it was.
+    everyone: the sums of all ranks, where they are under way.  verdict: what they say.
+    """
+
+    step: int
+    tokens: int
+    begin: float
+    options: list[dict[str, Any]]
+    sums: _Sums
+    touched: frozenset[str] = frozenset()
+    ahead: frozenset[str] | None = None
+    everyone: Later | None = None
+    verdict: _Sums | None = None
+
+
+class StepEnd:
+    """Ends the steps of this rank.
+
+    The two tables say what an instruction of a unit, or of all, calls. SUMS is given what the row gave: `add_up`.
+
+    was_right: whether the parameters were right up to the last verdict.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        specs: Sequence[UnitSpec],
+        optimizer: ShardedOptimizer,
+        transport: Transport,
+        *,
+        clip: float | None,
+        scaler: LossScaler | None,
+        is_post_validated: bool,
+    ) -> None:
+        self._units = tuple(units)
+        self._specs = tuple(specs)
+        self._optimizer = optimizer
+        self._transport = transport
+        self.clip = clip
+        self.scaler = scaler
+        self._is_post_validated = is_post_validated
+        self._usual: frozenset[str] | None = None
+        self._now = _Unsettled(0, 0, 0.0, [], _Sums(torch.zeros(2)))
+        self._outstanding: _Unsettled | None = None
+        self._result: StepResult | None = None
+        self._look: Callable[[], None] | None = None
+        self.was_right = True
+        self.of_unit: Mapping[Do, Callable[[Unit], None]] = {
+            Do.SYNCED: self._settle,
+            Do.UNSCALE: self._unscale,
+            Do.COPIES: Unit.sum_copies,
+            Do.AHEAD: self._step_ahead,
+            Do.RETURN: self._give_back,
+        }
+        self.of_all: Mapping[Do, Callable[[], None]] = {
+            Do.QUIET: transport.wait_for_readers,
+            Do.CORRECT: self._correct,
+            Do.JOIN: self._join,
+            Do.PASS: self._pass,
+            Do.TOTAL: self._total,
+            Do.VERDICT: self._wait,
+            Do.STEP: self._conclude,
+        }
+
+    # ---- between programs
+
+    def begin(self, *, step: int, tokens: int, since: float, look: Callable[[], None] | None = None) -> None:
+        """A step's program is about to be played. since: when the step began, of the monotonic clock.  look: called
+        when the gradients are complete."""
+        options: list[dict[str, Any]] = []
+        self._optimizer.remember_options(options)
+        self._now = _Unsettled(step, tokens, since, options, _Sums(torch.zeros(2)))
+        self._look = look
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied by before its backward, and the gradients are divided by."""
+        return 1.0 if self.scaler is None else self.scaler.scale
+
+    @property
+    def is_outstanding(self) -> bool:
+        """Whether a step waits for its verdict."""
+        return self._outstanding is not None
+
+    def choose(self) -> Ending:
+        """How this step ends, once the verdict on the one before is known: it is stepped ahead where that one was taken
+        as it was, and as if the same parameters had gradients. Both are the same on all ranks."""
+        self._now.ahead = self._usual
+        return Ending.CHAIN if self._usual is None else Ending.AHEAD
+
+    def settle(self) -> None:
+        """The verdict where no step follows: what VERDICT, STEP and TAKE_BACK do, with nothing to play again."""
+        self._wait()
+        self._conclude()
+        self.take_back()
+
+    def take_back(self) -> bool:
+        """Bring right parameters to where they rest, if a step wrote wrong ones; whether it did."""
+        if self.was_right:
+            return False
+        for unit in self._units:
+            unit.sync_parameters()
+        return True
+
+    def forget(self) -> None:
+        """The step has not been."""
+        self._outstanding = None
+        for unit in self._units:
+            unit.clear_gradients()
+
+    def take_result(self) -> StepResult | None:
+        """The result of the step that was settled last, if it has not been taken yet."""
+        result, self._result = self._result, None
+        if result is not None and not self._is_post_validated:
+            return replace(result, seconds=time.monotonic() - self._now.begin)
+        return result
+
+    # ---- gradients
+
+    def _settle(self, unit: Unit) -> None:
+        unit.settle_gradients()
+        unit.settle_parameters()  # of what the step did not use: see [Note: reading in place]
+
+    def _unscale(self, unit: Unit) -> None:
+        unit.scale_gradients(1.0 / self.loss_scale)
+
+    def add_up(self, loss_sum: torch.Tensor | None, busy: Callable[[], float]) -> None:
+        """Sum over the data-parallel ranks what the verdict needs; busy: gives the seconds that were computed."""
+        partials = torch.zeros(len(self._specs), dtype=torch.float64)
+        if self._units:
+            norms = torch.stack([unit.squared_norm() for unit in self._units]).cpu()
+            partials[[unit.spec.index for unit in self._units]] = norms
+        loss = 0.0 if loss_sum is None else float(loss_sum)
+        # The norms have just waited for the device.
+        idle = 1.0 - busy() / max(time.monotonic() - self._now.begin, 1e-9)
+        head = torch.tensor([loss, idle], dtype=torch.float64)
+        names = [(unit, name) for unit in self._units for name, _ in unit.trained()]
+        flags = torch.tensor([name in unit.touched for unit, name in names], dtype=torch.float64)
+        values = self._transport.total_stage(torch.cat([head, partials, flags]))
+        flags = values[2 + len(self._specs) :]
+        self._share_flags(names, flags)
+        now = self._outstanding = self._now
+        now.touched = frozenset(name for (_, name), flag in zip(names, flags.tolist(), strict=True) if flag)
+        now.sums = _Sums(values[: 2 + len(self._specs)])
+        self._allow()
+
+    def _share_flags(self, names: Sequence[tuple[Unit, str]], flags: torch.Tensor) -> None:
+        """A shared parameter is touched where any of its copies is."""
+        for unit in self._units:
+            if len(unit.owners) > 1:
+                own = [at for at, (owner, _) in enumerate(names) if owner is unit]
+                shared = flags[own]
+                self._transport.total_ordered(shared, unit.owners, Tag(Channel.SHARED, unit.spec.index, Tag.LAST))
+                flags[own] = shared
+
+    # ---- sums of all ranks
+
+    def _total(self) -> None:
+        """Those of one stage have the same already."""
+        now, place = self._now, self._transport.place
+        if self._look is not None:
+            self._look()
+        own = now.sums.values
+        if place.mesh.pipeline == 1:
+            now.everyone = Exchange([own], [])  # a stage's ranks are all ranks
+        else:
+            now.everyone = self._transport.total_later(own if place.data == place.tp == 0 else torch.zeros_like(own))
+
+    def _join(self) -> None:
+        place, values = self._transport.place, self._now.sums.values
+        before = torch.zeros_like(values, device=self._transport.device)
+        self._transport.receive(before, place.peers("pp")[place.pp - 1], Tag(Channel.CHAIN, place.pp - 1)).wait()
+        values += before.cpu()
+        self._allow()
+
+    def _pass(self) -> None:
+        place = self._transport.place
+        passed = self._now.sums.values.to(self._transport.device, copy=True)
+        self._transport.post(passed, place.peers("pp")[place.pp + 1], Tag(Channel.CHAIN, place.pp))
+
+    def _wait(self) -> None:
+        if self._outstanding is not None:
+            everyone = self._outstanding.everyone
+            self._outstanding.verdict = (
+                self._come_back(self._outstanding) if everyone is None else _Sums(everyone.wait())
+            )
+
+    def _come_back(self, step: _Unsettled) -> _Sums:
+        """The last rank's sums, passed back along the pipeline."""
+        place = self._transport.place
+        line = place.peers("pp")
+        sums = step.sums
+        if place.pp + 1 < len(line):
+            verdict = torch.zeros_like(sums.values, device=self._transport.device)
+            self._transport.receive(verdict, line[place.pp + 1], Tag(Channel.VERDICT, place.pp)).wait()
+            sums = _Sums(verdict.cpu())
+        if place.pp > 0:
+            passed = sums.values.to(self._transport.device, copy=True)
+            self._transport.post(passed, line[place.pp - 1], Tag(Channel.VERDICT, place.pp - 1))
+        return sums
+
+    # ---- steps
+
+    def _allow(self) -> None:
+        """Whether a step along the chain is taken, by what is known so far."""
+        if self._is_post_validated and self._usual is None:
+            self._now.ahead = self._now.touched if self._is_right(self._now.sums) else None
+
+    def _step_ahead(self, unit: Unit) -> None:
+        if self._now.ahead is not None:
+            self._optimizer.step_ahead(unit, self._now.ahead)
+
+    def _correct(self) -> None:
+        now = self._now
+        assert now.ahead is not None, "a step was guessed"
+        if now.ahead != now.touched:
+            for unit in reversed(self._units):
+                if any((name in now.ahead) != (name in now.touched) for name, _ in unit.trained()):
+                    self._optimizer.step_ahead(unit, now.touched)
+
+    def _conclude(self) -> None:
+        """Make the step for good, or refuse it."""
+        step, self._outstanding = self._outstanding, None
+        self.was_right = True
+        if step is None:
+            return
+        sums = step.verdict
+        assert sums is not None, "VERDICT comes before STEP"
+        self.was_right = self._is_right(sums)
+        is_finite = _is_finite(sums)
+        self._usual = step.touched if self._is_post_validated and self.was_right else None
+        if not is_finite and self.scaler is None:
+            if step.ahead is not None:
+                self.take_back()  # so that nothing was updated when the error is read
+            raise RunError(
+                f"step {step.step}: loss {sums.loss} (sum over tokens), gradient norm {sums.norm}: not finite. "
+                f"Nothing was updated. Lower the learning rate, set train.clip, or use precision fp32"
+            )
+        # The optimizer writes where the way back of an earlier step may still read: p and master can be one storage.
+        for unit in self._units:
+            unit.settle_parameters()
+        if is_finite:
+            self._optimizer.step(step.touched, self._scale(sums), step.options)
+        for unit in self._units:
+            unit.clear_gradients()
+        if self.scaler is not None:
+            self.scaler.update(is_finite=is_finite)
+        self._result = StepResult(
+            step.step,
+            sums.loss / step.tokens,
+            sums.norm,
+            step.tokens,
+            seconds=time.monotonic() - step.begin,
+            bubble=sums.idle / self._transport.place.mesh.world,
+            skipped=not is_finite,
+        )
+
+    def _give_back(self, unit: Unit) -> None:
+        """Nothing was written where the step was skipped."""
+        if self._result is not None and not self._result.skipped:
+            unit.sync_parameters()
+
+    def _is_right(self, sums: _Sums) -> bool:
+        """Whether a step is taken as its gradients are."""
+        return _is_finite(sums) and self._scale(sums) == 1.0
+
+    def _scale(self, sums: _Sums) -> float:
+        """What clipping multiplies the gradients by, as torch.nn.utils.clip_grad_norm_ does."""
+        return 1.0 if self.clip is None else min(1.0, self.clip / (sums.norm + 1e-6))
+
+
+def _is_finite(sums: _Sums) -> bool:
+    return math.isfinite(sums.loss) and math.isfinite(sums.norm)
