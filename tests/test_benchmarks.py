@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 import os
 import re
 import subprocess
 import sys
 import weakref
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -28,7 +30,7 @@ from benchmarks.islands.contenders import Atoll, Ddp, DeepSpeed, Fsdp2, has_deep
 from benchmarks.islands.judging import judged
 from benchmarks.islands.race import Field, Row, Seen
 from benchmarks.islands.ranks import Ranks, Where
-from benchmarks.islands.scatter import scatter
+from benchmarks.islands.scatter import PLOT, TOP, _Scale, scatter
 from benchmarks.islands.work import Chain, Text, Work
 from benchmarks.islands.work import Sleeping as Device
 from benchmarks.low_rank import bench as low_rank
@@ -428,3 +430,21 @@ def test_the_picture_of_a_race_numbers_both_fronts() -> None:
     texts = ["".join(each.itertext()) for each in found.iter("{http://www.w3.org/2000/svg}text")]
     assert {"ours, slow & small", "3.00 s, 2.0 MB", "ours, fast", "a peer", "peak memory of a rank, MB"} <= set(texts)
     assert not {"ours, dominated", "a wrong peer"} & set(texts)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "is_wide"), [((1.3, 1.9, 2.4), False), ((0.9, 1.4, 9.5), True), ((0.02, 3.0, 48.0), True)]
+)
+def test_what_differs_by_far_lies_on_a_logarithmic_axis(seconds: tuple[float, ...], is_wide: bool) -> None:
+    """All points lie in the plot, equal ratios equally far apart."""
+    rows = [
+        {"name": f"ours {at}", "median_seconds": value, "peak_bytes": (5 - at) * 1e6, "is_ours": True}
+        for at, value in enumerate(seconds)
+    ]
+    scale = _Scale(rows)
+    places = [scale.at(row)[1] for row in rows]
+    assert all(TOP <= y <= TOP + PLOT for y in places)
+    ratios = [math.log(later / first) for first, later in pairwise(seconds)]
+    drops = [first - later for first, later in pairwise(places)]
+    assert (drops[0] / ratios[0] == pytest.approx(drops[1] / ratios[1])) is is_wide
+    assert ("seconds a step, logarithmic" in scatter("A race", rows, note="")) is is_wide

@@ -14,6 +14,7 @@ WIDTH, LEFT, RIGHT, TOP, PLOT = 900, 64, 20, 76, 380
 OURS, PEERS, WRONG, INK, SOFT, GRID = "#0d7d75", "#8a5fb8", "#9aa4af", "#1d2530", "#5a6673", "#e6eaee"
 KEY_LINE, KEY_COLUMN, BADGE = 19, 425, 15
 LONGEST_NAME = 44
+WIDE = 5.0
 
 Row = Mapping[str, Any]
 Point = tuple[float, float]
@@ -67,11 +68,14 @@ def scatter(title: str, rows: Sequence[Row], *, note: str) -> str:
 
 
 class _Scale:
-    """Rows to places in the plot; neither axis begins at zero."""
+    """Rows to places in the plot; neither axis begins at zero. Seconds that differ by more than `WIDE` times lie on a
+    logarithmic axis: the fast ones are many, and what the slow ones take matters little."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
+        seconds = [row["median_seconds"] for row in rows]
+        self._is_wide = max(seconds) > WIDE * min(seconds)
         self._across = _ticks([row["peak_bytes"] / 1e6 for row in rows])
-        self._down = _ticks([row["median_seconds"] for row in rows])
+        self._down = _wide_ticks(seconds) if self._is_wide else _ticks(seconds)
 
     def at(self, row: Row) -> Point:
         """The centre of a row's point."""
@@ -83,6 +87,8 @@ class _Scale:
 
     def _y(self, seconds: float) -> float:
         first, last = self._down[0], self._down[-1]
+        if self._is_wide:
+            return TOP + PLOT * (1 - math.log(seconds / first) / math.log(last / first))
         return TOP + PLOT * (1 - (seconds - first) / (last - first))
 
     def drawn(self) -> list[str]:
@@ -101,7 +107,8 @@ class _Scale:
             f'<text x="{middle:.0f}" y="{bottom + 38}" text-anchor="middle" fill="{INK}">peak memory of a rank, MB'
             "</text>"
         )
-        parts.append(f'<text x="16" y="{TOP - 10}" fill="{INK}">seconds a step</text>')
+        how = ", logarithmic" if self._is_wide else ""
+        parts.append(f'<text x="16" y="{TOP - 10}" fill="{INK}">seconds a step{how}</text>')
         return parts
 
 
@@ -113,6 +120,17 @@ def _ticks(values: Sequence[float]) -> list[float]:
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough)
     first, last = math.floor(low / step), math.ceil(high / step)
     return [round(at * step, 10) for at in range(first, max(last, first + 1) + 1)]
+
+
+def _wide_ticks(values: Sequence[float]) -> list[float]:
+    """1, 2 and 5 times powers of ten, between round numbers around all values."""
+    low, high = min(values), max(values)
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    marks = [float(f"{digit}e{power}") for power in powers for digit in (1, 1.2, 1.5, 2, 3, 4, 5, 7)]
+    first = max(mark for mark in marks if mark <= low)
+    last = min(mark for mark in marks if mark >= high)
+    inner = [mark for mark in marks if first * 1.2 < mark < last / 1.2 and f"{mark:.1e}"[:3] in ("1.0", "2.0", "5.0")]
+    return [first, *inner, last]
 
 
 def _steps(points: Sequence[Point], color: str) -> list[str]:
@@ -142,7 +160,7 @@ def _badge(number: int, point: Point, color: str, taken: list[Box]) -> str:
             left = x + distance * math.cos(angle) - wide / 2
             top = y + distance * math.sin(angle) - BADGE / 2
             box = (left, top, left + wide, top + BADGE)
-            inside = left >= LEFT and top >= TOP - 14 and box[2] <= WIDTH and box[3] <= TOP + PLOT
+            inside = left >= LEFT and top >= TOP - 2 and box[2] <= WIDTH and box[3] <= TOP + PLOT
             if inside and not any(_overlap(box, other) for other in taken):
                 break
         else:
