@@ -168,3 +168,14 @@ def test_steps_follow_each_other(end: Ending) -> None:
         assert two - one == 8 * 3 + 1.0 < one, "no rank waits but for what its optimizer wrote"
     with pytest.raises(ConfigError, match="0 steps"):
         simulate(played, own, steps=0)
+
+
+def test_a_burst_passes_at_once_and_counts_against_the_rate() -> None:
+    """100 bytes a second, 150 at once: of messages of 100 bytes at 0, 0, 1 and 9 s the second waits half a second."""
+    link, free = Speed(rate=100.0, burst=150.0), [0.0]
+    assert [link.carry(free, now, link.seconds(100)) for now in (0.0, 0.0, 1.0, 9.0)] == [0.0, 0.5, 1.5, 9.0]
+    assert free == [10.0]
+    plain, free = Speed(rate=100.0), [0.0]
+    assert [plain.carry(free, now, 1.0) for now in (0.0, 0.0, 5.0)] == [1.0, 2.0, 6.0]
+    with pytest.raises(ConfigError, match="a burst of -1"):
+        Speed(burst=-1)

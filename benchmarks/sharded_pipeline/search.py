@@ -29,6 +29,9 @@ from benchmarks.sharded_pipeline.settings import Ours, Setting
 from benchmarks.sharded_pipeline.work import DATA, PIPELINE, Work
 
 SAME_GRADIENT = 1e-10
+BURST_BYTES = 1 << 20
+"""What the emulated link lets through at once: `benchmarks.islands.network.BURST`, in the units of `tc`."""
+
 SLACK = 1.08
 """One step of a visit decides nothing that is closer: neighbours of what is so near the front are visited too."""
 
@@ -103,7 +106,7 @@ class Track:
         the four pipeline ranks of an island take turns on its link."""
         timed: Sequence[Timed] = self._running.ask(race.timed, setting, at, timeout=60.0)
         of_island = timed[::DATA]
-        link = Speed(rate=self.work.rate(share) / 8, pool="between islands")
+        link = Speed(rate=self.work.rate(share) / 8, pool="between islands", burst=BURST_BYTES)
         rates = [Rates(each.seconds, links={"inter": link, "pp": Speed(latency=each.hop)}) for each in of_island]
         schedule = schedules.build(
             setting.schedule, ranks=PIPELINE, microbatches=setting.microbatches, **setting.schedule_options

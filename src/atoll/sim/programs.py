@@ -35,24 +35,33 @@ class Speed:
     """A link of a rank: seconds until the first byte arrives, bytes a second, and how many ranks share it.
 
     shared: data-parallel ranks, which use it at one time.  pool: its name, where pipeline ranks share it: those with
-    one name take turns.
+    one name take turns.  burst: bytes that it carries at once after a pause, as a token bucket does (`tc tbf`, the
+    limits of cloud machines); they count against its rate.
     """
 
     latency: float = 0.0
     rate: float = math.inf
     shared: int = 1
     pool: str | None = None
+    burst: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.latency) and self.latency >= 0 and self.rate > 0 and self.shared >= 1):
+        is_timed = math.isfinite(self.latency) and self.latency >= 0 and self.rate > 0
+        if not (is_timed and self.shared >= 1 and math.isfinite(self.burst) and self.burst >= 0):
             raise ConfigError(
-                f"a link of latency {self.latency} s and {self.rate} bytes a second, shared by {self.shared}: the "
-                "first is 0 or more, the second above 0, the third at least 1"
+                f"a link of latency {self.latency} s and {self.rate} bytes a second, shared by {self.shared}, with a "
+                f"burst of {self.burst} bytes: the rate is above 0, the ranks are at least 1, the others 0 or more"
             )
 
     def seconds(self, count: float) -> float:
         """How long it is taken by so many bytes."""
         return count * self.shared / self.rate
+
+    def carry(self, free: list[float], now: float, seconds: float) -> float:
+        """When what takes it for so long has left, at `now` or later. free: when it is done with all before, which is
+        moved on; with a burst, what has left is ahead of that by up to the burst's time."""
+        free[0] = max(now, free[0]) + seconds
+        return max(now, free[0] - self.burst / self.rate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +305,7 @@ class _Rank:
     def _send(self, step: Instruction, now: float) -> float:
         link = self.rates.link(PIPELINE)
         free = self._free.setdefault(PIPELINE, [0.0])
-        leaves = free[0] = max(now, free[0]) + link.seconds(self.rates.message)
+        leaves = link.carry(free, now, link.seconds(self.rates.message))
         self._give(self.messages.sent(self.number, step, self._step), leaves)
         return now
 
@@ -339,9 +348,8 @@ class _Rank:
         way = self._way(step)
         at = begun = max(now, after)
         for axis, seconds in way:
-            free = self._free.setdefault(axis, [0.0])
-            at = free[0] = max(at, free[0]) + seconds
-            at += self.rates.link(axis).latency
+            link = self.rates.link(axis)
+            at = link.carry(self._free.setdefault(axis, [0.0]), at, seconds) + link.latency
         op = _SHOWN_AS.get(_TRAVELS_AS.get(step.do, step.do))
         if way and op is not None:
             self._travelled.append(Span(self.number, lane_of(op), Action(step.action.stage, op), begun, at))
