@@ -153,6 +153,16 @@ def test_who_comes_first_is_served_first_on_a_shared_link() -> None:
     assert starts == sorted(starts)
 
 
+def test_a_rank_that_is_far_ahead_does_not_take_a_shared_link_from_one_that_comes_earlier() -> None:
+    """Without messages back, the first rank could be played to its end before the second begins."""
+    schedule = schedules.build("gpipe", ranks=2, microbatches=4).forward_only()
+    compute = {(Do.F, block): 10.0 for block in range(2)}
+    alone = Rates(compute, links={"inter": Speed(rate=50.0)})
+    shared = Rates(compute, links={"inter": Speed(rate=50.0, pool="card")})
+    played = programs(schedule, blocks=1, limit=0)
+    assert simulate(played, alone).finish <= simulate(played, shared).finish <= simulate(played, alone).finish + 4 * 1.0
+
+
 @pytest.mark.parametrize("end", [Ending.AT_ONCE, Ending.AHEAD])
 def test_steps_follow_each_other(end: Ending) -> None:
     """Post-validated steps fill each other's drain; others wait for each other. What the optimizer wrote travels for a

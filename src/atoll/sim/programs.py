@@ -260,6 +260,8 @@ class _Rank:
                 at = 0
                 self._settled.clear()
                 self._travelled.clear()
+            if self._pooled and self.sent:
+                break  # who has waited for it may come to the shared link before this rank does again
         self.at, self.now = at, now
         return missing
 
