@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -342,7 +342,7 @@ class Engine:
     @contextmanager
     def timing(self) -> Iterator[dict[tuple[Do, int], float]]:
         """Time the instructions of the steps that are taken in the context: seconds of the last one's, by what is done
-        and with which block or unit (-1: with none), medians over the microbatches. They are there when the context
+        and with which block or unit (-1: with none), means over the microbatches. They are there when the context
         ends, and are what `atoll.sim.Rates` takes. Waits are not among them, but for the work that begins there.
         """
         found: dict[tuple[Do, int], float] = {}
@@ -353,7 +353,7 @@ class Engine:
             self._executor.is_timed = False
         if self._outcome is not None:
             taken = self._outcome.clock.seconds()
-            found.update({key: median(each) for key, each in taken.items() if not key[0].waits})
+            found.update({key: fmean(each) for key, each in taken.items() if not key[0].waits})
 
     # ---- what users read and edit
 
