@@ -94,7 +94,7 @@ class Engine:
         self.step_number = 0
         self.place = plan.mesh.place(world_rank())
         self.device = torch.device(device) if device is not None else _default_device()
-        if self.device.type == "cpu" and self.place.nest.ranks > 1:
+        if self.device.type == "cpu":
             keep_freed_memory()
         self.transport = connect(self.place, self.device)
         self._agreement = Agreement(self.transport)
