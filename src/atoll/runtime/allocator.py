@@ -1,7 +1,7 @@
 """The C library's allocator, which on the CPU stands where CUDA's caching allocator does.
 
-Units, activations and gradients are made and given back many times a step. Left alone, glibc gives each large block back
-to the system and takes it anew: most of a gather's time goes into page faults, and much of a loss's backward.
+Units, activations and gradients are made and given back many times a step. Left alone, glibc gives each large block
+back to the system and takes it anew: most of a gather's time goes into page faults, and much of a loss's backward.
 """
 
 from __future__ import annotations
