@@ -241,8 +241,7 @@ def _section(question: str, found: Mapping[str, Any], compute_seconds: float) ->
         "Those that raced, and what a reader may ask for; bold is on its side's front. *link*: how long what was sent "
         "takes at the link's rate. *steps*: how many were timed; one is a visit's. *simulated*: the step's programs, "
         "played by `atoll.simulate` with the seconds that their instructions took in one step, on a link of that rate "
-        "and burst; "
-        "and what that differs by. *said*: MB across by the programs, without headers of packets.",
+        "and burst; and what that differs by. *said*: MB across by the programs, without headers of packets.",
         _table(_shown(rows, members), members, bits),
     ]
 

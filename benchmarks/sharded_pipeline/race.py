@@ -113,7 +113,7 @@ def steps(rank: Rank, setting: Setting, first: int, count: int) -> Seen:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """What a rank of Atoll's plays, and the seconds that its instructions took. hop: of a message between stages."""
+    """The program of a rank and the seconds of its instructions. hop: seconds that a message between stages takes."""
 
     program: Program
     seconds: dict[tuple[Do, int], float]

@@ -30,7 +30,7 @@ from benchmarks.sharded_pipeline.work import DATA, PIPELINE, Work
 
 SAME_GRADIENT = 1e-10
 BURST_BYTES = 1 << 20
-"""What the emulated link lets through at once: `benchmarks.islands.network.BURST`, in the units of `tc`."""
+"""The burst of the emulated link, in bytes: `benchmarks.islands.network.BURST`, which `tc` reads as 1 MiB."""
 
 SLACK = 1.08
 """One step of a visit decides nothing that is closer: neighbours of what is so near the front are visited too."""

@@ -60,7 +60,7 @@ class Ours:
 
     @property
     def schedule_options(self) -> dict[str, int]:
-        """What the schedule is built with besides ranks and microbatches."""
+        """The options of `schedules.build` besides ranks and microbatches."""
         return {"chunks": self.chunks} if self.is_loop else {}
 
     @property

@@ -17,6 +17,10 @@ BROKEN = {
     "stage of another rank": (["0F0 0B0", "1F0 0F0 1B0"], ["rank 1, step 1: 0F0 is not of this rank  [at home]"]),
     "stage that does not exist": (["0F0 0B0", "1F0 7F0 1B0"], ["7F0 is not of this rank"]),
     "microbatch outside": (["0F0 0B0", "1F0 1F4 1B0"], ["1F4 has a microbatch outside 0 to 0"]),
+    "a program's step": (
+        ["0F0 0B0 0STEP", "1F0 1B0"],
+        ["0STEP is of programs, which end with it; a schedule has none"],
+    ),
     "repeated": (["0F0 0F0 0B0", "1F0 1B0"], ["rank 0, step 1: 0F0 comes twice"]),
     "no forward": (["0F0 0F1", "1F0"], ["rank 1 never runs 1F1"]),
     "both backwards": (["0F0 0B0", "1F0 1I0 1W0 1B0"], ["1B0 is a full backward, and 1I0 repeats a part of it"]),

@@ -68,7 +68,7 @@ def _described(config: Config, rank: int, *, training: bool) -> Described:
 
 
 def _has_gpus(config: Config) -> bool:
-    """Whether this machine has a GPU for each rank, as `atoll train` needs to run on GPUs."""
+    """Whether this machine has a GPU for each rank. `atoll train` runs on GPUs only then."""
     import torch
 
     return torch.cuda.is_available() and torch.cuda.device_count() >= config.parallel.ranks

@@ -99,7 +99,9 @@ def draw_program(program: Program, *, width: int = 1200, title: str = "") -> str
         x, wide = _LEFT + bar.start * scale, max((bar.stop - bar.start) * scale - 1, 0.5)
         shown = (bar.text, bar.text.partition(" ")[2])  # its lane says the rest
         text = next((each for each in shown if each and wide > 7.5 * len(each)), "")
-        name = f'<text class="name" x="{x + wide / 2:.2f}" y="{y + 13}" text-anchor="middle">{text}</text>' * bool(text)
+        name = (
+            f'<text class="name" x="{x + wide / 2:.2f}" y="{y + 13}" text-anchor="middle">{text}</text>' if text else ""
+        )
         box = f'<rect x="{x:.2f}" y="{y}" width="{wide:.2f}" height="{_BAR}" rx="2" fill="{_COLOURS[bar.kind]}"/>'
         parts.append(f"<g><title>{escape(bar.text)}</title>{box}{name}</g>")
     parts += _memory(program, scale, memory_top)
@@ -132,8 +134,7 @@ def _columns(instructions: Sequence[Instruction]) -> Iterator[int]:
         now += each.do in _DRAWN
 
 
-_DRAWN = {Do.F: "F", Do.I: "I", Do.W: "W", Do.L: "L", Do.S: "S", Do.T: "T", Do.G: "G"}
-_DRAWN |= {Do.STEP: "STEP", Do.AHEAD: "STEP"}
+_DRAWN = {each: each.value for each in (Do.F, Do.I, Do.W, Do.L, Do.S, Do.T, Do.G, Do.STEP)} | {Do.AHEAD: "STEP"}
 
 
 def _bars(instructions: Sequence[Instruction]) -> Iterator[_Bar]:

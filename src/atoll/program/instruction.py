@@ -115,22 +115,22 @@ class Do(StrEnum):
 
     @property
     def has_phase(self) -> bool:
-        """Whether the instruction has a phase."""
+        """Whether the instruction names a phase of the backward."""
         return self in (Do.REDUCE, Do.REDUCED, Do.SYNC)
 
     @property
     def waits(self) -> bool:
-        """Whether its time is that of something else: of what travels, or of other ranks."""
+        """Whether the instruction waits for a message or for other ranks."""
         return self in _WAITS
 
     @property
     def is_of_block(self) -> bool:
-        """Whether the instruction acts on a block."""
+        """Whether the index of the instruction is that of a block."""
         return self in (Do.F, Do.I)
 
     @property
     def is_of_unit(self) -> bool:
-        """Whether the instruction acts on a unit."""
+        """Whether the index of the instruction is that of a unit."""
         return self in _OF_UNIT
 
 

@@ -124,7 +124,7 @@ _WORK = frozenset({Do.F, Do.I, Do.W, Do.L, Do.S, Do.T, Do.G, Do.REDUCE})
 def _badly_ended(
     instructions: Sequence[Instruction], shape: RankShape, synced: Collection[tuple[int, Phase]]
 ) -> Iterator[tuple[int, str]]:
-    """What is wrong behind DRAIN, and with the verdict before it."""
+    """Violations in the step's end (DRAIN and later), and in the verdict on the step before."""
     end = len(instructions) - 1
     drain = next((at for at, each in enumerate(instructions) if each.do is Do.DRAIN), None)
     if drain is None:

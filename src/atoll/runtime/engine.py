@@ -341,9 +341,11 @@ class Engine:
 
     @contextmanager
     def timing(self) -> Iterator[dict[tuple[Do, int], float]]:
-        """Time the instructions of the steps that are taken in the context: seconds of the last one's, by what is done
-        and with which block or unit (-1: with none), means over the microbatches. They are there when the context
-        ends, and are what `atoll.sim.Rates` takes. Waits are not among them, but for the work that begins there.
+        """Time the instructions of the steps that are taken in the context.
+
+        Yields a dictionary that is filled when the context ends: the seconds of each instruction in the last step, by
+        instruction and index of its block or unit (-1: it has none), as the mean over microbatches. `atoll.sim.Rates`
+        takes it. Instructions that wait for a message or for other ranks are left out.
         """
         found: dict[tuple[Do, int], float] = {}
         self._executor.is_timed = True

@@ -73,7 +73,7 @@ def describe(
 def programs_of(
     make_model: Callable[[], nn.Module], plan: Plan, *, reads_in_place: bool = False, training: bool = True
 ) -> Programs:
-    """What all pipeline ranks play, for `atoll.simulate`; arguments and errors as `describe` has them."""
+    """Return the programs of all pipeline ranks, for `atoll.simulate`. Arguments and errors are those of `describe`."""
     options = {"reads_in_place": reads_in_place, "training": training}
     ranks = range(plan.mesh.pipeline)
     return Programs(

@@ -40,8 +40,10 @@ def held_at_rest(units: Iterable[Unit], plan: Plan, nest: Nest, *, states: int) 
 
 
 def shape_of(sharded: Sharded, plan: Plan, place: Place, *, reads_in_place: bool) -> RankShape:
-    """What lowering knows of the rank at `place`; reads_in_place: whether the ranks of a group read each other's
-    memory."""
+    """Return the blocks, units and limits of the rank at `place`, as lowering needs them.
+
+    reads_in_place: the ranks of a group read each other's memory, so nothing is gathered between them.
+    """
     vocabulary = sharded.vocabulary
     return RankShape(
         {stage.index: stage.shape for stage in sharded.stages},

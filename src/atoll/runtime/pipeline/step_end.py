@@ -1,9 +1,9 @@
-"""What the instructions of a step's end do: the norm, the verdict, clipping, the optimizer. See `atoll.program.end`.
+"""The end of a step: gradient norm, verdict, clipping, optimizer. `atoll.program.end` gives the order.
 
-Where steps are post-validated, nobody waits for the norm, so that the next step's forwards fill this step's drain. A
-rank that has stepped wrongly takes its step back, takes the right one, and runs the forwards again. The chain of ranks
-does not guess: the norm only grows along it, so once a rank declines, all later ones do. The last rank knows
-everything; its verdict travels back.
+With a post-validated step, no rank waits for the norm: the forwards of the next step fill the drain of this one. A
+rank that stepped wrongly takes its step back, takes the right one, and runs the forwards again. The squared norm is
+summed from the first pipeline rank to the last. It only grows, so once a rank declines to step, all later ranks do.
+The last rank has the whole norm, and sends its verdict back.
 
 [Note: the lazy commit] Stepping ahead writes the parameters alone: the optimizer steps on its true tensors, unit by
 unit, and they are put back from a copy of that unit's. The verdict makes the step for good, from the same gradients,
