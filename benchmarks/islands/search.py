@@ -205,7 +205,7 @@ class Race:
         try:
             self._steps(row, steps=VISIT_STEPS, seconds=VISIT_SECONDS)
         except RuntimeError as error:
-            row.problem = str(error).strip().splitlines()[-1][:300]
+            row.problem = _last_line(str(error))[:300]
             self._restart()
         return row
 
@@ -240,12 +240,20 @@ class Race:
         wait would slow those that run, and some more than others.
         """
         fresh = [replace(row, seconds=[], cpu_seconds=[], losses=[], inter_bytes=0.0, intra_bytes=0.0) for row in rows]
-        self._restart()  # what the search has left is gone
         for at in range(rounds):
             turn = at % max(len(fresh), 1)
             for row in (*fresh[turn:], *fresh[:turn]):
+                # Freed memory stays with a process, in pieces: those of ten contenders of 100 million parameters fill
+                # 24 GiB, though only one of them is alive.
+                self._restart()
                 self._steps(row, steps=STEPS)
         return fresh
+
+
+def _last_line(text: str) -> str:
+    """The last line that is no warning of torch's logger, which processes write on their way up and down."""
+    lines = text.strip().splitlines()
+    return next((line for line in reversed(lines) if not line.startswith("[W")), lines[-1])
 
 
 def near(rows: Iterable[Row], *, slack: float) -> list[Row]:
