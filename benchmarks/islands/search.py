@@ -18,6 +18,8 @@ from math import inf
 from pathlib import Path
 from statistics import median
 
+import psutil
+
 from atoll.layouts import EFFECTIVE
 from benchmarks.islands.contenders import Atoll, Ddp, DeepSpeed, Fsdp2, Setting, has_deepspeed, is_ours
 from benchmarks.islands.front import near_front
@@ -39,6 +41,10 @@ STEPS = 2
 
 VISIT_SECONDS, VISIT_STEPS = 1.0, 4
 """A visit times steps until they took so long together, and at most so many: a short step says little by itself."""
+
+FULL = 30.0
+"""Percent of the machine's memory in use, above which the next contender gets new processes. Freed memory stays with a
+process, in pieces: those of ten contenders of 100 million parameters fill 24 GiB, though only one of them is alive."""
 
 
 def settings(work: Work, *, inter: int, intra: int) -> list[Setting]:
@@ -212,6 +218,8 @@ class Race:
     def _steps(self, row: Row, *, steps: int, seconds: float = inf) -> None:
         """Build a setting, time `steps` steps or those that take `seconds` together, and let it go: no other contender
         is alive meanwhile."""
+        if psutil.virtual_memory().percent > FULL:
+            self._restart()
         self._limit(None)
         self.field.open(row.setting)
         self._limit(self.rate)
@@ -240,12 +248,10 @@ class Race:
         wait would slow those that run, and some more than others.
         """
         fresh = [replace(row, seconds=[], cpu_seconds=[], losses=[], inter_bytes=0.0, intra_bytes=0.0) for row in rows]
+        self._restart()  # what the search has left is gone
         for at in range(rounds):
             turn = at % max(len(fresh), 1)
             for row in (*fresh[turn:], *fresh[:turn]):
-                # Freed memory stays with a process, in pieces: those of ten contenders of 100 million parameters fill
-                # 24 GiB, though only one of them is alive.
-                self._restart()
                 self._steps(row, steps=STEPS)
         return fresh
 
