@@ -124,11 +124,11 @@ class Engine:
                 f"clip = {self.clip}; the largest gradient norm is above 0, or None to leave gradients alone"
             )
         self.adapter: Adapter = adapter_for(self.model)
-        tensor = None
-        if plan.mesh.tensor > 1:
-            tensor = tensor_parallel(self.adapter, plan, self.transport.mesh_along("tp"))
         outline = Outline.of(self.adapter, plan)
         self.runs = outline.runs
+        tensor = None
+        if plan.mesh.tensor > 1:
+            tensor = tensor_parallel(self.adapter, plan, self.transport.mesh_along("tp"), apart=outline.ends)
         if outline.vocabulary is not None:
             ends = outline.rank_of_stage
             self.transport.open_vocabulary_links(ends[0], ends[-1])

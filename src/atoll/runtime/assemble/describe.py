@@ -50,10 +50,10 @@ def describe(
     with pretended:
         transport = Nowhere(plan.mesh.place(first), torch.device("meta"))
         adapter = adapter_for(make_model())
+        outline = Outline.of(adapter, plan)
         tensor = None
         if plan.mesh.tensor > 1:
-            tensor = tensor_parallel(adapter, plan, transport.mesh_along("tp"))
-        outline = Outline.of(adapter, plan)
+            tensor = tensor_parallel(adapter, plan, transport.mesh_along("tp"), apart=outline.ends)
         nest = transport.place.nest
         around = Surroundings(
             plan.layout, plan.precision, nest, transport, transport.device, {}, keeps_apart=plan.post_validation
@@ -99,9 +99,9 @@ class Nowhere(Transport):
     def total_later(self, values: Tensor) -> Later:
         _refuse()
 
-    def mesh_along(self, axis: str) -> DeviceMesh:
+    def mesh_along(self, *axes: str) -> DeviceMesh:
         """Of ranks that are pretended."""
-        return DeviceMesh("cpu", list(self.place.peers(axis)), mesh_dim_names=(axis,))
+        return DeviceMesh("cpu", list(self.place.peers(*axes)), mesh_dim_names=("_".join(axes),))
 
 
 def _refuse() -> NoReturn:

@@ -18,7 +18,7 @@ alone, which are added up once a step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
@@ -41,31 +41,33 @@ _SUMMED = "replicated_with_grad_allreduce"
 _ROWS = ("rowwise", "rowwise_split_input")
 
 
-def tensor_parallel(adapter: Adapter, plan: Plan, mesh: DeviceMesh) -> TensorParallel:
-    """How a model is split over the ranks of `mesh`, as its adapter says. Raises PlanError where it does not, or where
-    the plan has something that does not go together with it."""
+def tensor_parallel(adapter: Adapter, plan: Plan, mesh: DeviceMesh, *, apart: Collection[str] = ()) -> TensorParallel:
+    """How a model is split over the ranks of `mesh`, as its adapter says. Raises PlanError where it does not.
+
+    apart: names of modules that are split in another way.
+    """
     styles = getattr(adapter, "tensor_plan", None)
     if styles is None:
         raise PlanError(
             f"tensor = {plan.mesh.tensor}: a {type(adapter).__name__} has no tensor_plan(), which says "
             "how layers are split; use tensor = 1, or give the model an adapter that has one"
         )
-    if plan.compile != "none":
-        raise PlanError("compile and tensor parallelism do not go together yet; use compile = 'none' or tensor = 1")
-    return TensorParallel(mesh, adapter.blocks(), styles(plan.mesh.tensor), sequence=plan.sequence_parallel)
+    given = mesh, adapter.blocks(), styles(plan.mesh.tensor)
+    return TensorParallel(*given, sequence=plan.sequence_parallel, apart=frozenset(apart))
 
 
 @dataclass(slots=True)
 class TensorParallel:
     """Splits the blocks of one model over the ranks of `mesh`, which has one axis.
 
-    styles: pattern of a module's name -> style.
+    styles: pattern of a module's name -> style.  apart: names of modules that are left as they are.
     """
 
     mesh: DeviceMesh
     blocks: Sequence[Block]
     styles: Mapping[str, str]
     sequence: bool = False
+    apart: frozenset[str] = frozenset()
     _made: dict[int, tuple[nn.Parameter, nn.Parameter]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -133,6 +135,8 @@ class TensorParallel:
         """Module inside the block, "" for itself -> style."""
         found = {}
         for name, _ in block.named_modules():
+            if name in self.apart:
+                continue
             style = next((style for pattern, style in self.styles.items() if fnmatchcase(name, pattern)), None)
             if style is not None:
                 found[name.removeprefix(block.name).removeprefix(".")] = style

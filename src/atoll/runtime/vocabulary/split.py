@@ -120,12 +120,12 @@ class SplitVocabulary:
         self._send(self._row.looked_up.pop(microbatch), self._first, Channel.LOOKED_UP, microbatch)
 
     def receive_looked_up(self, microbatch: int) -> torch.Tensor:
-        """RECV_F of stage 0: the sum over all slices, each of which adds zeros to the rows of the others."""
+        """RECV_F of stage 0: the sum over all slices, each of which adds zeros where an id is in another one."""
         total = self._row.looked_up.pop(microbatch)
         for buffer, wire in self._receive(Op.RECV_F, 0, len(self._others)):
             total.add_(buffer)
             self._mail.recycle(buffer, wire)
-        return total.requires_grad_(self._row.is_training and self._slice.embedding.trainable)
+        return self._slice.embedded(total).requires_grad_(self._row.is_training and self._slice.embedding.trainable)
 
     def send_gradient(self, microbatch: int, gradient: torch.Tensor) -> None:
         """SEND_B of stage 0."""
@@ -207,8 +207,7 @@ class SplitVocabulary:
                 scores.append(Scores(sums, next(tensors) if row.is_training else None))
         if row.keeps_logits:
             ids = row.batches[microbatch]["input_ids"]
-            logits = torch.cat([each.answer for each in scores if each.answer is not None], dim=1)
-            return logits.view(*ids.shape, -1), None
+            return slice_.logits(scores).view(*ids.shape, -1), None
         loss, totals, gradient = slice_.combine(scores, row.batches[microbatch]["labels"])
         row.totals[microbatch] = totals
         for buffer, wire in received:
