@@ -42,7 +42,8 @@ def held_at_rest(units: Iterable[Unit], plan: Plan, nest: Nest, *, states: int) 
 def shape_of(sharded: Sharded, plan: Plan, place: Place, *, reads_in_place: bool) -> RankShape:
     """Return the blocks, units and limits of the rank at `place`, as lowering needs them.
 
-    reads_in_place: the ranks of a group read each other's memory, so nothing is gathered between them.
+    reads_in_place: whether the ranks of a group read each other's memory. A gather between them is then a copy, so less
+    is gathered ahead, and a reduction needs no room for what it reads.
     """
     vocabulary = sharded.vocabulary
     return RankShape(
