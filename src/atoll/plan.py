@@ -8,7 +8,7 @@ from itertools import product
 from atoll.errors import PlanError
 from atoll.ir import Schedule
 from atoll.ir.residency import REDUCTIONS, RESIDENCIES, Reduction, Residency
-from atoll.layouts import Layout, Nest, Precision
+from atoll.layouts import Layout, Nest, Precision, Sharding
 from atoll.program import Ending
 
 MOST_MICROBATCHES = 8_191
@@ -178,6 +178,10 @@ class Plan:
     def end(self) -> Ending:
         """How its steps end, as a rule."""
         return Ending.AHEAD if self.post_validation else Ending.AT_ONCE
+
+    def sharding(self, place: Place) -> Sharding:
+        """The layout on the rank at `place`."""
+        return Sharding(self.layout, self.precision, place.nest, keeps_apart=self.post_validation)
 
     @property
     def global_batch(self) -> int:

@@ -15,7 +15,7 @@ from torch.distributed.pipelining._backward import stage_backward_input
 
 from atoll import schedules
 from atoll.ir import Op
-from atoll.layouts import Layout, Nest, Precision
+from atoll.layouts import Layout, Nest, Precision, Sharding
 from atoll.models import Decoder, DecoderConfig
 from atoll.plan import MeshShape
 from atoll.runtime.engine import Engine
@@ -60,9 +60,7 @@ def unit_of(block: nn.Module) -> Unit:
     place = MeshShape().place(0)
     device = torch.device("cpu")
     around = Surroundings(
-        Layout("NNN"),
-        Precision.preset("fp32"),
-        Nest(),
+        Sharding(Layout("NNN"), Precision.preset("fp32"), Nest()),
         connect(place, device),
         device,
         lanes_of(device, alone=True, waits_on_host=True),
@@ -139,9 +137,7 @@ def test_weights_come_out_as_autograd_gives_them() -> None:
 
         place, device = MeshShape().place(0), torch.device("cpu")
         around = Surroundings(
-            Layout("NNN"),
-            Precision.preset("fp64"),
-            Nest(),
+            Sharding(Layout("NNN"), Precision.preset("fp64"), Nest()),
             connect(place, device),
             device,
             lanes_of(device, alone=True, waits_on_host=True),

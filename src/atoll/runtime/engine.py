@@ -138,14 +138,11 @@ class Engine:
             waits_on_host=self.transport.waits_on_host,
         )
         around = Surroundings(
-            plan.layout,
-            plan.precision,
-            self.place.nest,
+            plan.sharding(self.place),
             self.transport,
             self.device,
-            self._lanes,
-            plan.post_validation,
-            None if weights is None or is_complete(Path(weights)) else weights_for(self.adapter, Path(weights)),
+            lanes=self._lanes,
+            weights=None if weights is None or is_complete(Path(weights)) else weights_for(self.adapter, Path(weights)),
         )
         self.advice = self._advise(outline)
         self._check_same_values()
@@ -322,7 +319,7 @@ class Engine:
 
     def footprint(self, *, states: int = 2) -> Footprint:
         """The bytes that the layouts' accounting predicts for this rank; `states` as in `atoll.layouts.footprint`."""
-        return held_at_rest(self.units, self.plan, self.place.nest, states=states)
+        return held_at_rest(self.units, self.plan.sharding(self.place), states=states)
 
     def working_memory(self) -> WorkingMemory:
         """The bytes that this rank needs within a step besides what rests and what autograd keeps."""
@@ -330,7 +327,7 @@ class Engine:
 
     def _needed(self, *, reads_in_place: bool) -> WorkingMemory:
         peaks = self.program.peaks
-        return needed_in_a_step(self._sharded, self.plan, self.place.nest, reads_in_place=reads_in_place, peaks=peaks)
+        return needed_in_a_step(self._sharded, self.plan, self.place, reads_in_place=reads_in_place, peaks=peaks)
 
     def trace(self) -> Trace:
         """This rank's timeline of the last training step, in seconds of the host's monotonic clock."""

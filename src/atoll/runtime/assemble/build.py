@@ -262,7 +262,7 @@ def _phases(blocks: Sequence[Block], shared: Mapping[str, str], *, is_split: boo
 
 def _first_dtype(around: Surroundings) -> torch.dtype:
     """The dtype that initial values are drawn into: the master's, so that halves lose nothing of it."""
-    return dtype_of(around.precision.master)
+    return dtype_of(around.sharding.precision.master)
 
 
 def _trainable(blocks: Sequence[Block], specs: Sequence[UnitSpec]) -> tuple[tuple[str, tuple[int, ...]], ...]:

@@ -54,10 +54,7 @@ def describe(
         tensor = None
         if plan.mesh.tensor > 1:
             tensor = tensor_parallel(adapter, plan, transport.mesh_along("tp"), apart=outline.ends)
-        nest = transport.place.nest
-        around = Surroundings(
-            plan.layout, plan.precision, nest, transport, transport.device, {}, keeps_apart=plan.post_validation
-        )
+        around = Surroundings(plan.sharding(transport.place), transport, transport.device, lanes={})
         sharded = build(outline, around=around, collector=Collector(), seed=0, tensor=tensor)
         shape = shape_of(sharded, plan, transport.place, reads_in_place=reads_in_place)
         end = plan.end if training else None

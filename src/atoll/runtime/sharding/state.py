@@ -89,7 +89,7 @@ def model_pieces(units: Sequence[Unit], buffers: Mapping[str, torch.Tensor]) -> 
 def _parameter_pieces(units: Sequence[Unit]) -> Iterator[Piece]:
     for unit in units:
         for segment in unit.segments:
-            layout = segment.around.layout
+            layout = segment.layout
             source, level = segment.master, layout.optimizer
             if source is None:
                 source, level = segment.rest, layout.parameters
