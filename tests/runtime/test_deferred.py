@@ -271,6 +271,24 @@ def test_compiled_blocks(pipeline: int, schedule: str) -> None:
         assert went_through_the_operator == (pipeline > 1)
 
 
+def operators_called(case: Case) -> tuple[int, int]:
+    """How often the operator of compiled linear layers is called in a step, and how many linear layers wait for W."""
+    engine = case.engine()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        engine.step(case.share(engine, 0))
+    called = sum(event.count for event in profiler.key_averages() if event.key == "atoll::linear_input_gradient")
+    waiting = sum(len(stage.deferred) for stage in engine._sharded.stages)
+    engine.close()
+    return called, waiting
+
+
+def test_every_layer_of_a_long_stage_is_compiled() -> None:
+    case = Case(pipeline=2, microbatches=2, compile="block-eager", model=TinyConfig(layers=22))
+    for called, waiting in run_ranks(operators_called, 2, case, timeout=180):
+        assert waiting > 2 * 8
+        assert called == 2 * waiting
+
+
 @pytest.mark.parametrize(("pipeline", "schedule"), [(1, "1f1b"), (2, "zb-h1")])
 def test_compiled_blocks_beside_tensor_parallelism(pipeline: int, schedule: str) -> None:
     """Linear layers that wait for W go through the operator on their part of the weight."""

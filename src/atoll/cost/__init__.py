@@ -2,6 +2,8 @@
 
 from atoll.cost.cluster import Cluster, Device, Efficiency, Link, Node, presets
 from atoll.cost.kernels import Attention, Clock, Exchange, Kernel, Pass, Product, collective
+from atoll.cost.prediction import Held, Prediction
+from atoll.cost.ranks import Ranks
 from atoll.cost.transformer import Transformer
 from atoll.cost.work import Saved, Use, Work, Workload
 
@@ -12,11 +14,14 @@ __all__ = [
     "Device",
     "Efficiency",
     "Exchange",
+    "Held",
     "Kernel",
     "Link",
     "Node",
     "Pass",
+    "Prediction",
     "Product",
+    "Ranks",
     "Saved",
     "Transformer",
     "Use",

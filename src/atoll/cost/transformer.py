@@ -121,14 +121,16 @@ class Transformer:
     def workload(self) -> Workload:
         """Embedding, layers, head."""
         layers = [TransformerLayer(f"layers.{at}", self) for at in range(self.layers)]
-        return Workload(self.name, (Embedding("embedding", self), *layers, Head("head", self)))
+        shared = self.vocabulary * self.hidden if self.tied else 0
+        blocks = (Embedding("embedding", self), *layers, Head("head", self))
+        return Workload(self.name, blocks, range(1, len(blocks) - 1), shared)
 
     @property
     def parameters(self) -> int:
         """Of the whole model; tied ends once."""
         use = Use(samples=1, sequence=1)
-        total = sum(block.work(use).parameters for block in self.workload.blocks)
-        return total - (self.vocabulary * self.hidden if self.tied else 0)
+        workload = self.workload
+        return sum(block.work(use).parameters for block in workload.blocks) - workload.shared
 
 
 def _check(size: int, ranks: int, what: str) -> None:
@@ -160,10 +162,9 @@ class TransformerLayer:
                 backward = (*attention, *backward)
                 again = tuple(each for each in saved if each.name in _OF_SCORES)
                 saved = tuple(each for each in saved if each.name not in _OF_SCORES)
-        total = self.parameters(use.tensor)
         return Work(
-            parameters=total,
-            trained=total,
+            parameters=self.parameters(use.tensor),
+            matrices=self._matrices // use.tensor,
             forward=forward,
             backward=backward,
             weights=tuple(product.learnt for product in self._products(use).values()),
@@ -176,10 +177,13 @@ class TransformerLayer:
     def parameters(self, tensor: int) -> int:
         """Elements of one rank of a tensor-parallel group."""
         s = self.sizes
-        inner = s.queries + 2 * s.keys
-        weights = s.hidden * inner + s.queries * s.hidden + s.hidden * s.up + s.ffn * s.hidden
-        split_biases, whole_biases = (inner + s.up, 2 * s.hidden) if s.biases else (0, 0)
-        return (weights + split_biases) // tensor + whole_biases + 2 * s.norm * s.hidden
+        split_biases, whole_biases = (s.queries + 2 * s.keys + s.up, 2 * s.hidden) if s.biases else (0, 0)
+        return (self._matrices + split_biases) // tensor + whole_biases + 2 * s.norm * s.hidden
+
+    @property
+    def _matrices(self) -> int:
+        s = self.sizes
+        return s.hidden * (s.queries + 2 * s.keys) + s.queries * s.hidden + s.hidden * s.up + s.ffn * s.hidden
 
     def _products(self, use: Use) -> dict[str, Product]:
         """The linear layers."""
@@ -349,10 +353,9 @@ class Embedding:
             saved.append(Saved("dropout", hidden, "I"))
             backward.append(Pass(2.0 * i * hidden))
         rows = -(-s.vocabulary // use.tensor)
-        parameters = (rows + s.positions) * s.hidden
         return Work(
-            parameters=parameters,
-            trained=parameters,
+            parameters=(rows + s.positions) * s.hidden,
+            matrices=0,
             forward=tuple(forward),
             backward=tuple(backward),
             weights=(Pass(3.0 * i * whole),),
@@ -402,10 +405,9 @@ class Head:
             peak = (kept + i * logits) // use.chunks
         else:
             saved.append(Saved("logits", kept, "I"))
-        parameters = rows * s.hidden + s.norm * s.hidden
         return Work(
-            parameters=parameters,
-            trained=parameters,
+            parameters=rows * s.hidden + s.norm * s.hidden,
+            matrices=rows * s.hidden,
             forward=tuple(forward),
             backward=tuple(backward),
             weights=weights,

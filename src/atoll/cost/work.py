@@ -67,7 +67,7 @@ class Saved:
 class Work:
     """What one microbatch asks of one rank for a block.
 
-    parameters: elements of a rank, of which `trained` are trained.
+    parameters: elements of a rank.  matrices: those of them whose gradients W makes where the backward is split.
     forward, backward, weights: kernels of F, of I and of W. Recomputing is part of `backward`.
     saved: from F on.  pending: what I makes and W needs, gradients of outputs of linear layers.
     again: what a recomputed forward saves within the block's I.  peak: bytes that come and go within an operation.
@@ -75,7 +75,7 @@ class Work:
     """
 
     parameters: int
-    trained: int
+    matrices: int
     forward: tuple[Kernel, ...]
     backward: tuple[Kernel, ...]
     weights: tuple[Kernel, ...]
@@ -107,7 +107,12 @@ class BlockOf(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A model: its blocks in order. flops_a_token: of F, I and W without recomputing, for MFU, by sequence length."""
+    """A model: its blocks in order.
+
+    layers: which of them are layers.  shared: elements that the first block and the last have in common.
+    """
 
     name: str
     blocks: Sequence[BlockOf]
+    layers: range
+    shared: int = 0
