@@ -148,7 +148,7 @@ class Engine:
         self._check_same_values()
         collector = Collector()
         self._sharded = build(outline, around=around, collector=collector, seed=self._seed, tensor=tensor)
-        self._batches = Batches(plan, self.place, self.device, self._agreement, self._sharded.vocabulary)
+        self._batches = Batches(plan, self.place, self.device, agreement=self._agreement, vocabulary=self._sharded.vocabulary)
         self.units = self._sharded.units
         if not self._sharded.trainable:
             raise PlanError("the model has no trainable parameter; set requires_grad on what is to be trained")
@@ -157,7 +157,7 @@ class Engine:
             self.units,
             self._sharded.specs,
             self._optimizer,
-            self.transport,
+            transport=self.transport,
             clip=self.clip,
             scaler=LossScaler() if plan.precision.compute == "float16" else None,
             is_post_validated=plan.post_validation,
@@ -443,7 +443,7 @@ class Engine:
         with self._agreement.guard():
             scaler = None if self._end.scaler is None else asdict(self._end.scaler)
             own = {"step": self.step_number, "scaler": scaler, "caller": dict(state or {})}
-            save_state(Path(folder), self.units, self._optimizer, self._buffers(), own)
+            save_state(Path(folder), self.units, self._optimizer, buffers=self._buffers(), state=own)
 
     def load(self, folder: str | Path) -> dict[str, Any]:
         """Read a checkpoint of the same model, whatever it ran on; gives back the caller's `state`."""
@@ -457,7 +457,7 @@ class Engine:
             problem = error
         with self._agreement.guard():
             self._agreement.agree(problem)
-            own = load_state(Path(folder), self.units, self._optimizer, self._buffers(), stored)
+            own = load_state(Path(folder), self.units, self._optimizer, buffers=self._buffers(), stored=stored)
             for unit in self.units:
                 unit.sync_parameters()
         self.step_number = int(own["step"])

@@ -60,7 +60,7 @@ class Outline:
                 held = {stage: sizes[stage] for stage in schedule.placement.stages_of(rank)}
                 frees.append(slices_freed(row, slices, sizes=held, **options))
         schedule = lower(schedule, reduction=plan.reduction, sizes=sizes, slices=slices, **options)
-        return cls(plan, adapter, runs, own, schedule, vocabulary, tuple(frees))
+        return cls(plan, adapter, runs, parameters=own, schedule=schedule, vocabulary=vocabulary, frees=tuple(frees))
 
     @property
     def ends(self) -> tuple[str, ...]:

@@ -41,9 +41,9 @@ def build(
     if outline.vocabulary is not None:
         sliced = _slice_vocabulary(model, outline.vocabulary, around, seed=seed, tensor=tensor)
     units = _units(model, around, seed=seed, tensor=tensor, sliced=sliced)
-    stages = tuple(_stage(model, stage, units, around, collector) for stage in model.mine)
+    stages = tuple(_stage(model, stage, units, around=around, collector=collector) for stage in model.mine)
     ordered = tuple(units[index] for index in sorted(units))
-    return Sharded(model.specs, ordered, stages, _trainable(model.blocks, model.specs), sliced)
+    return Sharded(model.specs, ordered, stages, trainable=_trainable(model.blocks, model.specs), vocabulary=sliced)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class _Model:
         specs = unit_specs([(block.name, block.module) for block in blocks], groups, apart)
         trained = [at for at, block in enumerate(blocks) if any(p.requires_grad for _, p in block.named_parameters())]
         mine = tuple(stage for stage, owner in enumerate(outline.rank_of_stage) if owner == rank)
-        return _Model(outline, blocks, shared, apart, specs, mine, min(trained, default=len(blocks)))
+        return _Model(outline, blocks, shared, apart=apart, specs=specs, mine=mine, first_trained=min(trained, default=len(blocks)))
 
     @property
     def local(self) -> list[int]:
@@ -104,7 +104,7 @@ def _units(
     spreads: dict[str, Spread] = {}
     for at in local:
         block = model.blocks[at]
-        _materialise(outline.adapter, block, shared, replaced, elsewhere, around=around, seed=seed)
+        _materialise(outline.adapter, block, shared, replaced=replaced, elsewhere=elsewhere, around=around, seed=seed)
         if tensor is not None:
             found_spreads = tensor.apply(at)
             spreads.update({shared.get(name, name): spread for name, spread in found_spreads.items()})
@@ -129,7 +129,7 @@ def _stage(model: _Model, stage: int, units: Mapping[int, Unit], around: Surroun
     plan, runs = model.outline.plan, model.outline.runs
     last = len(runs) - 1
     users = tuple(units[at] for at in sorted(units, reverse=True) if set(units[at].spec.blocks) & set(runs[stage]))
-    looked_up, scored = _ends_of(model.outline.adapter, model.outline.vocabulary, stage, last)
+    looked_up, scored = _ends_of(model.outline.adapter, model.outline.vocabulary, stage, last=last)
     waits = last > 0
     own_blocks: list[LocalBlock] = []
     deferred: list[DeferredWeight] = []
@@ -157,13 +157,13 @@ def _stage(model: _Model, stage: int, units: Mapping[int, Unit], around: Surroun
         stage,
         runs[stage],
         stage == 0,
-        stage == last,
-        model.outline.adapter,
-        users,
-        tuple(own_blocks),
-        tuple(deferred),
-        looked_up,
-        scored,
+        is_last=stage == last,
+        adapter=model.outline.adapter,
+        units=users,
+        blocks=tuple(own_blocks),
+        deferred=tuple(deferred),
+        looked_up=looked_up,
+        scored=scored,
     )
 
 

@@ -76,7 +76,7 @@ class ShardedOptimizer:
                 for part in segment.map.slices(held):
                     view = segment.master.narrow(0, part.offset, part.stop - part.start)
                     self.slices[part.name] = ParameterSlice.of(
-                        view, part.name, segment.boxes[part.name], part.start, part.stop
+                        view, part.name, segment.boxes[part.name], start=part.start, stop=part.stop
                     )
         grouped: dict[str, dict[str, Any]] = {}
         for name, shape in named_shapes:

@@ -286,7 +286,7 @@ class Segment:
         for part in self.map.slices(self.range(level)):
             place = target.narrow(0, part.offset, part.stop - part.start)
             if weights is not None and part.name in weights:
-                weights.read_into(place, part.name, self.boxes[part.name], part.start, part.stop)
+                weights.read_into(place, part.name, self.boxes[part.name], start=part.start, stop=part.stop)
             else:
                 place.copy_(self._local[part.name].detach().reshape(-1)[part.start : part.stop])
 

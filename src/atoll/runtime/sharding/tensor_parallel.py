@@ -123,7 +123,7 @@ class TensorParallel:
             module.register_forward_pre_hook(partial(_take_whole, self.mesh, self._passed), with_kwargs=True)
         if self.sequence and self._is_layer(at):
             self._enter_and_leave(at)
-        return {name: self._spread(name, parameter, at, styles) for name, parameter in block.named_parameters()}
+        return {name: self._spread(name, parameter, at, styles=styles) for name, parameter in block.named_parameters()}
 
     def now(self, parameter: nn.Parameter) -> nn.Parameter:
         """What a parameter of a block that was split has become."""
@@ -282,13 +282,13 @@ def _draw_alike(module: nn.Module, args: Any) -> None:
 
 
 def _take_part(mesh: DeviceMesh, module: nn.Module, args: Any, kwargs: Any) -> Arguments:
-    return replace_hidden(args, kwargs, _moved(mesh, hidden_argument(args, kwargs), Replicate(), Shard(1)))
+    return replace_hidden(args, kwargs, _moved(mesh, hidden_argument(args, kwargs), Replicate(), after=Shard(1)))
 
 
 def _give_whole(mesh: DeviceMesh, module: nn.Module, args: Any, output: Any) -> Any:
     if isinstance(output, tuple):
-        return (_moved(mesh, output[0], Shard(1), Replicate()), *output[1:])
-    return _moved(mesh, output, Shard(1), Replicate())
+        return (_moved(mesh, output[0], Shard(1), after=Replicate()), *output[1:])
+    return _moved(mesh, output, Shard(1), after=Replicate())
 
 
 def _moved(mesh: DeviceMesh, hidden: Tensor, before: Any, after: Any) -> Tensor:

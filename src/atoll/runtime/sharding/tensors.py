@@ -30,7 +30,7 @@ def box_of(parameter: torch.Tensor) -> Box:
     mesh, (placement,) = parameter.device_mesh, parameter.placements
     if not isinstance(placement, Shard):
         return Box.whole(parameter.shape)
-    return Box.part(parameter.shape, placement.dim, mesh.get_local_rank(), mesh.size())
+    return Box.part(parameter.shape, placement.dim, mesh.get_local_rank(), count=mesh.size())
 
 
 def is_split(parameter: torch.Tensor) -> bool:

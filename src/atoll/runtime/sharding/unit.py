@@ -60,12 +60,12 @@ def unit_specs(
             continue
         is_shared = len(used) > 1
         grouped.setdefault((tuple(used) if is_shared else group_of[used[0]], is_shared), []).append(first_name[key])
-    specs = [UnitSpec(at, f"vocabulary {names[0]}", tuple(names), (), False) for at, names in enumerate(apart)]
+    specs = [UnitSpec(at, f"vocabulary {names[0]}", tuple(names), blocks=(), is_shared=False) for at, names in enumerate(apart)]
     for used_by, is_shared in sorted(grouped, key=lambda key: (key[0][0], not key[1], -len(key[0]), key[0])):
         names = grouped[used_by, is_shared]
         first, last = blocks[used_by[0]][0], blocks[used_by[-1]][0]
         name = f"shared {names[0]}" if is_shared else first if first == last else f"{first} to {last}"
-        specs.append(UnitSpec(len(specs), name, tuple(names), used_by, is_shared))
+        specs.append(UnitSpec(len(specs), name, tuple(names), blocks=used_by, is_shared=is_shared))
     return tuple(specs)
 
 

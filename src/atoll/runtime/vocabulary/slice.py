@@ -99,7 +99,7 @@ def names_of(adapter: Adapter, vocabulary: Vocabulary, shared: Mapping[str, str]
 def as_slice(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
     """This rank's rows of a parameter, which keeps its shape as a DTensor."""
     whole = parameter.detach()
-    box = Box.part(whole.shape, 0, mesh.get_local_rank(), mesh.size())
+    box = Box.part(whole.shape, 0, mesh.get_local_rank(), count=mesh.size())
     rows = part_of(whole, box).clone()
     split = DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
     return nn.Parameter(split, requires_grad=parameter.requires_grad)
@@ -165,7 +165,7 @@ class VocabularySlice:
     def rows_of(self, index: int) -> range:
         """The rows of a rank of this rank's pipeline."""
         part, parts = (0, 1) if self._tensor is None else (self._tensor.get_local_rank(), self._tensor.size())
-        box = Box.part((self.size,), 0, index * parts + part, self.ranks * parts)
+        box = Box.part((self.size,), 0, index * parts + part, count=self.ranks * parts)
         return range(box.offsets[0], box.offsets[0] + box.sizes[0])
 
     @property
@@ -256,7 +256,7 @@ class VocabularySlice:
                 rows = rows * slope[tokens, at[tokens]][:, None]
             scores.answer = torch.cat([weighted @ weight, rows])
             if self.head.unit.trainable:
-                self._kept[microbatch] = _Kept(flat, softmax, slope, scores.sums)
+                self._kept[microbatch] = _Kept(flat, softmax, slope, sums=scores.sums)
         return scores
 
     @torch.no_grad()
