@@ -29,6 +29,7 @@ def test_picture_of_a_mesh() -> None:
     assert mesh.place(6).peers("intra") == (6, 7)
     assert mesh.place(6).peers("inter") == (4, 6)
     assert mesh.place(6).peers("pp") == (2, 6)
+    assert mesh.place(6).peers("pp", "intra") == (2, 3, 6, 7)
     assert mesh.place(6).nest == Nest(2, 2, 1, 0)
 
 
@@ -84,7 +85,14 @@ def test_a_plan_knows_its_global_batch() -> None:
         ({"resident": -1, "residency": "run"}, "resident = -1 bytes with residency = 'run'"),
         ({"compile": "all"}, "compile = 'all'; known: none, block, block-eager"),
         ({"sequence_parallel": True}, "sequence_parallel .* tensor = 1 has none"),
-        ({"mesh": MeshShape(pipeline=2, tensor=2), "vocabulary_parallel": True}, "pipeline = 2 and tensor = 2"),
+        (
+            {
+                "mesh": MeshShape(pipeline=1, tensor=2),
+                "schedule": schedules.build("1f1b", ranks=1, microbatches=4),
+                "vocabulary_parallel": True,
+            },
+            "two or more pipeline ranks, and the mesh has one",
+        ),
         ({"resident": 5}, "resident = 5 bytes with residency = 'unit'"),
     ],
 )

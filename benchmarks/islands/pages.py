@@ -112,6 +112,7 @@ def _told(name: str, found: Mapping[str, Any]) -> list[str]:
         "do:",
         tables.race(found["rows"]),
         _recounted(found),
+        _visited_elsewhere(found),
         _failed(found["visited"]),
     ]
 
@@ -123,6 +124,18 @@ def _recounted(found: Mapping[str, Any]) -> str:
     return (
         f"The memory of {len(found['recounted'])} settings was counted again after the race, at the same commit: other "
         "work on the machine had shared memory while it was counted first. The raw file has both counts."
+    )
+
+
+def _visited_elsewhere(found: Mapping[str, Any]) -> str:
+    """Where the search ran, if the race ran on another machine."""
+    if "visited_on" not in found:
+        return ""
+    later = ", ".join(f"`{name}`" for name in found["raced_later"])
+    return (
+        f"The search ran on {found['visited_on']}, before it was interrupted; the race, and the figures above, are of "
+        "one run on the machine named at the top, at the same code. So that no peer is left out for what the other "
+        f"machine is slow at, {later} raced there too, right after the others."
     )
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from atoll.program import Do, Program
 from atoll.runtime.allocator import keep_freed_memory
 from atoll.testing.parity import difference
-from benchmarks.emulated.race import PINGS, go_first, hop_seconds
+from benchmarks.emulated.race import HOP_TAG, PINGS, go_first, hop_seconds
 from benchmarks.emulated.work import Device, pausing_weights
 from benchmarks.islands.allocations import Allocations
 from benchmarks.islands.network import INTERFACE, bytes_sent
@@ -22,7 +22,7 @@ from benchmarks.islands.ranks import Rank
 from benchmarks.sharded_pipeline import contenders
 from benchmarks.sharded_pipeline.contenders import Contender
 from benchmarks.sharded_pipeline.settings import Setting
-from benchmarks.sharded_pipeline.work import DATA, Work
+from benchmarks.sharded_pipeline.work import BURST_BYTES, DATA, Work
 
 _DEVICE = Device()
 _PATCHES = ExitStack()
@@ -113,11 +113,17 @@ def steps(rank: Rank, setting: Setting, first: int, count: int) -> Seen:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """The program of a rank and the seconds of its instructions. hop: seconds that a message between stages takes."""
+    """The program of a rank and the seconds of its instructions.
+
+    hop: seconds that a message between stages takes.  across: those of one between islands.  rate: bytes a second
+    between islands once the burst is over, headers not counted.
+    """
 
     program: Program
     seconds: dict[tuple[Do, int], float]
     hop: float
+    across: float
+    rate: float
 
 
 def timed(rank: Rank, setting: Setting, at: int) -> Timed:
@@ -132,7 +138,24 @@ def timed(rank: Rank, setting: Setting, at: int) -> Timed:
     with engine.timing() as seconds:
         contender.step(batches[1], None)
     contender.drain()
-    return Timed(engine.program, seconds, hop_seconds(work, (0, DATA)))
+    return Timed(engine.program, seconds, hop_seconds(work, (0, DATA)), hop_seconds(work, (0, 1)), _rate_across())
+
+
+def _rate_across() -> float:
+    """All ranks: bytes a second from rank 0 to rank 1, which is in the other island, behind what the burst carries."""
+    first, timed = (torch.zeros(size, dtype=torch.uint8) for size in (2 * BURST_BYTES, 4 * BURST_BYTES))
+    rank, seconds = dist.get_rank(), torch.zeros(1, dtype=torch.float64)
+    dist.barrier()
+    if rank == 0:
+        dist.send(first, 1, tag=HOP_TAG)
+        dist.send(timed, 1, tag=HOP_TAG)
+    elif rank == 1:
+        dist.recv(first, 0, tag=HOP_TAG)
+        begin = time.monotonic()
+        dist.recv(timed, 0, tag=HOP_TAG)
+        seconds.fill_(time.monotonic() - begin)
+    dist.broadcast(seconds, 1)
+    return timed.nbytes / float(seconds)
 
 
 def _product_seconds(work: Work, microbatches: int) -> float:

@@ -26,12 +26,9 @@ from benchmarks.islands.ranks import Ranks, Where
 from benchmarks.sharded_pipeline import race
 from benchmarks.sharded_pipeline.race import Seen, Timed
 from benchmarks.sharded_pipeline.settings import Ours, Setting
-from benchmarks.sharded_pipeline.work import DATA, PIPELINE, Work
+from benchmarks.sharded_pipeline.work import BURST_BYTES, DATA, PIPELINE, Work
 
 SAME_GRADIENT = 1e-10
-BURST_BYTES = 1 << 20
-"""The burst of the emulated link, in bytes: `benchmarks.islands.network.BURST`, which `tc` reads as 1 MiB."""
-
 SLACK = 1.08
 """One step of a visit decides nothing that is closer: neighbours of what is so near the front are visited too."""
 
@@ -104,9 +101,11 @@ class Track:
     def predict(self, setting: Ours, *, share: float, at: int) -> Row:
         """Seconds of a step by simulation, from the seconds of its instructions, and an island's bytes by its programs:
         the four pipeline ranks of an island take turns on its link."""
+        self.islands.limit(self.work.rate(share))
         timed: Sequence[Timed] = self._running.ask(race.timed, setting, at, timeout=60.0)
         of_island = timed[::DATA]
-        link = Speed(rate=self.work.rate(share) / 8, pool="between islands", burst=BURST_BYTES)
+        first = of_island[0]
+        link = Speed(first.across, first.rate, pool="between islands", burst=BURST_BYTES)
         rates = [Rates(each.seconds, links={"inter": link, "pp": Speed(latency=each.hop)}) for each in of_island]
         schedule = schedules.build(
             setting.schedule, ranks=PIPELINE, microbatches=setting.microbatches, **setting.schedule_options
@@ -115,6 +114,7 @@ class Track:
         ends = [simulate(programs, rates, steps=steps).finish for steps in (2, 3)]
         return {
             "predicted_seconds": ends[1] - ends[0],
+            "predicted_rate": first.rate,
             "predicted_bytes": sum(each.program.sent["inter"] for each in of_island),
         }
 

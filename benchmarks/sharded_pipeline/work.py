@@ -12,6 +12,8 @@ from benchmarks.emulated.work import Work as Sleeping
 
 PIPELINE, DATA = 4, 2
 FLOAT64 = 8
+BURST_BYTES = 1 << 20
+"""The burst of the emulated link, in bytes: `benchmarks.islands.network.BURST`, which `tc` reads as 1 MiB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

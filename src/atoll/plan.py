@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import product
 
 from atoll.errors import PlanError
 from atoll.ir import Schedule
 from atoll.ir.residency import REDUCTIONS, RESIDENCIES, Reduction, Residency
-from atoll.layouts import Layout, Nest, Precision
+from atoll.layouts import Layout, Nest, Precision, Sharding
 from atoll.program import Ending
 
 MOST_MICROBATCHES = 8_191
@@ -89,13 +90,12 @@ class Place:
         """The place among the data-parallel ranks."""
         return Nest(self.mesh.inter, self.mesh.intra, self.inter, self.intra)
 
-    def peers(self, axis: str) -> tuple[int, ...]:
-        """World ranks along `axis` through this one, in order; this rank is at its own coordinate."""
-        found = []
-        for position in range(self.mesh.sizes[axis]):
-            coordinates = {**self.coordinates, axis: position}
-            found.append(Place(self.mesh, **coordinates).rank)
-        return tuple(found)
+    def peers(self, *axes: str) -> tuple[int, ...]:
+        """World ranks along `axes` through this one, in order; of one axis, this rank is at its own coordinate."""
+        positions = product(*(range(self.mesh.sizes[axis]) for axis in axes))
+        return tuple(
+            Place(self.mesh, **{**self.coordinates, **dict(zip(axes, at, strict=True))}).rank for at in positions
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +113,7 @@ class Plan:
     post_validation: stages take the optimizer step without waiting for the global norm, which is checked afterwards.
     sequence_parallel: with tensor parallelism, what lies between the split modules works on a part of the sequence.
     vocabulary_parallel: each pipeline rank has a slice of embedding and head, looks up and scores every microbatch.
+    With tensor parallelism, each rank of its group has a part of that slice.
     prefetch: bytes of parameters that may be gathered before they are used; what a block needs for each link that a
     gather crosses if not given. 0 takes the least memory: nothing is gathered ahead, and a block's gradients are
     reduced before the next block's are made.
@@ -159,11 +160,10 @@ class Plan:
             raise PlanError(f"unit = {self.unit}; a unit has at least one block")
         if self.sequence_parallel and self.mesh.tensor == 1:
             raise PlanError("sequence_parallel splits sequences over a tensor-parallel group, and tensor = 1 has none")
-        if self.vocabulary_parallel and (self.mesh.pipeline == 1 or self.mesh.tensor > 1):
+        if self.vocabulary_parallel and self.mesh.pipeline == 1:
             raise PlanError(
-                "vocabulary_parallel splits embedding and head over two or more pipeline ranks, and not over a "
-                f"tensor-parallel group besides; the mesh has pipeline = {self.mesh.pipeline} and tensor = "
-                f"{self.mesh.tensor}. Turn it off, or change these"
+                "vocabulary_parallel splits embedding and head over two or more pipeline ranks, and the mesh has one; "
+                "turn it off, or use pipeline = 2 or more"
             )
         if self.residency not in RESIDENCIES:
             raise PlanError(f"residency = {self.residency!r}; known: {', '.join(RESIDENCIES)}")
@@ -178,6 +178,10 @@ class Plan:
     def end(self) -> Ending:
         """How its steps end, as a rule."""
         return Ending.AHEAD if self.post_validation else Ending.AT_ONCE
+
+    def sharding(self, place: Place) -> Sharding:
+        """The layout on the rank at `place`."""
+        return Sharding(self.layout, self.precision, place.nest, keeps_apart=self.post_validation)
 
     @property
     def global_batch(self) -> int:

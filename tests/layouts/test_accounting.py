@@ -17,6 +17,7 @@ from atoll.layouts import (
     Nest,
     Precision,
     SegmentShape,
+    Sharding,
     footprint,
     published_memory,
     traffic,
@@ -140,8 +141,8 @@ TEN = FlatMap.build([("weight", (2, 4)), ("bias", (2,))], multiple=4)
 
 
 def _held(layout: str, *, precision: str, compute: str, trainable: bool = True, j: int = 0, i: int = 0) -> Footprint:
-    segment = SegmentShape(TEN, trainable=trainable, compute=compute)
-    return footprint([segment], Layout(layout), precision=Precision.preset(precision), nest=Nest(2, 2, i, j))
+    segment = SegmentShape(TEN, ("I",) if trainable else (), compute)
+    return footprint([segment], Sharding(Layout(layout), Precision.preset(precision), Nest(2, 2, i, j)))
 
 
 def test_fp32_keeps_one_storage_for_parameter_and_master_at_the_coarser_level() -> None:
@@ -166,12 +167,11 @@ def test_a_frozen_segment_is_parameters_only_in_its_own_dtype() -> None:
 
 
 def test_segments_add_up_and_states_scale() -> None:
-    one = SegmentShape(TEN, trainable=True)
-    options = {"precision": Precision.preset("fp32"), "nest": Nest(2, 2)}
-    momentum = footprint([one, one], Layout("NNN"), **options, states=1)
+    one, sharding = SegmentShape(TEN, ("I",)), Sharding(Layout("NNN"), Precision.preset("fp32"), Nest(2, 2))
+    momentum = footprint([one, one], sharding, states=1)
     assert momentum == Footprint(96, 96, 80)
     assert momentum.total == 272
-    assert footprint([], Layout("NNN"), **options).total == 0
+    assert footprint([], sharding).total == 0
 
 
 def test_all_ranks_together_hold_a_fully_sharded_model_once() -> None:

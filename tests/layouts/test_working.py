@@ -11,6 +11,7 @@ from atoll.layouts import (
     Nest,
     Precision,
     SegmentShape,
+    Sharding,
     WorkingMemory,
     working_memory,
 )
@@ -24,10 +25,10 @@ def of(layout: str, *, in_place: bool, nest: Nest | None = None, **options: obje
     nest = nest or Nest(2, 2, 0, 1)
     precision = options.pop("precision", FP32)
     assert isinstance(precision, Precision)
-    segment = SegmentShape(FlatMap.build([("w", (NUMEL,))], nest.ranks), trainable=True, compute=precision.compute)
-    return working_memory(
-        [[segment], [segment]], Layout(layout), precision=precision, nest=nest, reads_in_place=in_place, **options
-    )
+    keeps_apart = bool(options.pop("keeps_apart", False))
+    segment = SegmentShape(FlatMap.build([("w", (NUMEL,))], nest.ranks), ("I",), precision.compute)
+    sharding = Sharding(Layout(layout), precision, nest, keeps_apart)
+    return working_memory([[segment], [segment]], sharding, reads_in_place=in_place, **options)  # type: ignore[arg-type]
 
 
 WHOLE = 4 * NUMEL
@@ -78,13 +79,13 @@ def test_parameters_that_are_cast_from_their_master_are_live() -> None:
 
 def test_frozen_parameters_have_no_gradients() -> None:
     nest = Nest(2, 2, 0, 0)
-    frozen = SegmentShape(FlatMap.build([("w", (NUMEL,))], nest.ranks), trainable=False)
-    need = working_memory([[frozen]], Layout("ING"), precision=FP32, nest=nest, reads_in_place=True)
+    frozen = SegmentShape(FlatMap.build([("w", (NUMEL,))], nest.ranks))
+    need = working_memory([[frozen]], Sharding(Layout("ING"), FP32, nest), reads_in_place=True)
     assert (need.live, need.lent, need.buffers) == (WHOLE, 0, 0)
 
 
 def test_nobody_needs_anything_of_no_block() -> None:
-    assert working_memory([], Layout("GGG"), precision=FP32, nest=Nest(2, 2), reads_in_place=True).total == 0
+    assert working_memory([], Sharding(Layout("GGG"), FP32, Nest(2, 2)), reads_in_place=True).total == 0
 
 
 def test_a_program_says_what_is_whole_and_made_at_once() -> None:

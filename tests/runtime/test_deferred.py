@@ -15,7 +15,7 @@ from torch.distributed.pipelining._backward import stage_backward_input
 
 from atoll import schedules
 from atoll.ir import Op
-from atoll.layouts import Layout, Nest, Precision
+from atoll.layouts import Layout, Nest, Precision, Sharding
 from atoll.models import Decoder, DecoderConfig
 from atoll.plan import MeshShape
 from atoll.runtime.engine import Engine
@@ -60,9 +60,7 @@ def unit_of(block: nn.Module) -> Unit:
     place = MeshShape().place(0)
     device = torch.device("cpu")
     around = Surroundings(
-        Layout("NNN"),
-        Precision.preset("fp32"),
-        Nest(),
+        Sharding(Layout("NNN"), Precision.preset("fp32"), Nest()),
         connect(place, device),
         device,
         lanes_of(device, alone=True, waits_on_host=True),
@@ -139,9 +137,7 @@ def test_weights_come_out_as_autograd_gives_them() -> None:
 
         place, device = MeshShape().place(0), torch.device("cpu")
         around = Surroundings(
-            Layout("NNN"),
-            Precision.preset("fp64"),
-            Nest(),
+            Sharding(Layout("NNN"), Precision.preset("fp64"), Nest()),
             connect(place, device),
             device,
             lanes_of(device, alone=True, waits_on_host=True),
@@ -269,6 +265,36 @@ def test_compiled_blocks(pipeline: int, schedule: str) -> None:
         layout="IIG", pipeline=pipeline, intra=2, schedule=schedule, compile=compiler, model=TinyConfig(odd=True)
     )
     wanted = reference(Case(model=TinyConfig(odd=True)))
+    for history, went_through_the_operator in run_ranks(profile_compiled, case.ranks, case, timeout=180):
+        worst, where = worst_difference(history, wanted)
+        assert worst <= 1e-10, where
+        assert went_through_the_operator == (pipeline > 1)
+
+
+def operators_called(case: Case) -> tuple[int, int]:
+    """How often the operator of compiled linear layers is called in a step, and how many linear layers wait for W."""
+    engine = case.engine()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        engine.step(case.share(engine, 0))
+    called = sum(event.count for event in profiler.key_averages() if event.key == "atoll::linear_input_gradient")
+    waiting = sum(len(stage.deferred) for stage in engine._sharded.stages)
+    engine.close()
+    return called, waiting
+
+
+def test_every_layer_of_a_long_stage_is_compiled() -> None:
+    case = Case(pipeline=2, microbatches=2, compile="block-eager", model=TinyConfig(layers=22))
+    for called, waiting in run_ranks(operators_called, 2, case, timeout=180):
+        assert waiting > 2 * 8
+        assert called == 2 * waiting
+
+
+@pytest.mark.parametrize(("pipeline", "schedule"), [(1, "1f1b"), (2, "zb-h1")])
+def test_compiled_blocks_beside_tensor_parallelism(pipeline: int, schedule: str) -> None:
+    """Linear layers that wait for W go through the operator on their part of the weight."""
+    model = TinyConfig(layers=5, tied=True, frozen=True)
+    case = Case(layout="IIG", pipeline=pipeline, tensor=2, schedule=schedule, compile="block-eager", model=model)
+    wanted = reference(Case(model=model))
     for history, went_through_the_operator in run_ranks(profile_compiled, case.ranks, case, timeout=180):
         worst, where = worst_difference(history, wanted)
         assert worst <= 1e-10, where

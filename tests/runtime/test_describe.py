@@ -46,6 +46,9 @@ CASES = {
         residency="run",
         reduction="run",
     ),
+    "slices beside a tensor-parallel group": Case(
+        "IIG", pipeline=2, intra=2, tensor=2, vocabulary_parallel=True, model=TinyConfig(layers=4, vocabulary=40)
+    ),
     "a tensor-parallel group": Case("GGG", intra=2, tensor=2, model=Splittable()),  # type: ignore[arg-type]
 }
 

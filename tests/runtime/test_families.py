@@ -138,6 +138,12 @@ def test_vocabulary_parallelism_with_a_scale_of_its_logits() -> None:
     assert_parity(replace(case, model=Family("granite", (("logits_scaling", 4.0), ("embedding_multiplier", 3.0)))))
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "bloom", "cohere"])
+def test_vocabulary_parallelism_beside_tensor_parallelism(name: str) -> None:
+    case = replace(TENSOR, pipeline=2, vocabulary_parallel=True, schedule="zb-h1")
+    assert_parity(replace(case, model=Family(name, padded=True)))
+
+
 @pytest.mark.parametrize(
     ("model", "words"),
     [

@@ -31,12 +31,25 @@ from atoll.testing.tiny import TinyConfig
 
 EVERYTHING = TinyConfig(layers=8, vocabulary=17, tied=True, frozen=True, odd=True, small=True, unused=True, dropout=0.2)
 SPLIT = Case(pipeline=2, vocabulary_parallel=True, microbatches=4, steps=2, model=EVERYTHING)
+EVEN = replace(EVERYTHING, odd=False)
+BOTH = replace(SPLIT, tensor=2, model=EVEN)
+"""Rows that are split over two pipeline ranks and the two ranks of each one's tensor-parallel group."""
 
 
 @pytest.mark.parametrize("pipeline", [2, 3, 4])
 @pytest.mark.parametrize("name", schedules.CATALOGUE)
 def test_every_schedule(name: str, pipeline: int) -> None:
     assert_parity(replace(SPLIT, schedule=name, pipeline=pipeline, microbatches=2 * pipeline))
+
+
+@pytest.mark.parametrize("name", schedules.CATALOGUE)
+def test_every_schedule_beside_tensor_parallelism(name: str) -> None:
+    assert_parity(replace(BOTH, schedule=name))
+
+
+@pytest.mark.parametrize("layout", ["NNG", "IIG", "GGG"])
+def test_layouts_beside_tensor_parallelism(layout: str) -> None:
+    assert_parity(replace(BOTH, layout=layout, intra=2, schedule="zb-v", microbatches=8, recompute="block"))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
@@ -74,8 +87,9 @@ MODELS = {
 
 @pytest.mark.parametrize("schedule", ["gpipe", "v-half"])
 @pytest.mark.parametrize("model", MODELS)
-def test_which_ends_are_trained(model: str, schedule: str) -> None:
-    assert_parity(replace(SPLIT, model=MODELS[model], schedule=schedule, layout="GGG", intra=2, microbatches=8))
+@pytest.mark.parametrize("case", [replace(SPLIT, intra=2), BOTH], ids=["pipeline", "both"])
+def test_which_ends_are_trained(case: Case, model: str, schedule: str) -> None:
+    assert_parity(replace(case, model=MODELS[model], schedule=schedule, layout="GGG", microbatches=8))
 
 
 @pytest.mark.parametrize("name", schedules.CATALOGUE)
@@ -119,8 +133,13 @@ class Small:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_decoder(tied: bool) -> None:
-    assert_parity(replace(SPLIT, schedule="zb-h1", model=Small(tied=tied), layout="IIG", intra=2, microbatches=8))
+@pytest.mark.parametrize(
+    "case",
+    [replace(SPLIT, intra=2), BOTH, replace(BOTH, sequence_parallel=True)],
+    ids=["pipeline", "both", "sequence"],
+)
+def test_the_decoder(case: Case, tied: bool) -> None:
+    assert_parity(replace(case, schedule="zb-h1", model=Small(tied=tied), layout="IIG", microbatches=8))
 
 
 # ---- evaluation and logits
@@ -137,10 +156,11 @@ def evaluate(case: Case) -> tuple[float, torch.Tensor | None]:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
-def test_evaluation_and_logits(schedule: str) -> None:
-    case = replace(SPLIT, schedule=schedule, pipeline=3, microbatches=6)
-    whole = run_ranks(evaluate, 3, replace(case, vocabulary_parallel=False))
-    split = run_ranks(evaluate, 3, case)
+@pytest.mark.parametrize("case", [replace(SPLIT, pipeline=3), BOTH], ids=["pipeline", "both"])
+def test_evaluation_and_logits(case: Case, schedule: str) -> None:
+    case = replace(case, schedule=schedule, microbatches=6)
+    whole = run_ranks(evaluate, case.ranks, replace(case, vocabulary_parallel=False))
+    split = run_ranks(evaluate, case.ranks, case)
     for (loss, logits), (wanted_loss, wanted) in zip(split, whole, strict=True):
         assert abs(loss - wanted_loss) < 1e-12
         assert (logits is None) == (wanted is None)
@@ -156,7 +176,15 @@ DEEP = replace(SPLIT, pipeline=3, layout="GGG", schedule="zb-v", microbatches=4)
 
 
 @pytest.mark.parametrize(
-    ("first", "second"), [(WHOLE, DEEP), (DEEP, WHOLE), (DEEP, SPLIT)], ids=["to", "from", "fewer"]
+    ("first", "second"),
+    [
+        (WHOLE, DEEP),
+        (DEEP, WHOLE),
+        (DEEP, SPLIT),
+        (replace(WHOLE, model=EVEN), BOTH),
+        (BOTH, replace(DEEP, model=EVEN)),
+    ],
+    ids=["to", "from", "fewer", "to both", "from both"],
 )
 def test_checkpoints_go_from_and_to_any_split(first: Case, second: Case, tmp_path: Path) -> None:
     assert_checkpoint_parity(first, second, tmp_path / "one")
@@ -174,8 +202,9 @@ def read_and_edit(case: Case) -> tuple[dict[str, Any], dict[str, Any], dict[str,
     return before, after, gradients
 
 
-def test_whole_parameters_and_gradients_are_read_and_edited_on_every_rank() -> None:
-    for before, after, gradients in run_ranks(read_and_edit, 4, replace(SPLIT, layout="GGG", intra=2)):
+@pytest.mark.parametrize("case", [replace(SPLIT, intra=2), BOTH], ids=["pipeline", "both"])
+def test_whole_parameters_and_gradients_are_read_and_edited_on_every_rank(case: Case) -> None:
+    for before, after, gradients in run_ranks(read_and_edit, 4, replace(case, layout="GGG")):
         assert before["0.table.weight"].shape == gradients["0.table.weight"].shape == (17, 8)
         for name, value in after.items():
             assert torch.equal(value, before[name] * (2.0 if name == "0.table.weight" else 1.0)), name
@@ -240,10 +269,11 @@ def held(case: Case) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("layout", ["NNN", "IIG", "GGG"])
-def test_footprint_is_what_is_held_and_the_ends_are_spread(layout: str) -> None:
-    case = replace(SPLIT, pipeline=4, model=TinyConfig(layers=4, vocabulary=400), layout=layout, precision="fp32")
-    whole = run_ranks(held, 4, replace(case, vocabulary_parallel=False))
-    split = run_ranks(held, 4, case)
+@pytest.mark.parametrize("case", [replace(SPLIT, pipeline=4), replace(BOTH, pipeline=4)], ids=["pipeline", "both"])
+def test_footprint_is_what_is_held_and_the_ends_are_spread(case: Case, layout: str) -> None:
+    case = replace(case, model=TinyConfig(layers=4, vocabulary=400), layout=layout, precision="fp32")
+    whole = run_ranks(held, case.ranks, replace(case, vocabulary_parallel=False))
+    split = run_ranks(held, case.ranks, case)
     assert max(map(sum, split)) < 0.7 * max(map(sum, whole))
     assert max(map(sum, split)) < 1.2 * min(map(sum, split))
 
@@ -301,10 +331,10 @@ def test_models_that_cannot_be_split_are_refused(model: Cause, words: str) -> No
         run_ranks(build_only, 2, replace(SPLIT, model=model))
 
 
-@pytest.mark.parametrize(("pipeline", "tensor"), [(1, 1), (2, 2)])
-def test_meshes_that_do_not_fit_are_refused(pipeline: int, tensor: int) -> None:
-    mesh = MeshShape(pipeline, tensor=tensor)
-    schedule = schedules.build("1f1b", ranks=pipeline, microbatches=2)
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_meshes_that_do_not_fit_are_refused(tensor: int) -> None:
+    mesh = MeshShape(tensor=tensor)
+    schedule = schedules.build("1f1b", ranks=1, microbatches=2)
     with pytest.raises(PlanError, match="vocabulary_parallel splits embedding and head over two or more"):
         Plan(mesh, Layout("NNN"), schedule, 1, vocabulary_parallel=True)
 

@@ -68,7 +68,7 @@ def _described(config: Config, rank: int, *, training: bool) -> Described:
 
 
 def _has_gpus(config: Config) -> bool:
-    """Whether this machine has a GPU for each rank. `atoll train` runs on GPUs only then."""
+    """True if this machine has a GPU for each rank. With fewer, `atoll train` runs on CPUs."""
     import torch
 
     return torch.cuda.is_available() and torch.cuda.device_count() >= config.parallel.ranks

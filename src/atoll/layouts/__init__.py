@@ -3,7 +3,6 @@
 from atoll.layouts.accounting import (
     Footprint,
     PublishedMemory,
-    SegmentShape,
     Traffic,
     footprint,
     published_memory,
@@ -27,6 +26,7 @@ from atoll.layouts.level import (
     Moves,
 )
 from atoll.layouts.precision import ITEM_BYTES, PRESETS, Precision
+from atoll.layouts.storage import SegmentShape, Sharding, Stored
 from atoll.layouts.working import AT_ONCE, WorkingMemory, reduced_at_once, working_memory
 
 __all__ = [
@@ -59,7 +59,9 @@ __all__ = [
     "PublishedMemory",
     "SegmentShape",
     "Shape",
+    "Sharding",
     "Slice",
+    "Stored",
     "Traffic",
     "WorkingMemory",
     "boxes",

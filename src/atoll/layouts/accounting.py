@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from atoll.errors import LayoutError
-from atoll.layouts.flat import FlatMap, Nest
 from atoll.layouts.layout import Layout
 from atoll.layouts.level import (
     GATHER_PARAMETER,
@@ -24,25 +23,11 @@ from atoll.layouts.level import (
     Level,
     Moves,
 )
-from atoll.layouts.precision import ITEM_BYTES, Precision
+from atoll.layouts.precision import ITEM_BYTES
+from atoll.layouts.storage import SegmentShape, Sharding, Stored
 
 GATHERS_A_MICROBATCH = 2
 """In `unit` residency a unit is gathered once for the forward and once for the backward of each microbatch."""
-
-
-@dataclass(frozen=True, slots=True)
-class SegmentShape:
-    """One flat buffer of a unit.
-
-    compute: torch's name of the dtype that its parameters have in forward.
-    accumulators: gradients that are kept apart until the step's end (two for a shared parameter that one rank uses
-    both in an embedding and in a linear layer with a split backward).
-    """
-
-    map: FlatMap
-    trainable: bool
-    compute: str = "float32"
-    accumulators: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,49 +56,36 @@ class Footprint:
         )
 
 
-def footprint(
-    segments: Sequence[SegmentShape],
-    layout: Layout,
-    *,
-    precision: Precision,
-    nest: Nest,
-    states: int = 2,
-    keeps_apart: bool = False,
-) -> Footprint:
-    """Bytes the rank at `nest` holds of the state of `segments` under `layout`.
+def footprint(segments: Sequence[SegmentShape], sharding: Sharding, *, states: int = 2) -> Footprint:
+    """Bytes that a rank holds of the state of `segments`.
 
     states: tensors that the optimizer keeps of every parameter besides the master (Adam 2, momentum 1, SGD 0); they
     cover the parameters only, the other buffers cover their padding too.
-    keeps_apart: parameters and master are stored apart even where one could serve for both, as a post-validated
-    optimizer step needs it.
     """
     total = Footprint(0, 0, 0)
     for segment in segments:
-        total += _segment_footprint(
-            segment, layout, precision=precision, nest=nest, states=states, keeps_apart=keeps_apart
-        )
+        total += _segment_footprint(segment, sharding, states)
     return total
 
 
-def _segment_footprint(
-    segment: SegmentShape, layout: Layout, *, precision: Precision, nest: Nest, states: int, keeps_apart: bool
-) -> Footprint:
-    compute = ITEM_BYTES[segment.compute]
-    padded = segment.map.padded
-    if not segment.trainable:
-        return Footprint(compute * len(nest.range(layout.parameters, padded)), 0, 0)
-    master = ITEM_BYTES[precision.master]
-    gradients = segment.accumulators * ITEM_BYTES[precision.gradient] * len(nest.range(layout.gradients, padded))
-    held = nest.range(layout.optimizer, padded)
+def _segment_footprint(segment: SegmentShape, sharding: Sharding, states: int) -> Footprint:
+    layout, precision = sharding.layout, sharding.precision
+
+    def numel(level: Level) -> int:
+        return len(sharding.nest.range(level, segment.map.padded))
+
+    stored = sharding.stored(segment)
+    parameters = 0 if stored is Stored.CAST else ITEM_BYTES[segment.compute] * numel(layout.parameters)
+    if stored is Stored.ALONE:
+        return Footprint(parameters, 0, 0)
+    item = ITEM_BYTES[precision.master]
+    held = sharding.nest.range(layout.optimizer, segment.map.padded)
     covered = sum(part.stop - part.start for part in segment.map.slices(held))
-    optimizer = states * master * covered
-    if segment.compute == precision.master and not keeps_apart:
-        # One storage is both parameter and master, as coarse as the coarser of the two needs.
-        shared = nest.range(min(layout.parameters, layout.optimizer), padded)
-        return Footprint(master * len(shared), gradients, optimizer)
-    is_cast = layout.parameters is layout.optimizer and not keeps_apart
-    stored = 0 if is_cast else len(nest.range(layout.parameters, padded))
-    return Footprint(compute * stored, gradients, optimizer + master * len(held))
+    gradients = len(segment.phases) * ITEM_BYTES[precision.gradient] * numel(layout.gradients)
+    if stored is Stored.SHARED:
+        coarse = min(layout.parameters, layout.optimizer)
+        return Footprint(item * numel(coarse), gradients, states * item * covered)
+    return Footprint(parameters, gradients, states * item * covered + item * len(held))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from atoll.layouts.accounting import SegmentShape
 from atoll.layouts.flat import Nest
-from atoll.layouts.layout import Layout
 from atoll.layouts.level import GATHER_PARAMETER, REDUCE_GRADIENT, SYNC_GRADIENT, Axis, Kind, Level, Moves
-from atoll.layouts.precision import ITEM_BYTES, Precision
+from atoll.layouts.precision import ITEM_BYTES
+from atoll.layouts.storage import SegmentShape, Sharding
 
 AT_ONCE = 2
 """Syncs, and at most gathers, under way at once: one on the slow link, one on the fast one."""
@@ -43,17 +42,14 @@ class WorkingMemory:
 
 def working_memory(
     blocks: Sequence[Sequence[SegmentShape]],
-    layout: Layout,
+    sharding: Sharding,
     *,
-    precision: Precision,
-    nest: Nest,
     reads_in_place: bool,
     prefetch: int | None = None,
-    keeps_apart: bool = False,
     whole: int | None = None,
     made: int | None = None,
 ) -> WorkingMemory:
-    """What the rank at `nest` needs for `blocks`, each given by the segments that it uses.
+    """What a rank needs for `blocks`, each given by the segments that it uses.
 
     reads_in_place: whether the ranks of a group read each other's memory, as they do on one host's CPUs.
     prefetch: bytes that may be gathered ahead; None: what one block needs for each link that a gather crosses; 0 lets
@@ -61,21 +57,18 @@ def working_memory(
     whole, made: the most bytes of whole parameters, and of whole gradients that are made and reduced, which a program
     has at once; None: one block after the other, each freed after its use and reduced in its microbatch.
     """
-    each = [
-        _block(block, layout, precision=precision, nest=nest, reads_in_place=reads_in_place, keeps_apart=keeps_apart)
-        for block in blocks
-    ]
+    nest, is_shared = sharding.nest, reads_in_place and sharding.nest.intra > 1
+    each = [_block(block, sharding, is_shared=is_shared) for block in blocks]
     largest, staged, flow, arriving = (max((sizes[at] for sizes in each), default=0) for at in range(4))
     has_to_travel = largest > 0 and (nest.intra < 2 or not reads_in_place or staged > 0)
     ahead = 0
     if has_to_travel:
-        links = [move.axis for move in GATHER_PARAMETER[layout.parameters] if nest.size(move.axis) > 1]
+        links = [move.axis for move in sharding.real(GATHER_PARAMETER[sharding.layout.parameters])]
         crossed = [axis for axis in links if axis is not Axis.INTRA or not reads_in_place]
         ahead = max(1, len(crossed)) * (staged or largest) if prefetch is None else prefetch
     behind = reduced_at_once(prefetch)
     flows = (behind + 1) * flow if made is None else made
     at_worst = max((behind + 1) * flow, flows)
-    is_shared = reads_in_place and nest.intra > 1
     # Where nothing is gathered ahead, one staged part is enough: it is given back before the next is asked for.
     lent = (max(ahead, (behind + 1) * staged) if staged else 0) + (at_worst if is_shared else 0)
     limit = ahead if not staged else 0
@@ -89,28 +82,23 @@ def working_memory(
 
 
 def _block(
-    segments: Sequence[SegmentShape],
-    layout: Layout,
-    *,
-    precision: Precision,
-    nest: Nest,
-    reads_in_place: bool,
-    keeps_apart: bool,
+    segments: Sequence[SegmentShape], sharding: Sharding, *, is_shared: bool
 ) -> tuple[int, int, int, int]:
     """Of one block: its whole copy, the part of it that is gathered for others to read, its gradients, and what
-    arrives from other ranks while they are reduced and synced."""
+    arrives from other ranks while they are reduced and synced.
+
+    is_shared: whether there are others in the group, and they read each other's memory.
+    """
+    nest, layout = sharding.nest, sharding.layout
     p, g, os = layout.parameters, layout.gradients, layout.optimizer
-    is_shared = reads_in_place and nest.intra > 1
-    whole = flow = arriving = 0
+    whole = sum(map(sharding.whole_bytes, segments))
+    flow = arriving = 0
     for segment in segments:
-        compute, padded = ITEM_BYTES[segment.compute], segment.map.padded
-        is_cast = segment.trainable and p is os and segment.compute != precision.master
-        if p is not Level.N or (is_cast and not keeps_apart):
-            whole += compute * padded
+        padded = segment.map.padded
         if segment.trainable:
-            gradient = ITEM_BYTES[precision.gradient]
+            gradient = ITEM_BYTES[sharding.precision.gradient]
+            flow += sharding.flow_bytes(segment) * len(segment.phases)
             if g is not Level.N:
-                flow += gradient * padded * segment.accumulators
                 arriving += gradient * _arriving(REDUCE_GRADIENT[g], nest, padded, is_shared=is_shared)
             coarse = min(g, os)
             syncs = AT_ONCE * gradient

@@ -66,6 +66,11 @@ class Vocabulary:
     scale: float = 1.0
     cap: float | None = None
 
+    @property
+    def ends(self) -> tuple[str, str]:
+        """Embedding and head."""
+        return self.embedding, self.head
+
 
 @dataclass(frozen=True, slots=True)
 class Block:

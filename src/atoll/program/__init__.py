@@ -13,6 +13,7 @@ from atoll.program.parts import Part, parts_of
 from atoll.program.program import Program, Programs
 from atoll.program.shape import PHASES, BlockShape, RankShape, StageShape, UnitShape
 from atoll.program.traffic import sent_by, way_of
+from atoll.program.units import unit_shape
 
 __all__ = [
     "BACKWARD",
@@ -36,5 +37,6 @@ __all__ = [
     "parts_of",
     "peaks",
     "sent_by",
+    "unit_shape",
     "way_of",
 ]

@@ -115,22 +115,22 @@ class Do(StrEnum):
 
     @property
     def has_phase(self) -> bool:
-        """Whether the instruction names a phase of the backward."""
+        """True for instructions that handle the gradients of one phase of the backward, I or W."""
         return self in (Do.REDUCE, Do.REDUCED, Do.SYNC)
 
     @property
     def waits(self) -> bool:
-        """Whether the instruction waits for a message or for other ranks."""
+        """True for instructions that can block: on a message, on a collective or on other ranks."""
         return self in _WAITS
 
     @property
     def is_of_block(self) -> bool:
-        """Whether the index of the instruction is that of a block."""
+        """True if `Instruction.of` is the index of a block."""
         return self in (Do.F, Do.I)
 
     @property
     def is_of_unit(self) -> bool:
-        """Whether the index of the instruction is that of a unit."""
+        """True if `Instruction.of` is the index of a unit."""
         return self in _OF_UNIT
 
 

@@ -124,11 +124,11 @@ class Engine:
                 f"clip = {self.clip}; the largest gradient norm is above 0, or None to leave gradients alone"
             )
         self.adapter: Adapter = adapter_for(self.model)
-        tensor = None
-        if plan.mesh.tensor > 1:
-            tensor = tensor_parallel(self.adapter, plan, self.transport.mesh_along("tp"))
         outline = Outline.of(self.adapter, plan)
         self.runs = outline.runs
+        tensor = None
+        if plan.mesh.tensor > 1:
+            tensor = tensor_parallel(self.adapter, plan, self.transport.mesh_along("tp"), apart=outline.ends)
         if outline.vocabulary is not None:
             ends = outline.rank_of_stage
             self.transport.open_vocabulary_links(ends[0], ends[-1])
@@ -138,20 +138,17 @@ class Engine:
             waits_on_host=self.transport.waits_on_host,
         )
         around = Surroundings(
-            plan.layout,
-            plan.precision,
-            self.place.nest,
+            plan.sharding(self.place),
             self.transport,
             self.device,
-            self._lanes,
-            plan.post_validation,
-            None if weights is None or is_complete(Path(weights)) else weights_for(self.adapter, Path(weights)),
+            lanes=self._lanes,
+            weights=None if weights is None or is_complete(Path(weights)) else weights_for(self.adapter, Path(weights)),
         )
         self.advice = self._advise(outline)
         self._check_same_values()
         collector = Collector()
         self._sharded = build(outline, around=around, collector=collector, seed=self._seed, tensor=tensor)
-        self._batches = Batches(plan, self.place, self.device, self._agreement, self._sharded.vocabulary)
+        self._batches = Batches(plan, self.place, self.device, agreement=self._agreement, vocabulary=self._sharded.vocabulary)
         self.units = self._sharded.units
         if not self._sharded.trainable:
             raise PlanError("the model has no trainable parameter; set requires_grad on what is to be trained")
@@ -160,7 +157,7 @@ class Engine:
             self.units,
             self._sharded.specs,
             self._optimizer,
-            self.transport,
+            transport=self.transport,
             clip=self.clip,
             scaler=LossScaler() if plan.precision.compute == "float16" else None,
             is_post_validated=plan.post_validation,
@@ -322,7 +319,7 @@ class Engine:
 
     def footprint(self, *, states: int = 2) -> Footprint:
         """The bytes that the layouts' accounting predicts for this rank; `states` as in `atoll.layouts.footprint`."""
-        return held_at_rest(self.units, self.plan, self.place.nest, states=states)
+        return held_at_rest(self.units, self.plan.sharding(self.place), states=states)
 
     def working_memory(self) -> WorkingMemory:
         """The bytes that this rank needs within a step besides what rests and what autograd keeps."""
@@ -330,7 +327,7 @@ class Engine:
 
     def _needed(self, *, reads_in_place: bool) -> WorkingMemory:
         peaks = self.program.peaks
-        return needed_in_a_step(self._sharded, self.plan, self.place.nest, reads_in_place=reads_in_place, peaks=peaks)
+        return needed_in_a_step(self._sharded, self.plan, self.place, reads_in_place=reads_in_place, peaks=peaks)
 
     def trace(self) -> Trace:
         """This rank's timeline of the last training step, in seconds of the host's monotonic clock."""
@@ -345,7 +342,8 @@ class Engine:
 
         Yields a dictionary that is filled when the context ends: the seconds of each instruction in the last step, by
         instruction and index of its block or unit (-1: it has none), as the mean over microbatches. `atoll.sim.Rates`
-        takes it. Instructions that wait for a message or for other ranks are left out.
+        takes it. Of what waits for a message or for other ranks it is the shortest of its kind, which waited least; what
+        waits once a step is left out.
         """
         found: dict[tuple[Do, int], float] = {}
         self._executor.is_timed = True
@@ -355,7 +353,16 @@ class Engine:
             self._executor.is_timed = False
         if self._outcome is not None:
             taken = self._outcome.clock.seconds()
-            found.update({key: fmean(each) for key, each in taken.items() if not key[0].waits})
+            waits: dict[Do, list[float]] = {}
+            for (do, _), each in taken.items():
+                if do.waits:
+                    waits.setdefault(do, []).extend(each)
+            shortest = {do: min(each) for do, each in waits.items() if len(each) > 1}
+            for key, each in taken.items():
+                if not key[0].waits:
+                    found[key] = fmean(each)
+                elif key[0] in shortest:
+                    found[key] = shortest[key[0]]
 
     # ---- what users read and edit
 
@@ -436,7 +443,7 @@ class Engine:
         with self._agreement.guard():
             scaler = None if self._end.scaler is None else asdict(self._end.scaler)
             own = {"step": self.step_number, "scaler": scaler, "caller": dict(state or {})}
-            save_state(Path(folder), self.units, self._optimizer, self._buffers(), own)
+            save_state(Path(folder), self.units, self._optimizer, buffers=self._buffers(), state=own)
 
     def load(self, folder: str | Path) -> dict[str, Any]:
         """Read a checkpoint of the same model, whatever it ran on; gives back the caller's `state`."""
@@ -450,7 +457,7 @@ class Engine:
             problem = error
         with self._agreement.guard():
             self._agreement.agree(problem)
-            own = load_state(Path(folder), self.units, self._optimizer, self._buffers(), stored)
+            own = load_state(Path(folder), self.units, self._optimizer, buffers=self._buffers(), stored=stored)
             for unit in self.units:
                 unit.sync_parameters()
         self.step_number = int(own["step"])

@@ -81,11 +81,11 @@ def import_folder(source: Path, target: Path, *, objective: str = "causal") -> M
     pieces = []
     for name in names:
         whole = weights.whole(name) if isinstance(weights, Weights) else weights[name].detach()
-        pieces.append(Piece(("model", name), tuple(whole.shape), 0, whole.numel(), whole.reshape(-1)))
+        pieces.append(Piece(("model", name), tuple(whole.shape), 0, stop=whole.numel(), tensor=whole.reshape(-1)))
     state: dict[str, Any] = {"step": 0, "scaler": None, "groups": [], "caller": {"config": config.dump()}}
     checkpoint.save(target, pieces, state)
     nbytes = sum(piece.tensor.nbytes for piece in pieces)
-    return Moved(target, len(pieces), nbytes, tuple(sorted(file.name for file in target.iterdir())), read_whole)
+    return Moved(target, len(pieces), nbytes, files=tuple(sorted(file.name for file in target.iterdir())), read_whole=read_whole)
 
 
 def export_folder(source: Path, target: Path, *, dtype: str | None = None) -> Moved:
@@ -102,12 +102,12 @@ def export_folder(source: Path, target: Path, *, dtype: str | None = None) -> Mo
     stored = read_contents(source / ".metadata").tensors
     names = {name.removeprefix("model."): name for name in stored if name.startswith("model.")}
     sizes = hugging_face_config(config)
-    _fit_vocabulary(sizes, model, stored, names)
+    _fit_vocabulary(sizes, model, stored, names=names)
     target.mkdir(parents=True, exist_ok=True)
     if config.lora.rank:
-        return _export_adapters(source, target, config, model, names, stored)
+        return _export_adapters(source, target, config, model=model, names=names, stored=stored)
     own: Any = getattr(torch, dtype) if dtype is not None else sizes.dtype
-    moved = _write(source, target, names, stored, own)
+    moved = _write(source, target, names, stored=stored, dtype=own)
     sizes.dtype = own
     sizes.architectures = [type(model).__name__]
     sizes.save_pretrained(target)
@@ -158,14 +158,14 @@ def _write(
     total = 0
     for at, group in enumerate(files, start=1):
         file = SINGLE if len(files) == 1 else f"model-{at:05d}-of-{len(files):05d}.safetensors"
-        tensors = _read(source, {name: names[name] for name in group}, stored, dtype)
+        tensors = _read(source, {name: names[name] for name in group}, stored, dtype=dtype)
         save_file(tensors, target / file, metadata={"format": "pt"})
         index.update(dict.fromkeys(group, file))
         total += sum(tensor.nbytes for tensor in tensors.values())
     if len(files) > 1:
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2)
         (target / INDEX).write_text(text + "\n", encoding="utf-8")
-    return Moved(target, len(index), total, tuple(sorted({*index.values()})))
+    return Moved(target, len(index), total, files=tuple(sorted({*index.values()})))
 
 
 def _files(names: Mapping[str, str], stored: Mapping[str, Any], dtype: torch.dtype | None) -> Iterator[list[str]]:
@@ -190,7 +190,7 @@ def _read(
     for name, key in names.items():
         shape = tuple(stored[key].size)
         found[name] = torch.empty(shape, dtype=dtype or stored[key].properties.dtype)
-        pieces.append(Piece(tuple(_path(key)), shape, 0, found[name].numel(), found[name].view(-1)))
+        pieces.append(Piece(tuple(_path(key)), shape, 0, stop=found[name].numel(), tensor=found[name].view(-1)))
     checkpoint.load(source, pieces, strict=False)
     return found
 
@@ -212,7 +212,7 @@ def _export_adapters(
 
     (name, lora), *_ = model.peft_config.items()
     added = {key: names[key] for key in names if ".lora_" in key}
-    tensors = _read(source, added, stored, None)
+    tensors = _read(source, added, stored, dtype=None)
     plain = {f"base_model.model.{key.replace(f'.{name}.', '.')}": tensor for key, tensor in tensors.items()}
     save_file(plain, target / "adapter_model.safetensors", metadata={"format": "pt"})
     lora.inference_mode = True
@@ -220,7 +220,7 @@ def _export_adapters(
     lora.base_model_name_or_path = None if is_family else str(Path(config.model.source).absolute())
     lora.save_pretrained(target)
     nbytes = sum(tensor.nbytes for tensor in plain.values())
-    return Moved(target, len(plain), nbytes, ("adapter_config.json", "adapter_model.safetensors"))
+    return Moved(target, len(plain), nbytes, files=("adapter_config.json", "adapter_model.safetensors"))
 
 
 def _copy_tokenizer(config: Config, checkpoint_folder: Path, target: Path) -> None:

@@ -109,7 +109,7 @@ class Mail:
         sender = action.stage - 1 if is_forward else action.stage + 1
         kind = sender if is_forward else action.stage, self._kinds[action.microbatch]
         tag = Tag(Channel.FORWARD if is_forward else Channel.BACKWARD, sender, action.microbatch)
-        return _Expected(action.op, action.stage, action.microbatch, kind, self._rank_of(sender), tag)
+        return _Expected(action.op, action.stage, action.microbatch, kind=kind, peer=self._rank_of(sender), tag=tag)
 
     def begin_again(self, stale: Sequence[tuple[Action, int]]) -> None:
         """Begin the same row again after a false start.
@@ -221,7 +221,7 @@ _RECEIVES = frozenset({Op.RECV_F, Op.RECV_B, Op.RECV_S, Op.RECV_T, Op.RECV_G})
 def _expect_parcels(action: Action, parcels: Sequence[Parcel]) -> list[_Expected]:
     assert action.microbatch is not None, "messages have microbatches"
     return [
-        _Expected(action.op, action.stage, action.microbatch, (-1, -1), each.peer, each.tag, each.wire)
+        _Expected(action.op, action.stage, action.microbatch, kind=(-1, -1), peer=each.peer, tag=each.tag, wire=each.wire)
         for each in parcels
     ]
 

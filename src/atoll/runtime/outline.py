@@ -40,8 +40,10 @@ class Outline:
     def of(cls, adapter: Adapter, plan: Plan) -> Self:
         """Split a model, perhaps on `meta`. Raises PlanError where plan and model do not fit."""
         blocks = adapter.blocks()
-        vocabulary = vocabulary_of(adapter, plan.mesh.pipeline) if plan.vocabulary_parallel else None
-        ends = () if vocabulary is None else (vocabulary.embedding, vocabulary.head)
+        vocabulary = None
+        if plan.vocabulary_parallel:
+            vocabulary = vocabulary_of(adapter, plan.mesh.pipeline * plan.mesh.tensor)
+        ends = () if vocabulary is None else vocabulary.ends
         weights = weigh_blocks(blocks, apart=ends)
         runs = split_blocks(weights, plan.schedule.placement, layers_per_stage=plan.layers_per_stage)
         own = tuple(tuple(p for at in run for p in blocks[at].parameters_but(ends)) for run in runs)
@@ -58,7 +60,12 @@ class Outline:
                 held = {stage: sizes[stage] for stage in schedule.placement.stages_of(rank)}
                 frees.append(slices_freed(row, slices, sizes=held, **options))
         schedule = lower(schedule, reduction=plan.reduction, sizes=sizes, slices=slices, **options)
-        return cls(plan, adapter, runs, own, schedule, vocabulary, tuple(frees))
+        return cls(plan, adapter, runs, parameters=own, schedule=schedule, vocabulary=vocabulary, frees=tuple(frees))
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """Names of the modules that are split over the pipeline."""
+        return () if self.vocabulary is None else self.vocabulary.ends
 
     @property
     def sizes(self) -> list[StageSize]:
@@ -95,7 +102,7 @@ def _slices(adapter: Adapter, vocabulary: Vocabulary, plan: Plan) -> Slices:
     def held(module: nn.Module) -> float:
         rows = module.get_parameter("weight").shape[0]
         each = sum(p.numel() for p in module.parameters(recurse=False)) / rows
-        return -(-rows // plan.mesh.pipeline) * each * ITEM_BYTES[plan.precision.compute]
+        return -(-rows // (plan.mesh.pipeline * plan.mesh.tensor)) * each * ITEM_BYTES[plan.precision.compute]
 
     is_tied = embedding.get_parameter("weight") is head.get_parameter("weight")
     return Slices(held(embedding), held(head), is_tied)

@@ -24,7 +24,7 @@ def block_seed(seed: int, step: int, microbatch: int, block: int) -> int:
 
 def seed_block(seed: int, step: int, microbatch: int, block: int) -> None:
     """Seed torch's default generators, of the CPU and of CUDA where it is in use, for one forward of one block."""
-    _seed(block_seed(seed, step, microbatch, block))
+    _seed(block_seed(seed, step, microbatch, block=block))
 
 
 def _seed(value: int) -> None:

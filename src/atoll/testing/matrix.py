@@ -48,14 +48,13 @@ OTHERS: Mapping[str, Sequence[Any]] = MappingProxyType(
         "unit": (1, 2),
         "reads_in_place": (True, False),
         "vocabulary_parallel": (False, True),
+        "compile": (*["none"] * 15, "block-eager"),
     }
 )
-"""What the sample covers too, and the whole matrix draws. data: groups, and ranks of a group."""
+"""What the sample covers too, and the whole matrix draws: a value that is listed more often more often. data: groups,
+and ranks of a group."""
 
 Pair = tuple[str, Any, str, Any]
-
-REFUSED: frozenset[Pair] = frozenset({("tensor", 2, "vocabulary_parallel", True)})
-"""Values that do not go together."""
 
 Choice = dict[str, Any]
 
@@ -65,8 +64,8 @@ def whole() -> Iterator[Choice]:
     draw = random.Random(0)
     for values in itertools.product(*FACTORS.values()):
         row: Choice = dict(zip(FACTORS, values, strict=True))
-        for name in OTHERS:
-            row[name] = draw.choice(_choices(row, name))
+        for name, choices in OTHERS.items():
+            row[name] = draw.choice(choices)
         yield row
 
 
@@ -77,10 +76,9 @@ def sample() -> list[Choice]:
     rows: list[Choice] = []
     for schedule, layout in itertools.product(FACTORS["schedule"], FACTORS["layout"]):
         row: Choice = {"schedule": schedule, "layout": layout}
-        for name in list(factors)[2:]:
-            values = _choices(row, name)
-            alike = [earlier for earlier in rows if _choices(earlier, name) == values]
-            row[name] = max(values, key=lambda value: (_new(seen, row, name, value), -_uses(alike, name, value)))
+        for name, values in list(factors.items())[2:]:
+            uses = {value: _uses(rows, name, value) / values.count(value) for value in values}
+            row[name] = max(values, key=lambda value: (_new(seen, row, name, value), -uses[value]))
         seen.update(_pairs(row))
         rows.append(row)
     return rows
@@ -101,7 +99,7 @@ def name_of(choice: Choice) -> str:
 
 
 def missing_pairs(rows: Sequence[Choice]) -> set[Pair]:
-    """Pairs of values that meet in no row, and could."""
+    """Pairs of values that meet in no row."""
     factors = {**FACTORS, **OTHERS}
     every = {
         (one, a, other, b)
@@ -109,15 +107,7 @@ def missing_pairs(rows: Sequence[Choice]) -> set[Pair]:
         for a in factors[one]
         for b in factors[other]
     }
-    return every - REFUSED - {pair for row in rows for pair in _pairs(row)}
-
-
-def _choices(row: Choice, name: str) -> list[Any]:
-    """The values of a factor that go with the others of a row."""
-    values = {**FACTORS, **OTHERS}[name]
-    return [
-        value for value in values if not any((other, given, name, value) in REFUSED for other, given in row.items())
-    ]
+    return every - {pair for row in rows for pair in _pairs(row)}
 
 
 def _pairs(row: Choice) -> Iterator[Pair]:

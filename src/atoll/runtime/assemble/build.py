@@ -39,11 +39,11 @@ def build(
     model = _Model.of(outline, around.transport.place.pp)
     sliced: VocabularySlice | None = None
     if outline.vocabulary is not None:
-        sliced = _slice_vocabulary(outline.adapter, outline.vocabulary, model.sliced, model.shared, around, seed)
+        sliced = _slice_vocabulary(model, outline.vocabulary, around, seed=seed, tensor=tensor)
     units = _units(model, around, seed=seed, tensor=tensor, sliced=sliced)
-    stages = tuple(_stage(model, stage, units, around, collector) for stage in model.mine)
+    stages = tuple(_stage(model, stage, units, around=around, collector=collector) for stage in model.mine)
     ordered = tuple(units[index] for index in sorted(units))
-    return Sharded(model.specs, ordered, stages, _trainable(model.blocks, model.specs), sliced)
+    return Sharded(model.specs, ordered, stages, trainable=_trainable(model.blocks, model.specs), vocabulary=sliced)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class _Model:
         specs = unit_specs([(block.name, block.module) for block in blocks], groups, apart)
         trained = [at for at, block in enumerate(blocks) if any(p.requires_grad for _, p in block.named_parameters())]
         mine = tuple(stage for stage, owner in enumerate(outline.rank_of_stage) if owner == rank)
-        return _Model(outline, blocks, shared, apart, specs, mine, min(trained, default=len(blocks)))
+        return _Model(outline, blocks, shared, apart=apart, specs=specs, mine=mine, first_trained=min(trained, default=len(blocks)))
 
     @property
     def local(self) -> list[int]:
@@ -104,7 +104,7 @@ def _units(
     spreads: dict[str, Spread] = {}
     for at in local:
         block = model.blocks[at]
-        _materialise(outline.adapter, block, shared, replaced, elsewhere, around=around, seed=seed)
+        _materialise(outline.adapter, block, shared, replaced=replaced, elsewhere=elsewhere, around=around, seed=seed)
         if tensor is not None:
             found_spreads = tensor.apply(at)
             spreads.update({shared.get(name, name): spread for name, spread in found_spreads.items()})
@@ -129,7 +129,7 @@ def _stage(model: _Model, stage: int, units: Mapping[int, Unit], around: Surroun
     plan, runs = model.outline.plan, model.outline.runs
     last = len(runs) - 1
     users = tuple(units[at] for at in sorted(units, reverse=True) if set(units[at].spec.blocks) & set(runs[stage]))
-    looked_up, scored = _ends_of(model.outline.adapter, model.outline.vocabulary, stage, last)
+    looked_up, scored = _ends_of(model.outline.adapter, model.outline.vocabulary, stage, last=last)
     waits = last > 0
     own_blocks: list[LocalBlock] = []
     deferred: list[DeferredWeight] = []
@@ -137,49 +137,45 @@ def _stage(model: _Model, stage: int, units: Mapping[int, Unit], around: Surroun
         block = model.blocks[at]
         own = [unit for unit in users if at in unit.spec.blocks]
         has_end = any(end is not None and end.lies_in(block) for end in (looked_up, scored))
+        # An embedding keeps its ids, which are there anyway, and has nothing to fuse. Split by rows it could neither run
+        # again nor be traced: what makes its output whole is a hook around the block, with a mask from one call to it.
+        is_table = isinstance(block.module, nn.Embedding)
         local = LocalBlock(
             block.module,
             at,
             own,
             needs_backward=at >= model.first_trained,
-            # An embedding keeps its ids, which are there anyway. Split by rows it could not run again either: what
-            # makes its output whole is a hook around the block.
-            recompute="none" if isinstance(block.module, nn.Embedding) else plan.recompute,
+            recompute="none" if is_table else plan.recompute,
             end=scored if scored is not None and scored.lies_in(block) else None,
         )
         own_blocks.append(local)
         # First the layers' own forwards, then the block's: what takes a module's place is compiled with the block.
         if waits or (plan.compile == "none" and around.device.type == "cpu"):
             deferred += defer(block.module, own, collector, waits=waits)
-        local.take_place("none" if has_end else plan.compile)
+        local.take_place("none" if has_end or is_table else plan.compile)
     return Stage(
         stage,
         runs[stage],
         stage == 0,
-        stage == last,
-        model.outline.adapter,
-        users,
-        tuple(own_blocks),
-        tuple(deferred),
-        looked_up,
-        scored,
+        is_last=stage == last,
+        adapter=model.outline.adapter,
+        units=users,
+        blocks=tuple(own_blocks),
+        deferred=tuple(deferred),
+        looked_up=looked_up,
+        scored=scored,
     )
 
 
 def _slice_vocabulary(
-    adapter: Adapter,
-    vocabulary: Vocabulary,
-    specs: Sequence[UnitSpec],
-    shared: Mapping[str, str],
-    around: Surroundings,
-    seed: int,
+    model: _Model, vocabulary: Vocabulary, around: Surroundings, *, seed: int, tensor: TensorParallel | None
 ) -> VocabularySlice:
     """Materialise the two ends one after the other, and keep this rank's rows of them."""
-    place, mesh = around.transport.place, around.transport.mesh_along("pp")
-    blocks = tuple(adapter.blocks())
+    place, mesh = around.transport.place, around.transport.mesh_along("pp", "tp")
+    adapter, blocks, shared = model.outline.adapter, model.blocks, model.shared
     modules = {name: module for block in blocks for name, module in block.named_modules()}
     found: dict[str, nn.Parameter] = {}
-    for end in (vocabulary.embedding, vocabulary.head):
+    for end in vocabulary.ends:
         block, module = blocks[block_of(blocks, end)], modules[end]
         firsts = {key: shared.get(f"{end}.{key}", f"{end}.{key}") for key, _ in module.named_parameters()}
         drawn = set()
@@ -197,7 +193,7 @@ def _slice_vocabulary(
                 found[first] = as_slice(module.get_parameter(key), mesh)
             module.register_parameter(key, found[first])
     units = {}
-    for spec in specs:
+    for spec in model.sliced:
         held = {name: found[name] for name in spec.names}
         phases: dict[str, frozenset[Phase]] = {name: frozenset({"W"}) for name in held}
         spreads = dict.fromkeys(held, Spread.SPLIT)
@@ -216,7 +212,8 @@ def _slice_vocabulary(
         table(vocabulary.embedding),
         table(vocabulary.head),
         index=place.pp,
-        ranks=mesh.size(),
+        ranks=place.mesh.pipeline,
+        tensor=None if tensor is None else tensor.mesh,
         size=embedding.num_embeddings,
         padding=embedding.padding_idx,
     )
@@ -265,7 +262,7 @@ def _phases(blocks: Sequence[Block], shared: Mapping[str, str], *, is_split: boo
 
 def _first_dtype(around: Surroundings) -> torch.dtype:
     """The dtype that initial values are drawn into: the master's, so that halves lose nothing of it."""
-    return dtype_of(around.precision.master)
+    return dtype_of(around.sharding.precision.master)
 
 
 def _trainable(blocks: Sequence[Block], specs: Sequence[UnitSpec]) -> tuple[tuple[str, tuple[int, ...]], ...]:

@@ -50,14 +50,11 @@ def describe(
     with pretended:
         transport = Nowhere(plan.mesh.place(first), torch.device("meta"))
         adapter = adapter_for(make_model())
+        outline = Outline.of(adapter, plan)
         tensor = None
         if plan.mesh.tensor > 1:
-            tensor = tensor_parallel(adapter, plan, transport.mesh_along("tp"))
-        outline = Outline.of(adapter, plan)
-        nest = transport.place.nest
-        around = Surroundings(
-            plan.layout, plan.precision, nest, transport, transport.device, {}, keeps_apart=plan.post_validation
-        )
+            tensor = tensor_parallel(adapter, plan, transport.mesh_along("tp"), apart=outline.ends)
+        around = Surroundings(plan.sharding(transport.place), transport, transport.device, lanes={})
         sharded = build(outline, around=around, collector=Collector(), seed=0, tensor=tensor)
         shape = shape_of(sharded, plan, transport.place, reads_in_place=reads_in_place)
         end = plan.end if training else None
@@ -99,9 +96,9 @@ class Nowhere(Transport):
     def total_later(self, values: Tensor) -> Later:
         _refuse()
 
-    def mesh_along(self, axis: str) -> DeviceMesh:
+    def mesh_along(self, *axes: str) -> DeviceMesh:
         """Of ranks that are pretended."""
-        return DeviceMesh("cpu", list(self.place.peers(axis)), mesh_dim_names=(axis,))
+        return DeviceMesh("cpu", list(self.place.peers(*axes)), mesh_dim_names=("_".join(axes),))
 
 
 def _refuse() -> NoReturn:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from atoll.layouts import Footprint, Nest, WorkingMemory, footprint, reduced_at_once, working_memory
+from atoll.layouts import Footprint, Sharding, WorkingMemory, footprint, reduced_at_once, working_memory
 from atoll.plan import Place, Plan
 from atoll.program import Bytes, RankShape
 from atoll.runtime.pipeline.stage import Sharded
@@ -27,28 +27,22 @@ def held_now(units: Iterable[Unit], states: Iterable[torch.Tensor]) -> Footprint
     return Footprint(**{component: sum(sizes.values()) for component, sizes in held.items()})
 
 
-def held_at_rest(units: Iterable[Unit], plan: Plan, nest: Nest, *, states: int) -> Footprint:
+def held_at_rest(units: Iterable[Unit], sharding: Sharding, *, states: int) -> Footprint:
     """The bytes that the layouts' accounting predicts; `states` as in `atoll.layouts.footprint`."""
-    return footprint(
-        [segment.shape for unit in units for segment in unit.segments],
-        plan.layout,
-        precision=plan.precision,
-        nest=nest,
-        states=states,
-        keeps_apart=plan.post_validation,
-    )
+    return footprint([segment.shape for unit in units for segment in unit.segments], sharding, states=states)
 
 
 def shape_of(sharded: Sharded, plan: Plan, place: Place, *, reads_in_place: bool) -> RankShape:
     """Return the blocks, units and limits of the rank at `place`, as lowering needs them.
 
-    reads_in_place: the ranks of a group read each other's memory, so nothing is gathered between them.
+    reads_in_place: whether the ranks of a group read each other's memory. A gather between them is then a copy, so less
+    is gathered ahead, and a reduction needs no room for what it reads.
     """
     vocabulary = sharded.vocabulary
     return RankShape(
         {stage.index: stage.shape for stage in sharded.stages},
         {unit.spec.index: unit.shape(reads_in_place=reads_in_place) for unit in sharded.units},
-        limit=needed_in_a_step(sharded, plan, place.nest, reads_in_place=reads_in_place).ahead,
+        limit=needed_in_a_step(sharded, plan, place, reads_in_place=reads_in_place).ahead,
         behind=reduced_at_once(plan.prefetch),
         embedding=None if vocabulary is None else vocabulary.embedding.unit.spec.index,
         head=None if vocabulary is None else vocabulary.head.unit.spec.index,
@@ -59,7 +53,7 @@ def shape_of(sharded: Sharded, plan: Plan, place: Place, *, reads_in_place: bool
 
 
 def needed_in_a_step(
-    sharded: Sharded, plan: Plan, nest: Nest, *, reads_in_place: bool, peaks: Bytes | None = None
+    sharded: Sharded, plan: Plan, place: Place, *, reads_in_place: bool, peaks: Bytes | None = None
 ) -> WorkingMemory:
     """What a step needs besides what rests and what autograd keeps; peaks: those of its program, once it is known."""
     gathered = [block.units for stage in sharded.stages for block in stage.blocks]
@@ -67,12 +61,9 @@ def needed_in_a_step(
         gathered += [(table.unit,) for table in sharded.vocabulary.tables]
     return working_memory(
         [[segment.shape for unit in units for segment in unit.segments] for units in gathered],
-        plan.layout,
-        precision=plan.precision,
-        nest=nest,
+        plan.sharding(place),
         reads_in_place=reads_in_place,
         prefetch=plan.prefetch,
-        keeps_apart=plan.post_validation,
         whole=None if peaks is None else peaks.parameters,
         made=None if peaks is None else peaks.gradients,
     )

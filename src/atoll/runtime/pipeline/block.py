@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -28,6 +29,10 @@ from atoll.runtime.randomness import seed_block
 from atoll.runtime.sharding.unit import Unit
 
 _BACKENDS = {"block": "inductor", "block-eager": "aot_eager"}
+
+_APART: dict[str, Any] = {"isolate_recompiles": True} if "isolate_recompiles" in signature(torch.compile).parameters else {}
+"""Layers of one class have one code object, for which dynamo compiles eight times at most (2.13 on: for each call of
+`torch.compile`). A layer whose linear layers wait for W is compiled by itself; the ninth would run eagerly."""
 
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 """Ops whose outputs selective recompute saves. Attention, norms and activation functions are recomputed."""
@@ -98,7 +103,7 @@ class LocalBlock:
         the block's own, does so before, and is compiled with it."""
         self._forward = self.module.forward
         if compiler != "none":
-            self._forward = torch.compile(self._forward, dynamic=False, backend=_BACKENDS[compiler])
+            self._forward = torch.compile(self._forward, dynamic=False, backend=_BACKENDS[compiler], **_APART)
         self.module.forward = self._called
 
     def hand_to(self, call: Call | None) -> None:

@@ -79,7 +79,7 @@ class Clock:
 
     def spans(self) -> tuple[Span, ...]:
         """The row's spans in seconds of the monotonic clock."""
-        return tuple(Span(self._rank, lane_of(action.op), action, start, end) for action, start, end in self._marks)
+        return tuple(Span(self._rank, lane_of(action.op), action, start=start, end=end) for action, start, end in self._marks)
 
 
 class DeviceClock(Clock):
@@ -115,7 +115,7 @@ class DeviceClock(Clock):
     def spans(self) -> tuple[Span, ...]:
         """Waits for the events; the origin is when the host began the row."""
         return tuple(
-            Span(self._rank, lane_of(action.op), action, self._at(start), self._at(end))
+            Span(self._rank, lane_of(action.op), action, start=self._at(start), end=self._at(end))
             for action, start, end in self._marks
         )
 

@@ -145,7 +145,7 @@ class Executor:
         self._mail = Mail(transport, self._rank_of)
         self._vocabulary: SplitVocabulary | None = None
         if vocabulary is not None:
-            self._vocabulary = SplitVocabulary(vocabulary, self._mail, self._placement, self._ranks)
+            self._vocabulary = SplitVocabulary(vocabulary, self._mail, self._placement, ranks=self._ranks)
         self._step = _Step((), is_training=False)
         self.is_timed = False
         self._scale: Callable[[], float] | None = None
@@ -203,7 +203,7 @@ class Executor:
             for at, (do, action, block, _) in enumerate(program.instructions):
                 if do is Do.F:
                     forwards.setdefault((action.stage, action.microbatch or 0), {})[block] = at
-            self._scores[key] = _Score(program, row, calls, tuple(parts_of(program.instructions)), forwards)
+            self._scores[key] = _Score(program, row, calls, parts=tuple(parts_of(program.instructions)), forwards=forwards)
         return self._scores[key]
 
     def _call(self, instruction: Instruction) -> Callable[[], None]:

@@ -55,7 +55,7 @@ class Stage:
             for block in self.blocks
         )
         units = tuple(unit.spec.index for unit in self.units)
-        return StageShape(self.index, blocks, units, any(block.is_recomputed for block in self.blocks))
+        return StageShape(self.index, blocks, units, is_recomputed=any(block.is_recomputed for block in self.blocks))
 
     def train(self, mode: bool) -> None:
         """Switch dropout and the like on or off."""

@@ -139,7 +139,7 @@ class StepEnd:
         self.scaler = scaler
         self._is_post_validated = is_post_validated
         self._usual: frozenset[str] | None = None
-        self._now = _Unsettled(0, 0, 0.0, [], _Sums(torch.zeros(2)))
+        self._now = _Unsettled(0, 0, 0.0, options=[], sums=_Sums(torch.zeros(2)))
         self._outstanding: _Unsettled | None = None
         self._result: StepResult | None = None
         self._look: Callable[[], None] | None = None
@@ -168,7 +168,7 @@ class StepEnd:
         when the gradients are complete."""
         options: list[dict[str, Any]] = []
         self._optimizer.remember_options(options)
-        self._now = _Unsettled(step, tokens, since, options, _Sums(torch.zeros(2)))
+        self._now = _Unsettled(step, tokens, since, options=options, sums=_Sums(torch.zeros(2)))
         self._look = look
 
     @property
@@ -348,7 +348,7 @@ class StepEnd:
             step.step,
             sums.loss / step.tokens,
             sums.norm,
-            step.tokens,
+            tokens=step.tokens,
             seconds=time.monotonic() - step.begin,
             bubble=sums.idle / self._transport.place.mesh.world,
             skipped=not is_finite,

@@ -72,11 +72,11 @@ class ShardedOptimizer:
             for segment in unit.segments:
                 if segment.master is None:
                     continue
-                held = segment.range(segment.around.layout.optimizer)
+                held = segment.range(segment.layout.optimizer)
                 for part in segment.map.slices(held):
                     view = segment.master.narrow(0, part.offset, part.stop - part.start)
                     self.slices[part.name] = ParameterSlice.of(
-                        view, part.name, segment.boxes[part.name], part.start, part.stop
+                        view, part.name, segment.boxes[part.name], start=part.start, stop=part.stop
                     )
         grouped: dict[str, dict[str, Any]] = {}
         for name, shape in named_shapes:
@@ -141,7 +141,7 @@ class ShardedOptimizer:
             if segment.final is None or segment.master is None:
                 continue
             gradients = segment.final.to(segment.master.dtype)
-            for part in segment.map.slices(segment.range(segment.around.layout.optimizer)):
+            for part in segment.map.slices(segment.range(segment.layout.optimizer)):
                 gradient = gradients.narrow(0, part.offset, part.stop - part.start)
                 self.slices[part.name].grad = gradient if part.name in touched else None
 

@@ -42,15 +42,14 @@ from atoll.layouts import (
     Axis,
     FlatMap,
     Kind,
-    Layout,
     Level,
     Move,
-    Nest,
-    Precision,
     SegmentShape,
+    Sharding,
+    Stored,
 )
 from atoll.models import Weights
-from atoll.program import Do, Phase
+from atoll.program import Phase
 from atoll.runtime import lanes
 from atoll.runtime.sharding.room import Room
 from atoll.runtime.sharding.tensors import Spread, box_of, part_of, whole_of
@@ -129,16 +128,12 @@ class Surroundings:
 
     lanes: where what travels does so beside the computation.
     weights: where the parameters' first values are read; those that are not there are what the model brings.
-    keeps_apart: whether p and master are stored apart even where one could serve for both.
     """
 
-    layout: Layout
-    precision: Precision
-    nest: Nest
+    sharding: Sharding
     transport: Transport
     device: torch.device
     lanes: Mapping[lanes.Kind, lanes.Lane]
-    keeps_apart: bool = False
     weights: Weights | None = None
 
     def peers(self, axis: Axis) -> Peers:
@@ -150,7 +145,7 @@ class Segment:
     """Parameters that share a flat buffer: of one dtype, one trainability, one spread and the same phases.
 
     phases: those in which this rank computes their gradients; none for frozen parameters.
-    stays_whole: whether parameters and gradients rest whole, so that a microbatch neither gathers nor reduces.
+    permanent: whether the parameters rest whole, so that nothing is gathered.
     """
 
     def __init__(
@@ -163,22 +158,24 @@ class Segment:
         spread: Spread = Spread.SAME,
     ) -> None:
         self.around = around
+        self.sharding, self.layout = around.sharding, around.sharding.layout
         self.phases = phases
         self.parameters = dict(parameters)
         self.spread = spread
         self.boxes = {name: box_of(parameter) for name, parameter in parameters.items()}
         self._local = {name: local_part(parameter) for name, parameter in parameters.items()}
-        self.map = FlatMap.build(((name, tuple(p.shape)) for name, p in self._local.items()), around.nest.ranks)
+        named_shapes = ((name, tuple(p.shape)) for name, p in self._local.items())
+        self.map = FlatMap.build(named_shapes, self.sharding.nest.ranks)
         self._tag = tag
-        self._gathers = self._real(GATHER_PARAMETER[around.layout.parameters])
+        self._gathers = self.sharding.real(GATHER_PARAMETER[self.layout.parameters])
         self._is_known = False
         self._staged: torch.Tensor | None = None
         self._gathering: lanes.Job | None = None
         self._reducing: deque[tuple[lanes.Job, torch.Tensor]] = deque()
         self._syncing_gradients: lanes.Job | None = None
         self._syncing_parameters: lanes.Job | None = None
-        self.compute = dtype_of(around.precision.compute)
-        self._allocate(around.layout, around.precision)
+        self.compute = dtype_of(self.sharding.precision.compute)
+        self._allocate()
         self._adopt()
 
     @property
@@ -188,38 +185,38 @@ class Segment:
 
     @property
     def shape(self) -> SegmentShape:
-        """What the footprint counts."""
-        compute = str(self.compute).removeprefix("torch.")
-        return SegmentShape(self.map, trainable=self.trainable, compute=compute, accumulators=len(self.phases))
+        """What the layouts know of it."""
+        return SegmentShape(self.map, self.phases, self.sharding.precision.compute)
 
     def range(self, level: Level) -> range:
         """Elements of the flat buffer that this rank holds at `level`."""
-        return self.around.nest.range(level, self.map.padded)
+        return self.sharding.nest.range(level, self.map.padded)
 
     # ---- storages
 
-    def _allocate(self, layout: Layout, precision: Precision) -> None:
-        device = self.around.device
-        p, g, os = layout.parameters, layout.gradients, layout.optimizer
+    def _allocate(self) -> None:
+        device, precision = self.around.device, self.sharding.precision
+        p, g, os = self.layout.parameters, self.layout.gradients, self.layout.optimizer
         master_dtype = dtype_of(precision.master)
         # What the other ranks of the group read where it rests: before a gather, and before a reduction of gradients.
-        is_last_part = p is Level.I or (p is Level.G and self.around.nest.inter == 1)
+        is_last_part = p is Level.I or (p is Level.G and self.sharding.nest.inter == 1)
         p_is_read, g_is_read = is_last_part or (p is Level.N and os is not p), g is Level.N
         self.rest: torch.Tensor | None = None
         self.master: torch.Tensor | None = None
-        if not self.trainable:
-            self.rest = self._zeros(p, self.compute, is_read=is_last_part)
-        elif self.compute == master_dtype and not self.around.keeps_apart:
-            coarse = min(p, os)
-            store = self._zeros(coarse, master_dtype, is_read=p_is_read)
-            self.rest = self._part(store, coarse, p)
-            self.master = self._part(store, coarse, os)
-        else:
-            is_cast = p is os and not self.around.keeps_apart
-            self.master = self._zeros(os, master_dtype, is_read=is_cast and p_is_read)
-            if not is_cast:
+        match self.sharding.stored(self.shape):
+            case Stored.ALONE:
+                self.rest = self._zeros(p, self.compute, is_read=is_last_part)
+            case Stored.SHARED:
+                coarse = min(p, os)
+                store = self._zeros(coarse, master_dtype, is_read=p_is_read)
+                self.rest = self._part(store, coarse, p)
+                self.master = self._part(store, coarse, os)
+            case Stored.CAST:
+                self.master = self._zeros(os, master_dtype, is_read=p_is_read)
+            case Stored.APART:
+                self.master = self._zeros(os, master_dtype, is_read=False)
                 self.rest = self._zeros(p, self.compute, is_read=p_is_read)
-        self.permanent = p is Level.N and self.rest is not None
+        self.permanent = self.sharding.rests_whole(self.shape)
         if self.permanent:
             assert self.rest is not None
             self.whole = self.rest
@@ -238,12 +235,11 @@ class Segment:
         self._give_gradients_back()
         if g is Level.N:
             self._flow_views = {phase: self._views_of(resting) for phase, resting in self.gradients.items()}
-        self.stays_whole = self.permanent and (not self.trainable or g is Level.N)
 
     def _give_gradients_back(self) -> None:
         """Between steps nothing rests of gradients that are sharded: a forward has the room for what it keeps. Those
         that rest whole are read by others where they are, and stay."""
-        if self.around.layout.gradients is not Level.N:
+        if self.layout.gradients is not Level.N:
             for resting in self.gradients.values():
                 resting.untyped_storage().resize_(0)
 
@@ -278,9 +274,9 @@ class Segment:
                 if weights is None or name not in weights:
                     self._views[name].copy_(local)
             if self.master is not None:
-                self._keep(self.master, self.around.layout.optimizer)
+                self._keep(self.master, self.layout.optimizer)
             if self.rest is not None:
-                self._keep(self.rest, self.around.layout.parameters)
+                self._keep(self.rest, self.layout.parameters)
             for name, local in self._local.items():
                 local.data = self._views[name]
 
@@ -290,58 +286,11 @@ class Segment:
         for part in self.map.slices(self.range(level)):
             place = target.narrow(0, part.offset, part.stop - part.start)
             if weights is not None and part.name in weights:
-                weights.read_into(place, part.name, self.boxes[part.name], part.start, part.stop)
+                weights.read_into(place, part.name, self.boxes[part.name], start=part.start, stop=part.stop)
             else:
                 place.copy_(self._local[part.name].detach().reshape(-1)[part.start : part.stop])
 
     # ---- parameters
-
-    @property
-    def flow_bytes(self) -> int:
-        """Bytes of the whole gradients of a phase that are made and reduced; 0 where they rest whole."""
-        if self.around.layout.gradients is Level.N:
-            return 0
-        return self.map.padded * dtype_of(self.around.precision.gradient).itemsize
-
-    def bytes_ahead(self, *, reads_in_place: bool) -> int:
-        """Bytes that a gather ahead of its use holds; none where a gather only reads what rests, which is done then.
-
-        reads_in_place: whether the ranks of a group read each other's memory.
-        """
-        moves = self._gathers
-        reads_last = reads_in_place and bool(moves) and moves[-1].axis is Axis.INTRA
-        if self.permanent or (reads_last and len(moves) == 1):
-            return 0
-        return len(self.range(Level.I if reads_last else Level.N)) * self.whole.itemsize
-
-    def sent(self, moves: Sequence[Move], dtype: torch.dtype) -> list[tuple[str, int]]:
-        """What moves of a buffer send: bytes by axis."""
-        return [
-            (move.axis.value, len(self.around.peers(move.axis).others) * len(self.range(move.fine)) * dtype.itemsize)
-            for move in self._real(moves)
-        ]
-
-    def travel(self) -> dict[tuple[Do, Phase | None], list[tuple[str, int]]]:
-        """What a gather, and the reductions and syncs of the phases, send."""
-        layout, precision = self.around.layout, self.around.precision
-        found: dict[tuple[Do, Phase | None], list[tuple[str, int]]] = {
-            (Do.GATHER, None): self.sent(self._gathers, self.compute)
-        }
-        for phase in self.phases:
-            moves = REDUCE_GRADIENT[layout.gradients]
-            found[Do.REDUCE, phase] = self.sent(moves, dtype_of(precision.reduce))
-        if self.phases:
-            moves = SYNC_GRADIENT[layout.gradients, layout.optimizer]
-            found[Do.SYNC, self.phases[-1]] = self.sent(moves, dtype_of(precision.gradient))
-            if self.rest is not None:
-                moves = SYNC_PARAMETER[layout.optimizer, layout.parameters]
-                found[Do.RETURN, None] = self.sent(moves, self.compute)
-        return found
-
-    @property
-    def whole_bytes(self) -> int:
-        """Bytes of the copy that is gathered and freed; 0 where the parameters rest whole."""
-        return 0 if self.permanent else self.map.padded * self.whole.itemsize
 
     @property
     def _stages(self) -> bool:
@@ -396,7 +345,7 @@ class Segment:
         self._make_room()
         again, self._is_known = self._is_known, True
         if not moves:
-            self._part(self.whole, Level.N, self.around.layout.parameters).copy_(own)
+            self._part(self.whole, Level.N, self.layout.parameters).copy_(own)
         for at, move in enumerate(moves):
             buffer = self._part(self.whole, Level.N, move.coarse)
             self._move(buffer, move, _Purpose.GATHER, own=own if at == 0 else None, again=again)
@@ -440,7 +389,7 @@ class Segment:
         if self.master is None or self.rest is None:
             return
         self.settle_parameters()
-        p, os = self.around.layout.parameters, self.around.layout.optimizer
+        p, os = self.layout.parameters, self.layout.optimizer
         with torch.no_grad():
             if self.shares:
                 pass
@@ -453,7 +402,7 @@ class Segment:
 
     def _spread(self) -> None:
         assert self.rest is not None, "parameters that rest nowhere are not synced"
-        p, os = self.around.layout.parameters, self.around.layout.optimizer
+        p, os = self.layout.parameters, self.layout.optimizer
         for move in SYNC_PARAMETER[os, p]:
             self._move(self._part(self.rest, p, move.coarse), move, _Purpose.SYNC_PARAMETER)
 
@@ -497,7 +446,7 @@ class Segment:
 
     def reduce_gradients(self, phase: Phase) -> None:
         """Begin to reduce a phase's gradients to where they rest; `end_reduction` gives their whole buffer back."""
-        if phase not in self.phases or self.around.layout.gradients is Level.N:
+        if phase not in self.phases or self.layout.gradients is Level.N:
             return
         self._open_flow(phase)
         flow = self.flows.pop(phase)
@@ -515,9 +464,9 @@ class Segment:
             self._reducing.popleft()[0].wait()
 
     def _reduce(self, phase: Phase, flow: torch.Tensor) -> None:
-        level = self.around.layout.gradients
-        total = flow.to(dtype_of(self.around.precision.reduce))
-        moves = self._real(REDUCE_GRADIENT[level])
+        level = self.layout.gradients
+        total = flow.to(dtype_of(self.sharding.precision.reduce))
+        moves = self.sharding.real(REDUCE_GRADIENT[level])
         for move in moves:
             self._move(self._part(total, Level.N, move.coarse), move, _Purpose.REDUCE)
         Room(self._resting_gradient(phase), is_empty=phase not in self._resting).add(self._part(total, Level.N, level))
@@ -527,7 +476,7 @@ class Segment:
     def sync_gradients(self) -> None:
         """Begin to turn the accumulated gradients into `final`, the optimizer's, at the level of os."""
         if self.trainable and self._syncing_gradients is None:
-            if self.around.layout.gradients is Level.N:
+            if self.layout.gradients is Level.N:
                 for phase in self.phases:
                     self._complete(phase, self.gradients[phase])
             after = self._reducing[-1][0] if self._reducing else None
@@ -542,7 +491,7 @@ class Segment:
         self._reducing.clear()  # the sync has waited for them
 
     def _sync(self) -> None:
-        g, os = self.around.layout.gradients, self.around.layout.optimizer
+        g, os = self.layout.gradients, self.layout.optimizer
         if g is not Level.N:
             for phase in self.phases:
                 if phase not in self._resting:
@@ -582,21 +531,21 @@ class Segment:
         """
         if self.final is None or (self.spread is not Spread.SPLIT and self.around.transport.place.tp != 0):
             return torch.zeros((), dtype=torch.float64, device=self.around.device)
-        return sum_of_squares(self._part(self.final, self.around.layout.optimizer, Level.G))
+        return sum_of_squares(self._part(self.final, self.layout.optimizer, Level.G))
 
     # ---- reads and edits
 
     def read_values(self) -> dict[str, torch.Tensor]:
         """Whole values by name, new tensors: of the masters, or of the resting parameters where they are frozen."""
         if self.master is not None:
-            return self._read(self.master, self.around.layout.optimizer)
+            return self._read(self.master, self.layout.optimizer)
         assert self.rest is not None, "what is frozen rests somewhere"
-        return self._read(self.rest, self.around.layout.parameters)
+        return self._read(self.rest, self.layout.parameters)
 
     def read_gradients(self) -> dict[str, torch.Tensor]:
         """The step's whole gradients by name, new tensors."""
         assert self.final is not None, "asked only between a step's gradients and its update"
-        return self._read(self.final, self.around.layout.optimizer)
+        return self._read(self.final, self.layout.optimizer)
 
     def _read(self, own: torch.Tensor, level: Level) -> dict[str, torch.Tensor]:
         with torch.no_grad():
@@ -609,7 +558,7 @@ class Segment:
 
     def write_values(self, values: Mapping[str, torch.Tensor]) -> None:
         """Write whole values to where they rest, and to every copy."""
-        layout = self.around.layout
+        layout = self.layout
         target, level = (self.rest, layout.parameters) if self.master is None else (self.master, layout.optimizer)
         assert target is not None, "every segment keeps its parameters somewhere"
         self.settle_parameters()
@@ -625,10 +574,6 @@ class Segment:
 
     def _start(self, kind: lanes.Kind, work: Callable[[], None], *, after: lanes.Job | None) -> lanes.Job:
         return self.around.lanes[kind].start(work, unit=self._tag[0], after=after)
-
-    def _real(self, moves: Sequence[Move]) -> list[Move]:
-        """Those along which there is anybody."""
-        return [move for move in moves if self.around.peers(move.axis).others]
 
     def _move(self, buffer: torch.Tensor, move: Move, purpose: _Purpose, **options: Any) -> None:
         """Move a buffer of the move's coarse level; `options` as the transport's `gather` and `reduce` have them."""

@@ -89,7 +89,7 @@ def model_pieces(units: Sequence[Unit], buffers: Mapping[str, torch.Tensor]) -> 
 def _parameter_pieces(units: Sequence[Unit]) -> Iterator[Piece]:
     for unit in units:
         for segment in unit.segments:
-            layout = segment.around.layout
+            layout = segment.layout
             source, level = segment.master, layout.optimizer
             if source is None:
                 source, level = segment.rest, layout.parameters
@@ -97,12 +97,12 @@ def _parameter_pieces(units: Sequence[Unit]) -> Iterator[Piece]:
             for part in segment.map.slices(segment.range(level)):
                 view = source.detach().narrow(0, part.offset, part.stop - part.start)
                 box = segment.boxes[part.name]
-                yield Piece(("model", part.name), box.shape, part.start, part.stop, view, within=box)
+                yield Piece(("model", part.name), box.shape, part.start, stop=part.stop, tensor=view, within=box)
 
 
 def _buffer_pieces(buffers: Mapping[str, torch.Tensor]) -> Iterator[Piece]:
     for name, buffer in buffers.items():
-        yield Piece(("model", name), tuple(buffer.shape), 0, buffer.numel(), buffer.view(-1))
+        yield Piece(("model", name), tuple(buffer.shape), 0, stop=buffer.numel(), tensor=buffer.view(-1))
 
 
 def _optimizer_pieces(optimizer: ShardedOptimizer) -> Iterator[Piece]:
@@ -115,9 +115,9 @@ def _optimizer_pieces(optimizer: ShardedOptimizer) -> Iterator[Piece]:
             if not isinstance(value, torch.Tensor):
                 raise CheckpointError(f"optimizer state {key!r} of {name!r} is a {type(value).__name__}; need tensors")
             if value.numel() == own.numel() and value.dim() == 1:
-                yield Piece(path, own.global_shape, own.start, own.stop, value.detach(), within=own.within)
+                yield Piece(path, own.global_shape, own.start, stop=own.stop, tensor=value.detach(), within=own.within)
             else:
-                yield Piece(path, tuple(value.shape), 0, value.numel(), value.detach().view(-1))
+                yield Piece(path, tuple(value.shape), 0, stop=value.numel(), tensor=value.detach().view(-1))
 
 
 def _prepare_states(optimizer: ShardedOptimizer, stored: Mapping[str, Mapping[str, tuple[int, ...]]]) -> None:

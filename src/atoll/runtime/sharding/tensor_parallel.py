@@ -18,7 +18,7 @@ alone, which are added up once a step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
@@ -41,31 +41,33 @@ _SUMMED = "replicated_with_grad_allreduce"
 _ROWS = ("rowwise", "rowwise_split_input")
 
 
-def tensor_parallel(adapter: Adapter, plan: Plan, mesh: DeviceMesh) -> TensorParallel:
-    """How a model is split over the ranks of `mesh`, as its adapter says. Raises PlanError where it does not, or where
-    the plan has something that does not go together with it."""
+def tensor_parallel(adapter: Adapter, plan: Plan, mesh: DeviceMesh, *, apart: Collection[str] = ()) -> TensorParallel:
+    """How a model is split over the ranks of `mesh`, as its adapter says. Raises PlanError where it does not.
+
+    apart: names of modules that are split in another way.
+    """
     styles = getattr(adapter, "tensor_plan", None)
     if styles is None:
         raise PlanError(
             f"tensor = {plan.mesh.tensor}: a {type(adapter).__name__} has no tensor_plan(), which says "
             "how layers are split; use tensor = 1, or give the model an adapter that has one"
         )
-    if plan.compile != "none":
-        raise PlanError("compile and tensor parallelism do not go together yet; use compile = 'none' or tensor = 1")
-    return TensorParallel(mesh, adapter.blocks(), styles(plan.mesh.tensor), sequence=plan.sequence_parallel)
+    given = mesh, adapter.blocks(), styles(plan.mesh.tensor)
+    return TensorParallel(*given, sequence=plan.sequence_parallel, apart=frozenset(apart))
 
 
 @dataclass(slots=True)
 class TensorParallel:
     """Splits the blocks of one model over the ranks of `mesh`, which has one axis.
 
-    styles: pattern of a module's name -> style.
+    styles: pattern of a module's name -> style.  apart: names of modules that are left as they are.
     """
 
     mesh: DeviceMesh
     blocks: Sequence[Block]
     styles: Mapping[str, str]
     sequence: bool = False
+    apart: frozenset[str] = frozenset()
     _made: dict[int, tuple[nn.Parameter, nn.Parameter]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -121,7 +123,7 @@ class TensorParallel:
             module.register_forward_pre_hook(partial(_take_whole, self.mesh, self._passed), with_kwargs=True)
         if self.sequence and self._is_layer(at):
             self._enter_and_leave(at)
-        return {name: self._spread(name, parameter, at, styles) for name, parameter in block.named_parameters()}
+        return {name: self._spread(name, parameter, at, styles=styles) for name, parameter in block.named_parameters()}
 
     def now(self, parameter: nn.Parameter) -> nn.Parameter:
         """What a parameter of a block that was split has become."""
@@ -133,6 +135,8 @@ class TensorParallel:
         """Module inside the block, "" for itself -> style."""
         found = {}
         for name, _ in block.named_modules():
+            if name in self.apart:
+                continue
             style = next((style for pattern, style in self.styles.items() if fnmatchcase(name, pattern)), None)
             if style is not None:
                 found[name.removeprefix(block.name).removeprefix(".")] = style
@@ -278,13 +282,13 @@ def _draw_alike(module: nn.Module, args: Any) -> None:
 
 
 def _take_part(mesh: DeviceMesh, module: nn.Module, args: Any, kwargs: Any) -> Arguments:
-    return replace_hidden(args, kwargs, _moved(mesh, hidden_argument(args, kwargs), Replicate(), Shard(1)))
+    return replace_hidden(args, kwargs, _moved(mesh, hidden_argument(args, kwargs), Replicate(), after=Shard(1)))
 
 
 def _give_whole(mesh: DeviceMesh, module: nn.Module, args: Any, output: Any) -> Any:
     if isinstance(output, tuple):
-        return (_moved(mesh, output[0], Shard(1), Replicate()), *output[1:])
-    return _moved(mesh, output, Shard(1), Replicate())
+        return (_moved(mesh, output[0], Shard(1), after=Replicate()), *output[1:])
+    return _moved(mesh, output, Shard(1), after=Replicate())
 
 
 def _moved(mesh: DeviceMesh, hidden: Tensor, before: Any, after: Any) -> Tensor:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from enum import Enum
 
 import torch
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Shard
 
 from atoll.layouts import Box
 
@@ -29,7 +30,7 @@ def box_of(parameter: torch.Tensor) -> Box:
     mesh, (placement,) = parameter.device_mesh, parameter.placements
     if not isinstance(placement, Shard):
         return Box.whole(parameter.shape)
-    return Box.part(parameter.shape, placement.dim, mesh.get_local_rank(), mesh.size())
+    return Box.part(parameter.shape, placement.dim, mesh.get_local_rank(), count=mesh.size())
 
 
 def is_split(parameter: torch.Tensor) -> bool:
@@ -56,6 +57,12 @@ def whole_output(tensor: torch.Tensor) -> torch.Tensor:
         whole: torch.Tensor = tensor.full_tensor()
         return whole
     return tensor
+
+
+def added_up(part: torch.Tensor, mesh: DeviceMesh, by: str = "sum") -> torch.Tensor:
+    """The sum of a tensor over the ranks of a mesh, or its largest values with "max"; without autograd."""
+    total: torch.Tensor = DTensor.from_local(part, mesh, [Partial(by)], run_check=False).full_tensor()
+    return total
 
 
 def part_of(whole: torch.Tensor, box: Box) -> torch.Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from atoll.program import PHASES, Do, Phase, UnitShape
+from atoll.program import PHASES, Phase, UnitShape, unit_shape
 from atoll.runtime.sharding.room import Room
 from atoll.runtime.sharding.segment import Segment, Surroundings
 from atoll.runtime.sharding.tensors import Spread
@@ -60,12 +60,12 @@ def unit_specs(
             continue
         is_shared = len(used) > 1
         grouped.setdefault((tuple(used) if is_shared else group_of[used[0]], is_shared), []).append(first_name[key])
-    specs = [UnitSpec(at, f"vocabulary {names[0]}", tuple(names), (), False) for at, names in enumerate(apart)]
+    specs = [UnitSpec(at, f"vocabulary {names[0]}", tuple(names), blocks=(), is_shared=False) for at, names in enumerate(apart)]
     for used_by, is_shared in sorted(grouped, key=lambda key: (key[0][0], not key[1], -len(key[0]), key[0])):
         names = grouped[used_by, is_shared]
         first, last = blocks[used_by[0]][0], blocks[used_by[-1]][0]
         name = f"shared {names[0]}" if is_shared else first if first == last else f"{first} to {last}"
-        specs.append(UnitSpec(len(specs), name, tuple(names), used_by, is_shared))
+        specs.append(UnitSpec(len(specs), name, tuple(names), blocks=used_by, is_shared=is_shared))
     return tuple(specs)
 
 
@@ -76,8 +76,6 @@ class Unit:
     share. Their gradients are summed after the data-parallel reduction. `phases` are those in which this rank computes
     the gradient of a parameter, `spreads` what a tensor-parallel group has of it. The parameters of a shared unit stay
     together, so that its copies have one flat map.
-
-    is_left_alone: whether nothing of it travels, within a step or after it.
     """
 
     def __init__(
@@ -107,7 +105,6 @@ class Unit:
             ordered = tuple(phase for phase in PHASES if phase in used)
             self.segments.append(Segment(group, around, phases=ordered, tag=(spec.index, part), spread=spread))
         self._by_name = {name: segment for segment in self.segments for name in segment.parameters}
-        self.is_left_alone = all(segment.stays_whole for segment in self.segments) and around.nest.ranks == 1
 
     @property
     def trainable(self) -> bool:
@@ -131,33 +128,15 @@ class Unit:
 
     def shape(self, *, reads_in_place: bool) -> UnitShape:
         """What lowering knows of it; reads_in_place: whether the ranks of a group read each other's memory."""
-        trained = [segment for segment in self.segments if segment.trainable]
-        flows = {
-            phase: sum(segment.flow_bytes for segment in trained if phase in segment.phases)
-            for phase in PHASES
-            if any(phase in segment.phases for segment in trained)
-        }
-        return UnitShape(
+        return unit_shape(
             self.spec.index,
-            self.spec.blocks,
-            self.spec.is_shared,
+            [segment.shape for segment in self.segments],
+            self.around.sharding,
+            blocks=self.spec.blocks,
+            is_shared=self.spec.is_shared,
             copies=len(self.owners),
-            whole=sum(segment.whole_bytes for segment in self.segments),
-            ahead=sum(segment.bytes_ahead(reads_in_place=reads_in_place) for segment in self.segments),
-            flows=flows,
-            is_left_alone=self.is_left_alone,
-            travel=self._travel(),
+            reads_in_place=reads_in_place,
         )
-
-    def _travel(self) -> dict[tuple[Do, Phase | None], tuple[tuple[str, int], ...]]:
-        """What a gather, and the reductions and syncs of the phases, send: their segments take the same moves."""
-        found: dict[tuple[Do, Phase | None], tuple[tuple[str, int], ...]] = {}
-        for segment in self.segments:
-            for what, own in segment.travel().items():
-                before = found.get(what) or tuple((axis, 0) for axis, _ in own)
-                both = zip(before, own, strict=True)
-                found[what] = tuple((axis, one + other) for (axis, one), (_, other) in both)
-        return found
 
     def begin_gather(self) -> None:
         """Begin to make the parameters whole; `gather` waits for it."""

@@ -97,7 +97,7 @@ class Loop:
         sample = None if stopped else self._sample()
         if self._recorder is not None:
             self._recorder.close()
-        return LoopOutcome(self.engine.step_number, stopped, self._tokens, sample)
+        return LoopOutcome(self.engine.step_number, stopped, self._tokens, sample=sample)
 
     def _steps(self, first: int) -> signal.Signals | None:
         train, every = self.config.train, self.config.checkpoint.every

@@ -42,7 +42,7 @@ def collect_trace(engine: Engine) -> Trace:
     if store is None:
         return engine.trace()
     spans = [
-        Span(rank, lane, Action.parse(action), start, end)
+        Span(rank, lane, Action.parse(action), start=start, end=end)
         for rank in range(placement.ranks)
         for action, lane, start, end in json.loads(store.get(_key(rank)))
     ]

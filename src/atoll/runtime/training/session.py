@@ -93,11 +93,11 @@ def run(config: Config, plan: Plan, *, device: torch.device, resume: bool, stop:
     model = build_model(config, vocabulary_of(config, corpus))
     for note in config.notes:
         display.say(f"note: {note}")
-    display.say(_introduce(plan, model, corpus, device))
+    display.say(_introduce(plan, model, corpus, device=device))
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CostWarning)
-        engine = build_engine(model, plan, config, device)
+        engine = build_engine(model, plan, config, device=device)
     for note in engine.advice:
         display.say(f"note: {note}")
     try:
@@ -108,7 +108,7 @@ def run(config: Config, plan: Plan, *, device: torch.device, resume: bool, stop:
         engine.transport.barrier()
     finally:
         engine.close()
-    return RunResult(folder, outcome.step, outcome.stopped, outcome.tokens, seconds, outcome.sample)
+    return RunResult(folder, outcome.step, outcome.stopped, tokens=outcome.tokens, seconds=seconds, sample=outcome.sample)
 
 
 def _introduce(plan: Plan, model: nn.Module, corpus: Corpus, device: torch.device) -> str:

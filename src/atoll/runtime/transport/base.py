@@ -297,15 +297,15 @@ class Transport(ABC):
         """Ways between the slices of a vocabulary and the pipeline ranks of the first and the last stage; all ranks ask
         at once."""
 
-    def mesh_along(self, axis: str) -> DeviceMesh:
-        """The ranks along `axis` through this one, for torch's DTensor; all ranks ask at once."""
+    def mesh_along(self, *axes: str) -> DeviceMesh:
+        """The ranks along `axes` through this one, as one dimension, for torch's DTensor; all ranks ask at once."""
         found: dist.ProcessGroup | None = None
         for rank in range(self.place.mesh.world):
-            ranks = self.place.mesh.place(rank).peers(axis)
+            ranks = self.place.mesh.place(rank).peers(*axes)
             if ranks[0] == rank:
                 group = dist.new_group(list(ranks))
                 found = group if self.place.rank in ranks else found
-        assert found is not None, "every rank is in a group of its own axis"
+        assert found is not None, "every rank is in a group of its own"
         return DeviceMesh.from_group(found, self.device.type)
 
     def exchange(self, values: torch.Tensor, ranks: Sequence[int], tag: Tag) -> Exchange:

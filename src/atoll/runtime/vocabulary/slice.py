@@ -11,6 +11,10 @@ its own logits needs no other slice; what is missing is one factor a token, the 
 sends that mean, the row of the label if it has it, its largest logit, its sum and the label's logit. Whoever gets these
 of all slices has loss and gradient, and the factors are what the slices need for their own gradients. Nobody ever has
 the logits of more than a slice. Softmax and sums are in fp32 (fp64 for fp64), as in `token_cross_entropy`.
+
+[Note: beside tensor parallelism] A pipeline rank's slice is split once more over the ranks of its tensor-parallel group.
+Messages stay on the pipeline that a rank is in: at both ends each rank of a group has what the parts on its own pipeline
+say, and the group adds that up. All of it then has the same embedding, loss and gradient, as with any other module.
 """
 
 from __future__ import annotations
@@ -30,12 +34,12 @@ from atoll.layouts import Box
 from atoll.models import Adapter, Batch, Block, Vocabulary
 from atoll.models.adapter import IGNORED_LABEL
 from atoll.runtime.sharding.room import Room
-from atoll.runtime.sharding.tensors import part_of
+from atoll.runtime.sharding.tensors import added_up, part_of
 from atoll.runtime.sharding.unit import Unit
 
 
 def vocabulary_of(adapter: Adapter, ranks: int) -> Vocabulary:
-    """The ends of a model whose vocabulary is split over so many pipeline ranks.
+    """The ends of a model whose vocabulary is split over so many ranks.
 
     Raises PlanError where the adapter does not name them, or where they are not what can be split.
     """
@@ -81,7 +85,7 @@ def names_of(adapter: Adapter, vocabulary: Vocabulary, shared: Mapping[str, str]
     """First names of the parameters that are units of their own: those of the head and of the embedding, or of both."""
     modules = {name: module for block in adapter.blocks() for name, module in block.named_modules()}
     groups: list[tuple[str, ...]] = []
-    for end in (vocabulary.embedding, vocabulary.head):
+    for end in vocabulary.ends:
         own = [f"{end}.{key}" for key, _ in modules[end].named_parameters(recurse=False)]
         names = tuple(shared.get(name, name) for name in own)
         known = next((at for at, group in enumerate(groups) if set(group) & set(names)), None)
@@ -95,7 +99,7 @@ def names_of(adapter: Adapter, vocabulary: Vocabulary, shared: Mapping[str, str]
 def as_slice(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
     """This rank's rows of a parameter, which keeps its shape as a DTensor."""
     whole = parameter.detach()
-    box = Box.part(whole.shape, 0, mesh.get_local_rank(), mesh.size())
+    box = Box.part(whole.shape, 0, mesh.get_local_rank(), count=mesh.size())
     rows = part_of(whole, box).clone()
     split = DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
     return nn.Parameter(split, requires_grad=parameter.requires_grad)
@@ -144,19 +148,24 @@ class _Kept:
 
 
 class VocabularySlice:
-    """Rows `rows` of the vocabulary, of pipeline rank `index` of `ranks`."""
+    """Rows `rows` of the vocabulary, of pipeline rank `index` of `ranks`.
+
+    tensor: the ranks of the tensor-parallel group, if there is one, which have parts of the slice.
+    """
 
     def __init__(self, vocabulary: Vocabulary, embedding: VocabularyTable, head: VocabularyTable, *, index: int,
-                 ranks: int, size: int, padding: int | None) -> None:  # fmt: skip
+                 ranks: int, tensor: DeviceMesh | None, size: int, padding: int | None) -> None:  # fmt: skip
         self.embedding, self.head = embedding, head
         self.index, self.ranks, self.size = index, ranks, size
+        self._tensor = tensor
         self._scale, self._cap, self._padding = vocabulary.scale, vocabulary.cap, padding
         self.rows = self.rows_of(index)
         self._kept: dict[int, _Kept] = {}
 
     def rows_of(self, index: int) -> range:
-        """The rows of another rank's slice."""
-        box = Box.part((self.size,), 0, index, self.ranks)
+        """The rows of a rank of this rank's pipeline."""
+        part, parts = (0, 1) if self._tensor is None else (self._tensor.get_local_rank(), self._tensor.size())
+        box = Box.part((self.size,), 0, index * parts + part, count=self.ranks * parts)
         return range(box.offsets[0], box.offsets[0] + box.sizes[0])
 
     @property
@@ -207,6 +216,11 @@ class VocabularySlice:
         return found.masked_fill_(~is_here[..., None], 0.0)
 
     @torch.no_grad()
+    def embedded(self, found: Tensor) -> Tensor:
+        """What the ranks of the pipeline looked up, added up -> what was looked up in the whole vocabulary."""
+        return self._all(found)
+
+    @torch.no_grad()
     def learn_look_up(self, ids: Tensor, gradient: Tensor) -> None:
         """Add the gradient of what was looked up to the embedding's."""
         at, is_here = self._local(ids)
@@ -242,7 +256,7 @@ class VocabularySlice:
                 rows = rows * slope[tokens, at[tokens]][:, None]
             scores.answer = torch.cat([weighted @ weight, rows])
             if self.head.unit.trainable:
-                self._kept[microbatch] = _Kept(flat, softmax, slope, scores.sums)
+                self._kept[microbatch] = _Kept(flat, softmax, slope, sums=scores.sums)
         return scores
 
     @torch.no_grad()
@@ -265,13 +279,15 @@ class VocabularySlice:
 
     @torch.no_grad()
     def combine(self, scores: Sequence[Scores], labels: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Of all slices in order: the loss summed over tokens, the log-sums [N], the hidden state's gradient."""
+        """Of the pipeline's ranks in order: the loss summed over tokens, the log-sums [N], the hidden state's gradient."""
         flat = labels.reshape(-1)
         is_counted = flat != IGNORED_LABEL
         sums = torch.stack([each.sums for each in scores])
-        largest = sums[:, 0].amax(0)
-        totals = (sums[:, 1] * (sums[:, 0] - largest).exp()).sum(0).log() + largest
-        loss = (totals - sums[:, 2].sum(0))[is_counted].sum()
+        largest = self._all(sums[:, 0].amax(0), "max")
+        relative = (sums[:, 1] * (sums[:, 0] - largest).exp()).sum(0)
+        total, own = self._all(torch.stack([relative, sums[:, 2].sum(0)]))
+        totals = total.log() + largest
+        loss = (totals - own)[is_counted].sum()
         if any(each.answer is None for each in scores):
             return loss, totals, None
         gradient = totals.new_zeros(flat.numel(), self.width)
@@ -284,7 +300,21 @@ class VocabularySlice:
             tokens = self.labels_in(index, flat).nonzero().squeeze(1)
             gradient[tokens] -= each.answer[flat.numel() :].to(gradient.dtype)
         gradient.masked_fill_(~is_counted[:, None], 0.0)
-        return loss, totals, gradient.view(*labels.shape, self.width)
+        return loss, totals, self._all(gradient).view(*labels.shape, self.width)
+
+    @torch.no_grad()
+    def logits(self, scores: Sequence[Scores]) -> Tensor:
+        """Of the pipeline's ranks in order: [N, vocabulary]."""
+        answers = [each.answer for each in scores if each.answer is not None]
+        logits = answers[0].new_zeros(len(answers[0]), self.size)
+        for index, answer in enumerate(answers):
+            rows = self.rows_of(index)
+            logits[:, rows.start : rows.stop] = answer
+        return self._all(logits)
+
+    def _all(self, part: Tensor, by: str = "sum") -> Tensor:
+        """Over the ranks of the tensor-parallel group."""
+        return part if self._tensor is None else added_up(part, self._tensor, by)
 
     def labels_in(self, index: int, labels: Tensor) -> Tensor:
         """Which labels are in the slice of a rank."""

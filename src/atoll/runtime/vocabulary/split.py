@@ -117,21 +117,21 @@ class SplitVocabulary:
 
     def send_looked_up(self, stage: int, microbatch: int) -> None:
         """SEND_L."""
-        self._send(self._row.looked_up.pop(microbatch), self._first, Channel.LOOKED_UP, microbatch)
+        self._send(self._row.looked_up.pop(microbatch), self._first, Channel.LOOKED_UP, microbatch=microbatch)
 
     def receive_looked_up(self, microbatch: int) -> torch.Tensor:
-        """RECV_F of stage 0: the sum over all slices, each of which adds zeros to the rows of the others."""
+        """RECV_F of stage 0: the sum over all slices, each of which adds zeros where an id is in another one."""
         total = self._row.looked_up.pop(microbatch)
         for buffer, wire in self._receive(Op.RECV_F, 0, len(self._others)):
             total.add_(buffer)
             self._mail.recycle(buffer, wire)
-        return total.requires_grad_(self._row.is_training and self._slice.embedding.trainable)
+        return self._slice.embedded(total).requires_grad_(self._row.is_training and self._slice.embedding.trainable)
 
     def send_gradient(self, microbatch: int, gradient: torch.Tensor) -> None:
         """SEND_B of stage 0."""
         self._row.gradients[microbatch] = gradient
         for rank in self._others:
-            self._send(gradient.contiguous(), rank, Channel.LOOK_UP_GRADIENT, microbatch)
+            self._send(gradient.contiguous(), rank, Channel.LOOK_UP_GRADIENT, microbatch=microbatch)
 
     def receive_gradient(self, stage: int, microbatch: int) -> None:
         """RECV_G."""
@@ -150,7 +150,7 @@ class SplitVocabulary:
     def send_scored(self, microbatch: int, hidden: torch.Tensor) -> None:
         """SEND_F of the last stage."""
         for rank in self._others:
-            self._send(hidden.detach().contiguous(), rank, Channel.SCORED, microbatch)
+            self._send(hidden.detach().contiguous(), rank, Channel.SCORED, microbatch=microbatch)
 
     def take_scored(self, microbatch: int, hidden: torch.Tensor) -> None:
         """What the last stage gave, on its own rank."""
@@ -185,9 +185,9 @@ class SplitVocabulary:
         """SEND_S."""
         scores = self._row.scores.pop(microbatch)
         if not self._row.keeps_logits:
-            self._send(scores.sums, self._last, Channel.SCORE_SUMS, microbatch)
+            self._send(scores.sums, self._last, Channel.SCORE_SUMS, microbatch=microbatch)
         if scores.answer is not None:
-            self._send(scores.answer, self._last, Channel.SCORES, microbatch)
+            self._send(scores.answer, self._last, Channel.SCORES, microbatch=microbatch)
 
     def receive_scores(self, microbatch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """RECV_B of the last stage: the loss and its gradient by what was scored; or the logits and nothing."""
@@ -207,8 +207,7 @@ class SplitVocabulary:
                 scores.append(Scores(sums, next(tensors) if row.is_training else None))
         if row.keeps_logits:
             ids = row.batches[microbatch]["input_ids"]
-            logits = torch.cat([each.answer for each in scores if each.answer is not None], dim=1)
-            return logits.view(*ids.shape, -1), None
+            return slice_.logits(scores).view(*ids.shape, -1), None
         loss, totals, gradient = slice_.combine(scores, row.batches[microbatch]["labels"])
         row.totals[microbatch] = totals
         for buffer, wire in received:
@@ -219,7 +218,7 @@ class SplitVocabulary:
         """SEND_T."""
         if self._slice.head.unit.trainable:
             for rank in self._others:
-                self._send(self._row.totals[microbatch], rank, Channel.TOTALS, microbatch)
+                self._send(self._row.totals[microbatch], rank, Channel.TOTALS, microbatch=microbatch)
 
     def receive_totals(self, stage: int, microbatch: int) -> None:
         """RECV_T."""
@@ -232,7 +231,7 @@ class SplitVocabulary:
         """T."""
         totals = self._row.totals.pop(microbatch, None)
         if totals is not None:
-            self._slice.learn_score(microbatch, self._row.batches[microbatch]["labels"], totals, scale)
+            self._slice.learn_score(microbatch, self._row.batches[microbatch]["labels"], totals, scale=scale)
         self._recycle(microbatch)
 
     # ----

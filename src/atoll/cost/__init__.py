@@ -1,0 +1,32 @@
+"""What a plan costs: workloads, clusters, and the seconds and bytes that follow from both. Imports no torch."""
+
+from atoll.cost.cluster import Cluster, Device, Efficiency, Link, Node, presets
+from atoll.cost.kernels import Attention, Clock, Exchange, Kernel, Pass, Product, collective
+from atoll.cost.prediction import Held, Prediction
+from atoll.cost.ranks import Ranks
+from atoll.cost.transformer import Transformer
+from atoll.cost.work import Saved, Use, Work, Workload
+
+__all__ = [
+    "Attention",
+    "Clock",
+    "Cluster",
+    "Device",
+    "Efficiency",
+    "Exchange",
+    "Held",
+    "Kernel",
+    "Link",
+    "Node",
+    "Pass",
+    "Prediction",
+    "Product",
+    "Ranks",
+    "Saved",
+    "Transformer",
+    "Use",
+    "Work",
+    "Workload",
+    "collective",
+    "presets",
+]

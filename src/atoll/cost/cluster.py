@@ -1,0 +1,206 @@
+"""What a plan runs on: devices, how many a node has, and the links inside and between nodes.
+
+    [device]
+    preset = "a100-80gb"
+
+    [node]
+    devices = 8
+    cards = 8                     # network cards, over which the node's traffic is spread
+    link = { preset = "nvlink3" }
+
+    [network]
+    preset = "infiniband-hdr"     # of one card
+
+A key beside `preset` replaces the preset's. Presets and their sources are in `presets.toml`.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from functools import lru_cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from atoll.errors import ConfigError
+from atoll.layouts import ITEM_BYTES
+from atoll.plan import MeshShape
+from atoll.sim import Speed
+
+Above = Annotated[float, Field(gt=0)]
+NotBelow = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Efficiency(_Table):
+    """What kernels reach of a device's rates.
+
+    products: share of the peak that a large matrix product reaches.
+    depth: inner size of a product at which half of that is lost.
+    waves: share of the time of a last, partly filled wave of tiles that is lost.
+    attention: share of the peak that fused attention reaches.
+    memory: share of the memory's bandwidth that everything else reaches.
+    update: bytes that the optimizer reads and writes for a parameter, as Adam's step with a master in fp32.
+    launch: seconds of the shortest kernel on the device.
+    dispatch: seconds that the host needs to launch a kernel. A block takes no less than that for all of its kernels.
+    source: what they were measured or fitted on.
+    """
+
+    products: Share = 0.8
+    depth: NotBelow = 100.0
+    waves: Annotated[float, Field(ge=0, le=1)] = 0.8
+    attention: Share = 0.5
+    memory: Share = 0.7
+    update: NotBelow = 30.0
+    launch: NotBelow = 2e-6
+    dispatch: NotBelow = 1e-5
+    source: str = ""
+
+
+class Device(_Table):
+    """A device.
+
+    memory: bytes.  context: bytes that are taken before the first tensor, by driver and communicators.
+    bandwidth: of its memory, bytes a second.  units: multiprocessors, over which tiles of a product are spread.
+    rates: FLOP/s by torch's dtype names, and "float8".
+    """
+
+    memory: Count
+    context: Annotated[int, Field(ge=0)] = 0
+    bandwidth: Above
+    units: Count = 1
+    rates: dict[str, Above]
+    efficiency: Efficiency = Efficiency()
+    source: str = ""
+
+    @model_validator(mode="after")
+    def _check_rates(self) -> Device:
+        known = {*ITEM_BYTES, "float8"}
+        unknown = sorted(set(self.rates) - known)
+        if unknown or not self.rates:
+            raise ValueError(f"rates of {', '.join(unknown) or 'nothing'}; known dtypes: {', '.join(sorted(known))}")
+        return self
+
+    def rate(self, dtype: str) -> float:
+        """FLOP/s of products in a dtype. Raises ConfigError where the device's rates do not name it."""
+        if dtype not in self.rates:
+            raise ConfigError(
+                f"the device has no rate for {dtype}, only for {', '.join(self.rates)}; add it to [device.rates]"
+            )
+        return self.rates[dtype]
+
+
+class Link(_Table):
+    """A link of a device or of a network card, in one direction.
+
+    rate: bytes a second.  latency: seconds of one hop.  reach: share of the rate that large messages reach.
+    """
+
+    rate: Above
+    latency: NotBelow = 0.0
+    reach: Share = 1.0
+    source: str = ""
+
+    @property
+    def goodput(self) -> float:
+        """Bytes a second of large messages."""
+        return self.rate * self.reach
+
+
+class Node(_Table):
+    """A node: devices with a link each, and network cards that they share."""
+
+    devices: Count = 1
+    cards: Count = 1
+    link: Link
+
+
+class Cluster(_Table):
+    """Nodes of one kind. network: the link of one card; None where there is one node."""
+
+    device: Device
+    node: Node
+    network: Link | None = None
+
+    @staticmethod
+    def read(path: str | Path) -> Cluster:
+        """Read a TOML file. Raises ConfigError, with every problem, where it is not a cluster."""
+        try:
+            values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise ConfigError(f"cannot read the cluster {path}: {error}") from error
+        return Cluster.of(values, source=str(path))
+
+    @staticmethod
+    def of(values: Mapping[str, Any], *, source: str = "cluster") -> Cluster:
+        """Check the tables of a cluster, with presets in the places of their names."""
+        try:
+            return Cluster.model_validate(_with_presets(values))
+        except ConfigError as error:
+            raise ConfigError(f"{source}: {error}") from None
+        except ValidationError as error:
+            problems = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
+            raise ConfigError("\n  ".join([f"{source}: {len(problems)} problems", *problems])) from error
+
+    def along(self, mesh: MeshShape, axis: str) -> Speed:
+        """The link that each rank has for a collective along an axis, while all groups along it use theirs.
+
+        A ring crosses from node to node once in each direction, so the ranks that one group has in a node share one
+        group's part of the cards. Raises ConfigError where the axis leaves the node and there is no network.
+        """
+        sizes = mesh.sizes
+        inner = 1
+        for name in reversed(list(sizes)):
+            if name == axis:
+                break
+            inner *= sizes[name]
+        near = 1 if inner >= self.node.devices else min(sizes[axis], self.node.devices // inner)
+        inside = self.node.link
+        if near == sizes[axis]:
+            return Speed(latency=inside.latency, rate=inside.goodput)
+        if self.network is None:
+            raise ConfigError(
+                f"ranks along {axis!r} are {inner * sizes[axis]} apart, a node has {self.node.devices} devices and the "
+                "cluster no [network]; add one, or use fewer ranks"
+            )
+        groups = self.node.devices // near
+        rate = self.network.goodput * self.node.cards / groups
+        return Speed(latency=self.network.latency, rate=rate if near == 1 else min(rate, inside.goodput))
+
+
+@lru_cache(maxsize=1)
+def presets() -> Mapping[str, Mapping[str, Any]]:
+    """Presets by kind ("devices" and "links") and name, as the tables that they stand for."""
+    text = files("atoll.cost").joinpath("presets.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
+
+
+def _with_presets(values: Mapping[str, Any]) -> dict[str, Any]:
+    found = {key: dict(table) if isinstance(table, Mapping) else table for key, table in values.items()}
+    if isinstance(found.get("device"), dict):
+        found["device"] = _filled(found["device"], "devices")
+    if isinstance(found.get("network"), dict):
+        found["network"] = _filled(found["network"], "links")
+    node = found.get("node")
+    if isinstance(node, dict) and isinstance(node.get("link"), Mapping):
+        node["link"] = _filled(node["link"], "links")
+    return found
+
+
+def _filled(table: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    own = dict(table)
+    name = own.pop("preset", None)
+    if name is None:
+        return own
+    known = presets()[kind]
+    if name not in known:
+        raise ConfigError(f"no preset {name!r} among the {kind}; known: {', '.join(known)}")
+    return {**known[name], **own}

@@ -1,0 +1,133 @@
+"""What a device has to do, kernel by kernel, and how long that takes.
+
+A product of matrices is bound by arithmetic or by memory; its arithmetic reaches a share of the peak that grows with its
+inner size and falls with the part of the last wave of tiles that is empty. Fused attention reaches a share of its own,
+and everything else moves bytes. A block takes the longer of what its kernels take on the device, one after the other,
+and what the host takes to launch them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from atoll.cost.cluster import Device
+from atoll.sim import Speed
+
+TILE = (128, 256)
+"""Rows and columns of a product that one multiprocessor computes at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """`count` products of matrices, [rows, inner] x [inner, columns] each."""
+
+    rows: int
+    inner: int
+    columns: int
+    count: int = 1
+
+    @property
+    def flops(self) -> float:
+        """Operations."""
+        return 2.0 * self.rows * self.inner * self.columns * self.count
+
+    def moved(self, item: int) -> float:
+        """Bytes read and written where an element has `item`."""
+        sizes = self.rows * self.inner + self.inner * self.columns + self.rows * self.columns
+        return float(item * sizes * self.count)
+
+    @property
+    def swapped(self) -> Product:
+        """The gradient of the left factor: [rows, columns] x [columns, inner]."""
+        return Product(self.rows, self.columns, self.inner, self.count)
+
+    @property
+    def learnt(self) -> Product:
+        """The gradient of the right factor: [inner, rows] x [rows, columns]."""
+        return Product(self.inner, self.rows, self.columns, self.count)
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Fused attention: its operations, and the bytes that it reads and writes."""
+
+    flops: float
+    nbytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """Kernels that read and write memory: `nbytes` in all."""
+
+    nbytes: float
+    kernels: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A collective over the tensor-parallel group, of a whole buffer of `nbytes`."""
+
+    kind: Literal["all-gather", "reduce-scatter", "all-reduce"]
+    nbytes: float
+
+
+Kernel = Product | Attention | Pass | Exchange
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """Tells how long kernels take: on a device, in a dtype, beside a tensor-parallel group.
+
+    item: bytes of an element.  ranks: of the group, which talk over `link`.
+    """
+
+    device: Device
+    dtype: str
+    item: int
+    ranks: int = 1
+    link: Speed = Speed()
+
+    def seconds(self, kernels: Iterable[Kernel]) -> float:
+        """One after the other on the device, but no less than the host takes to launch them."""
+        device = host = 0.0
+        for kernel in kernels:
+            device += self.of(kernel)
+            host += self.device.efficiency.dispatch * (kernel.kernels if isinstance(kernel, Pass) else 1)
+        return max(device, host)
+
+    def of(self, kernel: Kernel) -> float:
+        """One kernel on the device."""
+        efficiency = self.device.efficiency
+        match kernel:
+            case Product():
+                own = max(self._arithmetic(kernel), self._memory(kernel.moved(self.item)))
+            case Attention():
+                own = max(kernel.flops / (self.device.rate(self.dtype) * efficiency.attention), self._memory(kernel.nbytes))
+            case Pass():
+                return max(self._memory(kernel.nbytes), efficiency.launch * kernel.kernels)
+            case Exchange():
+                return collective(kernel.kind, kernel.nbytes, ranks=self.ranks, link=self.link)
+        return max(own, efficiency.launch)
+
+    def _memory(self, nbytes: float) -> float:
+        return nbytes / (self.device.bandwidth * self.device.efficiency.memory)
+
+    def _arithmetic(self, product: Product) -> float:
+        efficiency = self.device.efficiency
+        deep = product.inner / (product.inner + efficiency.depth)
+        tiles = math.ceil(product.rows / TILE[0]) * math.ceil(product.columns / TILE[1]) * product.count
+        waves = tiles / self.device.units
+        lost = efficiency.waves * (math.ceil(waves) / waves - 1.0)
+        return product.flops * (1.0 + lost) / (self.device.rate(self.dtype) * efficiency.products * deep)
+
+
+def collective(kind: str, nbytes: float, *, ranks: int, link: Speed) -> float:
+    """Seconds of a ring's collective over `ranks` of a whole buffer: each sends (ranks - 1) / ranks of it, an all-reduce
+    twice."""
+    if ranks == 1:
+        return 0.0
+    rounds = (ranks - 1) * (2 if kind == "all-reduce" else 1)
+    return rounds * (link.latency + link.seconds(nbytes / ranks))

@@ -1,0 +1,188 @@
+"""The programs of a plan, from a workload instead of a model: what `atoll.programs_of` gives, without torch.
+
+Each block is a unit of two segments, of what W makes and of the rest. Parameters that the first block shares with the
+last are a unit of their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from atoll.cost.work import Use, Work, Workload
+from atoll.errors import PlanError
+from atoll.ir import Schedule, lower
+from atoll.layouts import (
+    ITEM_BYTES,
+    FlatMap,
+    Footprint,
+    SegmentShape,
+    WorkingMemory,
+    footprint,
+    reduced_at_once,
+    working_memory,
+)
+from atoll.plan import Place, Plan
+from atoll.program import BlockShape, Program, Programs, RankShape, StageShape, lower_row, unit_shape
+from atoll.stages import BlockWeight, split_blocks
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """A workload that is split as a plan says, under one use of it.
+
+    reads_in_place: whether the ranks of a group read each other's memory.
+
+    Raises PlanError where plan and workload do not fit.
+    """
+
+    workload: Workload
+    plan: Plan
+    use: Use
+    reads_in_place: bool = False
+
+    def __post_init__(self) -> None:
+        plan = self.plan
+        if plan.vocabulary_parallel or plan.unit != 1:
+            raise PlanError("costs are known for units of one block and a vocabulary that is not split")
+
+    @cached_property
+    def works(self) -> tuple[Work, ...]:
+        """Of each block."""
+        return tuple(block.work(self.use) for block in self.workload.blocks)
+
+    @cached_property
+    def runs(self) -> tuple[range, ...]:
+        """The blocks of each stage."""
+        plan, names = self.plan, [block.name for block in self.workload.blocks]
+        layers = self.workload.layers
+        weights = [
+            BlockWeight(name, "layer" if at in layers else name, float(3 * work.matrices), 16.0 * work.parameters)
+            for at, (name, work) in enumerate(zip(names, self.works, strict=True))
+        ]
+        return split_blocks(weights, plan.schedule.placement, layers_per_stage=plan.layers_per_stage)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """With sharding actions and messages."""
+        plan, item = self.plan, ITEM_BYTES[self.plan.precision.compute]
+        sizes = [float(item * sum(self.works[at].parameters for at in run)) for run in self.runs]
+        options = {"residency": plan.residency, "room": plan.resident, "reduction": plan.reduction, "sizes": sizes}
+        return lower(plan.schedule, **options)
+
+    # ---- what a rank stores
+
+    @property
+    def _shared(self) -> int:
+        """Elements that both ends have in common, of one rank of a tensor-parallel group."""
+        return -(-self.workload.shared // self.use.tensor)
+
+    def unit_of(self, block: int) -> int:
+        """The unit of a block. What both ends share is unit 0."""
+        return block + (1 if self._shared else 0)
+
+    def _units_used(self, block: int) -> tuple[int, ...]:
+        ends = (0, len(self.works) - 1) if self._shared else ()
+        return (*((0,) if block in ends else ()), self.unit_of(block))
+
+    def blocks_of(self, rank: int) -> list[int]:
+        """The blocks of a pipeline rank, in the model's order."""
+        return sorted(at for stage in self.stages_of(rank) for at in self.runs[stage])
+
+    def segments(self, rank: int) -> dict[int, tuple[SegmentShape, ...]]:
+        """Of a pipeline rank by unit, in the model's order: what W makes, and what I makes.
+
+        Without a pipeline nobody waits for I, which makes all gradients.
+        """
+        is_split, last, shared = len(self.runs) > 1, len(self.works) - 1, self._shared
+        own = self.blocks_of(rank)
+        found: dict[int, tuple[SegmentShape, ...]] = {}
+        ends = {0: "I", last: "W" if is_split else "I"} if shared else {}
+        if phases := {phase for at, phase in ends.items() if at in own}:
+            found[0] = (self._segment(shared, *sorted(phases)),)
+        for at in own:
+            work = self.works[at]
+            matrices = work.matrices if is_split else 0
+            rest = work.parameters - matrices
+            if at in ends:
+                matrices, rest = (matrices, rest - shared) if ends[at] == "I" else (matrices - shared, rest)
+            parts = ((matrices, "W"), (rest, "I"))
+            found[self.unit_of(at)] = tuple(self._segment(numel, phase) for numel, phase in parts if numel > 0)
+        return found
+
+    def _segment(self, numel: int, *phases: str) -> SegmentShape:
+        own = FlatMap.build([("parameters", (numel,))], self.plan.mesh.data)
+        return SegmentShape(own, phases, self.plan.precision.compute)  # type: ignore[arg-type]
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages of a pipeline rank."""
+        return tuple(self.plan.schedule.placement.stages_of(rank))
+
+    def place(self, rank: int) -> Place:
+        """The first place in the mesh of a pipeline rank; all others with it hold as much, but for padding."""
+        mesh = self.plan.mesh
+        return mesh.place(rank * mesh.data * mesh.tensor)
+
+    def footprint(self, rank: int, *, states: int = 2) -> Footprint:
+        """Bytes of the state that a pipeline rank holds; `states` as in `atoll.layouts.footprint`."""
+        own = [segment for segments in self.segments(rank).values() for segment in segments]
+        return footprint(own, self.plan.sharding(self.place(rank)), states=states)
+
+    def working_memory(self, rank: int, program: Program | None = None) -> WorkingMemory:
+        """What a pipeline rank needs in a step besides; by the program's peaks once it is known."""
+        segments = self.segments(rank)
+        used = [[each for unit in self._units_used(at) for each in segments[unit]] for at in self.blocks_of(rank)]
+        peaks = None if program is None else program.peaks
+        return working_memory(
+            used,
+            self.plan.sharding(self.place(rank)),
+            reads_in_place=self.reads_in_place,
+            prefetch=self.plan.prefetch,
+            whole=None if peaks is None else peaks.parameters,
+            made=None if peaks is None else peaks.gradients,
+        )
+
+    # ---- programs
+
+    def shape(self, rank: int) -> RankShape:
+        """What lowering knows of a pipeline rank."""
+        plan, sharding, last = self.plan, self.plan.sharding(self.place(rank)), len(self.works) - 1
+        ends = {plan.schedule.placement.rank_of(stage) for stage in (0, len(self.runs) - 1)}
+        units = {}
+        for unit, segments in self.segments(rank).items():
+            is_shared = bool(self._shared) and unit == 0
+            units[unit] = unit_shape(
+                unit,
+                segments,
+                sharding,
+                blocks=(0, last) if is_shared else (unit - self.unit_of(0),),
+                is_shared=is_shared,
+                copies=len(ends) if is_shared else 1,
+                reads_in_place=self.reads_in_place,
+            )
+        return RankShape(
+            {stage: self._stage(stage) for stage in self.stages_of(rank)},
+            units,
+            limit=self.working_memory(rank).ahead,
+            behind=reduced_at_once(plan.prefetch),
+            rank=rank,
+            ranks=plan.mesh.pipeline,
+            is_scaled=plan.precision.compute == "float16",
+        )
+
+    def _stage(self, stage: int) -> StageShape:
+        run = self.runs[stage]
+        units = {unit for at in run for unit in self._units_used(at)}
+        blocks = tuple(BlockShape(at, tuple(sorted(self._units_used(at), reverse=True))) for at in run)
+        return StageShape(stage, blocks, tuple(sorted(units, reverse=True)), self.plan.recompute != "none")
+
+    @cached_property
+    def programs(self) -> Programs:
+        """Of all pipeline ranks, in a step."""
+        each = [self._program(rank) for rank in range(self.plan.mesh.pipeline)]
+        return Programs(self.plan.schedule.placement, tuple(each))
+
+    def _program(self, rank: int) -> Program:
+        row = self.schedule.actions[rank]
+        reduces_each = self.plan.reduction == "microbatch"
+        return lower_row(row, self.shape(rank), end=self.plan.end, reduces_each=reduces_each)

@@ -1,0 +1,118 @@
+"""What a model asks of a device, block by block: a workload.
+
+A `Use` says how it is run, and a block answers with its `Work` under that use: parameters, kernels of F, I and W, bytes
+that stay from one to the other, and bytes on the wire. Blocks are those of a model's adapter, embedding and head
+included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from atoll.cost.kernels import Kernel
+from atoll.layouts import ITEM_BYTES
+
+AttentionKind = Literal["eager", "flash"]
+LossKind = Literal["eager", "fused"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Use:
+    """How a model is run.
+
+    samples, sequence: of one microbatch.  tensor: ranks of a tensor-parallel group.  compute: torch's name of the dtype
+    of activations.  recompute: as `Plan` has it.  attention: "eager" writes all scores to memory, "flash" none of them.
+    loss: "eager" keeps the logits in compute and in fp32, "fused" once.
+    chunks: parts in which the loss is computed one after the other, each with its own part of the logits.
+    """
+
+    samples: int
+    sequence: int
+    tensor: int = 1
+    sequence_parallel: bool = False
+    compute: str = "bfloat16"
+    recompute: str = "none"
+    attention: AttentionKind = "flash"
+    loss: LossKind = "eager"
+    chunks: int = 1
+
+    @property
+    def tokens(self) -> int:
+        """Of a microbatch."""
+        return self.samples * self.sequence
+
+    @property
+    def item(self) -> int:
+        """Bytes of an activation's element."""
+        return ITEM_BYTES[self.compute]
+
+    @property
+    def parts(self) -> int:
+        """Ranks over which what lies between the split modules is spread."""
+        return self.tensor if self.sequence_parallel else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A tensor that is saved for the backward. until: the operation that needs it last."""
+
+    name: str
+    nbytes: int
+    until: Literal["I", "W"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What one microbatch asks of one rank for a block.
+
+    parameters: elements of a rank.  matrices: those of them whose gradients W makes where the backward is split.
+    forward, backward, weights: kernels of F, of I and of W. Recomputing is part of `backward`.
+    saved: from F on.  pending: what I makes and W needs, gradients of outputs of linear layers.
+    again: what a recomputed forward saves within the block's I.  peak: bytes that come and go within an operation.
+    wire: bytes of the output, where the next block is on another stage.
+    """
+
+    parameters: int
+    matrices: int
+    forward: tuple[Kernel, ...]
+    backward: tuple[Kernel, ...]
+    weights: tuple[Kernel, ...]
+    saved: tuple[Saved, ...]
+    pending: tuple[Saved, ...] = ()
+    again: tuple[Saved, ...] = ()
+    peak: int = 0
+    wire: int = 0
+
+    @property
+    def kept(self) -> int:
+        """Bytes from F to I."""
+        return sum(each.nbytes for each in self.saved)
+
+    @property
+    def kept_for_weights(self) -> int:
+        """Bytes from I to W."""
+        return sum(each.nbytes for each in (*self.saved, *self.again, *self.pending) if each.until == "W")
+
+
+class BlockOf(Protocol):
+    """A block of a workload."""
+
+    name: str
+
+    def work(self, use: Use) -> Work:
+        """Under a use."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A model: its blocks in order.
+
+    layers: which of them are layers.  shared: elements that the first block and the last have in common.
+    """
+
+    name: str
+    blocks: Sequence[BlockOf]
+    layers: range
+    shared: int = 0

@@ -1,0 +1,116 @@
+"""How a rank stores a segment: the one table of where its parameters rest, and the bytes that follow from it.
+
+The runtime allocates by it, the footprint and the memory of a step add it up, and programs are lowered for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal
+
+from atoll.layouts.flat import FlatMap, Nest
+from atoll.layouts.layout import Layout
+from atoll.layouts.level import GATHER_PARAMETER, Axis, Level, Move
+from atoll.layouts.precision import ITEM_BYTES, Precision
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentShape:
+    """One flat buffer of a unit.
+
+    phases: those of the backward in which this rank computes its gradients, each kept apart until the step's end; none
+    for frozen parameters.  compute: torch's name of the dtype that the parameters have in forward.
+    """
+
+    map: FlatMap
+    phases: tuple[Literal["I", "W"], ...] = ()
+    compute: str = "float32"
+
+    @property
+    def trainable(self) -> bool:
+        """Whether the parameters are trained."""
+        return bool(self.phases)
+
+
+class Stored(Enum):
+    """What rests of a segment's parameters.
+
+    ALONE: parameters, which are frozen.
+    SHARED: one buffer, at the coarser level of parameters and optimizer, is parameters and master: they have one dtype.
+    CAST: the master. Parameters rest at its level and are cast from it each time they are gathered.
+    APART: parameters and master, each at its level.
+    """
+
+    ALONE = "parameters"
+    SHARED = "both in one"
+    CAST = "master"
+    APART = "parameters and master"
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """A layout on one rank.
+
+    nest: its place among the data-parallel ranks.  keeps_apart: parameters and master are stored apart even where one
+    could serve for both, as a post-validated optimizer step needs it.
+    """
+
+    layout: Layout
+    precision: Precision
+    nest: Nest
+    keeps_apart: bool = False
+
+    def stored(self, segment: SegmentShape) -> Stored:
+        """What rests of a segment's parameters."""
+        if not segment.trainable:
+            return Stored.ALONE
+        if self.keeps_apart:
+            return Stored.APART
+        if segment.compute == self.precision.master:
+            return Stored.SHARED
+        return Stored.CAST if self.layout.parameters is self.layout.optimizer else Stored.APART
+
+    def rests_whole(self, segment: SegmentShape) -> bool:
+        """Whether the parameters rest whole as the forward takes them, so that nothing is gathered or cast."""
+        return self.layout.parameters is Level.N and self.stored(segment) is not Stored.CAST
+
+    def stays_alone(self, segment: SegmentShape) -> bool:
+        """Whether nothing of it travels, within a step or after it."""
+        rests_whole = self.rests_whole(segment) and (not segment.trainable or self.layout.gradients is Level.N)
+        return rests_whole and self.nest.ranks == 1
+
+    def real(self, moves: Sequence[Move]) -> tuple[Move, ...]:
+        """The moves along which there is another rank."""
+        return tuple(move for move in moves if self.nest.size(move.axis) > 1)
+
+    def sent(self, segment: SegmentShape, moves: Sequence[Move], dtype: str) -> tuple[tuple[str, int], ...]:
+        """The bytes by axis that moves of a segment's buffer send, one after the other."""
+        item, padded = ITEM_BYTES[dtype], segment.map.padded
+        return tuple(
+            (move.axis.value, (self.nest.size(move.axis) - 1) * len(self.nest.range(move.fine, padded)) * item)
+            for move in self.real(moves)
+        )
+
+    def whole_bytes(self, segment: SegmentShape) -> int:
+        """Bytes of the copy that is gathered and freed; 0 where the parameters rest whole."""
+        return 0 if self.rests_whole(segment) else segment.map.padded * ITEM_BYTES[segment.compute]
+
+    def bytes_ahead(self, segment: SegmentShape, *, reads_in_place: bool) -> int:
+        """Bytes that a gather ahead of its use holds; none where a gather only reads what rests, which is done then.
+
+        reads_in_place: whether the ranks of a group read each other's memory.
+        """
+        moves = self.real(GATHER_PARAMETER[self.layout.parameters])
+        reads_last = reads_in_place and bool(moves) and moves[-1].axis is Axis.INTRA
+        if self.rests_whole(segment) or (reads_last and len(moves) == 1):
+            return 0
+        held = self.nest.range(Level.I if reads_last else Level.N, segment.map.padded)
+        return len(held) * ITEM_BYTES[segment.compute]
+
+    def flow_bytes(self, segment: SegmentShape) -> int:
+        """Bytes of the whole gradients of a phase that are made and reduced; 0 where they rest whole."""
+        if self.layout.gradients is Level.N:
+            return 0
+        return segment.map.padded * ITEM_BYTES[self.precision.gradient]

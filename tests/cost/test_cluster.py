@@ -1,0 +1,100 @@
+"""Clusters as TOML, and what link each axis of a mesh has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from atoll.cost import Cluster, presets
+from atoll.errors import ConfigError
+from atoll.plan import MeshShape
+
+TWO_NODES = """
+[device]
+preset = "a100-80gb"
+context = 1_000_000_000
+
+[node]
+devices = 8
+cards = 4
+link = { preset = "nvlink3", reach = 0.8 }
+
+[network]
+preset = "infiniband-hdr"
+"""
+
+
+def cluster(folder: Path, text: str = TWO_NODES) -> Cluster:
+    path = folder / "cluster.toml"
+    path.write_text(text, encoding="utf-8")
+    return Cluster.read(path)
+
+
+def test_presets_stand_for_their_tables_and_keys_beside_them_replace_theirs(tmp_path: Path) -> None:
+    found = cluster(tmp_path)
+    assert found.device.rate("bfloat16") == 312e12
+    assert found.device.context == 1_000_000_000
+    assert found.node.link.goodput == 240e9
+    assert found.network is not None
+    assert found.network.rate == 25e9
+
+
+@pytest.mark.parametrize("kind", ["devices", "links"])
+def test_every_preset_is_a_device_or_a_link_and_names_its_source(kind: str) -> None:
+    for name in presets()[kind]:
+        link = {"preset": name} if kind == "links" else {"rate": 1e9}
+        device = {"preset": name} if kind == "devices" else {"preset": "h200"}
+        found = Cluster.of({"device": device, "node": {"devices": 1, "link": link}})
+        assert (found.device if kind == "devices" else found.node.link).source, name
+
+
+@pytest.mark.parametrize(
+    ("mesh", "axis", "rate"),
+    [
+        (MeshShape(intra=8), "intra", 240e9),  # a node's own
+        (MeshShape(inter=2, intra=8), "inter", 25e9 * 4 / 8),  # eight groups with a rank a node: half a card each
+        (MeshShape(inter=2, intra=4), "inter", 240e9),  # one node
+        (MeshShape(inter=4, intra=4), "inter", 25e9 * 4 / 4),  # four groups with two ranks in each node
+        (MeshShape(inter=1, intra=16), "intra", 25e9 * 4),  # one group with eight in each: all cards
+        (MeshShape(pipeline=2, inter=1, intra=1, tensor=8), "pp", 25e9 * 4 / 8),
+        (MeshShape(pipeline=2, inter=1, intra=1, tensor=8), "tp", 240e9),
+        (MeshShape(pipeline=16), "pp", 25e9 * 4),
+    ],
+)
+def test_ranks_of_a_node_share_its_cards(tmp_path: Path, mesh: MeshShape, axis: str, rate: float) -> None:
+    assert cluster(tmp_path).along(mesh, axis).rate == rate
+
+
+def test_an_axis_that_leaves_the_only_node_is_refused(tmp_path: Path) -> None:
+    alone = cluster(tmp_path, TWO_NODES.split("[network]")[0])
+    with pytest.raises(ConfigError, match=r"'intra' are 16 apart, a node has 8 devices and the cluster no \[network\]"):
+        alone.along(MeshShape(intra=16), "intra")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        ("a100-80gb", "a100-60gb", "no preset 'a100-60gb' among the devices; known: a100-40gb, "),
+        ("infiniband-hdr", "hdr", "no preset 'hdr' among the links; known: nvlink3, "),
+        ("cards = 4", "cards = 0", "node.cards: Input should be greater than or equal to 1"),
+        ("cards = 4", "nics = 4", "node.nics: Extra inputs are not permitted"),
+        ("reach = 0.8", "reach = 1.8", "node.link.reach: Input should be less than or equal to 1"),
+        ("context = 1", "rates = { int4 = 1e15 }\ncontext = 1", "rates of int4; known dtypes: bfloat16, "),
+        ("[network]", "[network", "cannot read the cluster"),
+    ],
+)
+def test_what_is_no_cluster_is_refused(tmp_path: Path, before: str, after: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        cluster(tmp_path, TWO_NODES.replace(before, after))
+    assert words in str(caught.value)
+
+
+def test_a_dtype_without_a_rate_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no rate for float8, only for bfloat16, float16, float32, float64"):
+        cluster(tmp_path).device.rate("float8")
+
+
+def test_a_cluster_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read the cluster .*nowhere\.toml"):
+        Cluster.read(tmp_path / "nowhere.toml")

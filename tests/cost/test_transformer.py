@@ -1,0 +1,102 @@
+"""Formulas of transformers against published ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from atoll.cost import Attention, Kernel, Product, Transformer, Use, Work
+from atoll.errors import ConfigError
+
+GPT3 = Transformer.gpt(layers=96, hidden=12288, heads=96, vocabulary=51200, positions=2048)
+
+
+@pytest.mark.parametrize(
+    ("model", "parameters"),
+    [
+        (Transformer.gpt(layers=12, hidden=768, heads=12, vocabulary=50257, positions=1024), 124_439_808),
+        (Transformer.llama(layers=32, hidden=4096, heads=32, ffn=11008, vocabulary=32000), 6_738_415_616),
+        (
+            Transformer.llama(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocabulary=128256),
+            8_030_261_248,
+        ),
+        (
+            Transformer.llama(layers=126, hidden=16384, heads=128, kv_heads=8, ffn=53248, vocabulary=128256),
+            405_853_388_800,
+        ),
+    ],
+    ids=["GPT-2 small", "Llama 7B", "Llama 3 8B", "Llama 3 405B"],
+)
+def test_parameters_are_those_of_the_published_models(model: Transformer, parameters: int) -> None:
+    assert model.parameters == parameters
+
+
+def work(model: Transformer, at: int = 1, **use: object) -> Work:
+    given: dict[str, object] = {"samples": 2, "sequence": 2048, "compute": "float16", **use}
+    return model.workload.blocks[at].work(Use(**given))  # type: ignore[arg-type]
+
+
+def flops(kernels: Iterable[Kernel]) -> float:
+    return sum(each.flops for each in kernels if isinstance(each, Product | Attention))
+
+
+@pytest.mark.parametrize("tensor", [1, 8])
+def test_operations_are_those_of_megatron(tensor: int) -> None:
+    """96 B s l h² (1 + s / 6h + V / 16 l h) with all of a layer recomputed (arXiv 2104.04473, section 5.1)."""
+    b, s, h, layers, vocabulary = 2, 2048, GPT3.hidden, GPT3.layers, GPT3.vocabulary
+    expected = 96 * b * s * layers * h**2 * (1 + s / (6 * h) + vocabulary / (16 * layers * h))
+    layer = work(GPT3, recompute="block", attention="eager", tensor=tensor)
+    head = work(GPT3, -1, recompute="block", tensor=tensor)
+    own = [flops((*each.forward, *each.backward, *each.weights)) for each in (layer, head)]
+    assert tensor * (layers * own[0] + own[1]) == pytest.approx(expected, rel=1e-12)
+
+
+def test_fused_causal_attention_takes_half_the_operations_and_the_backward_two_and_a_half_times_those() -> None:
+    eager, flash = work(GPT3, attention="eager"), work(GPT3)
+    scores = 4.0 * 2 * 2048**2 * GPT3.hidden
+    assert flops(eager.forward) - flops(flash.forward) == pytest.approx(scores / 2)
+    assert flops(eager.backward) - flops(flash.backward) == pytest.approx(2 * scores - 1.25 * scores)
+    assert flops(eager.weights) == flops(flash.weights)
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("tensor", [1, 8])
+def test_activations_are_those_of_korthikanti(tensor: int, parallel: bool) -> None:
+    """s b h (10 + 24/t + 5 a s / h t), or s b h (34 / t + 5 a s / h t) with sequence parallelism (arXiv 2205.05198)."""
+    b, s, h, a = 2, 2048, GPT3.hidden, GPT3.heads
+    kept = work(GPT3, attention="eager", tensor=tensor, sequence_parallel=parallel).kept
+    whole = (34 / tensor) if parallel else 10 + 24 / tensor
+    assert kept == pytest.approx(s * b * h * (whole + 5 * a * s / (h * tensor)))
+    selective = work(GPT3, attention="eager", tensor=tensor, sequence_parallel=parallel, recompute="selective")
+    assert selective.kept == pytest.approx(s * b * h * whole)
+    recomputed = work(GPT3, attention="eager", tensor=tensor, sequence_parallel=parallel, recompute="block")
+    assert recomputed.kept == 2 * s * b * h // (tensor if parallel else 1)
+
+
+def test_a_split_backward_keeps_inputs_and_gradients_of_linear_layers() -> None:
+    b, s, h = 2, 2048, GPT3.hidden
+    kept = work(GPT3).kept_for_weights
+    inputs, gradients = h + h + h + 4 * h, 3 * h + h + 4 * h + h
+    assert kept == 2 * b * s * (inputs + gradients)
+    recomputed = work(GPT3, recompute="block").kept_for_weights
+    assert recomputed == kept
+
+
+def test_a_chunked_loss_keeps_no_logits() -> None:
+    whole, chunked = work(GPT3, -1), work(GPT3, -1, chunks=8)
+    logits = 2 * 2048 * GPT3.vocabulary
+    assert whole.kept - chunked.kept == 4 * logits - 2 * 2 * 2048 * GPT3.hidden
+    assert chunked.peak == (4 + 2) * logits // 8
+    assert flops((*whole.forward, *whole.backward, *whole.weights)) == pytest.approx(
+        flops((*chunked.forward, *chunked.backward, *chunked.weights))
+    )
+    assert work(GPT3, -1, loss="fused").kept == whole.kept - 2 * logits
+
+
+def test_what_does_not_divide_is_refused() -> None:
+    with pytest.raises(ConfigError, match="heads = 96 cannot be split evenly over tensor = 5 ranks"):
+        work(GPT3, tensor=5)
+    grouped = Transformer.llama(layers=1, hidden=64, heads=8, kv_heads=2, ffn=96, vocabulary=100, width=3)
+    with pytest.raises(ConfigError, match="kv_heads x width = 6 cannot be split evenly over tensor = 4 ranks"):
+        work(grouped, tensor=4)
