@@ -240,8 +240,9 @@ def _section(question: str, found: Mapping[str, Any], compute_seconds: float) ->
         f"{_ratio(like['ratio'])} (`{like['peer']}` against `{like['ours']}`).",
         "Those that raced, and what a reader may ask for; bold is on its side's front. *link*: how long what was sent "
         "takes at the link's rate. *steps*: how many were timed; one is a visit's. *simulated*: the step's programs, "
-        "played by `atoll.simulate` with the seconds that their instructions took in one step, on a link with that burst "
-        "and the rate at which it carried a large message; and what that differs by. *said*: MB across by the programs, without headers of packets.",
+        "played by `atoll.simulate` with the seconds that their instructions took in one step, on a link with that "
+        "burst and the rate at which it carried a large message; and what that differs by. *said*: MB across by the "
+        "programs, without headers of packets.",
         _table(_shown(rows, members), members, bits),
     ]
 

@@ -17,7 +17,10 @@ from atoll.runtime.assemble.describe import describe
 SIZES = {"layers": 6, "hidden": 16, "heads": 4, "ffn": 40, "vocabulary": 96}
 
 
-def plan_of(layout: str = "IIG", *, schedule: str = "1f1b", mesh: MeshShape = MeshShape(2, 2, 2), **options: object) -> Plan:
+MESH = MeshShape(2, 2, 2)
+
+
+def plan_of(layout: str = "IIG", *, schedule: str = "1f1b", mesh: MeshShape = MESH, **options: object) -> Plan:
     built = schedules.build(schedule, ranks=mesh.pipeline, microbatches=4)
     return Plan(mesh, Layout(layout), built, 1, **options)  # type: ignore[arg-type]
 

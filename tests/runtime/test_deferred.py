@@ -283,19 +283,10 @@ def operators_called(case: Case) -> tuple[int, int]:
 
 
 def test_every_layer_of_a_long_stage_is_compiled() -> None:
-    case = Case(pipeline=2, microbatches=2, compile="block-eager", model=TinyConfig(layers=22))
-    for called, waiting in run_ranks(operators_called, 2, case, timeout=180):
-        assert waiting > 2 * 8
-        assert called == 2 * waiting
-
-
-@pytest.mark.parametrize(("pipeline", "schedule"), [(1, "1f1b"), (2, "zb-h1")])
-def test_compiled_blocks_beside_tensor_parallelism(pipeline: int, schedule: str) -> None:
-    """Linear layers that wait for W go through the operator on their part of the weight."""
-    model = TinyConfig(layers=5, tied=True, frozen=True)
-    case = Case(layout="IIG", pipeline=pipeline, tensor=2, schedule=schedule, compile="block-eager", model=model)
-    wanted = reference(Case(model=model))
-    for history, went_through_the_operator in run_ranks(profile_compiled, case.ranks, case, timeout=180):
-        worst, where = worst_difference(history, wanted)
-        assert worst <= 1e-10, where
-        assert went_through_the_operator == (pipeline > 1)
+    """Each of their linear layers calls the operator as often as one of a short stage, where dynamo has no limit."""
+    case = Case(pipeline=2, microbatches=2, compile="block-eager")
+    short = run_ranks(operators_called, 2, replace(case, model=TinyConfig(layers=4)), timeout=180)
+    long = run_ranks(operators_called, 2, replace(case, model=TinyConfig(layers=22)), timeout=180)
+    for (few, waiting_few), (many, waiting_many) in zip(short, long, strict=True):
+        assert waiting_many > 2 * 8 > waiting_few
+        assert many * waiting_few == few * waiting_many > 0

@@ -1,16 +1,16 @@
 """What a device has to do, kernel by kernel, and how long that takes.
 
-A product of matrices is bound by arithmetic or by memory; its arithmetic reaches a share of the peak that grows with its
-inner size and falls with the part of the last wave of tiles that is empty. Fused attention reaches a share of its own,
-and everything else moves bytes. A block takes the longer of what its kernels take on the device, one after the other,
-and what the host takes to launch them.
+A product of matrices is bound by arithmetic or by memory; its arithmetic reaches a share of the peak that grows with
+its inner size and falls with the part of the last wave of tiles that is empty. Fused attention reaches a share of its
+own, and everything else moves bytes. A block takes the longer of what its kernels take on the device, one after the
+other, and what the host takes to launch them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from atoll.cost.cluster import Device
@@ -88,7 +88,7 @@ class Clock:
     dtype: str
     item: int
     ranks: int = 1
-    link: Speed = Speed()
+    link: Speed = field(default_factory=Speed)
 
     def seconds(self, kernels: Iterable[Kernel]) -> float:
         """One after the other on the device, but no less than the host takes to launch them."""
@@ -105,7 +105,9 @@ class Clock:
             case Product():
                 own = max(self._arithmetic(kernel), self._memory(kernel.moved(self.item)))
             case Attention():
-                own = max(kernel.flops / (self.device.rate(self.dtype) * efficiency.attention), self._memory(kernel.nbytes))
+                own = max(
+                    kernel.flops / (self.device.rate(self.dtype) * efficiency.attention), self._memory(kernel.nbytes)
+                )
             case Pass():
                 return max(self._memory(kernel.nbytes), efficiency.launch * kernel.kernels)
             case Exchange():
@@ -125,8 +127,7 @@ class Clock:
 
 
 def collective(kind: str, nbytes: float, *, ranks: int, link: Speed) -> float:
-    """Seconds of a ring's collective over `ranks` of a whole buffer: each sends (ranks - 1) / ranks of it, an all-reduce
-    twice."""
+    """Seconds of a ring over `ranks`: each sends (ranks - 1) / ranks of the buffer, in an all-reduce twice."""
     if ranks == 1:
         return 0.0
     rounds = (ranks - 1) * (2 if kind == "all-reduce" else 1)

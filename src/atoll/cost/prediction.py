@@ -14,7 +14,7 @@ from atoll.cost.cluster import Cluster
 from atoll.cost.kernels import Clock
 from atoll.cost.ranks import Ranks
 from atoll.cost.work import Use, Workload
-from atoll.layouts import Level
+from atoll.layouts import ITEM_BYTES, Level
 from atoll.plan import Plan
 from atoll.program import Do
 from atoll.program.memory import held_after
@@ -94,16 +94,16 @@ class Prediction:
         found: dict[tuple[Do, int], float] = {}
         is_split = len(self.ranks.runs) > 1
         for at in self.ranks.blocks_of(rank):
-            work, unit = self.ranks.works[at], self.ranks.unit_of(at)
             forward, backward, weights = self._of_block(at)
             found[Do.F, at] = forward
             found[Do.I, at] = backward if is_split else backward + weights
             # A block all of whose gradients I makes, as an embedding, has no W.
-            if is_split and work.matrices:
-                found[Do.W, unit] = weights
+            if is_split and at in self.ranks.weighed_with:
+                found[Do.W, self.ranks.weighed_with[at]] = weights
             elif is_split:
                 found[Do.I, at] += weights
-        held = self.ranks.footprint(rank, states=1).optimizer // 4
+        one, none = (self.ranks.footprint(rank, states=states).optimizer for states in (1, 0))
+        held = (one - none) / ITEM_BYTES[self.plan.precision.master]
         efficiency = self.cluster.device.efficiency
         found[Do.STEP, -1] = held * efficiency.update / (self.cluster.device.bandwidth * efficiency.memory)
         return found
@@ -148,7 +148,8 @@ class Prediction:
         is_whole = self.plan.layout.gradients is Level.N
         yield rest if is_whole else rest._replace(gradients=0)
         kept: Counter[str] = Counter()
-        for instruction, whole in zip(program.instructions, held_after(program.instructions, program.shape), strict=True):
+        after = held_after(program.instructions, program.shape)
+        for instruction, whole in zip(program.instructions, after, strict=True):
             passing = self._change(kept, instruction.do, instruction.of)
             yield rest._replace(
                 gathered=whole.parameters + whole.staged,
@@ -173,7 +174,9 @@ class Prediction:
                 return work.kept + again - sum(each.nbytes for each in (*work.saved, *work.again) if each.until == "W")
             return work.kept + again + sum(each.nbytes for each in work.pending)
         if do is Do.W:
-            kept["pending"] -= works[of - self.ranks.unit_of(0)].kept_for_weights
+            kept["pending"] -= sum(
+                works[at].kept_for_weights for at, unit in self.ranks.weighed_with.items() if unit == of
+            )
         return 0
 
     def peak(self, rank: int) -> Held:
@@ -188,4 +191,3 @@ class Prediction:
     def fits(self) -> bool:
         """Whether each rank's peak is at most the device's memory."""
         return all(self.peak(rank).total <= self.cluster.device.memory for rank in range(self.plan.mesh.pipeline))
-

@@ -6,6 +6,7 @@ last are a unit of their own.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -77,13 +78,31 @@ class Ranks:
         """Elements that both ends have in common, of one rank of a tensor-parallel group."""
         return -(-self.workload.shared // self.use.tensor)
 
-    def unit_of(self, block: int) -> int:
-        """The unit of a block. What both ends share is unit 0."""
-        return block + (1 if self._shared else 0)
+    @property
+    def _ends(self) -> tuple[int, ...]:
+        """The blocks that share parameters, which are unit 0."""
+        return (0, len(self.works) - 1) if self._shared else ()
+
+    @cached_property
+    def unit_of(self) -> Mapping[int, int]:
+        """By block, the unit of what it has for itself; a block that has nothing is not there."""
+        own = {at: work.parameters - (self._shared if at in self._ends else 0) for at, work in enumerate(self.works)}
+        first = 1 if self._shared else 0
+        return {at: first + nth for nth, at in enumerate(at for at, count in own.items() if count)}
+
+    @cached_property
+    def weighed_with(self) -> Mapping[int, int]:
+        """By block that has matrices, the unit whose W makes their gradients where the backward is split."""
+        shared = self._shared
+        return {
+            at: 0 if at in self._ends and work.matrices == shared else self.unit_of[at]
+            for at, work in enumerate(self.works)
+            if work.matrices
+        }
 
     def _units_used(self, block: int) -> tuple[int, ...]:
-        ends = (0, len(self.works) - 1) if self._shared else ()
-        return (*((0,) if block in ends else ()), self.unit_of(block))
+        shared = (0,) if block in self._ends else ()
+        return (*shared, self.unit_of[block]) if block in self.unit_of else shared
 
     def blocks_of(self, rank: int) -> list[int]:
         """The blocks of a pipeline rank, in the model's order."""
@@ -107,7 +126,8 @@ class Ranks:
             if at in ends:
                 matrices, rest = (matrices, rest - shared) if ends[at] == "I" else (matrices - shared, rest)
             parts = ((matrices, "W"), (rest, "I"))
-            found[self.unit_of(at)] = tuple(self._segment(numel, phase) for numel, phase in parts if numel > 0)
+            if at in self.unit_of:
+                found[self.unit_of[at]] = tuple(self._segment(numel, phase) for numel, phase in parts if numel)
         return found
 
     def _segment(self, numel: int, *phases: str) -> SegmentShape:
@@ -146,16 +166,17 @@ class Ranks:
 
     def shape(self, rank: int) -> RankShape:
         """What lowering knows of a pipeline rank."""
-        plan, sharding, last = self.plan, self.plan.sharding(self.place(rank)), len(self.works) - 1
+        plan, sharding = self.plan, self.plan.sharding(self.place(rank))
         ends = {plan.schedule.placement.rank_of(stage) for stage in (0, len(self.runs) - 1)}
         units = {}
+        blocks = {unit: at for at, unit in self.unit_of.items()}
         for unit, segments in self.segments(rank).items():
-            is_shared = bool(self._shared) and unit == 0
+            is_shared = unit not in blocks
             units[unit] = unit_shape(
                 unit,
                 segments,
                 sharding,
-                blocks=(0, last) if is_shared else (unit - self.unit_of(0),),
+                blocks=self._ends if is_shared else (blocks[unit],),
                 is_shared=is_shared,
                 copies=len(ends) if is_shared else 1,
                 reads_in_place=self.reads_in_place,

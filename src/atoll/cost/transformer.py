@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from atoll.cost.kernels import Attention, Exchange, Kernel, Pass, Product
-from atoll.cost.work import Saved, Use, Work, Workload
+from atoll.cost.work import BlockOf, Saved, Use, Work, Workload
 from atoll.errors import ConfigError
 
 FLASH_BACKWARD = 2.5
@@ -120,9 +120,9 @@ class Transformer:
     @property
     def workload(self) -> Workload:
         """Embedding, layers, head."""
-        layers = [TransformerLayer(f"layers.{at}", self) for at in range(self.layers)]
+        layers = (TransformerLayer(f"layers.{at}", self) for at in range(self.layers))
         shared = self.vocabulary * self.hidden if self.tied else 0
-        blocks = (Embedding("embedding", self), *layers, Head("head", self))
+        blocks: tuple[BlockOf, ...] = (Embedding("embedding", self), *layers, Head("head", self))
         return Workload(self.name, blocks, range(1, len(blocks) - 1), shared)
 
     @property
@@ -153,7 +153,8 @@ class TransformerLayer:
         forward = tuple(self._forward(use))
         backward = tuple(self._backward(use))
         attention = tuple(self._scores(use))
-        saved, again = self._saved(use), ()
+        saved = self._saved(use)
+        again: tuple[Saved, ...] = ()
         match use.recompute:
             case "block":
                 backward = (*forward, *backward)
@@ -395,7 +396,7 @@ class Head:
         backward += [Pass((i + 4.0) * logits, use.chunks), *[product.swapped] * use.chunks, Pass(4.0 * i * hidden)]
         weights: tuple[Kernel, ...] = (product.learnt,) * use.chunks
         saved = [Saved("norm's input", i * hidden, "I"), Saved("head's input", i * hidden, "W")]
-        pending = (Saved("logits' gradient", i * logits, "W"),)
+        pending: tuple[Saved, ...] = (Saved("logits' gradient", i * logits, "W"),)
         peak = i * logits
         if use.chunks > 1:
             # Each part of the logits is made, and its gradient taken to the hidden state and the weight, in F already.

@@ -99,7 +99,9 @@ class Work:
 class BlockOf(Protocol):
     """A block of a workload."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """In the model."""
 
     def work(self, use: Use) -> Work:
         """Under a use."""

@@ -17,15 +17,16 @@ What is written down is an order in which everything was run, so it cannot deadl
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import deque
 from collections.abc import Sequence
+from heapq import heappop, heappush, heappushpop
 
 from atoll.errors import ScheduleError
-from atoll.ir.action import Action, Op
+from atoll.ir.action import VOCABULARY, Action
 from atoll.ir.residency import refuse_if
 from atoll.ir.schedule import Schedule
+from atoll.ir.table import B, F, G, I, L, S, T, W
 
 AHEAD = 2
 """Microbatches that are looked up before stage 0 begins with the one before them."""
@@ -49,145 +50,213 @@ def insert_vocabulary(schedule: Schedule, *, score: float = 1.0, hop: float = 0.
     for name, value in (("score", score), ("hop", hop)):
         if not (math.isfinite(value) and value >= 0):
             raise ScheduleError(f"{name} = {value}: it must be a finite number, 0 or more")
-    plays = [_Play(schedule, score * schedule.chunks, hop * schedule.chunks, waits=waits) for waits in (False, True)]
+    cells = _Cells(schedule, score * schedule.chunks, hop * schedule.chunks)
+    plays = [_Play(cells, waits=waits) for waits in (False, True)]
     best = min(plays, key=lambda play: play.finish)
-    return Schedule(schedule.name, schedule.placement, schedule.microbatches, tuple(map(tuple, best.rows)))
+    actions = cells.actions()
+    rows = tuple(tuple(map(actions.__getitem__, row)) for row in best.rows)
+    return Schedule(schedule.name, schedule.placement, schedule.microbatches, rows)
 
 
-_TIMES = {Op.F: 1.0, Op.I: 1.0, Op.W: 1.0, Op.B: 2.0, Op.L: 0.0, Op.G: 0.0}
+_TIMES = {F: 1.0, I: 1.0, W: 1.0, B: 2.0, L: 0.0, G: 0.0}
+
+
+class _Cells:
+    """What both runs read, in flat arrays.
+
+    table           the schedule's own cells; those of the slices follow them in number: op by op, and rank by rank
+    times, hop      code of an op -> how long it takes; the latency of a message
+    takes           cell of the table -> how long it takes
+    users, lags     cell of the table -> the cell that works on its result, or -1; how long after its end that arrives
+    """
+
+    def __init__(self, schedule: Schedule, score: float, hop: float) -> None:
+        self.table = table = schedule.table
+        self.times = {**_TIMES, S: score, T: score / 2}
+        self.hop = hop
+        self.takes = [self.times[code] for code in table.code]
+        self.users = [-1] * len(table.cells)
+        self.lags = [0.0] * len(table.cells)
+        for cell, needed in enumerate(table.need):
+            if needed >= 0:
+                self.users[needed] = cell
+                self.lags[needed] = hop if table.crosses[cell] else 0.0
+
+    def lags_of(self, end: int) -> list[float]:
+        """Rank -> how long a message takes between it and the rank of stage `end`."""
+        home = self.table.rank_of_stage[end]
+        return [0.0 if rank == home else self.hop for rank in range(self.table.placement.ranks)]
+
+    def first(self, code: int) -> list[int]:
+        """Rank -> the cell in which its slice runs an op on microbatch 0; those of the others follow it."""
+        ranks, size = self.table.placement.ranks, self.table.microbatches
+        start = len(self.table.cells) + (code - L) * ranks * size
+        return list(range(start, start + ranks * size, size))
+
+    def actions(self) -> list[Action]:
+        """Cell -> its action, those of the slices too."""
+        ranks, microbatches = range(self.table.placement.ranks), range(self.table.microbatches)
+        of_slices = [Action(rank, op, number) for op in VOCABULARY for rank in ranks for number in microbatches]
+        return self.table.cells + of_slices
+
+
+class _Slices:
+    """One op of all slices. Every rank runs it on the microbatches in the order in which they come up.
+
+    microbatches    those that have come up so far
+    times, lags     when each did; rank -> how much later it is there
+    begun, coming   rank -> how many it has begun; when the next one is there, infinite while that is not known
+    users, back     of L and S: microbatch -> the cell that waits for all ranks, or -1; rank -> how much later than its
+                    end what it has made arrives there
+    missing, all    of L and S: microbatch -> how many ranks have not begun it; when what the others make is there
+    """
+
+    def __init__(
+        self, cells: _Cells, code: int, lags: list[float], back: list[float] | None = None, users: Sequence[int] = ()
+    ) -> None:
+        ranks, size = cells.table.placement.ranks, cells.table.microbatches
+        self.takes, self.first = cells.times[code], cells.first(code)
+        self.microbatches: list[int] = []
+        self.times, self.lags = [math.inf] * (size + 1), lags
+        self.begun, self.coming = [0] * ranks, [math.inf] * ranks
+        self.users, self.back = users, back or lags
+        self.missing, self.all = [ranks] * size, [0.0] * size
+
+    def begin(self, rank: int, end: float) -> tuple[int, int, float]:
+        """The next one of a rank, which `end`s then: its cell, and with the last rank the user and when all arrive."""
+        number = self.begun[rank]
+        self.begun[rank] = number + 1
+        self.coming[rank] = self.times[number + 1] + self.lags[rank]
+        microbatch = self.microbatches[number]
+        cell = self.first[rank] + microbatch
+        if not self.users:
+            return cell, -1, end
+        arrival = end + self.back[rank]
+        if arrival > self.all[microbatch]:
+            self.all[microbatch] = arrival
+        self.missing[microbatch] -= 1
+        if self.missing[microbatch]:
+            return cell, -1, end
+        return cell, self.users[microbatch], self.all[microbatch]
 
 
 class _Play:
-    """One run of the schedule. `rows` is what every rank did, `finish` when the last of them was done.
+    """One run of the schedule. `rows` is what every rank did, in cells, `finish` when the last of them was done.
 
-    A rank is looked at when it is free and something may have arrived.  waits: whether a rank that knows when the next
-    S comes up idles rather than be late for it.
+    A rank looks for something to run at 0, at each end of what it ran, and, if it found nothing, at the first arrival
+    that it knows of or is told of: what it can run, and whether it should, changes at no other time.
+
+    free, wake: rank -> when it is done with what it runs; when it looks next, which is then unless it idles.
+    due: cell of the table -> when what it works on arrives, infinite while that is not known.
+    waits: whether a rank that knows when the next S comes up idles rather than be late for it.
     """
 
-    def __init__(self, schedule: Schedule, score: float, hop: float, *, waits: bool) -> None:
-        table, self._ranks = schedule.table, schedule.ranks
-        self._table, self._hop, self._waits, self._size = table, hop, waits, schedule.microbatches
-        self._times = {**_TIMES, Op.S: score, Op.T: score / 2}
-        self.rows: list[list[Action]] = [[] for _ in range(self._ranks)]
-        self.finish = 0.0
-        self._next = table.offset[:-1]
-        self._free = [0.0] * self._ranks
-        self._end: dict[Action, float] = {}
-        # Of look-ups and scores: how many ranks have run a microbatch's, and when the last of them arrives.
-        self._done = {op: [0] * self._size for op in (Op.L, Op.S)}
-        self._all = {op: [0.0] * self._size for op in (Op.L, Op.S)}
-        self._coming: list[dict[Op, deque[tuple[float, int]]]] = [
-            {op: deque() for op in (Op.L, Op.G, Op.S, Op.T)} for _ in range(self._ranks)
-        ]
-        last = schedule.stages - 1
-        self._first, self._last = 0, last
-        self._looked_up = deque(a.microbatch or 0 for a in schedule.actions[0] if (a.stage, a.op) == (0, Op.F))
-        self._wakes: list[tuple[float, int]] = []
+    def __init__(self, cells: _Cells, *, waits: bool) -> None:
+        self._cells, table = cells, cells.table
+        ranks, size, last = table.placement.ranks, table.microbatches, table.placement.stages - 1
+        self.rows: list[list[int]] = [[] for _ in range(ranks)]
+        self._free, self._wake = [0.0] * ranks, [0.0] * ranks
+        self._wakes = [(0.0, rank) for rank in range(ranks)]
+        self._due = [0.0 if code == W else math.inf for code in table.code]
+
+        from_first, from_last = cells.lags_of(0), cells.lags_of(last)
+        scored = [table.gradient(last * size + microbatch) for microbatch in range(size)]
+        self._look_up = _Slices(cells, L, [0.0] * ranks, from_first, table.at[F][:size])
+        self._look_up_grad = _Slices(cells, G, from_first)
+        self._score = _Slices(cells, S, from_last, from_last, scored)
+        self._score_grad = _Slices(cells, T, from_last)
+        self._looked_up = deque(sorted(range(size), key=table.at[F].__getitem__))  # as stage 0 runs them forward
         for _ in range(AHEAD):
             self._announce_look_up(0.0)
-        for rank in range(self._ranks):
-            heapq.heappush(self._wakes, (0.0, rank))
-        while self._wakes:
-            now, rank = heapq.heappop(self._wakes)
-            if now >= self._free[rank]:
-                self._look(now, rank)
+        self._run(waits=waits)
+        self.finish = max(self._free)
+
+    def _run(self, *, waits: bool) -> None:
+        cells, table = self._cells, self._cells.table
+        size, last_stage = table.microbatches, len(table.at[F]) - table.microbatches
+        position, stop = table.offset[:-1], table.offset[1:]
+        takes, users, lags, home, keys = cells.takes, cells.users, cells.lags, table.rank, table.key
+        rows, free, wake, wakes, due = self.rows, self._free, self._wake, self._wakes, self._due
+        look_up, look_up_grad, score, score_grad = self._look_up, self._look_up_grad, self._score, self._score_grad
+        look_ups, look_up_grads = look_up.coming, look_up_grad.coming
+        scores, score_grads = score.coming, score_grad.coming
+        slices: _Slices | None
+        while wakes:
+            now, rank = heappop(wakes)
+            while wake[rank] <= now:  # if not, it was told of something earlier and has looked then
+                if look_ups[rank] <= now:
+                    slices = look_up
+                elif look_up_grads[rank] <= now:
+                    slices = look_up_grad
+                elif scores[rank] <= now:
+                    slices = score
+                else:
+                    slices, cell = None, position[rank]
+                    arrival = due[cell] if cell < stop[rank] else math.inf
+                    has_to_wait = arrival > now
+                    if waits and not has_to_wait:
+                        late = now + takes[cell] - scores[rank]
+                        has_to_wait = late > scores[rank] - now
+                    pending = len(score_grad.microbatches) - score_grad.begun[rank]
+                    if score_grads[rank] <= now and (has_to_wait or pending > PENDING):
+                        slices = score_grad
+                    elif has_to_wait:
+                        soonest = min(look_ups[rank], look_up_grads[rank], scores[rank], score_grads[rank])
+                        if now < arrival < soonest:
+                            soonest = arrival
+                        wake[rank] = soonest
+                        if soonest < math.inf:
+                            heappush(wakes, (soonest, rank))
+                        break
+
+                if slices is None:
+                    position[rank] = cell + 1
+                    end = now + takes[cell]
+                    user, arrival = users[cell], end + lags[cell]
+                    if not size <= keys[cell] < last_stage:
+                        self._announce_from(cell, now, end)
+                else:
+                    end = now + slices.takes
+                    cell, user, arrival = slices.begin(rank, end)
+                rows[rank].append(cell)
+                free[rank] = wake[rank] = end
+                if user >= 0:
+                    due[user] = arrival
+                    other = home[user]
+                    if free[other] <= arrival < wake[other]:  # it idles: the two are the same while it is busy
+                        wake[other] = arrival
+                        heappush(wakes, (arrival, other))
+                # Not simply the same rank again after what took no time: a lower rank may have been told of it.
+                now, rank = heappushpop(wakes, (end, rank))
+
+    def _announce_from(self, cell: int, begin: float, end: float) -> None:
+        """What an action of the first or the last stage lets the slices do."""
+        table = self._cells.table
+        stage, microbatch = divmod(table.key[cell], table.microbatches)
+        is_first, is_last = stage == 0, stage == table.placement.stages - 1
+        if table.code[cell] == F:
+            if is_first:
+                self._announce_look_up(begin)
+            if is_last:
+                self._announce(self._score, microbatch, end)
+        elif table.code[cell] != W:
+            if is_first:
+                self._announce(self._look_up_grad, microbatch, end)
+            if is_last:
+                self._announce(self._score_grad, microbatch, end)
 
     def _announce_look_up(self, time: float) -> None:
         if self._looked_up:
-            self._announce(Op.L, self._looked_up.popleft(), time, source=-1)
+            self._announce(self._look_up, self._looked_up.popleft(), time)
 
-    def _announce(self, op: Op, microbatch: int, time: float, *, source: int) -> None:
-        """Every rank can run `op` from `time` on, those other than `source` a hop later."""
-        for rank in range(self._ranks):
-            arrival = time if rank == source or source < 0 else time + self._hop
-            self._coming[rank][op].append((arrival, microbatch))
-            heapq.heappush(self._wakes, (max(arrival, self._free[rank]), rank))
-
-    def _look(self, now: float, rank: int) -> None:
-        """Begin what the rank should do now, if there is anything."""
-        coming = self._coming[rank]
-
-        def is_there(op: Op) -> bool:
-            return bool(coming[op]) and coming[op][0][0] <= now
-
-        for op in (Op.L, Op.G, Op.S):
-            if is_there(op):
-                self._begin(Action(rank, op, coming[op].popleft()[1]), now, rank)
-                return
-        cell = self._next[rank]
-        action = self._table.cells[cell] if cell < self._table.offset[rank + 1] else None
-        arrival = math.inf if action is None else self._arrival(cell, rank)
-        has_to_wait = arrival > now
-        if action is not None and self._waits and coming[Op.S] and not has_to_wait:
-            due = coming[Op.S][0][0]
-            late = now + self._times[action.op] - due
-            has_to_wait = late > due - now
-        if is_there(Op.T) and (has_to_wait or len(coming[Op.T]) > PENDING):
-            self._begin(Action(rank, Op.T, coming[Op.T].popleft()[1]), now, rank)
-        elif action is not None and not has_to_wait:
-            self._next[rank] += 1
-            self._begin(action, now, rank)
-        elif math.isfinite(arrival) and arrival > now:
-            heapq.heappush(self._wakes, (arrival, rank))
-
-    def _begin(self, action: Action, now: float, rank: int) -> None:
-        end = now + self._times[action.op]
-        self.rows[rank].append(action)
-        self._free[rank] = end
-        self.finish = max(self.finish, end)
-        heapq.heappush(self._wakes, (end, rank))
-        microbatch = action.microbatch or 0
-        if action.op is Op.L or action.op is Op.S:
-            self._gather(action.op, microbatch, end, rank)
-            return
-        self._end[action] = end
-        if action.op is Op.F:
-            if action.stage == self._first:
-                self._announce_look_up(now)
-            if action.stage == self._last:
-                self._announce(Op.S, microbatch, end, source=rank)
-        elif action.op in (Op.I, Op.B):
-            if action.stage == self._first:
-                self._announce(Op.G, microbatch, end, source=rank)
-            if action.stage == self._last:
-                self._announce(Op.T, microbatch, end, source=rank)
-        for woken in self._woken(action):
-            heapq.heappush(self._wakes, (max(end, self._free[woken]), woken))
-
-    def _gather(self, op: Op, microbatch: int, end: float, rank: int) -> None:
-        """A rank has run its look-up or score, which the first or the last stage waits for together with all others."""
-        hub = self._table.rank_of_stage[self._first if op is Op.L else self._last]
-        arrival = end if rank == hub else end + self._hop
-        self._all[op][microbatch] = max(self._all[op][microbatch], arrival)
-        self._done[op][microbatch] += 1
-        if self._done[op][microbatch] == self._ranks:
-            heapq.heappush(self._wakes, (max(self._all[op][microbatch], self._free[hub]), hub))
-
-    def _woken(self, action: Action) -> Sequence[int]:
-        """Ranks that may wait for what an action gives."""
-        match action.op:
-            case Op.F:
-                stage = min(action.stage + 1, self._last)
-            case Op.I | Op.B:
-                stage = max(action.stage - 1, 0)
-            case _:
-                return ()
-        return (self._table.rank_of_stage[stage],)
-
-    def _arrival(self, cell: int, rank: int) -> float:
-        """When what a compute action works on is there; infinite while that is not known."""
-        action = self._table.cells[cell]
-        gathered = None
-        if action.op is Op.F and action.stage == self._first:
-            gathered = Op.L
-        elif action.op in (Op.I, Op.B) and action.stage == self._last:
-            gathered = Op.S
-        if gathered is not None:
-            microbatch = action.microbatch or 0
-            is_complete = self._done[gathered][microbatch] == self._ranks
-            return self._all[gathered][microbatch] if is_complete else math.inf
-        needed = self._table.need[cell]
-        if needed < 0:
-            return 0.0
-        hop = self._hop if self._table.crosses[cell] else 0.0
-        return self._end.get(self._table.cells[needed], math.inf) + hop
+    def _announce(self, slices: _Slices, microbatch: int, time: float) -> None:
+        """Every rank can run the op on the microbatch from `time` on, or when a message with it arrives."""
+        number = len(slices.microbatches)
+        slices.microbatches.append(microbatch)
+        slices.times[number] = time
+        for rank, begun in enumerate(slices.begun):
+            if begun == number:  # it is the next one there
+                slices.coming[rank] = arrival = time + slices.lags[rank]
+                if self._free[rank] <= arrival < self._wake[rank]:
+                    self._wake[rank] = arrival
+                    heappush(self._wakes, (arrival, rank))

@@ -81,9 +81,7 @@ def working_memory(
     )
 
 
-def _block(
-    segments: Sequence[SegmentShape], sharding: Sharding, *, is_shared: bool
-) -> tuple[int, int, int, int]:
+def _block(segments: Sequence[SegmentShape], sharding: Sharding, *, is_shared: bool) -> tuple[int, int, int, int]:
     """Of one block: its whole copy, the part of it that is gathered for others to read, its gradients, and what
     arrives from other ranks while they are reduced and synced.
 

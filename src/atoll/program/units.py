@@ -31,7 +31,8 @@ def unit_shape(
 ) -> UnitShape:
     """Return what lowering knows of a unit with these segments.
 
-    blocks, is_shared, copies: as in `UnitShape`.  reads_in_place: whether the ranks of a group read each other's memory.
+    blocks, is_shared, copies: as in `UnitShape`.  reads_in_place: whether the ranks of a group read each other's
+    memory.
     """
     trained = [segment for segment in segments if segment.trainable]
     flows = {

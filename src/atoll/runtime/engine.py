@@ -148,7 +148,9 @@ class Engine:
         self._check_same_values()
         collector = Collector()
         self._sharded = build(outline, around=around, collector=collector, seed=self._seed, tensor=tensor)
-        self._batches = Batches(plan, self.place, self.device, agreement=self._agreement, vocabulary=self._sharded.vocabulary)
+        self._batches = Batches(
+            plan, self.place, self.device, agreement=self._agreement, vocabulary=self._sharded.vocabulary
+        )
         self.units = self._sharded.units
         if not self._sharded.trainable:
             raise PlanError("the model has no trainable parameter; set requires_grad on what is to be trained")
@@ -342,8 +344,8 @@ class Engine:
 
         Yields a dictionary that is filled when the context ends: the seconds of each instruction in the last step, by
         instruction and index of its block or unit (-1: it has none), as the mean over microbatches. `atoll.sim.Rates`
-        takes it. Of what waits for a message or for other ranks it is the shortest of its kind, which waited least; what
-        waits once a step is left out.
+        takes it. Of what waits for a message or for other ranks it is the shortest of its kind, which waited least;
+        what waits once a step is left out.
         """
         found: dict[tuple[Do, int], float] = {}
         self._executor.is_timed = True

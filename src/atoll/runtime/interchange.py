@@ -85,7 +85,9 @@ def import_folder(source: Path, target: Path, *, objective: str = "causal") -> M
     state: dict[str, Any] = {"step": 0, "scaler": None, "groups": [], "caller": {"config": config.dump()}}
     checkpoint.save(target, pieces, state)
     nbytes = sum(piece.tensor.nbytes for piece in pieces)
-    return Moved(target, len(pieces), nbytes, files=tuple(sorted(file.name for file in target.iterdir())), read_whole=read_whole)
+    return Moved(
+        target, len(pieces), nbytes, files=tuple(sorted(file.name for file in target.iterdir())), read_whole=read_whole
+    )
 
 
 def export_folder(source: Path, target: Path, *, dtype: str | None = None) -> Moved:

@@ -221,7 +221,9 @@ _RECEIVES = frozenset({Op.RECV_F, Op.RECV_B, Op.RECV_S, Op.RECV_T, Op.RECV_G})
 def _expect_parcels(action: Action, parcels: Sequence[Parcel]) -> list[_Expected]:
     assert action.microbatch is not None, "messages have microbatches"
     return [
-        _Expected(action.op, action.stage, action.microbatch, kind=(-1, -1), peer=each.peer, tag=each.tag, wire=each.wire)
+        _Expected(
+            action.op, action.stage, action.microbatch, kind=(-1, -1), peer=each.peer, tag=each.tag, wire=each.wire
+        )
         for each in parcels
     ]
 

@@ -48,11 +48,9 @@ OTHERS: Mapping[str, Sequence[Any]] = MappingProxyType(
         "unit": (1, 2),
         "reads_in_place": (True, False),
         "vocabulary_parallel": (False, True),
-        "compile": (*["none"] * 15, "block-eager"),
     }
 )
-"""What the sample covers too, and the whole matrix draws: a value that is listed more often more often. data: groups,
-and ranks of a group."""
+"""What the sample covers too, and the whole matrix draws. data: groups, and ranks of a group."""
 
 Pair = tuple[str, Any, str, Any]
 
@@ -77,8 +75,7 @@ def sample() -> list[Choice]:
     for schedule, layout in itertools.product(FACTORS["schedule"], FACTORS["layout"]):
         row: Choice = {"schedule": schedule, "layout": layout}
         for name, values in list(factors.items())[2:]:
-            uses = {value: _uses(rows, name, value) / values.count(value) for value in values}
-            row[name] = max(values, key=lambda value: (_new(seen, row, name, value), -uses[value]))
+            row[name] = max(values, key=lambda value: (_new(seen, row, name, value), -_uses(rows, name, value)))
         seen.update(_pairs(row))
         rows.append(row)
     return rows

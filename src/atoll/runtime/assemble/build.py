@@ -72,7 +72,15 @@ class _Model:
         specs = unit_specs([(block.name, block.module) for block in blocks], groups, apart)
         trained = [at for at, block in enumerate(blocks) if any(p.requires_grad for _, p in block.named_parameters())]
         mine = tuple(stage for stage, owner in enumerate(outline.rank_of_stage) if owner == rank)
-        return _Model(outline, blocks, shared, apart=apart, specs=specs, mine=mine, first_trained=min(trained, default=len(blocks)))
+        return _Model(
+            outline,
+            blocks,
+            shared,
+            apart=apart,
+            specs=specs,
+            mine=mine,
+            first_trained=min(trained, default=len(blocks)),
+        )
 
     @property
     def local(self) -> list[int]:
@@ -137,8 +145,8 @@ def _stage(model: _Model, stage: int, units: Mapping[int, Unit], around: Surroun
         block = model.blocks[at]
         own = [unit for unit in users if at in unit.spec.blocks]
         has_end = any(end is not None and end.lies_in(block) for end in (looked_up, scored))
-        # An embedding keeps its ids, which are there anyway, and has nothing to fuse. Split by rows it could neither run
-        # again nor be traced: what makes its output whole is a hook around the block, with a mask from one call to it.
+        # An embedding keeps its ids, which are there anyway, and has nothing to fuse. Split by rows it could neither
+        # run again nor be traced: what makes its output whole is a hook around the block, which keeps a mask.
         is_table = isinstance(block.module, nn.Embedding)
         local = LocalBlock(
             block.module,

@@ -47,7 +47,9 @@ class Piece:
     @property
     def claim(self) -> Claim:
         """This piece without its data."""
-        return Claim(self.path, tuple(self.shape), self.start, stop=self.stop, dtype=self.tensor.dtype, within=self._part)
+        return Claim(
+            self.path, tuple(self.shape), self.start, stop=self.stop, dtype=self.tensor.dtype, within=self._part
+        )
 
     @property
     def _part(self) -> Box:

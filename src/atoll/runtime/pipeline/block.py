@@ -30,9 +30,10 @@ from atoll.runtime.sharding.unit import Unit
 
 _BACKENDS = {"block": "inductor", "block-eager": "aot_eager"}
 
-_APART: dict[str, Any] = {"isolate_recompiles": True} if "isolate_recompiles" in signature(torch.compile).parameters else {}
-"""Layers of one class have one code object, for which dynamo compiles eight times at most (2.13 on: for each call of
-`torch.compile`). A layer whose linear layers wait for W is compiled by itself; the ninth would run eagerly."""
+_ISOLATES = "isolate_recompiles" in signature(torch.compile).parameters  # not in every torch that is supported
+_APART: dict[str, Any] = {"isolate_recompiles": True} if _ISOLATES else {}
+"""Layers of one class have one code object, which dynamo compiles eight times at most, or as often for each call of
+`torch.compile`. A layer whose linear layers wait for W is compiled by itself; the ninth would run eagerly."""
 
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 """Ops whose outputs selective recompute saves. Attention, norms and activation functions are recomputed."""

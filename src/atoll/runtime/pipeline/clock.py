@@ -79,7 +79,9 @@ class Clock:
 
     def spans(self) -> tuple[Span, ...]:
         """The row's spans in seconds of the monotonic clock."""
-        return tuple(Span(self._rank, lane_of(action.op), action, start=start, end=end) for action, start, end in self._marks)
+        return tuple(
+            Span(self._rank, lane_of(action.op), action, start=start, end=end) for action, start, end in self._marks
+        )
 
 
 class DeviceClock(Clock):

@@ -203,7 +203,9 @@ class Executor:
             for at, (do, action, block, _) in enumerate(program.instructions):
                 if do is Do.F:
                     forwards.setdefault((action.stage, action.microbatch or 0), {})[block] = at
-            self._scores[key] = _Score(program, row, calls, parts=tuple(parts_of(program.instructions)), forwards=forwards)
+            self._scores[key] = _Score(
+                program, row, calls, parts=tuple(parts_of(program.instructions)), forwards=forwards
+            )
         return self._scores[key]
 
     def _call(self, instruction: Instruction) -> Callable[[], None]:

@@ -60,7 +60,10 @@ def unit_specs(
             continue
         is_shared = len(used) > 1
         grouped.setdefault((tuple(used) if is_shared else group_of[used[0]], is_shared), []).append(first_name[key])
-    specs = [UnitSpec(at, f"vocabulary {names[0]}", tuple(names), blocks=(), is_shared=False) for at, names in enumerate(apart)]
+    specs = [
+        UnitSpec(at, f"vocabulary {names[0]}", tuple(names), blocks=(), is_shared=False)
+        for at, names in enumerate(apart)
+    ]
     for used_by, is_shared in sorted(grouped, key=lambda key: (key[0][0], not key[1], -len(key[0]), key[0])):
         names = grouped[used_by, is_shared]
         first, last = blocks[used_by[0]][0], blocks[used_by[-1]][0]

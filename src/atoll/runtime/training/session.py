@@ -108,7 +108,9 @@ def run(config: Config, plan: Plan, *, device: torch.device, resume: bool, stop:
         engine.transport.barrier()
     finally:
         engine.close()
-    return RunResult(folder, outcome.step, outcome.stopped, tokens=outcome.tokens, seconds=seconds, sample=outcome.sample)
+    return RunResult(
+        folder, outcome.step, outcome.stopped, tokens=outcome.tokens, seconds=seconds, sample=outcome.sample
+    )
 
 
 def _introduce(plan: Plan, model: nn.Module, corpus: Corpus, device: torch.device) -> str:

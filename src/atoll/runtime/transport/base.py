@@ -306,7 +306,10 @@ class Transport(ABC):
                 group = dist.new_group(list(ranks))
                 found = group if self.place.rank in ranks else found
         assert found is not None, "every rank is in a group of its own"
-        return DeviceMesh.from_group(found, self.device.type)
+        # DTensor remembers specs by their meshes, which are equal where ranks and names are. Without a name of its own,
+        # a mesh of an earlier engine whose process group is gone might be taken for this one.
+        name = "_".join(f"{axis}{self.place.mesh.sizes[axis]}" for axis in axes)
+        return DeviceMesh.from_group(found, self.device.type, mesh_dim_names=(name,))
 
     def exchange(self, values: torch.Tensor, ranks: Sequence[int], tag: Tag) -> Exchange:
         """Begin to sum a tensor over `ranks`."""

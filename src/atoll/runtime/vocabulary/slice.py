@@ -12,9 +12,10 @@ sends that mean, the row of the label if it has it, its largest logit, its sum a
 of all slices has loss and gradient, and the factors are what the slices need for their own gradients. Nobody ever has
 the logits of more than a slice. Softmax and sums are in fp32 (fp64 for fp64), as in `token_cross_entropy`.
 
-[Note: beside tensor parallelism] A pipeline rank's slice is split once more over the ranks of its tensor-parallel group.
-Messages stay on the pipeline that a rank is in: at both ends each rank of a group has what the parts on its own pipeline
-say, and the group adds that up. All of it then has the same embedding, loss and gradient, as with any other module.
+[Note: beside tensor parallelism] A pipeline rank's slice is split once more over the ranks of its tensor-parallel
+group. Messages stay on the pipeline that a rank is in: at both ends each rank of a group has what the parts on its own
+pipeline say, and the group adds that up. All of it then has the same embedding, loss and gradient, as with any other
+module.
 """
 
 from __future__ import annotations
@@ -279,7 +280,7 @@ class VocabularySlice:
 
     @torch.no_grad()
     def combine(self, scores: Sequence[Scores], labels: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Of the pipeline's ranks in order: the loss summed over tokens, the log-sums [N], the hidden state's gradient."""
+        """Of the pipeline's ranks in order: the loss summed over tokens, log-sums [N], the hidden state's gradient."""
         flat = labels.reshape(-1)
         is_counted = flat != IGNORED_LABEL
         sums = torch.stack([each.sums for each in scores])

@@ -1,0 +1,89 @@
+"""Seconds and bytes of plans that can be worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from atoll import schedules
+from atoll.cost import Clock, Cluster, Efficiency, Prediction, Transformer, Use
+from atoll.layouts import Layout, Precision
+from atoll.plan import MeshShape, Plan
+
+MODEL = Transformer.llama(layers=16, hidden=1024, heads=16, ffn=2816, vocabulary=32000)
+EFFICIENCY = Efficiency(dispatch=0.0, launch=0.0)
+
+
+def cluster(*, rate: float = 1e15, memory: int = 80_000_000_000) -> Cluster:
+    device = {"preset": "a100-80gb", "efficiency": EFFICIENCY.model_dump(), "memory": memory, "context": 10**9}
+    link = {"rate": rate}
+    return Cluster.of({"device": device, "node": {"devices": 8, "cards": 8, "link": link}, "network": link})
+
+
+def predicted(
+    layout: str = "NNN", *, mesh: MeshShape, on: Cluster, schedule: str = "1f1b", **options: object
+) -> Prediction:
+    built = schedules.build(schedule, ranks=mesh.pipeline, microbatches=8)
+    plan = Plan(mesh, Layout(layout), built, 2, precision=Precision.preset("bf16"), **options)  # type: ignore[arg-type]
+    recompute = str(options.get("recompute", "none"))
+    return Prediction(MODEL.workload, plan, on, Use(samples=2, sequence=1024, recompute=recompute))
+
+
+def test_one_rank_takes_its_kernels_and_the_optimizers_bytes() -> None:
+    found = predicted(mesh=MeshShape(), on=cluster())
+    clock = Clock(found.cluster.device, "bfloat16", 2)
+    works = found.ranks.works
+    kernels = sum(clock.seconds((*work.forward, *work.backward, *work.weights)) for work in works)
+    update = MODEL.parameters * EFFICIENCY.update / (2.039e12 * EFFICIENCY.memory)
+    assert found.seconds == pytest.approx(8 * kernels + update, rel=1e-6)
+    assert found.tokens_a_second == pytest.approx(8 * 2 * 1024 / found.seconds)
+
+
+def test_a_pipeline_fills_and_drains() -> None:
+    """1F1B of m microbatches on p ranks takes m + p - 1 times the longest stage where links are fast."""
+    found = predicted(mesh=MeshShape(4), on=cluster(), layers_per_stage=(4, 4, 4, 4))
+    stages = [sum(sum(found._of_block(at)) for at in run) for run in found.ranks.runs]
+    longest, others = max(stages), sum(stages) - max(stages)
+    assert 8 * longest < found.seconds < 8 * longest + others * 1.2
+
+
+def test_a_slow_link_shows_what_sharding_sends() -> None:
+    mesh = MeshShape(1, 2, 8)
+    fast, slow = (predicted("GGG", mesh=mesh, on=cluster(rate=rate)) for rate in (1e15, 1e9))
+    sent = fast.ranks.programs.ranks[0].sent
+    assert slow.seconds >= sent["inter"] / 1e9 > fast.seconds
+    once = predicted("IIG", mesh=mesh, on=cluster(rate=1e9))
+    assert once.ranks.programs.ranks[0].sent["inter"] < sent["inter"] / 4
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
+@pytest.mark.parametrize("recompute", ["none", "block"])
+def test_all_that_is_kept_is_given_back(schedule: str, recompute: str) -> None:
+    found = predicted("IIG", mesh=MeshShape(4, 1, 2), schedule=schedule, recompute=recompute, on=cluster())
+    for rank in range(4):
+        held = list(found.held(rank))
+        assert held[-1].activations == held[-1].pending == held[-1].passing == 0
+        assert min(min(each) for each in held) >= 0
+        assert found.peak(rank).total > held[0].total == found.rest(rank).total
+
+
+def test_the_first_rank_of_1f1b_keeps_as_many_microbatches_as_there_are_ranks() -> None:
+    found = predicted(mesh=MeshShape(4), on=cluster())
+    for rank in range(4):
+        a_microbatch = sum(found.ranks.works[at].kept for at in found.ranks.blocks_of(rank))
+        most = max(held.activations for held in found.held(rank))
+        assert most == pytest.approx((4 - rank) * a_microbatch, rel=0.01)
+
+
+def test_state_is_two_four_and_twelve_bytes_a_parameter_and_the_driver_counts() -> None:
+    found = predicted("GGG", mesh=MeshShape(1, 1, 8), on=cluster())
+    rest, parameters = found.rest(0), MODEL.parameters
+    assert rest.parameters == 0, "cast from the master when it is gathered"
+    assert rest.optimizer == pytest.approx(12 * parameters / 8, rel=1e-4)
+    assert rest.gradients == 0
+    assert max(held.gradients for held in found.held(0)) == pytest.approx(4 * parameters / 8, rel=1e-4)
+    assert rest.total == rest.allocated + 10**9
+
+
+def test_what_fits() -> None:
+    assert predicted(mesh=MeshShape(), on=cluster()).fits
+    assert not predicted(mesh=MeshShape(), on=cluster(memory=5_000_000_000)).fits
