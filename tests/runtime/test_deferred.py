@@ -290,3 +290,15 @@ def test_every_layer_of_a_long_stage_is_compiled() -> None:
     for (few, waiting_few), (many, waiting_many) in zip(short, long, strict=True):
         assert waiting_many > 2 * 8 > waiting_few
         assert many * waiting_few == few * waiting_many > 0
+
+
+@pytest.mark.parametrize(("pipeline", "schedule"), [(1, "1f1b"), (2, "zb-h1")])
+def test_compiled_blocks_beside_tensor_parallelism(pipeline: int, schedule: str) -> None:
+    """Linear layers that wait for W go through the operator on their part of the weight."""
+    model = TinyConfig(layers=5, tied=True, frozen=True)
+    case = Case(layout="IIG", pipeline=pipeline, tensor=2, schedule=schedule, compile="block-eager", model=model)
+    wanted = reference(Case(model=model))
+    for history, went_through_the_operator in run_ranks(profile_compiled, case.ranks, case, timeout=180):
+        worst, where = worst_difference(history, wanted)
+        assert worst <= 1e-10, where
+        assert went_through_the_operator == (pipeline > 1)

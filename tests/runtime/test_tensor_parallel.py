@@ -93,7 +93,6 @@ def build_only(case: Case) -> None:
             Case(tensor=2, microbatches=2, model=TinyConfig(odd=True)),
             "13 features, which tensor = 2 cannot split evenly",
         ),
-        (Case(tensor=2, microbatches=2, compile="block-eager"), "compile and tensor parallelism do not go together"),
         (Case(tensor=2, microbatches=2, sequence_parallel=True), "parts that are not in the model's tensor plan"),
     ],
 )

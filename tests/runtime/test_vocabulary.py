@@ -52,6 +52,11 @@ def test_layouts_beside_tensor_parallelism(layout: str) -> None:
     assert_parity(replace(BOTH, layout=layout, intra=2, schedule="zb-v", microbatches=8, recompute="block"))
 
 
+def test_compiled_blocks_beside_tensor_parallelism() -> None:
+    model = TinyConfig(layers=3, vocabulary=17, tied=True)
+    assert_parity(replace(BOTH, model=model, schedule="zb-h1", layout="GGG", compile="block-eager"))
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 @pytest.mark.parametrize("layout", ["NNN", "NNG", "IIG", "GGG", "ING", "INI", "IGG"])
 def test_every_kind_of_layout(layout: str, schedule: str) -> None:

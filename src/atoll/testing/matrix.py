@@ -52,6 +52,9 @@ OTHERS: Mapping[str, Sequence[Any]] = MappingProxyType(
 )
 """What the sample covers too, and the whole matrix draws. data: groups, and ranks of a group."""
 
+COMPILED = 1 / 32
+"""Share of the whole matrix whose blocks are compiled: each takes half a minute. The sample has none."""
+
 Pair = tuple[str, Any, str, Any]
 
 Choice = dict[str, Any]
@@ -64,6 +67,7 @@ def whole() -> Iterator[Choice]:
         row: Choice = dict(zip(FACTORS, values, strict=True))
         for name, choices in OTHERS.items():
             row[name] = draw.choice(choices)
+        row["compile"] = "block-eager" if draw.random() < COMPILED else "none"
         yield row
 
 
@@ -85,7 +89,7 @@ def case_of(choice: Choice) -> Case:
     """What `assert_parity` runs of a combination: two pipeline ranks with four microbatches each."""
     inter, intra = choice["data"]
     options = {name: choice[name] for name in ("schedule", "layout", "tensor", "recompute")}
-    others = {name: choice[name] for name in OTHERS if name != "data"}
+    others = {name: choice[name] for name in (*OTHERS, "compile") if name in choice and name != "data"}
     model = MODELS[choice["model"]]
     return Case(pipeline=2, inter=inter, intra=intra, microbatches=8, steps=2, model=model, **options, **others)
 

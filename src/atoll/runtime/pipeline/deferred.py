@@ -19,6 +19,7 @@ empty tensor that requires a gradient keeps it in the graph.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -82,24 +83,29 @@ class DeferredWeight:
         if isinstance(module.weight, DTensor):
             assert isinstance(hidden, DTensor), "a parallel style makes its input a DTensor"
             return self._forward_split(hidden, module.weight, module.bias)
-        given = (hidden, module.weight.detach(), module.bias, self._anchor)
+        return self._apply(hidden, module.weight.detach(), module.bias)
+
+    def _apply(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        given = hidden, weight, bias, self._anchor
         out: Tensor = linear(*given, self.slot) if torch.compiler.is_compiling() else _Linear.apply(self, *given)
         return out
 
     def _forward_split(self, hidden: DTensor, weight: DTensor, bias: Any) -> DTensor:
         """The same on this rank's part of the weight: its rows, whose results lie side by side, or its columns, whose
         results are added up."""
-        mesh, own = hidden.device_mesh, local_part(weight).detach()
+        mesh = hidden.device_mesh
+        # Dynamo cannot trace the private attribute.
+        own = (weight.to_local() if torch.compiler.is_compiling() else local_part(weight)).detach()
         size = torch.Size((*hidden.shape[:-1], weight.shape[0]))
         if weight.placements[0].is_shard(0):
             given = hidden.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
             rest = None if bias is None else bias.to_local()
-            out = _Linear.apply(self, given, own, rest, self._anchor)
-            stride = torch.empty(size, device="meta").stride()
+            out = self._apply(given, own, rest)
+            stride = tuple(math.prod(size[at + 1 :]) for at in range(len(size)))
             placements = [Shard(out.dim() - 1)]
             return DTensor.from_local(out, mesh, placements, run_check=False, shape=size, stride=stride)
         given = hidden.redistribute(placements=[Shard(hidden.dim() - 1)]).to_local()
-        out = _Linear.apply(self, given, own, None, self._anchor)
+        out = self._apply(given, own, None)
         total = DTensor.from_local(out, mesh, [Partial()], run_check=False)
         return total if bias is None else total + bias
 

@@ -52,7 +52,7 @@ from atoll.models import Weights
 from atoll.program import Phase
 from atoll.runtime import lanes
 from atoll.runtime.sharding.room import Room
-from atoll.runtime.sharding.tensors import Spread, box_of, part_of, whole_of
+from atoll.runtime.sharding.tensors import Spread, box_of, lay_in, part_of, whole_of
 from atoll.runtime.transport import Channel, Peers, Tag, Transport
 
 _CHANNEL: Mapping[tuple[Kind, Axis], Channel] = {
@@ -277,8 +277,9 @@ class Segment:
                 self._keep(self.master, self.layout.optimizer)
             if self.rest is not None:
                 self._keep(self.rest, self.layout.parameters)
-            for name, local in self._local.items():
-                local.data = self._views[name]
+            for name, parameter in self.parameters.items():
+                lay_in(parameter, self._views[name])
+                self._local[name] = local_part(parameter)
 
     def _keep(self, target: torch.Tensor, level: Level) -> None:
         """Fill a resting buffer from the parameters' first values, at their full precision."""

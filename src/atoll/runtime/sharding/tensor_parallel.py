@@ -42,8 +42,7 @@ _ROWS = ("rowwise", "rowwise_split_input")
 
 
 def tensor_parallel(adapter: Adapter, plan: Plan, mesh: DeviceMesh, *, apart: Collection[str] = ()) -> TensorParallel:
-    """How a model is split over the ranks of `mesh`, as its adapter says. Raises PlanError where it does not, or where
-    the plan has something that does not go together with it.
+    """How a model is split over the ranks of `mesh`, as its adapter says. Raises PlanError where it does not.
 
     apart: names of modules that are split in another way.
     """
@@ -53,8 +52,6 @@ def tensor_parallel(adapter: Adapter, plan: Plan, mesh: DeviceMesh, *, apart: Co
             f"tensor = {plan.mesh.tensor}: a {type(adapter).__name__} has no tensor_plan(), which says "
             "how layers are split; use tensor = 1, or give the model an adapter that has one"
         )
-    if plan.compile != "none":
-        raise PlanError("compile and tensor parallelism do not go together yet; use compile = 'none' or tensor = 1")
     given = mesh, adapter.blocks(), styles(plan.mesh.tensor)
     return TensorParallel(*given, sequence=plan.sequence_parallel, apart=frozenset(apart))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import Enum
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 
@@ -44,6 +45,19 @@ def like_parameter(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Ten
         moved: torch.Tensor = gradient.redistribute(placements=parameter.placements)
         return moved
     return gradient
+
+
+def lay_in(parameter: nn.Parameter, view: torch.Tensor) -> None:
+    """Make a parameter, or this rank's part of it, a view of a buffer.
+
+    A DTensor is made anew around the view and takes the parameter's place: dynamo refuses one whose part lies at another
+    offset of its storage than it did when the DTensor was made.
+    """
+    if isinstance(parameter, DTensor):
+        made = nn.Parameter(_like(parameter, view), requires_grad=parameter.requires_grad)
+        torch.utils.swap_tensors(parameter, made)
+    else:
+        parameter.data = view
 
 
 def whole_of(parameter: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
