@@ -50,8 +50,8 @@ def like_parameter(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Ten
 def lay_in(parameter: nn.Parameter, view: torch.Tensor) -> None:
     """Make a parameter, or this rank's part of it, a view of a buffer.
 
-    A DTensor is made anew around the view and takes the parameter's place: dynamo refuses one whose part lies at another
-    offset of its storage than it did when the DTensor was made.
+    A DTensor is made anew around the view and takes the parameter's place: dynamo refuses one whose part lies at
+    another offset of its storage than it did when the DTensor was made.
     """
     if isinstance(parameter, DTensor):
         made = nn.Parameter(_like(parameter, view), requires_grad=parameter.requires_grad)
