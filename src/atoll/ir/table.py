@@ -200,9 +200,11 @@ class Table:
         With messages the receives wait for the sends, and everything for what is made on its own rank.
         """
         code, here = self.code[cell], self.rank[cell]
-        if self.key[cell] < 0 or code not in _OF_VOCABULARY:
+        key = self.key[cell]
+        is_between = code in _OF_STAGES and self.microbatches <= key < len(self.at[F]) - self.microbatches
+        if key < 0 or is_between or code not in _OF_VOCABULARY:
             return
-        made, sent = self._vocabulary_sources(code, *divmod(self.key[cell], self.microbatches))
+        made, sent = self._vocabulary_sources(code, *divmod(key, self.microbatches))
         for needed in made:
             if needed >= 0 and self.rank[needed] == here:
                 self.need[cell] = needed
