@@ -22,8 +22,8 @@ PURE = (
     "errors", "units", "ir", "schedules", "layouts", "program", "plan", "trace", "sim", "cost", "config", "data"
 )  # fmt: skip
 
-FOREIGN = ("partial", "input_gradient", "distribute_module", "self.adapter.forward")
-"""Calls whose arguments others have named: torch's, those of its operators, and of adapters."""
+FOREIGN = ("zip", "partial", "input_gradient", "distribute_module", "self.adapter.forward")
+"""Calls whose arguments are named by others: Python, torch, its operators, adapters."""
 
 COMMUNICATION = re.compile(
     r"(all_(gather|reduce|to_all)\w*|reduce(_scatter\w*)?|broadcast\w*|scatter\w*|gather\w*|i?(send|recv)\w*"
