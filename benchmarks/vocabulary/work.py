@@ -192,11 +192,11 @@ def sleeping(work: Work, device: Device) -> Iterator[None]:
         device.end(2 * work.head / work.ranks)
         return found
 
-    def learning(self: VocabularySlice, *args: Any) -> None:
+    def learning(self: VocabularySlice, *args: Any, **options: Any) -> None:
         nonlocal is_learning
         device.begin()
         is_learning = True
-        learn(self, *args)
+        learn(self, *args, **options)
         is_learning = False
         device.end(work.head / work.ranks)
 
