@@ -54,7 +54,7 @@ UNDERSTOOD = frozenset(
 """Arguments that are read, or that change neither sizes nor the plan. A row with another one is left out."""
 
 VOCABULARIES: Mapping[str, int] = {"gpt": 50_257, "bert": 30_522}
-"""Of the vocabularies that tests without a tokenizer's name load, GPT-2's and BERT's in lower case."""
+"""Vocabulary sizes for tests that do not name a tokenizer: those of GPT-2 and of uncased BERT."""
 
 SHARDED: Mapping[str, str] = {
     "no_shard": "NNN",
@@ -62,7 +62,7 @@ SHARDED: Mapping[str, str] = {
     "optim_grads": "NGG",
     "optim_grads_params": "GGG",
 }
-"""What Megatron-FSDP calls layouts."""
+"""Layout for each sharding strategy of Megatron-FSDP."""
 
 Arguments = Mapping[str, str]
 

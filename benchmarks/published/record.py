@@ -26,7 +26,7 @@ COMPUTE: Mapping[str, str] = {
     "amp_bf16": "bfloat16",
     "fp16/bf16": "float16",
 }
-"""What rows call a precision -> torch's name of its dtype. Others, as fp8, have no row."""
+"""Maps the name of a precision in a row to the torch dtype. Precisions such as fp8 are not supported."""
 
 CHUNKS: Mapping[str, int] = {"1f1b": 1, "zb-1p": 1, "zb-2p": 1, "zb-v": 2, "v-half": 2}
 """Schedules of the catalogue that rows name, and their stages a rank."""
@@ -34,7 +34,7 @@ CHUNKS: Mapping[str, int] = {"1f1b": 1, "zb-1p": 1, "zb-2p": 1, "zb-v": 2, "v-ha
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """What ran, on what, and what was measured.
+    """A published run: its configuration, its hardware and its measurements.
 
     system: the program that ran.  microbatches: of a rank, in a step.  layers_per_stage, residency: as in `Plan`.
     vocabulary: how the ends are split over the pipeline: 0 not at all, 1 or 2 by that algorithm of arXiv 2411.05288.
@@ -80,7 +80,7 @@ class Published:
 
     @property
     def samples(self) -> int:
-        """Of a step, over all ranks."""
+        """Number of samples in a step over all ranks."""
         return self.use.samples * self.microbatches * self.mesh.data
 
     def timed(self, *, seconds: float | None = None, tokens: float | None = None) -> Published:
@@ -101,7 +101,7 @@ class Table:
     values: Row
 
     def get(self, key: str, default: Any = None) -> Any:
-        """What is there; null is as good as nothing."""
+        """Return the value of `key`, or `default` if it is missing or null."""
         value = self.values.get(key)
         return default if value is None else value
 
@@ -137,22 +137,22 @@ class Fields:
 
     @property
     def model(self) -> Table:
-        """Its sizes."""
+        """The model of the row."""
         return Table("model", self.row.get("model", {}))
 
     @property
     def cluster(self) -> Table:
-        """Where it ran."""
+        """The cluster of the row."""
         return Table("cluster", self.row.get("cluster", {}))
 
     @property
     def plan(self) -> Table:
-        """How it ran."""
+        """The plan of the row."""
         return Table("plan", self.row.get("plan", {}))
 
     @property
     def result(self) -> Table:
-        """What came out."""
+        """The measurements of the row."""
         return Table("result", self.row.get("result", {}))
 
     # ---- parts of a plan
@@ -184,7 +184,7 @@ class Fields:
 
     @property
     def microbatches(self) -> int:
-        """Of a rank and step, by their number or by the global batch; where both are there, they have to agree."""
+        """Microbatches of a rank in a step, from their number or the global batch, which must agree."""
         stated, batch = self.plan.get("microbatches"), self.plan.get("global_batch")
         if batch is None:
             return self.plan.count("microbatches")

@@ -64,7 +64,7 @@ ZERO_BUBBLE_VOCABULARY = 32_000
 """Its tokenizer is a SentencePiece model, and only 25.5 to 33.4 thousand tokens, tied, give all four printed sizes."""
 
 A100_FLOPS = 312e12
-"""What utilizations on an A100 are shares of."""
+"""Peak FLOP/s of an A100 that published utilizations refer to."""
 
 
 def llama(name: str) -> Transformer:
@@ -100,7 +100,7 @@ def padded(vocabulary: int, tensor: int, *, multiple: int = 128) -> int:
 
 
 def megatron_flops(model: Transformer, *, samples: int, sequence: int, recomputed: bool) -> float:
-    """Of a GPT, by Narayanan et al. (arXiv 2104.04473, section 3.3.1), with or without the recomputed forward.
+    """FLOPs of a step of a GPT (arXiv 2104.04473, section 3.3.1), with or without the recomputed forward.
 
     96 B s l h² (1 + s / 6h + V / 16lh) with it. Without it, 72 B s l h² (1 + s / 6h + V / 12lh).
     """
@@ -138,7 +138,7 @@ DEVICES: Mapping[str, tuple[Mapping[str, Any], str]] = MappingProxyType(
         "GB200": ({"preset": "gb200"}, "nvlink5"),
     }
 )
-"""What rows call a device -> its table in a cluster, and the preset of the links of its node."""
+"""Maps the name of a device in a row to its `[device]` table and to the link preset inside its node."""
 
 NETWORKS: Mapping[str, Network] = MappingProxyType(
     {
@@ -150,7 +150,7 @@ NETWORKS: Mapping[str, Network] = MappingProxyType(
         "CX-7 400 Gb/s a GPU": Network(8, "roce-400"),
     }
 )
-"""What rows call a network, in full; nodes of eight."""
+"""Maps the description of a network in a row to its cards, for nodes of eight devices."""
 
 SELENE = NETWORKS["8 x HDR 200 Gb/s a node"]
 """NVIDIA's cluster, on which Megatron's papers measured (arXiv 2104.04473, section 5)."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from atoll import schedules
@@ -82,6 +84,12 @@ def test_state_is_two_four_and_twelve_bytes_a_parameter_and_the_driver_counts() 
     assert rest.gradients == 0
     assert max(held.gradients for held in found.held(0)) == pytest.approx(4 * parameters / 8, rel=1e-4)
     assert rest.total == rest.allocated + 10**9
+
+
+def test_a_rank_alone_in_its_group_has_nobody_to_read_in_place() -> None:
+    """Its gradients are made in buffers of its own, and count once."""
+    alone = predicted("GGG", mesh=MeshShape(1, 2, 1), on=cluster())
+    assert replace(alone, reads_in_place=True).peak(0) == alone.peak(0)
 
 
 def test_what_fits() -> None:

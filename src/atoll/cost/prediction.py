@@ -143,7 +143,9 @@ class Prediction:
         """What a pipeline rank holds, at rest, then within and after each instruction of a step."""
         program = self.ranks.programs.ranks[rank]
         state, need = self.ranks.footprint(rank), self.ranks.working_memory(rank, program)
-        arriving = need.buffers - (need.flows if not self.reads_in_place else 0)
+        # What is lent for the group to read in place is not among the buffers.
+        is_lent = self.reads_in_place and self.plan.mesh.intra > 1
+        arriving = need.buffers - (0 if is_lent else need.flows)
         rest = Held(state.parameters, state.gradients, state.optimizer, context=self.cluster.device.context)
         is_whole = self.plan.layout.gradients is Level.N
         yield rest if is_whole else rest._replace(gradients=0)
@@ -153,7 +155,7 @@ class Prediction:
             passing = self._change(kept, instruction.do, instruction.of)
             yield rest._replace(
                 gathered=whole.parameters + whole.staged,
-                buffers=whole.gradients + max(0, arriving),
+                buffers=whole.gradients + arriving,
                 activations=kept["activations"],
                 pending=kept["pending"],
                 passing=passing,

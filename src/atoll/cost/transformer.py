@@ -8,7 +8,7 @@ writes its output once. Activations that are kept follow Korthikanti et al. (arX
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from atoll.cost.kernels import Attention, Exchange, Kernel, Pass, Product
 from atoll.cost.work import BlockOf, Saved, Use, Work, Workload
@@ -83,19 +83,11 @@ class Transformer:
     @staticmethod
     def bert(*, layers: int, hidden: int, heads: int, vocabulary: int, positions: int,
              ffn: int | None = None) -> Transformer:  # fmt: skip
-        """BERT as Megatron has it: layer norms before, biases, GELU, learned positions, attention to all tokens."""
-        return Transformer(
-            name="bert",
-            layers=layers,
-            hidden=hidden,
-            heads=heads,
-            ffn=4 * hidden if ffn is None else ffn,
-            vocabulary=vocabulary,
-            positions=positions,
-            tied=True,
-            dropout=True,
-            causal=False,
+        """BERT as in Megatron-LM: a GPT whose attention is not causal."""
+        decoder = Transformer.gpt(
+            layers=layers, hidden=hidden, heads=heads, vocabulary=vocabulary, positions=positions, ffn=ffn
         )
+        return replace(decoder, name="bert", causal=False)
 
     @property
     def queries(self) -> int:

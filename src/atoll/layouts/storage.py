@@ -77,7 +77,7 @@ class Sharding:
         return self.layout.parameters is Level.N and self.stored(segment) is not Stored.CAST
 
     def stays_alone(self, segment: SegmentShape) -> bool:
-        """Whether nothing of it travels, within a step or after it."""
+        """Whether none of its tensors is ever sent, within a step or after it."""
         rests_whole = self.rests_whole(segment) and (not segment.trainable or self.layout.gradients is Level.N)
         return rests_whole and self.nest.ranks == 1
 
