@@ -37,8 +37,8 @@ SPLIT = (
 """A vocabulary split over the pipeline."""
 
 TRAINING = (
-    "tests/runtime/test_endings.py",
-    "tests/runtime/test_train.py",
+    "tests/training/test_endings.py",
+    "tests/training/test_train.py",
     "tests/cli/test_train.py::test_a_run_leaves_its_files",
     "tests/cli/test_train.py::test_the_plan_says_what_each_rank_holds",
     "tests/cli/test_train.py::test_results_are_on_stdout_and_progress_on_stderr",
@@ -63,20 +63,20 @@ TABLE: dict[str, tuple[str, ...]] = {
         "tests/runtime/test_checkpoint_files.py",
         "tests/runtime/test_resume.py",
     ),
-    "runtime/training/": TRAINING,
-    "runtime/training/samples.py": ("tests/runtime/test_samples.py", *TRAINING),
-    "runtime/training/pretrained.py": ("tests/runtime/test_interchange.py", "tests/runtime/test_lora.py", *TRAINING),
-    "runtime/train.py": ("tests/cli/test_train.py", "tests/runtime/test_train.py"),
+    "training/": TRAINING,
+    "training/samples.py": ("tests/training/test_samples.py", *TRAINING),
+    "training/pretrained.py": ("tests/training/test_interchange.py", "tests/runtime/test_lora.py", *TRAINING),
+    "training/process.py": ("tests/cli/test_train.py", "tests/training/test_train.py"),
     "runtime/places.py": ("tests/runtime/test_places.py",),
     "runtime/launch.py": ("tests/runtime/test_launch.py", "tests/testing/test_pool.py"),
-    "runtime/training/signals.py": ("tests/cli/test_train.py::test_a_signal_saves_and_leaves",),
+    "training/signals.py": ("tests/cli/test_train.py::test_a_signal_saves_and_leaves",),
     "runtime/failure.py": (
         "tests/runtime/test_failure.py",
         "tests/cli/test_train.py",
         "tests/runtime/test_launch.py",
         "tests/runtime/test_lanes.py",
     ),
-    "runtime/interchange.py": ("tests/runtime/test_interchange.py",),
+    "training/interchange.py": ("tests/training/test_interchange.py",),
     "runtime/allocator.py": ("tests/runtime/test_allocator.py",),
     "runtime/randomness.py": ("tests/runtime/test_randomness.py", ENGINE),
     "runtime/engine.py": (

@@ -13,10 +13,10 @@ from atoll._torch import local_part
 from atoll.errors import PlanError, RankError
 from atoll.layouts import EFFECTIVE
 from atoll.models import Decoder, DecoderConfig
-from atoll.runtime.training.text import generate
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, assert_checkpoint_parity, assert_parity, whole_parameters
 from atoll.testing.tiny import TinyConfig
+from atoll.training.text import generate
 
 TINY = TinyConfig(tied=True, small=True, unused=True, frozen=True, vocabulary=17)
 PAIR = Case(tensor=2, microbatches=4, steps=2, model=TINY)

@@ -55,8 +55,8 @@ def command(
 def _described(config: Config, rank: int, *, training: bool) -> Described:
     from atoll.errors import UserError
     from atoll.runtime.assemble.describe import describe as described
-    from atoll.runtime.training.build import build_model
-    from atoll.runtime.training.samples import prepare_corpus, vocabulary_of
+    from atoll.training.build import build_model
+    from atoll.training.samples import prepare_corpus, vocabulary_of
 
     plan = config.to_plan()
     if not 0 <= rank < plan.mesh.pipeline:

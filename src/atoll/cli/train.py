@@ -27,7 +27,7 @@ def command(
     Keys of the JSON object: folder; step, the last one done; stopped, the signal's name or null; tokens and seconds of
     this start; validation_loss, the first and the last, or null; checkpoint; sample, the generated text or null.
     """
-    from atoll.runtime.train import Request, train
+    from atoll.training.process import Request, train
 
     code = train(Request(config, tuple(overrides or ()), resume, as_json))
     if code:

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from atoll.runtime.training.folder import RunFolder, append
-from atoll.runtime.training.record import perplexity
-from atoll.runtime.training.session import RunResult
-from atoll.runtime.training.text import CANDIDATES, TEMPERATURE, _draw
+from atoll.training.folder import RunFolder, append
+from atoll.training.record import perplexity
+from atoll.training.session import RunResult
+from atoll.training.text import CANDIDATES, TEMPERATURE, _draw
 
 
 def ending(folder: Path, losses: list[float]) -> RunResult:

@@ -16,12 +16,12 @@ from torch import nn
 from atoll.config import Config, Train
 from atoll.config.load import from_dict
 from atoll.errors import CheckpointError, ConfigError, RankError, RunError
-from atoll.runtime.training.build import RateSchedule, build_model, choose_trained, learning_rates
-from atoll.runtime.training.folder import RunFolder, append, read_records
-from atoll.runtime.training.samples import prepare_corpus, vocabulary_of
-from atoll.runtime.training.session import run
-from atoll.runtime.training.signals import StopRequest
 from atoll.testing import run_ranks
+from atoll.training.build import RateSchedule, build_model, choose_trained, learning_rates
+from atoll.training.folder import RunFolder, append, read_records
+from atoll.training.samples import prepare_corpus, vocabulary_of
+from atoll.training.session import run
+from atoll.training.signals import StopRequest
 
 STEPS = 6
 TEXT = "".join(f"the {number} brown foxes jump over {number * number} lazy dogs\n" for number in range(400))

@@ -26,15 +26,15 @@ from atoll.layouts import Footprint
 from atoll.runtime import checkpoint
 from atoll.runtime.engine import Engine, Evaluation
 from atoll.runtime.pipeline.step_end import StepResult
-from atoll.runtime.training.build import RateSchedule
-from atoll.runtime.training.display import Display
-from atoll.runtime.training.folder import RunFolder, read_records, writing
-from atoll.runtime.training.measure import collect_trace, peak_memory, publish_trace
-from atoll.runtime.training.record import Recorder, perplexity
-from atoll.runtime.training.samples import Samples
-from atoll.runtime.training.signals import StopRequest
-from atoll.runtime.training.text import generate
 from atoll.runtime.transport import Later
+from atoll.training.build import RateSchedule
+from atoll.training.display import Display
+from atoll.training.folder import RunFolder, read_records, writing
+from atoll.training.measure import collect_trace, peak_memory, publish_trace
+from atoll.training.record import Recorder, perplexity
+from atoll.training.samples import Samples
+from atoll.training.signals import StopRequest
+from atoll.training.text import generate
 
 TRACED_STEP = 3
 """Which step of a run is traced: the first ones are slower than those that follow."""

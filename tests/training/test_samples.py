@@ -9,7 +9,7 @@ from atoll.config import Config
 from atoll.config.load import from_dict
 from atoll.data import IGNORED_LABEL, Batch, Corpus
 from atoll.plan import MeshShape
-from atoll.runtime.training.samples import Samples, prepare_corpus
+from atoll.training.samples import Samples, prepare_corpus
 
 BATCH = 12
 

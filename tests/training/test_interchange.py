@@ -19,18 +19,18 @@ from atoll.data.tokenizer import FileTokenizer
 from atoll.errors import CheckpointError, ConfigError, PlanError, RankError
 from atoll.models import adapter_for
 from atoll.models.weights import weights_for
-from atoll.runtime import interchange
+from atoll.training import interchange
 from atoll.runtime.checkpoint import Piece, step_folder
 from atoll.runtime.checkpoint import save as save_checkpoint
 from atoll.runtime.checkpoint.folders import read_state
 from atoll.runtime.engine import Engine
-from atoll.runtime.interchange import export_folder, import_folder
-from atoll.runtime.training.folder import RunFolder
-from atoll.runtime.training.session import run
-from atoll.runtime.training.signals import StopRequest
 from atoll.testing import run_ranks
 from atoll.testing.families import Family
 from atoll.testing.parity import Case, whole_parameters
+from atoll.training.folder import RunFolder
+from atoll.training.interchange import export_folder, import_folder
+from atoll.training.session import run
+from atoll.training.signals import StopRequest
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -166,7 +166,7 @@ def train_and_look(values: dict[str, Any]) -> tuple[str, torch.Tensor | None]:
     found = from_dict(values)
     RunFolder(Path(found.run.folder)).check(resume=False, overwrite=True)
     ending = run(found, found.to_plan(), device=torch.device("cpu"), resume=False, stop=StopRequest())
-    from atoll.runtime.training.build import build_engine, build_model
+    from atoll.training.build import build_engine, build_model
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -15,9 +15,9 @@ from atoll.layouts import Footprint
 from atoll.plan import Plan
 from atoll.runtime.engine import Evaluation
 from atoll.runtime.pipeline.step_end import StepResult
-from atoll.runtime.training import folder as files
-from atoll.runtime.training.folder import RunFolder
 from atoll.trace import Trace, to_chrome
+from atoll.training import folder as files
+from atoll.training.folder import RunFolder
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

@@ -26,8 +26,8 @@ from atoll.models.weights import INDEX, SINGLE, Weights, has_weights, weights_fo
 from atoll.runtime import checkpoint
 from atoll.runtime.checkpoint import Piece
 from atoll.runtime.checkpoint.metadata import read_contents
-from atoll.runtime.training.folder import RunFolder
-from atoll.runtime.training.pretrained import FAMILY, hugging_face_config, hugging_face_model
+from atoll.training.folder import RunFolder
+from atoll.training.pretrained import FAMILY, hugging_face_config, hugging_face_model
 
 SHARD_BYTES = 5_000_000_000
 """Largest file of an export."""

@@ -29,15 +29,15 @@ from atoll.errors import AtollError, ConfigError, RankError, UserError
 from atoll.plan import Plan
 from atoll.runtime import failure
 from atoll.runtime.launch import Rendezvous, launch_local, torchrun_environment, watch_parent
-from atoll.runtime.training.folder import RunFolder
-from atoll.runtime.training.samples import prepare_corpus, vocabulary_of
-from atoll.runtime.training.signals import StopRequest, exit_code
+from atoll.training.folder import RunFolder
+from atoll.training.samples import prepare_corpus, vocabulary_of
+from atoll.training.signals import StopRequest, exit_code
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import Store
 
-    from atoll.runtime.training.session import RunResult
+    from atoll.training.session import RunResult
 
 STORE_HOST_SECONDS = 1.5
 """How long a failing rank that hosts the store stays, so that the others can read why."""
@@ -94,7 +94,7 @@ def _train(
     request: Request, config: Config, plan: Plan, *, rendezvous: Rendezvous, store: Store, stop: StopRequest
 ) -> RunResult:
     from atoll.runtime import transport
-    from atoll.runtime.training.session import run
+    from atoll.training.session import run
 
     device = _choose_device(config, rendezvous)
     if rendezvous.rank == 0:

@@ -18,7 +18,7 @@ from atoll.models import Decoder, DecoderConfig
 from atoll.plan import Plan
 from atoll.runtime.engine import Engine
 from atoll.runtime.sharding.optimizer import decay_matrices
-from atoll.runtime.training.pretrained import first_weights, hugging_face_model
+from atoll.training.pretrained import first_weights, hugging_face_model
 
 
 def build_model(config: Config, vocabulary: int) -> nn.Module:

@@ -17,13 +17,13 @@ from atoll.data import Corpus
 from atoll.errors import CostWarning
 from atoll.plan import Plan
 from atoll.runtime import checkpoint
-from atoll.runtime.training.build import build_engine, build_model
-from atoll.runtime.training.display import Display
-from atoll.runtime.training.folder import RunFolder, read_records
-from atoll.runtime.training.loop import Loop
-from atoll.runtime.training.samples import prepare_corpus, vocabulary_of
-from atoll.runtime.training.signals import StopRequest
 from atoll.runtime.transport import world_rank
+from atoll.training.build import build_engine, build_model
+from atoll.training.display import Display
+from atoll.training.folder import RunFolder, read_records
+from atoll.training.loop import Loop
+from atoll.training.samples import prepare_corpus, vocabulary_of
+from atoll.training.signals import StopRequest
 from atoll.units import format_count, format_rate, format_seconds
 
 

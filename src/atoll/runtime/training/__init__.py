@@ -1,1 +1,0 @@
-"""The parts of a training run: folder, display, optimizer, data, text and the loop itself."""

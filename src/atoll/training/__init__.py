@@ -1,0 +1,1 @@
+"""What `atoll train` does around an engine: process, folder, display, optimizer, data, text and the loop."""
