@@ -32,7 +32,7 @@ from benchmarks.mutants.tree import Tree
 if TYPE_CHECKING:
     from benchmarks.mutants.places import Mutant
 
-PACKAGES = ("ir", "program", "layouts", "sim", "data", "runtime")
+PACKAGES = ("ir", "program", "layouts", "sim", "data", "runtime", "training")
 LEAST = 0.95
 """Share of the mutants that has to be caught."""
 
