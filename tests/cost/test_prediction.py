@@ -8,6 +8,7 @@ import pytest
 
 from atoll import schedules
 from atoll.cost import Clock, Cluster, Efficiency, Prediction, Transformer, Use
+from atoll.errors import ConfigError
 from atoll.layouts import Layout, Precision
 from atoll.plan import MeshShape, Plan
 
@@ -59,8 +60,10 @@ def test_a_slow_link_shows_what_sharding_sends() -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
 @pytest.mark.parametrize("recompute", ["none", "block"])
-def test_all_that_is_kept_is_given_back(schedule: str, recompute: str) -> None:
-    found = predicted("IIG", mesh=MeshShape(4, 1, 2), schedule=schedule, recompute=recompute, on=cluster())
+@pytest.mark.parametrize("unit", [1, 3])
+def test_all_that_is_kept_is_given_back(schedule: str, recompute: str, unit: int) -> None:
+    options = {"schedule": schedule, "recompute": recompute, "unit": unit}
+    found = predicted("IIG", mesh=MeshShape(4, 1, 2), on=cluster(), **options)  # type: ignore[arg-type]
     for rank in range(4):
         held = list(found.held(rank))
         assert held[-1].activations == held[-1].pending == held[-1].passing == 0
@@ -92,6 +95,24 @@ def test_a_rank_alone_in_its_group_has_nobody_to_read_in_place() -> None:
     assert replace(alone, reads_in_place=True).peak(0) == alone.peak(0)
 
 
+def test_units_of_several_layers_take_the_same_time_to_compute() -> None:
+    one, three = (predicted(mesh=MeshShape(4), on=cluster(), unit=unit) for unit in (1, 3))
+    assert three.seconds == pytest.approx(one.seconds)
+    sharded = (predicted("GGG", mesh=MeshShape(4, 1, 8), on=cluster(), unit=unit) for unit in (1, 3))
+    few, many = (found.peak(1).gathered for found in sharded)
+    assert many > few
+
+
+def test_bytes_are_known_without_a_cluster() -> None:
+    found = predicted(mesh=MeshShape(2), on=cluster())
+    alone = replace(found, cluster=None)
+    assert [alone.peak(rank).allocated for rank in (0, 1)] == [found.peak(rank).allocated for rank in (0, 1)]
+    with pytest.raises(ConfigError, match="a prediction without a cluster knows bytes alone"):
+        _ = alone.seconds
+
+
 def test_what_fits() -> None:
-    assert predicted(mesh=MeshShape(), on=cluster()).fits
+    found = predicted(mesh=MeshShape(), on=cluster())
+    assert found.fits
+    assert found.margin(0) == 80_000_000_000 - found.peak(0).total
     assert not predicted(mesh=MeshShape(), on=cluster(memory=5_000_000_000)).fits

@@ -72,7 +72,15 @@ def test_what_else_a_plan_says(options: dict[str, object], tied: bool) -> None:
     assert_alike(plan_of("IGG", **options), tied=tied)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+@pytest.mark.parametrize("together", [2, 3, 8])
+def test_units_of_several_blocks(together: int, schedule: str, tied: bool) -> None:
+    assert_alike(plan_of("GGG", schedule=schedule, unit=together), tied=tied)
+    assert_alike(plan_of("IGG", mesh=MeshShape(1, 2, 2), unit=together, recompute="block"), tied=tied)
+
+
 def test_what_is_not_known_is_refused() -> None:
     workload = Transformer.llama(**SIZES).workload
-    with pytest.raises(PlanError, match="units of one block and a vocabulary that is not split"):
-        Ranks(workload, plan_of(unit=2), Use(samples=1, sequence=8))
+    with pytest.raises(PlanError, match="costs are not known for a vocabulary that is split over the pipeline"):
+        Ranks(workload, plan_of(vocabulary_parallel=True), Use(samples=1, sequence=8))

@@ -1,5 +1,6 @@
 """What a plan costs: workloads, clusters, and the seconds and bytes that follow from both. Imports no torch."""
 
+from atoll.cost.breakdown import Breakdown, break_down
 from atoll.cost.cluster import Cluster, Device, Efficiency, Link, Node, presets
 from atoll.cost.kernels import Attention, Clock, Exchange, Kernel, Pass, Product, collective
 from atoll.cost.prediction import Held, Prediction
@@ -9,6 +10,7 @@ from atoll.cost.work import Saved, Use, Work, Workload
 
 __all__ = [
     "Attention",
+    "Breakdown",
     "Clock",
     "Cluster",
     "Device",
@@ -27,6 +29,7 @@ __all__ = [
     "Use",
     "Work",
     "Workload",
+    "break_down",
     "collective",
     "presets",
 ]

@@ -5,21 +5,26 @@ up instruction by instruction.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from atoll.cost.cluster import Cluster
-from atoll.cost.kernels import Clock
+from atoll.cost.breakdown import Breakdown, break_down
+from atoll.cost.cluster import Cluster, Device
+from atoll.cost.kernels import Clock, Exchange
 from atoll.cost.ranks import Ranks
 from atoll.cost.work import Use, Workload
+from atoll.errors import ConfigError
 from atoll.layouts import ITEM_BYTES, Level
 from atoll.plan import Plan
 from atoll.program import Do
 from atoll.program.memory import held_after
-from atoll.sim import Rates, simulate
+from atoll.sim import Played, Rates, play
 from atoll.trace import Trace
+
+Parts = tuple[float, float, float]
+"""Seconds of F, I and W of a block."""
 
 SETTLED = 3
 """Steps that are played; the last one's length is that of those behind it."""
@@ -59,12 +64,14 @@ class Held(NamedTuple):
 class Prediction:
     """A workload under a plan on a cluster.
 
+    cluster: None where bytes alone are asked for; what takes seconds, and what fits, then raises ConfigError.
+
     Raises PlanError or ConfigError where they do not fit.
     """
 
     workload: Workload
     plan: Plan
-    cluster: Cluster
+    cluster: Cluster | None
     use: Use
     reads_in_place: bool = False
 
@@ -73,13 +80,24 @@ class Prediction:
         """What each pipeline rank has and plays."""
         return Ranks(self.workload, self.plan, self.use, self.reads_in_place)
 
+    @property
+    def device(self) -> Device:
+        """Of the cluster."""
+        return self._cluster.device
+
+    @property
+    def _cluster(self) -> Cluster:
+        if self.cluster is None:
+            raise ConfigError("a prediction without a cluster knows bytes alone; give it a cluster")
+        return self.cluster
+
     # ---- seconds
 
     @cached_property
     def rates(self) -> tuple[Rates, ...]:
         """What the instructions of each pipeline rank take."""
         mesh = self.plan.mesh
-        links = {axis: self.cluster.along(mesh, axis) for axis in ("pp", "inter", "intra") if mesh.sizes[axis] > 1}
+        links = {axis: self._cluster.along(mesh, axis) for axis in ("pp", "inter", "intra") if mesh.sizes[axis] > 1}
         message = max((work.wire for work in self.ranks.works[:-1]), default=0)
         return tuple(Rates(self._seconds(rank), float(message), links) for rank in range(mesh.pipeline))
 
@@ -87,55 +105,91 @@ class Prediction:
     def clock(self) -> Clock:
         """What kernels take."""
         tensor = self.plan.mesh.tensor
-        link = {"link": self.cluster.along(self.plan.mesh, "tp")} if tensor > 1 else {}
-        return Clock(self.cluster.device, self.use.compute, self.use.item, tensor, **link)
+        link = {"link": self._cluster.along(self.plan.mesh, "tp")} if tensor > 1 else {}
+        return Clock(self.device, self.use.compute, self.use.item, tensor, **link)
 
     def _seconds(self, rank: int) -> dict[tuple[Do, int], float]:
-        found: dict[tuple[Do, int], float] = {}
-        is_split = len(self.ranks.runs) > 1
-        for at in self.ranks.blocks_of(rank):
-            forward, backward, weights = self._of_block(at)
-            found[Do.F, at] = forward
-            found[Do.I, at] = backward if is_split else backward + weights
-            # A block all of whose gradients I makes, as an embedding, has no W.
-            if is_split and at in self.ranks.weighed_with:
-                found[Do.W, self.ranks.weighed_with[at]] = weights
-            elif is_split:
-                found[Do.I, at] += weights
+        found = self._by_instruction(rank, self._of_block)
         one, none = (self.ranks.footprint(rank, states=states).optimizer for states in (1, 0))
         held = (one - none) / ITEM_BYTES[self.plan.precision.master]
-        efficiency = self.cluster.device.efficiency
-        found[Do.STEP, -1] = held * efficiency.update / (self.cluster.device.bandwidth * efficiency.memory)
+        efficiency = self.device.efficiency
+        found[Do.STEP, -1] = held * efficiency.update / (self.device.bandwidth * efficiency.memory)
         return found
 
-    def _of_block(self, at: int) -> tuple[float, float, float]:
+    def _by_instruction(self, rank: int, of_block: Callable[[int], Parts]) -> dict[tuple[Do, int], float]:
+        """Seconds of a rank's blocks, given F, I and W of each, by the instructions that take them."""
+        found: Counter[tuple[Do, int]] = Counter()
+        is_split = len(self.ranks.runs) > 1
+        for at in self.ranks.blocks_of(rank):
+            forward, backward, weights = of_block(at)
+            found[Do.F, at] += forward
+            found[Do.I, at] += backward
+            # A block all of whose gradients I makes, as an embedding, has no W.
+            is_deferred = is_split and at in self.ranks.weighed_with
+            found[(Do.W, self.ranks.weighed_with[at]) if is_deferred else (Do.I, at)] += weights
+        return dict(found)
+
+    def _of_block(self, at: int) -> Parts:
         """F, I and W; those of equal works once."""
         work = self.ranks.works[at]
         key = work.forward, work.backward, work.weights
-        known = self._known
-        if key not in known:
-            known[key] = tuple(map(self.clock.seconds, key))  # type: ignore[assignment]
-        return known[key]
+        if key not in self._known:
+            self._known[key] = tuple(map(self.clock.seconds, key))  # type: ignore[assignment]
+        return self._known[key]
 
     @cached_property
-    def _known(self) -> dict[object, tuple[float, float, float]]:
+    def _known(self) -> dict[object, Parts]:
         return {}
 
-    @cached_property
-    def trace(self) -> Trace:
-        """The last of some steps, played."""
-        return simulate(self.ranks.programs, self.rates, steps=SETTLED)
+    def _collectives(self, at: int) -> Parts:
+        """What tensor parallelism's collectives add to F, I and W of a block."""
+        work = self.ranks.works[at]
+        every = work.forward, work.backward, work.weights
+        alone = (self.clock.seconds(k for k in kernels if not isinstance(k, Exchange)) for kernels in every)
+        return tuple(whole - part for whole, part in zip(self._of_block(at), alone, strict=True))  # type: ignore[return-value]
 
     @cached_property
+    def played(self) -> Played:
+        """The last of some steps."""
+        return play(self.ranks.programs, self.rates, steps=SETTLED)
+
+    @property
+    def trace(self) -> Trace:
+        """Of that step."""
+        return self.played.trace
+
+    @property
     def seconds(self) -> float:
         """A step, once the first ones are over."""
-        before = simulate(self.ranks.programs, self.rates, steps=SETTLED - 1)
-        return self.trace.finish - before.finish
+        return self.played.seconds
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The seconds less and more the spread of the device's constants."""
+        spread = self.device.efficiency.spread
+        return self.seconds * (1.0 - spread), self.seconds * (1.0 + spread)
+
+    @cached_property
+    def breakdown(self) -> tuple[Breakdown, ...]:
+        """Where the seconds of each pipeline rank go."""
+        ranks = range(self.plan.mesh.pipeline)
+        inside = None
+        if self.plan.mesh.tensor > 1:
+            inside = [self._by_instruction(rank, self._collectives) for rank in ranks]
+        return break_down(self.played, self.rates, inside)
 
     @property
     def tokens_a_second(self) -> float:
         """Of all ranks together."""
         return self.plan.global_batch * self.use.sequence / self.seconds
+
+    @cached_property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation: the share of the devices' peak in the compute dtype that the step's operations are,
+        recomputing not counted (`Workload.flops`)."""
+        mesh = self.plan.mesh
+        flops = self.workload.flops(self.use) * self.plan.schedule.microbatches * mesh.data
+        return flops / (self.seconds * mesh.world * self.device.rate(self.use.compute))
 
     # ---- bytes
 
@@ -146,7 +200,8 @@ class Prediction:
         # What is lent for the group to read in place is not among the buffers.
         is_lent = self.reads_in_place and self.plan.mesh.intra > 1
         arriving = need.buffers - (0 if is_lent else need.flows)
-        rest = Held(state.parameters, state.gradients, state.optimizer, context=self.cluster.device.context)
+        context = 0 if self.cluster is None else self.cluster.device.context
+        rest = Held(state.parameters, state.gradients, state.optimizer, context=context)
         is_whole = self.plan.layout.gradients is Level.N
         yield rest if is_whole else rest._replace(gradients=0)
         kept: Counter[str] = Counter()
@@ -183,13 +238,22 @@ class Prediction:
 
     def peak(self, rank: int) -> Held:
         """What a pipeline rank holds when it holds most."""
-        return max(self.held(rank), key=lambda held: held.total)
+        return self._peaks[rank]
+
+    @cached_property
+    def _peaks(self) -> tuple[Held, ...]:
+        ranks = range(self.plan.mesh.pipeline)
+        return tuple(max(self.held(rank), key=lambda held: held.total) for rank in ranks)
 
     def rest(self, rank: int) -> Held:
         """What a pipeline rank holds between steps."""
         return next(self.held(rank))
 
-    @cached_property
+    def margin(self, rank: int) -> int:
+        """Bytes of the device's memory that a pipeline rank leaves at its peak; below 0 where it does not fit."""
+        return self.device.memory - self.peak(rank).total
+
+    @property
     def fits(self) -> bool:
         """Whether each rank's peak is at most the device's memory."""
-        return all(self.peak(rank).total <= self.cluster.device.memory for rank in range(self.plan.mesh.pipeline))
+        return all(self.margin(rank) >= 0 for rank in range(self.plan.mesh.pipeline))

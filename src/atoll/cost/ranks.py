@@ -1,7 +1,7 @@
 """The programs of a plan, from a workload instead of a model: what `atoll.programs_of` gives, without torch.
 
-Each block is a unit of two segments, of what W makes and of the rest. Parameters that the first block shares with the
-last are a unit of their own.
+Each block, or each group of layers where a plan has units of several blocks, is a unit of two segments, of what W makes
+and of the rest. Parameters that the first block shares with the last are a unit of their own.
 """
 
 from __future__ import annotations
@@ -43,9 +43,8 @@ class Ranks:
     reads_in_place: bool = False
 
     def __post_init__(self) -> None:
-        plan = self.plan
-        if plan.vocabulary_parallel or plan.unit != 1:
-            raise PlanError("costs are known for units of one block and a vocabulary that is not split")
+        if self.plan.vocabulary_parallel:
+            raise PlanError("costs are not known for a vocabulary that is split over the pipeline; turn it off")
 
     @cached_property
     def works(self) -> tuple[Work, ...]:
@@ -84,11 +83,28 @@ class Ranks:
         return (0, len(self.works) - 1) if self._shared else ()
 
     @cached_property
+    def units(self) -> Mapping[int, tuple[int, ...]]:
+        """By unit, the blocks that have it for themselves; those that have nothing for themselves are in none.
+
+        Up to `plan.unit` layers that follow each other in a stage are together.
+        """
+        groups: list[list[int]] = []
+        layers, together = self.workload.layers, self.plan.unit
+        for run in self.runs:
+            for nth, at in enumerate(run):
+                last = groups[-1] if nth else []
+                if last and len(last) < together and last[0] in layers and at in layers:
+                    last.append(at)
+                else:
+                    groups.append([at])
+        ends, shared = self._ends, self._shared
+        own = [at for at in groups if any(self.works[each].parameters > (shared if each in ends else 0) for each in at)]
+        return dict(enumerate(map(tuple, own), start=1 if shared else 0))
+
+    @cached_property
     def unit_of(self) -> Mapping[int, int]:
-        """By block, the unit of what it has for itself; a block that has nothing is not there."""
-        own = {at: work.parameters - (self._shared if at in self._ends else 0) for at, work in enumerate(self.works)}
-        first = 1 if self._shared else 0
-        return {at: first + nth for nth, at in enumerate(at for at, count in own.items() if count)}
+        """By block, its unit; a block that has nothing for itself is not there."""
+        return {at: unit for unit, blocks in self.units.items() for at in blocks}
 
     @cached_property
     def weighed_with(self) -> Mapping[int, int]:
@@ -119,15 +135,18 @@ class Ranks:
         ends = {0: "I", last: "W" if is_split else "I"} if shared else {}
         if phases := {phase for at, phase in ends.items() if at in own}:
             found[0] = (self._segment(shared, *sorted(phases)),)
-        for at in own:
-            work = self.works[at]
-            matrices = work.matrices if is_split else 0
-            rest = work.parameters - matrices
-            if at in ends:
-                matrices, rest = (matrices, rest - shared) if ends[at] == "I" else (matrices - shared, rest)
-            parts = ((matrices, "W"), (rest, "I"))
-            if at in self.unit_of:
-                found[self.unit_of[at]] = tuple(self._segment(numel, phase) for numel, phase in parts if numel)
+        for unit, blocks in self.units.items():
+            if blocks[0] not in own:
+                continue
+            made = dict.fromkeys(("W", "I"), 0)
+            for at in blocks:
+                work = self.works[at]
+                matrices = work.matrices if is_split else 0
+                made["W"] += matrices
+                made["I"] += work.parameters - matrices
+                if at in ends:
+                    made[ends[at]] -= shared
+            found[unit] = tuple(self._segment(numel, phase) for phase, numel in made.items() if numel)
         return found
 
     def _segment(self, numel: int, *phases: str) -> SegmentShape:
@@ -169,14 +188,13 @@ class Ranks:
         plan, sharding = self.plan, self.plan.sharding(self.place(rank))
         ends = {plan.schedule.placement.rank_of(stage) for stage in (0, len(self.runs) - 1)}
         units = {}
-        blocks = {unit: at for at, unit in self.unit_of.items()}
         for unit, segments in self.segments(rank).items():
-            is_shared = unit not in blocks
+            is_shared = unit not in self.units
             units[unit] = unit_shape(
                 unit,
                 segments,
                 sharding,
-                blocks=self._ends if is_shared else (blocks[unit],),
+                blocks=self._ends if is_shared else self.units[unit],
                 is_shared=is_shared,
                 copies=len(ends) if is_shared else 1,
                 reads_in_place=self.reads_in_place,

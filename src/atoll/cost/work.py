@@ -8,10 +8,10 @@ included.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
-from atoll.cost.kernels import Kernel
+from atoll.cost.kernels import Kernel, Product
 from atoll.layouts import ITEM_BYTES
 
 AttentionKind = Literal["eager", "flash"]
@@ -118,3 +118,16 @@ class Workload:
     blocks: Sequence[BlockOf]
     layers: range
     shared: int = 0
+
+    def flops(self, use: Use) -> float:
+        """Operations of one microbatch, forward and backward, with nothing computed twice: what MFU counts.
+
+        Three times the forward's matrix products, all scores of attention among them, masked or not: for a decoder of N
+        parameters in matrices, l layers and hidden size h that is 6 N + 12 l h s a token at sequence length s (PaLM,
+        arXiv 2204.02311, appendix B). The head's matrix is one of N's, the embedding's rows are not.
+        """
+        plain = replace(
+            use, tensor=1, sequence_parallel=False, recompute="none", attention="eager", loss="eager", chunks=1
+        )
+        kernels = (kernel for block in self.blocks for kernel in block.work(plain).forward)
+        return 3.0 * sum(kernel.flops for kernel in kernels if isinstance(kernel, Product))

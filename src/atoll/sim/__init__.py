@@ -9,11 +9,11 @@ from atoll.ir.schedule import Schedule
 from atoll.program import Programs
 from atoll.schedules.memory import Memory
 from atoll.sim import schedules
-from atoll.sim.programs import Rates, Speed, play
+from atoll.sim.programs import Played, Rates, Speed, Timing, play
 from atoll.sim.schedules import Costs
 from atoll.trace import Trace
 
-__all__ = ["Costs", "Rates", "Speed", "simulate"]
+__all__ = ["Costs", "Played", "Rates", "Speed", "Timing", "play", "simulate"]
 
 
 @overload
@@ -44,4 +44,4 @@ def simulate(
         assert isinstance(costs, Costs), "a schedule is played with Costs"
         return schedules.simulate(played, costs, memory)
     assert not isinstance(costs, Costs), "programs are played with Rates"
-    return play(played, costs, steps=steps)
+    return play(played, costs, steps=steps).trace

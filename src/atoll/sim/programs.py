@@ -17,6 +17,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from heapq import heappop, heappush
 
 from atoll.errors import ConfigError
@@ -93,10 +94,51 @@ Message = tuple[str, int, int, int]
 microbatch, and the step."""
 
 
-def play(programs: Programs, rates: Sequence[Rates] | Rates, *, steps: int = 1) -> Trace:
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """When a rank plays its instructions in a step, in seconds from the first step's start.
+
+    begin: when it is through with the step before.  ends: of each instruction, which starts where the one before it
+    ends, the first one at `begin`.
+    sent: of each instruction that waits for messages or sums of other pipeline ranks, in order, when the one that
+    arrives last is sent.
+    """
+
+    begin: float
+    ends: tuple[float, ...]
+    sent: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Played:
+    """Programs that have been played: the last step's timing on each rank, and its trace."""
+
+    programs: Programs
+    timings: tuple[Timing, ...]
+    travelled: tuple[Span, ...]
+
+    @property
+    def seconds(self) -> float:
+        """From the end of the step before, on the rank that ends it last, to that of this step."""
+        return max(each.ends[-1] for each in self.timings) - max(each.begin for each in self.timings)
+
+    @cached_property
+    def trace(self) -> Trace:
+        """One span for each action, as the runtime's clock has them, and one for what travelled."""
+        placement = self.programs.placement
+        return Trace((*self._actions(), *self.travelled), placement.ranks, placement.chunks)
+
+    def _actions(self) -> Iterator[Span]:
+        for rank, (program, timing) in enumerate(zip(self.programs.ranks, self.timings, strict=True)):
+            for part in parts_of(program.instructions):
+                start = timing.ends[part.start - 1] if part.start else timing.begin
+                yield Span(rank, lane_of(part.action.op), part.action, start, timing.ends[part.stop - 1])
+
+
+def play(programs: Programs, rates: Sequence[Rates] | Rates, *, steps: int = 1) -> Played:
     """Play the programs of all pipeline ranks, with the same rates on each or one a rank.
 
-    steps: how often, one after the other; the trace is of the last.
+    steps: how often, one after the other; what is returned is of the last.
 
     Raises ConfigError where there are not as many rates as ranks.
     """
@@ -112,7 +154,7 @@ def play(programs: Programs, rates: Sequence[Rates] | Rates, *, steps: int = 1) 
         _Rank(rank, program, own, table, pools, steps)
         for rank, (program, own) in enumerate(zip(programs.ranks, each, strict=True))
     ]
-    arrived: dict[Message, float] = {}
+    arrived: dict[Message, tuple[float, float]] = {}
     waiting: dict[Message, list[int]] = {}
     ready = [(0.0, rank.number) for rank in ranks]
     while ready:
@@ -131,7 +173,9 @@ def play(programs: Programs, rates: Sequence[Rates] | Rates, *, steps: int = 1) 
     if stuck:
         where = ", ".join(f"rank {rank.number} at {rank.instructions[rank.at]}" for rank in stuck)
         raise ConfigError(f"the programs wait for each other: {where}; lower them from one schedule")
-    return Trace(tuple(span for rank in ranks for span in rank.spans()), placement.ranks, placement.chunks)
+    return Played(
+        programs, tuple(rank.timing for rank in ranks), tuple(span for rank in ranks for span in rank.travelled)
+    )
 
 
 class _Messages:
@@ -176,7 +220,10 @@ class _Missing(Exception):  # noqa: N818  (no error: another rank goes on first)
 
 
 class _Rank:
-    """A rank on its way through its program. starts, ends: of each instruction."""
+    """A rank on its way through its program. begin, ends, received: see `Timing`.
+
+    arrived: of each message, when it is there and when it was sent.
+    """
 
     def __init__(
         self,
@@ -189,8 +236,10 @@ class _Rank:
     ) -> None:
         self.number, self.program, self.rates, self.messages = number, program, rates, messages
         self.instructions = program.instructions
-        self.starts = [0.0] * len(self.instructions)
+        self.begin = 0.0
         self.ends = [0.0] * len(self.instructions)
+        self.received: list[float] = []
+        self.travelled: list[Span] = []
         self.at = 0
         self.now = 0.0
         self.sent: list[Message] = []
@@ -205,9 +254,8 @@ class _Rank:
         self._settled: dict[int, float] = {}
         self._returned: dict[int, float] = {}
         self._told = -1
-        self._travelled: list[Span] = []
         self._ways: dict[tuple[Do, int, Phase | None], tuple[tuple[str, float], ...]] = {}
-        self._arrived: dict[Message, float] = {}
+        self._arrived: dict[Message, tuple[float, float]] = {}
         self._acts: Mapping[Do, Callable[[Instruction, float], float]] = {
             Do.GATHER: self._gather,
             Do.FETCH: self._fetch,
@@ -231,12 +279,17 @@ class _Rank:
         """Whether all steps have been played."""
         return self.at == len(self.instructions)
 
-    def run(self, arrived: dict[Message, float], until: float) -> Message | None:
+    @property
+    def timing(self) -> Timing:
+        """Of the last step that was played."""
+        return Timing(self.begin, tuple(self.ends), tuple(self.received))
+
+    def run(self, arrived: dict[Message, tuple[float, float]], until: float) -> Message | None:
         """Play on as far as messages have come, and up to what begins on a shared link after `until`; the message that
         is missing, if one is."""
         self._arrived = arrived
         compute, instructions, acts = self.rates.compute, self.instructions, self._acts
-        starts, ends, last = self.starts, self.ends, len(self.instructions)
+        ends, last = self.ends, len(self.instructions)
         at, now = self.at, self.now
         missing = None
         while at < last:
@@ -253,13 +306,15 @@ class _Rank:
                 except _Missing as waited_for:
                     now, missing = begun, waited_for.message
                     break
-            starts[at], ends[at] = begun, now
+            ends[at] = now
             at += 1
             if at == last and self._step + 1 < self._steps:
                 self._step += 1
                 at = 0
+                self.begin = now
                 self._settled.clear()
-                self._travelled.clear()
+                self.travelled.clear()
+                self.received.clear()
             if self._pooled and self.sent:
                 break  # who has waited for it may come to the shared link before this rank does again
         self.at, self.now = at, now
@@ -308,14 +363,14 @@ class _Rank:
         link = self.rates.link(PIPELINE)
         free = self._free.setdefault(PIPELINE, [0.0])
         leaves = link.carry(free, now, link.seconds(self.rates.message))
-        self._give(self.messages.sent(self.number, step, self._step), leaves)
+        self._give(self.messages.sent(self.number, step, self._step), leaves, now)
         return now
 
     def _receive(self, step: Instruction, now: float) -> float:
         return self._wait(self.messages.needs(step, self._step), now)
 
     def _total(self, step: Instruction, now: float) -> float:
-        self._give(("A", self.number, 0, self._step), now)
+        self._give(("A", self.number, 0, self._step), now, now)
         self._told = self._step
         return now
 
@@ -325,7 +380,7 @@ class _Rank:
         return self._wait([("A", rank, 0, self._told) for rank in ranks], now)
 
     def _pass(self, step: Instruction, now: float) -> float:
-        self._give(("P", self.number, 0, self._step), now)
+        self._give(("P", self.number, 0, self._step), now, now)
         return now
 
     def _join(self, step: Instruction, now: float) -> float:
@@ -333,17 +388,19 @@ class _Rank:
 
     # ----
 
-    def _give(self, message: Message, leaves: float) -> None:
-        self._arrived[message] = leaves + self.rates.link(PIPELINE).latency
+    def _give(self, message: Message, leaves: float, now: float) -> None:
+        self._arrived[message] = leaves + self.rates.link(PIPELINE).latency, now
         self.sent.append(message)
 
     def _wait(self, messages: Sequence[Message], now: float) -> float:
+        last = now, now
         for message in messages:
             arrival = self._arrived.get(message)
             if arrival is None:
                 raise _Missing(message)
-            now = max(now, arrival)
-        return now
+            last = max(last, arrival)
+        self.received.append(last[1])
+        return last[0]
 
     def _travel(self, step: Instruction, now: float, *, after: float = 0.0) -> float:
         """When what an instruction moves is there, if it does not leave before `after`."""
@@ -354,7 +411,7 @@ class _Rank:
             at = link.carry(self._free.setdefault(axis, [0.0]), at, seconds) + link.latency
         op = _SHOWN_AS.get(_TRAVELS_AS.get(step.do, step.do))
         if way and op is not None:
-            self._travelled.append(Span(self.number, lane_of(op), Action(step.action.stage, op), begun, at))
+            self.travelled.append(Span(self.number, lane_of(op), Action(step.action.stage, op), begun, at))
         return at
 
     def _way(self, step: Instruction) -> tuple[tuple[str, float], ...]:
@@ -366,10 +423,3 @@ class _Rank:
             way = tuple((axis, links(axis).seconds(count)) for axis, count in way_of(step, self.program.shape))
             self._ways[key] = way
         return way
-
-    def spans(self) -> Iterator[Span]:
-        """One for each action, as the runtime's clock has them, and one for what travelled."""
-        for part in parts_of(self.instructions):
-            start, end = self.starts[part.start], self.ends[part.stop - 1]
-            yield Span(self.number, lane_of(part.action.op), part.action, start, end)
-        yield from self._travelled

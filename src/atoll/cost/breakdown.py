@@ -1,0 +1,91 @@
+"""Where the seconds of a step go, rank by rank: what computes, and what is waited for, by cause."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from atoll.program import Do
+from atoll.sim import Played, Rates
+
+
+class Breakdown(NamedTuple):
+    """Seconds of one pipeline rank in a step. They add up to the step.
+
+    forward, backward, weights: F, I and W without the collectives of tensor parallelism. Without a pipeline nobody
+    waits for I, which then makes the weights' gradients too. Recomputing is part of I.
+    tensor: what those collectives add.  optimizer: its step.  other: all else that the rates have seconds for.
+    bubble: waits for a message or a sum that another pipeline rank has not sent yet.
+    messages: waits for messages between stages that are on their way.
+    gathers, reductions: waits for parameters and gradients on the data-parallel links.
+    sums: waits for the sums at a step's end that are on their way.
+    """
+
+    forward: float = 0.0
+    backward: float = 0.0
+    weights: float = 0.0
+    tensor: float = 0.0
+    optimizer: float = 0.0
+    other: float = 0.0
+    bubble: float = 0.0
+    messages: float = 0.0
+    gathers: float = 0.0
+    reductions: float = 0.0
+    sums: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """The step."""
+        return sum(self)
+
+
+_COMPUTE = {Do.F: "forward", Do.I: "backward", Do.W: "weights", Do.STEP: "optimizer"}
+
+_WAITS = {
+    **dict.fromkeys((Do.WHOLE, Do.FETCH), "gathers"),
+    **dict.fromkeys((Do.REDUCED, Do.SYNCED, Do.QUIET), "reductions"),
+    **dict.fromkeys((do for do in Do if do.startswith("RECV_")), "messages"),
+    **dict.fromkeys((Do.VERDICT, Do.JOIN), "sums"),
+}
+
+_FROM_OTHERS = frozenset(do for do, cause in _WAITS.items() if cause in ("messages", "sums"))
+
+Inside = Mapping[tuple[Do, int], float]
+"""By what is done and with what block or unit, the part of its seconds that collectives of tensor parallelism add."""
+
+
+def break_down(played: Played, rates: Sequence[Rates], inside: Sequence[Inside] | None = None) -> tuple[Breakdown, ...]:
+    """Add up the last step of programs that have been played, on each pipeline rank.
+
+    rates: what it has been played with, one a rank.  inside: of each rank; none where there is no tensor parallelism.
+
+    A rank's seconds add up to what lies between its own ends of two steps, which is the step's length once the ranks
+    are settled.
+    """
+    parts: Sequence[Inside] = [{}] * len(rates) if inside is None else inside
+    return tuple(
+        _of_rank(played, rank, own.compute, part) for rank, (own, part) in enumerate(zip(rates, parts, strict=True))
+    )
+
+
+def _of_rank(played: Played, rank: int, compute: Inside, inside: Inside) -> Breakdown:
+    timing, program = played.timings[rank], played.programs.ranks[rank]
+    found: Counter[str] = Counter()
+    sent = iter(timing.sent)
+    before = timing.begin
+    for (do, _, of, _), end in zip(program.instructions, timing.ends, strict=True):
+        took, before = end - before, end
+        cause = _WAITS.get(do)
+        if cause is None:
+            collectives = inside.get((do, of), 0.0)
+            found["tensor"] += collectives
+            found[_COMPUTE.get(do, "other")] += took - collectives
+        elif do in _FROM_OTHERS:
+            own = min(took, compute.get((do, of), 0.0))
+            travels = min(took - own, end - next(sent))
+            found["bubble"] += took - own - travels
+            found[cause] += own + travels
+        else:
+            found[cause] += took
+    return Breakdown(**found)
