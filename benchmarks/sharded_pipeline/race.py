@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
+from statistics import median
 
 import torch
 import torch.distributed as dist
 
+from atoll.ir import Op
 from atoll.program import Do, Program
 from atoll.runtime.allocator import keep_freed_memory
 from atoll.testing.parity import difference
+from atoll.trace import Span
 from benchmarks.emulated.race import HOP_TAG, PINGS, go_first, hop_seconds
 from benchmarks.emulated.work import Device, pausing_weights
 from benchmarks.islands.allocations import Allocations
@@ -115,13 +119,13 @@ def steps(rank: Rank, setting: Setting, first: int, count: int) -> Seen:
 class Timed:
     """The program of a rank and the seconds of its instructions.
 
-    hop: seconds that a message between stages takes.  across: those of one between islands.  rate: bytes a second
-    between islands once the burst is over, headers not counted.
+    spans: the step's timeline.  across: seconds that a message between islands takes.  rate: bytes a second between
+    islands once the burst is over, headers not counted.
     """
 
     program: Program
     seconds: dict[tuple[Do, int], float]
-    hop: float
+    spans: tuple[Span, ...]
     across: float
     rate: float
 
@@ -138,7 +142,18 @@ def timed(rank: Rank, setting: Setting, at: int) -> Timed:
     with engine.timing() as seconds:
         contender.step(batches[1], None)
     contender.drain()
-    return Timed(engine.program, seconds, hop_seconds(work, (0, DATA)), hop_seconds(work, (0, 1)), _rate_across())
+    return Timed(engine.program, seconds, engine.trace().spans, hop_seconds(work, (0, 1)), _rate_across())
+
+
+def hop_of(ranks: Sequence[Timed]) -> float:
+    """Seconds of a message between the stages of one island, within the step: the median of the activations that were
+    waited for, from when the sender had sent them to when the receiver went on. Ranks share the host's clock, and its
+    processors, which wake up a receiver later than where nothing else runs."""
+    spans = [span for each in ranks for span in each.spans]
+    sent = {(span.action.stage, span.action.microbatch): span for span in spans if span.action.op is Op.SEND_F}
+    received = [span for span in spans if span.action.op is Op.RECV_F]
+    both = [(sent[span.action.stage - 1, span.action.microbatch], span) for span in received]
+    return median(receive.end - send.end for send, receive in both if receive.start < send.start)
 
 
 def _rate_across() -> float:

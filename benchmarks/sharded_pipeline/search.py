@@ -106,7 +106,8 @@ class Track:
         of_island = timed[::DATA]
         first = of_island[0]
         link = Speed(first.across, first.rate, pool="between islands", burst=BURST_BYTES)
-        rates = [Rates(each.seconds, links={"inter": link, "pp": Speed(latency=each.hop)}) for each in of_island]
+        hop = Speed(latency=race.hop_of(of_island))
+        rates = [Rates(each.seconds, links={"inter": link, "pp": hop}) for each in of_island]
         schedule = schedules.build(
             setting.schedule, ranks=PIPELINE, microbatches=setting.microbatches, **setting.schedule_options
         )

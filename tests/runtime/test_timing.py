@@ -42,6 +42,20 @@ def test_what_lies_within_another_instruction_is_not_counted_twice() -> None:
     assert noted.seconds() == {(Do.F, 9): [3.0], (Do.F, 0): [1.0], (Do.F, 1): [1.0], (Do.I, 0): [1.0]}
 
 
+def test_the_first_block_is_noted_within_its_stage() -> None:
+    """A stage's forward from 1 to 8: its first block from 2 to 3 and its second from 5 to 6, which leave it 6 seconds."""
+    with patch.object(clock, "time", Watch()):
+        noted = Clock(0, {})
+        noted.begin()
+        outer = noted.now()
+        noted.took(Do.F, 0, noted.now())
+        noted.now()
+        noted.took(Do.F, 1, noted.now())
+        noted.now()
+        noted.took(Do.F, 0, outer)
+    assert noted.seconds() == {(Do.F, 0): [6.0], (Do.F, 1): [1.0]}
+
+
 def timed(case: Case) -> tuple[Program, dict[tuple[Do, int], float], dict[tuple[Do, int], float]]:
     engine = case.engine()
     engine.step(case.share(engine, 0))

@@ -49,13 +49,16 @@ class Clock:
 
     def seconds(self) -> dict[tuple[Do, int], list[float]]:
         """The seconds of each noted instruction, by what it does and with what, less those of instructions within it: a
-        stage's forward plays those of its blocks."""
+        stage's forward plays those of its blocks, of which the first is noted within itself."""
         found: dict[tuple[Do, int], list[float]] = {}
         around: list[tuple[float, tuple[Do, int], int]] = []
         taken = [(self._at(start), self._at(end), do, of) for do, of, start, end in self._taken]
         for start, end, do, of in sorted(taken, key=lambda each: (each[0], -each[1])):
             while around and around[-1][0] <= start:
                 around.pop()
+            if around and around[-1][1] == (do, of):
+                around.append((end, *around[-1][1:]))
+                continue
             own = found.setdefault((do, of), [])
             own.append(end - start)
             if around:
