@@ -43,7 +43,7 @@ def test_what_lies_within_another_instruction_is_not_counted_twice() -> None:
 
 
 def test_the_first_block_is_noted_within_its_stage() -> None:
-    """A stage's forward from 1 to 8: its first block from 2 to 3 and its second from 5 to 6, which leave it 6 seconds."""
+    """A stage's forward from 1 to 8: its first block from 2 to 3, its second from 5 to 6, which leave it 6 seconds."""
     with patch.object(clock, "time", Watch()):
         noted = Clock(0, {})
         noted.begin()

@@ -195,8 +195,8 @@ smaller ones a backward in Python, some 0.1 ms, takes longer than the pass."""
 def defer(
     module: nn.Module, units: Sequence[Unit], collector: Collector, *, waits: bool = True
 ) -> list[DeferredWeight]:
-    """Defer every trained `nn.Linear` weight of a block that is in `units`; or, without `waits`, add those of large ones
-    up in I, in one operation."""
+    """Defer every trained `nn.Linear` weight of a block that is in `units`; or, without `waits`, add the gradients of
+    large ones up in I, in one operation."""
     owners = {id(p): (unit, name) for unit in units for name, p in unit.parameters.items()}
     return [
         DeferredWeight(child, *owners[id(child.weight)], collector, waits=waits)
