@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -71,7 +71,7 @@ def break_down(played: Played, rates: Sequence[Rates], inside: Sequence[Inside] 
 
 def _of_rank(played: Played, rank: int, compute: Inside, inside: Inside) -> Breakdown:
     timing, program = played.timings[rank], played.programs.ranks[rank]
-    found: Counter[str] = Counter()
+    found: defaultdict[str, float] = defaultdict(float)
     sent = iter(timing.sent)
     before = timing.begin
     for (do, _, of, _), end in zip(program.instructions, timing.ends, strict=True):
