@@ -132,8 +132,9 @@ def test_commands_work(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
             overrides = [word for flag, word in pairwise(options) if flag == "--set"]
             load(ROOT / config, overrides).to_plan()
         else:
+            words = [str(ROOT / word) if (ROOT / word).is_file() else word for word in words]
             if command == "program":  # without the minutes that a tokenizer takes to learn
-                words = [str(ROOT / words[0]), *words[1:], "--set", 'data.tokenizer="bytes"']
+                words += ["--set", 'data.tokenizer="bytes"']
             result = CliRunner().invoke(app, [command, *words])
             assert result.exit_code == 0, f"atoll {command} {shlex.join(words)}: {result.output}"
 
@@ -281,6 +282,12 @@ def test_what_is_said_of_interleaved() -> None:
 JSON_COMMANDS = {
     "schedule": ["schedule", "1f1b", "--ranks", "2", "--microbatches", "2", "--json"],
     "layouts": ["layouts", "--parameters", "1e9", "--json"],
+    "predict": [
+        "predict",
+        str(ROOT / "configs" / "quickstart.toml"),
+        *("--cluster", str(ROOT / "configs" / "clusters" / "h100.toml")),
+        "--json",
+    ],
 }
 
 
@@ -293,7 +300,7 @@ def test_json_keys_are_documented(command: str) -> None:
 
 def test_metrics_keys_are_documented() -> None:
     # What rank 0 writes, read from the source: a run is another test's.
-    source = (ROOT / "src" / "atoll" / "runtime" / "training" / "record.py").read_text()
+    source = (ROOT / "src" / "atoll" / "training" / "record.py").read_text()
     (record,) = re.findall(r"def step\(.*?record: [^=]* = \{(.*?)\}", source, flags=re.DOTALL)
     page = (ROOT / "docs" / "training.md").read_text()
     table = page.partition("Keys of `metrics.jsonl`")[2].partition("Keys of `validation.jsonl`")[0]

@@ -35,8 +35,10 @@ class Checked:
 
 
 def check_run(request: Request, *, elsewhere: bool = False, say: Callable[[str], None]) -> Checked:
-    """Look at a run as its ranks would: config, plan, folder, corpus, devices, the model of each pipeline rank on `meta`,
-    the files of its weights, the checkpoint that it would go on from.
+    """Look at a run as its ranks would.
+
+    In this order: config, plan, folder, corpus, devices, the model of each pipeline rank on `meta`, the files of its
+    weights, the checkpoint that it would go on from.
 
     elsewhere: the run is for another machine, and the devices of this one do not matter.
     say: is told what could not be checked.
