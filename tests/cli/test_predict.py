@@ -273,7 +273,7 @@ def test_a_dry_run_for_a_cluster_gives_the_prediction(folder: Path) -> None:
         ("data.sequence=4096", DataError, "the corpus is too small"),
         ("model.vocabulary=100", ConfigError, "model.vocabulary = 100 is smaller than the 256 ids"),
         ("parallel.layers_per_stage=[1, 2]", ConfigError, "layers"),
-        ("run.folder=/proc/atoll", ConfigError, "cannot be written"),
+        ("run.folder={folder}/text.txt/run", ConfigError, "cannot be written"),
         ("train.frozen=['no-such.*']", ConfigError, "matches no parameter"),
         ("model.weights=nowhere", UserError, "nowhere"),
         ("parallel.device=cuda", ConfigError, "each needs one of its own"),
@@ -285,7 +285,7 @@ def test_a_dry_run_refuses_what_the_run_would(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     before = files(folder)
     with pytest.raises(kind, match=re.escape(words)):
-        run("train", folder, "--dry-run", "--set", override, cluster=False)
+        run("train", folder, "--dry-run", "--set", override.replace("{folder}", str(folder)), cluster=False)
     assert files(folder) == before
 
 
