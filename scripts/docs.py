@@ -24,8 +24,11 @@ from schedule_pages import MICROBATCHES, RANKS
 from atoll import errors
 from atoll.cli.layouts import table as layouts_table
 from atoll.cli.main import app
+from atoll.cli.predict import describe as describe_prediction
+from atoll.config import load
 from atoll.config.emit import value_to_toml
 from atoll.config.schema import Config, Section
+from atoll.cost import Cluster
 from atoll.ir.draw import SVG_STYLE, draw_svg
 from atoll.layouts import (
     ALL,
@@ -41,6 +44,7 @@ from atoll.layouts import (
 from atoll.schedules import CATALOGUE, build
 from atoll.sim import Costs, simulate
 from atoll.testing.families import CAUSAL, MASKED
+from atoll.training.prediction import predict
 from atoll.units import format_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -351,6 +355,14 @@ def adapter_example() -> str:
     return f"```python\n{text}```\n"
 
 
+def prediction() -> str:
+    """What `atoll predict` prints of a config that is shipped."""
+    config = load(ROOT / "configs" / "llama-3-8b.toml")
+    cluster = Cluster.read(ROOT / "configs" / "clusters" / "h100.toml")
+    lines = describe_prediction(predict(config, config.to_plan(), cluster))
+    return "```text\n" + "\n".join(lines) + "\n```\n"
+
+
 def matrix() -> str:
     """What the whole matrix gave when it was last run, up to the last row of its tables."""
     page = (ROOT / "benchmarks" / "matrix" / "README.md").read_text(encoding="utf-8")
@@ -366,6 +378,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "layout-example": layout_example,
     "layout-formulas": layout_formulas,
     "matrix": matrix,
+    "prediction": prediction,
     **program_page.PARTS,
     **schedule_pages.PARTS,
     **tradeoffs.TABLES,

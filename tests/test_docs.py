@@ -132,8 +132,9 @@ def test_commands_work(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
             overrides = [word for flag, word in pairwise(options) if flag == "--set"]
             load(ROOT / config, overrides).to_plan()
         else:
+            words = [str(ROOT / word) if (ROOT / word).is_file() else word for word in words]
             if command == "program":  # without the minutes that a tokenizer takes to learn
-                words = [str(ROOT / words[0]), *words[1:], "--set", 'data.tokenizer="bytes"']
+                words += ["--set", 'data.tokenizer="bytes"']
             result = CliRunner().invoke(app, [command, *words])
             assert result.exit_code == 0, f"atoll {command} {shlex.join(words)}: {result.output}"
 
@@ -281,6 +282,12 @@ def test_what_is_said_of_interleaved() -> None:
 JSON_COMMANDS = {
     "schedule": ["schedule", "1f1b", "--ranks", "2", "--microbatches", "2", "--json"],
     "layouts": ["layouts", "--parameters", "1e9", "--json"],
+    "predict": [
+        "predict",
+        str(ROOT / "configs" / "quickstart.toml"),
+        *("--cluster", str(ROOT / "configs" / "clusters" / "h100.toml")),
+        "--json",
+    ],
 }
 
 

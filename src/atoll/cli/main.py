@@ -16,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-from atoll.cli import doctor, interchange, layouts, program, schedule, train
+from atoll.cli import doctor, interchange, layouts, predict, program, schedule, train
 from atoll.errors import AtollError
 
 app = typer.Typer(
@@ -27,6 +27,7 @@ app = typer.Typer(
 )
 
 app.command("train")(train.command)
+app.command("predict")(predict.command)
 app.command("schedule")(schedule.command)
 app.command("layouts")(layouts.command)
 app.command("program")(program.command)

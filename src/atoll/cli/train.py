@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from atoll.cli.predict import CLUSTER, report
+from atoll.errors import UserError
+
+if TYPE_CHECKING:
+    from atoll.training.process import Request
 
 
 def command(
@@ -17,6 +23,10 @@ def command(
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue from the newest checkpoint, on any ranks and layout.")
     ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check the run and predict it; start nothing, write nothing.")
+    ] = False,
+    cluster: Annotated[Path | None, typer.Option(help=f"With --dry-run. {CLUSTER}")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON object.")] = False,
 ) -> None:
     """Train as CONFIG says, in parallel.ranks local processes, or as a rank of torchrun or Slurm.
@@ -24,11 +34,50 @@ def command(
     Everything a run makes lies in run.folder: metrics.jsonl, validation.jsonl, plan.json, trace.json, checkpoints.
     SIGINT and SIGTERM save a checkpoint after the step under way and leave with 130 and 143; a second one kills.
 
+    With --dry-run one process looks for everything that the run would refuse, on each pipeline rank, and prints what
+    `atoll predict` says: without a cluster the bytes alone.
+
     Keys of the JSON object: folder; step, the last one done; stopped, the signal's name or null; tokens and seconds of
-    this start; validation_loss, the first and the last, or null; checkpoint; sample, the generated text or null.
+    this start; validation_loss, the first and the last, or null; checkpoint; sample, the generated text or null. With
+    --dry-run those of `atoll predict`.
     """
     from atoll.training.process import Request, train
 
-    code = train(Request(config, tuple(overrides or ()), resume, as_json))
+    request = Request(config, tuple(overrides or ()), resume, as_json)
+    if dry_run:
+        _dry_run(request, cluster)
+        return
+    if cluster is not None:
+        raise UserError("--cluster is for --dry-run: a run takes the devices that it finds")
+    code = train(request)
     if code:
         raise typer.Exit(code)
+
+
+def _dry_run(request: Request, path: Path | None) -> None:
+    """Print what the run would take. Raises what it would refuse.
+
+    With a cluster the run is meant for that, and the devices of this machine are not looked for.
+    """
+    from atoll.cost import Cluster
+    from atoll.training.dry_run import check_run
+    from atoll.training.prediction import predict
+
+    def say(line: str) -> None:
+        typer.echo(line, err=True)
+
+    cluster = None if path is None else Cluster.read(path)
+    checked = check_run(request, elsewhere=cluster is not None, say=say)
+    for note in checked.config.notes:
+        say(f"note: {note}")
+    try:
+        found = predict(
+            checked.config,
+            checked.plan,
+            cluster,
+            vocabulary=checked.vocabulary,
+            reads_in_place=checked.reads_in_place,
+        )
+        report(found, as_json=request.as_json)
+    except UserError as error:
+        say(f"note: the run would start, and is not predicted: {error}")

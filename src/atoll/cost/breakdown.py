@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -14,7 +14,8 @@ class Breakdown(NamedTuple):
     """Seconds of one pipeline rank in a step. They add up to the step.
 
     forward, backward, weights: F, I and W without the collectives of tensor parallelism. Without a pipeline nobody
-    waits for I, which then makes the weights' gradients too. Recomputing is part of I.
+    waits for I, which then makes the weights' gradients too. Recomputing is part of I. Look-ups and scores of a split
+    vocabulary are part of F, and their slices' gradients of W.
     tensor: what those collectives add.  optimizer: its step.  other: all else that the rates have seconds for.
     bubble: waits for a message or a sum that another pipeline rank has not sent yet.
     messages: waits for messages between stages that are on their way.
@@ -40,7 +41,12 @@ class Breakdown(NamedTuple):
         return sum(self)
 
 
-_COMPUTE = {Do.F: "forward", Do.I: "backward", Do.W: "weights", Do.STEP: "optimizer"}
+_COMPUTE = {
+    **dict.fromkeys((Do.F, Do.L, Do.S), "forward"),
+    Do.I: "backward",
+    **dict.fromkeys((Do.W, Do.T, Do.G), "weights"),
+    Do.STEP: "optimizer",
+}
 
 _WAITS = {
     **dict.fromkeys((Do.WHOLE, Do.FETCH), "gathers"),
@@ -51,27 +57,30 @@ _WAITS = {
 
 _FROM_OTHERS = frozenset(do for do, cause in _WAITS.items() if cause in ("messages", "sums"))
 
-Inside = Mapping[tuple[Do, int], float]
-"""By what is done and with what block or unit, the part of its seconds that collectives of tensor parallelism add."""
+Seconds = Mapping[tuple[Do, int], float]
+"""By what is done, and the block or unit that it is done with."""
 
 
-def break_down(played: Played, rates: Sequence[Rates], inside: Sequence[Inside] | None = None) -> tuple[Breakdown, ...]:
+def break_down(
+    played: Played, rates: Sequence[Rates], inside: Sequence[Seconds] | None = None
+) -> tuple[Breakdown, ...]:
     """Add up the last step of programs that have been played, on each pipeline rank.
 
-    rates: what it has been played with, one a rank.  inside: of each rank; none where there is no tensor parallelism.
+    rates: what it has been played with, one a rank.
+    inside: of each rank, what collectives of tensor parallelism add to its instructions; None where there are none.
 
     A rank's seconds add up to what lies between its own ends of two steps, which is the step's length once the ranks
     are settled.
     """
-    parts: Sequence[Inside] = [{}] * len(rates) if inside is None else inside
+    parts: Sequence[Seconds] = [{}] * len(rates) if inside is None else inside
     return tuple(
         _of_rank(played, rank, own.compute, part) for rank, (own, part) in enumerate(zip(rates, parts, strict=True))
     )
 
 
-def _of_rank(played: Played, rank: int, compute: Inside, inside: Inside) -> Breakdown:
+def _of_rank(played: Played, rank: int, compute: Seconds, inside: Seconds) -> Breakdown:
     timing, program = played.timings[rank], played.programs.ranks[rank]
-    found: Counter[str] = Counter()
+    found: defaultdict[str, float] = defaultdict(float)
     sent = iter(timing.sent)
     before = timing.begin
     for (do, _, of, _), end in zip(program.instructions, timing.ends, strict=True):

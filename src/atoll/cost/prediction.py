@@ -4,7 +4,7 @@ up instruction by instruction.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -118,7 +118,7 @@ class Prediction:
 
     def _by_instruction(self, rank: int, of_block: Callable[[int], Parts]) -> dict[tuple[Do, int], float]:
         """Seconds of a rank's blocks, given F, I and W of each, by the instructions that take them."""
-        found: Counter[tuple[Do, int]] = Counter()
+        found: defaultdict[tuple[Do, int], float] = defaultdict(float)
         is_split = len(self.ranks.runs) > 1
         for at in self.ranks.blocks_of(rank):
             forward, backward, weights = of_block(at)

@@ -119,6 +119,12 @@ class Workload:
     layers: range
     shared: int = 0
 
+    @property
+    def parameters(self) -> int:
+        """Elements of all blocks; shared ones once."""
+        use = Use(samples=1, sequence=1)
+        return sum(block.work(use).parameters for block in self.blocks) - self.shared
+
     def flops(self, use: Use) -> float:
         """Operations of one microbatch, forward and backward, with nothing computed twice: what MFU counts.
 

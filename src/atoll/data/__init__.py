@@ -3,7 +3,7 @@
 from atoll.data.corpus import Source, documents, find_source, fingerprint
 from atoll.data.masking import hide
 from atoll.data.order import IGNORED_LABEL, Batch, SampleOrder, batch, sample_count, validation_batches
-from atoll.data.store import Corpus, prepare
+from atoll.data.store import Corpus, expected_ids, prepare, preview
 from atoll.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 
 __all__ = [
@@ -17,10 +17,12 @@ __all__ = [
     "Tokenizer",
     "batch",
     "documents",
+    "expected_ids",
     "find_source",
     "fingerprint",
     "hide",
     "prepare",
+    "preview",
     "sample_count",
     "validation_batches",
 ]

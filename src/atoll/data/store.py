@@ -37,6 +37,9 @@ FORMAT = 1
 
 BYTES = "bytes"
 
+PREVIEWED_BYTES = 8 << 20
+"""The largest source that `preview` makes token arrays of."""
+
 _PIECE_CHARACTERS = 200_000
 _GROUP_CHARACTERS = 4_000_000
 
@@ -99,6 +102,49 @@ def prepare(
     return corpus
 
 
+def preview(
+    source: str,
+    *,
+    tokenizer: str,
+    cache: Path,
+    sequence: int,
+    global_batch: int = 1,
+    validation: float = 0.05,
+    text_field: str = "text",
+) -> Corpus | None:
+    """What `prepare` would give or raise, without writing to the cache.
+
+    None where the cache lacks the arrays and the source has more than PREVIEWED_BYTES: it is there, and how many tokens
+    it has is not known.
+    """
+    recipe = _Recipe.find(source, tokenizer=tokenizer, validation=validation, text_field=text_field)
+    folder = cache.expanduser() / recipe.key()
+    if folder.is_dir():
+        corpus = _load(folder)
+    elif recipe.nbytes > PREVIEWED_BYTES:
+        return None
+    else:
+        with tempfile.TemporaryDirectory() as made:
+            _make(Path(made), recipe, lambda line: None)
+            corpus = _load(Path(made))
+    corpus.check(sequence=sequence, global_batch=global_batch)
+    return corpus
+
+
+def expected_ids(tokenizer: str, *, masked: bool = False) -> int:
+    """Ids of a tokenizer by its name, before there is a corpus: of "bpe-N" as many as it may have.
+
+    masked: with one that hides others, where the tokenizer has none.
+
+    Raises DataError for a tokenizer that cannot be used.
+    """
+    found: Tokenizer = ByteTokenizer()
+    size = bpe_size(tokenizer)
+    if tokenizer != BYTES and size is None:
+        found = FileTokenizer.read(_tokenizer_file(tokenizer))
+    return (found.size if size is None else size) + (masked and found.mask is None)
+
+
 @dataclass(frozen=True, slots=True)
 class _Recipe:
     """All that decides the arrays; `content` and `tokenizer_content` are hashes of what was read."""
@@ -140,8 +186,11 @@ class _Recipe:
         if size is None:
             return ByteTokenizer()
         say(f"training the tokenizer {self.tokenizer} on {self.source.name}")
-        total = sum(file.stat().st_size for file in self.source.files)
-        return train_bpe(sample(documents(self.source), total), size)
+        return train_bpe(sample(documents(self.source), self.nbytes), size)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.stat().st_size for file in self.source.files)
 
 
 def _tokenizer_file(name: str) -> Path:

@@ -15,6 +15,7 @@ Only rank 0 writes. Checkpoints are written by all ranks, through `atoll.runtime
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -81,15 +82,20 @@ class RunFolder:
 
     # ---- before a run
 
-    def check(self, *, resume: bool, overwrite: bool) -> None:
+    def check(self, *, resume: bool, overwrite: bool, makes: bool = True) -> None:
         """Make the folder. ConfigError if it cannot be written or holds a run that neither option gives up.
+
+        makes: if False, look only at whether it could be made.
 
         CheckpointError if there is nothing to resume from.
         """
         try:
-            self.root.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self.root):
-                pass
+            if makes:
+                self.root.mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryFile(dir=self.root):
+                    pass
+            else:
+                self._look()
         except OSError as error:
             raise ConfigError(
                 f"run.folder = {str(self.root)!r}: cannot be written ({error.strerror or error}); "
@@ -106,6 +112,15 @@ class RunFolder:
                 f"run.folder = {str(self.root)!r} holds a run already ({held}); continue it with --resume, choose "
                 "another run.folder, or replace it with --set run.overwrite=true"
             )
+
+    def _look(self) -> None:
+        """Raise the OSError that making the folder, and a file in it, would raise."""
+        path = self.root.absolute()
+        nearest = next(each for each in (path, *path.parents) if each.exists())
+        if not nearest.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        if not os.access(nearest, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     def latest_checkpoint(self) -> Path | None:
         """The newest finished checkpoint."""

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import signal
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -156,35 +156,18 @@ class Loop:
         step, evaluated = (int(value) for value in self.engine.transport.total(told))
         if step < 0:
             raise CheckpointError(f"{self.folder.checkpoints} has no finished checkpoint to resume from")
-        if step > self.config.train.steps:
-            raise ConfigError(
-                f"the newest checkpoint of {self.folder.root} is of step {step}, beyond train.steps = "
-                f"{self.config.train.steps}; set train.steps to more"
-            )
         path = checkpoint.step_folder(self.folder.checkpoints, step)
-        state = checkpoint.read_state(path)["caller"]
-        self._check_resumed(state, str(path))
+        state = resumed_state(self.config, path, self.corpus)
+        if state["order"] != order_of(self.config):
+            self.display.say(
+                "note: data.sequence or the seed changed since the checkpoint, and the order of samples with it: some "
+                "may be seen twice"
+            )
         self.engine.load(path)
         self.schedule.restore(state["schedule"])
         self.samples.position = int(state["position"])
         self._saved, self._evaluated = step, min(step, evaluated)
         self.display.say(f"resumed {path}: {step} steps, {self.samples.position} samples")
-
-    def _check_resumed(self, state: Mapping[str, Any], path: str) -> None:
-        missing = [key for key in ("position", "corpus", "schedule", "order") if key not in state]
-        if missing:
-            raise CheckpointError(f"{path} was not written by atoll train: its state has no {', '.join(missing)}")
-        if state["corpus"] != self.corpus.fingerprint:
-            raise CheckpointError(
-                f"{path} was trained on another corpus or tokenizer than data.source = {self.config.data.source!r} "
-                f"with data.tokenizer = {self.config.data.tokenizer!r}; give the ones it was trained with, or start a "
-                "new run in another run.folder"
-            )
-        if state["order"] != self._order():
-            self.display.say(
-                "note: data.sequence or the seed changed since the checkpoint, and the order of samples with it: some "
-                "may be seen twice"
-            )
 
     def _open(self, step: int, *, is_fresh: bool) -> None:
         plan = self.engine.plan
@@ -242,7 +225,7 @@ class Loop:
         state = {
             "position": self.samples.position,
             "corpus": self.corpus.fingerprint,
-            "order": self._order(),
+            "order": order_of(self.config),
             "schedule": self.schedule.state(),
             "config": self.config.dump(),
         }
@@ -251,10 +234,6 @@ class Loop:
         if self._is_writer:
             with writing(self.folder.checkpoints):
                 checkpoint.prune(self.folder.checkpoints, self.config.checkpoint.keep)
-
-    def _order(self) -> dict[str, int]:
-        """What the order of samples depends on, besides the corpus."""
-        return {"seed": self.config.data_seed, "sequence": self.config.data.sequence}
 
     # ---- the end
 
@@ -273,3 +252,32 @@ class Loop:
         if self._recorder is not None:
             self._recorder.sample(text)
         return text
+
+
+def order_of(config: Config) -> dict[str, int]:
+    """What the order of samples depends on, besides the corpus."""
+    return {"seed": config.data_seed, "sequence": config.data.sequence}
+
+
+def resumed_state(config: Config, path: Path, corpus: Corpus | None) -> dict[str, Any]:
+    """What the checkpoint in `path` says of its run. corpus: None where it is not known yet.
+
+    Raises ConfigError for a checkpoint beyond the last step, CheckpointError for one of another corpus or program.
+    """
+    step = int(path.name.rpartition("-")[2])
+    if step > config.train.steps:
+        raise ConfigError(
+            f"the newest checkpoint of {config.run.folder} is of step {step}, beyond train.steps = "
+            f"{config.train.steps}; set train.steps to more"
+        )
+    state: dict[str, Any] = checkpoint.read_state(path)["caller"]
+    missing = [key for key in ("position", "corpus", "schedule", "order") if key not in state]
+    if missing:
+        raise CheckpointError(f"{path} was not written by atoll train: its state has no {', '.join(missing)}")
+    if corpus is not None and state["corpus"] != corpus.fingerprint:
+        raise CheckpointError(
+            f"{path} was trained on another corpus or tokenizer than data.source = {config.data.source!r} "
+            f"with data.tokenizer = {config.data.tokenizer!r}; give the ones it was trained with, or start a "
+            "new run in another run.folder"
+        )
+    return state

@@ -129,17 +129,24 @@ def _choose_device(config: Config, rendezvous: Rendezvous) -> torch.device:
     """A GPU of its own for each rank of this machine, or the CPU."""
     import torch
 
-    wanted = config.parallel.device
-    count = torch.cuda.device_count() if wanted != "cpu" and torch.cuda.is_available() else 0
-    if count >= rendezvous.local_world:
+    if has_gpus(config, rendezvous.local_world):
         torch.cuda.set_device(rendezvous.local_rank)
         return torch.device("cuda", rendezvous.local_rank)
-    if wanted == "cuda":
+    return torch.device("cpu")
+
+
+def has_gpus(config: Config, ranks: int) -> bool:
+    """Whether `ranks` of this machine have a GPU each. ConfigError where the config asks for one and they do not."""
+    import torch
+
+    wanted = config.parallel.device
+    count = torch.cuda.device_count() if wanted != "cpu" and torch.cuda.is_available() else 0
+    if wanted == "cuda" and count < ranks:
         raise ConfigError(
-            f"parallel.device = 'cuda': this machine has {count} GPUs for {rendezvous.local_world} ranks, and each "
+            f"parallel.device = 'cuda': this machine has {count} GPUs for {ranks} ranks, and each "
             "needs one of its own; use fewer parallel.ranks, or device = 'cpu'"
         )
-    return torch.device("cpu")
+    return wanted != "cpu" and count >= ranks
 
 
 # ---- the end

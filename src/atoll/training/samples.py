@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from atoll.config import Config
-from atoll.data import Batch, Corpus, SampleOrder, batch, hide, prepare, sample_count, validation_batches
+from atoll.data import Batch, Corpus, SampleOrder, batch, hide, prepare, preview, sample_count, validation_batches
 from atoll.errors import ConfigError
 from atoll.plan import Place
 from atoll.runtime.places import cache_folder
@@ -14,17 +15,24 @@ from atoll.runtime.places import cache_folder
 
 def prepare_corpus(config: Config, *, say: Callable[[str], None] | None = None) -> Corpus:
     """The configured corpus, from the cache if it is there; `say` is told what takes long."""
+    return prepare(config.data.source, **_recipe(config), report=say)
+
+
+def preview_corpus(config: Config) -> Corpus | None:
+    """The configured corpus without writing to the cache; None where it would take long. See `atoll.data.preview`."""
+    return preview(config.data.source, **_recipe(config))
+
+
+def _recipe(config: Config) -> dict[str, Any]:
     data = config.data
-    return prepare(
-        data.source,
-        tokenizer=config.tokenizer,
-        cache=Path(data.cache) if data.cache is not None else cache_folder(),
-        sequence=data.sequence,
-        global_batch=config.train.global_batch,
-        validation=data.validation,
-        text_field=data.text_field,
-        report=say,
-    )
+    return {
+        "tokenizer": config.tokenizer,
+        "cache": Path(data.cache) if data.cache is not None else cache_folder(),
+        "sequence": data.sequence,
+        "global_batch": config.train.global_batch,
+        "validation": data.validation,
+        "text_field": data.text_field,
+    }
 
 
 def vocabulary_of(config: Config, corpus: Corpus) -> int:

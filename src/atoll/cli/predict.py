@@ -1,0 +1,229 @@
+"""`atoll predict CONFIG`: seconds and bytes of a plan before it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from atoll.units import format_bytes, format_count, format_rate, format_seconds
+
+if TYPE_CHECKING:
+    from atoll.cost import Breakdown, Cluster, Held, Prediction
+
+CLUSTER = "A TOML file: the devices and links that the plan runs on."
+
+PARTS = {
+    "forward": "forward (F)",
+    "backward": "backward (I)",
+    "weights": "weights' gradients (W)",
+    "tensor": "tensor-parallel collectives",
+    "optimizer": "optimizer",
+    "other": "other",
+    "bubble": "pipeline bubble",
+    "messages": "messages between stages",
+    "gathers": "gathers of parameters",
+    "reductions": "reductions of gradients",
+    "sums": "sums at the step's end",
+}
+"""What the parts of a breakdown are called."""
+
+EXAMPLE = """
+    [device]
+    preset = "h100-80gb"
+    [node]
+    devices = 8
+    cards = 8
+    link = { preset = "nvlink4" }
+    [network]
+    preset = "infiniband-ndr"
+"""
+
+
+def command(
+    config: Annotated[Path, typer.Argument(help="A TOML file.", show_default=False)],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Replace a key of the file, as in --set parallel.ranks=64."),
+    ] = None,
+    cluster: Annotated[Path | None, typer.Option(help=CLUSTER)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Predict the seconds of a step and the bytes of each rank, for any number of ranks, without running any.
+
+    The model's weights are not read and its corpus is not prepared: the model has model.vocabulary ids, or as many as
+    the tokenizer may have.
+
+    Keys of the JSON object: parameters; ranks_in_all; seconds of a step, and interval, the least and the most;
+    tokens_per_second, tokens_per_second_per_device; mfu; breakdown, with busiest_rank, and the seconds by part of that
+    rank and the mean of all; ranks, one object a pipeline rank with rank, peak and rest (bytes by component), fits,
+    margin_bytes and breakdown; fits and margin_bytes of the fullest rank.
+    """
+    from atoll.config import load
+    from atoll.training.prediction import predict
+
+    found = read_cluster(cluster)
+    loaded = load(config, tuple(overrides or ()))
+    for note in loaded.notes:
+        typer.echo(f"note: {note}", err=True)
+    report(predict(loaded, loaded.to_plan(), found), as_json=as_json)
+
+
+def read_cluster(path: Path | None) -> Cluster:
+    """The cluster of a file. Raises ConfigError where none is named, with what to write into one."""
+    from atoll.cost import Cluster, presets
+    from atoll.errors import ConfigError
+
+    if path is not None:
+        return Cluster.read(path)
+    known = presets()
+    raise ConfigError(
+        "seconds need a cluster: name its file with --cluster, such as cluster.toml with\n"
+        f"{EXAMPLE}\ndevices: {', '.join(known['devices'])}\nlinks: {', '.join(known['links'])}"
+    )
+
+
+def report(prediction: Prediction, *, as_json: bool) -> None:
+    """Print a prediction."""
+    if as_json:
+        import json
+
+        typer.echo(json.dumps(summary(prediction)))
+        return
+    for line in describe(prediction):
+        typer.echo(line)
+
+
+# ---- JSON
+
+
+def summary(prediction: Prediction) -> dict[str, Any]:
+    """The documented JSON object. Without a cluster what takes seconds, and what fits, is null."""
+    plan = prediction.plan
+    ranks = range(plan.mesh.pipeline)
+    is_timed = prediction.cluster is not None
+    devices = plan.mesh.world
+    found: dict[str, Any] = {
+        "parameters": prediction.workload.parameters,
+        "ranks_in_all": devices,
+        "seconds": prediction.seconds if is_timed else None,
+        "interval": list(prediction.interval) if is_timed else None,
+        "tokens_per_second": prediction.tokens_a_second if is_timed else None,
+        "tokens_per_second_per_device": prediction.tokens_a_second / devices if is_timed else None,
+        "mfu": prediction.mfu if is_timed else None,
+        "breakdown": _breakdown(prediction) if is_timed else None,
+        "fits": prediction.fits if is_timed else None,
+        "margin_bytes": min(map(prediction.margin, ranks)) if is_timed else None,
+    }
+    found["ranks"] = [
+        {
+            "rank": rank,
+            "peak": _bytes(prediction.peak(rank)),
+            "rest": _bytes(prediction.rest(rank)),
+            "fits": prediction.margin(rank) >= 0 if is_timed else None,
+            "margin_bytes": prediction.margin(rank) if is_timed else None,
+            "breakdown": prediction.breakdown[rank]._asdict() if is_timed else None,
+        }
+        for rank in ranks
+    ]
+    return found
+
+
+def _breakdown(prediction: Prediction) -> dict[str, Any]:
+    busiest = busiest_rank(prediction.breakdown)
+    return {
+        "busiest_rank": busiest,
+        "busiest": prediction.breakdown[busiest]._asdict(),
+        "mean": mean(prediction.breakdown)._asdict(),
+    }
+
+
+def _bytes(held: Held) -> dict[str, int]:
+    return {**held._asdict(), "total": held.total}
+
+
+def busiest_rank(breakdown: Sequence[Breakdown]) -> int:
+    """The pipeline rank that waits least for others: it sets the pace."""
+    return min(range(len(breakdown)), key=lambda rank: breakdown[rank].bubble)
+
+
+def mean(breakdown: Sequence[Breakdown]) -> Breakdown:
+    """Of all pipeline ranks."""
+    from atoll.cost import Breakdown
+
+    return Breakdown(*(sum(column) / len(breakdown) for column in zip(*breakdown, strict=True)))
+
+
+# ---- text
+
+
+def describe(prediction: Prediction) -> Iterator[str]:
+    """The plan, its seconds and where they go, its bytes and whether they fit."""
+    yield from _plan(prediction)
+    if prediction.cluster is not None:
+        yield from ("", *_seconds(prediction), "", *_parts(prediction.breakdown))
+    ranks = range(prediction.plan.mesh.pipeline)
+    yield from ("", *_components("bytes at the peak, of each pipeline rank", [prediction.peak(rank) for rank in ranks]))
+    yield from ("", *_components("bytes between steps", [prediction.rest(rank) for rank in ranks]))
+    if prediction.cluster is not None:
+        yield from ("", _fit(prediction))
+
+
+def _plan(prediction: Prediction) -> Iterator[str]:
+    plan, use = prediction.plan, prediction.use
+    sizes = {name: size for name, size in plan.mesh.sizes.items() if size > 1}
+    mesh = " x ".join(f"{name} {size}" for name, size in sizes.items())
+    world = "1 rank" if plan.mesh.world == 1 else f"{plan.mesh.world} ranks: {mesh}"
+    yield f"{prediction.workload.name}, {format_count(prediction.workload.parameters)} parameters, on {world}"
+    batch = f"{plan.schedule.microbatches} microbatches of {plan.microbatch} x {use.sequence} tokens a rank"
+    recompute = "" if plan.recompute == "none" else f", recompute {plan.recompute}"
+    yield f"layout {plan.layout.name}, {plan.schedule.name} with {batch}, {plan.precision.compute}{recompute}"
+
+
+def _seconds(prediction: Prediction) -> Iterator[str]:
+    low, high = prediction.interval
+    between = f", from {format_seconds(low)} to {format_seconds(high)}" if high > low else ""
+    yield f"a step  {format_seconds(prediction.seconds)}{between}"
+    rate, devices = prediction.tokens_a_second, prediction.plan.mesh.world
+    yield f"tokens  {format_rate(rate, 'tokens')}, {format_rate(rate / devices, 'tokens')} a device"
+    dtype = prediction.use.compute
+    peak = prediction.device.rate(dtype) / 1e12
+    yield f"MFU     {prediction.mfu:.1%} of {peak:.4g} TFLOP/s a device in {dtype}"
+
+
+def _parts(breakdown: Sequence[Breakdown]) -> Iterator[str]:
+    busiest = busiest_rank(breakdown)
+    columns = {f"rank {busiest}, the busiest": breakdown[busiest]}
+    if len(breakdown) == 1:
+        columns = {"seconds": breakdown[0]}
+    else:
+        columns["mean of all ranks"] = mean(breakdown)
+    yield f"{'where a step goes':28}" + "".join(f"{name:>26}" for name in columns)
+    for part, name in PARTS.items():
+        values = [getattr(each, part) for each in columns.values()]
+        shares = [value / each.total for value, each in zip(values, columns.values(), strict=True)]
+        if any(share > 1e-6 for share in shares):
+            cells = zip(values, shares, strict=True)
+            yield f"{name:28}" + "".join(f"{format_seconds(value):>18}{share:>8.1%}" for value, share in cells)
+
+
+def _components(title: str, held: Sequence[Held]) -> Iterator[str]:
+    names = [name for name in held[0]._fields if any(getattr(each, name) for each in held)]
+    widths = {name: max(11, len(name) + 2) for name in (*names, "total")}
+    yield title
+    yield "rank" + "".join(f"{name:>{widths[name]}}" for name in (*names, "total"))
+    for rank, each in enumerate(held):
+        cells = "".join(f"{format_bytes(getattr(each, name)):>{widths[name]}}" for name in (*names, "total"))
+        yield f"{rank:4d}{cells}"
+
+
+def _fit(prediction: Prediction) -> str:
+    margins: Callable[[int], int] = prediction.margin
+    fullest = min(range(prediction.plan.mesh.pipeline), key=margins)
+    margin, memory = margins(fullest), prediction.device.memory
+    share = f"{format_bytes(abs(margin))}, {abs(margin) / memory:.1%}"
+    if margin >= 0:
+        return f"fits: rank {fullest}, the fullest, leaves {share}, of the device's {format_bytes(memory)}"
+    return f"does not fit: rank {fullest}, the fullest, needs {share}, more than the device's {format_bytes(memory)}"

@@ -1,0 +1,65 @@
+"""Everything that a training run would refuse, found in one process that starts no ranks and writes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from atoll.config import Config, load
+from atoll.models import adapter_for
+from atoll.models.weights import weights_for
+from atoll.plan import Plan
+from atoll.runtime.assemble.describe import describe
+from atoll.runtime.checkpoint import is_complete
+from atoll.training.build import build_model
+from atoll.training.folder import RunFolder
+from atoll.training.loop import resumed_state
+from atoll.training.prediction import expected_vocabulary
+from atoll.training.pretrained import first_weights
+from atoll.training.process import Request, has_gpus
+from atoll.training.samples import preview_corpus, vocabulary_of
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A run that nothing is known against.
+
+    vocabulary: ids of its model.  reads_in_place: whether its ranks would read each other's memory, on this machine.
+    """
+
+    config: Config
+    plan: Plan
+    vocabulary: int
+    reads_in_place: bool
+
+
+def check_run(request: Request, *, elsewhere: bool = False, say: Callable[[str], None]) -> Checked:
+    """Look at a run as its ranks would.
+
+    In this order: config, plan, folder, corpus, devices, the model of each pipeline rank on `meta`, the files of its
+    weights, the checkpoint that it would go on from.
+
+    elsewhere: the run is for another machine, and the devices of this one do not matter.
+    say: is told what could not be checked.
+
+    Raises what the run would raise.
+    """
+    config = load(request.path, request.overrides)
+    plan = config.to_plan()
+    folder = RunFolder(Path(config.run.folder))
+    folder.check(resume=request.resume, overwrite=config.run.overwrite, makes=False)
+    corpus = preview_corpus(config)
+    if corpus is None:
+        say("note: the corpus is not prepared yet; its length, and the tokenizer's, are checked when it is")
+    vocabulary = expected_vocabulary(config) if corpus is None else vocabulary_of(config, corpus)
+    is_on_cpu = not elsewhere and not has_gpus(config, config.parallel.ranks)
+    for rank in range(plan.mesh.pipeline):
+        describe(lambda: build_model(config, vocabulary), plan, rank, reads_in_place=is_on_cpu)
+    weights = first_weights(config)
+    if weights is not None and not is_complete(weights):
+        weights_for(adapter_for(build_model(config, vocabulary)), weights)
+    latest = folder.latest_checkpoint()
+    if request.resume and latest is not None:
+        resumed_state(config, latest, corpus)
+    return Checked(config, plan, vocabulary, reads_in_place=is_on_cpu)
