@@ -5,8 +5,8 @@ up instruction by instruction.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ from atoll.layouts import ITEM_BYTES, Level
 from atoll.plan import Plan
 from atoll.program import Do
 from atoll.program.memory import held_after
-from atoll.sim import Played, Rates, play
+from atoll.sim import Played, Rates, Speed, play
 from atoll.trace import Trace
 
 Parts = tuple[float, float, float]
@@ -83,38 +83,65 @@ class Prediction:
     @property
     def device(self) -> Device:
         """Of the cluster."""
-        return self._cluster.device
+        return self.given.device
 
     @property
-    def _cluster(self) -> Cluster:
+    def given(self) -> Cluster:
+        """The cluster. Raises ConfigError where there is none."""
         if self.cluster is None:
             raise ConfigError("a prediction without a cluster knows bytes alone; give it a cluster")
         return self.cluster
 
     # ---- seconds
 
+    def on(self, cluster: Cluster) -> Prediction:
+        """The same on another cluster. What does not depend on it is shared."""
+        other = replace(self, cluster=cluster)
+        other.__dict__["ranks"] = self.ranks
+        return other
+
     @cached_property
     def rates(self) -> tuple[Rates, ...]:
         """What the instructions of each pipeline rank take."""
+        return self.rates_of(self.parts)
+
+    @property
+    def links(self) -> dict[str, Speed]:
+        """The links between the pipeline ranks and between the data-parallel ones, by axis of the mesh."""
         mesh = self.plan.mesh
-        links = {axis: self._cluster.along(mesh, axis) for axis in ("pp", "inter", "intra") if mesh.sizes[axis] > 1}
-        message = max((work.wire for work in self.ranks.works[:-1]), default=0)
-        return tuple(Rates(self._seconds(rank), float(message), links) for rank in range(mesh.pipeline))
+        return {axis: self.given.along(mesh, axis) for axis in ("pp", "inter", "intra") if mesh.sizes[axis] > 1}
+
+    def rates_of(
+        self, parts: Callable[[int], Parts], *, update: float = 1.0, links: Mapping[str, Speed] | None = None
+    ) -> tuple[Rates, ...]:
+        """What instructions take where blocks take `parts`, links are others, and the optimizer's step takes `update`
+        times as long as on this cluster."""
+        message = float(max((work.wire for work in self.ranks.works[:-1]), default=0))
+        links = self.links if links is None else links
+        found = []
+        for rank in range(self.plan.mesh.pipeline):
+            seconds = self._by_instruction(rank, parts)
+            seconds[Do.STEP, -1] = self._stepped(rank) * self.update_seconds * update
+            found.append(Rates(seconds, message, links))
+        return tuple(found)
+
+    @property
+    def update_seconds(self) -> float:
+        """What the optimizer's step takes for a parameter."""
+        efficiency = self.device.efficiency
+        return efficiency.update / (self.device.bandwidth * efficiency.memory)
+
+    def _stepped(self, rank: int) -> float:
+        """Parameters that the optimizer of a pipeline rank steps."""
+        one, none = (self.ranks.footprint(rank, states=states).optimizer for states in (1, 0))
+        return (one - none) / ITEM_BYTES[self.plan.precision.master]
 
     @cached_property
     def clock(self) -> Clock:
         """What kernels take."""
         tensor = self.plan.mesh.tensor
-        link = {"link": self._cluster.along(self.plan.mesh, "tp")} if tensor > 1 else {}
+        link = {"link": self.given.along(self.plan.mesh, "tp")} if tensor > 1 else {}
         return Clock(self.device, self.use.compute, self.use.item, tensor, **link)
-
-    def _seconds(self, rank: int) -> dict[tuple[Do, int], float]:
-        found = self._by_instruction(rank, self._of_block)
-        one, none = (self.ranks.footprint(rank, states=states).optimizer for states in (1, 0))
-        held = (one - none) / ITEM_BYTES[self.plan.precision.master]
-        efficiency = self.device.efficiency
-        found[Do.STEP, -1] = held * efficiency.update / (self.device.bandwidth * efficiency.memory)
-        return found
 
     def _by_instruction(self, rank: int, of_block: Callable[[int], Parts]) -> dict[tuple[Do, int], float]:
         """Seconds of a rank's blocks, given F, I and W of each, by the instructions that take them."""
@@ -129,7 +156,7 @@ class Prediction:
             found[(Do.W, self.ranks.weighed_with[at]) if is_deferred else (Do.I, at)] += weights
         return dict(found)
 
-    def _of_block(self, at: int) -> Parts:
+    def parts(self, at: int) -> Parts:
         """F, I and W; those of equal works once."""
         work = self.ranks.works[at]
         key = work.forward, work.backward, work.weights
@@ -146,7 +173,7 @@ class Prediction:
         work = self.ranks.works[at]
         every = work.forward, work.backward, work.weights
         alone = (self.clock.seconds(k for k in kernels if not isinstance(k, Exchange)) for kernels in every)
-        return tuple(whole - part for whole, part in zip(self._of_block(at), alone, strict=True))  # type: ignore[return-value]
+        return tuple(whole - part for whole, part in zip(self.parts(at), alone, strict=True))  # type: ignore[return-value]
 
     @cached_property
     def played(self) -> Played:

@@ -1,0 +1,88 @@
+"""Predictions of published runs: a row's plan and cluster, and what the program that ran it does otherwise than Atoll."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import chain
+
+from atoll import schedules
+from atoll.cost import Cluster, Prediction
+from atoll.cost.calibration import Step
+from atoll.layouts import Precision
+from atoll.plan import Plan
+from atoll.program import Do, Instruction, Program, Programs
+from benchmarks.published.record import Published
+
+REDUCES_LAST = ("megatron", "megatron-deepspeed")
+"""Programs that reduce gradients after the last backward, and not while it runs."""
+
+FULL = 3
+"""A pipeline is full, and what a step takes grows evenly from there on, with so many microbatches a rank."""
+
+
+def plan_of(row: Published, microbatches: int | None = None) -> Plan:
+    """The plan; with another number of microbatches, if that is given."""
+    options = {"chunks": row.chunks} if row.schedule == "interleaved" else {}
+    count = row.microbatches if microbatches is None else microbatches
+    schedule = schedules.build(row.schedule, ranks=row.mesh.pipeline, microbatches=count, **options)
+    return Plan(
+        row.mesh,
+        row.layout,
+        schedule,
+        row.use.samples,
+        precision=precision_of(row),
+        residency=row.residency,
+        recompute=row.use.recompute,
+        sequence_parallel=row.use.sequence_parallel,
+        vocabulary_parallel=row.vocabulary > 0,
+        layers_per_stage=row.layers_per_stage,
+    )
+
+
+def precision_of(row: Published) -> Precision:
+    """Compute in a half, masters in fp32; fp32 gradients but where the row says otherwise. What is fully sharded rests
+    in fp32."""
+    compute = row.use.compute
+    by_bytes = {2: compute, 4: "float32", None: "float32"}
+    gradient, reduce = by_bytes[row.gradient_bytes], by_bytes[row.reduce_bytes]
+    rest = "float32" if row.system in ("fsdp", "torchtitan") else compute
+    return Precision(row.system, compute, compute, rest, gradient, reduce, "float32")
+
+
+def prediction_of(row: Published, cluster: Cluster | None = None, microbatches: int | None = None) -> Prediction:
+    """What Atoll says of a row; on another cluster, if that is given."""
+    plan = plan_of(row, microbatches)
+    found = Prediction(row.model.workload, plan, row.cluster if cluster is None else cluster, row.use)
+    if row.system in REDUCES_LAST and row.mesh.data > 1:
+        programs = found.ranks.programs
+        ranks = tuple(reduced_last(program) for program in programs.ranks)
+        found.ranks.__dict__["programs"] = Programs(programs.placement, ranks)
+    return found
+
+
+def reduced_last(program: Program) -> Program:
+    """The program with what begins to reduce gradients behind all that computes them."""
+    begun = [each for each in program.instructions if each.do is Do.SYNC]
+    found: list[Instruction] = []
+    for each in program.instructions:
+        if each.do is Do.SYNC:
+            continue
+        if each.do in (Do.SYNCED, Do.DRAIN) and begun:
+            found, begun = list(chain(found, begun)), []
+        found.append(each)
+    return replace(program, instructions=tuple(found))
+
+
+def step_of(row: Published, cluster: Cluster | None = None) -> Step:
+    """A row's step. Of many microbatches two shorter ones are played, which differ by what one more microbatch of each
+    rank takes."""
+    most = row.microbatches
+    short = FULL * row.mesh.pipeline * row.chunks
+    seconds = row.step_seconds or 0.0
+    more = row.mesh.pipeline
+    if most <= short + more:
+        return Step(((1.0, prediction_of(row, cluster)),), seconds, row.id)
+    short += (most - short) % more
+    slope = (most - short) / more
+    two = (1.0 - slope, prediction_of(row, cluster, short)), (slope, prediction_of(row, cluster, short + more))
+    return Step(two, seconds, row.id)

@@ -1,0 +1,237 @@
+"""Fits a cluster's constants to measured steps.
+
+A step's seconds are a sum over the instructions on its critical path. Played once with each kind of instruction a
+little slower, a prediction tells how much of the step each kind makes up (`Shares`); the sum then follows the constants
+without being played again. Fitting and playing alternate until the path does not change any more.
+
+Few steps say little about ten constants. So each constant is held to where it was by a pull, as strong as if it were
+known to within `SPREAD`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from atoll.cost.cluster import Cluster
+from atoll.cost.kernels import Kernel
+from atoll.cost.prediction import Parts, Prediction
+from atoll.errors import ConfigError
+from atoll.sim import Rates, Speed, play
+
+NUDGE = 1e-3
+"""By how much a kind of instruction is slowed down to see what it makes up."""
+
+SPREAD = 0.25
+"""The relative error, as a logarithm, that a constant may have before the steps are measured."""
+
+NOISE = 0.05
+"""The relative error that a step's prediction is expected to keep."""
+
+ROUNDS = 4
+"""Times that the steps are played, at most."""
+
+LIMITS: Mapping[str, tuple[float, float]] = {
+    "device.efficiency.products": (0.2, 1.0),
+    "device.efficiency.depth": (1.0, 2000.0),
+    "device.efficiency.waves": (1e-3, 1.0),
+    "device.efficiency.attention": (0.05, 1.0),
+    "device.efficiency.memory": (0.1, 1.0),
+    "device.efficiency.update": (4.0, 400.0),
+    "device.efficiency.launch": (1e-7, 1e-4),
+    "device.efficiency.dispatch": (1e-7, 1e-3),
+    "node.link.reach": (0.02, 1.0),
+    "node.link.latency": (1e-7, 1e-3),
+    "network.reach": (0.02, 1.0),
+    "network.latency": (1e-7, 1e-2),
+}
+"""The constants that can be fitted, by their keys in a cluster's TOML, and where they may lie."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A measured step. seconds: between the ends of two steps.
+
+    played: predictions of one or two shorter steps with the same blocks, which are quick to play, and what each of them
+    counts; (1, prediction) for the step itself.
+    """
+
+    played: tuple[tuple[float, Prediction], ...]
+    seconds: float
+    name: str = ""
+
+    @property
+    def cluster(self) -> Cluster:
+        """Where it was measured."""
+        return self.played[0][1].given
+
+    @property
+    def predicted(self) -> float:
+        """Seconds by prediction."""
+        return sum(weight * prediction.seconds for weight, prediction in self.played)
+
+    def on(self, cluster: Cluster) -> Step:
+        """The same on another cluster."""
+        return Step(tuple((weight, each.on(cluster)) for weight, each in self.played), self.seconds, self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """A cluster with fitted constants. error: mean relative error of the steps, without a sign."""
+
+    cluster: Cluster
+    error: float
+
+
+def calibrate(steps: Iterable[Step], constants: Sequence[str] = ()) -> Fitted:
+    """Fit constants to steps on clusters of one kind, beginning with those that the first one's cluster has.
+
+    constants: keys of `LIMITS`; all that any step depends on if not given.
+
+    Raises ConfigError for an unknown constant, for no steps, and where scipy is missing.
+    """
+    steps = list(steps)
+    unknown = sorted(set(constants) - set(LIMITS))
+    if unknown or not steps:
+        raise ConfigError(
+            f"cannot fit {', '.join(unknown) or 'constants to no steps'}; known constants: {', '.join(LIMITS)}"
+        )
+    now = ((name, _get(steps[0].cluster, name)) for name in constants or LIMITS)
+    prior = {name: min(max(value, LIMITS[name][0]), LIMITS[name][1]) for name, value in now if value is not None}
+    found = dict(prior)
+    for _ in range(ROUNDS):
+        linear = [_Linear(step.on(changed(step.cluster, found))) for step in steps]
+        before, found = found, _fit(linear, [step.seconds for step in steps], found, prior)
+        if all(abs(math.log(found[name] / before[name])) < NUDGE for name in found):
+            break
+    fitted = [step.on(changed(step.cluster, found)) for step in steps]
+    error = fmean(abs(step.predicted / step.seconds - 1.0) for step in fitted)
+    return Fitted(fitted[0].cluster, error)
+
+
+def _fit(
+    linear: Sequence[_Linear], seconds: Sequence[float], begin: Mapping[str, float], prior: Mapping[str, float]
+) -> dict[str, float]:
+    try:
+        from scipy.optimize import least_squares
+    except ImportError as error:
+        raise ConfigError(
+            "calibration needs scipy, which is not installed: pip install 'atoll[calibrate]'"
+        ) from error
+    names = list(begin)
+
+    def residuals(logs: Any) -> list[float]:
+        values = {name: math.exp(each) for name, each in zip(names, logs, strict=True)}
+        errors = [math.log(each.seconds(values) / wanted) / NOISE for each, wanted in zip(linear, seconds, strict=True)]
+        return errors + [math.log(values[name] / prior[name]) / SPREAD for name in names]
+
+    limits = [[math.log(LIMITS[name][side]) for name in names] for side in (0, 1)]
+    inside = [
+        min(max(math.log(begin[name]), low + 1e-9), high - 1e-9) for name, low, high in zip(names, *limits, strict=True)
+    ]
+    # Steps that no constants explain, as one that was measured beside other work, pull less than their squares.
+    done = least_squares(residuals, inside, bounds=limits, loss="soft_l1", x_scale=0.1)
+    return {name: math.exp(each) for name, each in zip(names, done.x, strict=True)}
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """The latency of an axis' link."""
+
+    axis: str
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """The seconds of a byte on an axis' link."""
+
+    axis: str
+
+
+Kind = tuple[Kernel, ...] | Hop | Way | None
+"""Kernels of a part of a block, what a link takes, or the optimizer's step."""
+
+
+class _Linear:
+    """The seconds of a step as a sum that follows the constants, along the path that is critical now."""
+
+    def __init__(self, step: Step) -> None:
+        self._any = step.played[0][1]
+        self._shares: defaultdict[Kind, float] = defaultdict(float)
+        for weight, prediction in step.played:
+            for kind, seconds in _shares(prediction):
+                self._shares[kind] += weight * seconds
+        self._base = self._times(self._any)
+
+    def seconds(self, constants: Mapping[str, float]) -> float:
+        """Of the step, with other constants."""
+        now = self._times(self._any.on(changed(self._any.given, constants)))
+        return sum(share * now[kind] / self._base[kind] for kind, share in self._shares.items())
+
+    def _times(self, prediction: Prediction) -> dict[Kind, float]:
+        """What one of each kind takes."""
+        links = prediction.links
+        found: dict[Kind, float] = {}
+        for kind in self._shares:
+            match kind:
+                case Hop():
+                    found[kind] = links[kind.axis].latency
+                case Way():
+                    found[kind] = 1.0 / links[kind.axis].rate
+                case None:
+                    found[kind] = prediction.update_seconds
+                case _:
+                    found[kind] = prediction.clock.seconds(kind)
+        return found
+
+
+def _shares(prediction: Prediction) -> Iterator[tuple[Kind, float]]:
+    """What each kind of instruction makes up of a step, in seconds. They add up to the step, which is as long as its
+    critical path."""
+    programs, works = prediction.ranks.programs, prediction.ranks.works
+
+    def grown(rates: Sequence[Rates]) -> float:
+        return max(0.0, (play(programs, rates).trace.finish - base) / NUDGE)
+
+    base = play(programs, prediction.rates).trace.finish
+    kinds = {kernels for work in works for kernels in (work.forward, work.backward, work.weights) if kernels}
+    for kernels in kinds:
+
+        def slowed(at: int, kernels: tuple[Kernel, ...] = kernels) -> Parts:
+            own = works[at].forward, works[at].backward, works[at].weights
+            factors = (1.0 + NUDGE if each == kernels else 1.0 for each in own)
+            return tuple(one * factor for one, factor in zip(prediction.parts(at), factors, strict=True))  # type: ignore[return-value]
+
+        yield kernels, grown(prediction.rates_of(slowed))
+    yield None, grown(prediction.rates_of(prediction.parts, update=1.0 + NUDGE))
+    for axis, link in prediction.links.items():
+        for kind, worse in (
+            (Hop(axis), Speed(link.latency * (1.0 + NUDGE), link.rate)),
+            (Way(axis), Speed(link.latency, link.rate / (1.0 + NUDGE))),
+        ):
+            yield kind, grown(prediction.rates_of(prediction.parts, links={**prediction.links, axis: worse}))
+
+
+def _get(cluster: Cluster, name: str) -> float | None:
+    value: Any = cluster
+    for key in name.split("."):
+        value = None if value is None else getattr(value, key)
+    return None if value is None else float(value)
+
+
+def changed(cluster: Cluster, constants: Mapping[str, float]) -> Cluster:
+    """A cluster with other constants, by their keys in `LIMITS`; those of a network only where it has one."""
+    device, node, network = cluster.device, cluster.node, cluster.network
+    efficiency = {name.rpartition(".")[2]: each for name, each in constants.items() if name.startswith("device.")}
+    inside = {name.rpartition(".")[2]: each for name, each in constants.items() if name.startswith("node.")}
+    between = {name.rpartition(".")[2]: each for name, each in constants.items() if name.startswith("network.")}
+    tables = {
+        "device": device.model_copy(update={"efficiency": device.efficiency.model_copy(update=efficiency)}),
+        "node": node.model_copy(update={"link": node.link.model_copy(update=inside)}),
+        "network": None if network is None else network.model_copy(update=between),
+    }
+    return cluster.model_copy(update=tables)
