@@ -112,9 +112,11 @@ class Workload:
     """A model: its blocks in order.
 
     layers: which of them are layers.  shared: elements that the first block and the last have in common.
+    joined: blocks that stay on the stage of the block before them.
     """
 
     name: str
     blocks: Sequence[BlockOf]
     layers: range
     shared: int = 0
+    joined: frozenset[int] = frozenset()
