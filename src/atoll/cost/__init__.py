@@ -1,6 +1,7 @@
 """What a plan costs: workloads, clusters, and the seconds and bytes that follow from both. Imports no torch."""
 
 from atoll.cost.cluster import Cluster, Device, Efficiency, Link, Node, presets
+from atoll.cost.implementation import Implementation
 from atoll.cost.kernels import Attention, Clock, Exchange, Kernel, Pass, Product, collective
 from atoll.cost.prediction import Held, Prediction
 from atoll.cost.ranks import Ranks
@@ -15,6 +16,7 @@ __all__ = [
     "Efficiency",
     "Exchange",
     "Held",
+    "Implementation",
     "Kernel",
     "Link",
     "Node",
