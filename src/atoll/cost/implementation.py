@@ -25,6 +25,7 @@ class Implementation:
     softmax: "fp32" where eager attention saves the softmax in fp32 and again in the compute dtype.
     repeats_keys: whether eager attention saves keys and values once for each head of queries.
     is_fused: whether one product makes queries, keys and values.
+    heads: "outer" where queries lie head by head, not token by token, when they come to attention.
     keeps_angles: whether each layer saves rotary angles of its own.
     waits: whether the gradients of the layers' weights are made in W.
     ends: "parts" where the tables of the embedding, the last norm and the logits' product are blocks of their own, so
@@ -38,6 +39,7 @@ class Implementation:
     softmax: Literal["compute", "fp32"] = "compute"
     repeats_keys: bool = False
     is_fused: bool = False
+    heads: Literal["inner", "outer"] = "inner"
     keeps_angles: bool = False
     waits: bool = True
     ends: Literal["whole", "parts"] = "whole"
@@ -60,7 +62,7 @@ class Implementation:
 MEGATRON = Implementation(runtime="megatron")
 """Megatron-LM's kernels."""
 
-DECODER = Implementation(statistics=1, results=1, keeps_angles=True)
+DECODER = Implementation(statistics=1, results=1, heads="outer", keeps_angles=True)
 """`atoll.models.Decoder` on CUDA."""
 
 LLAMA = Implementation(norms="parts", statistics=1, results=1, softmax="fp32", repeats_keys=True, ends="parts")
@@ -69,7 +71,7 @@ LLAMA = Implementation(norms="parts", statistics=1, results=1, softmax="fp32", r
 GPT2 = Implementation(statistics=2, results=3, waits=False, ends="parts")
 """GPT-2 in transformers: its activation is computed in steps, and its `Conv1D` is no linear layer that waits for W."""
 
-GPT_NEOX = Implementation(statistics=2, softmax="fp32", is_fused=True, ends="parts")
+GPT_NEOX = Implementation(statistics=2, softmax="fp32", is_fused=True, heads="outer", ends="parts")
 """GPT-NeoX in transformers."""
 
 BERT = Implementation(statistics=2)

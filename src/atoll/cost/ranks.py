@@ -57,11 +57,12 @@ class Ranks:
         """The blocks of each stage."""
         plan, names = self.plan, [block.name for block in self.workload.blocks]
         layers, joined = self.workload.layers, self.workload.joined
+        costs = self.workload.costs or tuple(3.0 * work.matrices for work in self.works)
         weights = [
             BlockWeight(
                 name,
                 "layer" if at in layers else name,
-                float(3 * work.matrices),
+                costs[at],
                 16.0 * work.parameters,
                 is_joined=at in joined,
             )

@@ -127,10 +127,12 @@ class Transformer:
     @property
     def workload(self) -> Workload:
         """Embedding, layers, head."""
-        layers = (TransformerLayer(f"layers.{at}", self) for at in range(self.layers))
+        layers = [TransformerLayer(f"layers.{at}", self) for at in range(self.layers)]
         shared = self.vocabulary * self.hidden if self.tied else 0
         blocks: tuple[BlockOf, ...] = (Embedding("embedding", self), *layers, Head("head", self))
-        return Workload(self.name, blocks, range(1, len(blocks) - 1), shared)
+        head = self.vocabulary * self.hidden + (self.hidden**2 if self.transform else 0)
+        costs = (0.0, *[3.0 * layers[0].matrices] * self.layers, 3.0 * head)
+        return Workload(self.name, blocks, range(1, len(blocks) - 1), shared=shared, costs=costs)
 
     @property
     def parameters(self) -> int:
@@ -181,7 +183,7 @@ class TransformerLayer:
             saved, again = ([replace(each, until="I") for each in kept] for kept in (saved, again))
         return Work(
             parameters=self.parameters(use.tensor),
-            matrices=self._matrices // use.tensor if how.waits else 0,
+            matrices=self.matrices // use.tensor if how.waits else 0,
             forward=forward,
             backward=backward,
             weights=weights,
@@ -197,10 +199,11 @@ class TransformerLayer:
         split = {True: s.queries + 2 * s.keys + s.up, "qkv": s.queries + 2 * s.keys, False: 0}[s.biases]
         whole = 2 * s.hidden if s.biases is True else 0
         norms = 2 * s.norm * (s.hidden + (s.head_width if s.head_norms else 0))
-        return (self._matrices + split) // tensor + whole + norms
+        return (self.matrices + split) // tensor + whole + norms
 
     @property
-    def _matrices(self) -> int:
+    def matrices(self) -> int:
+        """Elements of the linear layers' weights."""
         s = self.sizes
         return s.hidden * (s.queries + 2 * s.keys) + s.queries * s.hidden + s.hidden * s.up + s.ffn * s.hidden
 
@@ -342,6 +345,9 @@ class TransformerLayer:
         yield Saved("queries and keys", i * tokens * (s.queries + keys) // t, "I")
         values = s.queries + 2 * s.keys if self._is_slice(use) else keys
         yield Saved("values", i * tokens * values // t, "I")
+        # Kernels for half precisions write as queries lie; head by head it takes a copy to go on.
+        if how.heads == "outer" and not is_eager and i < 4:
+            yield Saved("attention's output", i * tokens * s.queries // t, "I")
         scores = use.samples * s.heads // t * use.sequence**2
         if not is_eager:
             yield Saved("log-sums", max(4, i) * tokens * s.heads // t, "I")

@@ -112,7 +112,8 @@ class Workload:
     """A model: its blocks in order.
 
     layers: which of them are layers.  shared: elements that the first block and the last have in common.
-    joined: blocks that stay on the stage of the block before them.
+    joined: blocks that stay on the stage of the block before them.  costs: of each block, the multiplications that a
+    token asks of its parameters, by which stages are made even; three for each element of `matrices` if not given.
     """
 
     name: str
@@ -120,3 +121,4 @@ class Workload:
     layers: range
     shared: int = 0
     joined: frozenset[int] = frozenset()
+    costs: tuple[float, ...] = ()

@@ -35,6 +35,7 @@ from atoll.errors import AtollError, ConfigError
 from atoll.models.adapter import Block, adapter_for
 from atoll.models.fused import Device
 from atoll.models.meter import Meter
+from atoll.models.weigh import weigh_blocks
 
 
 def count(model: nn.Module, *, name: str | None = None, device: Device = "cuda") -> Workload:
@@ -93,7 +94,8 @@ class _Counts:
         """See `count`."""
         blocks = tuple(CountedBlock(block.name, at, self) for at, block in enumerate(self._blocks))
         joined = frozenset(at for at, block in enumerate(self._blocks) if block.is_joined)
-        return Workload(name, blocks, self._layers, self._shared(), joined)
+        costs = tuple(weight.cost for weight in weigh_blocks(self._blocks))
+        return Workload(name, blocks, self._layers, shared=self._shared(), joined=joined, costs=costs)
 
     def _shared(self) -> int:
         """Elements of parameters that the first block and the last have in common; others have to lie in one block."""

@@ -28,15 +28,20 @@ class Count(Protocol):
 
 
 class _FusedAttention(torch.autograd.Function):
-    """Attention that saves its inputs, its output and the logarithms of the softmax's sums."""
+    """Attention that saves its inputs, its output and the logarithms of the softmax's sums.
+
+    is_as_query: whether the output lies in memory as the query does; else [batch, length, heads, width].
+    """
 
     @staticmethod
-    def forward(ctx: Any, count: Count, is_causal: bool, *given: Tensor) -> Tensor:
+    def forward(ctx: Any, count: Count, is_causal: bool, is_as_query: bool, *given: Tensor) -> Tensor:
         query, key, value = given
-        *pairs, length, _ = query.shape
+        *pairs, length, width = query.shape
         precise = torch.float64 if query.dtype == torch.float64 else torch.float32
-        # The kernels write [batch, length, heads, width], so that the next linear layer needs no copy.
-        out = query.new_empty(*pairs[:-1], length, pairs[-1], value.shape[-1]).transpose(-3, -2)
+        if is_as_query and value.shape[-1] == width:
+            out = torch.empty_like(query)
+        else:
+            out = query.new_empty(*pairs[:-1], length, pairs[-1], value.shape[-1]).transpose(-3, -2)
         ctx.save_for_backward(query, key, value, out, query.new_empty(*pairs, length, dtype=precise))
         ctx.count, ctx.kernel = count, attention_of(query, key, value, is_causal=is_causal)
         count.add(ctx.kernel)
@@ -46,7 +51,7 @@ class _FusedAttention(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         ctx.count.add(backward_of(ctx.kernel))
         given = ctx.saved_tensors[:3]
-        return None, None, *(torch.empty_like(each) for each in given)
+        return None, None, None, *(torch.empty_like(each) for each in given)
 
 
 class _FusedNorm(torch.autograd.Function):
@@ -97,7 +102,10 @@ class FusedCalls(TorchFunctionMode):
     ) -> Tensor | None:
         if not self._is_flash or (dropout_p and not self._is_cuda):
             return None
-        out: Tensor = _FusedAttention.apply(self._count, is_causal, query, key, value)
+        # On CUDA flash attention writes as the query lies; memory-efficient attention, which takes the other dtypes,
+        # does not.
+        is_as_query = not self._is_cuda or query.dtype in (torch.float16, torch.bfloat16)
+        out: Tensor = _FusedAttention.apply(self._count, is_causal, is_as_query, query, key, value)
         return out
 
     def _normalise(self, hidden: Tensor, shape: Any, weight: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
