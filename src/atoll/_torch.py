@@ -7,7 +7,7 @@ and were tried with 2.13; a test compares the range with the installed torch and
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import MappingProxyType
 from typing import Any
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, autograd, nn
 from torch._subclasses import FakeTensorMode
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 TORCH = ("2.11", "2.14")
 """The first minor version of torch in which the names are expected, and the first in which they must be looked up."""
@@ -75,6 +76,31 @@ def fake_tensors() -> AbstractContextManager[Any]:
     Private: `torch._subclasses.FakeTensorMode`. On plain `meta` a model that asks for a tensor's value fails.
     """
     mode: AbstractContextManager[Any] = FakeTensorMode(allow_non_fake_inputs=True)
+    return mode
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, seen: Callable[[Any, Sequence[Any], Any], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._seen = seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype is torch.bool:
+            return True
+        out = func(*args, **kwargs)
+        self._seen(func, (*args, *kwargs.values()), out)
+        return out
+
+
+def watched_operations(seen: Callable[[Any, Sequence[Any], Any], None]) -> AbstractContextManager[Any]:
+    """A section in which `seen(operation, arguments, output)` is called after every operation of the dispatcher below
+    autograd, in the forward and in the backward. A condition on the values of a tensor on `meta` holds.
+
+    Private: `torch.utils._python_dispatch.TorchDispatchMode`. Modes of `torch.overrides` see the calls of the model,
+    not the operations that they consist of, and no backward.
+    """
+    mode: AbstractContextManager[Any] = _Watch(seen)
     return mode
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from atoll._torch import bare_copy, parameter_replaced, run_backward, version
+from atoll._torch import bare_copy, parameter_replaced, run_backward, version, watched_operations
 
 
 def test_a_backward_gives_what_the_public_function_gives() -> None:
@@ -55,3 +55,17 @@ def test_a_bare_copy_shares_nothing_that_is_large() -> None:
     assert [name for name, _ in module.named_parameters()] == ["weight", "bias"]
     assert {name for name, _ in copied.named_buffers()} == {name for name, _ in module.named_buffers()}
     assert all(one is not other for one, other in zip(copied.buffers(), module.buffers(), strict=True))
+
+
+def test_operations_are_watched_forward_and_backward() -> None:
+    found: list[str] = []
+    hidden = torch.zeros(3, 4, device="meta", requires_grad=True)
+    with watched_operations(lambda operation, arguments, output: found.append(operation.name())):
+        out = hidden @ torch.zeros(4, 5, device="meta")
+        forward = len(found)
+        out.backward(torch.zeros(3, 5, device="meta"))
+        assert (hidden == 0).all(), "a condition on values that are not there"
+    assert "aten::mm" in found[:forward]
+    assert "aten::mm" in found[forward:]
+    with pytest.raises(RuntimeError):
+        bool((hidden == 0).all())

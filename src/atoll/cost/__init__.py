@@ -2,6 +2,7 @@
 
 from atoll.cost.breakdown import Breakdown, break_down
 from atoll.cost.cluster import Cluster, Device, Efficiency, Link, Node, presets
+from atoll.cost.implementation import Implementation
 from atoll.cost.kernels import Attention, Clock, Exchange, Kernel, Pass, Product, collective
 from atoll.cost.prediction import Held, Prediction
 from atoll.cost.ranks import Ranks
@@ -17,6 +18,7 @@ __all__ = [
     "Efficiency",
     "Exchange",
     "Held",
+    "Implementation",
     "Kernel",
     "Link",
     "Node",

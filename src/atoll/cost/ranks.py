@@ -55,9 +55,16 @@ class Ranks:
     def runs(self) -> tuple[range, ...]:
         """The blocks of each stage."""
         plan, names = self.plan, [block.name for block in self.workload.blocks]
-        layers = self.workload.layers
+        layers, joined = self.workload.layers, self.workload.joined
+        costs = self.workload.costs or tuple(3.0 * work.matrices for work in self.works)
         weights = [
-            BlockWeight(name, "layer" if at in layers else name, float(3 * work.matrices), 16.0 * work.parameters)
+            BlockWeight(
+                name,
+                "layer" if at in layers else name,
+                costs[at],
+                16.0 * work.parameters,
+                is_joined=at in joined,
+            )
             for at, (name, work) in enumerate(zip(names, self.works, strict=True))
         ]
         return split_blocks(weights, plan.schedule.placement, layers_per_stage=plan.layers_per_stage)

@@ -1,15 +1,19 @@
-"""Transformers by formula: what a layer, the embedding and the head compute and keep, as Megatron's kernels do.
+"""Transformers by formula: what a layer, the embedding and the head compute and keep.
 
 Norms, activations, biases with dropout and the softmax of eager attention are a kernel each, which reads its inputs and
 writes its output once. Activations that are kept follow Korthikanti et al. (arXiv 2205.05198), for GPT with dropout
-34 s b h + 5 a s² b bytes a layer.
+34 s b h + 5 a s² b bytes a layer, where an `Implementation` does not say otherwise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
 
+from atoll.cost.ends import Embedding, Head, without
+from atoll.cost.implementation import MEGATRON, Implementation
 from atoll.cost.kernels import Attention, Exchange, Kernel, Pass, Product
 from atoll.cost.work import BlockOf, Saved, Use, Work, Workload
 from atoll.errors import ConfigError
@@ -23,8 +27,14 @@ class Transformer:
     """Sizes of a decoder or an encoder.
 
     width: of a head; hidden / heads if None.  kv_heads: of keys and values; heads if None.  gated: an activation of two
-    products, as SwiGLU.  norm: parameters of a norm, an element of the hidden size.  biases: of linear layers.
-    positions: rows of a learned embedding of positions.  rotary: positions rotate queries and keys.
+    products, as SwiGLU.  norm: parameters of a norm, an element of the hidden size.  biases: whether
+    linear layers have them, or "qkv" for those of queries, keys and values alone.  positions: rows of a learned
+    embedding of positions.  rotary: positions rotate queries and keys.
+    head_norms: whether queries and keys are normalised, each head by itself.
+    order: "pre" normalises before attention and before the feed-forward, "post" their sums with the residual;
+    "parallel" adds both to the same residual.
+    types: rows of an embedding of token types, behind which the embedding is normalised.
+    transform: whether the head has a linear layer, an activation and a norm, and biases, instead of a norm alone.
     """
 
     name: str = "transformer"
@@ -37,12 +47,17 @@ class Transformer:
     width: int | None = None
     gated: bool = False
     norm: int = 2
-    biases: bool = True
+    biases: bool | Literal["qkv"] = True
     positions: int = 0
     rotary: bool = False
     tied: bool = False
     dropout: bool = False
     causal: bool = True
+    head_norms: bool = False
+    order: Literal["pre", "post", "parallel"] = "pre"
+    types: int = 0
+    transform: bool = False
+    implementation: Implementation = MEGATRON
 
     @staticmethod
     def gpt(*, layers: int, hidden: int, heads: int, vocabulary: int, positions: int, ffn: int | None = None,
@@ -112,10 +127,12 @@ class Transformer:
     @property
     def workload(self) -> Workload:
         """Embedding, layers, head."""
-        layers = (TransformerLayer(f"layers.{at}", self) for at in range(self.layers))
+        layers = [TransformerLayer(f"layers.{at}", self) for at in range(self.layers)]
         shared = self.vocabulary * self.hidden if self.tied else 0
         blocks: tuple[BlockOf, ...] = (Embedding("embedding", self), *layers, Head("head", self))
-        return Workload(self.name, blocks, range(1, len(blocks) - 1), shared)
+        head = self.vocabulary * self.hidden + (self.hidden**2 if self.transform else 0)
+        costs = (0.0, *[3.0 * layers[0].matrices] * self.layers, 3.0 * head)
+        return Workload(self.name, blocks, range(1, len(blocks) - 1), shared=shared, costs=costs)
 
     @property
     def parameters(self) -> int:
@@ -140,39 +157,51 @@ class TransformerLayer:
         sizes = self.sizes
         for size, what in ((sizes.heads, "heads"), (sizes.keys, "kv_heads x width"), (sizes.ffn, "ffn")):
             _check(size, use.tensor, what)
+        how = sizes.implementation
         forward = tuple(self._forward(use))
         backward = tuple(self._backward(use))
-        attention = tuple(self._scores(use))
-        saved = self._saved(use)
-        again: tuple[Saved, ...] = ()
+        products = self._products(use)
+        weights = tuple(product.learnt for product in products.values())
+        held, *rest = self._saved(use)
+        saved, again = [held, *rest], list[Saved]()
         match use.recompute:
             case "block":
                 backward = (*forward, *backward)
-                saved, again = (self._input(use),), saved
+                saved, again = [held], rest
+            case "selective" if how.runtime == "atoll":
+                backward = (*without(forward, products.values()), *backward)
+                outputs = self._outputs(use)
+                saved, again = [held, *outputs], [each for each in rest if each.name not in _names(outputs)]
             case "selective":
-                backward = (*attention, *backward)
-                again = tuple(each for each in saved if each.name in _OF_SCORES)
-                saved = tuple(each for each in saved if each.name not in _OF_SCORES)
+                backward = (*self._scores(use), *backward)
+                again = [each for each in saved if each.name in _OF_SCORES]
+                saved = [each for each in saved if each.name not in _OF_SCORES]
+        if not how.waits:
+            backward, weights = (*backward, *weights), ()
+            saved, again = ([replace(each, until="I") for each in kept] for kept in (saved, again))
         return Work(
             parameters=self.parameters(use.tensor),
-            matrices=self._matrices // use.tensor,
+            matrices=self.matrices // use.tensor if how.waits else 0,
             forward=forward,
             backward=backward,
-            weights=tuple(product.learnt for product in self._products(use).values()),
-            saved=saved,
-            pending=self._gradients(use),
-            again=again,
+            weights=weights,
+            saved=tuple(saved),
+            pending=self._gradients(use) if how.waits else (),
+            again=tuple(again),
             wire=use.tokens * sizes.hidden * use.item // use.parts,
         )
 
     def parameters(self, tensor: int) -> int:
         """Elements of one rank of a tensor-parallel group."""
         s = self.sizes
-        split_biases, whole_biases = (s.queries + 2 * s.keys + s.up, 2 * s.hidden) if s.biases else (0, 0)
-        return (self._matrices + split_biases) // tensor + whole_biases + 2 * s.norm * s.hidden
+        split = {True: s.queries + 2 * s.keys + s.up, "qkv": s.queries + 2 * s.keys, False: 0}[s.biases]
+        whole = 2 * s.hidden if s.biases is True else 0
+        norms = 2 * s.norm * (s.hidden + (s.head_width if s.head_norms else 0))
+        return (self.matrices + split) // tensor + whole + norms
 
     @property
-    def _matrices(self) -> int:
+    def matrices(self) -> int:
+        """Elements of the linear layers' weights."""
         s = self.sizes
         return s.hidden * (s.queries + 2 * s.keys) + s.queries * s.hidden + s.hidden * s.up + s.ffn * s.hidden
 
@@ -276,133 +305,106 @@ class TransformerLayer:
 
     # ---- what is kept
 
-    def _input(self, use: Use) -> Saved:
-        return Saved("input", use.item * use.tokens * self.sizes.hidden // use.parts, "I")
-
-    def _saved(self, use: Use) -> tuple[Saved, ...]:
+    def _saved(self, use: Use) -> Iterator[Saved]:
+        """The input, which the runtime keeps, and what the kernels save."""
         s, i, tokens, t = self.sizes, use.item, use.tokens, use.tensor
         hidden = tokens * s.hidden // use.parts
-        found = [
-            self._input(use),
-            Saved("qkv's input", i * hidden, "W"),
-            Saved("queries, keys, values", i * tokens * (s.queries + 2 * s.keys) // t, "I"),
-        ]
-        scores = use.samples * s.heads // t * use.sequence**2
-        if use.attention == "flash":
-            found.append(Saved("log-sums", 4 * tokens * s.heads // t, "I"))
-        else:
-            found.append(Saved("softmax", i * scores, "I"))
-            if s.dropout:
-                found += [Saved("attention's dropout", scores, "I"), Saved("dropped softmax", i * scores, "I")]
-        found += [
-            Saved("out's input", i * tokens * s.queries // t, "W"),
-            Saved("feed-forward's input", i * hidden, "I"),
-            Saved("up's input", i * hidden, "W"),
-            Saved("activation's input", i * tokens * s.up // t, "I"),
-            Saved("down's input", i * tokens * s.ffn // t, "W"),
-        ]
+        norm = partial(s.implementation.saved_by_norm, use)
+        is_post = s.order == "post"
+        yield Saved("input", i * hidden, "W" if is_post else "I")
+        if not is_post:
+            yield from norm("norm", hidden, s.hidden, is_kept=True)
+            yield Saved("qkv's input", i * hidden, "W")
+        yield from self._saved_by_attention(use)
+        yield Saved("out's input", i * tokens * s.queries // t, "W")
         if s.dropout:
-            found += [Saved("dropout", hidden, "I"), Saved("feed-forward's dropout", hidden, "I")]
-        return tuple(found)
+            yield Saved("dropout", hidden, "I")
+        yield from norm("feed-forward's norm", hidden, s.hidden, is_kept=s.order == "parallel")
+        yield Saved("up's input", i * hidden, "W")
+        yield Saved("activation's input", i * tokens * s.up // t, "I")
+        if s.implementation.results:
+            yield Saved("activation's results", s.implementation.results * i * tokens * s.ffn // t, "I")
+        yield Saved("down's input", i * tokens * s.ffn // t, "W")
+        if s.dropout:
+            yield Saved("feed-forward's dropout", hidden, "I")
+        if is_post:
+            yield from norm("last norm", hidden, s.hidden, is_kept=False)
+
+    def _saved_by_attention(self, use: Use) -> Iterator[Saved]:
+        """Between its two linear layers."""
+        s, i, tokens, t = self.sizes, use.item, use.tokens, use.tensor
+        how, is_eager = s.implementation, use.attention == "eager"
+        if s.head_norms:
+            for name, width in (("queries", s.queries), ("keys", s.keys)):
+                yield from how.saved_by_norm(use, f"{name}' norm", tokens * width // t, s.head_width, is_kept=False)
+        if how.keeps_angles:
+            yield Saved("rotary angles", 2 * i * use.sequence * s.head_width, "I")
+        keys = s.queries if is_eager and how.repeats_keys else s.keys
+        yield Saved("queries and keys", i * tokens * (s.queries + keys) // t, "I")
+        values = s.queries + 2 * s.keys if self._is_slice(use) else keys
+        yield Saved("values", i * tokens * values // t, "I")
+        # Kernels for half precisions write as queries lie; head by head it takes a copy to go on.
+        if how.heads == "outer" and not is_eager and i < 4:
+            yield Saved("attention's output", i * tokens * s.queries // t, "I")
+        scores = use.samples * s.heads // t * use.sequence**2
+        if not is_eager:
+            yield Saved("log-sums", max(4, i) * tokens * s.heads // t, "I")
+            return
+        if how.softmax == "fp32" and i != 4:
+            yield Saved("softmax in fp32", 4 * scores, "I")
+        yield Saved("softmax", i * scores, "I")
+        if s.dropout:
+            yield Saved("attention's dropout", scores, "I")
+            yield Saved("dropped softmax", i * scores, "I")
+
+    def _outputs(self, use: Use) -> tuple[Saved, ...]:
+        """What the products of linear layers give; what else is saved under the same name is the same tensor."""
+        s, i, tokens, t = self.sizes, use.item, use.tokens, use.tensor
+        hidden = i * tokens * s.hidden // use.parts
+        queries, keys = i * tokens * s.queries // t, i * tokens * s.keys // t
+        is_copied = self._is_copied(use)
+        if self._is_slice(use):
+            heads = [Saved("values", queries + 2 * keys, "I")]
+        else:
+            changed = s.rotary or is_copied
+            heads = [Saved("product of queries and keys" if changed else "queries and keys", queries + keys, "I")]
+            if s.head_norms:
+                heads = [Saved("queries' norm's input", queries, "I"), Saved("keys' norm's input", keys, "I")]
+            heads.append(Saved("product of values" if is_copied else "values", keys, "I"))
+        return (
+            *heads,
+            Saved("out's product", hidden, "I"),
+            Saved("activation's input", i * tokens * s.up // t, "I"),
+            Saved("down's product", hidden, "I"),
+        )
+
+    def _is_copied(self, use: Use) -> bool:
+        """Whether attention saves copies: eager attention, whose product takes samples and heads that lie side by
+        side."""
+        s = self.sizes
+        is_repeated = s.implementation.repeats_keys and s.queries != s.keys
+        return use.attention == "eager" and (use.samples > 1 or is_repeated)
+
+    def _is_slice(self, use: Use) -> bool:
+        """Whether values are a part of a larger product, all of which is saved with them."""
+        return self.sizes.implementation.is_fused and self.sizes.rotary and not self._is_copied(use)
 
     def _gradients(self, use: Use) -> tuple[Saved, ...]:
         """Of the linear layers' outputs, which I makes and W needs."""
         s, i, tokens, t = self.sizes, use.item, use.tokens, use.tensor
+        out = (Saved("out's gradient", i * tokens * s.hidden // use.parts, "W"),)
         return (
             Saved("down's gradient", i * tokens * s.hidden // use.parts, "W"),
             Saved("up's gradient", i * tokens * s.up // t, "W"),
-            Saved("out's gradient", i * tokens * s.hidden // use.parts, "W"),
+            # Of two branches from one residual the gradients are one tensor.
+            *(() if s.order == "parallel" else out),
             Saved("qkv's gradient", i * tokens * (s.queries + 2 * s.keys) // t, "W"),
         )
 
 
-_OF_SCORES = ("softmax", "attention's dropout", "dropped softmax", "log-sums")
-"""What selective recomputing does not keep."""
+_OF_SCORES = ("softmax", "softmax in fp32", "attention's dropout", "dropped softmax", "log-sums")
+"""What selective recomputing does not keep under Megatron."""
 
 
-@dataclass(frozen=True, slots=True)
-class Embedding:
-    """Rows of tokens, and of positions."""
-
-    name: str
-    sizes: Transformer
-
-    def work(self, use: Use) -> Work:
-        """See `Work`."""
-        s, i = self.sizes, use.item
-        whole = use.tokens * s.hidden
-        hidden = whole // use.parts
-        forward: list[Kernel] = [Pass(2.0 * i * whole)]
-        backward: list[Kernel] = []
-        if use.tensor > 1:
-            forward.append(Exchange("reduce-scatter" if use.sequence_parallel else "all-reduce", i * whole))
-            backward += [Exchange("all-gather", i * whole)] if use.sequence_parallel else []
-        if s.positions or s.dropout:
-            forward.append(Pass(3.0 * i * hidden))
-        saved = [Saved("ids", 8 * use.tokens, "W")]
-        if s.dropout:
-            saved.append(Saved("dropout", hidden, "I"))
-            backward.append(Pass(2.0 * i * hidden))
-        rows = -(-s.vocabulary // use.tensor)
-        return Work(
-            parameters=(rows + s.positions) * s.hidden,
-            matrices=0,
-            forward=tuple(forward),
-            backward=tuple(backward),
-            weights=(Pass(3.0 * i * whole),),
-            saved=tuple(saved),
-            pending=(Saved("gradient", i * whole, "W"),),
-            wire=i * hidden,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    """The last norm, the logits and the loss."""
-
-    name: str
-    sizes: Transformer
-
-    def work(self, use: Use) -> Work:
-        """See `Work`."""
-        s, i, tokens = self.sizes, use.item, use.tokens
-        hidden = tokens * s.hidden // use.parts
-        rows = -(-s.vocabulary // use.tensor)
-        product = Product(-(-tokens // use.chunks), s.hidden, rows)
-        logits = tokens * rows
-        forward: list[Kernel] = [Pass(2.0 * i * hidden)]
-        backward: list[Kernel] = []
-        if use.tensor > 1 and use.sequence_parallel:
-            forward.append(Exchange("all-gather", i * tokens * s.hidden))
-            backward.append(Exchange("reduce-scatter", i * tokens * s.hidden))
-        elif use.tensor > 1:
-            backward.append(Exchange("all-reduce", i * tokens * s.hidden))
-        if use.loss == "eager":
-            # The logits are cast, their largest taken off, exponentials made and divided: five times through memory.
-            moved, kept = (i + 4.0) * logits + 5 * 8.0 * logits, 4 * logits
-        else:
-            moved, kept = 2.0 * i * logits, i * logits
-        forward += [*[product] * use.chunks, Pass(moved, 2 * use.chunks)]
-        backward += [Pass((i + 4.0) * logits, use.chunks), *[product.swapped] * use.chunks, Pass(4.0 * i * hidden)]
-        weights: tuple[Kernel, ...] = (product.learnt,) * use.chunks
-        saved = [Saved("norm's input", i * hidden, "I"), Saved("head's input", i * hidden, "W")]
-        pending: tuple[Saved, ...] = (Saved("logits' gradient", i * logits, "W"),)
-        peak = i * logits
-        if use.chunks > 1:
-            # Each part of the logits is made, and its gradient taken to the hidden state and the weight, in F already.
-            forward += [*backward[:-1], *weights]
-            backward, weights, pending = backward[-1:], (), ()
-            saved.append(Saved("gradient", i * hidden, "I"))
-            peak = (kept + i * logits) // use.chunks
-        else:
-            saved.append(Saved("logits", kept, "I"))
-        return Work(
-            parameters=rows * s.hidden + s.norm * s.hidden,
-            matrices=rows * s.hidden,
-            forward=tuple(forward),
-            backward=tuple(backward),
-            weights=weights,
-            saved=tuple(saved),
-            pending=pending,
-            peak=peak,
-        )
+def _names(saved: Iterable[Saved]) -> set[str]:
+    return {each.name for each in saved}

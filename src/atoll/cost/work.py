@@ -112,12 +112,16 @@ class Workload:
     """A model: its blocks in order.
 
     layers: which of them are layers.  shared: elements that the first block and the last have in common.
+    joined: blocks that stay on the stage of the block before them.  costs: of each block, the multiplications that a
+    token asks of its parameters, by which stages are made even; three for each element of `matrices` if not given.
     """
 
     name: str
     blocks: Sequence[BlockOf]
     layers: range
     shared: int = 0
+    joined: frozenset[int] = frozenset()
+    costs: tuple[float, ...] = ()
 
     @property
     def parameters(self) -> int:

@@ -13,6 +13,7 @@ from atoll.models.adapter import (
     reset_module,
     token_cross_entropy,
 )
+from atoll.models.counting import count
 from atoll.models.decoder import Decoder, DecoderConfig
 from atoll.models.initialise import (
     initial_values,
@@ -21,6 +22,7 @@ from atoll.models.initialise import (
     name_seed,
     shared_parameters,
 )
+from atoll.models.sizes import transformer_of
 from atoll.models.weigh import relative_score, weigh_blocks
 from atoll.models.weights import Weights, weights_for
 
@@ -37,6 +39,7 @@ __all__ = [
     "Weights",
     "adapter_for",
     "check_blocks",
+    "count",
     "initial_values",
     "initialise_block",
     "initialise_model",
@@ -45,6 +48,7 @@ __all__ = [
     "reset_module",
     "shared_parameters",
     "token_cross_entropy",
+    "transformer_of",
     "weigh_blocks",
     "weights_for",
 ]

@@ -1,0 +1,174 @@
+"""The sizes of a model from its configuration: what `atoll.cost.Transformer` needs for its formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+from atoll.cost import Transformer
+from atoll.cost.implementation import BERT, DECODER, GPT2, GPT_NEOX, LLAMA
+from atoll.errors import ConfigError
+from atoll.models.decoder import DecoderConfig
+
+
+def transformer_of(config: Any) -> Transformer:
+    """Return the sizes of a model, for formulas that need no model.
+
+    config: a `DecoderConfig`, or a configuration of transformers of a family in `FAMILIES`.
+
+    Raises ConfigError for other families, and for options that change what a layer computes.
+    """
+    if isinstance(config, DecoderConfig):
+        return _decoder(config)
+    kind = str(getattr(config, "model_type", type(config).__name__))
+    if kind not in FAMILIES:
+        raise ConfigError(
+            f"no formulas for {kind!r}: they are known for {', '.join(FAMILIES)} and Atoll's own decoder; "
+            "atoll.models.count(model) counts any model that has an adapter"
+        )
+    return FAMILIES[kind](config)
+
+
+def _decoder(config: DecoderConfig) -> Transformer:
+    return Transformer(
+        name="decoder",
+        layers=config.layers,
+        hidden=config.hidden,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        ffn=config.ffn,
+        vocabulary=config.vocabulary,
+        gated=True,
+        norm=1,
+        biases=False,
+        rotary=True,
+        tied=config.tie_embeddings,
+        dropout=config.dropout > 0,
+        implementation=DECODER,
+    )
+
+
+def _llama(config: Any) -> Transformer:
+    """Llama and Mistral; Qwen2, which has biases of queries, keys and values; Qwen3, which normalises heads."""
+    _expect(config, hidden_act="silu", attention_dropout=0.0, attention_bias=False, mlp_bias=False)
+    return Transformer(
+        name=config.model_type,
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        width=getattr(config, "head_dim", None),
+        ffn=config.intermediate_size,
+        vocabulary=config.vocab_size,
+        gated=True,
+        norm=1,
+        biases="qkv" if config.model_type == "qwen2" else False,
+        rotary=True,
+        head_norms=config.model_type == "qwen3",
+        tied=config.tie_word_embeddings,
+        implementation=LLAMA,
+    )
+
+
+def _gpt2(config: Any) -> Transformer:
+    _expect(config, add_cross_attention=False, reorder_and_upcast_attn=False)
+    return Transformer(
+        name="gpt2",
+        layers=config.n_layer,
+        hidden=config.n_embd,
+        heads=config.n_head,
+        ffn=config.n_inner or 4 * config.n_embd,
+        vocabulary=config.vocab_size,
+        positions=config.n_positions,
+        tied=config.tie_word_embeddings,
+        dropout=_has_dropout(config, "embd_pdrop", "attn_pdrop", "resid_pdrop"),
+        implementation=replace(GPT2, results=_results(config, config.activation_function)),
+    )
+
+
+def _gpt_neox(config: Any) -> Transformer:
+    _expect(config, attention_bias=True, attention_dropout=0.0, hidden_dropout=0.0)
+    return Transformer(
+        name="gpt_neox",
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        ffn=config.intermediate_size,
+        vocabulary=config.vocab_size,
+        rotary=True,
+        tied=config.tie_word_embeddings,
+        order="parallel" if config.use_parallel_residual else "pre",
+        implementation=replace(GPT_NEOX, results=_results(config, config.hidden_act)),
+    )
+
+
+def _bert(config: Any) -> Transformer:
+    """BERT with a head for masked tokens."""
+    _expect(config, is_decoder=False, add_cross_attention=False, hidden_act="gelu")
+    return Transformer(
+        name="bert",
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        ffn=config.intermediate_size,
+        vocabulary=config.vocab_size,
+        positions=config.max_position_embeddings,
+        tied=config.tie_word_embeddings,
+        dropout=_has_dropout(config, "hidden_dropout_prob", "attention_probs_dropout_prob"),
+        causal=False,
+        order="post",
+        types=config.type_vocab_size,
+        transform=True,
+        implementation=BERT,
+    )
+
+
+FAMILIES: Mapping[str, Callable[[Any], Transformer]] = MappingProxyType(
+    {
+        "llama": _llama,
+        "mistral": _llama,
+        "qwen2": _llama,
+        "qwen3": _llama,
+        "gpt2": _gpt2,
+        "gpt_neox": _gpt_neox,
+        "bert": _bert,
+    }
+)
+"""Families of transformers with formulas, by `model_type`."""
+
+_RESULTS = {"gelu": 0, "gelu_pytorch_tanh": 0, "gelu_new": 3}
+"""By activation, the tensors that it saves besides its input and its result."""
+
+
+def _results(config: Any, activation: str) -> int:
+    if activation not in _RESULTS:
+        raise ConfigError(
+            f"{config.model_type} with the activation {activation!r}: formulas know {', '.join(_RESULTS)}; "
+            "atoll.models.count(model) counts any model that has an adapter"
+        )
+    return _RESULTS[activation]
+
+
+def _expect(config: Any, **expected: Any) -> None:
+    """Refuse options that the formulas do not know; one that a family does not have is as expected."""
+    other = {key: getattr(config, key, value) for key, value in expected.items()}
+    strange = [f"{key} = {value!r}" for key, value in other.items() if value != expected[key]]
+    if strange:
+        wanted = ", ".join(f"{key} = {value!r}" for key, value in expected.items())
+        raise ConfigError(
+            f"no formulas for {config.model_type} with {', '.join(strange)}: they know {wanted}; "
+            "atoll.models.count(model) counts any model that has an adapter"
+        )
+
+
+def _has_dropout(config: Any, *keys: str) -> bool:
+    rates = {key: getattr(config, key) for key in keys}
+    found = {rate > 0 for rate in rates.values()}
+    if len(found) > 1:
+        raise ConfigError(
+            f"no formulas for {config.model_type} with {', '.join(f'{key} = {rate}' for key, rate in rates.items())}: "
+            "dropout is everywhere or nowhere"
+        )
+    return found.pop()
