@@ -106,7 +106,7 @@ def files(folder: Path) -> set[Path]:
 
 def test_json_adds_up(folder: Path) -> None:
     found = predicted(folder)
-    assert found["ranks_in_all"] == 8
+    assert found["world"] == 8
     tied = 1000 * 64
     assert found["parameters"] == tied + 6 * (64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 160 + 2 * 64) + 64
     assert found["interval"] == pytest.approx([0.9 * found["seconds"], 1.1 * found["seconds"]])
@@ -161,7 +161,7 @@ def test_a_plan_that_does_not_fit_says_by_how_much(folder: Path) -> None:
 
 def test_any_world_size_works_in_one_process(folder: Path) -> None:
     many = predicted(folder, "parallel.ranks=16384", "parallel.tensor=2", "train.global_batch=65536")
-    assert many["ranks_in_all"] == 16384
+    assert many["world"] == 16384
     assert many["breakdown"]["mean"]["tensor"] > 0
     assert len(many["ranks"]) == 2
 
@@ -242,6 +242,15 @@ def test_without_a_cluster_it_is_said_what_one_is(folder: Path) -> None:
     assert "nvlink4" in text
     (folder / "cluster.toml").write_text(text.split("with\n")[1].split("\ndevices:")[0])
     assert predicted(folder)["fits"] is True
+
+
+def test_a_cluster_without_a_network_is_refused_before_anything_is_printed(folder: Path) -> None:
+    (folder / "cluster.toml").write_text(CLUSTER.split("[network]")[0])
+    words = ["predict", str(folder / "run.toml"), "--cluster", str(folder / "cluster.toml")]
+    result = CliRunner().invoke(app, words)
+    assert isinstance(result.exception, ConfigError)
+    assert "the cluster no [network]" in str(result.exception)
+    assert result.stdout == ""
 
 
 # ---- atoll train --dry-run

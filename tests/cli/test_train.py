@@ -322,6 +322,24 @@ def test_a_run_is_not_overwritten_nor_resumed_from_nothing(
     assert tomllib.loads((finished[0] / "config.toml").read_text())["train"]["steps"] == 4
 
 
+def test_a_dry_run_looks_at_the_checkpoint_that_would_be_resumed(
+    config: Path,
+    finished: tuple[Path, subprocess.CompletedProcess[str]],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dry = ("train", config, "--dry-run", "--resume", "--set", f"run.folder={finished[0]}")
+    monkeypatch.setattr(sys, "argv", ["atoll", *map(str, dry)])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 0
+    assert "bytes at the peak" in capsys.readouterr().out
+    beyond = refused(capsys, monkeypatch, *dry, "--set", "train.steps=2")
+    assert "is of step 4, beyond train.steps = 2" in beyond
+    (config.parent / "text.txt").write_text("another text, and more of it\n" * 500)
+    assert "was trained on another corpus" in refused(capsys, monkeypatch, *dry)
+
+
 def test_a_mistake_that_only_ranks_see_is_told_once(config: Path) -> None:
     result = atoll(*ATOLL, "train", config, *sets('train.frozen=["nothing.*"]'))
     assert result.returncode == 2

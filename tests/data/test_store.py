@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atoll.data import Corpus, prepare
+from atoll.data import Corpus, expected_ids, prepare, preview
 from atoll.data.split import split
 from atoll.errors import DataError
 
@@ -256,3 +256,39 @@ def test_what_takes_long_is_announced_once(tmp_path: Path) -> None:
     del lines[:]
     _prepare(source, tmp_path, report=lines.append)
     assert lines == []
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe-300"])
+def test_a_preview_is_what_is_prepared_and_writes_nothing(tmp_path: Path, tokenizer: str) -> None:
+    source, cache = str(_folder(tmp_path)), tmp_path / "cache"
+    options: dict[str, Any] = {"tokenizer": tokenizer, "cache": cache, "sequence": 8}
+    seen = preview(source, **options)
+    assert seen is not None
+    assert not cache.exists()
+    corpus = prepare(source, **options)
+    assert seen.fingerprint == corpus.fingerprint
+    assert np.array_equal(seen.train, corpus.train)
+    again = preview(source, **options)
+    assert again is not None
+    assert again.fingerprint == corpus.fingerprint
+    with pytest.raises(DataError, match="the corpus is too small"):
+        preview(source, **options, global_batch=10_000)
+
+
+def test_a_preview_of_a_large_source_reads_it_only_from_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("atoll.data.store.PREVIEWED_BYTES", 100)
+    source = str(_folder(tmp_path))
+    options: dict[str, Any] = {"tokenizer": "bytes", "cache": tmp_path / "cache", "sequence": 8}
+    assert preview(source, **options) is None
+    prepare(source, **options)
+    assert preview(source, **options) is not None
+
+
+def test_ids_of_a_tokenizer_are_known_by_its_name(tmp_path: Path) -> None:
+    assert (expected_ids("bytes"), expected_ids("bytes", masked=True)) == (256, 257)
+    assert (expected_ids("bpe-300"), expected_ids("bpe-300", masked=True)) == (300, 301)
+    corpus = _prepare(_folder(tmp_path), tmp_path)
+    (folder,) = (path for path in (tmp_path / "cache").iterdir() if path.is_dir())
+    assert expected_ids(str(folder)) == corpus.tokenizer.size

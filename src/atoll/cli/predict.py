@@ -56,7 +56,7 @@ def command(
     The model's weights are not read and its corpus is not prepared: the model has model.vocabulary ids, or as many as
     the tokenizer may have.
 
-    Keys of the JSON object: parameters; ranks_in_all; seconds of a step, and interval, the least and the most;
+    Keys of the JSON object: parameters; world; seconds of a step, and interval, the least and the most;
     tokens_per_second, tokens_per_second_per_device; mfu; breakdown, with busiest_rank, and the seconds by part of that
     rank and the mean of all; ranks, one object a pipeline rank with rank, peak and rest (bytes by component), fits,
     margin_bytes and breakdown; fits and margin_bytes of the fullest rank.
@@ -92,8 +92,8 @@ def report(prediction: Prediction, *, as_json: bool) -> None:
 
         typer.echo(json.dumps(summary(prediction)))
         return
-    for line in describe(prediction):
-        typer.echo(line)
+    lines = list(describe(prediction))  # nothing is printed where something is refused
+    typer.echo("\n".join(lines))
 
 
 # ---- JSON
@@ -107,7 +107,7 @@ def summary(prediction: Prediction) -> dict[str, Any]:
     devices = plan.mesh.world
     found: dict[str, Any] = {
         "parameters": prediction.workload.parameters,
-        "ranks_in_all": devices,
+        "world": devices,
         "seconds": prediction.seconds if is_timed else None,
         "interval": list(prediction.interval) if is_timed else None,
         "tokens_per_second": prediction.tokens_a_second if is_timed else None,
