@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import cluster_page
 import program_page
 import schedule_pages
 import tradeoffs
@@ -366,6 +367,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "layout-example": layout_example,
     "layout-formulas": layout_formulas,
     "matrix": matrix,
+    **cluster_page.PARTS,
     **program_page.PARTS,
     **schedule_pages.PARTS,
     **tradeoffs.TABLES,

@@ -19,7 +19,6 @@ from atoll.data.tokenizer import FileTokenizer
 from atoll.errors import CheckpointError, ConfigError, PlanError, RankError
 from atoll.models import adapter_for
 from atoll.models.weights import weights_for
-from atoll.training import interchange
 from atoll.runtime.checkpoint import Piece, step_folder
 from atoll.runtime.checkpoint import save as save_checkpoint
 from atoll.runtime.checkpoint.folders import read_state
@@ -27,6 +26,7 @@ from atoll.runtime.engine import Engine
 from atoll.testing import run_ranks
 from atoll.testing.families import Family
 from atoll.testing.parity import Case, whole_parameters
+from atoll.training import interchange
 from atoll.training.folder import RunFolder
 from atoll.training.interchange import export_folder, import_folder
 from atoll.training.session import run
