@@ -21,7 +21,7 @@ from atoll.measuring.stopwatch import Call, Stopwatch, typical
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 SQUARES = tuple(256 * 2**step for step in range(7))
-BUFFERS = tuple(2**20 * 4**step for step in range(5))
+BUFFERS = tuple(2**22 * 4**step for step in range(4))
 """Elements."""
 LENGTHS = tuple(128 * 2**step for step in range(8))
 HEADS, WIDTH = 16, 128
