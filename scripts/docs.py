@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import cluster_page
 import program_page
 import schedule_pages
 import tradeoffs
@@ -379,6 +380,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "layout-formulas": layout_formulas,
     "matrix": matrix,
     "prediction": prediction,
+    **cluster_page.PARTS,
     **program_page.PARTS,
     **schedule_pages.PARTS,
     **tradeoffs.TABLES,

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from atoll.cli.main import app
 from atoll.config import from_dict, load
+from atoll.cost import Cluster
 from atoll.ir import Placement
 from atoll.schedules import CATALOGUE, Memory, Problem, build, lower_bound
 from atoll.sim import Costs, simulate
@@ -117,9 +118,13 @@ def test_the_readmes_example_gives_the_same_loss_on_four_ranks() -> None:
 
 
 @pytest.mark.parametrize("page", pages_with("toml"))
-def test_toml_blocks_are_configs(page: Path) -> None:
+def test_toml_blocks_are_configs_or_clusters(page: Path) -> None:
     for text in blocks(page, "toml"):
-        from_dict(tomllib.loads(text), source=name_of(page), text=text).to_plan()
+        values = tomllib.loads(text)
+        if "device" in values:
+            Cluster.of(values, source=name_of(page))
+        else:
+            from_dict(values, source=name_of(page), text=text).to_plan()
 
 
 @pytest.mark.parametrize("page", pages_with("sh"))

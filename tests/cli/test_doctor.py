@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 import torch
 
 from atoll.cli.doctor import Examination, Package, Problem, examine
+from atoll.cost import Cluster
+from atoll.measuring.measure import to_tables
 
 
 def doctor(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -71,8 +75,6 @@ def test_only_fatal_problems_stop_training() -> None:
 
 
 def test_extras_are_those_of_the_project(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import tomllib
-
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
@@ -83,3 +85,52 @@ def test_extras_are_those_of_the_project(monkeypatch: pytest.MonkeyPatch, tmp_pa
     packages = examine().packages
     assert packages
     assert [package.name for package in packages if not offers(package)] == []
+
+
+def test_measuring_writes_a_cluster_and_prints_its_tables(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    result = doctor("--measure", str(path), "--seconds", "0.002", "--json", CUDA_VISIBLE_DEVICES="")
+    assert result.returncode == 0, result.stderr
+    tables = json.loads(result.stdout)
+    assert tables == tomllib.loads(path.read_text())
+    assert set(tables) == {"device", "node"}
+    assert tables["node"]["devices"] == 2
+    assert to_tables(Cluster.read(path)) == tables
+    assert [each.name for each in tmp_path.iterdir()] == ["cluster.toml"]
+    assert f"wrote {path} after " in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("absent/c.toml", (), "absent/c.toml: cannot write there; name a file in a folder that exists"),
+        ("c.toml", ("--seconds", "0"), "--seconds 0: seconds for each quantity, above 0 and at most 60"),
+        ("c.toml", ("--ranks", "0"), "--ranks 0: at least 1"),
+        ("c.toml", ("--cards", "-1"), "--cards -1: at least 1"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_at_once(
+    name: str, options: tuple[str, ...], words: str, tmp_path: Path
+) -> None:
+    result = doctor("--measure", str(tmp_path / name), *options)
+    assert result.returncode == 2
+    assert words in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_measuring_that_is_interrupted_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text("old")
+    command = [sys.executable, "-m", "atoll", "doctor", "--measure", str(path), "--seconds", "10"]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == "measuring 2 ranks\n"
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert out == ""
+    assert [each.name for each in tmp_path.iterdir()] == ["cluster.toml"]
+    assert path.read_text() == "old"

@@ -90,6 +90,15 @@ def test_what_is_no_cluster_is_refused(tmp_path: Path, before: str, after: str, 
     assert words in str(caught.value)
 
 
+def test_a_node_of_one_device_needs_no_link() -> None:
+    tables = {"device": {"preset": "h200"}, "node": {"cards": 2}, "network": {"rate": 1e9, "latency": 1e-6}}
+    alone = Cluster.of(tables)
+    assert alone.along(MeshShape(inter=4), "inter").rate == 2e9
+    assert alone.along(MeshShape(pipeline=2), "inter").seconds(1e9) == 0.0
+    with pytest.raises(ConfigError, match=r"node: .*2 devices and no link between them; add \[node.link\]"):
+        Cluster.of({**tables, "node": {"devices": 2}})
+
+
 def test_a_dtype_without_a_rate_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no rate for float8, only for bfloat16, float16, float32, float64"):
         cluster(tmp_path).device.rate("float8")

@@ -12,6 +12,8 @@ from typing import Annotated
 
 import typer
 
+from atoll.measuring.host import machine_memory
+
 
 @dataclass(frozen=True)
 class Device:
@@ -73,15 +75,39 @@ OPTIONAL = (
 )
 
 
-def command(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
+def command(
+    measure: Annotated[
+        Path | None,
+        typer.Option("--measure", metavar="FILE", help="Measure devices and links, and write this TOML file."),
+    ] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option("--ranks", help="With --measure: local processes; one for each GPU, or 2 on the CPU."),
+    ] = None,
+    cards: Annotated[int, typer.Option("--cards", help="With --measure: network cards of a node.")] = 1,
+    seconds: Annotated[
+        float, typer.Option("--seconds", help="With --measure: how long each quantity is measured.")
+    ] = 0.2,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
     """Say what this machine can do, what is missing and how to get it; exit code 1 if training cannot run here.
+
+    With --measure FILE, measure what devices and links reach instead, on all ranks at once, and write it as a cluster:
+    in local processes, or as a rank of torchrun or Slurm on one node or several.
 
     Keys of the JSON object: ready; python, torch (versions; torch null if it is missing), torch_cuda (the CUDA
     version it is built for, or null); devices (name, memory_bytes); gloo, nccl (whether torch has them); cores,
     memory_bytes (that this process may use); message_seconds (two processes started and one message exchanged
     between them, null if that failed); cache (folder); packages (name, version or null, enables, extra); problems
-    (what, remedy, fatal).
+    (what, remedy, fatal). With --measure: device, node, network, the tables of the file.
     """
+    if measure is not None:
+        from atoll.measuring.process import Request, run
+
+        code = run(Request(measure, ranks, cards, seconds, as_json))
+        if code:
+            raise typer.Exit(code)
+        return
     examination = examine()
     if as_json:
         import json
@@ -121,7 +147,7 @@ def examine() -> Examination:
         gloo=gloo,
         nccl=nccl,
         cores=len(os.sched_getaffinity(0)),
-        memory_bytes=_memory_bytes(),
+        memory_bytes=machine_memory(),
         message_seconds=seconds,
         cache=str(cache),
         packages=tuple(Package(name, _version(name), enables, extra) for name, enables, extra in OPTIONAL),
@@ -222,14 +248,6 @@ def _cache(problems: list[Problem]) -> Path:
         remedy = "make it writable, or name another: data.cache in the config, or XDG_CACHE_HOME"
         problems.append(Problem(f"the cache folder {folder} is not writable: {error.strerror}", remedy, fatal=True))
     return folder
-
-
-def _memory_bytes() -> int:
-    """The machine's memory, or what this process's control group may use of it."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text().strip() if limit.exists() else "max"
-    return min(total, int(text)) if text.isdecimal() else total
 
 
 def _version(package: str) -> str | None:

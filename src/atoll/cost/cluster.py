@@ -119,11 +119,17 @@ class Link(_Table):
 
 
 class Node(_Table):
-    """A node: devices with a link each, and network cards that they share."""
+    """A node: devices with a link each, and network cards that they share. link: None where there is one device."""
 
     devices: Count = 1
     cards: Count = 1
-    link: Link
+    link: Link | None = None
+
+    @model_validator(mode="after")
+    def _check_link(self) -> Node:
+        if self.devices > 1 and self.link is None:
+            raise ValueError(f"{self.devices} devices and no link between them; add [node.link]")
+        return self
 
 
 class Cluster(_Table):
@@ -168,7 +174,7 @@ class Cluster(_Table):
         near = 1 if inner >= self.node.devices else min(sizes[axis], self.node.devices // inner)
         inside = self.node.link
         if near == sizes[axis]:
-            return Speed(latency=inside.latency, rate=inside.goodput)
+            return Speed() if inside is None else Speed(latency=inside.latency, rate=inside.goodput)
         if self.network is None:
             raise ConfigError(
                 f"ranks along {axis!r} are {inner * sizes[axis]} apart, a node has {self.node.devices} devices and the "
@@ -176,7 +182,9 @@ class Cluster(_Table):
             )
         groups = self.node.devices // near
         rate = self.network.goodput * self.node.cards / groups
-        return Speed(latency=self.network.latency, rate=rate if near == 1 else min(rate, inside.goodput))
+        if inside is not None and near > 1:
+            rate = min(rate, inside.goodput)
+        return Speed(latency=self.network.latency, rate=rate)
 
 
 @lru_cache(maxsize=1)

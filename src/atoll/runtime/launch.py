@@ -1,4 +1,4 @@
-"""Local processes, and the environment that other launchers leave for theirs.
+"""Local processes, the environment that other launchers leave for theirs, and how ranks meet and leave with an error.
 
 The life of `launch_local`:
 
@@ -11,6 +11,9 @@ The life of `launch_local`:
 
 [Note: nobody outlives the parent] Each child holds the read end of a pipe whose only write end is the parent's.
 The kernel closes it however the parent ends, and `watch_parent` then ends the child.
+
+[Note: one error] The first rank to fail writes its error to the store. That rank prints it; the others find it there
+and leave with the same exit code, without a word.
 """
 
 from __future__ import annotations
@@ -22,24 +25,28 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
-from atoll.errors import ConfigError, RankError, RunError, UserError
+from atoll.errors import AtollError, ConfigError, RankError, RunError, UserError
 from atoll.runtime import failure
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore
+    from torch.distributed import Store, TCPStore
 
 LIFELINE = "ATOLL_LIFELINE"
 LOOPBACK = "127.0.0.1"
 POLL_SECONDS = 0.02
 SAVED_AND_LEFT = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 """How a child leaves that a signal told to."""
+STORE_HOST_SECONDS = 1.5
+"""How long a failing rank that hosts the store stays, so that the others can read why."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +151,51 @@ def host_store(port: int) -> TCPStore:
         timeout=timedelta(seconds=60),
         master_listen_fd=listener.detach(),
     )
+
+
+def meet(rendezvous: Rendezvous, seconds: float) -> Store:
+    """The store of all ranks, hosted by the launcher or by rank 0; `seconds` bounds every wait for it."""
+    from torch.distributed import PrefixStore, TCPStore
+
+    store = TCPStore(
+        rendezvous.address,
+        rendezvous.port,
+        world_size=rendezvous.world,
+        is_master=rendezvous.rank == 0 and not rendezvous.agent_store,
+        timeout=timedelta(seconds=seconds),
+        wait_for_workers=False,
+    )
+    return PrefixStore(f"attempt-{rendezvous.attempt}", store) if rendezvous.attempt else store
+
+
+def leave(error: Exception, store: Store | None, rendezvous: Rendezvous) -> NoReturn:
+    """End this process with the first error of any rank; see [Note: one error].
+
+    At once: with peers gone, closing gloo's connections in order can wait for them for minutes.
+    """
+    rank = rendezvous.rank
+    # A lost connection is seen before its cause is written: the rank that caused it is given a moment.
+    first = failure.first(store, wait=0.0 if isinstance(error, UserError) else 1.0)
+    if first is None:
+        failure.report(store, error, rank)
+        first = failure.first(store) or (error if isinstance(error, RankError) else None)
+    code = error.exit_code if isinstance(error, AtollError) else 1
+    if first is None or first.rank == rank:
+        _print_error(error, rank)
+    else:
+        code = first.exit_code
+    if rank == 0 and not rendezvous.agent_store:
+        time.sleep(STORE_HOST_SECONDS)
+    os._exit(code)
+
+
+def _print_error(error: Exception, rank: int) -> None:
+    cause = error.__cause__ if isinstance(error, AtollError) else error
+    if not isinstance(error, UserError) and cause is not None and not isinstance(cause, AtollError):
+        traceback.print_exception(cause, file=sys.stderr)
+    words = str(error) if isinstance(error, AtollError) else f"rank {rank}: {type(error).__name__}: {error}"
+    sys.stderr.write(f"error: {words}\n")
+    sys.stderr.flush()
 
 
 class _Children:

@@ -7,28 +7,23 @@ The life of a run:
     3. it prepares the same corpus (cached by the first), builds its part of the model, and trains
     4. it leaves: 0, 130 or 143 after a signal and a save, 2 for the user's mistakes, 1 for failures
 
-[Note: one error] The first rank to fail writes its error to the store. That rank prints it; the others find it there
-and leave with the same exit code, without a word. No torch is imported before a rank needs it.
+No torch is imported before a rank needs it.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import sys
-import time
-import traceback
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from atoll.config import Config, load
-from atoll.errors import AtollError, ConfigError, RankError, UserError
+from atoll.errors import ConfigError
 from atoll.plan import Plan
 from atoll.runtime import failure
-from atoll.runtime.launch import Rendezvous, launch_local, torchrun_environment, watch_parent
+from atoll.runtime.launch import Rendezvous, launch_local, leave, meet, torchrun_environment, watch_parent
 from atoll.training.folder import RunFolder
 from atoll.training.samples import prepare_corpus, vocabulary_of
 from atoll.training.signals import StopRequest, exit_code
@@ -38,9 +33,6 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     from atoll.training.session import RunResult
-
-STORE_HOST_SECONDS = 1.5
-"""How long a failing rank that hosts the store stays, so that the others can read why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,19 +66,19 @@ def train(request: Request) -> int:
 
 
 def run_rank(request: Request, rendezvous: Rendezvous) -> int:
-    """One rank's whole life; its exit code. Errors end the process, see [Note: one error]."""
+    """One rank's whole life; its exit code. Errors end the process, as `leave` says."""
     watch_parent()
     stop = StopRequest().listen()
     store: Store | None = None
     try:
         config = load(request.path, request.overrides)
         plan = config.to_plan(rendezvous.world)
-        store = _meet(rendezvous, config.parallel.timeout)
+        store = meet(rendezvous, config.parallel.timeout)
         watchdog = failure.Watchdog(store, rendezvous.rank).start()
         ending = _train(request, config, plan, rendezvous=rendezvous, store=store, stop=stop)
         watchdog.stop()
     except Exception as error:
-        _leave(error, store, rendezvous)
+        leave(error, store, rendezvous)
     return 0 if ending.stopped is None else exit_code(ending.stopped)
 
 
@@ -108,21 +100,6 @@ def _train(
 
 
 # ---- the start
-
-
-def _meet(rendezvous: Rendezvous, seconds: float) -> Store:
-    """The store of all ranks, hosted by the launcher or by rank 0."""
-    from torch.distributed import PrefixStore, TCPStore
-
-    store = TCPStore(
-        rendezvous.address,
-        rendezvous.port,
-        world_size=rendezvous.world,
-        is_master=rendezvous.rank == 0 and not rendezvous.agent_store,
-        timeout=timedelta(seconds=seconds),
-        wait_for_workers=False,
-    )
-    return PrefixStore(f"attempt-{rendezvous.attempt}", store) if rendezvous.attempt else store
 
 
 def _choose_device(config: Config, rendezvous: Rendezvous) -> torch.device:
@@ -161,35 +138,6 @@ def _conclude(request: Request, ending: RunResult) -> None:
     if ending.stopped is not None:
         text = f"interrupted after step {ending.step}; saved {ending.checkpoint}"
         _tell(f"{text}\ncontinue with: {request.resume_command}", sys.stderr)
-
-
-def _leave(error: Exception, store: Store | None, rendezvous: Rendezvous) -> NoReturn:
-    """End this process with the first error of any rank; see [Note: one error].
-
-    At once: with peers gone, closing gloo's connections in order can wait for them for minutes.
-    """
-    rank = rendezvous.rank
-    # A lost connection is seen before its cause is written: the rank that caused it is given a moment.
-    first = failure.first(store, wait=0.0 if isinstance(error, UserError) else 1.0)
-    if first is None:
-        failure.report(store, error, rank)
-        first = failure.first(store) or (error if isinstance(error, RankError) else None)
-    code = error.exit_code if isinstance(error, AtollError) else 1
-    if first is None or first.rank == rank:
-        _print_error(error, rank)
-    else:
-        code = first.exit_code
-    if rank == 0 and not rendezvous.agent_store:
-        time.sleep(STORE_HOST_SECONDS)
-    os._exit(code)
-
-
-def _print_error(error: Exception, rank: int) -> None:
-    cause = error.__cause__ if isinstance(error, AtollError) else error
-    if not isinstance(error, UserError) and cause is not None and not isinstance(cause, AtollError):
-        traceback.print_exception(cause, file=sys.stderr)
-    words = str(error) if isinstance(error, AtollError) else f"rank {rank}: {type(error).__name__}: {error}"
-    _tell(f"error: {words}", sys.stderr)
 
 
 def _tell(text: str, stream: TextIO) -> None:

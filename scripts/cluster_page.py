@@ -1,0 +1,92 @@
+"""The parts of docs/clusters.md: the keys of a cluster's tables, and the presets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from charts import markdown_table
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from atoll.config.emit import value_to_toml
+from atoll.cost import Cluster, Device, Efficiency, Link, Node, presets
+from atoll.units import format_bytes, format_seconds
+
+MEANINGS: Mapping[str, str] = {
+    "device.memory": "bytes of a device; on the CPU, of a rank",
+    "device.context": "bytes that are taken before the first tensor, by driver and communicators",
+    "device.bandwidth": "bytes a second of its memory",
+    "device.units": "multiprocessors, over which the tiles of a product are spread; 1 on the CPU",
+    "device.rates": 'FLOP/s of products by torch\'s names of dtypes, as in `{ bfloat16 = 989e12 }`, and "float8"',
+    "device.efficiency": "what kernels reach of these rates, see below",
+    "device.source": "where the figures are from",
+    "device.efficiency.products": "share of the rate that a large product reaches",
+    "device.efficiency.depth": "inner size of a product at which half of that is lost",
+    "device.efficiency.waves": "share of the time of a last, partly filled wave of tiles that is lost",
+    "device.efficiency.attention": "share of the rate that fused attention reaches",
+    "device.efficiency.memory": "share of the bandwidth that everything else reaches",
+    "device.efficiency.update": "bytes that the optimizer reads and writes for a parameter, with a master in fp32",
+    "device.efficiency.launch": "seconds of the shortest kernel",
+    "device.efficiency.dispatch": "seconds that the host needs to launch a kernel",
+    "device.efficiency.source": "where the figures are from",
+    "node.devices": "devices of a node",
+    "node.cards": "network cards of a node, which its devices share evenly",
+    "node.link": "between two devices of a node: a link; needed where there are two",
+    "network": "of one network card: a link; needed where there are two nodes",
+    "link.rate": "bytes a second in one direction",
+    "link.latency": "seconds of one hop",
+    "link.reach": "share of the rate that collectives of large buffers reach",
+    "link.source": "where the figures are from",
+}
+
+TABLES: Mapping[str, type[BaseModel]] = {
+    "device": Device,
+    "device.efficiency": Efficiency,
+    "node": Node,
+    "link": Link,
+}
+
+
+def keys() -> str:
+    rows = []
+    for table, model in TABLES.items():
+        for key, field in model.model_fields.items():
+            name = f"{table}.{key}"
+            has_own_table = name in TABLES or field.default is None
+            default = (
+                "" if has_own_table else "required" if field.is_required() else f"`{value_to_toml(field.default)}`"
+            )
+            rows.append([f"`{name}`", default, MEANINGS[name]])
+    rows.append(["`network`", "", MEANINGS["network"]])
+    unknown = set(MEANINGS) - {row[0].strip("`") for row in rows}
+    assert not unknown, f"meanings of keys that do not exist: {sorted(unknown)}"
+    assert set(Cluster.model_fields) == {"device", "node", "network"}
+    return markdown_table(["key", "default", "meaning"], rows)
+
+
+def _default_of(name: str, field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    return "" if name in TABLES or field.default is None else f"`{value_to_toml(field.default)}`"
+
+
+def devices() -> str:
+    rows = []
+    for name in presets()["devices"]:
+        device = Cluster.of({"device": {"preset": name}, "node": {}}).device
+        rates = ", ".join(f"{dtype} {rate / 1e12:g}" for dtype, rate in device.rates.items())
+        bandwidth = f"{format_bytes(device.bandwidth, decimal=True)}/s"
+        rows.append([f"`{name}`", format_bytes(device.memory), bandwidth, rates, device.source])
+    return markdown_table(["device", "memory", "bandwidth", "TFLOP/s", "source"], rows)
+
+
+def links() -> str:
+    rows = []
+    for name in presets()["links"]:
+        link = Link.model_validate(presets()["links"][name])
+        rate = f"{format_bytes(link.rate, decimal=True)}/s"
+        rows.append([f"`{name}`", rate, format_seconds(link.latency), link.source])
+    return markdown_table(["link", "rate", "latency", "source"], rows)
+
+
+PARTS: Mapping[str, Callable[[], str]] = {"cluster-keys": keys, "cluster-devices": devices, "cluster-links": links}

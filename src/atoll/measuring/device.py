@@ -1,0 +1,246 @@
+"""Measures a device: rates of products, bandwidth of its memory, and what other kernels reach of both.
+
+All ranks of a machine measure at once, as they compute at once in a step: they share cores, memory and power.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+
+from atoll.cost import Device, Efficiency, Product
+from atoll.cost.transformer import FLASH_BACKWARD
+from atoll.measuring.fits import fit_depth, rate_of
+from atoll.measuring.host import machine_memory, processor_name
+from atoll.measuring.stopwatch import Call, Stopwatch, typical
+
+DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
+SQUARES = tuple(256 * 2**step for step in range(7))
+BUFFERS = tuple(2**22 * 4**step for step in range(4))
+"""Elements."""
+LENGTHS = tuple(128 * 2**step for step in range(8))
+HEADS, WIDTH = 16, 128
+SHORT_CALLS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a rank measured of its device.
+
+    rates: FLOP/s of products by dtype.  bandwidth: bytes a second.  depth, memory, attention, update, launch, dispatch:
+    as in `Efficiency`.  context: bytes.
+    """
+
+    rates: Mapping[str, float]
+    bandwidth: float
+    depth: float
+    memory: float
+    attention: float
+    update: float
+    launch: float
+    dispatch: float
+    context: float
+
+
+def read_device(stopwatch: Stopwatch, together: Callable[[], None]) -> Reading:
+    """Measure this rank's device; before each quantity the ranks wait for one another with `together`."""
+    bench = _Bench(stopwatch)
+    together()
+    bandwidth = bench.bandwidth()
+    together()
+    memory = min(1.0, bench.passes() / bandwidth)
+    together()
+    depth = bench.depth(bandwidth)
+    rates: dict[str, float] = {}
+    for dtype in DTYPES:
+        together()
+        rate = bench.rate(dtype, depth)
+        if rate is not None:
+            rates[dtype] = rate
+    together()
+    attention = bench.attention() / rates[bench.main]
+    together()
+    update = bench.update() * bandwidth * memory
+    together()
+    launch, dispatch = bench.shortest()
+    return Reading(
+        rates=rates,
+        bandwidth=bandwidth,
+        depth=depth,
+        memory=memory,
+        attention=min(1.0, attention),
+        update=update,
+        launch=launch,
+        dispatch=dispatch,
+        context=float(_context(stopwatch.device)),
+    )
+
+
+def to_device(reading: Reading, device: torch.device, *, local_ranks: int, source: str) -> Device:
+    """The device of a cluster. local_ranks: ranks of this machine, which share its memory where they run on the CPU."""
+    if device.type == "cuda":
+        memory = torch.cuda.mem_get_info(device)[1]
+    else:
+        memory = machine_memory() // local_ranks
+    efficiency = Efficiency(
+        products=1.0,
+        depth=reading.depth,
+        attention=reading.attention,
+        memory=reading.memory,
+        update=reading.update,
+        launch=reading.launch,
+        dispatch=reading.dispatch,
+        source=source,
+    )
+    return Device(
+        memory=memory,
+        context=int(reading.context),
+        bandwidth=reading.bandwidth,
+        units=_units(device),
+        rates=dict(reading.rates),
+        efficiency=efficiency,
+        source=source,
+    )
+
+
+def describe_device(device: torch.device) -> str:
+    """Its name, and the threads of a rank that computes on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"{processor_name()}, {threads} thread{'s'[: threads > 1]} a rank"
+
+
+class _Bench:
+    """The kernels that are timed. main: the dtype in which depth, passes and attention are."""
+
+    def __init__(self, stopwatch: Stopwatch) -> None:
+        self.stopwatch = stopwatch
+        self.device = stopwatch.device
+        self.main = "float32"
+        if self.device.type == "cuda":
+            self.main = "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
+        self.dtype = DTYPES[self.main]
+
+    def bandwidth(self) -> float:
+        """Bytes a second: the faster of copy and triad, on buffers as large as the budget allows."""
+        numel, copy = self.copy
+        a, b, c = self._buffers(numel, torch.float32)
+        triad = self.stopwatch.seconds(lambda: torch.add(a, b, alpha=0.5, out=c))
+        return max(2 * a.nbytes / self.stopwatch.seconds(copy), 3 * a.nbytes / triad)
+
+    def passes(self) -> float:
+        """Bytes a second that a sum, a norm and an activation reach together, each of inputs and outputs once."""
+        a, b, c = (each.view(-1, 1024) for each in self._buffers(self.copy[0], self.dtype))
+        calls: tuple[tuple[int, Call], ...] = (
+            (3, lambda: torch.add(a, b, out=c)),
+            (2, lambda: F.layer_norm(a, (1024,))),
+            (2, lambda: F.gelu(a)),
+        )
+        seconds = sum(self.stopwatch.seconds(call) for _, call in calls)
+        return sum(tensors for tensors, _ in calls) * a.nbytes / seconds
+
+    def depth(self, bandwidth: float) -> float:
+        """See `Efficiency.depth`; from products of one outer size that memory does not bind."""
+        outer, _ = self.square
+        timings, bound = {}, {}
+        for inner in (outer >> step for step in range(6)):
+            product = Product(outer, inner, outer)
+            timings[inner] = self.stopwatch.seconds(self._product(product, self.dtype))
+            bound[inner] = product.moved(self.dtype.itemsize) / bandwidth
+        free = {inner: seconds for inner, seconds in timings.items() if seconds > 2 * bound[inner]}
+        return fit_depth(free if len(free) > 2 else timings)
+
+    def rate(self, dtype: str, depth: float) -> float | None:
+        """FLOP/s with which `Clock` gives the largest square product its seconds; None without products of a dtype."""
+        try:
+            size, call = self._largest_square(DTYPES[dtype])
+        except RuntimeError:  # not implemented, or refused by the device
+            return None
+        reached = Efficiency(products=1.0, depth=depth)
+        device = Device(memory=1, bandwidth=1.0, units=_units(self.device), rates={"float32": 1.0}, efficiency=reached)
+        return rate_of(Product(size, size, size), self.stopwatch.seconds(call), device)
+
+    def attention(self) -> float:
+        """FLOP/s of fused causal attention, forward and backward: the mean over the three longest sequences."""
+        longest, _ = self.stopwatch.largest(self._attention, LENGTHS, growth=4.0)
+        found = []
+        for length in (longest // 4, longest // 2, longest):
+            flops = 2.0 * HEADS * length * length * WIDTH * (1.0 + FLASH_BACKWARD)
+            found.append(flops / self.stopwatch.seconds(self._attention(length)))
+        return statistics.fmean(found)
+
+    def update(self) -> float:
+        """Seconds of a parameter in AdamW's step, as `torch.optim` makes it without options, all states in fp32."""
+        numel, call = self.stopwatch.largest(self._adam, BUFFERS, growth=4.0)
+        return self.stopwatch.seconds(call) / numel
+
+    def shortest(self) -> tuple[float, float]:
+        """Seconds of the shortest kernel, and of the host to launch it."""
+        one = torch.zeros(1, device=self.device)
+        found = [self.stopwatch.behind(self.square[1], lambda: one.add_(1.0), SHORT_CALLS) for _ in range(5)]
+        return typical([own for own, _ in found]), typical([host for _, host in found])
+
+    # ---- calls
+
+    @cached_property
+    def copy(self) -> tuple[int, Call]:
+        """Elements of the largest buffer that is measured, and a copy of it."""
+        return self.stopwatch.largest(self._copy, BUFFERS, growth=4.0)
+
+    @cached_property
+    def square(self) -> tuple[int, Call]:
+        """Size of the largest square product that is measured, and the product."""
+        return self._largest_square(self.dtype)
+
+    def _largest_square(self, dtype: torch.dtype) -> tuple[int, Call]:
+        return self.stopwatch.largest(lambda size: self._product(Product(size, size, size), dtype), SQUARES, growth=8.0)
+
+    def _random(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        # A GPU draws less power for constant values, and runs faster than it would in a step.
+        return torch.randn(shape, device=self.device, dtype=dtype)
+
+    def _buffers(self, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        return [self._random(numel, dtype=dtype) for _ in range(3)]
+
+    def _copy(self, numel: int) -> Call:
+        source, target, _ = self._buffers(numel, torch.float32)
+        return lambda: target.copy_(source)
+
+    def _product(self, product: Product, dtype: torch.dtype) -> Call:
+        left = self._random(product.rows, product.inner, dtype=dtype)
+        right = self._random(product.inner, product.columns, dtype=dtype)
+        out = torch.empty(product.rows, product.columns, device=self.device, dtype=dtype)
+        return lambda: torch.mm(left, right, out=out)
+
+    def _attention(self, length: int) -> Call:
+        q, k, v, gradient = (self._random(1, HEADS, length, WIDTH, dtype=self.dtype) for _ in range(4))
+        inputs = [each.requires_grad_() for each in (q, k, v)]
+
+        def call() -> object:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return torch.autograd.grad(out, inputs, gradient)
+
+        return call
+
+    def _adam(self, numel: int) -> Call:
+        parameter = torch.nn.Parameter(torch.zeros(numel, device=self.device))
+        parameter.grad = torch.randn_like(parameter)
+        return torch.optim.AdamW([parameter]).step
+
+
+def _units(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def _context(device: torch.device) -> int:
+    """Bytes of a GPU that are taken and not by tensors; others who use it count too."""
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, total - free - torch.cuda.memory_reserved(device))

@@ -1,0 +1,67 @@
+"""The arithmetic between timings and the figures of a cluster. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from atoll.cost import Clock, Device, Product
+from atoll.errors import RunError
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Seconds of a size: `start + size * each`."""
+
+    start: float
+    each: float
+
+    def seconds(self, size: float) -> float:
+        """Of a size."""
+        return self.start + size * self.each
+
+
+def fit_line(timings: Mapping[float, float]) -> Line:
+    """The line with the smallest relative errors through seconds by size, with a start of at least 0.
+
+    Errors are relative so that small sizes decide the start and large ones the slope. Raises RunError for fewer than
+    two sizes, or where larger sizes do not take longer.
+    """
+    if len(timings) < 2 or min(timings.values()) <= 0:
+        raise RunError(f"a line needs two sizes and seconds above 0, not {dict(timings)}; measure for longer")
+    # Least squares of start * (1 / seconds) + each * (size / seconds) = 1.
+    rows = [(1.0 / seconds, size / seconds) for size, seconds in timings.items()]
+    aa, ab, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
+    a, b = (sum(row[i] for row in rows) for i in (0, 1))
+    determinant = aa * bb - ab * ab
+    start = max(0.0, (a * bb - b * ab) / determinant)
+    each = (b - start * ab) / bb
+    if each <= 0:
+        raise RunError(f"larger sizes did not take longer: {dict(timings)}; measure for longer, on an idle machine")
+    return Line(start, each)
+
+
+def fit_depth(timings: Mapping[int, float]) -> float:
+    """The inner size at which a product reaches half of its rate, from seconds by inner size at equal outer sizes.
+
+    `Clock` gives a product of `inner` seconds in proportion to `inner + depth`.
+    """
+    line = fit_line({float(inner): seconds for inner, seconds in timings.items()})
+    return line.start / line.each
+
+
+def rate_of(product: Product, seconds: float, device: Device) -> float:
+    """The rate in FLOP/s with which `Clock` gives a product, bound by arithmetic, these seconds on a device."""
+    efficiency = device.efficiency.model_copy(update={"launch": 0.0})
+    slow = device.model_copy(update={"rates": {"float32": 1.0}, "efficiency": efficiency})
+    return Clock(slow, "float32", 0).of(product) / seconds
+
+
+def goodput_of(nbytes: float, seconds: float, *, ranks: int, latency: float) -> float:
+    """Bytes a second with which `collective` gives an all-gather or reduce-scatter of a whole buffer these seconds.
+
+    Where hops alone would take as long, they are taken to cost nothing.
+    """
+    rounds = ranks - 1
+    left = seconds - rounds * latency
+    return rounds * nbytes / ranks / (left if left > 0 else seconds)

@@ -1,0 +1,127 @@
+"""Measures a cluster: what ranks find together, as `atoll.cost.Cluster` and as its TOML."""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+
+from atoll.config.emit import to_toml
+from atoll.cost import Cluster, Link, Node
+from atoll.errors import ConfigError
+from atoll.measuring.device import DTYPES, Reading, describe_device, read_device, to_device
+from atoll.measuring.links import read_links
+from atoll.measuring.stopwatch import Stopwatch
+from atoll.plan import MeshShape
+from atoll.runtime.transport import Transport, connect, world_rank
+from atoll.units import format_bytes, format_seconds
+
+DIGITS = 4
+"""Significant ones that are written."""
+
+Tables = Mapping[str, Any]
+
+
+def measure(world: int, *, local: int, device: torch.device, seconds: float, cards: int = 1) -> Cluster:
+    """Measure the devices and links of all ranks; each calls it once torch.distributed is initialised.
+
+    local: ranks of each node, which have successive numbers.  seconds: for each quantity.  cards: network cards of a
+    node. The same on every rank. Raises ConfigError where nodes have different numbers of ranks.
+    """
+    rank = world_rank()
+    transport = connect(MeshShape(intra=world).place(rank), device)
+    total, squares = transport.total(torch.tensor([local, local**2])).tolist()
+    if world % local or world * squares != total**2:  # equal only where all are, so that every rank raises or none
+        raise ConfigError(f"rank {rank}'s node has {local} of {world} ranks, others have more or fewer; start as many")
+    at_once = f", {local} at once" if local > 1 else ""
+    version, today = torch.__version__, datetime.date.today().isoformat()
+    source = f"measured by atoll doctor on {describe_device(device)}{at_once}, torch {version}, {today}"
+    shape = MeshShape(inter=world // local, intra=local)
+    links = read_links(shape, rank=rank, device=device, budget=seconds, cards=cards, source=source)
+    reading = _mean(read_device(Stopwatch(device, seconds), transport.barrier), transport)
+    transport.close()
+    return Cluster(
+        device=to_device(reading, device, local_ranks=local, source=source),
+        node=Node(devices=local, cards=cards, link=links.node),
+        network=links.network,
+    )
+
+
+def to_tables(cluster: Cluster) -> dict[str, Any]:
+    """The tables of a measured cluster, with numbers as they are written: what was measured, and no defaults."""
+    found: dict[str, Any] = cluster.model_dump(exclude_none=True, exclude_unset=True)
+    return _rounded(found)
+
+
+def to_text(cluster: Cluster) -> str:
+    """The TOML that `Cluster.read` reads."""
+    flat: dict[str, dict[str, Any]] = {}
+    _flatten(to_tables(cluster), (), flat)
+    return to_toml(flat)
+
+
+def describe(cluster: Cluster) -> str:
+    """What was measured, a line each."""
+    device, reached = cluster.device, cluster.device.efficiency
+    rows = [
+        ("device", device.source.removeprefix("measured by atoll doctor on ")),
+        ("memory", f"{format_bytes(device.memory)} a rank, of which the context has {format_bytes(device.context)}"),
+        *((f"{dtype} products", _flops(rate)) for dtype, rate in device.rates.items()),
+        ("depth", f"{reached.depth:.3g}: inner size of a product that reaches half of that"),
+        ("attention", f"{reached.attention:.0%} of it, forward and backward"),
+        ("bandwidth", f"{format_bytes(device.bandwidth, decimal=True)}/s"),
+        ("other kernels", f"{reached.memory:.0%} of it"),
+        ("optimizer", f"{reached.update:.3g} bytes a parameter"),
+        ("shortest kernel", f"{format_seconds(reached.launch)}, {format_seconds(reached.dispatch)} to launch it"),
+        *(_link_row("node's link", cluster.node.link)),
+        *(_link_row("network card", cluster.network)),
+    ]
+    return "\n".join(f"{name:<18} {value}" for name, value in rows)
+
+
+def _flops(rate: float) -> str:
+    return f"{rate / 1e12:.4g} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:.4g} GFLOP/s"
+
+
+def _link_row(name: str, link: Link | None) -> list[tuple[str, str]]:
+    if link is None:
+        return []
+    rate = format_bytes(link.rate, decimal=True)
+    return [(name, f"{rate}/s, {format_seconds(link.latency)} a hop, collectives reach {link.reach:.0%}")]
+
+
+def _mean(own: Reading, transport: Transport) -> Reading:
+    """The mean over all ranks. A dtype that some rank cannot multiply is left out."""
+
+    def means(values: Sequence[float]) -> list[float]:
+        total = transport.total(torch.tensor(values, dtype=torch.float64))
+        return (total / transport.place.mesh.world).tolist()
+
+    names = [field.name for field in fields(own) if field.name != "rates"]
+    figures = means([getattr(own, name) for name in names])
+    rates = means([own.rates.get(dtype, math.nan) for dtype in DTYPES])
+    known = {dtype: rate for dtype, rate in zip(DTYPES, rates, strict=True) if not math.isnan(rate)}
+    return replace(own, rates=known, **dict(zip(names, figures, strict=True)))
+
+
+def _rounded(value: Any) -> Any:
+    match value:
+        case dict():
+            return {key: _rounded(each) for key, each in value.items()}
+        case float():
+            return float(f"{value:.{DIGITS}g}")
+    return value
+
+
+def _flatten(tables: Tables, path: tuple[str, ...], into: dict[str, dict[str, Any]]) -> None:
+    """One entry for each table, by its dotted name."""
+    own = {key: value for key, value in tables.items() if not isinstance(value, dict)}
+    if own:
+        into[".".join(path)] = own
+    for key, value in tables.items():
+        if isinstance(value, dict):
+            _flatten(value, (*path, key), into)

@@ -1,0 +1,95 @@
+"""Times calls on a device."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+Call = Callable[[], object]
+
+SHORTEST_SAMPLE = 1e-3
+"""Seconds: calls that are shorter are timed several at once."""
+LEAST_SAMPLES = 5
+
+
+def typical(samples: Sequence[float]) -> float:
+    """The lower quartile: what else runs on a machine makes samples longer, and a GPU's first ones may be shorter."""
+    return statistics.quantiles(samples, n=4, method="inclusive")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Stopwatch:
+    """Times calls on a device, each for about `budget` seconds."""
+
+    device: torch.device
+    budget: float
+
+    def seconds(self, call: Call) -> float:
+        """Seconds of a call on the device: `typical` of samples, behind a warm-up."""
+        call()
+        count = math.ceil(SHORTEST_SAMPLE / self.of(call, 1))
+        end = time.perf_counter() + self.budget
+        samples: list[float] = []
+        while len(samples) < LEAST_SAMPLES or time.perf_counter() < end:
+            samples.append(self.of(call, count) / count)
+        return typical(samples)
+
+    def largest(self, make: Callable[[int], Call], sizes: Sequence[int], *, growth: float) -> tuple[int, Call]:
+        """The largest of ascending sizes of which several calls fit into the budget, and its call.
+
+        growth: how many times as long a call of the next size takes. No size is tried that would take too long.
+        """
+        found: tuple[int, Call] | None = None
+        for size in sizes:
+            try:
+                call = make(size)
+                call()
+            except torch.OutOfMemoryError:
+                if found is None:
+                    raise
+                break
+            found = size, call
+            if self.of(call, 1) * growth * LEAST_SAMPLES > self.budget:
+                break
+        assert found is not None, "there are sizes"
+        return found
+
+    def of(self, call: Call, count: int) -> float:
+        """Seconds of `count` calls on the device, one after the other."""
+        if self.device.type != "cuda":
+            start = time.perf_counter()
+            for _ in range(count):
+                call()
+            return time.perf_counter() - start
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        for _ in range(count):
+            call()
+        last.record()
+        last.synchronize()
+        return first.elapsed_time(last) / 1e3
+
+    def behind(self, busy: Call, call: Call, count: int) -> tuple[float, float]:
+        """Seconds of a short call on the device, and those that the host takes to launch it.
+
+        `busy` runs first and keeps the device, so that `count` calls lie ready when it comes to them. On the CPU both
+        are one, since the host computes.
+        """
+        if self.device.type != "cuda":
+            alone = self.seconds(call)
+            return alone, alone
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        busy()
+        first.record()
+        start = time.perf_counter()
+        for _ in range(count):
+            call()
+        host = time.perf_counter() - start
+        last.record()
+        last.synchronize()
+        return first.elapsed_time(last) / 1e3 / count, host / count
