@@ -1,4 +1,4 @@
-"""Predictions of published runs: a row's plan and cluster, and what the program that ran it does otherwise than Atoll."""
+"""Predictions of published runs: a row's plan and cluster, and what the program that ran it does unlike Atoll."""
 
 from __future__ import annotations
 

@@ -119,9 +119,7 @@ def _fit(
     try:
         from scipy.optimize import least_squares
     except ImportError as error:
-        raise ConfigError(
-            "calibration needs scipy, which is not installed: pip install 'atoll[calibrate]'"
-        ) from error
+        raise ConfigError("calibration needs scipy, which is not installed: pip install 'atoll[calibrate]'") from error
     names = list(begin)
 
     def residuals(logs: Any) -> list[float]:
@@ -231,7 +229,7 @@ def changed(cluster: Cluster, constants: Mapping[str, float]) -> Cluster:
     between = {name.rpartition(".")[2]: each for name, each in constants.items() if name.startswith("network.")}
     tables = {
         "device": device.model_copy(update={"efficiency": device.efficiency.model_copy(update=efficiency)}),
-        "node": node.model_copy(update={"link": node.link.model_copy(update=inside)}),
+        "node": node.model_copy(update={"link": None if node.link is None else node.link.model_copy(update=inside)}),
         "network": None if network is None else network.model_copy(update=between),
     }
     return cluster.model_copy(update=tables)
