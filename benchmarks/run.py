@@ -21,7 +21,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ("overhead", "precision", "schedules", "parity", "emulated")
 RACES = ("two_islands", "two_islands_text", "two_islands_a100", "one_machine", "one_machine_text", "one_machine_a100")
-SLOW = ("matrix", "mutants", "who_gets_it_right", "low_rank", "sharded_pipeline", "vocabulary", *RACES)
+SLOW = (
+    "matrix",
+    "mutants",
+    "who_gets_it_right",
+    "low_rank",
+    "sharded_pipeline",
+    "vocabulary",
+    "published",
+    "paired",
+    *RACES,
+)
 """Those that run when they are named; the ones with a slow link need root."""
 
 
@@ -37,6 +47,8 @@ def main() -> None:
     parser.add_argument(
         "--uncommitted", action="store_true", help="measure files that are not committed; the result says so"
     )
+    parser.add_argument("--against", metavar="COMMIT", help="of paired: the older commit")
+    parser.add_argument("--rows", metavar="FOLDER", help="of published: where its rows lie")
     parser.add_argument("--jobs", type=int, metavar="N", help="of mutants, how many at once (default: one a core)")
     arguments = parser.parse_args()
     known = (*BENCHMARKS, *SLOW)

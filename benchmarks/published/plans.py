@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain
 
 from atoll import schedules
 from atoll.cost import Cluster, Prediction
-from atoll.cost.calibration import Step
+from atoll.cost.calibration import Step, changed
 from atoll.layouts import Precision
 from atoll.plan import Plan
 from atoll.program import Do, Instruction, Program, Programs
@@ -16,8 +17,8 @@ from benchmarks.published.record import Published
 REDUCES_LAST = ("megatron", "megatron-deepspeed")
 """Programs that reduce gradients after the last backward, and not while it runs."""
 
-FULL = 3
-"""A pipeline is full, and what a step takes grows evenly from there on, with so many microbatches a rank."""
+FULL = 2
+"""With so many microbatches for each rank a pipeline is full, and what a step takes grows evenly from there on."""
 
 
 def plan_of(row: Published, microbatches: int | None = None) -> Plan:
@@ -47,6 +48,11 @@ def precision_of(row: Published) -> Precision:
     gradient, reduce = by_bytes[row.gradient_bytes], by_bytes[row.reduce_bytes]
     rest = "float32" if row.system in ("fsdp", "torchtitan") else compute
     return Precision(row.system, compute, compute, rest, gradient, reduce, "float32")
+
+
+def cluster_of(row: Published, constants: Mapping[str, float] | None) -> Cluster:
+    """The row's cluster, with other constants if they are given."""
+    return changed(row.cluster, constants or {})
 
 
 def prediction_of(row: Published, cluster: Cluster | None = None, microbatches: int | None = None) -> Prediction:

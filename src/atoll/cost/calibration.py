@@ -5,7 +5,7 @@ little slower, a prediction tells how much of the step each kind makes up (`Shar
 without being played again. Fitting and playing alternate until the path does not change any more.
 
 Few steps say little about ten constants. So each constant is held to where it was by a pull, as strong as if it were
-known to within `SPREAD`.
+known to within its `Range.spread`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from atoll.cost.cluster import Cluster
 from atoll.cost.kernels import Kernel
@@ -26,30 +26,37 @@ from atoll.sim import Rates, Speed, play
 NUDGE = 1e-3
 """By how much a kind of instruction is slowed down to see what it makes up."""
 
-SPREAD = 0.25
-"""The relative error, as a logarithm, that a constant may have before the steps are measured."""
-
-NOISE = 0.05
+NOISE = 0.03
 """The relative error that a step's prediction is expected to keep."""
 
 ROUNDS = 4
 """Times that the steps are played, at most."""
 
-LIMITS: Mapping[str, tuple[float, float]] = {
-    "device.efficiency.products": (0.2, 1.0),
-    "device.efficiency.depth": (1.0, 2000.0),
-    "device.efficiency.waves": (1e-3, 1.0),
-    "device.efficiency.attention": (0.05, 1.0),
-    "device.efficiency.memory": (0.1, 1.0),
-    "device.efficiency.update": (4.0, 400.0),
-    "device.efficiency.launch": (1e-7, 1e-4),
-    "device.efficiency.dispatch": (1e-7, 1e-3),
-    "node.link.reach": (0.02, 1.0),
-    "node.link.latency": (1e-7, 1e-3),
-    "network.reach": (0.02, 1.0),
-    "network.latency": (1e-7, 1e-2),
+
+class Range(NamedTuple):
+    """Where a constant may lie, and by what factor, as a logarithm, it may be off before steps are measured."""
+
+    low: float
+    high: float
+    spread: float
+
+
+LIMITS: Mapping[str, Range] = {
+    "device.efficiency.products": Range(0.2, 1.0, 0.1),
+    "device.efficiency.depth": Range(1.0, 2000.0, 0.7),
+    "device.efficiency.waves": Range(1e-3, 1.0, 0.5),
+    "device.efficiency.attention": Range(0.05, 1.0, 0.3),
+    "device.efficiency.memory": Range(0.1, 1.0, 0.3),
+    "device.efficiency.update": Range(4.0, 400.0, 0.5),
+    "device.efficiency.launch": Range(1e-7, 1e-4, 1.0),
+    "device.efficiency.dispatch": Range(1e-7, 1e-3, 1.5),
+    "device.efficiency.pause": Range(1e-6, 1e-1, 2.0),
+    "node.link.reach": Range(0.02, 1.0, 0.3),
+    "node.link.latency": Range(1e-7, 1e-3, 1.0),
+    "network.reach": Range(0.02, 1.0, 0.3),
+    "network.latency": Range(1e-7, 1e-2, 1.0),
 }
-"""The constants that can be fitted, by their keys in a cluster's TOML, and where they may lie."""
+"""The constants that can be fitted, by their keys in a cluster's TOML."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +107,12 @@ def calibrate(steps: Iterable[Step], constants: Sequence[str] = ()) -> Fitted:
         raise ConfigError(
             f"cannot fit {', '.join(unknown) or 'constants to no steps'}; known constants: {', '.join(LIMITS)}"
         )
-    now = ((name, _get(steps[0].cluster, name)) for name in constants or LIMITS)
-    prior = {name: min(max(value, LIMITS[name][0]), LIMITS[name][1]) for name, value in now if value is not None}
+    now = constants_of(steps[0].cluster)
+    prior = {
+        name: min(max(value, LIMITS[name].low), LIMITS[name].high)
+        for name, value in now.items()
+        if name in (constants or LIMITS)
+    }
     found = dict(prior)
     for _ in range(ROUNDS):
         linear = [_Linear(step.on(changed(step.cluster, found))) for step in steps]
@@ -125,14 +136,14 @@ def _fit(
     def residuals(logs: Any) -> list[float]:
         values = {name: math.exp(each) for name, each in zip(names, logs, strict=True)}
         errors = [math.log(each.seconds(values) / wanted) / NOISE for each, wanted in zip(linear, seconds, strict=True)]
-        return errors + [math.log(values[name] / prior[name]) / SPREAD for name in names]
+        return errors + [math.log(values[name] / prior[name]) / LIMITS[name].spread for name in names]
 
     limits = [[math.log(LIMITS[name][side]) for name in names] for side in (0, 1)]
     inside = [
         min(max(math.log(begin[name]), low + 1e-9), high - 1e-9) for name, low, high in zip(names, *limits, strict=True)
     ]
-    # Steps that no constants explain, as one that was measured beside other work, pull less than their squares.
-    done = least_squares(residuals, inside, bounds=limits, loss="soft_l1", x_scale=0.1)
+    # Steps that no constants explain, as those measured beside other work, hardly pull: others of their kind are right.
+    done = least_squares(residuals, inside, bounds=limits, loss="cauchy", x_scale=0.1)
     return {name: math.exp(each) for name, each in zip(names, done.x, strict=True)}
 
 
@@ -150,8 +161,8 @@ class Way:
     axis: str
 
 
-Kind = tuple[Kernel, ...] | Hop | Way | None
-"""Kernels of a part of a block, what a link takes, or the optimizer's step."""
+Kind = tuple[Kernel, ...] | Hop | Way | Literal["update", "pause"]
+"""Kernels of a part of a block, what a link takes, the optimizer's step, or pauses."""
 
 
 class _Linear:
@@ -180,8 +191,10 @@ class _Linear:
                     found[kind] = links[kind.axis].latency
                 case Way():
                     found[kind] = 1.0 / links[kind.axis].rate
-                case None:
+                case "update":
                     found[kind] = prediction.update_seconds
+                case "pause":
+                    found[kind] = prediction.device.efficiency.pause
                 case _:
                     found[kind] = prediction.clock.seconds(kind)
         return found
@@ -193,9 +206,9 @@ def _shares(prediction: Prediction) -> Iterator[tuple[Kind, float]]:
     programs, works = prediction.ranks.programs, prediction.ranks.works
 
     def grown(rates: Sequence[Rates]) -> float:
-        return max(0.0, (play(programs, rates).trace.finish - base) / NUDGE)
+        return max(0.0, (play(programs, rates).seconds - base) / NUDGE)
 
-    base = play(programs, prediction.rates).trace.finish
+    base = play(programs, prediction.rates).seconds
     kinds = {kernels for work in works for kernels in (work.forward, work.backward, work.weights) if kernels}
     for kernels in kinds:
 
@@ -205,13 +218,20 @@ def _shares(prediction: Prediction) -> Iterator[tuple[Kind, float]]:
             return tuple(one * factor for one, factor in zip(prediction.parts(at), factors, strict=True))  # type: ignore[return-value]
 
         yield kernels, grown(prediction.rates_of(slowed))
-    yield None, grown(prediction.rates_of(prediction.parts, update=1.0 + NUDGE))
+    yield "update", grown(prediction.rates_of(prediction.parts, update=1.0 + NUDGE))
+    yield "pause", grown(prediction.rates_of(prediction.parts, pause=1.0 + NUDGE))
     for axis, link in prediction.links.items():
         for kind, worse in (
             (Hop(axis), Speed(link.latency * (1.0 + NUDGE), link.rate)),
             (Way(axis), Speed(link.latency, link.rate / (1.0 + NUDGE))),
         ):
             yield kind, grown(prediction.rates_of(prediction.parts, links={**prediction.links, axis: worse}))
+
+
+def constants_of(cluster: Cluster) -> dict[str, float]:
+    """The constants that a cluster has, by their keys in `LIMITS`."""
+    found = ((name, _get(cluster, name)) for name in LIMITS)
+    return {name: value for name, value in found if value is not None}
 
 
 def _get(cluster: Cluster, name: str) -> float | None:

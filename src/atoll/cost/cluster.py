@@ -51,6 +51,8 @@ class Efficiency(_Table):
     update: bytes that the optimizer reads and writes for a parameter, as Adam's step with a master in fp32.
     launch: seconds of the shortest kernel on the device.
     dispatch: seconds that the host needs to launch a kernel. A block takes no less than that for all of its kernels.
+    pause: seconds of a stage's F and of its I that no kernel fills, as where the host waits for a message or the device
+    before it launches what comes next.
     spread: relative error of a step's seconds that the constants left on the rows that they were fitted on; 0 if that
     is not known.
     source: what they were measured or fitted on.
@@ -64,6 +66,7 @@ class Efficiency(_Table):
     update: NotBelow = 30.0
     launch: NotBelow = 2e-6
     dispatch: NotBelow = 1e-5
+    pause: NotBelow = 1e-4
     spread: Annotated[float, Field(ge=0, lt=1)] = 0.0
     source: str = ""
 

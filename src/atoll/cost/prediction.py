@@ -112,16 +112,22 @@ class Prediction:
         return {axis: self.given.along(mesh, axis) for axis in ("pp", "inter", "intra") if mesh.sizes[axis] > 1}
 
     def rates_of(
-        self, parts: Callable[[int], Parts], *, update: float = 1.0, links: Mapping[str, Speed] | None = None
+        self,
+        parts: Callable[[int], Parts],
+        *,
+        update: float = 1.0,
+        pause: float = 1.0,
+        links: Mapping[str, Speed] | None = None,
     ) -> tuple[Rates, ...]:
-        """What instructions take where blocks take `parts`, links are others, and the optimizer's step takes `update`
-        times as long as on this cluster."""
+        """What instructions take where blocks take `parts`, links are others, and the optimizer's step and pauses take
+        `update` and `pause` times as long as on this cluster."""
         message = float(max((work.wire for work in self.ranks.works[:-1]), default=0))
         links = self.links if links is None else links
         found = []
         for rank in range(self.plan.mesh.pipeline):
             seconds = self._by_instruction(rank, parts)
             seconds[Do.STEP, -1] = self._stepped(rank) * self.update_seconds * update
+            seconds[Do.FINISH_F, -1] = seconds[Do.START_I, -1] = self.device.efficiency.pause * pause
             found.append(Rates(seconds, message, links))
         return tuple(found)
 
