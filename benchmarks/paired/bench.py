@@ -1,7 +1,7 @@
 """Races with this commit's engine and with an older one: `python benchmarks/run.py paired --against COMMIT`.
 
-The fronts of the races. Both race the same settings on the same machine, one after the other. A git worktree holds the older commit; its own
-benchmarks run there, with the members of this commit's fronts. Needs root, as the races do.
+The fronts of the races: both race the same settings on the same machine, one after the other. A git worktree holds the
+older commit; its own benchmarks run there, with the members of this commit's fronts. Needs root, as the races do.
 """
 
 from __future__ import annotations
