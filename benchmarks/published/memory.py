@@ -14,9 +14,9 @@ from typing import NamedTuple
 from atoll.cost import Prediction
 from atoll.cost.prediction import Held
 from atoll.cost.work import Work
+from atoll.ir import Op
 from atoll.layouts import ITEM_BYTES, Level
-from atoll.program import Do
-from benchmarks.published.plans import FULL, prediction_of
+from benchmarks.published.plans import FULL, plan_of
 from benchmarks.published.record import MIB, Published
 
 WHOLE = ("megatron", "megatron-deepspeed")
@@ -105,8 +105,8 @@ class _Case:
 @lru_cache(maxsize=None)
 def _bytes_of(case: _Case) -> Bytes:
     row = case.row
-    plain = replace(row, vocabulary=0)
-    prediction = prediction_of(plain, microbatches=case.microbatches)
+    plan = plan_of(replace(row, vocabulary=0), case.microbatches)
+    prediction = Prediction(row.model.workload, plan, None, row.use)
     ranks = range(row.mesh.pipeline)
     if row.system not in WHOLE:
         return Bytes(tuple(map(prediction.rest, ranks)), tuple(map(prediction.peak, ranks)))
@@ -232,33 +232,27 @@ class _Rank:
         return list(self._moves())
 
     def _moves(self) -> Iterator[Held]:
-        """What comes and goes, instruction by instruction.
+        """What comes and goes, block by block.
 
         A backward in one piece leaves nothing for W; of a split one, the head's does not.
         """
-        ranks = self.prediction.ranks
-        own = set(self._own)
+        works, own = self.works, set(self._own)
         is_split = self.row.schedule not in ("1f1b", "interleaved")
-        waiting: dict[int, int] = {}
-        for at, unit in ranks.weighed_with.items():
-            if is_split and at in own and at != self.last:
-                waiting[unit] = waiting.get(unit, 0) + self.works[at].kept_for_weights
         kept = pending = 0
-        for instruction in ranks.programs.ranks[self.rank].instructions:
-            at = instruction.of
-            match instruction.do:
-                case Do.F if at in own:
-                    kept += self.works[at].kept
+        for action in self.prediction.plan.schedule.actions[self.rank]:
+            blocks = [at for at in self.prediction.ranks.runs[action.stage] if at in own]
+            if action.op is Op.F:
+                for at in blocks:
+                    kept += works[at].kept
                     yield Held(activations=kept, pending=pending, passing=self._loss if at == self.last else 0)
-                case Do.I if at in own:
-                    kept -= self.works[at].kept
-                    yield Held(
-                        activations=kept, pending=pending, passing=self._within(at), buffers=self._placeholders(at)
-                    )
-                    if is_split and at in ranks.weighed_with and at != self.last:
-                        pending += self.works[at].kept_for_weights
-                case Do.W:
-                    pending -= waiting.get(at, 0)
+            if action.op in (Op.I, Op.B):
+                for at in reversed(blocks):
+                    kept -= works[at].kept
+                    passing, buffers = self._within(at), self._placeholders(at)
+                    yield Held(activations=kept, pending=pending, passing=passing, buffers=buffers)
+                    pending += works[at].kept_for_weights if is_split and at != self.last else 0
+            if action.op in (Op.W, Op.B) and is_split:
+                pending -= sum(works[at].kept_for_weights for at in blocks if at != self.last)
 
     @property
     def _loss(self) -> int:
