@@ -39,6 +39,8 @@ class Published:
     system: the program that ran.  microbatches: of a rank, in a step.  layers_per_stage, residency: as in `Plan`.
     vocabulary: how the ends are split over the pipeline: 0 not at all, 1 or 2 by that algorithm of arXiv 2411.05288.
     compiled: with torch.compile.  gradient_bytes, reduce_bytes: of an element that accumulates, and of one on the wire.
+    fuses_gradients: products of weights' gradients add to the accumulated ones themselves.
+    loss_in_place: the gradient of the logits is written over them.
     assumed: what the row does not say and its reader filled in. Without any, the row says all.
 
     step_seconds and tokens_per_second_per_gpu follow from each other.  peak_bytes: see `bytes_of` and `bytes_on`.
@@ -67,6 +69,8 @@ class Published:
     compiled: bool | None = None
     gradient_bytes: int | None = None
     reduce_bytes: int | None = None
+    fuses_gradients: bool = False
+    loss_in_place: bool = False
     assumed: tuple[str, ...] = ()
 
     step_seconds: float | None = None

@@ -124,7 +124,8 @@ class Head:
     def _parameters(self, rows: int) -> int:
         s = self.sizes
         own = s.hidden**2 + s.hidden + rows if s.transform else 0
-        return rows * s.hidden + s.norm * s.hidden + own
+        pooled = s.hidden**2 + s.hidden + 2 * (s.hidden + 1) if s.pooled else 0
+        return rows * s.hidden + s.norm * s.hidden + own + pooled
 
     def _saved(self, use: Use) -> Iterator[Saved]:
         """The input, which the runtime keeps, and what the kernels before the logits save."""

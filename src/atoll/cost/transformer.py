@@ -35,6 +35,7 @@ class Transformer:
     "parallel" adds both to the same residual.
     types: rows of an embedding of token types, behind which the embedding is normalised.
     transform: whether the head has a linear layer, an activation and a norm, and biases, instead of a norm alone.
+    pooled: whether a second head takes a pooled token to two classes.
     """
 
     name: str = "transformer"
@@ -57,6 +58,7 @@ class Transformer:
     order: Literal["pre", "post", "parallel"] = "pre"
     types: int = 0
     transform: bool = False
+    pooled: bool = False
     implementation: Implementation = MEGATRON
 
     @staticmethod
@@ -98,11 +100,12 @@ class Transformer:
     @staticmethod
     def bert(*, layers: int, hidden: int, heads: int, vocabulary: int, positions: int,
              ffn: int | None = None) -> Transformer:  # fmt: skip
-        """BERT as in Megatron-LM: a GPT whose attention is not causal."""
+        """BERT as in Megatron-LM: a GPT whose attention is not causal, with a transform before the logits and a second
+        head that tells whether two sentences follow each other."""
         decoder = Transformer.gpt(
             layers=layers, hidden=hidden, heads=heads, vocabulary=vocabulary, positions=positions, ffn=ffn
         )
-        return replace(decoder, name="bert", causal=False)
+        return replace(decoder, name="bert", causal=False, transform=True, pooled=True)
 
     @property
     def queries(self) -> int:
