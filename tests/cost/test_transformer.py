@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from atoll.cost import Attention, Kernel, Product, Transformer, Use, Work
+from atoll.cost import Attention, Kernel, Pass, Product, Transformer, Use, Work
 from atoll.errors import ConfigError
 
 GPT3 = Transformer.gpt(layers=96, hidden=12288, heads=96, vocabulary=51200, positions=2048)
@@ -100,3 +100,15 @@ def test_what_does_not_divide_is_refused() -> None:
     grouped = Transformer.llama(layers=1, hidden=64, heads=8, kv_heads=2, ffn=96, vocabulary=100, width=3)
     with pytest.raises(ConfigError, match="kv_heads x width = 6 cannot be split evenly over tensor = 4 ranks"):
         work(grouped, tensor=4)
+
+
+def test_megatrons_softmax_is_one_kernel_for_a_multiple_of_four() -> None:
+    """Two heads of a sample are not; two samples make it one again."""
+    sizes = Transformer.gpt(layers=1, hidden=1024, heads=16, vocabulary=50304, positions=1024)
+
+    def kernels(samples: int) -> int:
+        use = Use(samples=samples, sequence=1024, tensor=8, compute="float16", attention="eager")
+        work = sizes.workload.blocks[1].work(use)
+        return sum(each.kernels for each in work.forward if isinstance(each, Pass))
+
+    assert kernels(1) == kernels(2) + 4

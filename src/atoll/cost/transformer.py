@@ -230,10 +230,17 @@ class TransformerLayer:
             return
         scores = heads * length * length
         yield Product(length, s.head_width, length, heads)
-        yield Pass(2.0 * i * scores)
+        yield self._softmax(scores, heads, i)
         if s.dropout:
             yield Pass((2.0 * i + 1) * scores)
         yield Product(length, length, s.head_width, heads)
+
+    def _softmax(self, scores: int, heads: int, item: int) -> Pass:
+        """Scaled, masked scores and their softmax. Megatron has a kernel for all of it where samples times heads are a
+        multiple of four (`FusedScaleMaskSoftmax.is_kernel_available`); else it casts, scales, masks, divides and casts
+        back, in fp32."""
+        is_fused = self.sizes.implementation.runtime != "megatron" or heads % 4 == 0
+        return Pass(2.0 * item * scores) if is_fused else Pass((2.0 * item + 32.0) * scores, 5)
 
     def _forward(self, use: Use) -> Iterator[Kernel]:
         s, i, tokens = self.sizes, use.item, use.tokens
@@ -293,7 +300,7 @@ class TransformerLayer:
                     yield kernel.learnt
                 case Pass():
                     scores = use.samples * s.heads // use.tensor * use.sequence**2
-                    yield Pass(kernel.nbytes + i * scores)
+                    yield Pass(kernel.nbytes + i * scores, kernel.kernels)
 
     def _enter(self, use: Use) -> Iterator[Kernel]:
         """The hidden state comes to modules split by outputs; in the backward, to those split by inputs."""
