@@ -11,10 +11,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 
-from atoll.config.emit import to_toml
 from atoll.errors import LayoutError
 from atoll.layouts import Layout
 from atoll.plan import Plan
+from atoll.toml import to_toml
 
 Positive = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]

@@ -98,3 +98,13 @@ def _of_rank(played: Played, rank: int, compute: Seconds, inside: Seconds) -> Br
         else:
             found[cause] += took
     return Breakdown(**found)
+
+
+def busiest_rank(breakdown: Sequence[Breakdown]) -> int:
+    """The pipeline rank that waits least for others: it sets the pace."""
+    return min(range(len(breakdown)), key=lambda rank: breakdown[rank].bubble)
+
+
+def mean(breakdown: Sequence[Breakdown]) -> Breakdown:
+    """Of all pipeline ranks."""
+    return Breakdown(*(sum(column) / len(breakdown) for column in zip(*breakdown, strict=True)))
