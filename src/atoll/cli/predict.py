@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -64,14 +64,14 @@ def command(
     from atoll.config import load
     from atoll.training.prediction import predict
 
-    found = read_cluster(cluster)
     loaded = load(config, tuple(overrides or ()))
+    found = read_cluster(cluster or loaded.run.cluster)
     for note in loaded.notes:
         typer.echo(f"note: {note}", err=True)
     report(predict(loaded, loaded.to_plan(), found), as_json=as_json)
 
 
-def read_cluster(path: Path | None) -> Cluster:
+def read_cluster(path: str | Path | None) -> Cluster:
     """The cluster of a file. Raises ConfigError where none is named, with what to write into one."""
     from atoll.cost import Cluster, presets
     from atoll.errors import ConfigError
@@ -80,7 +80,7 @@ def read_cluster(path: Path | None) -> Cluster:
         return Cluster.read(path)
     known = presets()
     raise ConfigError(
-        "seconds need a cluster: name its file with --cluster, such as cluster.toml with\n"
+        "seconds need a cluster: name its file with --cluster, or as run.cluster, such as cluster.toml with\n"
         f"{EXAMPLE}\ndevices: {', '.join(known['devices'])}\nlinks: {', '.join(known['links'])}"
     )
 

@@ -219,12 +219,17 @@ class Parallel(Section):
 
 
 class Run(Section):
-    """[run]: where results go. port: of the rendezvous, 0 for any free one."""
+    """[run]: where results go.
+
+    port: of the rendezvous, 0 for any free one.
+    cluster: a TOML file of what the run is on; its predicted seconds are then recorded beside the measured ones.
+    """
 
     folder: str = "runs/default"
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     overwrite: bool = False
     tensorboard: bool = True
+    cluster: str | None = None
 
 
 class Checkpoint(Section):

@@ -61,6 +61,11 @@ Seconds = Mapping[tuple[Do, int], float]
 """By what is done, and the block or unit that it is done with."""
 
 
+def part_of(do: Do) -> str:
+    """The field of `Breakdown` that an instruction's seconds belong to: that of its waits, where it waits."""
+    return _WAITS.get(do) or _COMPUTE.get(do, "other")
+
+
 def break_down(
     played: Played, rates: Sequence[Rates], inside: Sequence[Seconds] | None = None
 ) -> tuple[Breakdown, ...]:

@@ -5,7 +5,7 @@ little slower, a prediction tells how much of the step each kind makes up (`Shar
 without being played again. Fitting and playing alternate until the path does not change any more.
 
 Few steps say little about ten constants. So each constant is held to where it was by a pull, as strong as if it were
-known to within `SPREAD`.
+known to within `SPREAD`. Constants on which no step depends stay as they are.
 """
 
 from __future__ import annotations
@@ -31,6 +31,12 @@ SPREAD = 0.25
 
 NOISE = 0.05
 """The relative error that a step's prediction is expected to keep."""
+
+FEW = 12
+"""Steps up to which the error is that of steps which are left out of the fit. More of them say it themselves."""
+
+FAR = 3.0
+"""By which factor a constant is moved, either way, to see whether a step depends on it."""
 
 ROUNDS = 4
 """Times that the steps are played, at most."""
@@ -81,16 +87,26 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A cluster with fitted constants. error: mean relative error of the steps, without a sign."""
+    """A cluster with fitted constants.
+
+    constants: those that were fitted, by their keys in `LIMITS`.  before: what they were.
+    error: mean relative error of the steps, without a sign.
+    spread: the error to expect of a step that was not measured. Of up to `FEW` steps each is predicted with constants
+    that are fitted to the others, along the paths that are critical with all of them, or with the constants before
+    where there is one step. Of more steps it is `error`.
+    """
 
     cluster: Cluster
+    constants: Mapping[str, float]
+    before: Mapping[str, float]
     error: float
+    spread: float
 
 
 def calibrate(steps: Iterable[Step], constants: Sequence[str] = ()) -> Fitted:
     """Fit constants to steps on clusters of one kind, beginning with those that the first one's cluster has.
 
-    constants: keys of `LIMITS`; all that any step depends on if not given.
+    constants: keys of `LIMITS`, all if not given. Of these the ones that any step depends on are fitted.
 
     Raises ConfigError for an unknown constant, for no steps, and where scipy is missing.
     """
@@ -100,22 +116,51 @@ def calibrate(steps: Iterable[Step], constants: Sequence[str] = ()) -> Fitted:
         raise ConfigError(
             f"cannot fit {', '.join(unknown) or 'constants to no steps'}; known constants: {', '.join(LIMITS)}"
         )
-    now = ((name, _get(steps[0].cluster, name)) for name in constants or LIMITS)
-    prior = {name: min(max(value, LIMITS[name][0]), LIMITS[name][1]) for name, value in now if value is not None}
+    own = {name: value for name in constants or LIMITS if (value := constant_of(steps[0].cluster, name)) is not None}
+    prior = {name: min(max(value, LIMITS[name][0]), LIMITS[name][1]) for name, value in own.items()}
+    seconds = [step.seconds for step in steps]
+    linear = [_Linear(step.on(changed(step.cluster, prior))) for step in steps]
+    prior = {name: value for name, value in prior.items() if _matters(linear, name, value)}
     found = dict(prior)
     for _ in range(ROUNDS):
         linear = [_Linear(step.on(changed(step.cluster, found))) for step in steps]
-        before, found = found, _fit(linear, [step.seconds for step in steps], found, prior)
+        before, found = found, _fit(linear, seconds, begin=found, prior=prior)
         if all(abs(math.log(found[name] / before[name])) < NUDGE for name in found):
             break
     fitted = [step.on(changed(step.cluster, found)) for step in steps]
     error = fmean(abs(step.predicted / step.seconds - 1.0) for step in fitted)
-    return Fitted(fitted[0].cluster, error)
+    spread = error if len(steps) > FEW else _left_out(linear, seconds, begin=found, prior=prior)
+    return Fitted(fitted[0].cluster, found, {name: own[name] for name in found}, error, spread)
+
+
+def _matters(linear: Sequence[_Linear], name: str, value: float) -> bool:
+    """Whether any step depends on a constant."""
+    low, high = LIMITS[name]
+    others = max(low, value / FAR), min(high, value * FAR)
+    return any(
+        abs(each.seconds({name: other}) / each.seconds({name: value}) - 1.0) > 1e-9
+        for each in linear
+        for other in others
+    )
+
+
+def _left_out(
+    linear: Sequence[_Linear], seconds: Sequence[float], *, begin: Mapping[str, float], prior: Mapping[str, float]
+) -> float:
+    """Mean relative error of each step with constants fitted to the others."""
+    errors = []
+    for at, (each, measured) in enumerate(zip(linear, seconds, strict=True)):
+        others = [*linear[:at], *linear[at + 1 :]], [*seconds[:at], *seconds[at + 1 :]]
+        without = _fit(*others, begin=begin, prior=prior) if others[0] else prior
+        errors.append(abs(each.seconds(without) / measured - 1.0))
+    return fmean(errors)
 
 
 def _fit(
-    linear: Sequence[_Linear], seconds: Sequence[float], begin: Mapping[str, float], prior: Mapping[str, float]
+    linear: Sequence[_Linear], seconds: Sequence[float], *, begin: Mapping[str, float], prior: Mapping[str, float]
 ) -> dict[str, float]:
+    if not prior:
+        return {}
     try:
         from scipy.optimize import least_squares
     except ImportError as error:
@@ -162,7 +207,8 @@ class _Linear:
         self._shares: defaultdict[Kind, float] = defaultdict(float)
         for weight, prediction in step.played:
             for kind, seconds in _shares(prediction):
-                self._shares[kind] += weight * seconds
+                if seconds:
+                    self._shares[kind] += weight * seconds
         self._base = self._times(self._any)
 
     def seconds(self, constants: Mapping[str, float]) -> float:
@@ -214,7 +260,8 @@ def _shares(prediction: Prediction) -> Iterator[tuple[Kind, float]]:
             yield kind, grown(prediction.rates_of(prediction.parts, links={**prediction.links, axis: worse}))
 
 
-def _get(cluster: Cluster, name: str) -> float | None:
+def constant_of(cluster: Cluster, name: str) -> float | None:
+    """A constant by its key in `LIMITS`; None where the cluster has no such link."""
     value: Any = cluster
     for key in name.split("."):
         value = None if value is None else getattr(value, key)
