@@ -8,8 +8,8 @@ from charts import markdown_table
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from atoll.config.emit import value_to_toml
 from atoll.cost import Cluster, Device, Efficiency, Link, Node, presets
+from atoll.toml import value_to_toml
 from atoll.units import format_bytes, format_seconds
 
 MEANINGS: Mapping[str, str] = {

@@ -27,7 +27,6 @@ from atoll.cli.layouts import table as layouts_table
 from atoll.cli.main import app
 from atoll.cli.predict import describe as describe_prediction
 from atoll.config import load
-from atoll.config.emit import value_to_toml
 from atoll.config.schema import Config, Section
 from atoll.cost import Cluster
 from atoll.ir.draw import SVG_STYLE, draw_svg
@@ -45,6 +44,7 @@ from atoll.layouts import (
 from atoll.schedules import CATALOGUE, build
 from atoll.sim import Costs, simulate
 from atoll.testing.families import CAUSAL, MASKED
+from atoll.toml import value_to_toml
 from atoll.training.prediction import predict
 from atoll.units import format_bytes
 

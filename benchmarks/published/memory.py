@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 from typing import NamedTuple
 
 from atoll.cost import Prediction
@@ -109,7 +109,7 @@ class _Case:
     microbatches: int = field(compare=False)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _bytes_of(case: _Case) -> Bytes:
     row = case.row
     plan = plan_of(replace(row, vocabulary=0), case.microbatches)

@@ -329,6 +329,17 @@ def test_a_large_corpus_that_is_not_prepared_is_not_read(folder: Path, monkeypat
     assert "bytes at the peak" in result.stdout
 
 
-def test_a_cluster_is_for_a_dry_run(folder: Path) -> None:
-    with pytest.raises(UserError, match="--cluster is for --dry-run"):
+def test_a_run_with_a_cluster_that_cannot_be_read_does_not_start(folder: Path) -> None:
+    (folder / "cluster.toml").write_text("[device]\n")
+    before = files(folder)
+    with pytest.raises(ConfigError, match="node: Field required"):
         run("train", folder)
+    assert files(folder) == before
+
+
+def test_the_config_may_name_the_cluster(folder: Path) -> None:
+    named = ["--set", f"run.cluster={folder / 'cluster.toml'}"]
+    for command in (["predict"], ["train", "--dry-run"]):
+        name, *flags = command
+        found = json.loads(run(name, folder, *flags, "--json", *named, cluster=False).stdout)
+        assert found["seconds"] == predicted(folder)["seconds"]

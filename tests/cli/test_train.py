@@ -109,7 +109,7 @@ def test_a_run_leaves_its_files(finished: tuple[Path, subprocess.CompletedProces
     folder, _ = finished
     assert {path.name for path in folder.iterdir()} == {
         *("config.toml", "plan.json", "metrics.jsonl", "validation.jsonl", "trace.json", "sample.txt"),
-        *("checkpoints", "tensorboard"),
+        *("prediction.json", "timing.json", "checkpoints", "tensorboard"),
     }
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in metrics] == [1, 2, 3, 4]
@@ -140,8 +140,15 @@ def test_results_are_on_stdout_and_progress_on_stderr(
     folder, result = finished
     summary = json.loads(result.stdout)
     assert set(summary) == {
-        *("folder", "step", "stopped", "tokens", "seconds", "validation_loss", "checkpoint", "sample")
+        *("folder", "step", "stopped", "tokens", "seconds", "validation_loss", "checkpoint", "sample"),
+        *("step_seconds", "peak_bytes"),
     }
+    assert summary["step_seconds"]["predicted"] is None
+    assert summary["step_seconds"]["measured"] > 0
+    predicted = json.loads((folder / "prediction.json").read_text())
+    tensors = [rank["peak"]["total"] for rank in predicted["ranks"]]
+    assert summary["peak_bytes"]["predicted"] == tensors
+    assert all(held > least for held, least in zip(summary["peak_bytes"]["measured"], tensors, strict=True))
     assert (summary["step"], summary["stopped"], summary["tokens"]) == (4, None, 4 * 8 * 16)
     assert summary["sample"] == (folder / "sample.txt").read_text()
     assert summary["checkpoint"] == str(folder / "checkpoints" / "step-000004")

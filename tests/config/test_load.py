@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from atoll.config import Config, from_dict, known_keys, load
-from atoll.config.emit import to_toml
 from atoll.config.load import line_of
 from atoll.errors import ConfigError
+from atoll.toml import to_toml
 
 QUICKSTART = """\
 # a comment

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -64,14 +64,14 @@ def command(
     from atoll.config import load
     from atoll.training.prediction import predict
 
-    found = read_cluster(cluster)
     loaded = load(config, tuple(overrides or ()))
+    found = read_cluster(cluster or loaded.run.cluster)
     for note in loaded.notes:
         typer.echo(f"note: {note}", err=True)
     report(predict(loaded, loaded.to_plan(), found), as_json=as_json)
 
 
-def read_cluster(path: Path | None) -> Cluster:
+def read_cluster(path: str | Path | None) -> Cluster:
     """The cluster of a file. Raises ConfigError where none is named, with what to write into one."""
     from atoll.cost import Cluster, presets
     from atoll.errors import ConfigError
@@ -80,7 +80,7 @@ def read_cluster(path: Path | None) -> Cluster:
         return Cluster.read(path)
     known = presets()
     raise ConfigError(
-        "seconds need a cluster: name its file with --cluster, such as cluster.toml with\n"
+        "seconds need a cluster: name its file with --cluster, or as run.cluster, such as cluster.toml with\n"
         f"{EXAMPLE}\ndevices: {', '.join(known['devices'])}\nlinks: {', '.join(known['links'])}"
     )
 
@@ -90,70 +90,12 @@ def report(prediction: Prediction, *, as_json: bool) -> None:
     if as_json:
         import json
 
+        from atoll.cost.summary import summary
+
         typer.echo(json.dumps(summary(prediction)))
         return
     lines = list(describe(prediction))  # nothing is printed where something is refused
     typer.echo("\n".join(lines))
-
-
-# ---- JSON
-
-
-def summary(prediction: Prediction) -> dict[str, Any]:
-    """The documented JSON object. Without a cluster what takes seconds, and what fits, is null."""
-    plan = prediction.plan
-    ranks = range(plan.mesh.pipeline)
-    is_timed = prediction.cluster is not None
-    devices = plan.mesh.world
-    found: dict[str, Any] = {
-        "parameters": prediction.workload.parameters,
-        "world": devices,
-        "seconds": prediction.seconds if is_timed else None,
-        "interval": list(prediction.interval) if is_timed else None,
-        "tokens_per_second": prediction.tokens_a_second if is_timed else None,
-        "tokens_per_second_per_device": prediction.tokens_a_second / devices if is_timed else None,
-        "mfu": prediction.mfu if is_timed else None,
-        "breakdown": _breakdown(prediction) if is_timed else None,
-        "fits": prediction.fits if is_timed else None,
-        "margin_bytes": min(map(prediction.margin, ranks)) if is_timed else None,
-    }
-    found["ranks"] = [
-        {
-            "rank": rank,
-            "peak": _bytes(prediction.peak(rank)),
-            "rest": _bytes(prediction.rest(rank)),
-            "fits": prediction.margin(rank) >= 0 if is_timed else None,
-            "margin_bytes": prediction.margin(rank) if is_timed else None,
-            "breakdown": prediction.breakdown[rank]._asdict() if is_timed else None,
-        }
-        for rank in ranks
-    ]
-    return found
-
-
-def _breakdown(prediction: Prediction) -> dict[str, Any]:
-    busiest = busiest_rank(prediction.breakdown)
-    return {
-        "busiest_rank": busiest,
-        "busiest": prediction.breakdown[busiest]._asdict(),
-        "mean": mean(prediction.breakdown)._asdict(),
-    }
-
-
-def _bytes(held: Held) -> dict[str, int]:
-    return {**held._asdict(), "total": held.total}
-
-
-def busiest_rank(breakdown: Sequence[Breakdown]) -> int:
-    """The pipeline rank that waits least for others: it sets the pace."""
-    return min(range(len(breakdown)), key=lambda rank: breakdown[rank].bubble)
-
-
-def mean(breakdown: Sequence[Breakdown]) -> Breakdown:
-    """Of all pipeline ranks."""
-    from atoll.cost import Breakdown
-
-    return Breakdown(*(sum(column) / len(breakdown) for column in zip(*breakdown, strict=True)))
 
 
 # ---- text
@@ -194,6 +136,8 @@ def _seconds(prediction: Prediction) -> Iterator[str]:
 
 
 def _parts(breakdown: Sequence[Breakdown]) -> Iterator[str]:
+    from atoll.cost.breakdown import busiest_rank, mean
+
     busiest = busiest_rank(breakdown)
     columns = {f"rank {busiest}, the busiest": breakdown[busiest]}
     if len(breakdown) == 1:

@@ -9,6 +9,7 @@ import typer
 
 from atoll.cli.predict import CLUSTER, report
 from atoll.errors import UserError
+from atoll.toml import value_to_toml
 
 if TYPE_CHECKING:
     from atoll.training.process import Request
@@ -26,39 +27,42 @@ def command(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check the run and predict it; start nothing, write nothing.")
     ] = False,
-    cluster: Annotated[Path | None, typer.Option(help=f"With --dry-run. {CLUSTER}")] = None,
+    cluster: Annotated[
+        Path | None, typer.Option(help=f"{CLUSTER} Instead of run.cluster; its seconds are predicted and recorded.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON object.")] = False,
 ) -> None:
     """Train as CONFIG says, in parallel.ranks local processes, or as a rank of torchrun or Slurm.
 
-    Everything a run makes lies in run.folder: metrics.jsonl, validation.jsonl, plan.json, trace.json, checkpoints.
+    Everything a run makes lies in run.folder: metrics.jsonl, validation.jsonl, plan.json, trace.json, prediction.json,
+    timing.json, checkpoints.
     SIGINT and SIGTERM save a checkpoint after the step under way and leave with 130 and 143; a second one kills.
 
     With --dry-run one process looks for everything that the run would refuse, on each pipeline rank, and prints what
-    `atoll predict` says: without a cluster the bytes alone.
+    `atoll predict` says: without a cluster the bytes alone. With --cluster the run is meant for that, and the devices
+    of this machine are not looked for.
 
     Keys of the JSON object: folder; step, the last one done; stopped, the signal's name or null; tokens and seconds of
-    this start; validation_loss, the first and the last, or null; checkpoint; sample, the generated text or null. With
-    --dry-run those of `atoll predict`.
+    this start; validation_loss, the first and the last, or null; checkpoint; sample, the generated text or null;
+    step_seconds and peak_bytes, each predicted (null where that is not known) and measured: the seconds of a typical
+    step and a list of one number a pipeline rank. With --dry-run those of `atoll predict`.
     """
     from atoll.training.process import Request, train
 
-    request = Request(config, tuple(overrides or ()), resume, as_json)
-    if dry_run:
-        _dry_run(request, cluster)
-        return
+    sets = list(overrides or ())
     if cluster is not None:
-        raise UserError("--cluster is for --dry-run: a run takes the devices that it finds")
+        sets.append(f"run.cluster={value_to_toml(str(cluster))}")
+    request = Request(config, tuple(sets), resume, as_json)
+    if dry_run:
+        _dry_run(request, elsewhere=cluster is not None)
+        return
     code = train(request)
     if code:
         raise typer.Exit(code)
 
 
-def _dry_run(request: Request, path: Path | None) -> None:
-    """Print what the run would take. Raises what it would refuse.
-
-    With a cluster the run is meant for that, and the devices of this machine are not looked for.
-    """
+def _dry_run(request: Request, *, elsewhere: bool) -> None:
+    """Print what the run would take. Raises what it would refuse. elsewhere: it is not for this machine."""
     from atoll.cost import Cluster
     from atoll.training.dry_run import check_run
     from atoll.training.prediction import predict
@@ -66,8 +70,9 @@ def _dry_run(request: Request, path: Path | None) -> None:
     def say(line: str) -> None:
         typer.echo(line, err=True)
 
+    checked = check_run(request, elsewhere=elsewhere, say=say)
+    path = checked.config.run.cluster
     cluster = None if path is None else Cluster.read(path)
-    checked = check_run(request, elsewhere=cluster is not None, say=say)
     for note in checked.config.notes:
         say(f"note: {note}")
     try:

@@ -11,10 +11,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 
-from atoll.config.emit import to_toml
 from atoll.errors import LayoutError
 from atoll.layouts import Layout
 from atoll.plan import Plan
+from atoll.toml import to_toml
 
 Positive = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
@@ -219,12 +219,17 @@ class Parallel(Section):
 
 
 class Run(Section):
-    """[run]: where results go. port: of the rendezvous, 0 for any free one."""
+    """[run]: where results go.
+
+    port: of the rendezvous, 0 for any free one.
+    cluster: a TOML file of what the run is on; its predicted seconds are then recorded beside the measured ones.
+    """
 
     folder: str = "runs/default"
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     overwrite: bool = False
     tensorboard: bool = True
+    cluster: str | None = None
 
 
 class Checkpoint(Section):

@@ -61,6 +61,11 @@ Seconds = Mapping[tuple[Do, int], float]
 """By what is done, and the block or unit that it is done with."""
 
 
+def part_of(do: Do) -> str:
+    """The field of `Breakdown` that an instruction's seconds belong to: that of its waits, where it waits."""
+    return _WAITS.get(do) or _COMPUTE.get(do, "other")
+
+
 def break_down(
     played: Played, rates: Sequence[Rates], inside: Sequence[Seconds] | None = None
 ) -> tuple[Breakdown, ...]:
@@ -98,3 +103,13 @@ def _of_rank(played: Played, rank: int, compute: Seconds, inside: Seconds) -> Br
         else:
             found[cause] += took
     return Breakdown(**found)
+
+
+def busiest_rank(breakdown: Sequence[Breakdown]) -> int:
+    """The pipeline rank that waits least for others: it sets the pace."""
+    return min(range(len(breakdown)), key=lambda rank: breakdown[rank].bubble)
+
+
+def mean(breakdown: Sequence[Breakdown]) -> Breakdown:
+    """Of all pipeline ranks."""
+    return Breakdown(*(sum(column) / len(breakdown) for column in zip(*breakdown, strict=True)))

@@ -5,7 +5,7 @@ little slower, a prediction tells how much of the step each kind makes up (`Shar
 without being played again. Fitting and playing alternate until the path does not change any more.
 
 Few steps say little about ten constants. So each constant is held to where it was by a pull, as strong as if it were
-known to within its `Range.spread`.
+known to within its `Range.spread`. Constants on which no step depends stay as they are.
 """
 
 from __future__ import annotations
@@ -28,6 +28,12 @@ NUDGE = 1e-3
 
 NOISE = 0.03
 """The relative error that a step's prediction is expected to keep."""
+
+FEW = 12
+"""Steps up to which the error is that of steps which are left out of the fit. More of them say it themselves."""
+
+FAR = 3.0
+"""By which factor a constant is moved, either way, to see whether a step depends on it."""
 
 ROUNDS = 4
 """Times that the steps are played, at most."""
@@ -88,16 +94,26 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A cluster with fitted constants. error: mean relative error of the steps, without a sign."""
+    """A cluster with fitted constants.
+
+    constants: those that were fitted, by their keys in `LIMITS`.  before: what they were.
+    error: mean relative error of the steps, without a sign.
+    spread: the error to expect of a step that was not measured. Of up to `FEW` steps each is predicted with constants
+    that are fitted to the others, along the paths that are critical with all of them, or with the constants before
+    where there is one step. Of more steps it is `error`.
+    """
 
     cluster: Cluster
+    constants: Mapping[str, float]
+    before: Mapping[str, float]
     error: float
+    spread: float
 
 
 def calibrate(steps: Iterable[Step], constants: Sequence[str] = ()) -> Fitted:
     """Fit constants to steps on clusters of one kind, beginning with those that the first one's cluster has.
 
-    constants: keys of `LIMITS`; all that any step depends on if not given.
+    constants: keys of `LIMITS`, all if not given. Of these the ones that any step depends on are fitted.
 
     Raises ConfigError for an unknown constant, for no steps, and where scipy is missing.
     """
@@ -107,26 +123,55 @@ def calibrate(steps: Iterable[Step], constants: Sequence[str] = ()) -> Fitted:
         raise ConfigError(
             f"cannot fit {', '.join(unknown) or 'constants to no steps'}; known constants: {', '.join(LIMITS)}"
         )
-    now = constants_of(steps[0].cluster)
+    own = constants_of(steps[0].cluster)
     prior = {
         name: min(max(value, LIMITS[name].low), LIMITS[name].high)
-        for name, value in now.items()
+        for name, value in own.items()
         if name in (constants or LIMITS)
     }
+    seconds = [step.seconds for step in steps]
+    linear = [_Linear(step.on(changed(step.cluster, prior))) for step in steps]
+    prior = {name: value for name, value in prior.items() if _matters(linear, name, value)}
     found = dict(prior)
     for _ in range(ROUNDS):
         linear = [_Linear(step.on(changed(step.cluster, found))) for step in steps]
-        before, found = found, _fit(linear, [step.seconds for step in steps], found, prior)
+        before, found = found, _fit(linear, seconds, begin=found, prior=prior)
         if all(abs(math.log(found[name] / before[name])) < NUDGE for name in found):
             break
     fitted = [step.on(changed(step.cluster, found)) for step in steps]
     error = fmean(abs(step.predicted / step.seconds - 1.0) for step in fitted)
-    return Fitted(fitted[0].cluster, error)
+    spread = error if len(steps) > FEW else _left_out(linear, seconds, begin=found, prior=prior)
+    return Fitted(fitted[0].cluster, found, {name: own[name] for name in found}, error, spread)
+
+
+def _matters(linear: Sequence[_Linear], name: str, value: float) -> bool:
+    """Whether any step depends on a constant."""
+    limits = LIMITS[name]
+    others = max(limits.low, value / FAR), min(limits.high, value * FAR)
+    return any(
+        abs(each.seconds({name: other}) / each.seconds({name: value}) - 1.0) > 1e-9
+        for each in linear
+        for other in others
+    )
+
+
+def _left_out(
+    linear: Sequence[_Linear], seconds: Sequence[float], *, begin: Mapping[str, float], prior: Mapping[str, float]
+) -> float:
+    """Mean relative error of each step with constants fitted to the others."""
+    errors = []
+    for at, (each, measured) in enumerate(zip(linear, seconds, strict=True)):
+        others = [*linear[:at], *linear[at + 1 :]], [*seconds[:at], *seconds[at + 1 :]]
+        without = _fit(*others, begin=begin, prior=prior) if others[0] else prior
+        errors.append(abs(each.seconds(without) / measured - 1.0))
+    return fmean(errors)
 
 
 def _fit(
-    linear: Sequence[_Linear], seconds: Sequence[float], begin: Mapping[str, float], prior: Mapping[str, float]
+    linear: Sequence[_Linear], seconds: Sequence[float], *, begin: Mapping[str, float], prior: Mapping[str, float]
 ) -> dict[str, float]:
+    if not prior:
+        return {}
     try:
         from scipy.optimize import least_squares
     except ImportError as error:
@@ -135,15 +180,17 @@ def _fit(
 
     def residuals(logs: Any) -> list[float]:
         values = {name: math.exp(each) for name, each in zip(names, logs, strict=True)}
-        errors = [math.log(each.seconds(values) / wanted) / NOISE for each, wanted in zip(linear, seconds, strict=True)]
-        return errors + [math.log(values[name] / prior[name]) / LIMITS[name].spread for name in names]
+        errors = (math.log(each.seconds(values) / wanted) / NOISE for each, wanted in zip(linear, seconds, strict=True))
+        # Steps that no constants explain, as those measured beside other work, pull less than their squares (Huber's
+        # loss, smoothed).
+        soft = [math.copysign(math.sqrt(2.0 * (math.hypot(1.0, error) - 1.0)), error) for error in errors]
+        return soft + [math.log(values[name] / prior[name]) / LIMITS[name].spread for name in names]
 
     limits = [[math.log(LIMITS[name][side]) for name in names] for side in (0, 1)]
     inside = [
         min(max(math.log(begin[name]), low + 1e-9), high - 1e-9) for name, low, high in zip(names, *limits, strict=True)
     ]
-    # Steps that no constants explain, as those measured beside other work, hardly pull: others of their kind are right.
-    done = least_squares(residuals, inside, bounds=limits, loss="cauchy", x_scale=0.1)
+    done = least_squares(residuals, inside, bounds=limits, x_scale=0.1)
     return {name: math.exp(each) for name, each in zip(names, done.x, strict=True)}
 
 
@@ -173,7 +220,8 @@ class _Linear:
         self._shares: defaultdict[Kind, float] = defaultdict(float)
         for weight, prediction in step.played:
             for kind, seconds in _shares(prediction):
-                self._shares[kind] += weight * seconds
+                if seconds:
+                    self._shares[kind] += weight * seconds
         self._base = self._times(self._any)
 
     def seconds(self, constants: Mapping[str, float]) -> float:
@@ -230,11 +278,12 @@ def _shares(prediction: Prediction) -> Iterator[tuple[Kind, float]]:
 
 def constants_of(cluster: Cluster) -> dict[str, float]:
     """The constants that a cluster has, by their keys in `LIMITS`."""
-    found = ((name, _get(cluster, name)) for name in LIMITS)
+    found = ((name, constant_of(cluster, name)) for name in LIMITS)
     return {name: value for name, value in found if value is not None}
 
 
-def _get(cluster: Cluster, name: str) -> float | None:
+def constant_of(cluster: Cluster, name: str) -> float | None:
+    """A constant by its key in `LIMITS`; None where the cluster has no such link."""
     value: Any = cluster
     for key in name.split("."):
         value = None if value is None else getattr(value, key)

@@ -29,6 +29,7 @@ from atoll.errors import ConfigError
 from atoll.layouts import ITEM_BYTES
 from atoll.plan import MeshShape
 from atoll.sim import Speed
+from atoll.toml import nested_to_toml
 
 Above = Annotated[float, Field(gt=0)]
 NotBelow = Annotated[float, Field(ge=0)]
@@ -161,6 +162,14 @@ class Cluster(_Table):
         except ValidationError as error:
             problems = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
             raise ConfigError("\n  ".join([f"{source}: {len(problems)} problems", *problems])) from error
+
+    def tables(self) -> dict[str, Any]:
+        """The tables of its TOML, presets written out and defaults left out."""
+        return self.model_dump(exclude_none=True, exclude_unset=True)
+
+    def dump(self) -> str:
+        """The TOML that `read` reads back to an equal cluster."""
+        return nested_to_toml(self.tables())
 
     def along(self, mesh: MeshShape, axis: str) -> Speed:
         """The link that each rank has for a collective along an axis, while all groups along it use theirs.

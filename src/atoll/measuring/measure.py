@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
 import torch
 
-from atoll.config.emit import to_toml
 from atoll.cost import Cluster, Link, Node
 from atoll.errors import ConfigError
 from atoll.measuring.device import DTYPES, Reading, describe_device, read_device, to_device
@@ -18,12 +17,11 @@ from atoll.measuring.links import read_links
 from atoll.measuring.stopwatch import Stopwatch
 from atoll.plan import MeshShape
 from atoll.runtime.transport import Transport, connect, world_rank
+from atoll.toml import nested_to_toml
 from atoll.units import format_bytes, format_seconds
 
 DIGITS = 4
 """Significant ones that are written."""
-
-Tables = Mapping[str, Any]
 
 
 def measure(world: int, *, local: int, device: torch.device, seconds: float, cards: int = 1) -> Cluster:
@@ -53,15 +51,12 @@ def measure(world: int, *, local: int, device: torch.device, seconds: float, car
 
 def to_tables(cluster: Cluster) -> dict[str, Any]:
     """The tables of a measured cluster, with numbers as they are written: what was measured, and no defaults."""
-    found: dict[str, Any] = cluster.model_dump(exclude_none=True, exclude_unset=True)
-    return _rounded(found)
+    return _rounded(cluster.tables())
 
 
 def to_text(cluster: Cluster) -> str:
     """The TOML that `Cluster.read` reads."""
-    flat: dict[str, dict[str, Any]] = {}
-    _flatten(to_tables(cluster), (), flat)
-    return to_toml(flat)
+    return nested_to_toml(to_tables(cluster))
 
 
 def describe(cluster: Cluster) -> str:
@@ -115,13 +110,3 @@ def _rounded(value: Any) -> Any:
         case float():
             return float(f"{value:.{DIGITS}g}")
     return value
-
-
-def _flatten(tables: Tables, path: tuple[str, ...], into: dict[str, dict[str, Any]]) -> None:
-    """One entry for each table, by its dotted name."""
-    own = {key: value for key, value in tables.items() if not isinstance(value, dict)}
-    if own:
-        into[".".join(path)] = own
-    for key, value in tables.items():
-        if isinstance(value, dict):
-            _flatten(value, (*path, key), into)

@@ -354,7 +354,7 @@ class Engine:
         finally:
             self._executor.is_timed = False
         if self._outcome is not None:
-            taken = self._outcome.clock.seconds()
+            taken = self.taken()
             waits: dict[Do, list[float]] = {}
             for (do, _), each in taken.items():
                 if do.waits:
@@ -365,6 +365,14 @@ class Engine:
                     found[key] = fmean(each)
                 elif key[0] in shortest:
                     found[key] = shortest[key[0]]
+
+    def taken(self) -> dict[tuple[Do, int], list[float]]:
+        """Seconds of the instructions of the last step, each time that they were played, waits included.
+
+        By instruction and index of its block or unit, as `timing` has them; empty unless the step was taken in that
+        context. They follow each other, so they add up to the step but for what the host does between them.
+        """
+        return {} if self._outcome is None else self._outcome.clock.seconds()
 
     # ---- what users read and edit
 

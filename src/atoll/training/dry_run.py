@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from atoll.config import Config, load
+from atoll.cost import Cluster
 from atoll.models import adapter_for
 from atoll.models.weights import weights_for
 from atoll.plan import Plan
@@ -48,6 +49,8 @@ def check_run(request: Request, *, elsewhere: bool = False, say: Callable[[str],
     config = load(request.path, request.overrides)
     plan = config.to_plan()
     folder = RunFolder(Path(config.run.folder))
+    if config.run.cluster is not None:
+        Cluster.read(config.run.cluster)
     folder.check(resume=request.resume, overwrite=config.run.overwrite, makes=False)
     corpus = preview_corpus(config)
     if corpus is None:

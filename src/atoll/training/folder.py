@@ -5,6 +5,10 @@
                  metrics.jsonl          one object a training step
                  validation.jsonl       one object an evaluation, the first as step 0
                  trace.json             one measured step, for chrome://tracing or Perfetto
+                 prediction.json        what `atoll predict --json` prints of the run
+                 cluster.toml           what it is predicted on, where run.cluster names it
+                 timing.json            seconds of the last step's instructions, and peak bytes, by pipeline rank
+                 calibration.jsonl      the run as a row of `atoll calibrate`, once `atoll compare` has written it
                  sample.txt             text generated at the end
                  tokenizer.json         what the tokens mean, but where they are bytes
                  checkpoints/step-000100
@@ -24,9 +28,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from atoll.errors import CheckpointError, ConfigError, RunError
+
+WARM_UP = 3
+"""Steps of a start that are slower than those that follow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +67,26 @@ class RunFolder:
     def trace(self) -> Path:
         """The timeline of one step."""
         return self.root / "trace.json"
+
+    @property
+    def prediction(self) -> Path:
+        """Predicted seconds and bytes."""
+        return self.root / "prediction.json"
+
+    @property
+    def cluster(self) -> Path:
+        """What the run is predicted on."""
+        return self.root / "cluster.toml"
+
+    @property
+    def timing(self) -> Path:
+        """What the instructions of the last step took, and the bytes of each rank."""
+        return self.root / "timing.json"
+
+    @property
+    def calibration(self) -> Path:
+        """The run as a row of `atoll calibrate`."""
+        return self.root / "calibration.jsonl"
 
     @property
     def sample(self) -> Path:
@@ -142,8 +170,9 @@ class RunFolder:
 
     def clear(self) -> None:
         """Remove what an earlier run left, and nothing else."""
-        files = (self.config, self.plan, self.metrics, self.validation, self.trace, self.sample, self.tokenizer)
-        for path in files:
+        written = (self.config, self.plan, self.metrics, self.validation, self.trace, self.sample, self.tokenizer)
+        compared = (self.prediction, self.cluster, self.timing, self.calibration)
+        for path in (*written, *compared):
             with writing(path):
                 path.unlink(missing_ok=True)
         for folder in (self.checkpoints, self.tensorboard):
@@ -173,6 +202,13 @@ def read_records(path: Path) -> list[dict[str, Any]]:
         if isinstance(record, dict) and isinstance(record.get("step"), int):
             found.append(record)
     return found
+
+
+def typical_seconds(path: Path, first: int = 1) -> float | None:
+    """Seconds of a step from a file of training steps: the median from step `first` on, without the first `WARM_UP`
+    steps where there are more; None where there is none."""
+    found = [float(record["seconds"]) for record in read_records(path) if record["step"] >= first]
+    return median(found[WARM_UP:] or found[-1:]) if found else None
 
 
 def append(path: Path, record: Mapping[str, Any]) -> None:

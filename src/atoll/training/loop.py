@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import signal
 from collections import deque
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,9 @@ from typing import Any
 import torch
 
 from atoll.config import Config
+from atoll.cost import Cluster
 from atoll.data import Corpus
-from atoll.errors import CheckpointError, ConfigError, DataError
+from atoll.errors import CheckpointError, ConfigError, DataError, UserError
 from atoll.layouts import Footprint
 from atoll.runtime import checkpoint
 from atoll.runtime.engine import Engine, Evaluation
@@ -30,9 +32,10 @@ from atoll.runtime.transport import Later
 from atoll.training.build import RateSchedule
 from atoll.training.display import Display
 from atoll.training.folder import RunFolder, read_records, writing
-from atoll.training.measure import collect_trace, peak_memory, publish_trace
+from atoll.training.measure import peak_memory, share_timing, share_trace
+from atoll.training.prediction import predict
 from atoll.training.record import Recorder, perplexity
-from atoll.training.samples import Samples
+from atoll.training.samples import Samples, vocabulary_of
 from atoll.training.signals import StopRequest
 from atoll.training.text import generate
 
@@ -44,14 +47,17 @@ TRACED_STEP = 3
 class LoopOutcome:
     """What a loop did, the same on every rank.
 
-    stopped: the signal that ended it early.  tokens: of this start, without those before a resume.
+    stopped: the signal that ended it early.  first_step, tokens: of this start, without those before a resume.
     sample: the generated text, if it came to the end and one was asked for.
+    peaks: of each pipeline rank, the most bytes that one of its ranks has needed.
     """
 
     step: int
     stopped: signal.Signals | None
+    first_step: int
     tokens: int
     sample: str | None
+    peaks: tuple[int, ...]
 
 
 class Loop:
@@ -80,6 +86,8 @@ class Loop:
         self._evaluated = self._saved = -1
         self._tokens = 0
         self._unrecorded: deque[tuple[float, Later]] = deque()
+        self._memory = torch.zeros(engine.plan.mesh.world)
+        self._last: StepResult | None = None
 
     def run(self, *, resume: bool) -> LoopOutcome:
         """Train to the last step, or until a signal."""
@@ -97,7 +105,14 @@ class Loop:
         sample = None if stopped else self._sample()
         if self._recorder is not None:
             self._recorder.close()
-        return LoopOutcome(self.engine.step_number, stopped, self._tokens, sample=sample)
+        return LoopOutcome(
+            self.engine.step_number,
+            stopped,
+            first_step=first + 1,
+            tokens=self._tokens,
+            sample=sample,
+            peaks=self._peaks(),
+        )
 
     def _steps(self, first: int) -> signal.Signals | None:
         train, every = self.config.train, self.config.checkpoint.every
@@ -107,7 +122,9 @@ class Loop:
             for step in range(first + 1, train.steps + 1):
                 rate = self.schedule.rate
                 batch = self.samples.take()
-                result = self.engine.submit(batch, self.samples.peek() if step < train.steps else None)
+                following = self.samples.peek() if step < train.steps else None
+                with nullcontext() if step < train.steps else self.engine.timing():
+                    result = self.engine.submit(batch, following)
                 self.schedule.advance()
                 self._unrecorded.append((rate, self._share()))
                 stop = self._record(result)
@@ -116,10 +133,11 @@ class Loop:
                 if stop is not None or is_due or is_kept or step in (traced, train.steps):
                     stop = self._record(self.engine.settle()) or stop
                 if step == traced:
-                    publish_trace(self.engine)
-                    self.engine.transport.barrier()
-                    if self._recorder is not None:
-                        self._recorder.trace(collect_trace(self.engine))
+                    trace = share_trace(self.engine)
+                    if self._recorder is not None and trace is not None:
+                        self._recorder.trace(trace)
+                if step == train.steps:
+                    self._record_timing()
                 if is_due:
                     self._evaluate()
                 if stop is not None and step < train.steps:
@@ -179,7 +197,22 @@ class Loop:
             self._recorder = Recorder(self.folder, self.config, self.corpus.tokenizer, step=step, is_fresh=is_fresh)
             blocks = self.engine.adapter.blocks()
             stages = [[blocks[at].name for at in run] for run in self.engine.runs]
-            self._recorder.plan(plan, held, stages)
+            vocabulary = vocabulary_of(self.config, self.corpus)
+            facts = {"vocabulary": vocabulary, "reads_in_place": self.engine.reads_in_place, "first_step": step + 1}
+            self._recorder.plan(plan, held, stages, **facts)
+            self._predict(self._recorder, vocabulary)
+
+    def _predict(self, recorder: Recorder, vocabulary: int) -> None:
+        """Record what the run is predicted to take; without a cluster the bytes alone."""
+        path = self.config.run.cluster
+        try:
+            cluster = None if path is None else Cluster.read(path)
+            in_place = self.engine.reads_in_place
+            found = predict(self.config, self.engine.plan, cluster, vocabulary=vocabulary, reads_in_place=in_place)
+            recorder.prediction(found)
+        except UserError as error:
+            if path is not None:
+                self.display.say(f"note: the run is not predicted: {error}")
 
     # ---- between steps
 
@@ -199,11 +232,28 @@ class Loop:
         count = len(StopRequest.numbers)
         asked = [number for number, ranks in zip(StopRequest.numbers, totals[:count], strict=True) if ranks]
         memory = int(totals[count:].max())
+        self._memory, self._last = totals[count:], result
         self._tokens += result.tokens
         self.display.step(result, memory_bytes=memory)
         if self._recorder is not None:
             self._recorder.step(result, rate=rate, memory_bytes=memory)
         return asked[0] if asked else None
+
+    def _record_timing(self) -> None:
+        """Write down what the instructions of the last step took."""
+        timed = share_timing(self.engine)
+        if self._recorder is not None and timed is not None and self._last is not None:
+            memory = "resident" if self.engine.device.type == "cpu" else "allocated"
+            self._recorder.timing(self._last, timed, peaks=self._peaks(), memory=memory)
+
+    def _peaks(self) -> tuple[int, ...]:
+        """Of each pipeline rank, the most bytes that one of its ranks has needed."""
+        mesh = self.engine.plan.mesh
+        found = [0] * mesh.pipeline
+        for rank, each in enumerate(self._memory.tolist()):
+            stage = mesh.place(rank).pp
+            found[stage] = max(found[stage], int(each))
+        return tuple(found)
 
     def _evaluate(self) -> None:
         """Loss of the validation split, unless it is known for this step."""

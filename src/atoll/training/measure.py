@@ -1,4 +1,4 @@
-"""Memory of a rank, and the timeline of all pipeline ranks."""
+"""Memory of a rank, and the timeline and the timed instructions of all pipeline ranks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import resource
 import sys
 import time
+from typing import Any
 
 import torch
 
@@ -23,31 +24,43 @@ def peak_memory(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def publish_trace(engine: Engine) -> None:
-    """Put the timeline of this pipeline rank, if it is of data-parallel rank 0, into the store.
-
-    In wall time, which machines share.
-    """
-    store, place = world_store(), engine.place
-    if store is None or place.data != 0 or place.tp != 0:
-        return
+def share_trace(engine: Engine) -> Trace | None:
+    """The timelines of the last step on all pipeline ranks, in wall time, which machines share; None but on rank 0.
+    Every rank calls it."""
     offset = time.time() - time.monotonic()
-    spans = [(str(span.action), span.lane, span.start + offset, span.end + offset) for span in engine.trace().spans]
-    store.set(_key(place.pp), json.dumps(spans))
-
-
-def collect_trace(engine: Engine) -> Trace:
-    """What was published, once every rank has; the engine's own timeline without other ranks."""
-    store, placement = world_store(), engine.plan.schedule.placement
-    if store is None:
-        return engine.trace()
+    own = [(str(span.action), span.lane, span.start + offset, span.end + offset) for span in engine.trace().spans]
+    found = _share(engine, "trace", own)
+    if found is None:
+        return None
     spans = [
         Span(rank, lane, Action.parse(action), start=start, end=end)
-        for rank in range(placement.ranks)
-        for action, lane, start, end in json.loads(store.get(_key(rank)))
+        for rank, row in enumerate(found)
+        for action, lane, start, end in row
     ]
+    placement = engine.plan.schedule.placement
     return Trace(tuple(spans), ranks=placement.ranks, chunks=placement.chunks)
 
 
-def _key(pipeline_rank: int) -> str:
-    return f"atoll/trace/{pipeline_rank}"
+def share_timing(engine: Engine) -> list[list[dict[str, Any]]] | None:
+    """What the instructions of the last step took on all pipeline ranks; None but on rank 0. Every rank calls it.
+
+    One object an instruction: do; of, the index of its block or unit, or -1; times; seconds of all times; shortest.
+    """
+    own = [
+        {"do": str(do), "of": of, "times": len(each), "seconds": sum(each), "shortest": min(each)}
+        for (do, of), each in engine.taken().items()
+    ]
+    return _share(engine, "timing", own)
+
+
+def _share(engine: Engine, name: str, own: Any) -> list[Any] | None:
+    """What each pipeline rank, its data-parallel rank 0, has to say; None but on rank 0."""
+    store, place = world_store(), engine.place
+    if store is None:
+        return [own]
+    if place.data == 0 and place.tp == 0:
+        store.set(f"atoll/{name}/{place.pp}", json.dumps(own))
+    engine.transport.barrier()
+    if place.rank:
+        return None
+    return [json.loads(store.get(f"atoll/{name}/{rank}")) for rank in range(place.mesh.pipeline)]

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from atoll.config import Config, load
+from atoll.cost import Cluster
 from atoll.errors import ConfigError
 from atoll.plan import Plan
 from atoll.runtime import failure
@@ -59,6 +60,7 @@ def train(request: Request) -> int:
 
     config = load(request.path, request.overrides)
     config.to_plan()
+    _check_cluster(config)
     RunFolder(Path(config.run.folder)).check(resume=request.resume, overwrite=config.run.overwrite)
     vocabulary_of(config, prepare_corpus(config, say=lambda line: _tell(line, sys.stderr)))
     # Each rank is this very command again; its environment makes it a rank.
@@ -73,6 +75,7 @@ def run_rank(request: Request, rendezvous: Rendezvous) -> int:
     try:
         config = load(request.path, request.overrides)
         plan = config.to_plan(rendezvous.world)
+        _check_cluster(config)
         store = meet(rendezvous, config.parallel.timeout)
         watchdog = failure.Watchdog(store, rendezvous.rank).start()
         ending = _train(request, config, plan, rendezvous=rendezvous, store=store, stop=stop)
@@ -100,6 +103,12 @@ def _train(
 
 
 # ---- the start
+
+
+def _check_cluster(config: Config) -> None:
+    """ConfigError for a cluster that cannot be read, before anything starts."""
+    if config.run.cluster is not None:
+        Cluster.read(config.run.cluster)
 
 
 def _choose_device(config: Config, rendezvous: Rendezvous) -> torch.device:

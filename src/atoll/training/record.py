@@ -10,6 +10,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from atoll.config import Config
+from atoll.cost import Prediction
+from atoll.cost.summary import summary
 from atoll.data.tokenizer import FileTokenizer, Tokenizer
 from atoll.layouts import Footprint
 from atoll.plan import Plan
@@ -52,9 +54,26 @@ class Recorder:
             with files.writing(folder.tensorboard):
                 self._events = SummaryWriter(str(folder.tensorboard), purge_step=None if is_fresh else step + 1)
 
-    def plan(self, plan: Plan, footprints: Sequence[Footprint], blocks: Sequence[Sequence[str]]) -> None:
-        """What each rank does, and the bytes it is predicted to hold."""
-        files.write(self.folder.plan, json.dumps(describe(plan, footprints, blocks), indent=1) + "\n")
+    def plan(self, plan: Plan, footprints: Sequence[Footprint], blocks: Sequence[Sequence[str]], **facts: Any) -> None:
+        """What each rank does, and the bytes it is predicted to hold. facts: of this start."""
+        values = {**describe(plan, footprints, blocks), **facts}
+        files.write(self.folder.plan, json.dumps(values, indent=1) + "\n")
+
+    def prediction(self, prediction: Prediction) -> None:
+        """What the run is predicted to take and hold, and on what."""
+        values = summary(prediction)
+        if prediction.cluster is not None:
+            files.write(self.folder.cluster, prediction.cluster.dump())
+        files.write(self.folder.prediction, json.dumps(values, indent=1) + "\n")
+
+    def timing(self, result: StepResult, timed: Sequence[Any], peaks: Sequence[int], memory: str) -> None:
+        """A timed step. timed, peaks: instructions and peak bytes of each pipeline rank.  memory: what those are of."""
+        ranks = [
+            {"rank": rank, "peak_bytes": peak, "instructions": instructions}
+            for rank, (peak, instructions) in enumerate(zip(peaks, timed, strict=True))
+        ]
+        values = {"step": result.step, "seconds": result.seconds, "memory": memory, "ranks": ranks}
+        files.write(self.folder.timing, json.dumps(values) + "\n")
 
     def step(self, result: StepResult, *, rate: float, memory_bytes: int) -> None:
         """A training step. loss and grad_norm (before clipping) are the step's, over all ranks."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 import warnings
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,27 +22,43 @@ from atoll.runtime import checkpoint
 from atoll.runtime.transport import world_rank
 from atoll.training.build import build_engine, build_model
 from atoll.training.display import Display
-from atoll.training.folder import RunFolder, read_records
+from atoll.training.folder import RunFolder, read_records, typical_seconds
 from atoll.training.loop import Loop
 from atoll.training.samples import prepare_corpus, vocabulary_of
 from atoll.training.signals import StopRequest
-from atoll.units import format_count, format_rate, format_seconds
+from atoll.units import format_bytes, format_count, format_rate, format_seconds
 
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
     """How a run ended.
 
-    stopped: the signal that ended it early.  tokens, seconds: of this start, without those before a resume; the seconds
-    are those from the first evaluation to the sample.
+    stopped: the signal that ended it early.
+    first_step, tokens, seconds: of this start, without those before a resume; the seconds are those from the first
+    evaluation to the sample.
+    peaks: of each pipeline rank, the most bytes that one of its ranks has needed: CUDA tensors, or resident memory.
     """
 
     folder: RunFolder
     step: int
     stopped: signal.Signals | None
+    first_step: int
     tokens: int
     seconds: float
     sample: str | None
+    peaks: tuple[int, ...]
+    device: str
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Of a typical step of this start; None where there was none."""
+        return typical_seconds(self.folder.metrics, self.first_step)
+
+    @property
+    def prediction(self) -> dict[str, Any] | None:
+        """What `atoll predict --json` prints of the run; None where it cannot be predicted."""
+        path = self.folder.prediction
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
     @property
     def checkpoint(self) -> Path:
@@ -55,6 +73,7 @@ class RunResult:
 
     def summary(self) -> dict[str, Any]:
         """Plain values."""
+        predicted = self.prediction
         return {
             "folder": str(self.folder.root),
             "step": self.step,
@@ -64,6 +83,8 @@ class RunResult:
             "validation_loss": self.losses,
             "checkpoint": str(self.checkpoint),
             "sample": self.sample,
+            "step_seconds": {"predicted": predicted and predicted["seconds"], "measured": self.step_seconds},
+            "peak_bytes": {"predicted": predicted and _predicted_peaks(predicted), "measured": list(self.peaks)},
         }
 
     def describe(self) -> str:
@@ -78,11 +99,30 @@ class RunResult:
             before, after = self.losses
             change = f" ({after / before - 1.0:+.1%})" if before > 0 else ""
             lines.append(f"validation loss {before:.4f} -> {after:.4f}{change}")
+        lines += self._held_against_prediction()
         names = [path.name for path in (folder.metrics, folder.validation, folder.plan, folder.trace) if path.exists()]
         lines.append(f"{folder.root}: {', '.join(names)}, {self.checkpoint.relative_to(folder.root)}")
         if self.sample is not None:
             lines += ["sample:", "", self.sample]
         return "\n".join(lines)
+
+    def _held_against_prediction(self) -> Iterator[str]:
+        """Seconds of a step, and peak bytes of each pipeline rank."""
+        predicted, measured = self.prediction, self.step_seconds
+        expected, held = (None, []) if predicted is None else (predicted["seconds"], _predicted_peaks(predicted))
+        if measured is not None:
+            words = "" if expected is None else f"{format_seconds(expected)} predicted, "
+            error = "" if expected is None else f" ({measured / expected - 1.0:+.1%})"
+            yield f"a step: {words}{format_seconds(measured)} measured{error}"
+        name = "max RSS" if self.device == "cpu" else "max CUDA"
+        for rank, (expected_bytes, peak) in enumerate(zip(held, self.peaks, strict=bool(held))):
+            tensors = format_bytes(expected_bytes)
+            yield f"pipeline rank {rank}: {tensors} of tensors predicted, {name} {format_bytes(peak)}"
+
+
+def _predicted_peaks(prediction: Mapping[str, Any]) -> list[int]:
+    """Bytes of tensors of each pipeline rank."""
+    return [each["peak"]["total"] - each["peak"]["context"] for each in prediction["ranks"]]
 
 
 def run(config: Config, plan: Plan, *, device: torch.device, resume: bool, stop: StopRequest) -> RunResult:
@@ -109,7 +149,15 @@ def run(config: Config, plan: Plan, *, device: torch.device, resume: bool, stop:
     finally:
         engine.close()
     return RunResult(
-        folder, outcome.step, outcome.stopped, tokens=outcome.tokens, seconds=seconds, sample=outcome.sample
+        folder,
+        outcome.step,
+        outcome.stopped,
+        first_step=outcome.first_step,
+        tokens=outcome.tokens,
+        seconds=seconds,
+        sample=outcome.sample,
+        peaks=outcome.peaks,
+        device=device.type,
     )
 
 

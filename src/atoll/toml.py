@@ -16,6 +16,25 @@ def to_toml(tables: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(parts)
 
 
+def nested_to_toml(tables: Mapping[str, Any]) -> str:
+    """Tables within tables, to any depth: one `[table]` for each that has values of its own, by its dotted name.
+
+    A table comes before those within it.
+    """
+    flat: dict[str, dict[str, Any]] = {}
+    _flatten(tables, (), flat)
+    return to_toml(flat)
+
+
+def _flatten(tables: Mapping[str, Any], path: tuple[str, ...], into: dict[str, dict[str, Any]]) -> None:
+    own = {key: value for key, value in tables.items() if not isinstance(value, Mapping)}
+    if own:
+        into[".".join(path)] = own
+    for key, value in tables.items():
+        if isinstance(value, Mapping):
+            _flatten(value, (*path, key), into)
+
+
 def value_to_toml(value: bool | int | float | str | list[Any] | tuple[Any, ...] | Mapping[str, Any]) -> str:
     """One value, as TOML writes it; a table in one line."""
     if isinstance(value, Mapping):

@@ -1,0 +1,106 @@
+"""`atoll calibrate ROWS`: fit a cluster's constants to measured steps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from atoll.cli.predict import CLUSTER, read_cluster
+from atoll.units import format_seconds
+
+if TYPE_CHECKING:
+    from atoll.cost import Cluster
+    from atoll.cost.calibration import Fitted, Step
+
+WIDEST = 0.99
+"""The largest spread that a cluster may have."""
+
+
+def command(
+    rows: Annotated[Path, typer.Argument(help="A JSON or JSONL file of measured steps.", show_default=False)],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="FILE", help="The TOML file to write.", show_default=False)
+    ],
+    cluster: Annotated[
+        Path | None,
+        typer.Option(help=f"{CLUSTER} Its constants are where the fit begins; if not given, the first row's."),
+    ] = None,
+    constants: Annotated[
+        str | None, typer.Option(help="What to fit, by keys of the file separated by commas; all if not given.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Fit the constants of a cluster to the measured steps in ROWS, and write the cluster with them.
+
+    A row is {"config": "run.toml", "set": ["train.microbatch=2"], "seconds": 1.2}, where the config may be its tables
+    too, or {"run": "runs/mine"}, the folder of a run; `atoll compare` writes such rows. Paths are relative to the
+    folder of ROWS. Only constants on which some step depends are fitted, and each is held to where it was as if that
+    were known to within 25 %. `spread` in the file is the error to expect of other steps: with up to 12 rows that of
+    each row left out of the fit, else that of the fit itself.
+
+    Keys of the JSON object: file; error and spread, relative; steps (name, measured, before, after: seconds; error,
+    relative); constants (name, before, after).
+    """
+    from atoll.cost.calibration import calibrate, changed
+    from atoll.training.folder import write
+    from atoll.training.measurements import read_rows, steps_of
+
+    found = read_rows(rows)
+    own = next((row.cluster for row in found if row.cluster is not None), None)
+    before = read_cluster(cluster or own)
+    steps = steps_of(rows, found, before)
+    fitted = calibrate(steps, tuple(name.strip() for name in constants.split(",")) if constants else ())
+    rounded = {name: float(f"{value:.4g}") for name, value in fitted.constants.items()}
+    count = "1 step" if len(steps) == 1 else f"{len(steps)} steps"
+    source = f"fitted to {count} of {rows} by atoll calibrate"
+    write(output, _described(changed(before, rounded), min(fitted.spread, WIDEST), source).dump())
+    after = [step.on(fitted.cluster).predicted for step in steps]
+    if as_json:
+        typer.echo(json.dumps(_values(output, steps, after, fitted)))
+    else:
+        typer.echo("\n".join(_describe(steps, after, fitted)))
+        typer.echo(f"wrote {output}", err=True)
+
+
+def _described(cluster: Cluster, spread: float, source: str) -> Cluster:
+    """With what is said of its constants."""
+    device = cluster.device
+    said = device.efficiency.model_copy(update={"spread": float(f"{spread:.4g}"), "source": source})
+    return cluster.model_copy(update={"device": device.model_copy(update={"efficiency": said})})
+
+
+def _values(output: Path, steps: Sequence[Step], after: Sequence[float], fitted: Fitted) -> dict[str, Any]:
+    return {
+        "file": str(output),
+        "error": fitted.error,
+        "spread": fitted.spread,
+        "steps": [
+            {
+                "name": step.name,
+                "measured": step.seconds,
+                "before": step.predicted,
+                "after": fit,
+                "error": fit / step.seconds - 1.0,
+            }
+            for step, fit in zip(steps, after, strict=True)
+        ],
+        "constants": [
+            {"name": name, "before": fitted.before[name], "after": value} for name, value in fitted.constants.items()
+        ],
+    }
+
+
+def _describe(steps: Sequence[Step], after: Sequence[float], fitted: Fitted) -> Iterator[str]:
+    width = max(len("step"), *(len(step.name) for step in steps)) + 2
+    yield f"{'step':{width}}{'measured':>12}{'before':>12}{'after':>12}{'error':>9}"
+    for step, fit in zip(steps, after, strict=True):
+        cells = "".join(f"{format_seconds(each):>12}" for each in (step.seconds, step.predicted, fit))
+        yield f"{step.name:{width}}{cells}{fit / step.seconds - 1.0:>+9.1%}"
+    yield f"\n{'constant':{width}}{'before':>12}{'after':>12}"
+    for name, value in fitted.constants.items():
+        yield f"{name:{width}}{fitted.before[name]:>12.4g}{value:>12.4g}"
+    yield f"\nmean error {fitted.error:.1%}, spread {fitted.spread:.1%}"

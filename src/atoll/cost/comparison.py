@@ -1,0 +1,133 @@
+"""Holds a measured step against its prediction, instruction by instruction.
+
+A rank's instructions follow each other, so what they take adds up to its step, measured as predicted. The difference of
+two steps is therefore the sum of the differences of their instructions, and of what the host does between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from atoll.cost.breakdown import Breakdown, part_of
+from atoll.cost.prediction import Prediction
+from atoll.errors import ConfigError
+from atoll.program import Do
+
+LATE = 0.5
+"""The link, and not the sender, is the likely cause where the shortest wait explains more than this share of what all
+waits took longer."""
+
+PARTS = Breakdown._fields
+
+
+class Taken(NamedTuple):
+    """What an instruction took in a step of one rank.
+
+    times: how often it was played.  seconds: all of them together.  shortest: the shortest one.
+    """
+
+    times: int
+    seconds: float
+    shortest: float
+
+    @staticmethod
+    def of(each: Sequence[float]) -> Taken:
+        """From the seconds of every time."""
+        return Taken(len(each), sum(each), min(each))
+
+
+Timed = Mapping[tuple[Do, int], Taken]
+"""By what is done, and the block or unit that it is done with (-1: neither)."""
+
+_NONE = Taken(0, 0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """An instruction of a pipeline rank, as predicted and as measured. of: a block or a unit; -1 for neither."""
+
+    rank: int
+    do: Do
+    of: int
+    predicted: Taken
+    measured: Taken
+
+    @property
+    def seconds(self) -> float:
+        """Seconds a step that it took longer than predicted."""
+        return self.measured.seconds - self.predicted.seconds
+
+    @property
+    def part(self) -> str:
+        """The field of `Breakdown` that it belongs to."""
+        return part_of(self.do)
+
+    @property
+    def cause(self) -> str:
+        """Why it likely took longer, or shorter."""
+        predicted, measured = self.predicted, self.measured
+        match self.part:
+            case "forward" | "backward" | "weights" if predicted.seconds:
+                times = measured.seconds / predicted.seconds
+                return f"kernels take {times:.2f} times what the device's constants say"
+            case "optimizer" if predicted.seconds:
+                times = measured.seconds / predicted.seconds
+                return f"the optimizer takes {times:.2f} times what device.efficiency.update says"
+            case "messages" | "sums" if self.seconds < 0:
+                return "waits less for other pipeline ranks"
+            case "messages" | "sums":
+                always = measured.shortest * measured.times - predicted.shortest * predicted.times
+                return (
+                    "every message is late: the link between stages is slower"
+                    if measured.times > 1 and always > LATE * self.seconds
+                    else "waits longer for other pipeline ranks, which send later"
+                )
+            case "gathers" | "reductions":
+                return f"data-parallel links are {'slower' if self.seconds > 0 else 'faster'}, or hidden by other work"
+        return "the host, or kernels that have no predicted seconds"
+
+
+def taken(prediction: Prediction, rank: int) -> dict[tuple[Do, int], Taken]:
+    """What the instructions of a pipeline rank take in the predicted step."""
+    timing, program = prediction.played.timings[rank], prediction.played.programs.ranks[rank]
+    found: dict[tuple[Do, int], list[float]] = {}
+    before = timing.begin
+    for instruction, end in zip(program.instructions, timing.ends, strict=True):
+        found.setdefault((instruction.do, instruction.of), []).append(end - before)
+        before = end
+    return {key: Taken.of(each) for key, each in found.items()}
+
+
+def compare(prediction: Prediction, measured: Sequence[Timed]) -> tuple[Difference, ...]:
+    """The instructions of all pipeline ranks, the largest differences first.
+
+    measured: one a pipeline rank. Instructions that take no time in either are left out.
+
+    Raises ConfigError where there are not as many as the prediction has pipeline ranks.
+    """
+    ranks = prediction.plan.mesh.pipeline
+    if len(measured) != ranks:
+        raise ConfigError(f"{len(measured)} ranks have been timed and the plan has {ranks} pipeline ranks: time each")
+    found = []
+    for rank, own in enumerate(measured):
+        wanted = taken(prediction, rank)
+        for key in {**wanted, **own}:
+            each = Difference(rank, *key, wanted.get(key, _NONE), own.get(key, _NONE))
+            if each.predicted.seconds or each.measured.seconds:
+                found.append(each)
+    return tuple(sorted(found, key=lambda each: -abs(each.seconds)))
+
+
+def by_part(differences: Sequence[Difference], rank: int) -> dict[str, tuple[float, float]]:
+    """Predicted and measured seconds of a pipeline rank, by the fields of `Breakdown`.
+
+    Collectives of tensor parallelism are in the part that they are made in, and waits for a late sender are messages.
+    """
+    found = dict.fromkeys(PARTS, (0.0, 0.0))
+    for each in differences:
+        if each.rank == rank:
+            predicted, measured = found[each.part]
+            found[each.part] = predicted + each.predicted.seconds, measured + each.measured.seconds
+    return {part: pair for part, pair in found.items() if any(pair)}

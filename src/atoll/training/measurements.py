@@ -1,0 +1,215 @@
+"""Measured steps, as they are read: run folders, and files of rows for `atoll calibrate`. No torch.
+
+A row is an object with
+
+    config              a TOML file, or its tables;  set: overrides of it, as ["train.microbatch=2"]
+    seconds             of a step
+    vocabulary, world, reads_in_place    what the config does not say of its run
+
+or with `run`, the folder of a run, whose records say all that. Paths are relative to the folder of the file. `name` is
+what a row is called in tables.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from atoll.config import Config, from_dict, load
+from atoll.cost import Cluster, Prediction
+from atoll.cost.calibration import Step
+from atoll.cost.comparison import Taken, Timed
+from atoll.errors import ConfigError, UserError
+from atoll.program import Do
+from atoll.training.folder import RunFolder, typical_seconds
+from atoll.training.prediction import predict
+
+OF_CONFIG = {"config", "set", "seconds", "vocabulary", "world", "reads_in_place", "name"}
+OF_RUN = {"run", "name"}
+
+KINDS: Mapping[str, tuple[type, ...]] = {
+    "name": (str,),
+    "run": (str,),
+    "config": (str, dict),
+    "set": (list,),
+    "seconds": (int, float),
+    "vocabulary": (int,),
+    "world": (int,),
+    "reads_in_place": (bool,),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A step that has been measured.
+
+    world: ranks; parallel.ranks if None.  vocabulary, reads_in_place: see `predict`.
+    cluster: a file of what it was measured on, if that is known.
+    """
+
+    name: str
+    config: Config
+    seconds: float
+    world: int | None = None
+    vocabulary: int | None = None
+    reads_in_place: bool = False
+    cluster: Path | None = None
+
+    def predict(self, cluster: Cluster) -> Prediction:
+        """The step on a cluster. Raises ConfigError or PlanError where its costs are not known."""
+        plan = self.config.to_plan(self.world)
+        in_place = self.reads_in_place
+        return predict(self.config, plan, cluster, vocabulary=self.vocabulary, reads_in_place=in_place)
+
+    def row(self) -> dict[str, Any]:
+        """The object that `read_rows` reads."""
+        return {
+            "name": self.name,
+            "config": self.config.model_dump(mode="json"),
+            "seconds": self.seconds,
+            "vocabulary": self.vocabulary,
+            "world": self.world,
+            "reads_in_place": self.reads_in_place,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The records of a run.
+
+    blocks: their names.
+    timed_seconds: of the last step on rank 0.  timed, peaks: its instructions, and bytes, of each pipeline rank; ()
+    where the run did not come to it.
+    memory: what the peaks are of, "allocated" tensors or "resident" memory.
+    """
+
+    folder: RunFolder
+    measured: Measured
+    blocks: tuple[str, ...]
+    timed_seconds: float = 0.0
+    timed: tuple[Timed, ...] = ()
+    peaks: tuple[int, ...] = ()
+    memory: str = ""
+
+
+def read_run(root: Path) -> Run:
+    """The records of the last start of a run in a folder. Raises ConfigError where they are missing or damaged."""
+    folder = RunFolder(root)
+    config = load(folder.config)
+    plan = _read_json(folder.plan)
+    try:
+        seconds = typical_seconds(folder.metrics, plan["first_step"])
+        world = math.prod(plan["mesh"].values())
+        vocabulary, reads_in_place = plan["vocabulary"], plan["reads_in_place"]
+        blocks = tuple(name for names in plan["stages"] for name in names)
+    except KeyError as error:
+        raise ConfigError(f"{folder.plan} has no {error}: it is of an older version; run it again") from None
+    if seconds is None:
+        raise ConfigError(f"{folder.metrics} has no steps of the last start; let the run take some")
+    cluster = folder.cluster if folder.cluster.is_file() else None
+    measured = Measured(str(root), config, seconds, world, vocabulary, reads_in_place, cluster)
+    if not folder.timing.is_file():
+        return Run(folder, measured, blocks)
+    timing = _read_json(folder.timing)
+    try:
+        timed = tuple(map(_timed, timing["ranks"]))
+        peaks = tuple(rank["peak_bytes"] for rank in timing["ranks"])
+        return Run(folder, measured, blocks, timing["seconds"], timed=timed, peaks=peaks, memory=timing["memory"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{folder.timing} is not what a run writes: {error}; run it again") from error
+
+
+def read_rows(path: Path) -> list[Measured]:
+    """The rows of a JSON or JSONL file. Raises ConfigError, with the number of every row that is wrong and why."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the rows {path}: {error}") from error
+    found, problems = [], []
+    for number, row in enumerate(_split(text), start=1):
+        try:
+            found.append(_read_row(json.loads(row) if isinstance(row, str) else row, path.parent, number))
+        except (UserError, ValueError) as error:
+            problems.append(f"row {number}: {error}")
+    _raise(path, problems)
+    if not found:
+        raise ConfigError(f'{path} has no rows; write one a line, as {{"config": "run.toml", "seconds": 1.2}}')
+    return found
+
+
+def steps_of(path: Path, rows: list[Measured], cluster: Cluster) -> list[Step]:
+    """The rows of a file as steps on a cluster. Raises ConfigError, with every row that cannot be predicted there."""
+    found, problems = [], []
+    for number, row in enumerate(rows, start=1):
+        try:
+            step = Step(((1.0, row.predict(cluster)),), row.seconds, row.name)
+            step.predicted  # noqa: B018  (what cannot be predicted raises when it is played)
+            found.append(step)
+        except UserError as error:
+            problems.append(f"row {number}: {error}")
+    _raise(path, problems)
+    return found
+
+
+def _raise(path: Path, problems: list[str]) -> None:
+    if problems:
+        count = "a wrong row" if len(problems) == 1 else f"{len(problems)} wrong rows"
+        raise ConfigError("\n  ".join([f"{path}: {count}", *problems]))
+
+
+def _split(text: str) -> list[Any]:
+    """The rows of a JSON list, of a single object, or the lines of JSONL, which are text still."""
+    try:
+        whole = json.loads(text)
+    except ValueError:
+        return [line for line in text.splitlines() if line.strip()]
+    return whole if isinstance(whole, list) else [whole]
+
+
+def _read_row(row: Any, folder: Path, number: int) -> Measured:
+    if not isinstance(row, dict):
+        raise ConfigError(f"{row!r} is no object")
+    row = {key: value for key, value in row.items() if value is not None}
+    if ("run" in row) == ("config" in row):
+        raise ConfigError('name either "config", with "seconds", or "run"')
+    unknown = sorted(set(row) - (OF_RUN if "run" in row else OF_CONFIG))
+    if unknown:
+        raise ConfigError(f"unknown keys {', '.join(unknown)}; known: {', '.join(sorted(OF_CONFIG | OF_RUN))}")
+    for key, value in row.items():
+        if not isinstance(value, KINDS[key]) or (isinstance(value, bool) and bool not in KINDS[key]):
+            raise ConfigError(f"{key} = {value!r}: must be {' or '.join(kind.__name__ for kind in KINDS[key])}")
+    if "run" in row:
+        return read_run(folder / row["run"]).measured
+    seconds = float(row.get("seconds", math.nan))
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise ConfigError(f"seconds = {row.get('seconds')}: must be a number above 0, of a step")
+    given, overrides = row["config"], [str(each) for each in row.get("set", ())]
+    is_file = isinstance(given, str)
+    config = load(folder / given, overrides) if is_file else from_dict(given, overrides=overrides, source="config")
+    return Measured(
+        row.get("name", " ".join([given, *overrides]) if is_file else f"row {number}"),
+        config,
+        seconds,
+        row.get("world"),
+        row.get("vocabulary"),
+        row.get("reads_in_place", False),
+        None if config.run.cluster is None else Path(config.run.cluster),
+    )
+
+
+def _timed(rank: Mapping[str, Any]) -> Timed:
+    return {
+        (Do(each["do"]), int(each["of"])): Taken(each["times"], each["seconds"], each["shortest"])
+        for each in rank["instructions"]
+    }
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {path}, which `atoll train` writes: {error}") from error

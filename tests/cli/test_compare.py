@@ -1,0 +1,212 @@
+"""`atoll compare`: a run of two ranks and its prediction, aligned; the row that it leaves for `atoll calibrate`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from atoll.cli.main import app
+from atoll.cost import Cluster
+from atoll.cost.comparison import Difference, Taken, by_part, compare, taken
+from atoll.errors import ConfigError
+from atoll.program import Do
+from atoll.training.folder import read_records, typical_seconds
+from atoll.training.measurements import read_rows, read_run
+
+CONFIG = """
+[model]
+layers = 3
+hidden = 32
+heads = 2
+[data]
+source = "{folder}/text.txt"
+tokenizer = "bytes"
+sequence = 32
+cache = "{folder}/cache"
+[train]
+steps = 6
+global_batch = 4
+microbatch = 1
+eval_every = 0
+eval_batches = 1
+sample_tokens = 0
+[parallel]
+ranks = 2
+pipeline = 2
+device = "cpu"
+[run]
+folder = "{folder}/run"
+cluster = "{folder}/cluster.toml"
+tensorboard = false
+"""
+
+CLUSTER = """
+[device]
+memory = 8_000_000_000
+bandwidth = 1e10
+rates = { float32 = 3e10 }
+[node]
+devices = 2
+link = { rate = 1e9, latency = 2e-5 }
+"""
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A run in two processes: its run folder, and the summary that it printed."""
+    folder = tmp_path_factory.mktemp("finished")
+    (folder / "text.txt").write_text("".join(f"line {number} of the corpus\n" for number in range(500)))
+    (folder / "tiny.toml").write_text(CONFIG.format(folder=folder))
+    (folder / "cluster.toml").write_text(CLUSTER)
+    command = [sys.executable, "-m", "atoll", "train", str(folder / "tiny.toml"), "--json"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+    return folder / "run", json.loads(result.stdout)
+
+
+@pytest.fixture
+def run(finished: tuple[Path, dict[str, Any]], tmp_path: Path) -> Path:
+    """A copy of the run folder."""
+    return shutil.copytree(finished[0], tmp_path / "run")
+
+
+def atoll(*words: object) -> Any:
+    result = CliRunner().invoke(app, list(map(str, words)))
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.stderr
+    return result
+
+
+def test_a_run_records_its_prediction_beside_its_measurement(finished: tuple[Path, dict[str, Any]]) -> None:
+    folder, summary = finished
+    recorded = json.loads((folder / "prediction.json").read_text())
+    config = folder / "config.toml"
+    printed = json.loads(atoll("predict", config, "--set", "model.vocabulary=256", "--json").stdout)
+    assert recorded == printed
+    assert Cluster.read(folder / "cluster.toml") == Cluster.read(folder.parent / "cluster.toml")
+    assert summary["step_seconds"]["predicted"] == recorded["seconds"]
+    seconds = sorted(record["seconds"] for record in read_records(folder / "metrics.jsonl")[3:])
+    assert summary["step_seconds"]["measured"] == seconds[1]
+    assert len(summary["peak_bytes"]["measured"]) == len(summary["peak_bytes"]["predicted"]) == 2
+
+
+def test_instructions_align_and_add_up(run: Path) -> None:
+    found = json.loads(atoll("compare", run, "--json").stdout)
+    records = read_run(run)
+    prediction = records.measured.predict(Cluster.read(run / "cluster.toml"))
+    assert found["seconds"] == {"predicted": prediction.seconds, "measured": typical_seconds(run / "metrics.jsonl")}
+    sizes = [abs(each["seconds"]) for each in found["differences"]]
+    assert sizes == sorted(sizes, reverse=True)
+    for rank in (0, 1):
+        own = [each for each in found["differences"] if each["rank"] == rank]
+        computed = {(each["do"], each["name"]): each for each in own if each["do"] in ("F", "I", "W")}
+        for each in computed.values():
+            assert each["predicted"]["times"] == each["measured"]["times"] == 4
+        assert sum(each["predicted"]["seconds"] for each in own) == pytest.approx(prediction.seconds)
+        parts = [each for each in found["parts"] if each["rank"] == rank]
+        for side in ("predicted", "measured"):
+            whole = sum(each[side]["seconds"] for each in own)
+            assert sum(part[side] for part in parts) == pytest.approx(whole)
+        assert 0.5 * found["timed_seconds"] < whole < 1.5 * found["timed_seconds"]
+    names = {each["name"] for each in found["differences"] if each["do"] == "F"}
+    assert names == {"F embed", "F layers.0", "F layers.1", "F layers.2", "F head"}
+    assert [rank["memory"] for rank in found["ranks"]] == ["resident"] * 2
+    assert all(rank["measured_bytes"] > rank["predicted"]["total"] > 0 for rank in found["ranks"])
+
+
+def test_the_text_names_the_largest_differences(run: Path) -> None:
+    found = json.loads(atoll("compare", run, "--json").stdout)
+    text = atoll("compare", run).stdout
+    assert text.startswith("a step  ")
+    assert f"{found['error']:+.1%}" in text.splitlines()[0]
+    assert found["differences"][0]["name"] in text
+    assert found["differences"][0]["cause"] in text
+    assert text.count("the timed step") == 2
+
+
+def test_the_row_that_is_left_calibrates_a_cluster_that_predicts_the_run(run: Path, tmp_path: Path) -> None:
+    atoll("compare", run)
+    (row,) = read_rows(run / "calibration.jsonl")
+    own = read_run(run).measured
+    assert (row.seconds, row.world, row.vocabulary) == (own.seconds, 2, 256)
+    assert row.config == own.config
+    (tmp_path / "rows.jsonl").write_text('{"run": "run"}\n' + (run / "calibration.jsonl").read_text())
+    fitted = tmp_path / "fitted.toml"
+    result = json.loads(atoll("calibrate", tmp_path / "rows.jsonl", "-o", fitted, "--json").stdout)
+    before, after = (abs(result["steps"][0][when] / own.seconds - 1.0) for when in ("before", "after"))
+    assert after < before
+    error = json.loads(atoll("compare", run, "--cluster", fitted, "--json").stdout)["error"]
+    assert abs(own.seconds / (own.seconds * (1.0 + result["steps"][0]["error"])) - 1.0 - error) < 0.01
+
+
+def test_a_run_without_a_timed_step_is_compared_all_the_same(run: Path) -> None:
+    (run / "timing.json").unlink()
+    found = json.loads(atoll("compare", run, "--json").stdout)
+    assert found["differences"] == found["ranks"] == []
+    assert found["timed_seconds"] is None
+    assert found["seconds"]["measured"] > 0
+    assert "did not come to its last step" in atoll("compare", run).stdout
+
+
+@pytest.mark.parametrize(
+    ("broken", "words"),
+    [
+        ("config.toml", "no config at"),
+        ("plan.json", "which `atoll train` writes"),
+        ("metrics.jsonl", "has no steps of the last start"),
+        ("cluster.toml", "name its file with --cluster"),
+    ],
+)
+def test_missing_records_are_named(run: Path, broken: str, words: str) -> None:
+    (run / broken).unlink()
+    with pytest.raises(ConfigError, match=words):
+        atoll("compare", run)
+
+
+def test_damaged_records_are_named(run: Path) -> None:
+    (run / "timing.json").write_text('{"step": 6, "seconds": 1.0, "memory": "resident", "ranks": [{"rank": 0}]}')
+    with pytest.raises(ConfigError, match=r"timing\.json is not what a run writes"):
+        atoll("compare", run)
+
+
+# ---- the comparison itself
+
+
+def test_what_is_predicted_differs_from_itself_by_nothing(run: Path) -> None:
+    prediction = read_run(run).measured.predict(Cluster.read(run / "cluster.toml"))
+    same = [taken(prediction, rank) for rank in (0, 1)]
+    assert all(each.seconds == 0 for each in compare(prediction, same))
+    slow = {
+        key: Taken(each.times, each.seconds * (2 if key[0] is Do.F else 1), each.shortest)
+        for key, each in same[0].items()
+    }
+    found = compare(prediction, [slow, same[1]])
+    assert {(each.rank, each.do) for each in found if each.seconds} == {(0, Do.F)}
+    assert found[0].cause == "kernels take 2.00 times what the device's constants say"
+    predicted, measured = by_part(found, 0)["forward"]
+    assert measured == pytest.approx(2 * predicted)
+    with pytest.raises(ConfigError, match="1 ranks have been timed and the plan has 2"):
+        compare(prediction, same[:1])
+
+
+@pytest.mark.parametrize(
+    ("do", "predicted", "measured", "words"),
+    [
+        (Do.RECV_F, Taken(4, 0.4, 0.1), Taken(4, 0.9, 0.2), "the link between stages is slower"),
+        (Do.RECV_F, Taken(4, 0.4, 0.1), Taken(4, 0.9, 0.1), "waits longer for other pipeline ranks"),
+        (Do.RECV_F, Taken(4, 0.9, 0.1), Taken(4, 0.4, 0.1), "waits less for other pipeline ranks"),
+        (Do.REDUCED, Taken(4, 0.1, 0.0), Taken(4, 0.9, 0.2), "data-parallel links are slower"),
+        (Do.STEP, Taken(1, 0.1, 0.1), Taken(1, 0.3, 0.3), "the optimizer takes 3.00 times"),
+        (Do.FREE, Taken(4, 0.0, 0.0), Taken(4, 0.1, 0.0), "the host, or kernels that have no predicted seconds"),
+    ],
+)
+def test_causes(do: Do, predicted: Taken, measured: Taken, words: str) -> None:
+    assert words in Difference(0, do, -1, predicted, measured).cause
