@@ -76,7 +76,7 @@ def predicted(own: Iterable[Published], constants: Mapping[str, float] | None = 
 def fitted_to_twenty(several: Sequence[Published], seed: int) -> tuple[list[Step], Mapping[str, float]]:
     """The rows that were not drawn, with constants that were fitted to those that were; and these constants."""
     drawn = set(random.Random(seed).sample(range(len(several)), TWENTY))
-    fitted: Cluster = calibrate(plans.step_of(several[at]) for at in sorted(drawn)).cluster
+    fitted: Cluster = calibrate(plans.step_of(several[at], several[at].cluster) for at in sorted(drawn)).cluster
     constants = constants_of(fitted)
     return predicted((row for at, row in enumerate(several) if at not in drawn), constants), constants
 

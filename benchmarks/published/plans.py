@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from itertools import chain
+from pathlib import Path
 
 from atoll import schedules
 from atoll.cost import Cluster, Prediction
@@ -50,15 +53,29 @@ def precision_of(row: Published) -> Precision:
     return Precision(row.system, compute, compute, rest, gradient, reduce, "float32")
 
 
-def cluster_of(row: Published, constants: Mapping[str, float] | None) -> Cluster:
-    """The row's cluster, with other constants if they are given."""
-    return changed(row.cluster, constants or {})
+def kind_of(row: Published) -> str:
+    """What constants are fitted for: a source, a device and whether a network is used."""
+    nodes = "one node" if row.mesh.world <= row.cluster.node.devices else "several nodes"
+    return f"{row.source}, {row.cluster.device.memory / 2**30:.0f} GiB, {nodes}"
+
+
+@cache
+def fitted() -> Mapping[str, Mapping[str, float]]:
+    """Constants by kind, as `fit.py` wrote them."""
+    path = Path(__file__).with_name("constants.json")
+    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return {kind: each["constants"] for kind, each in found.items()}
+
+
+def cluster_of(row: Published, constants: Mapping[str, float] | None = None) -> Cluster:
+    """The row's cluster with the constants of its kind, or with others if they are given."""
+    return changed(row.cluster, fitted().get(kind_of(row), {}) if constants is None else constants)
 
 
 def prediction_of(row: Published, cluster: Cluster | None = None, microbatches: int | None = None) -> Prediction:
     """What Atoll says of a row; on another cluster, if that is given."""
     plan = plan_of(row, microbatches)
-    found = Prediction(row.model.workload, plan, row.cluster if cluster is None else cluster, row.use)
+    found = Prediction(row.model.workload, plan, cluster_of(row) if cluster is None else cluster, row.use)
     if row.system in REDUCES_LAST and row.mesh.data > 1:
         programs = found.ranks.programs
         ranks = tuple(reduced_last(program) for program in programs.ranks)
