@@ -35,7 +35,7 @@ from benchmarks.published.sizes import (
     palm_flops,
 )
 
-__all__ = ["Published", "UnclearError", "parse", "read", "read_csv"]
+__all__ = ["Published", "UnclearError", "parse", "read", "read_csv", "rows_of_csv"]
 
 SAIL_NETWORK = Network(8, "roce-200")
 """Sea AI Lab's pages say RoCE. A hop that Zero Bubble profiles over two nodes, 10.5 MB in 0.377 ms, is such a card."""
@@ -376,11 +376,16 @@ UNREAD: Mapping[str, str] = MappingProxyType(
 
 
 def read_csv(path: str | Path) -> tuple[Published, ...]:
-    """vTrain's steps on one node, whose first line names the columns."""
+    """vTrain's steps on one node, whose first line names the columns. Lines that `read` gives None for are left out."""
+    found = map(read, rows_of_csv(path))
+    return tuple(each for each in found if each is not None)
+
+
+def rows_of_csv(path: str | Path) -> tuple[Row, ...]:
+    """The same lines in the form of other rows, named `vtrain-s-{line}`. One that lacks numbers has its name alone."""
     with Path(path).open(encoding="utf-8", newline="") as lines:
         rows = list(csv.reader(lines))
-    found = (read(_vtrain_row(number, cells)) for number, cells in enumerate(rows, 1) if _is_data(cells))
-    return tuple(each for each in found if each is not None)
+    return tuple(_vtrain_row(number, cells) for number, cells in enumerate(rows, 1) if _is_data(cells))
 
 
 def _is_data(cells: list[str]) -> bool:
@@ -389,7 +394,11 @@ def _is_data(cells: list[str]) -> bool:
 
 def _vtrain_row(number: int, cells: list[str]) -> Row:
     """Line `number` in the form of other rows, with the vocabulary and the plan of vTrain's rows of several nodes."""
-    gpus, batch, microbatch, hidden, heads, layers, sequence, tensor, data, pipeline = map(int, cells[:10])
+    try:
+        gpus, batch, microbatch, hidden, heads, layers, sequence, tensor, data, pipeline = map(int, cells[:10])
+        seconds = float(cells[10]) / 1000.0 if cells[10:] and cells[10].strip() else None
+    except ValueError:
+        return {"id": f"vtrain-s-{number}", "source": "vtrain"}
     return {
         "id": f"vtrain-s-{number}",
         "source": "vtrain",
@@ -407,5 +416,5 @@ def _vtrain_row(number: int, cells: list[str]) -> Row:
             "recompute": "block",
             "precision": "fp16",
         },
-        "result": {"step_s": float(cells[10]) / 1000.0},
+        "result": {"step_s": seconds},
     }
