@@ -100,3 +100,9 @@ def test_what_does_not_divide_is_refused() -> None:
     grouped = Transformer.llama(layers=1, hidden=64, heads=8, kv_heads=2, ffn=96, vocabulary=100, width=3)
     with pytest.raises(ConfigError, match="kv_heads x width = 6 cannot be split evenly over tensor = 4 ranks"):
         work(grouped, tensor=4)
+
+
+def test_bert_has_the_parameters_of_both_of_its_heads() -> None:
+    # BERT large for pre-training in transformers has 336,226,108. Megatron's differs by types and by one norm.
+    large = Transformer.bert(layers=24, hidden=1024, heads=16, vocabulary=30522, positions=512)
+    assert large.parameters == 336_226_108 - 2 * 1024 - 2 * 1024
