@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -86,17 +87,30 @@ def test_fp32_gradients_of_fp16_ones_are_gone_when_the_step_begins() -> None:
 # ---- SimuMax
 
 
-def test_llama_of_simumax_on_each_stage() -> None:
-    plan = {
-        "tp": 1, "pp": 2, "dp": 4, "ep": 1, "cp": 1, "layout": "NNG", "schedule": "1f1b", "microbatch": 1,
-        "microbatches": 8, "recompute": "none", "precision": "bf16, fp32 gradients", "sequence_parallel": False,
+def simumax(*, sequence: int, **plan: Any) -> dict[str, Any]:
+    words = {
+        "ep": 1, "layout": "NNG", "schedule": "1f1b", "microbatch": 1, "microbatches": 8, "recompute": "none",
+        "precision": "bf16, fp32 gradients", **plan,
     }  # fmt: skip
-    model = {"kind": "llama", "name": "llama3-70b", "layers": 12, "seq": 4096}
+    model = {"kind": "llama", "name": "llama3-70b", "layers": 12, "seq": sequence}
     cluster = {"gpu": "B200", "gpus": 8, "per_node": 8}
-    found = rows.parse(row("simumax-b200", model=model, cluster=cluster, plan=plan, result={"step_s": 1.4768}))
+    return row("simumax-b200", model=model, cluster=cluster, plan=words, result={"step_s": 1.4768})
+
+
+def test_llama_of_simumax_on_each_stage() -> None:
+    found = rows.parse(simumax(sequence=4096, tp=1, pp=2, dp=4, cp=1, sequence_parallel=False))
     assert found.fuses_gradients
     assert memory.peak_bytes(found, 0) == pytest.approx(68_149 * MIB, rel=0.01)
     assert memory.peak_bytes(found, 1) == pytest.approx(64_480 * MIB, rel=0.01)
+
+
+def test_context_parallelism_has_bytes_without_seconds() -> None:
+    asked = simumax(sequence=32768, tp=2, pp=1, dp=1, cp=4, sequence_parallel=True)
+    failed: Counter[str] = Counter()
+    found = predict.predict(asked, {}, failed)
+    assert found.step_seconds is None
+    assert found.peak_bytes == pytest.approx(70_070 * MIB, rel=0.02)
+    assert failed == {"UnclearError: cp = 4 has no plan": 1}
 
 
 # ---- Sea AI Lab

@@ -5,7 +5,8 @@
 ROWS has rows in the form of `plans.json`: that file, a list of rows, one row a line, or vTrain's table as .csv. The
 output is a list with one entry a row, in their order: id, step_seconds, tokens_per_second_per_gpu, peak_bytes and
 rest_bytes (as the row counts them, on the rank that it measured), peak_bytes_by_rank (of the world's ranks) and fits.
-What a row does not say enough for is null; reasons are counted on stderr.
+What a row does not say enough for is null; reasons are counted on stderr. Rows with context parallelism, which no plan
+has, have bytes alone.
 
 With --calibrate, the constants of devices and links are fitted to the steps of at most twenty of those rows first.
 """
@@ -74,7 +75,9 @@ def predict(row: Row, constants: Mapping[str, float], failed: Counter[str]) -> P
     name = str(row.get("id")) if isinstance(row, Mapping) else ""
     published = _attempt(lambda: rows.parse(row), failed)
     if published is None:
-        return Predicted(id=name)
+        alike = _attempt(lambda: rows.parse(rows.folded(row)), Counter())
+        held = None if alike is None else _attempt(lambda: _held(alike), failed)
+        return Predicted(id=name, **(held or {}))
     cluster = changed(published.cluster, constants)
     seconds = _attempt(lambda: _seconds(_Timed((*published.configuration, repr(cluster)), published, cluster)), failed)
     timed = published.timed(seconds=seconds)

@@ -35,7 +35,7 @@ from benchmarks.published.sizes import (
     palm_flops,
 )
 
-__all__ = ["Published", "UnclearError", "parse", "read", "read_csv", "rows_of_csv"]
+__all__ = ["Published", "UnclearError", "folded", "parse", "read", "read_csv", "rows_of_csv"]
 
 SAIL_NETWORK = Network(8, "roce-200")
 """Sea AI Lab's pages say RoCE. A hop that Zero Bubble profiles over two nodes, 10.5 MB in 0.377 ms, is such a card."""
@@ -62,6 +62,24 @@ def parse(row: Row) -> Published:
     if row.get("kind") != "measured":
         raise UnclearError(f"the row is {row.get('kind')!r}, not measured")
     return READERS[source](Fields(row))
+
+
+def folded(row: Row) -> Row:
+    """The row with its context-parallel ranks as data-parallel ones that have a part of each sample.
+
+    They hold as many bytes, but for what attention exchanges; seconds are others. Raises UnclearError where the row
+    does not say enough.
+    """
+    fields = Fields(row)
+    context, batch = fields.plan.count("cp", 1), fields.plan.get("global_batch")
+    if context == 1:
+        return row
+    sequence, rest = divmod(fields.sequence, context)
+    if rest:
+        raise UnclearError(f"{fields.sequence} tokens are not even over {context} context-parallel ranks")
+    whole = {} if batch is None else {"global_batch": fields.plan.count("global_batch") * context}
+    plan = fields.changed("plan", cp=1, dp=fields.data * context, **whole)
+    return plan.changed("model", seq=sequence).row
 
 
 # ---- Megatron with DeepSpeed
