@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from math import gcd
 from typing import Any, Literal
 
@@ -30,6 +30,24 @@ COMPUTE: Mapping[str, str] = {
 
 CHUNKS: Mapping[str, int] = {"1f1b": 1, "zb-1p": 1, "zb-2p": 1, "zb-v": 2, "v-half": 2}
 """Schedules of the catalogue that rows name, and their stages a rank."""
+
+
+UNCONFIGURED = frozenset(
+    {
+        "id",
+        "assumed",
+        "cluster",
+        "step_seconds",
+        "tokens_per_second_per_gpu",
+        "peak_bytes",
+        "peak_bytes_by_rank",
+        "rest_bytes",
+        "fits",
+        "bytes_of",
+        "bytes_on",
+    }
+)
+"""Fields of a row that its plan does not depend on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +104,11 @@ class Published:
     def samples(self) -> int:
         """Number of samples in a step over all ranks."""
         return self.use.samples * self.microbatches * self.mesh.data
+
+    @property
+    def configuration(self) -> tuple[object, ...]:
+        """What a prediction depends on, but for the cluster: equal for rows that differ in names and results alone."""
+        return tuple(getattr(self, each.name) for each in fields(self) if each.name not in UNCONFIGURED)
 
     def timed(self, *, seconds: float | None = None, tokens: float | None = None) -> Published:
         """With what a step takes, from its seconds or from the tokens a second of one device."""

@@ -35,7 +35,7 @@ from benchmarks.published.sizes import (
     palm_flops,
 )
 
-__all__ = ["Published", "UnclearError", "parse", "read", "read_csv"]
+__all__ = ["Published", "UnclearError", "folded", "parse", "read", "read_csv", "rows_of_csv"]
 
 SAIL_NETWORK = Network(8, "roce-200")
 """Sea AI Lab's pages say RoCE. A hop that Zero Bubble profiles over two nodes, 10.5 MB in 0.377 ms, is such a card."""
@@ -62,6 +62,24 @@ def parse(row: Row) -> Published:
     if row.get("kind") != "measured":
         raise UnclearError(f"the row is {row.get('kind')!r}, not measured")
     return READERS[source](Fields(row))
+
+
+def folded(row: Row) -> Row:
+    """The row with its context-parallel ranks as data-parallel ones that have a part of each sample.
+
+    They hold as many bytes, but for what attention exchanges; seconds are others. Raises UnclearError where the row
+    does not say enough.
+    """
+    fields = Fields(row)
+    context, batch = fields.plan.count("cp", 1), fields.plan.get("global_batch")
+    if context == 1:
+        return row
+    sequence, rest = divmod(fields.sequence, context)
+    if rest:
+        raise UnclearError(f"{fields.sequence} tokens are not even over {context} context-parallel ranks")
+    whole = {} if batch is None else {"global_batch": fields.plan.count("global_batch") * context}
+    plan = fields.changed("plan", cp=1, dp=fields.data * context, **whole)
+    return plan.changed("model", seq=sequence).row
 
 
 # ---- Megatron with DeepSpeed
@@ -376,11 +394,16 @@ UNREAD: Mapping[str, str] = MappingProxyType(
 
 
 def read_csv(path: str | Path) -> tuple[Published, ...]:
-    """vTrain's steps on one node, whose first line names the columns."""
+    """vTrain's steps on one node, whose first line names the columns. Lines that `read` gives None for are left out."""
+    found = map(read, rows_of_csv(path))
+    return tuple(each for each in found if each is not None)
+
+
+def rows_of_csv(path: str | Path) -> tuple[Row, ...]:
+    """The same lines in the form of other rows, named `vtrain-s-{line}`. One that lacks numbers has its name alone."""
     with Path(path).open(encoding="utf-8", newline="") as lines:
         rows = list(csv.reader(lines))
-    found = (read(_vtrain_row(number, cells)) for number, cells in enumerate(rows, 1) if _is_data(cells))
-    return tuple(each for each in found if each is not None)
+    return tuple(_vtrain_row(number, cells) for number, cells in enumerate(rows, 1) if _is_data(cells))
 
 
 def _is_data(cells: list[str]) -> bool:
@@ -389,7 +412,11 @@ def _is_data(cells: list[str]) -> bool:
 
 def _vtrain_row(number: int, cells: list[str]) -> Row:
     """Line `number` in the form of other rows, with the vocabulary and the plan of vTrain's rows of several nodes."""
-    gpus, batch, microbatch, hidden, heads, layers, sequence, tensor, data, pipeline = map(int, cells[:10])
+    try:
+        gpus, batch, microbatch, hidden, heads, layers, sequence, tensor, data, pipeline = map(int, cells[:10])
+        seconds = float(cells[10]) / 1000.0 if cells[10:] and cells[10].strip() else None
+    except ValueError:
+        return {"id": f"vtrain-s-{number}", "source": "vtrain"}
     return {
         "id": f"vtrain-s-{number}",
         "source": "vtrain",
@@ -407,5 +434,5 @@ def _vtrain_row(number: int, cells: list[str]) -> Row:
             "recompute": "block",
             "precision": "fp16",
         },
-        "result": {"step_s": float(cells[10]) / 1000.0},
+        "result": {"step_s": seconds},
     }

@@ -112,3 +112,9 @@ def test_megatrons_softmax_is_one_kernel_for_a_multiple_of_four() -> None:
         return sum(each.kernels for each in work.forward if isinstance(each, Pass))
 
     assert kernels(1) == kernels(2) + 4
+
+
+def test_bert_has_the_parameters_of_both_of_its_heads() -> None:
+    # BERT large for pre-training in transformers has 336,226,108. Megatron's differs by types and by one norm.
+    large = Transformer.bert(layers=24, hidden=1024, heads=16, vocabulary=30522, positions=512)
+    assert large.parameters == 336_226_108 - 2 * 1024 - 2 * 1024
