@@ -136,6 +136,7 @@ MEANINGS: Mapping[str, str] = {
     "run.port": "of the local processes' rendezvous, 0 for any free one",
     "run.overwrite": "replace the run that the folder holds",
     "run.tensorboard": "also write TensorBoard events, if the package is there",
+    "run.cluster": "a [cluster](clusters.md) that the run is on; its prediction is recorded beside the measurement",
     "checkpoint.every": "steps between checkpoints; 0 for the last step only",
     "checkpoint.keep": "how many of the newest are kept",
 }

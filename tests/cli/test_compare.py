@@ -17,7 +17,7 @@ from atoll.cost import Cluster
 from atoll.cost.comparison import Difference, Taken, by_part, compare, taken
 from atoll.errors import ConfigError
 from atoll.program import Do
-from atoll.training.folder import read_records, typical_seconds
+from atoll.training.folder import RunFolder, read_records, typical_seconds
 from atoll.training.measurements import read_rows, read_run
 
 CONFIG = """
@@ -169,6 +169,14 @@ def test_missing_records_are_named(run: Path, broken: str, words: str) -> None:
     (run / broken).unlink()
     with pytest.raises(ConfigError, match=words):
         atoll("compare", run)
+
+
+def test_a_resumed_run_forgets_what_was_timed_of_another_plan(run: Path) -> None:
+    atoll("compare", run)
+    RunFolder(run).rewind(4)
+    left = {path.name for path in run.iterdir()}
+    assert not left & {"prediction.json", "cluster.toml", "timing.json", "calibration.jsonl"}
+    assert [record["step"] for record in read_records(run / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
 def test_damaged_records_are_named(run: Path) -> None:

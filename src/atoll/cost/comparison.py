@@ -85,7 +85,9 @@ class Difference:
                     else "waits longer for other pipeline ranks, which send later"
                 )
             case "gathers" | "reductions":
-                return f"data-parallel links are {'slower' if self.seconds > 0 else 'faster'}, or hidden by other work"
+                if self.seconds < 0:
+                    return "data-parallel links are faster, or computation hides more"
+                return "data-parallel links are slower, their other ranks later, or computation hides less"
         return "the host, or kernels that have no predicted seconds"
 
 

@@ -181,7 +181,11 @@ class RunFolder:
                     shutil.rmtree(folder)
 
     def rewind(self, step: int) -> None:
-        """Drop the lines of steps after `step`, which will be run again, and lines cut short by a crash."""
+        """Drop the lines of steps after `step`, which will be run again, and lines cut short by a crash; and what was
+        predicted and timed of an earlier start, whose plan may have been another."""
+        for path in (self.prediction, self.cluster, self.timing, self.calibration):
+            with writing(path):
+                path.unlink(missing_ok=True)
         for path in (self.metrics, self.validation):
             if not path.is_file():
                 continue
