@@ -35,10 +35,10 @@ SMALL_WORKSPACES = (8 * MIB + MIB // 8, 4 * MIB)
 
 IN_FLIGHT = {"zb-1p": 1, "zb-2p": 2}
 """Microbatches that Sea AI Lab's scheduler lets each rank hold, in pipeline lengths: the limits p M_B and 2 p M_B of
-arXiv 2401.10241, sections 3 and 4. It puts W off until the limit is reached."""
+arXiv 2401.10241. Measured peaks are those of limits that all ranks reach."""
 
 MORE_IN_FLIGHT = {1: 2, 2: 1}
-"""Microbatches that a split vocabulary adds on each rank, by algorithm (arXiv 2411.05288, section 5)."""
+"""Microbatches that a split vocabulary adds on each rank, by algorithm (arXiv 2411.05288, figure 10, for 1F1B)."""
 
 ZERO = ("bigscience",)
 """Sources whose optimizer is DeepSpeed's. vTrain's runs have Megatron's, or they would not fit the A100 they ran on."""
