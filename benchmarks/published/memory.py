@@ -35,10 +35,10 @@ SMALL_WORKSPACES = (8 * MIB + MIB // 8, 4 * MIB)
 
 IN_FLIGHT = {"zb-1p": 1, "zb-2p": 2}
 """Microbatches that Sea AI Lab's scheduler lets each rank hold, in pipeline lengths: the limits p M_B and 2 p M_B of
-arXiv 2401.10241, sections 3 and 4. It puts W off until the limit is reached."""
+arXiv 2401.10241. Measured peaks are those of limits that all ranks reach."""
 
 MORE_IN_FLIGHT = {1: 2, 2: 1}
-"""Microbatches that a split vocabulary adds on each rank, by algorithm (arXiv 2411.05288, section 5)."""
+"""Microbatches that a split vocabulary adds on each rank, by algorithm (arXiv 2411.05288, figure 10, for 1F1B)."""
 
 ZERO = ("bigscience",)
 """Sources whose optimizer is DeepSpeed's. vTrain's runs have Megatron's, or they would not fit the A100 they ran on."""
@@ -46,11 +46,11 @@ ZERO = ("bigscience",)
 STEP = 8
 """Bytes of a sharded parameter that DeepSpeed's step takes besides: gradients flat in half, twice, and in fp32. The
 allocator has no room for them where activations were. BigScience's lines 669 and 670, which differ in the shards of the
-optimizer alone, differ by 35 GB, and 20 bytes a parameter are 32."""
+optimizer alone, differ by 35 GB, and 20 bytes a parameter are 33."""
 
-RESERVED = 0.28
-"""Bytes that the allocator reserves for a byte that comes and goes, and cannot use. SimuMax's rows, which print both,
-have 0.18 to 0.35."""
+RESERVED = 0.32
+"""Bytes that the allocator reserves for a byte that comes and goes, and cannot use: the median of SimuMax's rows, which
+print both. Twelve of those sixteen have 0.2 to 0.36, the others 0.12 to 0.62."""
 
 DRIVER = 9_250 * MIB
 """Bytes that the driver shows besides on BLOOM's 384 A100: context, communicators, DeepSpeed's buckets, and what the
