@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -18,7 +19,17 @@ def ending(folder: Path, losses: list[float]) -> RunResult:
     found = RunFolder(folder)
     for step, loss in enumerate(losses):
         append(found.validation, {"step": step, "loss": loss})
-    return RunResult(found, step=12, stopped=None, tokens=3000, seconds=1.5, sample="so it goes")
+    return RunResult(
+        found,
+        step=12,
+        stopped=None,
+        first_step=1,
+        tokens=3000,
+        seconds=1.5,
+        sample="so it goes",
+        peaks=(3 * 2**20, 2**20),
+        device="cuda",
+    )
 
 
 def test_an_ending_says_how_far_the_loss_fell(tmp_path: Path) -> None:
@@ -32,6 +43,23 @@ def test_an_ending_says_how_far_the_loss_fell(tmp_path: Path) -> None:
 def test_a_loss_that_began_at_nothing_has_no_percentage(tmp_path: Path, before: float) -> None:
     lines = ending(tmp_path, [before, 1.0]).describe().splitlines()
     assert lines[1] == f"validation loss {before:.4f} -> 1.0000"
+
+
+def test_an_ending_holds_the_run_against_its_prediction(tmp_path: Path) -> None:
+    for step, seconds in enumerate([9.0, 9.0, 9.0, 1.1, 1.2, 1.3], start=1):
+        append(tmp_path / "metrics.jsonl", {"step": step, "seconds": seconds})
+    found = ending(tmp_path, [])
+    assert found.describe().splitlines()[1] == "a step: 1.2 s measured"
+    assert found.summary()["peak_bytes"] == {"predicted": None, "measured": [3 * 2**20, 2**20]}
+    ranks = [{"peak": {"total": 5 * 2**20, "context": 2**20}}, {"peak": {"total": 2**21, "context": 2**20}}]
+    found.folder.prediction.write_text(json.dumps({"seconds": 1.0, "ranks": ranks}))
+    assert found.describe().splitlines()[1:4] == [
+        "a step: 1 s predicted, 1.2 s measured (+20.0%)",
+        "pipeline rank 0: 4 MiB of tensors predicted, max CUDA 3 MiB",
+        "pipeline rank 1: 1 MiB of tensors predicted, max CUDA 1 MiB",
+    ]
+    assert found.summary()["step_seconds"] == {"predicted": 1.0, "measured": 1.2}
+    assert found.summary()["peak_bytes"]["predicted"] == [4 * 2**20, 2**20]
 
 
 def test_a_run_without_evaluations_has_no_losses(tmp_path: Path) -> None:
