@@ -270,7 +270,7 @@ ALL_CLAIMS = (
         what="— import, export",
         how="folders in and out",
         result="equal to the last bit",
-        tests=[f"{RUNTIME}/test_interchange.py"],
+        tests=["tests/training/test_interchange.py"],
     ),
     Claim(
         what="memory at rest and traffic are as predicted",

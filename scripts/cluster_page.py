@@ -28,6 +28,7 @@ MEANINGS: Mapping[str, str] = {
     "device.efficiency.update": "bytes that the optimizer reads and writes for a parameter, with a master in fp32",
     "device.efficiency.launch": "seconds of the shortest kernel",
     "device.efficiency.dispatch": "seconds that the host needs to launch a kernel",
+    "device.efficiency.pause": "seconds of a stage's F and of its I that no kernel fills",
     "device.efficiency.spread": "relative error of a step that these constants left, or that is to be expected",
     "device.efficiency.source": "where the figures are from",
     "node.devices": "devices of a node",

@@ -38,9 +38,12 @@ def main() -> None:
         steps = []
         for row in own[:: -(-len(own) // MOST)]:
             try:
-                steps.append(plans.step_of(row, row.cluster))
+                step = plans.step_of(row, row.cluster)
+                step.played[0][1].rates  # noqa: B018  (refuses what has no programs)
             except AtollError as error:
                 print(f"{row.id}: {error}", file=sys.stderr)
+            else:
+                steps.append(step)
         if len(steps) < LEAST:
             continue
         fitted = calibrate(steps)
@@ -50,7 +53,7 @@ def main() -> None:
             "constants": {name: float(f"{value:.4g}") for name, value in fitted.constants.items()},
         }
         print(f"{kind}: {len(steps)} steps, {fitted.error:.1%} left", flush=True)
-    (HERE / "constants.json").write_text(json.dumps(fits, indent=1) + "\n", encoding="utf-8")
+        (HERE / "constants.json").write_text(json.dumps(fits, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
