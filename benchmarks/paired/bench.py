@@ -65,8 +65,8 @@ def report(result: Mapping[str, Any]) -> str:
         "# This engine and an older one",
         "Written by `python benchmarks/run.py paired --against COMMIT`. The fronts of the races of "
         "[two islands](../two_islands/README.md) and [one machine](../one_machine/README.md), with two engines, one "
-        "after the other. *s*: median of the steps in turns. The peers are the same on both sides: what differs "
-        "between their two columns is the machine.",
+        "after the other. *s*: median of the steps in turns, *steps* of each. The peers are the same on both sides: what "
+        "differs between their two columns is the machine.",
     ]
     for name, sides in result["races"].items():
         new, old = sides["new"], sides["old"]
@@ -79,8 +79,8 @@ def report(result: Mapping[str, Any]) -> str:
             _verdict(new["rows"], old["rows"], both),
             "\n".join(
                 [
-                    "| contender | new s | old s | new / old | new MB | old MB |",
-                    "|---|--:|--:|--:|--:|--:|",
+                    "| contender | new s | old s | new / old | steps | new MB | old MB |",
+                    "|---|--:|--:|--:|--:|--:|--:|",
                     *(_line(each, new["rows"][each], old["rows"][each]) for each in both),
                 ]
             ),
@@ -106,4 +106,5 @@ def _verdict(new: Mapping[str, Any], old: Mapping[str, Any], both: list[str]) ->
 
 def _line(name: str, new: Mapping[str, Any], old: Mapping[str, Any]) -> str:
     seconds = f"{median(new['seconds']):.3f} | {median(old['seconds']):.3f} | {ratio(new, old):.3f}"
-    return f"| {name} | {seconds} | {new['peak_bytes'] / 1e6:.1f} | {old['peak_bytes'] / 1e6:.1f} |"
+    both = f"{new['peak_bytes'] / 1e6:.1f} | {old['peak_bytes'] / 1e6:.1f}"
+    return f"| {name} | {seconds} | {len(new['seconds'])} | {both} |"

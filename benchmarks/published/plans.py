@@ -56,7 +56,9 @@ def precision_of(row: Published) -> Precision:
 def kind_of(row: Published) -> str:
     """What constants are fitted for: a source, a device and whether a network is used."""
     nodes = "one node" if row.mesh.world <= row.cluster.node.devices else "several nodes"
-    return f"{row.source}, {row.cluster.device.memory / 2**30:.0f} GiB, {nodes}"
+    device = row.cluster.device
+    speed = device.rate(row.use.compute) / 1e12
+    return f"{row.source}, {device.memory / 2**30:.0f} GiB and {speed:.0f} TFLOP/s, {nodes}"
 
 
 @cache
