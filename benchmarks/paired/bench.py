@@ -65,8 +65,8 @@ def report(result: Mapping[str, Any]) -> str:
         "# This engine and an older one",
         "Written by `python benchmarks/run.py paired --against COMMIT`. The fronts of the races of "
         "[two islands](../two_islands/README.md) and [one machine](../one_machine/README.md), with two engines, one "
-        "after the other. *s*: median of the steps in turns, *steps* of each. The peers are the same on both sides: what "
-        "differs between their two columns is the machine.",
+        "after the other. *s*: median of the steps in turns, *steps* of each. The peers are the same on both sides: "
+        "what differs between their two columns is the machine.",
     ]
     for name, sides in result["races"].items():
         new, old = sides["new"], sides["old"]
