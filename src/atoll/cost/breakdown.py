@@ -16,7 +16,7 @@ class Breakdown(NamedTuple):
     forward, backward, weights: F, I and W without the collectives of tensor parallelism. Without a pipeline nobody
     waits for I, which then makes the weights' gradients too. Recomputing is part of I. Look-ups and scores of a split
     vocabulary are part of F, and their slices' gradients of W.
-    tensor: what those collectives add.  optimizer: its step.  other: all else that the rates have seconds for, as pauses.
+    tensor: what those collectives add.  optimizer: its step.  other: pauses, and all else that rates have seconds for.
     bubble: waits for a message or a sum that another pipeline rank has not sent yet.
     messages: waits for messages between stages that are on their way.
     gathers, reductions: waits for parameters and gradients on the data-parallel links.

@@ -48,8 +48,8 @@ class Range(NamedTuple):
 
 
 LIMITS: Mapping[str, Range] = {
-    "device.efficiency.products": Range(0.2, 1.0, 0.1),
-    "device.efficiency.depth": Range(1.0, 2000.0, 0.7),
+    "device.efficiency.products": Range(0.2, 1.0, 0.25),
+    "device.efficiency.depth": Range(1.0, 2000.0, 0.5),
     "device.efficiency.waves": Range(1e-3, 1.0, 0.5),
     "device.efficiency.attention": Range(0.05, 1.0, 0.3),
     "device.efficiency.memory": Range(0.1, 1.0, 0.3),
