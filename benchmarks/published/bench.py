@@ -67,9 +67,9 @@ def predicted(own: Iterable[Published], constants: Mapping[str, float] | None = 
     for row in own:
         try:
             step = plans.step_of(row, plans.cluster_of(row, constants))
+            found.append(Step(row, step.seconds, step.predicted))
         except AtollError:
             continue
-        found.append(Step(row, step.seconds, step.predicted))
     return found
 
 
