@@ -83,7 +83,7 @@ def fitted_to_twenty(several: Sequence[Published], seed: int) -> tuple[list[Step
 
 def within_tables(steps: Sequence[Step], found: Sequence[Mapping[str, Any]]) -> list[Step]:
     """BLOOM's steps of one table, with one factor for each: settings of the machine changed between them."""
-    names = {str(row["id"]): str(row["table"]) for row in found}
+    names = {str(row["id"]): str(row.get("table")) for row in found}
 
     def table(step: Step) -> str:
         return names[step.row.id]
