@@ -185,10 +185,14 @@ def test_the_tokenizer_says_how_many_ids_there_are(folder: Path) -> None:
         predicted(folder, "data.tokenizer=nowhere.json")
 
 
-def test_a_llama_of_transformers_takes_what_the_decoder_takes(folder: Path) -> None:
+def test_a_llama_of_transformers_takes_what_the_decoder_takes_but_keeps_more(folder: Path) -> None:
     own = predicted(folder)
     (folder / "run.toml").write_text(LLAMA.format(family="llama") + CONFIG.format(folder=folder))
-    assert predicted(folder) == own
+    other = predicted(folder)
+    differ = {key for key in own if own[key] != other[key]}
+    assert differ == {"ranks", "margin_bytes"}
+    for one, kept in zip(own["ranks"], other["ranks"], strict=True):
+        assert kept["peak"].pop("activations") > one["peak"].pop("activations")
 
 
 @pytest.mark.parametrize("family", ["mistral", "qwen2", "gpt2"])
@@ -211,8 +215,7 @@ def test_other_families(folder: Path, family: str) -> None:
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     count = sum(parameter.numel() for parameter in model.parameters())
-    biases = 6 * (64 + 2 * 32) if family == "qwen2" else 0  # of queries, keys and values, which are not counted
-    assert found["parameters"] == count - biases
+    assert found["parameters"] == count
 
 
 @pytest.mark.parametrize(

@@ -18,14 +18,16 @@ from atoll.models import Decoder, DecoderConfig, SequentialAdapter, Vocabulary
 from atoll.plan import MeshShape, Plan
 from atoll.runtime.engine import Engine
 from atoll.runtime.vocabulary.split import SplitVocabulary
-from atoll.testing import run_ranks
+from atoll.testing import RankPool, run_ranks
 from atoll.testing.parity import (
     Case,
     assert_checkpoint_parity,
     assert_parity,
     difference,
+    reference,
     train,
     whole_parameters,
+    worst_difference,
 )
 from atoll.testing.tiny import TinyConfig
 
@@ -56,6 +58,21 @@ def test_layouts_beside_tensor_parallelism(layout: str) -> None:
 def test_compiled_blocks_beside_tensor_parallelism() -> None:
     model = TinyConfig(layers=3, vocabulary=17, tied=True)
     assert_parity(replace(BOTH, model=model, schedule="zb-h1", layout="GGG", compile="block-eager"))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_a_compiled_engine_after_one_whose_groups_are_gone() -> None:
+    """The specs that DTensor keeps of the first engine name its mesh, whose process group is gone."""
+    frozen = TinyConfig(layers=5, vocabulary=16, trained=(1,))
+    model = TinyConfig(layers=5, tied=True, frozen=True)
+    second = Case(layout="IIG", tensor=2, compile="block-eager", model=model)
+    with RankPool() as pool:
+        pool.run(train, 4, replace(BOTH, model=frozen, schedule="zb-2p", layout="GGG", microbatches=8))
+        histories = pool.run(train, 2, second, timeout=180)
+    wanted = reference(Case(model=model))
+    for history in histories:
+        worst, where = worst_difference(history, wanted)
+        assert worst <= 1e-10, where
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Literal
 
 from atoll.cost.ends import Embedding, Head, without
-from atoll.cost.implementation import MEGATRON, Implementation
+from atoll.cost.implementation import DECODER, MEGATRON, Implementation
 from atoll.cost.kernels import Attention, Exchange, Kernel, Pass, Product
 from atoll.cost.work import BlockOf, Saved, Use, Work, Workload
 from atoll.errors import ConfigError
@@ -96,6 +96,15 @@ class Transformer:
             rotary=True,
             tied=tied,
         )
+
+    @staticmethod
+    def decoder(*, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocabulary: int, tied: bool = False,
+                dropout: bool = False) -> Transformer:  # fmt: skip
+        """Atoll's own decoder, as its code saves it."""
+        sizes = Transformer.llama(
+            layers=layers, hidden=hidden, heads=heads, ffn=ffn, vocabulary=vocabulary, kv_heads=kv_heads, tied=tied
+        )
+        return replace(sizes, name="decoder", dropout=dropout, implementation=DECODER)
 
     @staticmethod
     def bert(*, layers: int, hidden: int, heads: int, vocabulary: int, positions: int,

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from atoll.cost import Transformer
-from atoll.cost.implementation import BERT, DECODER, GPT2, GPT_NEOX, LLAMA
+from atoll.cost.implementation import BERT, GPT2, GPT_NEOX, LLAMA
 from atoll.errors import ConfigError
 from atoll.models.decoder import DecoderConfig
 
@@ -32,21 +32,15 @@ def transformer_of(config: Any) -> Transformer:
 
 
 def _decoder(config: DecoderConfig) -> Transformer:
-    return Transformer(
-        name="decoder",
+    return Transformer.decoder(
         layers=config.layers,
         hidden=config.hidden,
         heads=config.heads,
         kv_heads=config.kv_heads,
         ffn=config.ffn,
         vocabulary=config.vocabulary,
-        gated=True,
-        norm=1,
-        biases=False,
-        rotary=True,
         tied=config.tie_embeddings,
         dropout=config.dropout > 0,
-        implementation=DECODER,
     )
 
 

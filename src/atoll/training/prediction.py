@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-from atoll.config import Config
+from atoll.config import Config, Model
 from atoll.cost import Cluster, Prediction, Transformer, Use, Workload
 from atoll.data import expected_ids
 from atoll.errors import ConfigError
@@ -44,7 +43,7 @@ def workload_of(config: Config, vocabulary: int) -> Workload:
             "costs are known for models all of whose parameters are trained, and lora.rank, train.trainable or "
             "train.frozen leave some out"
         )
-    sizes = _decoder(config, vocabulary) if config.model.is_builtin else _hugging_face(config, vocabulary)
+    sizes = _decoder(config.model, vocabulary) if config.model.is_builtin else _hugging_face(config, vocabulary)
     return sizes.workload
 
 
@@ -64,9 +63,8 @@ def expected_vocabulary(config: Config) -> int:
     return expected_ids(config.tokenizer, masked=config.train.objective == "masked")
 
 
-def _decoder(config: Config, vocabulary: int) -> Transformer:
-    model = config.model
-    sizes = Transformer.llama(
+def _decoder(model: Model, vocabulary: int) -> Transformer:
+    return Transformer.decoder(
         layers=model.layers,
         hidden=model.hidden,
         heads=model.heads,
@@ -74,11 +72,12 @@ def _decoder(config: Config, vocabulary: int) -> Transformer:
         ffn=model.ffn,
         vocabulary=vocabulary,
         tied=model.tie_embeddings,
+        dropout=model.dropout > 0,
     )
-    return replace(sizes, name="decoder", dropout=model.dropout > 0)
 
 
 def _hugging_face(config: Config, vocabulary: int) -> Transformer:
+    from atoll.models import transformer_of
     from atoll.training.pretrained import hugging_face_config
 
     found: Any = hugging_face_config(config, vocabulary)
@@ -87,22 +86,4 @@ def _hugging_face(config: Config, vocabulary: int) -> Transformer:
             f"costs of a {found.model_type!r} trained with the {config.train.objective} objective are not known; known "
             f"are the built-in decoder and, with the causal objective, {', '.join(PREDICTED)}"
         )
-    common = {
-        "layers": found.num_hidden_layers,
-        "hidden": found.hidden_size,
-        "heads": found.num_attention_heads,
-        "vocabulary": found.vocab_size,
-    }
-    tied = bool(found.tie_word_embeddings)
-    if found.model_type == "gpt2":
-        dropout = max(found.resid_pdrop, found.embd_pdrop, found.attn_pdrop) > 0
-        sizes = Transformer.gpt(**common, positions=found.n_positions, ffn=found.n_inner, dropout=dropout)
-        return replace(sizes, name="gpt2", tied=tied)
-    sizes = Transformer.llama(
-        **common,
-        kv_heads=found.num_key_value_heads,
-        ffn=found.intermediate_size,
-        width=getattr(found, "head_dim", None),
-        tied=tied,
-    )
-    return replace(sizes, name=found.model_type)
+    return transformer_of(found)

@@ -17,6 +17,7 @@ every rank of the group has said that it is done with it.
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 from abc import ABC, abstractmethod
@@ -32,6 +33,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from atoll.errors import RunError
 from atoll.plan import MOST_MICROBATCHES, Place
+
+_MESHES = itertools.count()
 
 
 class Channel(IntEnum):
@@ -306,9 +309,10 @@ class Transport(ABC):
                 group = dist.new_group(list(ranks))
                 found = group if self.place.rank in ranks else found
         assert found is not None, "every rank is in a group of its own"
-        # DTensor remembers specs by their meshes, which are equal where ranks and names are. Without a name of its own,
-        # a mesh of an earlier engine whose process group is gone might be taken for this one.
-        name = "_".join(f"{axis}{self.place.mesh.sizes[axis]}" for axis in axes)
+        # DTensor caches the specs of results by the meshes of its inputs, which are equal where ranks and names are. A
+        # name that was used before would bring back the mesh of an earlier engine, whose process group may be gone and
+        # which dynamo, which tells meshes apart by identity, does not find among a graph's inputs.
+        name = f"{'_'.join(axes)}_{next(_MESHES)}"
         return DeviceMesh.from_group(found, self.device.type, mesh_dim_names=(name,))
 
     def exchange(self, values: torch.Tensor, ranks: Sequence[int], tag: Tag) -> Exchange:
