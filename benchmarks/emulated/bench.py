@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any
 
 from atoll import schedules
-from atoll.ir import Action, Schedule
+from atoll.ir import Action, Op, Schedule
 from atoll.sim import Costs, simulate
 from atoll.testing import RankPool
 from benchmarks.emulated import replay
@@ -31,6 +31,8 @@ ATOLL = ("1f1b", "interleaved", "zb-h1", "zb-v")
 RIVALS = {"1F1B": "1f1b", "Interleaved1F1B": "interleaved", "ZBVZeroBubble": "zb-v"}
 """torch's schedules that Atoll has to beat, and with which of its own."""
 OTHERS = ("GPipe", "LoopedBFS", "InterleavedZeroBubble", "DualPipeV")
+COUNTED = (Op.F, Op.I, Op.W, Op.B, Op.SEND_F, Op.SEND_B, Op.RECV_F, Op.RECV_B)
+RECEIVES = (Op.RECV_F, Op.RECV_B)
 SAME_GRADIENT = 1e-10
 STEPS = 10
 
@@ -102,8 +104,19 @@ def _row(work: Work, records: Sequence[Record], hop: float) -> dict[str, Any]:
             "replayed_seconds": replayed,
             "over_simulation": median(seconds) / simulated - 1,
             "over_replay": median(a / b for a, b in zip(seconds, replayed, strict=True)) - 1,
+            "beside_seconds": _beside(records),
         }
     return row
+
+
+def _beside(records: Sequence[Record]) -> dict[str, float]:
+    """Op -> what an action takes beside its operation: the median, and of those that wait for a message the least."""
+    found: dict[Op, list[float]] = {}
+    for record in records:
+        for spans, operations in zip(record.spans, record.operations, strict=True):
+            for op, seconds in replay.beside(spans, operations):
+                found.setdefault(op, []).append(seconds)
+    return {op: (min if op in RECEIVES else median)(found[op]) for op in COUNTED if op in found}
 
 
 def _medians(operations: Sequence[tuple[str, float, float]]) -> dict[str, float]:
@@ -180,6 +193,10 @@ def report(result: dict[str, Any]) -> str:
         "with its own schedules on the same blocks, batches and optimizer; it computes neither a global norm nor a sum "
         "of losses. Gradients of the first step are compared with one process.",
         *map(_table, result["races"]),
+        "## Beside the operations",
+        "Microseconds of Atoll's actions that are not the sleeping operation, with everything that a processor does "
+        "slowly after a sleep; the median, and of receives, which wait for their message, the shortest.",
+        _beside_table(result["races"]),
         "## Ten steps back to back",
         "\n".join(chains),
     ]
@@ -205,6 +222,17 @@ def _table(found: dict[str, Any]) -> str:
         lines.append(f"| {' | '.join(cells)} |")
     against = ", ".join(f"{name} {ratio:.3f}" for name, ratio in found["of_torch"].items())
     return "\n".join([*lines, "", f"Of torch's time: {against}."])
+
+
+def _beside_table(races: Sequence[dict[str, Any]]) -> str:
+    lines = [f"| ranks | microbatches | | {' | '.join(COUNTED)} |", f"|--:|--:|---|{'--:|' * len(COUNTED)}"]
+    for size in races:
+        for row in size["rows"]:
+            if "beside_seconds" in row:
+                took = row["beside_seconds"]
+                cells = [f"{took[op] * 1e6:.0f}" if op in took else "" for op in COUNTED]
+                lines.append(f"| {size['ranks']} | {size['microbatches']} | {row['name']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def _chain_line(found: dict[str, Any]) -> str:

@@ -3,7 +3,7 @@ its actions."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from atoll.ir import Action, Op, Schedule
@@ -30,6 +30,18 @@ def measured_actions(spans: Sequence[Span], operations: Sequence[tuple[str, floa
             release = next(end for end in ends if span.start <= end <= span.end)
         found[span.action] = Measured(span.end - span.start, release - span.start)
     return found
+
+
+def beside(spans: Sequence[Span], operations: Sequence[tuple[str, float, float]]) -> Iterator[tuple[Op, float]]:
+    """What each of a rank's actions took beside the operations within it, in seconds; both are in the order of time."""
+    at = 0
+    for span in spans:
+        seconds = span.end - span.start
+        while at < len(operations) and operations[at][1] < span.end:
+            _, start, end = operations[at]
+            seconds -= end - start
+            at += 1
+        yield span.action.op, seconds
 
 
 def makespan(schedule: Schedule, measured: Mapping[Action, Measured], hop: float) -> float:

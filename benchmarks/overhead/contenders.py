@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +27,8 @@ from atoll.plan import MeshShape, Plan
 from atoll.runtime.engine import Engine
 
 Batch = Mapping[str, torch.Tensor]
+
+PLAIN, CUT, DDP, FSDP2 = "torch", "torch, blocks cut", "torch DDP", "torch FSDP2"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +79,16 @@ class Job:
         batch = {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
         return {name: value.to(self.device) for name, value in batch.items()}
 
+    def pieces(self, batch: Batch) -> Iterator[Batch]:
+        """The microbatches of a rank's samples."""
+        for at in range(0, self.microbatch * self.microbatches, self.microbatch):
+            yield {name: value[at : at + self.microbatch] for name, value in batch.items()}
+
+    @property
+    def blocks(self) -> int:
+        """Embedding, layers and head."""
+        return self.layers + 2
+
     def tokens(self, world: int) -> int:
         """Tokens of a step over all ranks."""
         return self.microbatch * self.microbatches * self.sequence * world
@@ -108,14 +120,50 @@ def atoll_engine(job: Job, layout: str, *, inter: int = 1, intra: int = 1) -> Co
     return Contender(f"atoll {layout}", lambda batch: engine.step(batch).loss, sees_all=True, close=engine.close)
 
 
+def contender(job: Job, name: str) -> Contender:
+    """A contender by its name, which for Atoll is a layout, sharded over all ranks."""
+    if name in _RIVALS:
+        return _RIVALS[name](job)
+    return atoll_engine(job, name, intra=dist.get_world_size())
+
+
 def plain(job: Job) -> Contender:
     """A loop in one process."""
-    return _torch_loop("torch", job, job.filled_model())
+    return _torch_loop(PLAIN, job, job.filled_model())
+
+
+def cut_blocks(job: Job) -> Contender:
+    """The loop in one process with blocks that are cut in autograd, each with a backward of its own, as Atoll's are."""
+    model = job.filled_model()
+    blocks = (model.embed, *model.layers, model.head)
+    optimizer = job.optimizer(model.parameters())
+
+    def step(batch: Batch) -> float:
+        optimizer.zero_grad(set_to_none=True)
+        total = torch.zeros((), device=job.device)
+        for piece in job.pieces(batch):
+            hidden = piece["input_ids"]
+            made, leaves = [], []
+            for block in blocks:
+                made.append(block(hidden))
+                hidden = made[-1].detach().requires_grad_()
+                leaves.append(hidden)
+            loss = token_cross_entropy(hidden, piece)
+            total += loss.detach()
+            (loss / job.tokens(1)).backward()
+            del hidden, loss
+            while made:
+                gradient = leaves.pop().grad
+                torch.autograd.backward((made.pop(),), (gradient,))
+        optimizer.step()
+        return float(total) / job.tokens(1)
+
+    return Contender(CUT, step)
 
 
 def data_parallel(job: Job) -> Contender:
     """DistributedDataParallel that reduces in the last microbatch's backward only."""
-    return _torch_loop("torch DDP", job, DistributedDataParallel(job.filled_model(), gradient_as_bucket_view=True))
+    return _torch_loop(DDP, job, DistributedDataParallel(job.filled_model(), gradient_as_bucket_view=True))
 
 
 def fully_sharded(job: Job) -> Contender:
@@ -125,7 +173,7 @@ def fully_sharded(job: Job) -> Contender:
     for block in (model.embed, *model.layers, model.head):
         fully_shard(block, mesh=mesh, reshard_after_forward=True)
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
-    return _torch_loop("torch FSDP2", job, model)
+    return _torch_loop(FSDP2, job, model)
 
 
 def _torch_loop(name: str, job: Job, model: nn.Module) -> Contender:
@@ -137,9 +185,7 @@ def _torch_loop(name: str, job: Job, model: nn.Module) -> Contender:
     def step(batch: Batch) -> float:
         optimizer.zero_grad(set_to_none=True)
         total = torch.zeros((), device=job.device)
-        for at in range(job.microbatches):
-            rows = slice(at * job.microbatch, (at + 1) * job.microbatch)
-            piece = {key: value[rows] for key, value in batch.items()}
+        for at, piece in enumerate(job.pieces(batch)):
             is_last = at == job.microbatches - 1
             waits = isinstance(model, DistributedDataParallel) and not is_last
             with model.no_sync() if waits else nullcontext():
@@ -150,6 +196,9 @@ def _torch_loop(name: str, job: Job, model: nn.Module) -> Contender:
         return float(total) / job.tokens(world)
 
     return Contender(name, step)
+
+
+_RIVALS = {PLAIN: plain, CUT: cut_blocks, DDP: data_parallel, FSDP2: fully_sharded}
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ def test_a_step_costs_little_more_than_plain_pytorch(layout: str, allowed: float
     """On one rank GGG still gathers, frees and reduces every unit. Bounds are loose, the figures are recorded."""
     contenders = (atoll_engine(JOB, layout), plain(JOB))
     ours, theirs = alternate(JOB, contenders, rounds=10, warmup=3)
-    ratios = compare(ours, theirs)
+    ratios = compare(ours, theirs, parts=JOB.blocks * JOB.microbatches)
     record(
         f"overhead of {layout} on one device, fp32",
         {"ratios": ratios, "seconds": {ours.name: ours.seconds, theirs.name: theirs.seconds}, "job": asdict(JOB)},
