@@ -133,15 +133,20 @@ class VocabularySlices(Slices):
     def _others(self) -> int:
         return self.plan.mesh.pipeline - 1
 
+    @property
+    def copies(self) -> int:
+        """Times that a rank sends what all slices are given."""
+        return self._others
+
     def sent(self, rank: int) -> dict[At, float]:
-        last, others = self._ends[-1], self._others
-        hidden = float(self.embedding.wire)
+        last, copies = self._ends[-1], float(self.copies)
+        hidden = self.embedding.wire
         return {
-            (Do.SEND_L, rank): hidden,
-            (Do.SEND_F, last): others * hidden,
+            (Do.SEND_L, rank): float(hidden),
+            (Do.SEND_F, last): copies * hidden,
             (Do.SEND_S, rank): float(self.head.wire),
-            (Do.SEND_T, last): others * float(self._precise * self.use.tokens),
-            (Do.SEND_B, 0): others * hidden,
+            (Do.SEND_T, last): copies * self._precise * self.use.tokens,
+            (Do.SEND_B, 0): copies * hidden,
         }
 
     @property

@@ -142,10 +142,10 @@ class Transformer:
         """Embedding, layers, head."""
         shared = self.vocabulary * self.hidden if self.tied else 0
         whole = self._around_layers(Embedding("embedding", self), Head("head", self), self.vocabulary)
-        return replace(whole, shared=shared, split=self._split)
+        return replace(whole, shared=shared, split=self.split)
 
-    def _split(self, ranks: int) -> Workload:
-        """The vocabulary's rows are slices of so many pipeline ranks."""
+    def split(self, ranks: int) -> Workload:
+        """The same, with a vocabulary whose rows are split over so many pipeline ranks."""
         rest = self._around_layers(LookedUp("embedding", self, ranks), Scored("head", self, ranks), 0)
         slices = EmbeddingSlice("embedding's rows", self, ranks), HeadSlice("head's rows", self, ranks)
         return replace(rest, vocabulary=Vocabulary(self.vocabulary, *slices, is_tied=self.tied))
