@@ -110,8 +110,7 @@ class _Case:
 @cache
 def _bytes_of(case: _Case) -> Bytes:
     row = case.row
-    plan = plan_of(replace(row, vocabulary=0))
-    prediction = Prediction(row.model.workload, plan, None, row.use)
+    prediction = Prediction(row.model.workload, plan_of(row), None, row.use)
     ranks = range(row.mesh.pipeline)
     if row.system in WHOLE:
         each = [_Rank(row, prediction, rank) for rank in ranks]
@@ -142,13 +141,7 @@ class _Rank:
     def elements(self) -> int:
         """Parameters."""
         segments = self.prediction.ranks.segments(self.rank).values()
-        found = sum(segment.map.numel for own in segments for segment in own)
-        row, model = self.row, self.row.model
-        if row.vocabulary:
-            tables = [at for at in (0, self.last) if at in self.blocks]
-            found -= len(tables) * model.vocabulary * model.hidden // row.use.tensor
-            found += 2 * -(-model.vocabulary // row.mesh.pipeline) * model.hidden // row.use.tensor
-        return found
+        return sum(segment.map.numel for own in segments for segment in own)
 
     @cached_property
     def shard(self) -> int:
@@ -205,7 +198,7 @@ class _Rank:
         state, row = self.state, self.row
         found = max(self._moving, key=lambda held: held.total)
         each, microbatches = self._kept, self.prediction.plan.schedule.microbatches
-        within = max(self._within(at) - self.works[at].kept for at in self._own)
+        within = max(self._within(at) - self.works[at].kept for at in self.blocks)
         limit = IN_FLIGHT.get(row.schedule)
         if limit is not None:
             full = Held(activations=min(limit * row.mesh.pipeline, microbatches) * each, passing=within)
@@ -218,15 +211,9 @@ class _Rank:
         return Held(*(one + other for one, other in zip(state, found, strict=True)))
 
     @property
-    def _own(self) -> list[int]:
-        """Blocks that are this rank's alone: with a split vocabulary, layers."""
-        ends = (0, self.last) if self.row.vocabulary else ()
-        return [at for at in self.blocks if at not in ends]
-
-    @property
     def _kept(self) -> int:
         """Bytes that a microbatch keeps on this rank."""
-        return sum(self.works[at].kept for at in self._own)
+        return sum(self.works[at].kept for at in self.blocks)
 
     @property
     def _slice(self) -> int:
@@ -244,11 +231,11 @@ class _Rank:
 
         A backward in one piece leaves nothing for W; of a split one, the head's does not.
         """
-        works, own = self.works, set(self._own)
+        works = self.works
         is_split = self.row.schedule not in ("1f1b", "interleaved")
         kept = pending = 0
         for action in self.prediction.plan.schedule.actions[self.rank]:
-            blocks = [at for at in self.prediction.ranks.runs[action.stage] if at in own]
+            blocks = self.prediction.ranks.runs[action.stage]
             if action.op is Op.F:
                 for at in blocks:
                     kept += works[at].kept
@@ -292,6 +279,6 @@ class _Rank:
         row = self.row
         if not row.fuses_gradients:
             return 0
-        layer = max((self.works[each].matrices for each in self._own if 0 < each < self.last), default=0)
-        head = self.works[self.last].matrices if self.last in self._own else 0
+        layer = max((self.works[each].matrices for each in self.blocks if 0 < each < self.last), default=0)
+        head = self.works[self.last].matrices if self.last in self.blocks else 0
         return row.use.item * (layer + head)

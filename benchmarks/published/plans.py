@@ -10,8 +10,10 @@ from itertools import chain
 from pathlib import Path
 
 from atoll import schedules
-from atoll.cost import Cluster, Prediction
+from atoll.cost import Cluster, Prediction, Workload
 from atoll.cost.calibration import Step, changed
+from atoll.cost.slices import VocabularySlices
+from atoll.cost.vocabulary import LookedUp, Scored
 from atoll.layouts import Precision
 from atoll.plan import Plan
 from atoll.program import Do, Instruction, Program, Programs
@@ -77,12 +79,34 @@ def cluster_of(row: Published, constants: Mapping[str, float] | None = None) -> 
 def prediction_of(row: Published, cluster: Cluster | None = None, microbatches: int | None = None) -> Prediction:
     """What Atoll says of a row; on another cluster, if that is given."""
     plan = plan_of(row, microbatches)
-    found = Prediction(row.model.workload, plan, cluster_of(row) if cluster is None else cluster, row.use)
+    found = Prediction(workload_of(row), plan, cluster_of(row) if cluster is None else cluster, row.use)
+    if isinstance(found.ranks.slices, VocabularySlices):
+        found.ranks.__dict__["slices"] = Collectives(plan, row.use, found.ranks.slices.vocabulary)
     if row.system in REDUCES_LAST and row.mesh.data > 1:
         programs = found.ranks.programs
         ranks = tuple(reduced_last(program) for program in programs.ranks)
         found.ranks.__dict__["programs"] = Programs(programs.placement, ranks)
     return found
+
+
+class Collectives(VocabularySlices):
+    """Slices to which NCCL broadcasts, so that each rank sends what it is given once."""
+
+    @property
+    def copies(self) -> int:
+        """Times that a rank sends what all slices are given."""
+        return 1
+
+
+def workload_of(row: Published) -> Workload:
+    """The model. NCCL adds up what slices of a split vocabulary give, and not the ranks of the two ends."""
+
+    def split(ranks: int) -> Workload:
+        found = row.model.split(ranks)
+        first, *layers, last = found.blocks
+        return replace(found, blocks=(LookedUp(first.name, row.model, 1), *layers, Scored(last.name, row.model, 1)))
+
+    return replace(row.model.workload, split=split)
 
 
 def reduced_last(program: Program) -> Program:

@@ -10,31 +10,31 @@ from atoll import schedules
 from atoll.cost import Ranks, Transformer, Use
 from atoll.errors import PlanError
 from atoll.layouts import EFFECTIVE, Layout, Precision
-from atoll.models import Decoder, DecoderConfig
+from atoll.models import Decoder, DecoderConfig, count
 from atoll.plan import MeshShape, Plan
 from atoll.runtime.assemble.describe import describe
 
 SIZES = {"layers": 6, "hidden": 16, "heads": 4, "ffn": 40, "vocabulary": 96}
 
-
 MESH = MeshShape(2, 2, 2)
 
 
 def plan_of(layout: str = "IIG", *, schedule: str = "1f1b", mesh: MeshShape = MESH, **options: object) -> Plan:
-    built = schedules.build(schedule, ranks=mesh.pipeline, microbatches=4)
+    built = schedules.build(schedule, ranks=mesh.pipeline, microbatches=max(4, 2 * mesh.pipeline))
     return Plan(mesh, Layout(layout), built, 1, **options)  # type: ignore[arg-type]
 
 
-def model(*, tied: bool) -> nn.Module:
+def model(sizes: dict[str, int], *, tied: bool) -> nn.Module:
     with torch.device("meta"):
-        return Decoder(DecoderConfig(kv_heads=2, tie_embeddings=tied, **SIZES))
+        return Decoder(DecoderConfig(kv_heads=2, tie_embeddings=tied, **sizes))
 
 
-def assert_alike(plan: Plan, *, tied: bool = False, reads_in_place: bool = False) -> None:
-    workload = Transformer.llama(kv_heads=2, tied=tied, **SIZES).workload
+def assert_alike(plan: Plan, *, tied: bool = False, reads_in_place: bool = False, **other: int) -> None:
+    sizes = SIZES | other
+    workload = Transformer.llama(kv_heads=2, tied=tied, **sizes).workload
     ranks = Ranks(workload, plan, Use(samples=1, sequence=8, tensor=plan.mesh.tensor), reads_in_place)
     for rank in range(plan.mesh.pipeline):
-        real = describe(lambda: model(tied=tied), plan, rank, reads_in_place=reads_in_place).program
+        real = describe(lambda: model(sizes, tied=tied), plan, rank, reads_in_place=reads_in_place).program
         found = ranks.programs.ranks[rank]
         assert found.instructions == real.instructions
         assert found.shape.units == real.shape.units
@@ -80,7 +80,68 @@ def test_units_of_several_blocks(together: int, schedule: str, tied: bool) -> No
     assert_alike(plan_of("IGG", mesh=MeshShape(1, 2, 2), unit=together, recompute="block"), tied=tied)
 
 
-def test_what_is_not_known_is_refused() -> None:
-    workload = Transformer.llama(**SIZES).workload
-    with pytest.raises(PlanError, match="costs are not known for a vocabulary that is split over the pipeline"):
+# ---- a split vocabulary
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("layout", [layout.name for layout in EFFECTIVE])
+def test_a_split_vocabulary_under_every_layout(layout: str, tied: bool) -> None:
+    """No rank has as many rows as the last one."""
+    for reads_in_place in (False, True):
+        plan = plan_of(layout, vocabulary_parallel=True)
+        assert_alike(plan, tied=tied, reads_in_place=reads_in_place, vocabulary=97)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("schedule", schedules.CATALOGUE)
+def test_a_split_vocabulary_under_every_schedule(schedule: str, tied: bool) -> None:
+    for residency in ("unit", "run"):
+        plan = plan_of("GGG", schedule=schedule, residency=residency, vocabulary_parallel=True)
+        assert_alike(plan, tied=tied, vocabulary=97)
+    line = plan_of("NNG", schedule=schedule, mesh=MeshShape(3, 1, 2), vocabulary_parallel=True)
+    assert_alike(line, tied=tied, vocabulary=97)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"residency": "step", "reduction": "step"},
+        {"residency": "run", "reduction": "run", "resident": 4096},
+        {"recompute": "block", "prefetch": 0},
+        {"post_validation": True, "precision": Precision.preset("bf16")},
+        {"precision": Precision.preset("fp16"), "unit": 3},
+        {"mesh": MeshShape(2, 1, 2, tensor=2)},
+        {"mesh": MeshShape(2, 2, 1, tensor=2), "schedule": "zb-v", "residency": "run"},
+    ],
+    ids=["step", "run", "recomputed", "post-validated", "scaled", "tensor", "tensor on a v"],
+)
+def test_a_split_vocabulary_beside_what_else_a_plan_says(options: dict[str, object], tied: bool) -> None:
+    assert_alike(plan_of("IGG", vocabulary_parallel=True, **options), tied=tied)  # type: ignore[arg-type]
+
+
+def test_a_large_head_moves_no_layers_where_it_is_split() -> None:
+    """Nor where a whole one would take all layers from the last stage."""
+    for split in (False, True):
+        assert_alike(plan_of(vocabulary_parallel=split), vocabulary=4001)
+    plan = plan_of("NNN", vocabulary_parallel=True)
+    ranks = Ranks(Transformer.llama(**SIZES | {"vocabulary": 4001}).workload, plan, Use(samples=1, sequence=8))
+    assert [len(run) for run in ranks.runs] == [4, 4]
+
+
+def test_slices_without_rows_are_refused_as_by_the_engine() -> None:
+    plan = plan_of("NNN", mesh=MeshShape(4), vocabulary_parallel=True)
+    sizes = SIZES | {"vocabulary": 9}
+    words = "9 rows.* one of 4 ranks .*without any"
+    with pytest.raises(PlanError, match=words):
+        describe(lambda: model(sizes, tied=False), plan, 0)
+    ranks = Ranks(Transformer.llama(**sizes).workload, plan, Use(samples=1, sequence=8))
+    with pytest.raises(PlanError, match=words):
+        _ = ranks.programs
+
+
+def test_costs_that_are_not_known_are_refused() -> None:
+    """A counted workload does not say which part of its ends the vocabulary's rows are."""
+    workload = count(model(SIZES, tied=False))
+    with pytest.raises(PlanError, match="costs of a split vocabulary are not known"):
         Ranks(workload, plan_of(vocabulary_parallel=True), Use(samples=1, sequence=8))

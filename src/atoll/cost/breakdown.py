@@ -14,8 +14,9 @@ class Breakdown(NamedTuple):
     """Seconds of one pipeline rank in a step. They add up to the step.
 
     forward, backward, weights: F, I and W without the collectives of tensor parallelism. Without a pipeline nobody
-    waits for I, which then makes the weights' gradients too. Recomputing is part of I. Look-ups and scores of a split
-    vocabulary are part of F, and their slices' gradients of W.
+    waits for I, which then makes the weights' gradients too. Recomputing is part of I. Of a split vocabulary,
+    look-ups (L), their sum and scores (S) are part of F, the gradient that is combined from scores is part of I, and
+    the slices' gradients (T, G) are part of W.
     tensor: what those collectives add.  optimizer: its step.  other: pauses, and all else that rates have seconds for.
     bubble: waits for a message or a sum that another pipeline rank has not sent yet.
     messages: waits for messages between stages that are on their way.

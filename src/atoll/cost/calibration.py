@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 from atoll.cost.cluster import Cluster
 from atoll.cost.kernels import Kernel
 from atoll.cost.prediction import Parts, Prediction
+from atoll.cost.work import Work
 from atoll.errors import ConfigError
 from atoll.sim import Rates, Speed, play
 
@@ -251,7 +252,7 @@ class _Linear:
 def _shares(prediction: Prediction) -> Iterator[tuple[Kind, float]]:
     """What each kind of instruction makes up of a step, in seconds. They add up to the step, which is as long as its
     critical path."""
-    programs, works = prediction.ranks.programs, prediction.ranks.works
+    programs, works = prediction.ranks.programs, (*prediction.ranks.works, *prediction.ranks.slices.works)
 
     def grown(rates: Sequence[Rates]) -> float:
         return max(0.0, (play(programs, rates).seconds - base) / NUDGE)
@@ -260,10 +261,10 @@ def _shares(prediction: Prediction) -> Iterator[tuple[Kind, float]]:
     kinds = {kernels for work in works for kernels in (work.forward, work.backward, work.weights) if kernels}
     for kernels in kinds:
 
-        def slowed(at: int, kernels: tuple[Kernel, ...] = kernels) -> Parts:
-            own = works[at].forward, works[at].backward, works[at].weights
+        def slowed(work: Work, kernels: tuple[Kernel, ...] = kernels) -> Parts:
+            own = work.forward, work.backward, work.weights
             factors = (1.0 + NUDGE if each == kernels else 1.0 for each in own)
-            return tuple(one * factor for one, factor in zip(prediction.parts(at), factors, strict=True))  # type: ignore[return-value]
+            return tuple(one * factor for one, factor in zip(prediction.parts(work), factors, strict=True))  # type: ignore[return-value]
 
         yield kernels, grown(prediction.rates_of(slowed))
     yield "update", grown(prediction.rates_of(prediction.parts, update=1.0 + NUDGE))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
 
 from atoll.cost.kernels import Exchange, Kernel, Pass, Product
 from atoll.cost.work import Saved, Use, Work
@@ -22,34 +22,44 @@ class Embedding:
 
     def work(self, use: Use) -> Work:
         """See `Work`."""
-        s, i = self.sizes, use.item
+        s, i, rest = self.sizes, use.item, self.without_tokens(use)
         whole = use.tokens * s.hidden
-        hidden = whole // use.parts
         is_megatron = s.implementation.runtime == "megatron"
         forward: list[Kernel] = [Pass(2.0 * i * whole)]
         backward: list[Kernel] = []
         if use.tensor > 1:
             forward.append(Exchange("reduce-scatter" if use.sequence_parallel else "all-reduce", i * whole))
             backward += [Exchange("all-gather", i * whole)] if use.sequence_parallel else []
-        if s.positions or s.dropout:
-            forward.append(Pass(3.0 * i * hidden))
-        if s.dropout and s.positions:
-            backward.append(Pass(2.0 * i * hidden))
-        kept, again = list(self._kept(use)), list[Saved]()
-        if use.recompute != "none" and s.types:
-            kept, again = [], kept
-            backward = [*forward, *backward]
-        saved = [Saved("ids", 8 * use.tokens, "W"), *kept] if is_megatron else kept
+        again = forward if rest.again else []
         rows = -(-s.vocabulary // use.tensor)
+        return replace(
+            rest,
+            parameters=rows * s.hidden + rest.parameters,
+            forward=(*forward, *rest.forward),
+            backward=(*again, *backward, *rest.backward),
+            weights=(Pass(3.0 * i * whole),),
+            saved=(Saved("ids", 8 * use.tokens, "W"), *rest.saved) if is_megatron else rest.saved,
+            pending=(Saved("gradient", i * whole, "W"),) if is_megatron else (),
+        )
+
+    def without_tokens(self, use: Use) -> Work:
+        """What is left without the tokens' rows: those of positions and types, and what follows."""
+        s, i = self.sizes, use.item
+        hidden = use.tokens * s.hidden // use.parts
+        forward: list[Kernel] = [Pass(3.0 * i * hidden)] if s.positions or s.dropout else []
+        backward: list[Kernel] = [Pass(2.0 * i * hidden)] if s.dropout and s.positions else []
+        saved, again = list(self._kept(use)), list[Saved]()
+        if use.recompute != "none" and s.types:
+            saved, again = [], saved
+            backward = [*forward, *backward]
         return Work(
-            parameters=(rows + s.positions + s.types + (s.norm if s.types else 0)) * s.hidden,
+            parameters=(s.positions + s.types + (s.norm if s.types else 0)) * s.hidden,
             matrices=0,
             forward=tuple(forward),
             backward=tuple(backward),
-            weights=(Pass(3.0 * i * whole),),
+            weights=(),
             saved=tuple(saved),
             again=tuple(again),
-            pending=(Saved("gradient", i * whole, "W"),) if is_megatron else (),
             wire=i * hidden,
         )
 
@@ -75,57 +85,71 @@ class Head:
     def work(self, use: Use) -> Work:
         """See `Work`."""
         s, i, tokens = self.sizes, use.item, use.tokens
-        hidden = tokens * s.hidden // use.parts
+        is_chunked = use.chunks > 1
+        before = self.without_logits(replace(use, recompute="none") if is_chunked else use)
         rows = -(-s.vocabulary // use.tensor)
         product = Product(-(-tokens // use.chunks), s.hidden, rows)
-        dense = [Product(tokens, s.hidden, s.hidden)] if s.transform else []
-        inside: list[Kernel] = [*dense, *[Pass(2.0 * i * hidden)] * (1 + 2 * len(dense))]
+        products = [product] * use.chunks
         backward: list[Kernel] = [Pass((i + 4.0) * tokens * rows, use.chunks), *[product.swapped] * use.chunks]
-        if use.tensor > 1 and use.sequence_parallel:
-            inside.append(Exchange("all-gather", i * tokens * s.hidden))
-            backward.append(Exchange("reduce-scatter", i * tokens * s.hidden))
-        elif use.tensor > 1:
-            backward.append(Exchange("all-reduce", i * tokens * s.hidden))
+        if use.tensor > 1:
+            kind: Literal["reduce-scatter", "all-reduce"] = "reduce-scatter" if use.sequence_parallel else "all-reduce"
+            backward.append(Exchange(kind, i * tokens * s.hidden))
         logits = tokens * rows
         if use.loss == "eager":
             # The logits are cast, their largest taken off, exponentials made and divided: five times through memory.
             moved = (i + 4.0) * logits + 5 * 8.0 * logits
         else:
             moved = 2.0 * i * logits
-        own: list[Kernel] = [Pass(4.0 * i * hidden), *(each.swapped for each in dense)]
         weights: list[Kernel] = [*[product.learnt] * use.chunks]
-        held, *rest = self._saved(use)
         ended = self._kept_by_loss(use, logits)
-        again: list[Saved] = []
         pending = [Saved("logits' gradient", i * logits, "W")]
         peak = i * logits
-        forward = [*inside, *[product] * use.chunks, Pass(moved, 2 * use.chunks)]
-        if use.chunks > 1:
+        forward: list[Kernel] = [*products, Pass(moved, 2 * use.chunks)]
+        if is_chunked:
             # Each part of the logits is made, and its gradient taken to the hidden state and the weight, in F already.
             peak = (sum(each.nbytes for each in ended) + i * logits) // use.chunks
             forward += [*backward, *weights]
+            hidden = tokens * s.hidden // use.parts
             backward, weights, pending, ended = [], [], [], [Saved("gradient", i * hidden, "I")]
-        elif use.recompute != "none" and s.implementation.runtime == "atoll":
-            again, rest = self._repeated(use, rest)
-            is_all = use.recompute == "block"
-            backward = [*(inside if is_all else without(inside, dense)), *[product] * is_all, *backward]
+        elif use.recompute == "block" and s.implementation.runtime == "atoll":
+            backward = [*products, *backward]
         return Work(
-            parameters=self._parameters(rows),
-            matrices=rows * s.hidden + len(dense) * s.hidden**2,
-            forward=tuple(forward),
-            backward=(*backward, *own),
-            weights=(*weights, *(each.learnt for each in dense)),
-            saved=(held, *rest, *ended),
-            again=tuple(again),
-            pending=(*pending, *(Saved("transform's gradient", i * hidden, "W") for _ in dense)),
+            parameters=rows * s.hidden + (rows if s.transform else 0) + before.parameters,
+            matrices=rows * s.hidden + before.matrices,
+            forward=(*before.forward, *forward),
+            backward=(*backward, *before.backward),
+            weights=(*weights, *before.weights),
+            saved=(*before.saved, *ended),
+            again=before.again,
+            pending=(*pending, *before.pending),
             peak=peak,
         )
 
-    def _parameters(self, rows: int) -> int:
-        s = self.sizes
-        own = s.hidden**2 + s.hidden + rows if s.transform else 0
+    def without_logits(self, use: Use) -> Work:
+        """What comes before the logits."""
+        s, i, tokens = self.sizes, use.item, use.tokens
+        hidden = tokens * s.hidden // use.parts
+        dense = [Product(tokens, s.hidden, s.hidden)] if s.transform else []
+        forward: list[Kernel] = [*dense, *[Pass(2.0 * i * hidden)] * (1 + 2 * len(dense))]
+        backward: list[Kernel] = [Pass(4.0 * i * hidden), *(each.swapped for each in dense)]
+        if use.tensor > 1 and use.sequence_parallel:
+            forward.append(Exchange("all-gather", i * tokens * s.hidden))
+        held, *saved = self._saved(use)
+        again: list[Saved] = []
+        if use.recompute != "none" and s.implementation.runtime == "atoll":
+            again, saved = self._repeated(use, saved)
+            backward = [*(forward if use.recompute == "block" else without(forward, dense)), *backward]
         pooled = s.hidden**2 + s.hidden + 2 * (s.hidden + 1) if s.pooled else 0
-        return rows * s.hidden + s.norm * s.hidden + own + pooled
+        return Work(
+            parameters=(len(dense) * (s.hidden + 1) + s.norm) * s.hidden + pooled,
+            matrices=len(dense) * s.hidden**2,
+            forward=tuple(forward),
+            backward=tuple(backward),
+            weights=tuple(each.learnt for each in dense),
+            saved=(held, *saved),
+            again=tuple(again),
+            pending=tuple(Saved("transform's gradient", i * hidden, "W") for _ in dense),
+        )
 
     def _saved(self, use: Use) -> Iterator[Saved]:
         """The input, which the runtime keeps, and what the kernels before the logits save."""

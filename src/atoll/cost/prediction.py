@@ -14,7 +14,7 @@ from atoll.cost.breakdown import Breakdown, break_down
 from atoll.cost.cluster import Cluster, Device
 from atoll.cost.kernels import Clock, Exchange
 from atoll.cost.ranks import Ranks
-from atoll.cost.work import Use, Workload
+from atoll.cost.work import Use, Work, Workload
 from atoll.errors import ConfigError
 from atoll.layouts import ITEM_BYTES, Level
 from atoll.plan import Plan
@@ -34,8 +34,9 @@ class Held(NamedTuple):
     """Bytes of a rank at one time, by component.
 
     parameters, gradients, optimizer: what rests, and gradients that are sharded as long as they are there.
-    gathered: whole copies, and what is gathered ahead.  buffers: whole gradients that are made and reduced, and what
-    arrives for them.  activations: what F keeps.  pending: what I has left for W.  passing: within an operation.
+    gathered: whole copies, and what is gathered ahead.  buffers: whole gradients that are made and reduced, what
+    arrives for them, and messages that slices of a split vocabulary receive and send.
+    activations: what F, L and S keep.  pending: what I has left for W and G.  passing: within an operation.
     context: what the driver takes.
     """
 
@@ -113,7 +114,7 @@ class Prediction:
 
     def rates_of(
         self,
-        parts: Callable[[int], Parts],
+        parts: Callable[[Work], Parts],
         *,
         update: float = 1.0,
         pause: float = 1.0,
@@ -128,7 +129,7 @@ class Prediction:
             seconds = self._by_instruction(rank, parts)
             seconds[Do.STEP, -1] = self._stepped(rank) * self.update_seconds * update
             seconds[Do.FINISH_F, -1] = seconds[Do.START_I, -1] = self.device.efficiency.pause * pause
-            found.append(Rates(seconds, message, links))
+            found.append(Rates(seconds, message, links, self.ranks.slices.sent(rank)))
         return tuple(found)
 
     @property
@@ -149,22 +150,23 @@ class Prediction:
         link = {"link": self.given.along(self.plan.mesh, "tp")} if tensor > 1 else {}
         return Clock(self.device, self.use.compute, self.use.item, tensor, **link)
 
-    def _by_instruction(self, rank: int, of_block: Callable[[int], Parts]) -> dict[tuple[Do, int], float]:
-        """Seconds of a rank's blocks, given F, I and W of each, by the instructions that take them."""
+    def _by_instruction(self, rank: int, of_work: Callable[[Work], Parts]) -> dict[tuple[Do, int], float]:
+        """Seconds of a rank's blocks and slices, given F, I and W of each, by the instructions that take them."""
         found: defaultdict[tuple[Do, int], float] = defaultdict(float)
         is_split = len(self.ranks.runs) > 1
         for at in self.ranks.blocks_of(rank):
-            forward, backward, weights = of_block(at)
+            forward, backward, weights = of_work(self.ranks.works[at])
             found[Do.F, at] += forward
             found[Do.I, at] += backward
             # A block all of whose gradients I makes, as an embedding, has no W.
             is_deferred = is_split and at in self.ranks.weighed_with
             found[(Do.W, self.ranks.weighed_with[at]) if is_deferred else (Do.I, at)] += weights
+        for work, begins, ends in zip(self.ranks.slices.works, (Do.L, Do.S), (Do.G, Do.T), strict=False):
+            found[begins, -1], _, found[ends, -1] = of_work(work)
         return dict(found)
 
-    def parts(self, at: int) -> Parts:
+    def parts(self, work: Work) -> Parts:
         """F, I and W; those of equal works once."""
-        work = self.ranks.works[at]
         key = work.forward, work.backward, work.weights
         if key not in self._known:
             self._known[key] = tuple(map(self.clock.seconds, key))  # type: ignore[assignment]
@@ -174,12 +176,11 @@ class Prediction:
     def _known(self) -> dict[object, Parts]:
         return {}
 
-    def _collectives(self, at: int) -> Parts:
-        """What tensor parallelism's collectives add to F, I and W of a block."""
-        work = self.ranks.works[at]
+    def _collectives(self, work: Work) -> Parts:
+        """What tensor parallelism's collectives add to F, I and W."""
         every = work.forward, work.backward, work.weights
         alone = (self.clock.seconds(k for k in kernels if not isinstance(k, Exchange)) for kernels in every)
-        return tuple(whole - part for whole, part in zip(self.parts(at), alone, strict=True))  # type: ignore[return-value]
+        return tuple(whole - part for whole, part in zip(self.parts(work), alone, strict=True))  # type: ignore[return-value]
 
     @cached_property
     def played(self) -> Played:
@@ -238,12 +239,16 @@ class Prediction:
         is_whole = self.plan.layout.gradients is Level.N
         yield rest if is_whole else rest._replace(gradients=0)
         kept: Counter[str] = Counter()
+        sliced = self.ranks.slices.held(rank)
         after = held_after(program.instructions, program.shape)
         for instruction, whole in zip(program.instructions, after, strict=True):
             passing = self._change(kept, instruction.do, instruction.of)
+            if (more := sliced.get((instruction.do, instruction.action.stage))) is not None:
+                kept.update(more)
+                passing += kept.pop("passing", 0)
             yield rest._replace(
                 gathered=whole.parameters + whole.staged,
-                buffers=whole.gradients + arriving,
+                buffers=whole.gradients + arriving + kept["buffers"],
                 activations=kept["activations"],
                 pending=kept["pending"],
                 passing=passing,

@@ -1,7 +1,8 @@
 """The programs of a plan, from a workload instead of a model: what `atoll.programs_of` gives, without torch.
 
 Each block, or each group of layers where a plan has units of several blocks, is a unit of two segments, of what W makes
-and of the rest. Parameters that the first block shares with the last are a unit of their own.
+and of the rest. Parameters that the first block shares with the last are a unit of their own. Slices of a split
+vocabulary are units of one segment each, before all others.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from atoll.cost.slices import Slices, VocabularySlices
 from atoll.cost.work import Use, Work, Workload
 from atoll.errors import PlanError
 from atoll.ir import Schedule, lower
@@ -43,20 +45,39 @@ class Ranks:
     reads_in_place: bool = False
 
     def __post_init__(self) -> None:
-        if self.plan.vocabulary_parallel:
-            raise PlanError("costs are not known for a vocabulary that is split over the pipeline; turn it off")
+        if self.plan.vocabulary_parallel and self.workload.split is None:
+            raise PlanError(
+                f"costs of a split vocabulary are not known for the workload {self.workload.name!r}; take it from the "
+                "model's sizes (atoll.models.transformer_of), or turn vocabulary_parallel off"
+            )
+
+    @cached_property
+    def model(self) -> Workload:
+        """The workload, with its vocabulary split where the plan says so."""
+        split = self.workload.split if self.plan.vocabulary_parallel else None
+        return self.workload if split is None else split(self.plan.mesh.pipeline)
 
     @cached_property
     def works(self) -> tuple[Work, ...]:
         """Of each block."""
-        return tuple(block.work(self.use) for block in self.workload.blocks)
+        return tuple(block.work(self.use) for block in self.model.blocks)
+
+    @cached_property
+    def slices(self) -> Slices:
+        """Of the vocabulary."""
+        plan, use, vocabulary = self.plan, self.use, self.model.vocabulary
+        return Slices(plan, use) if vocabulary is None else VocabularySlices(plan, use, vocabulary)
+
+    @property
+    def costs(self) -> tuple[float, ...]:
+        """Of each block, as in `Workload`."""
+        return self.model.costs or tuple(3.0 * work.matrices for work in self.works)
 
     @cached_property
     def runs(self) -> tuple[range, ...]:
         """The blocks of each stage."""
-        plan, names = self.plan, [block.name for block in self.workload.blocks]
-        layers, joined = self.workload.layers, self.workload.joined
-        costs = self.workload.costs or tuple(3.0 * work.matrices for work in self.works)
+        plan, costs, names = self.plan, self.costs, [block.name for block in self.model.blocks]
+        layers, joined = self.model.layers, self.model.joined
         weights = [
             BlockWeight(
                 name,
@@ -69,20 +90,30 @@ class Ranks:
         ]
         return split_blocks(weights, plan.schedule.placement, layers_per_stage=plan.layers_per_stage)
 
+    @property
+    def sizes(self) -> list[float]:
+        """Bytes of each stage's whole parameters."""
+        item = ITEM_BYTES[self.plan.precision.compute]
+        return [float(item * sum(self.works[at].parameters for at in run)) for run in self.runs]
+
+    @cached_property
+    def computed(self) -> Schedule:
+        """What the ranks compute, slices included."""
+        return self.slices.insert(self.costs)
+
     @cached_property
     def schedule(self) -> Schedule:
         """With sharding actions and messages."""
-        plan, item = self.plan, ITEM_BYTES[self.plan.precision.compute]
-        sizes = [float(item * sum(self.works[at].parameters for at in run)) for run in self.runs]
-        options = {"residency": plan.residency, "room": plan.resident, "reduction": plan.reduction, "sizes": sizes}
-        return lower(plan.schedule, **options)
+        plan = self.plan
+        options = {"residency": plan.residency, "room": plan.resident, "reduction": plan.reduction}
+        return lower(self.computed, sizes=self.sizes, slices=self.slices.resident, **options)
 
     # ---- what a rank stores
 
     @property
     def _shared(self) -> int:
         """Elements that both ends have in common, of one rank of a tensor-parallel group."""
-        return -(-self.workload.shared // self.use.tensor)
+        return -(-self.model.shared // self.use.tensor)
 
     @property
     def _ends(self) -> tuple[int, ...]:
@@ -96,7 +127,7 @@ class Ranks:
         Up to `plan.unit` layers that follow each other in a stage are together.
         """
         groups: list[list[int]] = []
-        layers, together = self.workload.layers, self.plan.unit
+        layers, together = self.model.layers, self.plan.unit
         for run in self.runs:
             for nth, at in enumerate(run):
                 last = groups[-1] if nth else []
@@ -106,7 +137,8 @@ class Ranks:
                     groups.append([at])
         ends, shared = self._ends, self._shared
         own = [at for at in groups if any(self.works[each].parameters > (shared if each in ends else 0) for each in at)]
-        return dict(enumerate(map(tuple, own), start=1 if shared else 0))
+        first = len(set(self.slices.units) - {None}) + (1 if shared else 0)
+        return dict(enumerate(map(tuple, own), start=first))
 
     @cached_property
     def unit_of(self) -> Mapping[int, int]:
@@ -139,6 +171,7 @@ class Ranks:
         is_split, last, shared = len(self.runs) > 1, len(self.works) - 1, self._shared
         own = self.blocks_of(rank)
         found: dict[int, tuple[SegmentShape, ...]] = {}
+        found |= {unit: (self._segment(numel, "W"),) for unit, numel in enumerate(self.slices.elements(rank))}
         ends = {0: "I", last: "W" if is_split else "I"} if shared else {}
         if phases := {phase for at, phase in ends.items() if at in own}:
             found[0] = (self._segment(shared, *sorted(phases)),)
@@ -178,6 +211,7 @@ class Ranks:
         """What a pipeline rank needs in a step besides; by the program's peaks once it is known."""
         segments = self.segments(rank)
         used = [[each for unit in self._units_used(at) for each in segments[unit]] for at in self.blocks_of(rank)]
+        used += [list(segments[unit]) for unit in self.slices.units if unit is not None]
         peaks = None if program is None else program.peaks
         return working_memory(
             used,
@@ -194,14 +228,15 @@ class Ranks:
         """What lowering knows of a pipeline rank."""
         plan, sharding = self.plan, self.plan.sharding(self.place(rank))
         ends = {plan.schedule.placement.rank_of(stage) for stage in (0, len(self.runs) - 1)}
+        embedding, head = self.slices.units
         units = {}
         for unit, segments in self.segments(rank).items():
-            is_shared = unit not in self.units
+            is_shared = unit == 0 and bool(self._shared)
             units[unit] = unit_shape(
                 unit,
                 segments,
                 sharding,
-                blocks=self._ends if is_shared else self.units[unit],
+                blocks=self._ends if is_shared else self.units.get(unit, ()),
                 is_shared=is_shared,
                 copies=len(ends) if is_shared else 1,
                 reads_in_place=self.reads_in_place,
@@ -211,6 +246,8 @@ class Ranks:
             units,
             limit=self.working_memory(rank).ahead,
             behind=reduced_at_once(plan.prefetch),
+            embedding=embedding,
+            head=head,
             rank=rank,
             ranks=plan.mesh.pipeline,
             is_scaled=plan.precision.compute == "float16",
@@ -230,5 +267,6 @@ class Ranks:
 
     def _program(self, rank: int) -> Program:
         row = self.schedule.actions[rank]
+        frees = self.slices.freed(self.computed.actions[rank], {at: self.sizes[at] for at in self.stages_of(rank)})
         reduces_each = self.plan.reduction == "microbatch"
-        return lower_row(row, self.shape(rank), end=self.plan.end, reduces_each=reduces_each)
+        return lower_row(row, self.shape(rank), end=self.plan.end, frees=frees, reduces_each=reduces_each)

@@ -15,7 +15,8 @@ from typing import Literal
 from atoll.cost.ends import Embedding, Head, without
 from atoll.cost.implementation import DECODER, MEGATRON, Implementation
 from atoll.cost.kernels import Attention, Exchange, Kernel, Pass, Product
-from atoll.cost.work import BlockOf, Saved, Use, Work, Workload
+from atoll.cost.vocabulary import EmbeddingSlice, HeadSlice, LookedUp, Scored
+from atoll.cost.work import BlockOf, Saved, Use, Vocabulary, Work, Workload
 from atoll.errors import ConfigError
 
 FLASH_BACKWARD = 2.5
@@ -139,12 +140,22 @@ class Transformer:
     @property
     def workload(self) -> Workload:
         """Embedding, layers, head."""
-        layers = [TransformerLayer(f"layers.{at}", self) for at in range(self.layers)]
         shared = self.vocabulary * self.hidden if self.tied else 0
-        blocks: tuple[BlockOf, ...] = (Embedding("embedding", self), *layers, Head("head", self))
-        head = self.vocabulary * self.hidden + (self.hidden**2 if self.transform else 0)
+        whole = self._around_layers(Embedding("embedding", self), Head("head", self), self.vocabulary)
+        return replace(whole, shared=shared, split=self.split)
+
+    def split(self, ranks: int) -> Workload:
+        """The same, with a vocabulary whose rows are split over so many pipeline ranks."""
+        rest = self._around_layers(LookedUp("embedding", self, ranks), Scored("head", self, ranks), 0)
+        slices = EmbeddingSlice("embedding's rows", self, ranks), HeadSlice("head's rows", self, ranks)
+        return replace(rest, vocabulary=Vocabulary(self.vocabulary, *slices, is_tied=self.tied))
+
+    def _around_layers(self, first: BlockOf, last: BlockOf, rows: int) -> Workload:
+        """Layers between two ends. rows: of the head that its block multiplies by."""
+        layers = [TransformerLayer(f"layers.{at}", self) for at in range(self.layers)]
+        head = rows * self.hidden + (self.hidden**2 if self.transform else 0)
         costs = (0.0, *[3.0 * layers[0].matrices] * self.layers, 3.0 * head)
-        return Workload(self.name, blocks, range(1, len(blocks) - 1), shared=shared, costs=costs)
+        return Workload(self.name, (first, *layers, last), range(1, self.layers + 1), costs=costs)
 
     @property
     def parameters(self) -> int:

@@ -7,8 +7,8 @@ included.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 from atoll.cost.kernels import Kernel, Product
@@ -108,12 +108,28 @@ class BlockOf(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """The rows of embedding and head, where they are split over the ranks of a pipeline and belong to no block.
+
+    rows: of each table, one for each id.  embedding, head: the largest slice of each. Their F and W are L and G, and S
+    and T; they have no I.  is_tied: whether one table is both.
+    """
+
+    rows: int
+    embedding: BlockOf
+    head: BlockOf
+    is_tied: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Workload:
     """A model: its blocks in order.
 
     layers: which of them are layers.  shared: elements that the first block and the last have in common.
     joined: blocks that stay on the stage of the block before them.  costs: of each block, the multiplications that a
     token asks of its parameters, by which stages are made even; three for each element of `matrices` if not given.
+    vocabulary: the rows that each pipeline rank has a slice of, if they are split.  split: returns the same model with
+    its vocabulary split over a number of pipeline ranks; None where the costs of that are not known.
     """
 
     name: str
@@ -122,10 +138,12 @@ class Workload:
     shared: int = 0
     joined: frozenset[int] = frozenset()
     costs: tuple[float, ...] = ()
+    vocabulary: Vocabulary | None = None
+    split: Callable[[int], Workload] | None = field(default=None, compare=False)
 
     @property
     def parameters(self) -> int:
-        """Elements of all blocks; shared ones once."""
+        """Elements of all blocks; shared ones once. Those of a split vocabulary are not counted."""
         use = Use(samples=1, sequence=1)
         return sum(block.work(use).parameters for block in self.blocks) - self.shared
 

@@ -71,13 +71,15 @@ class Rates:
 
     compute: seconds by what is done and the block or unit that it is done with (-1: the stage's own, as FINISH_F); what
     is not there takes none, and of what waits it is the part that nothing hides. `Engine.timing` measures them.
-    message: bytes that a stage sends for a microbatch, forward or backward.
+    message: bytes that a stage sends for a microbatch, forward or backward.  messages: bytes of the sends that differ
+    from it, by what sends and its stage, as those of a split vocabulary; where several ranks get a copy, of all copies.
     links: by axis ("pp", "inter", "intra"); one that is not there takes no time.
     """
 
     compute: Mapping[tuple[Do, int], float] = field(default_factory=dict)
     message: float = 0.0
     links: Mapping[str, Speed] = field(default_factory=dict)
+    messages: Mapping[tuple[Do, int], float] = field(default_factory=dict)
 
     def link(self, axis: str) -> Speed:
         """A link by its axis."""
@@ -362,7 +364,8 @@ class _Rank:
     def _send(self, step: Instruction, now: float) -> float:
         link = self.rates.link(PIPELINE)
         free = self._free.setdefault(PIPELINE, [0.0])
-        leaves = link.carry(free, now, link.seconds(self.rates.message))
+        count = self.rates.messages.get((step.do, step.action.stage), self.rates.message)
+        leaves = link.carry(free, now, link.seconds(count))
         self._give(self.messages.sent(self.number, step, self._step), leaves, now)
         return now
 

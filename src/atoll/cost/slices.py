@@ -1,0 +1,187 @@
+"""What a vocabulary that is split over the pipeline ranks adds to each of them: units, work, messages, bytes."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from atoll.cost.work import Use, Vocabulary, Work
+from atoll.errors import PlanError
+from atoll.ir import Action, Schedule, insert_vocabulary
+from atoll.ir.residency import Slices as SliceBytes
+from atoll.ir.residency import slices_freed
+from atoll.layouts import ITEM_BYTES, Box
+from atoll.plan import Plan
+from atoll.program import Do
+
+At = tuple[Do, int]
+"""An instruction of one stage; those of a slice have its pipeline rank as their stage."""
+
+
+@dataclass(frozen=True)
+class Slices:
+    """Slices of the vocabulary on the pipeline ranks of a plan, under one use. A vocabulary that is whole has none."""
+
+    plan: Plan
+    use: Use
+
+    @property
+    def works(self) -> tuple[Work, ...]:
+        """Of the largest slices, embedding and head."""
+        return ()
+
+    @property
+    def units(self) -> tuple[int, int] | tuple[None, None]:
+        """Of embedding and head; the same one if they are tied. They come before all other units."""
+        return None, None
+
+    def elements(self, rank: int) -> tuple[int, ...]:
+        """Of each of these units on a pipeline rank."""
+        return ()
+
+    def insert(self, costs: Sequence[float]) -> Schedule:
+        """The plan's schedule with L, S, T and G. costs: of the blocks, as in `Workload`."""
+        return self.plan.schedule
+
+    @property
+    def resident(self) -> SliceBytes | None:
+        """Bytes of the largest slices."""
+        return None
+
+    def freed(self, row: Sequence[Action], sizes: Mapping[int, float]) -> frozenset[Action] | None:
+        """Look-ups and scores of a compute-only row after which a slice is freed. sizes: bytes of the rank's stages."""
+        return None
+
+    def sent(self, rank: int) -> Mapping[At, float]:
+        """Bytes that a pipeline rank sends to slices and from its own."""
+        return {}
+
+    def held(self, rank: int) -> Mapping[At, Counter[str]]:
+        """What an instruction of a pipeline rank holds more than the one before it, by component of
+        `atoll.cost.Held`. What is `passing` is gone after it."""
+        return {}
+
+
+@dataclass(frozen=True)
+class VocabularySlices(Slices):
+    """Slices of a vocabulary that is split. The largest one stands for all of them, but for `elements`."""
+
+    vocabulary: Vocabulary
+
+    def __post_init__(self) -> None:
+        mesh, rows = self.plan.mesh, self.vocabulary.rows
+        if self._rows * (mesh.pipeline * mesh.tensor - 1) >= rows:
+            raise PlanError(
+                f"vocabulary_parallel cannot split {rows} rows: one of {mesh.pipeline * mesh.tensor} ranks is left "
+                "without any. Turn it off"
+            )
+
+    @cached_property
+    def embedding(self) -> Work:
+        """F and W are L and G."""
+        return self.vocabulary.embedding.work(self.use)
+
+    @cached_property
+    def head(self) -> Work:
+        """F and W are S and T."""
+        return self.vocabulary.head.work(self.use)
+
+    @property
+    def works(self) -> tuple[Work, Work]:
+        return self.embedding, self.head
+
+    @property
+    def units(self) -> tuple[int, int]:
+        return (0, 0) if self.vocabulary.is_tied else (0, 1)
+
+    def elements(self, rank: int) -> tuple[int, ...]:
+        mesh = self.plan.mesh
+        rows = Box.part((self.vocabulary.rows,), 0, rank * mesh.tensor, count=mesh.pipeline * mesh.tensor).numel
+        each = [work.parameters // self._rows for work in self.works]
+        return (rows * max(each),) if self.vocabulary.is_tied else tuple(rows * width for width in each)
+
+    @property
+    def _rows(self) -> int:
+        """Of the largest slice."""
+        mesh = self.plan.mesh
+        return -(-self.vocabulary.rows // (mesh.pipeline * mesh.tensor))
+
+    def insert(self, costs: Sequence[float]) -> Schedule:
+        products = 2 * self.vocabulary.rows * (self.head.matrices // self._rows)
+        return insert_vocabulary(self.plan.schedule, score=products / max(sum(costs) / 3, 1.0))
+
+    @property
+    def resident(self) -> SliceBytes:
+        item = ITEM_BYTES[self.plan.precision.compute]
+        embedding, head = (float(item * work.parameters) for work in self.works)
+        return SliceBytes(embedding, head, self.vocabulary.is_tied)
+
+    def freed(self, row: Sequence[Action], sizes: Mapping[int, float]) -> frozenset[Action]:
+        plan = self.plan
+        return slices_freed(row, self.resident, sizes=sizes, residency=plan.residency, room=plan.resident)
+
+    @property
+    def _ends(self) -> tuple[int, int, int]:
+        """Pipeline ranks of the first stage and of the last, and the last stage."""
+        placement = self.plan.schedule.placement
+        last = placement.stages - 1
+        return placement.rank_of(0), placement.rank_of(last), last
+
+    @property
+    def _others(self) -> int:
+        return self.plan.mesh.pipeline - 1
+
+    @property
+    def copies(self) -> int:
+        """Times that a rank sends what all slices are given."""
+        return self._others
+
+    def sent(self, rank: int) -> dict[At, float]:
+        last, copies = self._ends[-1], float(self.copies)
+        hidden = self.embedding.wire
+        return {
+            (Do.SEND_L, rank): float(hidden),
+            (Do.SEND_F, last): copies * hidden,
+            (Do.SEND_S, rank): float(self.head.wire),
+            (Do.SEND_T, last): copies * self._precise * self.use.tokens,
+            (Do.SEND_B, 0): copies * hidden,
+        }
+
+    @property
+    def _precise(self) -> int:
+        """Bytes of sums and losses."""
+        return max(4, self.use.item)
+
+    def held(self, rank: int) -> Mapping[At, Counter[str]]:
+        """What a rank receives is held from its POST on."""
+        first, end, last = self._ends
+        hidden, answer = self.embedding.wire, self.head.wire
+        found: defaultdict[At, Counter[str]] = defaultdict(Counter)
+
+        def holds(component: str, nbytes: int, *, since: At, until: At) -> None:
+            found[since][component] += nbytes
+            found[until][component] -= nbytes
+
+        looked_up, scored = (Do.L, rank), (Do.S, rank)
+        holds(
+            "activations",
+            self.embedding.kept,
+            since=looked_up,
+            until=(Do.RECV_F, 0) if rank == first else (Do.SEND_L, rank),
+        )
+        holds("activations", self.head.kept, since=scored, until=(Do.T, rank))
+        holds("activations", answer, since=scored, until=(Do.RECV_B, last) if rank == end else (Do.SEND_S, rank))
+        holds("pending", hidden, since=(Do.SEND_B, 0) if rank == first else (Do.POST_G, rank), until=(Do.G, rank))
+        if rank == first:
+            holds("buffers", self._others * hidden, since=(Do.POST_F, 0), until=(Do.RECV_F, 0))
+        if rank == end:
+            holds("buffers", self._others * answer, since=(Do.POST_B, last), until=(Do.RECV_B, last))
+            holds("activations", hidden, since=(Do.RECV_B, last), until=(Do.START_I, last))
+            found[Do.RECV_B, last]["passing"] = 2 * self._precise * hidden // self.use.item
+        else:
+            holds("buffers", hidden, since=(Do.POST_S, rank), until=scored)
+        found[scored]["passing"] = self.head.peak
+        found[Do.T, rank]["passing"] = self.head.kept + sum(each.nbytes for each in self.head.pending)
+        return found
