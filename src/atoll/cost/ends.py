@@ -98,7 +98,11 @@ class Head:
         ended = self._kept_by_loss(use, logits)
         again: list[Saved] = []
         pending = [Saved("logits' gradient", i * logits, "W")]
-        peak = i * logits
+        peak, loss = i * logits, 0
+        if s.implementation.runtime == "atoll" and use.loss == "eager":
+            # Logits in half precision are cast first. Backward, the gradient of the log-softmax and that of its input.
+            precise = max(4, i) * logits
+            peak, loss = precise if precise > i * logits else 0, 2 * precise
         forward = [*inside, *[product] * use.chunks, Pass(moved, 2 * use.chunks)]
         if use.chunks > 1:
             # Each part of the logits is made, and its gradient taken to the hidden state and the weight, in F already.
@@ -119,6 +123,7 @@ class Head:
             again=tuple(again),
             pending=(*pending, *(Saved("transform's gradient", i * hidden, "W") for _ in dense)),
             peak=peak,
+            loss=loss,
         )
 
     def _parameters(self, rows: int) -> int:
