@@ -27,7 +27,7 @@ from benchmarks.predictions import runs
 from benchmarks.predictions.rows import EMULATED, LAYOUTS, REAL, Row
 from benchmarks.predictions.runs import Bytes
 
-LEAST_SECONDS, STEPS = 2.5, (5, 25)
+LEAST_SECONDS, STEPS = 2.0, (5, 25)
 """Steps are timed for so long, but no fewer and no more than so many."""
 
 GIVEN = Device(
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> Found:
         ],
         "real": [
             {
-                **_described(row, found, step.played[0][1]),
+                **described(row, found, step.played[0][1]),
                 "measured_seconds": found["seconds"],
                 "before_seconds": step.predicted,
                 "predicted_seconds": step.on(fitted.cluster).predicted,
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> Found:
              "predicted_seconds": predicted(row, given, found).seconds}
             for row, found in run_all(emulated, timed=True, on=given)
         ],
-        "layouts": [_described(row, found, predicted(row, None, found)) for row, found in run_all(layouts)],
+        "layouts": [described(row, found, predicted(row, None, found)) for row, found in run_all(layouts)],
     }  # fmt: skip
 
 
@@ -135,7 +135,7 @@ def _run(ranks: Ranks, row: Row, *, timed: bool, on: Cluster | None) -> Found:
     return found
 
 
-def _described(row: Row, found: Mapping[str, Any], prediction: Prediction) -> Found:
+def described(row: Row, found: Mapping[str, Any], prediction: Prediction) -> Found:
     """A configuration with the bytes of its pipeline ranks, counted on the fullest of their data-parallel ranks."""
     mesh, counted = row.plan.mesh, found["bytes"]
     each = mesh.world // mesh.pipeline
