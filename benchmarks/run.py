@@ -30,6 +30,7 @@ SLOW = (
     "vocabulary",
     "published",
     "paired",
+    "predictions",
     *RACES,
 )
 """Those that run when they are named; the ones with a slow link need root."""

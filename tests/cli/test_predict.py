@@ -186,9 +186,9 @@ def test_the_tokenizer_says_how_many_ids_there_are(folder: Path) -> None:
 
 
 def test_a_llama_of_transformers_takes_what_the_decoder_takes_but_keeps_more(folder: Path) -> None:
-    own = predicted(folder)
+    own = predicted(folder, "parallel.device=cuda")
     (folder / "run.toml").write_text(LLAMA.format(family="llama") + CONFIG.format(folder=folder))
-    other = predicted(folder)
+    other = predicted(folder, "parallel.device=cuda")
     differ = {key for key in own if own[key] != other[key]}
     assert differ == {"ranks", "margin_bytes"}
     for one, kept in zip(own["ranks"], other["ranks"], strict=True):
@@ -273,7 +273,7 @@ def test_a_dry_run_writes_nothing_and_gives_the_bytes(folder: Path) -> None:
 def test_a_dry_run_for_a_cluster_gives_the_prediction(folder: Path) -> None:
     words = ["--set", "parallel.device=cuda"]
     found = json.loads(run("train", folder, "--dry-run", "--json", *words).stdout)
-    assert found == predicted(folder)
+    assert found == predicted(folder, "parallel.device=cuda")
 
 
 @pytest.mark.parametrize(

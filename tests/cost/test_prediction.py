@@ -67,7 +67,13 @@ def test_all_that_is_kept_is_given_back(schedule: str, recompute: str, unit: int
     found = predicted("IIG", mesh=MeshShape(4, 1, 2), on=cluster(), **options)  # type: ignore[arg-type]
     for rank in range(4):
         held = list(found.held(rank))
-        assert held[-1].activations == held[-1].pending == held[-1].passing == 0
+        assert held[-1].pending == held[-1].passing == 0
+        # The room of messages stays for the next step's, which are posted before anything else is kept.
+        assert (
+            held[-1].activations
+            == held[1].activations
+            == found.message_bytes * round(held[1].activations / found.message_bytes)
+        )
         assert min(min(each) for each in held) >= 0
         assert found.peak(rank).total > held[0].total == found.rest(rank).total
 
@@ -77,7 +83,9 @@ def test_the_first_rank_of_1f1b_keeps_as_many_microbatches_as_there_are_ranks() 
     for rank in range(4):
         a_microbatch = sum(found.ranks.works[at].kept for at in found.ranks.blocks_of(rank))
         most = max(held.activations for held in found.held(rank))
-        assert most == pytest.approx((4 - rank) * a_microbatch, rel=0.01)
+        # Besides, room for messages and outputs that are sent: a few hidden states, where a layer keeps dozens.
+        messages = most - (4 - rank) * a_microbatch
+        assert 0 <= messages <= (4 - rank + 4) * found.message_bytes
 
 
 def test_state_is_two_four_and_twelve_bytes_a_parameter_and_the_driver_counts() -> None:

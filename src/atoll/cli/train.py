@@ -82,6 +82,7 @@ def _dry_run(request: Request, *, elsewhere: bool) -> None:
             cluster,
             vocabulary=checked.vocabulary,
             reads_in_place=checked.reads_in_place,
+            device="cpu" if checked.reads_in_place else None,
         )
         report(found, as_json=request.as_json)
     except UserError as error:

@@ -103,7 +103,11 @@ class Head:
         weights: list[Kernel] = [*[product.learnt] * use.chunks]
         ended = self._kept_by_loss(use, logits)
         pending = [Saved("logits' gradient", i * logits, "W")]
-        peak = i * logits
+        peak, loss = i * logits, 0
+        if s.implementation.runtime == "atoll" and use.loss == "eager":
+            # Logits in half precision are cast first. Backward, the gradient of the log-softmax and that of its input.
+            precise = max(4, i) * logits
+            peak, loss = precise if precise > i * logits else 0, 2 * precise
         forward: list[Kernel] = [*products, Pass(moved, 2 * use.chunks)]
         if is_chunked:
             # Each part of the logits is made, and its gradient taken to the hidden state and the weight, in F already.
@@ -123,6 +127,7 @@ class Head:
             again=before.again,
             pending=(*pending, *before.pending),
             peak=peak,
+            loss=loss,
         )
 
     def without_logits(self, use: Use) -> Work:

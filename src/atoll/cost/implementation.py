@@ -6,7 +6,7 @@ Every implementation saves the inputs of its products, queries, keys and values.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from atoll.cost.work import Saved, Use
@@ -19,13 +19,16 @@ class Implementation:
     runtime: "megatron" keeps what Korthikanti et al. (arXiv 2205.05198) list. "atoll" counts a batch's ids with the
     batch, keeps the logits beside their log-softmax, recomputes every block but tables, and keeps the outputs of
     products where recomputing is selective, instead of all but attention's scores.
-    norms: "fused" norms save their input; norms in "parts" save it in fp32, and the normalised hidden state besides.
+    norms: "fused" norms save their input. Norms in "parts" save it in fp32, and the normalised hidden state in the
+    compute dtype besides; where they are "precise", both in fp32, or in fp64 if that is the compute dtype.
     statistics: numbers in fp32 that a norm saves for each row.
     results: tensors of the feed-forward's width that the activation saves besides its inputs and its last result.
     softmax: "fp32" where eager attention saves the softmax in fp32 and again in the compute dtype.
     repeats_keys: whether eager attention saves keys and values once for each head of queries.
     is_fused: whether one product makes queries, keys and values.
     heads: "outer" where queries lie head by head, not token by token, when they come to attention.
+    copies: dtypes in which fused attention writes its output as queries lie, so that "outer" heads are copied to go on:
+    "half" precisions, as CUDA's kernels, or "all", as the CPU's.
     keeps_angles: whether each layer saves rotary angles of its own.
     waits: whether the gradients of the layers' weights are made in W.
     ends: "parts" where the tables of the embedding, the last norm and the logits' product are blocks of their own, so
@@ -33,13 +36,14 @@ class Implementation:
     """
 
     runtime: Literal["megatron", "atoll"] = "atoll"
-    norms: Literal["fused", "parts"] = "fused"
+    norms: Literal["fused", "parts", "precise"] = "fused"
     statistics: int = 0
     results: int = 0
     softmax: Literal["compute", "fp32"] = "compute"
     repeats_keys: bool = False
     is_fused: bool = False
     heads: Literal["inner", "outer"] = "inner"
+    copies: Literal["half", "all"] = "half"
     keeps_angles: bool = False
     waits: bool = True
     ends: Literal["whole", "parts"] = "whole"
@@ -47,15 +51,16 @@ class Implementation:
     def saved_by_norm(self, use: Use, name: str, elements: int, width: int, *, is_kept: bool) -> Iterator[Saved]:
         """What a norm saves of `elements` in rows of `width`. is_kept: whether its input is kept for another
         reason."""
-        is_copied = self.norms == "parts" and use.item != 4
+        precise = 4 if self.norms == "parts" else max(4, use.item)
+        is_copied = self.norms != "fused" and use.item != precise
         if is_copied:
-            yield Saved(f"{name}'s input in fp32", 4 * elements, "I")
+            yield Saved(f"{name}'s input in fp32", precise * elements, "I")
         elif not is_kept:
             yield Saved(f"{name}'s input", use.item * elements, "I")
-        if self.norms == "parts":
-            yield Saved(f"{name}'s normalised input", use.item * elements, "I")
+        if self.norms != "fused":
+            item = precise if self.norms == "precise" else use.item
+            yield Saved(f"{name}'s normalised input", item * elements, "I")
         if self.statistics:
-            precise = 4 if self.norms == "parts" else max(4, use.item)
             yield Saved(f"{name}'s statistics", self.statistics * precise * (elements // width), "I")
 
 
@@ -64,6 +69,9 @@ MEGATRON = Implementation(runtime="megatron")
 
 DECODER = Implementation(statistics=1, results=1, heads="outer", keeps_angles=True)
 """`atoll.models.Decoder` on CUDA."""
+
+DECODER_ON_CPU = replace(DECODER, norms="precise", copies="all")
+"""`atoll.models.Decoder` on the CPU, which has no fused norm."""
 
 LLAMA = Implementation(norms="parts", statistics=1, results=1, softmax="fp32", repeats_keys=True, ends="parts")
 """Llama and its kin in transformers."""

@@ -18,7 +18,7 @@ from atoll.cost.work import Use, Work, Workload
 from atoll.errors import ConfigError
 from atoll.layouts import ITEM_BYTES, Level
 from atoll.plan import Plan
-from atoll.program import Do
+from atoll.program import Do, Instruction
 from atoll.program.memory import held_after
 from atoll.sim import Played, Rates, Speed, play
 from atoll.trace import Trace
@@ -122,7 +122,7 @@ class Prediction:
     ) -> tuple[Rates, ...]:
         """What instructions take where blocks take `parts`, links are others, and the optimizer's step and pauses take
         `update` and `pause` times as long as on this cluster."""
-        message = float(max((work.wire for work in self.ranks.works[:-1]), default=0))
+        message = float(self.message_bytes)
         links = self.links if links is None else links
         found = []
         for rank in range(self.plan.mesh.pipeline):
@@ -241,29 +241,75 @@ class Prediction:
         kept: Counter[str] = Counter()
         sliced = self.ranks.slices.held(rank)
         after = held_after(program.instructions, program.shape)
-        for instruction, whole in zip(program.instructions, after, strict=True):
-            passing = self._change(kept, instruction.do, instruction.of)
+        messages = self._messages(rank)
+        moving: Counter[Do] = Counter()
+        for instruction, whole, idle in zip(program.instructions, after, messages, strict=True):
+            passing = self._change(kept, instruction)
             if (more := sliced.get((instruction.do, instruction.action.stage))) is not None:
                 kept.update(more)
                 passing += kept.pop("passing", 0)
+            moving[instruction.do] += 1
+            is_moving = moving[Do.REDUCE] > moving[Do.REDUCED] or moving[Do.SYNC] > 0
             yield rest._replace(
                 gathered=whole.parameters + whole.staged,
-                buffers=whole.gradients + arriving + kept["buffers"],
-                activations=kept["activations"],
+                buffers=whole.gradients + arriving * is_moving + kept["buffers"],
+                activations=kept["activations"] + idle,
                 pending=kept["pending"],
                 passing=passing,
             )
 
-    def _change(self, kept: Counter[str], do: Do, of: int) -> int:
+    def _messages(self, rank: int) -> Iterator[int]:
+        """Bytes of messages after each instruction that are in no block's work.
+
+        Room for a message is taken when its receive is posted, and kept for later ones when the microbatch's W is done.
+        Between, a received activation is what the stage's first block saves of its input, and a received gradient is
+        what its last block leaves for W. Messages of a split vocabulary are counted with its slices.
+        """
+        instructions, runs = self.ranks.programs.ranks[rank].instructions, self.ranks.runs
+        forward = {(do, stage) for stage in range(1, len(runs)) for do in (Do.POST_F, Do.RECV_F)}
+        backward = {(do, stage) for stage in range(len(runs) - 1) for do in (Do.POST_B, Do.RECV_B)}
+        posted = [(do, action.stage) for do, action, _, _ in instructions]
+        received = Counter(forward.union(backward).intersection(posted))
+        taken = [0]
+        for do, stage in posted:
+            ended = received[Do.RECV_F, stage] + received[Do.RECV_B, stage] if do is Do.FINISH_W else 0
+            taken.append(taken[-1] + (do in (Do.POST_F, Do.POST_B) and received[do, stage]) - ended)
+        idle = max(taken)
+        for do, action, of, _ in instructions:
+            run = runs[action.stage] if do in (Do.F, Do.I, Do.W) else range(0)
+            if run and do is not Do.W and of == run.start:
+                idle += (1 if do is Do.I else -1) * received[Do.RECV_F, action.stage]
+            if run and self.ranks.works[run.stop - 1].matrices:
+                is_last = of == (self.ranks.weighed_with[run.stop - 1] if do is Do.W else run.stop - 1)
+                idle += (is_last and do is not Do.F) * (1 if do is Do.W else -1) * received[Do.RECV_B, action.stage]
+            yield self.message_bytes * idle
+
+    @property
+    def message_bytes(self) -> int:
+        """Bytes that a stage sends for a microbatch, forward or backward."""
+        return max((self.ranks.works[run.stop - 1].wire for run in self.ranks.runs[:-1]), default=0)
+
+    def _sent(self, block: int) -> int:
+        """Bytes of a block's output that are kept for its backward because it is sent, and no block here saves it."""
+        placement = self.plan.schedule.placement
+        for stage, run in enumerate(self.ranks.runs[:-1]):
+            if block == run.stop - 1 and placement.rank_of(stage) != placement.rank_of(stage + 1):
+                return self.ranks.works[block].wire
+        return 0
+
+    def _change(self, kept: Counter[str], instruction: Instruction) -> int:
         """Add what an instruction keeps, take away what it was the last to need; what it has besides."""
         works, is_split = self.ranks.works, len(self.ranks.runs) > 1
+        do, _, of, _ = instruction
         if do is Do.F:
-            kept["activations"] += works[of].kept
+            kept["activations"] += works[of].kept + self._sent(of)
             return works[of].peak
+        if do is Do.START_I:
+            return self.ranks.works[-1].loss * (instruction.action.stage == len(self.ranks.runs) - 1)
         if do is Do.I:
             work = works[of]
             again = sum(each.nbytes for each in work.again)
-            kept["activations"] -= work.kept
+            kept["activations"] -= work.kept + self._sent(of)
             if is_split and work.matrices:
                 kept["pending"] += work.kept_for_weights
                 return work.kept + again - sum(each.nbytes for each in (*work.saved, *work.again) if each.until == "W")

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Literal
 
 from atoll.cost.ends import Embedding, Head, without
-from atoll.cost.implementation import DECODER, MEGATRON, Implementation
+from atoll.cost.implementation import DECODER, DECODER_ON_CPU, MEGATRON, Implementation
 from atoll.cost.kernels import Attention, Exchange, Kernel, Pass, Product
 from atoll.cost.vocabulary import EmbeddingSlice, HeadSlice, LookedUp, Scored
 from atoll.cost.work import BlockOf, Saved, Use, Vocabulary, Work, Workload
@@ -100,12 +100,13 @@ class Transformer:
 
     @staticmethod
     def decoder(*, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocabulary: int, tied: bool = False,
-                dropout: bool = False) -> Transformer:  # fmt: skip
-        """Atoll's own decoder, as its code saves it."""
+                dropout: bool = False, on_cpu: bool = False) -> Transformer:  # fmt: skip
+        """Atoll's own decoder, as its code saves it on CUDA or on the CPU."""
         sizes = Transformer.llama(
             layers=layers, hidden=hidden, heads=heads, ffn=ffn, vocabulary=vocabulary, kv_heads=kv_heads, tied=tied
         )
-        return replace(sizes, name="decoder", dropout=dropout, implementation=DECODER)
+        implementation = DECODER_ON_CPU if on_cpu else DECODER
+        return replace(sizes, name="decoder", dropout=dropout, implementation=implementation)
 
     @staticmethod
     def bert(*, layers: int, hidden: int, heads: int, vocabulary: int, positions: int,
@@ -373,8 +374,8 @@ class TransformerLayer:
         yield Saved("queries and keys", i * tokens * (s.queries + keys) // t, "I")
         values = s.queries + 2 * s.keys if self._is_slice(use) else keys
         yield Saved("values", i * tokens * values // t, "I")
-        # Kernels for half precisions write as queries lie; head by head it takes a copy to go on.
-        if how.heads == "outer" and not is_eager and i < 4:
+        # Kernels that write as queries lie: head by head it takes a copy to go on.
+        if how.heads == "outer" and not is_eager and (i < 4 or how.copies == "all"):
             yield Saved("attention's output", i * tokens * s.queries // t, "I")
         scores = use.samples * s.heads // t * use.sequence**2
         if not is_eager:

@@ -71,6 +71,7 @@ class Work:
     forward, backward, weights: kernels of F, of I and of W. Recomputing is part of `backward`.
     saved: from F on.  pending: what I makes and W needs, gradients of outputs of linear layers.
     again: what a recomputed forward saves within the block's I.  peak: bytes that come and go within an operation.
+    loss: bytes that come and go in the loss's backward, before the block's I.
     wire: bytes of the output, where the next block is on another stage.
     """
 
@@ -83,6 +84,7 @@ class Work:
     pending: tuple[Saved, ...] = ()
     again: tuple[Saved, ...] = ()
     peak: int = 0
+    loss: int = 0
     wire: int = 0
 
     @property

@@ -198,18 +198,20 @@ class Loop:
             blocks = self.engine.adapter.blocks()
             stages = [[blocks[at].name for at in run] for run in self.engine.runs]
             vocabulary = vocabulary_of(self.config, self.corpus)
-            facts = {"vocabulary": vocabulary, "reads_in_place": self.engine.reads_in_place, "first_step": step + 1}
-            self._recorder.plan(plan, held, stages, **facts)
-            self._predict(self._recorder, vocabulary)
+            facts = {
+                "vocabulary": vocabulary,
+                "reads_in_place": self.engine.reads_in_place,
+                "device": self.engine.device.type,
+            }
+            self._recorder.plan(plan, held, stages, **facts, first_step=step + 1)
+            self._predict(self._recorder, **facts)
 
-    def _predict(self, recorder: Recorder, vocabulary: int) -> None:
+    def _predict(self, recorder: Recorder, **facts: Any) -> None:
         """Record what the run is predicted to take; without a cluster the bytes alone."""
         path = self.config.run.cluster
         try:
             cluster = None if path is None else Cluster.read(path)
-            in_place = self.engine.reads_in_place
-            found = predict(self.config, self.engine.plan, cluster, vocabulary=vocabulary, reads_in_place=in_place)
-            recorder.prediction(found)
+            recorder.prediction(predict(self.config, self.engine.plan, cluster, **facts))
         except UserError as error:
             if path is not None:
                 self.display.say(f"note: the run is not predicted: {error}")

@@ -4,7 +4,7 @@ A row is an object with
 
     config              a TOML file, or its tables;  set: overrides of it, as ["train.microbatch=2"]
     seconds             of a step
-    vocabulary, world, reads_in_place    what the config does not say of its run
+    vocabulary, world, reads_in_place, device    what the config does not say of its run
 
 or with `run`, the folder of a run, whose records say all that. Paths are relative to the folder of the file. `name` is
 what a row is called in tables.
@@ -28,7 +28,7 @@ from atoll.program import Do
 from atoll.training.folder import RunFolder, typical_seconds
 from atoll.training.prediction import predict
 
-OF_CONFIG = {"config", "set", "seconds", "vocabulary", "world", "reads_in_place", "name"}
+OF_CONFIG = {"config", "set", "seconds", "vocabulary", "world", "reads_in_place", "device", "name"}
 OF_RUN = {"run", "name"}
 
 KINDS: Mapping[str, tuple[type, ...]] = {
@@ -40,6 +40,7 @@ KINDS: Mapping[str, tuple[type, ...]] = {
     "vocabulary": (int,),
     "world": (int,),
     "reads_in_place": (bool,),
+    "device": (str,),
 }
 
 
@@ -47,7 +48,7 @@ KINDS: Mapping[str, tuple[type, ...]] = {
 class Measured:
     """A step that has been measured.
 
-    world: ranks; parallel.ranks if None.  vocabulary, reads_in_place: see `predict`.
+    world: ranks; parallel.ranks if None.  vocabulary, reads_in_place, device: see `predict`.
     cluster: a file of what it was measured on, if that is known.
     """
 
@@ -57,13 +58,14 @@ class Measured:
     world: int | None = None
     vocabulary: int | None = None
     reads_in_place: bool = False
+    device: str | None = None
     cluster: Path | None = None
 
     def predict(self, cluster: Cluster) -> Prediction:
         """The step on a cluster. Raises ConfigError or PlanError where its costs are not known."""
         plan = self.config.to_plan(self.world)
-        in_place = self.reads_in_place
-        return predict(self.config, plan, cluster, vocabulary=self.vocabulary, reads_in_place=in_place)
+        facts = {"vocabulary": self.vocabulary, "reads_in_place": self.reads_in_place, "device": self.device}
+        return predict(self.config, plan, cluster, **facts)  # type: ignore[arg-type]
 
     def row(self) -> dict[str, Any]:
         """The object that `read_rows` reads."""
@@ -74,6 +76,7 @@ class Measured:
             "vocabulary": self.vocabulary,
             "world": self.world,
             "reads_in_place": self.reads_in_place,
+            "device": self.device,
         }
 
 
@@ -104,14 +107,14 @@ def read_run(root: Path) -> Run:
     try:
         seconds = typical_seconds(folder.metrics, plan["first_step"])
         world = math.prod(plan["mesh"].values())
-        vocabulary, reads_in_place = plan["vocabulary"], plan["reads_in_place"]
+        known = plan["vocabulary"], plan["reads_in_place"], plan["device"]
         blocks = tuple(name for names in plan["stages"] for name in names)
     except KeyError as error:
         raise ConfigError(f"{folder.plan} has no {error}: it is of an older version; run it again") from None
     if seconds is None:
         raise ConfigError(f"{folder.metrics} has no steps of the last start; let the run take some")
     cluster = folder.cluster if folder.cluster.is_file() else None
-    measured = Measured(str(root), config, seconds, world, vocabulary, reads_in_place, cluster)
+    measured = Measured(str(root), config, seconds, world, *known, cluster)
     if not folder.timing.is_file():
         return Run(folder, measured, blocks)
     timing = _read_json(folder.timing)
@@ -197,6 +200,7 @@ def _read_row(row: Any, folder: Path, number: int) -> Measured:
         row.get("world"),
         row.get("vocabulary"),
         row.get("reads_in_place", False),
+        row.get("device"),
         None if config.run.cluster is None else Path(config.run.cluster),
     )
 

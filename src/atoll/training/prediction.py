@@ -15,12 +15,19 @@ PREDICTED = ("llama", "mistral", "qwen2", "gpt2")
 
 
 def predict(
-    config: Config, plan: Plan, cluster: Cluster | None, *, vocabulary: int | None = None, reads_in_place: bool = False
+    config: Config,
+    plan: Plan,
+    cluster: Cluster | None,
+    *,
+    vocabulary: int | None = None,
+    reads_in_place: bool = False,
+    device: str | None = None,
 ) -> Prediction:
     """What a step of `config` under `plan` takes and holds.
 
     cluster: None for bytes alone.  vocabulary: ids that the model knows; as `expected_vocabulary` if None.
     reads_in_place: whether the ranks of a group read each other's memory, as they do on one host's CPUs.
+    device: "cuda" or "cpu", whose kernels save different tensors; if None, "cpu" where parallel.device is, else "cuda".
 
     Raises ConfigError or PlanError for a model or a plan whose costs are not known.
     """
@@ -33,17 +40,18 @@ def predict(
         compute=plan.precision.compute,
         recompute=plan.recompute,
     )
-    return Prediction(workload_of(config, known), plan, cluster, use, reads_in_place)
+    kind = config.parallel.device if device is None else device
+    return Prediction(workload_of(config, known, on_cpu=kind == "cpu"), plan, cluster, use, reads_in_place)
 
 
-def workload_of(config: Config, vocabulary: int) -> Workload:
+def workload_of(config: Config, vocabulary: int, *, on_cpu: bool = False) -> Workload:
     """The model of `config`, with so many ids. Raises ConfigError for one whose costs are not known."""
     if config.lora.rank or config.train.trainable or config.train.frozen:
         raise ConfigError(
             "costs are known for models all of whose parameters are trained, and lora.rank, train.trainable or "
             "train.frozen leave some out"
         )
-    sizes = _decoder(config.model, vocabulary) if config.model.is_builtin else _hugging_face(config, vocabulary)
+    sizes = _decoder(config.model, vocabulary, on_cpu) if config.model.is_builtin else _hugging_face(config, vocabulary)
     return sizes.workload
 
 
@@ -63,7 +71,7 @@ def expected_vocabulary(config: Config) -> int:
     return expected_ids(config.tokenizer, masked=config.train.objective == "masked")
 
 
-def _decoder(model: Model, vocabulary: int) -> Transformer:
+def _decoder(model: Model, vocabulary: int, on_cpu: bool) -> Transformer:
     return Transformer.decoder(
         layers=model.layers,
         hidden=model.hidden,
@@ -73,6 +81,7 @@ def _decoder(model: Model, vocabulary: int) -> Transformer:
         vocabulary=vocabulary,
         tied=model.tie_embeddings,
         dropout=model.dropout > 0,
+        on_cpu=on_cpu,
     )
 
 

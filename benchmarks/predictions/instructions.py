@@ -1,0 +1,147 @@
+"""Steps whose instructions are watched: their bytes are counted, or they sleep for as long as a device is said to
+compute."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from atoll.cost.prediction import Held
+from atoll.program import Do
+from atoll.runtime.engine import Engine
+from benchmarks.islands.allocations import Allocations
+
+Key = tuple[int, bool]
+"""Where a storage is, and whether ranks share it."""
+
+
+class Watch(Protocol):
+    """Calls an instruction, and gives what it gives."""
+
+    def __call__(self, do: Do, of: int, call: Callable[[], Any]) -> Any:
+        """of: the index of a block or a unit; -1 for neither."""
+
+
+@contextmanager
+def watched(engine: Engine, watch: Watch) -> Iterator[None]:
+    """Have `watch` call the instructions of an engine's steps.
+
+    The forward of a block is called where the model calls it, within the call of its stage, which is not watched.
+    """
+    executor = engine._executor
+    use = executor._use
+
+    def chosen(*given: Any) -> Any:
+        score = use(*given)
+        both = zip(score.program.instructions, score.calls, strict=True)
+        executor._calls = tuple(
+            call if each.do is Do.F else partial(watch, each.do, each.of, call) for each, call in both
+        )
+        return score
+
+    executor._use = chosen  # type: ignore[method-assign]
+    blocks = executor._blocks.values()
+    for block in blocks:
+        block.forward = partial(_forward, watch, block.index, block.forward)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del executor._use
+        for block in blocks:
+            del block.forward
+
+
+def _forward(watch: Watch, index: int, forward: Callable[..., Any], *given: Any) -> Any:
+    return watch(Do.F, index, partial(forward, *given))
+
+
+class Sleep:
+    """The emulated device: an instruction takes the seconds that it is given, what it really computes among them."""
+
+    def __init__(self, seconds: Mapping[tuple[Do, int], float]) -> None:
+        self.seconds = seconds
+
+    def __call__(self, do: Do, of: int, call: Callable[[], Any]) -> Any:
+        """See `Watch`."""
+        until = time.monotonic() + self.seconds.get((do, of), 0.0)
+        given = call()
+        time.sleep(max(0.0, until - time.monotonic()))
+        return given
+
+
+class Count:
+    """Counts what a rank holds after each instruction, and the most that it held within it.
+
+    Everything but activations is counted from the tensors that the engine keeps, each storage once. Activations are
+    what the allocator has given out besides, above `base`, so that nothing is left out. The gradients of other ranks
+    that a reduction receives are made and freed by its lane, and are counted from what it is asked to move.
+
+    held: the bytes at the instruction within which the total was largest.  most: the largest of each component.
+    """
+
+    def __init__(self, engine: Engine, base: int) -> None:
+        self.engine, self.base = engine, base
+        self.allocations = Allocations()
+        self.held, self.most = Held(), Held()
+        self.at: tuple[Do, int] | None = None
+        self._arriving = 0
+
+    def __call__(self, do: Do, of: int, call: Callable[[], Any]) -> Any:
+        """See `Watch`."""
+        self.allocations.forget()
+        given = call()
+        inside, after = self.allocations.most(), self.allocations.out()
+        assert inside is not None, "the ranks were started with the allocator's library"
+        assert after is not None, "the ranks were started with the allocator's library"
+        parts = self._parts()
+        own = Held(**{component: sum(sizes.values()) for component, sizes in parts.items()})
+        known = sum(size for sizes in parts.values() for (_, is_shared), size in sizes.items() if not is_shared)
+        held = own._replace(activations=after - self.base - known, passing=inside - after)
+        if held.total > self.held.total:
+            self.held, self.at = held, (do, of)
+        self.most = Held(*map(max, self.most, held))
+        return given
+
+    def _parts(self) -> Mapping[str, Mapping[Key, int]]:
+        """Bytes of the components that are tensors of the engine, by where they are."""
+        own: defaultdict[str, list[torch.Tensor | None]] = defaultdict(list)
+        for unit in self.engine.units:
+            for segment in unit.segments:
+                own["parameters"].append(segment.rest)
+                own["optimizer"].append(segment.master)
+                own["gathered"] += [segment.whole, segment._staged]
+                own["gradients"] += segment.gradients.values()
+                own["buffers"] += [*segment.flows.values(), *(flow for _, flow in segment._reducing), segment.final]
+        own["optimizer"] += self.engine._optimizer.state_tensors()
+        own["pending"] += self._pending()
+        seen: set[Key] = set()
+        return {component: self._new(tensors, seen) for component, tensors in own.items()}
+
+    def _new(self, tensors: Iterable[torch.Tensor | None], seen: set[Key]) -> dict[Key, int]:
+        """Bytes of storages that have not been seen. What is lent is a part of one storage, and counts by itself."""
+        found: dict[Key, int] = {}
+        memory, arena = (getattr(self.engine.transport, name, None) for name in ("_memory", "_arena"))
+        for tensor in tensors:
+            storage = None if tensor is None else tensor.untyped_storage()
+            if tensor is None or storage is None or storage.nbytes() == 0:
+                continue
+            key, size = (storage.data_ptr(), memory is not None and memory.place(tensor) >= 0), storage.nbytes()
+            if arena is not None and storage.data_ptr() == arena._piece.data_ptr():
+                key, size = (tensor.data_ptr(), True), tensor.nbytes
+            if key not in seen:
+                seen.add(key)
+                found[key] = size
+        return found
+
+    def _pending(self) -> Iterator[torch.Tensor]:
+        """The factors of weights' gradients that wait for W."""
+        for units in self.engine._executor._step.pending.values():
+            for kept in units.values():
+                for _, factors in kept:
+                    yield from [factors] if isinstance(factors, torch.Tensor) else factors

@@ -1,0 +1,153 @@
+"""The configurations that are run: what each changes of one base, and on how many ranks.
+
+Those that are `fitted` calibrate the constants of the cluster; the others are judged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from atoll.config import Config, from_dict
+from atoll.layouts import EFFECTIVE
+from atoll.plan import Plan
+
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    "small": {"layers": 4, "hidden": 256, "heads": 4, "vocabulary": 2048, "tie_embeddings": False},
+    "wide": {"layers": 3, "hidden": 512, "heads": 8, "kv_heads": 4, "vocabulary": 4096, "tie_embeddings": False},
+    "deep": {"layers": 8, "hidden": 256, "heads": 8, "vocabulary": 4096, "tie_embeddings": True},
+    "llama": {
+        "source": "transformers:llama",
+        "vocabulary": 2048,
+        "config": {
+            "hidden_size": 256,
+            "intermediate_size": 688,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+        },
+    },
+    "tiny": {"layers": 8, "hidden": 64, "heads": 4, "vocabulary": 256, "tie_embeddings": False},
+    "gpt2": {
+        "source": "transformers:gpt2",
+        "vocabulary": 2048,
+        "config": {"n_embd": 256, "n_layer": 4, "n_head": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    },
+}
+BASE: Mapping[str, Mapping[str, Any]] = {
+    "data": {"sequence": 128},
+    "train": {"global_batch": 16, "microbatch": 2},
+    "parallel": {"device": "cpu"},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A configuration.
+
+    ranks: how many run it.  changes: keys of the config and their values.  fitted: whether its step calibrates.
+    """
+
+    model: str
+    ranks: int
+    changes: tuple[str, ...]
+    fitted: bool = False
+
+    @property
+    def name(self) -> str:
+        """What tables call it."""
+        words = (change.partition(".")[2].replace("=", " ") for change in self.changes)
+        return ", ".join([self.model, f"{self.ranks} rank" + "s"[: self.ranks > 1], *words])
+
+    @property
+    def config(self) -> Config:
+        """All of its keys."""
+        return from_dict({**BASE, "model": MODELS[self.model]}, overrides=self.changes, source=self.name)
+
+    @property
+    def plan(self) -> Plan:
+        """What the ranks run."""
+        return self.config.to_plan(self.ranks)
+
+
+def _alone() -> Iterator[Row]:
+    """One rank: models, precisions, recomputing."""
+    yield Row("small", 1, (), fitted=True)
+    yield Row("small", 1, ("train.precision=bf16",))
+    yield Row("small", 1, ("train.precision=fp64",))
+    yield Row("small", 1, ("parallel.recompute=block",), fitted=True)
+    yield Row("small", 1, ("parallel.recompute=selective",))
+    yield Row("small", 1, ("data.sequence=256", "train.microbatch=1"))
+    yield Row("wide", 1, ())
+    yield Row("wide", 1, ("train.precision=bf16",), fitted=True)
+    yield Row("wide", 1, ("train.precision=fp64",), fitted=True)
+    yield Row("wide", 1, ("train.microbatch=4",))
+    yield Row("deep", 1, ("parallel.recompute=block",))
+    yield Row("llama", 1, (), fitted=True)
+    yield Row("llama", 1, ("train.precision=bf16",))
+    yield Row("llama", 1, ("parallel.recompute=block",))
+    yield Row("gpt2", 1, (), fitted=True)
+    yield Row("gpt2", 1, ("parallel.recompute=block",))
+
+
+def _sharded() -> Iterator[Row]:
+    """Two data-parallel ranks, of one group or of two."""
+    yield Row("small", 2, ("parallel.layout=NNN",), fitted=True)
+    yield Row("small", 2, ("parallel.layout=NNG",))
+    yield Row("small", 2, ("parallel.layout=NGG",))
+    yield Row("small", 2, ("parallel.layout=GGG",), fitted=True)
+    yield Row("small", 2, ("parallel.layout=NNI", "parallel.intra=2"))
+    yield Row("small", 2, ("parallel.layout=III", "parallel.intra=2"), fitted=True)
+    yield Row("wide", 2, ("parallel.layout=NNG", "parallel.recompute=block"))
+    yield Row("wide", 2, ("parallel.layout=GGG", "train.precision=bf16"))
+    yield Row("wide", 2, ("parallel.layout=NGG",), fitted=True)
+    yield Row("deep", 2, ("parallel.layout=NNG", "parallel.intra=2"))
+    yield Row("llama", 2, ("parallel.layout=GGG",))
+    yield Row("gpt2", 2, ("parallel.layout=NGG",))
+
+
+def _staged() -> Iterator[Row]:
+    """A pipeline of two ranks."""
+    for schedule in ("gpipe", "1f1b", "zb-h1", "zb-v"):
+        yield Row("small", 2, ("parallel.pipeline=2", f"parallel.schedule={schedule}"), fitted=schedule == "1f1b")
+    yield Row("small", 2, ("parallel.pipeline=2", "parallel.schedule=interleaved", "parallel.chunks=2"))
+    yield Row("small", 2, ("parallel.pipeline=2", "parallel.schedule=zb-h1", "parallel.recompute=selective"))
+    yield Row("wide", 2, ("parallel.pipeline=2", "parallel.schedule=zb-h1", "train.precision=bf16"))
+    yield Row("wide", 2, ("parallel.pipeline=2", "parallel.schedule=1f1b", "parallel.recompute=block"))
+    yield Row("deep", 2, ("parallel.pipeline=2", "parallel.schedule=zb-v"))
+    yield Row("llama", 2, ("parallel.pipeline=2", "parallel.schedule=zb-h1"))
+    yield Row("gpt2", 2, ("parallel.pipeline=2", "parallel.schedule=1f1b"))
+
+
+def _split() -> Iterator[Row]:
+    """Two tensor-parallel ranks."""
+    yield Row("small", 2, ("parallel.tensor=2",))
+    yield Row("wide", 2, ("parallel.tensor=2",), fitted=True)
+    yield Row("wide", 2, ("parallel.tensor=2", "parallel.sequence_parallel=true"))
+
+
+REAL = (*_alone(), *_sharded(), *_staged(), *_split())
+"""Those that compute."""
+
+
+def _emulated() -> Iterator[Row]:
+    """Four ranks: pipelines, and pipelines of sharded ranks."""
+    for schedule in ("gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v"):
+        yield Row("tiny", 4, ("parallel.pipeline=4", f"parallel.schedule={schedule}"))
+    yield Row("tiny", 4, ("parallel.pipeline=4", "parallel.schedule=interleaved", "parallel.chunks=2"))
+    yield Row("tiny", 4, ("parallel.pipeline=4", "parallel.schedule=1f1b", "parallel.recompute=block"))
+    for layout in ("NNN", "NNG", "NGG", "GGG"):
+        yield Row("tiny", 4, ("parallel.pipeline=2", "parallel.schedule=zb-h1", f"parallel.layout={layout}"))
+    yield Row("tiny", 4, ("parallel.layout=IIG", "parallel.intra=2"))
+    yield Row("tiny", 4, ("parallel.layout=GGG", "parallel.intra=2"))
+
+
+EMULATED = tuple(_emulated())
+"""Those that sleep for as long as a given device would compute."""
+
+LAYOUTS = tuple(
+    Row("small", 4, (f"parallel.layout={layout.name}", "parallel.intra=2", "train.global_batch=32"))
+    for layout in EFFECTIVE
+)
+"""Those whose bytes are counted by component: two groups of two ranks."""

@@ -1,0 +1,99 @@
+"""What ranks are asked to do: build the engine of a configuration, take steps, count bytes, let it go."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+
+from atoll.cost.prediction import Held
+from atoll.program import Do
+from atoll.runtime.engine import Engine
+from atoll.training.build import build_engine, build_model
+from atoll.training.prediction import expected_vocabulary
+from benchmarks.emulated.race import go_first
+from benchmarks.islands.allocations import Allocations
+from benchmarks.islands.ranks import Rank
+from benchmarks.predictions.instructions import Count, Sleep, watched
+from benchmarks.predictions.rows import Row
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """An engine, the batch of its steps, and the bytes that the allocator had given out before it was built."""
+
+    engine: Engine
+    batch: dict[str, torch.Tensor]
+    base: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """What a rank holds in a step: when it holds most, and the most of each component."""
+
+    peak: Held
+    most: Held
+
+
+def go_before_others(rank: Rank) -> bool:
+    """Run before the machine's other work, where that is permitted."""
+    return go_first()
+
+
+def build(rank: Rank, row: Row) -> bool:
+    """All ranks: the engine and its first two steps, which make the optimizer's state and the room for messages;
+    whether ranks read each other's memory."""
+    gc.collect()
+    config, plan = row.config, row.plan
+    vocabulary = expected_vocabulary(config)
+    generator = torch.Generator().manual_seed(rank.number // plan.mesh.tensor % plan.mesh.data)
+    shape = plan.global_batch // plan.mesh.data, config.data.sequence + 1
+    ids = torch.randint(vocabulary, shape, generator=generator)
+    batch = {"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
+    base = Allocations().out() or 0
+    engine = build_engine(build_model(config, vocabulary), plan, config, torch.device("cpu"))
+    rank.contenders["engine"] = Running(engine, batch, base)
+    for _ in range(2):
+        engine.step(batch)
+    return engine.reads_in_place
+
+
+def count(rank: Rank) -> Bytes:
+    """All ranks: a step whose bytes are counted."""
+    running: Running = rank.contenders["engine"]
+    gc.collect()
+    counted = Count(running.engine, running.base)
+    with watched(running.engine, counted):
+        running.engine.step(running.batch)
+    return Bytes(counted.held, counted.most)
+
+
+def take(rank: Rank, steps: int, sleeps: Sequence[Mapping[tuple[Do, int], float]] = ()) -> list[float]:
+    """All ranks: seconds of steps that follow each other.
+
+    sleeps: what instructions take on the emulated device, by pipeline rank; () where they take what they take.
+    """
+    running: Running = rank.contenders["engine"]
+    engine = running.engine
+    gc.collect()
+    gc.freeze()  # to look through what other engines have made takes a tenth of a second
+    dist.barrier()
+    ends = []
+    with watched(engine, Sleep(sleeps[engine.place.pp])) if sleeps else nullcontext():
+        for _ in range(steps + 1):
+            engine.step(running.batch)
+            ends.append(time.monotonic())
+    gc.unfreeze()
+    return [after - before for before, after in pairwise(ends)]
+
+
+def close(rank: Rank) -> None:
+    """Let the engine go."""
+    rank.contenders.pop("engine").engine.close()
+    gc.collect()
