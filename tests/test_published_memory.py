@@ -128,7 +128,7 @@ def test_zero_bubble_fills_its_limit(schedule: str, gib: int) -> None:
     assert fullest(zero_bubble(schedule)) == pytest.approx(gib * GIB, rel=0.03)
 
 
-def vocabulary(method: str, vocabulary: int) -> Published:
+def vocabulary(method: str, vocabulary: int, **other: Any) -> Published:
     model = {
         "kind": "gpt", "size": "4B", "layers": 32, "heads": 24, "hidden": 3072, "ffn": 12288, "seq": 2048,
         "vocab": vocabulary, "tied": False,
@@ -137,8 +137,11 @@ def vocabulary(method: str, vocabulary: int) -> Published:
         "pp": 8, "tp": 1, "dp": 1, "schedule": "1f1b", "method": method, "microbatch": 1, "microbatches": 128,
         "precision": "fp16/bf16",
     }  # fmt: skip
+    cluster = {**A100, "gpus": other.get("pp", 8)}
+    model |= {key: value for key, value in other.items() if key in model}
+    plan |= {key: value for key, value in other.items() if key in plan}
     result = {"mfu": 0.4, "peak_gb": 1.0, "oom": None}
-    return rows.parse(row("vocabulary-parallelism", model=model, cluster=A100, plan=plan, result=result))
+    return rows.parse(row("vocabulary-parallelism", model=model, cluster=cluster, plan=plan, result=result))
 
 
 @pytest.mark.parametrize(
@@ -146,7 +149,13 @@ def vocabulary(method: str, vocabulary: int) -> Published:
     [("baseline", 32768, 14.86), ("baseline", 131072, 19.25), ("vocab-1", 262144, 18.59), ("vocab-2", 32768, 14.83)],
 )
 def test_split_and_whole_vocabularies(method: str, size: int, gib: float) -> None:
-    assert fullest(vocabulary(method, size)) == pytest.approx(gib * GIB, rel=0.02)
+    assert fullest(vocabulary(method, size)) == pytest.approx(gib * GIB, rel=0.01)
+
+
+@pytest.mark.parametrize(("method", "size", "gib"), [("baseline", 262144, 46.77), ("vocab-1", 262144, 15.02)])
+def test_split_and_whole_vocabularies_on_a_v(method: str, size: int, gib: float) -> None:
+    found = vocabulary(method, size, schedule="v-half", pp=16, heads=32, hidden=4096, ffn=16384)
+    assert fullest(found) == pytest.approx(gib * GIB, rel=0.02)
 
 
 def fullest(row: Published) -> int:

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from atoll.cost import Prediction
 from atoll.plan import MeshShape
-from benchmarks.published import rows
+from atoll.program import Do
+from benchmarks.published import plans, rows
 from benchmarks.published.rows import Published, UnclearError
 
 GIB = 2**30
@@ -323,6 +325,24 @@ def test_vocabulary_parallelism_prints_utilization() -> None:
     assert (folded.chunks, folded.layers_per_stage, folded.fits, folded.step_seconds) == (2, (2,) * 16, False, None)
     with pytest.raises(UnclearError, match="'redis'"):
         rows.parse(vocabulary("redis", mfu=0.5, peak_gb=14.8))
+
+
+def test_what_a_split_vocabulary_gains() -> None:
+    """Steps of the page's table 5, for eight devices, 2048 tokens and 32k rows."""
+    whole, split = (
+        plans.step_of(rows.parse(vocabulary(method, mfu=mfu, peak_gb=14.8)))
+        for method, mfu in (("baseline", 0.4616), ("vocab-2", 0.5023))
+    )
+    assert split.predicted / whole.predicted == pytest.approx(split.seconds / whole.seconds, rel=0.05)
+
+
+def test_nccl_sends_what_all_slices_are_given_once() -> None:
+    row = rows.parse(vocabulary("vocab-2", mfu=0.5, peak_gb=14.8))
+    theirs = plans.prediction_of(row, microbatches=8)
+    ours = Prediction(row.model.workload, theirs.plan, theirs.cluster, row.use)
+    last = (Do.SEND_F, 7)
+    assert ours.rates[7].messages[last] == 7 * theirs.rates[7].messages[last] > 0
+    assert theirs.seconds < ours.seconds
 
 
 # ---- fully sharded

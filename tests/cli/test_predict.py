@@ -218,13 +218,30 @@ def test_other_families(folder: Path, family: str) -> None:
     assert found["parameters"] == count
 
 
+@pytest.mark.parametrize("family", ["decoder", "llama"])
+def test_a_split_vocabulary_evens_ranks_out(folder: Path, family: str) -> None:
+    if family != "decoder":
+        (folder / "run.toml").write_text(LLAMA.format(family=family) + CONFIG.format(folder=folder))
+    sizes = "model.vocabulary=64000" if family == "decoder" else "model.config.vocab_size=64000"
+    long = [sizes, "data.sequence=1024", "train.microbatch=8"]
+    whole, split = (predicted(folder, *long, f"parallel.vocabulary={each}") for each in ("false", "true"))
+    assert split["parameters"] == whole["parameters"]
+    assert split["seconds"] < whole["seconds"]
+    fullest = [max(rank["peak"]["total"] for rank in found["ranks"]) for found in (split, whole)]
+    assert fullest[0] < fullest[1]
+    first, last = (rank["rest"]["optimizer"] for rank in split["ranks"])
+    assert first == pytest.approx(last, rel=0.01)
+    for rank in split["ranks"]:
+        assert sum(rank["breakdown"].values()) == pytest.approx(split["seconds"], rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("overrides", "kind", "words"),
     [
         (["model.source=transformers:mixtral"], ConfigError, "costs of a 'mixtral' trained with the causal objective"),
         (["lora.rank=4"], ConfigError, "models all of whose parameters are trained"),
         (["train.frozen=['embed.*']"], ConfigError, "models all of whose parameters are trained"),
-        (["parallel.vocabulary=true"], PlanError, "a vocabulary that is split over the pipeline"),
+        (["parallel.vocabulary=true", "model.vocabulary=1"], PlanError, "one of 2 ranks is left without any"),
         (["parallel.tensor=8", "parallel.ranks=32"], ConfigError, "heads = 4 cannot be split evenly over tensor = 8"),
         (["parallel.ranks=9"], ConfigError, "parallel.ranks = 9 is not a multiple of"),
     ],
