@@ -1,14 +1,14 @@
 """The programs of a plan, from a workload instead of a model: what `atoll.programs_of` gives, without torch.
 
-Each block, or each group of layers where a plan has units of several blocks, is a unit of two segments, of what W makes
-and of the rest. Parameters that the first block shares with the last are a unit of their own. Slices of a split
-vocabulary are units of one segment each, before all others.
+Each block, or each group of layers where a plan has units of several blocks, is a unit of up to three segments: what W
+makes, what I makes, and what is frozen. Parameters that the first block shares with the last are a unit of their own.
+Slices of a split vocabulary are units of one segment each, before all others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from atoll.cost.slices import Slices, VocabularySlices
@@ -59,8 +59,17 @@ class Ranks:
 
     @cached_property
     def works(self) -> tuple[Work, ...]:
-        """Of each block."""
-        return tuple(block.work(self.use) for block in self.model.blocks)
+        """Of each block. Those before the first that is trained have no backward, and keep nothing for one."""
+        found = [block.work(self.use) for block in self.model.blocks]
+        for at, work in enumerate(found[: self._first_trained(found)]):
+            found[at] = replace(work, backward=(), weights=(), saved=(), pending=(), again=())
+        return tuple(found)
+
+    def _first_trained(self, works: Sequence[Work]) -> int:
+        """The first block with a backward: one before it would be that of a slice, and slices are trained."""
+        if self.model.vocabulary is not None:
+            return 0
+        return next((at for at, work in enumerate(works) if work.parameters > work.frozen), len(works))
 
     @cached_property
     def slices(self) -> Slices:
@@ -164,7 +173,7 @@ class Ranks:
         return sorted(at for stage in self.stages_of(rank) for at in self.runs[stage])
 
     def segments(self, rank: int) -> dict[int, tuple[SegmentShape, ...]]:
-        """Of a pipeline rank by unit, in the model's order: what W makes, and what I makes.
+        """Of a pipeline rank by unit, in the model's order: what W makes, what I makes, and what is frozen.
 
         Without a pipeline nobody waits for I, which makes all gradients.
         """
@@ -172,21 +181,24 @@ class Ranks:
         own = self.blocks_of(rank)
         found: dict[int, tuple[SegmentShape, ...]] = {}
         found |= {unit: (self._segment(numel, "W"),) for unit, numel in enumerate(self.slices.elements(rank))}
-        ends = {0: "I", last: "W" if is_split else "I"} if shared else {}
-        if phases := {phase for at, phase in ends.items() if at in own}:
+        made_by = {0: ("I",), last: ("W",) if is_split else ("I",)} if self.model.trains_shared else {0: (), last: ()}
+        ends = made_by if shared else {}
+        if any(at in own for at in ends):
+            phases = {phase for at, each in ends.items() if at in own for phase in each}
             found[0] = (self._segment(shared, *sorted(phases)),)
         for unit, blocks in self.units.items():
             if blocks[0] not in own:
                 continue
-            made = dict.fromkeys(("W", "I"), 0)
+            made: dict[tuple[str, ...], int] = {("W",): 0, ("I",): 0, (): 0}
             for at in blocks:
                 work = self.works[at]
                 matrices = work.matrices if is_split else 0
-                made["W"] += matrices
-                made["I"] += work.parameters - matrices
+                made["W",] += matrices
+                made["I",] += work.parameters - matrices - work.frozen
+                made[()] += work.frozen
                 if at in ends:
                     made[ends[at]] -= shared
-            found[unit] = tuple(self._segment(numel, phase) for phase, numel in made.items() if numel)
+            found[unit] = tuple(self._segment(numel, *phases) for phases, numel in made.items() if numel)
         return found
 
     def _segment(self, numel: int, *phases: str) -> SegmentShape:
@@ -256,7 +268,10 @@ class Ranks:
     def _stage(self, stage: int) -> StageShape:
         run = self.runs[stage]
         units = {unit for at in run for unit in self._units_used(at)}
-        blocks = tuple(BlockShape(at, tuple(sorted(self._units_used(at), reverse=True))) for at in run)
+        first = self._first_trained(self.works)
+        blocks = tuple(
+            BlockShape(at, tuple(sorted(self._units_used(at), reverse=True)), needs_backward=at >= first) for at in run
+        )
         return StageShape(stage, blocks, tuple(sorted(units, reverse=True)), self.plan.recompute != "none")
 
     @cached_property

@@ -68,6 +68,7 @@ class Work:
     """What one microbatch asks of one rank for a block.
 
     parameters: elements of a rank.  matrices: those of them whose gradients W makes where the backward is split.
+    frozen: those that are not trained.
     forward, backward, weights: kernels of F, of I and of W. Recomputing is part of `backward`.
     saved: from F on.  pending: what I makes and W needs, gradients of outputs of linear layers.
     again: what a recomputed forward saves within the block's I.  peak: bytes that come and go within an operation.
@@ -77,6 +78,7 @@ class Work:
 
     parameters: int
     matrices: int
+    frozen: int = 0
     forward: tuple[Kernel, ...]
     backward: tuple[Kernel, ...]
     weights: tuple[Kernel, ...]
@@ -128,6 +130,7 @@ class Workload:
     """A model: its blocks in order.
 
     layers: which of them are layers.  shared: elements that the first block and the last have in common.
+    trains_shared: whether these are trained.
     joined: blocks that stay on the stage of the block before them.  costs: of each block, the multiplications that a
     token asks of its parameters, by which stages are made even; three for each element of `matrices` if not given.
     vocabulary: the rows that each pipeline rank has a slice of, if they are split.  split: returns the same model with
@@ -138,6 +141,7 @@ class Workload:
     blocks: Sequence[BlockOf]
     layers: range
     shared: int = 0
+    trains_shared: bool = True
     joined: frozenset[int] = frozenset()
     costs: tuple[float, ...] = ()
     vocabulary: Vocabulary | None = None
@@ -152,12 +156,14 @@ class Workload:
     def flops(self, use: Use) -> float:
         """Operations of one microbatch, forward and backward, with nothing computed twice: what MFU counts.
 
-        Three times the forward's matrix products, all scores of attention among them, masked or not: for a decoder of N
-        parameters in matrices, l layers and hidden size h that is 6 N + 12 l h s a token at sequence length s (PaLM,
-        arXiv 2204.02311, appendix B). The head's matrix is one of N's, the embedding's rows are not.
+        All products of matrices, all scores of attention among them, masked or not: for a decoder of N parameters in
+        matrices, l layers and hidden size h that is 6 N + 12 l h s a token at sequence length s (PaLM, arXiv
+        2204.02311, appendix B). The head's matrix is one of N's, the embedding's rows are not. A frozen matrix asks for
+        no gradient.
         """
         plain = replace(
             use, tensor=1, sequence_parallel=False, recompute="none", attention="eager", loss="eager", chunks=1
         )
-        kernels = (kernel for block in self.blocks for kernel in block.work(plain).forward)
-        return 3.0 * sum(kernel.flops for kernel in kernels if isinstance(kernel, Product))
+        works = (block.work(plain) for block in self.blocks)
+        kernels = (kernel for work in works for kernel in (*work.forward, *work.backward, *work.weights))
+        return sum(kernel.flops for kernel in kernels if isinstance(kernel, Product))

@@ -95,10 +95,19 @@ class _Counts:
         blocks = tuple(CountedBlock(block.name, at, self) for at, block in enumerate(self._blocks))
         joined = frozenset(at for at, block in enumerate(self._blocks) if block.is_joined)
         costs = tuple(weight.cost for weight in weigh_blocks(self._blocks))
-        return Workload(name, blocks, self._layers, shared=self._shared(), joined=joined, costs=costs)
+        shared = self._shared()
+        return Workload(
+            name,
+            blocks,
+            self._layers,
+            shared=sum(parameter.numel() for parameter in shared),
+            trains_shared=any(parameter.requires_grad for parameter in shared),
+            joined=joined,
+            costs=costs,
+        )
 
-    def _shared(self) -> int:
-        """Elements of parameters that the first block and the last have in common; others have to lie in one block."""
+    def _shared(self) -> list[nn.Parameter]:
+        """Parameters that the first block and the last have in common; others have to lie in one block."""
         found: dict[nn.Parameter, list[int]] = {}
         for at, block in enumerate(self._blocks):
             for parameter in block.module.parameters():
@@ -111,7 +120,7 @@ class _Counts:
                     f"blocks {names} share a parameter of {tuple(parameter.shape)}; costs are known where the first "
                     "block and the last share parameters, and no others"
                 )
-        return sum(parameter.numel() for parameter, users in found.items() if len(users) > 1)
+        return [parameter for parameter, users in found.items() if len(users) > 1]
 
     def works(self, use: Use) -> tuple[Work, ...]:
         """Of all blocks."""

@@ -77,6 +77,7 @@ class _Tally:
         return Work(
             parameters=sum(each.numel() for each in parameters),
             matrices=sum(each.numel() for each in waiting),
+            frozen=sum(each.numel() for each in parameters if not each.requires_grad),
             forward=(*forward, *self.forward_behind),
             backward=(*repeated, *self.backward),
             weights=tuple(self.weights),

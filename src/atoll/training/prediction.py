@@ -1,13 +1,13 @@
-"""Config -> what its plan takes and holds, before anything runs. No torch, unless the model is of `transformers`."""
+"""Config -> what its plan takes and holds, before anything runs. No torch, unless the model is of `transformers` or
+some of its parameters are frozen."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from atoll.config import Config, Model
+from atoll.config import Config
 from atoll.cost import Cluster, Prediction, Transformer, Use, Workload
 from atoll.data import expected_ids
-from atoll.errors import ConfigError
 from atoll.plan import Plan
 
 PREDICTED = ("llama", "mistral", "qwen2", "gpt2")
@@ -45,14 +45,20 @@ def predict(
 
 
 def workload_of(config: Config, vocabulary: int, *, on_cpu: bool = False) -> Workload:
-    """The model of `config`, with so many ids. Raises ConfigError for one whose costs are not known."""
-    if config.lora.rank or config.train.trainable or config.train.frozen:
-        raise ConfigError(
-            "costs are known for models all of whose parameters are trained, and lora.rank, train.trainable or "
-            "train.frozen leave some out"
-        )
-    sizes = _decoder(config.model, vocabulary, on_cpu) if config.model.is_builtin else _hugging_face(config, vocabulary)
-    return sizes.workload
+    """The model of `config`, with so many ids: by its sizes where formulas know it, else counted, see
+    `atoll.models.count`. Raises ConfigError for one whose costs are not known."""
+    sizes = None if _leaves_out(config) else _sizes(config, vocabulary, on_cpu)
+    if sizes is not None:
+        return sizes.workload
+    from atoll.models import count
+    from atoll.training.build import build_model
+
+    return count(build_model(config, vocabulary), device="cpu" if on_cpu else "cuda")
+
+
+def _leaves_out(config: Config) -> bool:
+    """Whether some parameters are not trained."""
+    return bool(config.lora.rank or config.train.trainable or config.train.frozen)
 
 
 def expected_vocabulary(config: Config) -> int:
@@ -71,7 +77,15 @@ def expected_vocabulary(config: Config) -> int:
     return expected_ids(config.tokenizer, masked=config.train.objective == "masked")
 
 
-def _decoder(model: Model, vocabulary: int, on_cpu: bool) -> Transformer:
+def _sizes(config: Config, vocabulary: int, on_cpu: bool) -> Transformer | None:
+    if not config.model.is_builtin:
+        from atoll.models import transformer_of
+        from atoll.training.pretrained import hugging_face_config
+
+        found: Any = hugging_face_config(config, vocabulary)
+        is_known = found.model_type in PREDICTED and config.train.objective == "causal"
+        return transformer_of(found) if is_known else None
+    model = config.model
     return Transformer.decoder(
         layers=model.layers,
         hidden=model.hidden,
@@ -83,16 +97,3 @@ def _decoder(model: Model, vocabulary: int, on_cpu: bool) -> Transformer:
         dropout=model.dropout > 0,
         on_cpu=on_cpu,
     )
-
-
-def _hugging_face(config: Config, vocabulary: int) -> Transformer:
-    from atoll.models import transformer_of
-    from atoll.training.pretrained import hugging_face_config
-
-    found: Any = hugging_face_config(config, vocabulary)
-    if found.model_type not in PREDICTED or config.train.objective == "masked":
-        raise ConfigError(
-            f"costs of a {found.model_type!r} trained with the {config.train.objective} objective are not known; known "
-            f"are the built-in decoder and, with the causal objective, {', '.join(PREDICTED)}"
-        )
-    return transformer_of(found)
