@@ -235,20 +235,39 @@ def test_a_split_vocabulary_evens_ranks_out(folder: Path, family: str) -> None:
         assert sum(rank["breakdown"].values()) == pytest.approx(split["seconds"], rel=1e-6)
 
 
+def test_families_without_formulas_are_counted(folder: Path) -> None:
+    experts = "\nnum_local_experts = 4\nnum_experts_per_tok = 2\n"
+    (folder / "run.toml").write_text(LLAMA.format(family="mixtral") + experts + CONFIG.format(folder=folder))
+    found = predicted(folder)
+    layer = 64 * (2 * 64 + 2 * 32) + 4 * 3 * 64 * 160 + 4 * 64 + 2 * 64  # attention, experts, router, norms
+    assert found["parameters"] == 1000 * 64 + 6 * layer + 64
+    assert found["seconds"] > 0
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # which peft still asks for
+def test_adapters_leave_little_to_train(folder: Path) -> None:
+    (folder / "run.toml").write_text(LLAMA.format(family="llama") + CONFIG.format(folder=folder))
+    whole, few = predicted(folder), predicted(folder, "lora.rank=2", "parallel.layout=IIG")
+    adapters = 6 * 2 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 160))
+    assert few["parameters"] == whole["parameters"] + adapters
+    assert sum(rank["rest"]["optimizer"] for rank in few["ranks"]) * 4 == pytest.approx(12 * adapters, rel=0.02)
+    assert few["mfu"] < whole["mfu"]
+    for one, other in zip(few["ranks"], whole["ranks"], strict=True):
+        assert one["breakdown"]["weights"] < other["breakdown"]["weights"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "kind", "words"),
     [
-        (["model.source=transformers:mixtral"], ConfigError, "costs of a 'mixtral' trained with the causal objective"),
-        (["lora.rank=4"], ConfigError, "models all of whose parameters are trained"),
-        (["train.frozen=['embed.*']"], ConfigError, "models all of whose parameters are trained"),
+        (["train.frozen=['embed.*']", "parallel.tensor=2"], ConfigError, "without tensor parallelism"),
+        (["train.frozen=['embed.*']", "parallel.vocabulary=true"], PlanError, "a split vocabulary are not known for"),
+        (["train.frozen=['embd.*']"], ConfigError, "'embd.*' matches no parameter"),
         (["parallel.vocabulary=true", "model.vocabulary=1"], PlanError, "one of 2 ranks is left without any"),
         (["parallel.tensor=8", "parallel.ranks=32"], ConfigError, "heads = 4 cannot be split evenly over tensor = 8"),
         (["parallel.ranks=9"], ConfigError, "parallel.ranks = 9 is not a multiple of"),
     ],
 )
 def test_what_is_refused(folder: Path, overrides: list[str], kind: type[UserError], words: str) -> None:
-    if overrides[0].startswith("model.source"):
-        (folder / "run.toml").write_text("[model]\n" + CONFIG.format(folder=folder))
     with pytest.raises(kind, match=re.escape(words)):
         predicted(folder, *overrides)
 
@@ -337,7 +356,8 @@ def test_a_folder_with_a_run_is_refused_and_one_without_cannot_be_resumed(folder
 
 
 def test_a_run_that_would_start_and_is_not_predicted_is_no_error(folder: Path) -> None:
-    result = run("train", folder, "--dry-run", "--set", "train.frozen=['embed.*']", cluster=False)
+    frozen = ["--set", "train.frozen=['embed.*']", "--set", "parallel.tensor=2", "--set", "parallel.layout=NNN"]
+    result = run("train", folder, "--dry-run", *frozen, cluster=False)
     assert result.stdout == ""
     assert "note: the run would start, and is not predicted: " in result.stderr
 

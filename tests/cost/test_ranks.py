@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -78,6 +80,36 @@ def test_what_else_a_plan_says(options: dict[str, object], tied: bool) -> None:
 def test_units_of_several_blocks(together: int, schedule: str, tied: bool) -> None:
     assert_alike(plan_of("GGG", schedule=schedule, unit=together), tied=tied)
     assert_alike(plan_of("IGG", mesh=MeshShape(1, 2, 2), unit=together, recompute="block"), tied=tied)
+
+
+# ---- frozen parameters
+
+TRAINED: dict[str, Callable[[str], bool]] = {
+    "head": lambda name: name.startswith("head"),
+    "a layer and a half": lambda name: name.startswith(("layers.3", "layers.4.attention")),
+    "norms": lambda name: "norm" in name,
+    "no head": lambda name: not name.startswith(("head", "embed")),
+}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("layout", ["NNN", "NNG", "IIG", "IGG", "GGG"])
+@pytest.mark.parametrize("trained", TRAINED)
+def test_frozen_parameters(trained: str, layout: str, tied: bool) -> None:
+    def frozen() -> nn.Module:
+        made = model(SIZES, tied=tied)
+        for name, parameter in made.named_parameters():
+            parameter.requires_grad_(TRAINED[trained](name))
+        return made
+
+    for schedule, mesh in (("1f1b", MESH), ("zb-v", MESH), ("gpipe", MeshShape(1, 2, 2))):
+        plan = plan_of(layout, schedule=schedule, mesh=mesh)
+        ranks = Ranks(count(frozen()), plan, Use(samples=1, sequence=8, compute="float32"))
+        for rank in range(mesh.pipeline):
+            real = describe(frozen, plan, rank, reads_in_place=False).program
+            found = ranks.programs.ranks[rank]
+            assert found.instructions == real.instructions
+            assert found.shape == real.shape
 
 
 # ---- a split vocabulary

@@ -177,6 +177,7 @@ def measures(works: list[Work]) -> dict[str, float]:
         "pending": of("pending"),
         "until W": sum(work.kept_for_weights for work in works),
         "wire": works[-1].wire,
+        "loss": works[-1].loss,
         "F": flops(kernel for work in works for kernel in work.forward),
         "I": flops(kernel for work in works for kernel in work.backward),
         "W": flops(kernel for work in works for kernel in work.weights),

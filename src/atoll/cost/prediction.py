@@ -277,7 +277,7 @@ class Prediction:
         idle = max(taken)
         for do, action, of, _ in instructions:
             run = runs[action.stage] if do in (Do.F, Do.I, Do.W) else range(0)
-            if run and do is not Do.W and of == run.start:
+            if run and do is not Do.W and of == run.start >= self.ranks.first_trained:
                 idle += (1 if do is Do.I else -1) * received[Do.RECV_F, action.stage]
             if run and self.ranks.works[run.stop - 1].matrices:
                 is_last = of == (self.ranks.weighed_with[run.stop - 1] if do is Do.W else run.stop - 1)
@@ -294,7 +294,7 @@ class Prediction:
         placement = self.plan.schedule.placement
         for stage, run in enumerate(self.ranks.runs[:-1]):
             if block == run.stop - 1 and placement.rank_of(stage) != placement.rank_of(stage + 1):
-                return self.ranks.works[block].wire
+                return self.ranks.works[block].wire if block >= self.ranks.first_trained else 0
         return 0
 
     def _change(self, kept: Counter[str], instruction: Instruction) -> int:

@@ -7,7 +7,7 @@ Slices of a split vocabulary are units of one segment each, before all others.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -60,16 +60,21 @@ class Ranks:
     @cached_property
     def works(self) -> tuple[Work, ...]:
         """Of each block. Those before the first that is trained have no backward, and keep nothing for one."""
-        found = [block.work(self.use) for block in self.model.blocks]
-        for at, work in enumerate(found[: self._first_trained(found)]):
-            found[at] = replace(work, backward=(), weights=(), saved=(), pending=(), again=())
-        return tuple(found)
+        whole, first = self._whole_works, self.first_trained
+        frozen = (replace(work, backward=(), weights=(), saved=(), pending=(), again=()) for work in whole[:first])
+        return *frozen, *whole[first:]
 
-    def _first_trained(self, works: Sequence[Work]) -> int:
-        """The first block with a backward: one before it would be that of a slice, and slices are trained."""
+    @cached_property
+    def _whole_works(self) -> tuple[Work, ...]:
+        return tuple(block.work(self.use) for block in self.model.blocks)
+
+    @cached_property
+    def first_trained(self) -> int:
+        """The first block with a backward. Slices of a vocabulary, which come before it, are trained."""
         if self.model.vocabulary is not None:
             return 0
-        return next((at for at, work in enumerate(works) if work.parameters > work.frozen), len(works))
+        trained = (at for at, work in enumerate(self._whole_works) if work.parameters > work.frozen)
+        return next(trained, len(self._whole_works))
 
     @cached_property
     def slices(self) -> Slices:
@@ -268,7 +273,7 @@ class Ranks:
     def _stage(self, stage: int) -> StageShape:
         run = self.runs[stage]
         units = {unit for at in run for unit in self._units_used(at)}
-        first = self._first_trained(self.works)
+        first = self.first_trained
         blocks = tuple(
             BlockShape(at, tuple(sorted(self._units_used(at), reverse=True)), needs_backward=at >= first) for at in run
         )

@@ -178,7 +178,7 @@ class _Counts:
             if is_last:
                 output = self._adapter.loss(output, batch)
             meter.finish(output, is_last=is_last)
-            meter.backward(output)
+            meter.backward(output, is_last=is_last)
             return tuple(tally.work(use) for tally in meter.tallies), passed
 
 

@@ -50,6 +50,7 @@ class _Tally:
     pending: bytes by the number of a storage. products: outputs of products of matrices, which selective recomputing
     saves.  entered: storages of the input.  behind: storages that are saved behind the block or because it ends.
     peaks: bytes that were alive at most, beyond those before it: in a forward that saves, and in one that does not.
+    loss: the same of the loss's backward.
     """
 
     block: Block
@@ -67,6 +68,7 @@ class _Tally:
     wire: int = 0
     peak: int = 0
     bare_peak: int = 0
+    loss: int = 0
 
     def work(self, use: Use) -> Work:
         """See `Work`."""
@@ -85,6 +87,7 @@ class _Tally:
             again=tuple(again),
             pending=tuple(self.pending.values()),
             peak=peak,
+            loss=self.loss,
             wire=self.wire,
         )
 
@@ -302,11 +305,14 @@ class Meter:
                     kept[number] = replace(kept[number], until="W")
         self.tallies[-1].wire = 0 if is_last else output.untyped_storage().nbytes()
 
-    def backward(self, output: Tensor) -> None:
-        """From the output, block by block, to the input."""
+    def backward(self, output: Tensor, *, is_last: bool) -> None:
+        """From the output, the loss after the last block of the model, block by block to the input."""
         self._phase = "backward"
         if output.requires_grad:
-            torch.autograd.backward(output, torch.empty_like(output))
+            gradient = torch.empty_like(output)
+            before = self._most = self._live
+            torch.autograd.backward(output, gradient)
+            self.tallies[-1].loss = self._most - before if is_last else 0
         for tally in reversed(self.tallies):
             self._now = tally
             both = zip(tally.made, tally.leaves, strict=True)

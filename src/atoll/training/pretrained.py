@@ -74,6 +74,9 @@ def with_adapters(model: nn.Module, config: Config) -> nn.Module:
     peft = _package("peft")
     lora = config.lora
     targets: Any = list(lora.targets)
+    # peft takes the name from the model, and warns where its configuration has another.
+    source = None if config.model.source.startswith(FAMILY) else config.model.source
+    model.name_or_path = source  # type: ignore[assignment]
     try:
         adapted: nn.Module = peft.get_peft_model(
             model,
@@ -82,7 +85,7 @@ def with_adapters(model: nn.Module, config: Config) -> nn.Module:
                 lora_alpha=lora.alpha,
                 lora_dropout=lora.dropout,
                 target_modules="all-linear" if targets == ["all-linear"] else targets,
-                base_model_name_or_path=config.model.source,
+                base_model_name_or_path=source,
             ),
         )
     except ValueError as error:
