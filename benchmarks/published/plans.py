@@ -94,7 +94,7 @@ class Collectives(VocabularySlices):
 
     @property
     def copies(self) -> int:
-        """Times that a rank sends what all slices are given."""
+        """Messages by which an end gives all slices the same."""
         return 1
 
 

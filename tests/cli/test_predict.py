@@ -252,8 +252,6 @@ def test_adapters_leave_little_to_train(folder: Path) -> None:
     assert few["parameters"] == whole["parameters"] + adapters
     assert sum(rank["rest"]["optimizer"] for rank in few["ranks"]) * 4 == pytest.approx(12 * adapters, rel=0.02)
     assert few["mfu"] < whole["mfu"]
-    for one, other in zip(few["ranks"], whole["ranks"], strict=True):
-        assert one["breakdown"]["weights"] < other["breakdown"]["weights"]
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,19 @@ def test_a_predictions_parts_add_up(mesh: MeshShape, options: dict[str, Any]) ->
         assert each.other == pytest.approx(8 * 2 * EFFICIENCY.pause), "an F and an I of each microbatch"
 
 
+@pytest.mark.parametrize("mesh", [MeshShape(2, 2, 2), MeshShape(2, 1, 2, tensor=2)], ids=str)
+def test_parts_add_up_where_the_vocabulary_is_split(mesh: MeshShape) -> None:
+    """Every pipeline rank looks up and scores, so all have work in F and W even with slow links."""
+    found = predicted("GGG", mesh=mesh, on=cluster(rate=2e9), vocabulary_parallel=True)
+    for each in found.breakdown:
+        assert each.total == pytest.approx(found.seconds, rel=1e-9)
+        assert min(each) >= -1e-12
+        assert (each.tensor > 0) == (mesh.tensor > 1)
+    one, other = found.breakdown
+    assert one.forward == pytest.approx(other.forward, rel=0.1)
+    assert one.weights == pytest.approx(other.weights, rel=0.1)
+
+
 def test_slow_links_show_gathers_and_reductions() -> None:
     mesh = MeshShape(1, 2, 8)
     fast, slow = (predicted("GGG", mesh=mesh, on=cluster(rate=rate)).breakdown[0] for rate in (1e15, 1e9))

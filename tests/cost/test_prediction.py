@@ -62,8 +62,9 @@ def test_a_slow_link_shows_what_sharding_sends() -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
 @pytest.mark.parametrize("recompute", ["none", "block"])
 @pytest.mark.parametrize("unit", [1, 3])
-def test_all_that_is_kept_is_given_back(schedule: str, recompute: str, unit: int) -> None:
-    options = {"schedule": schedule, "recompute": recompute, "unit": unit}
+@pytest.mark.parametrize("vocabulary_parallel", [False, True])
+def test_all_that_is_kept_is_given_back(schedule: str, recompute: str, unit: int, vocabulary_parallel: bool) -> None:
+    options = {"schedule": schedule, "recompute": recompute, "unit": unit, "vocabulary_parallel": vocabulary_parallel}
     found = predicted("IIG", mesh=MeshShape(4, 1, 2), on=cluster(), **options)  # type: ignore[arg-type]
     for rank in range(4):
         held = list(found.held(rank))
@@ -74,6 +75,7 @@ def test_all_that_is_kept_is_given_back(schedule: str, recompute: str, unit: int
             == held[1].activations
             == found.message_bytes * round(held[1].activations / found.message_bytes)
         )
+        assert held[-1].buffers <= min(each.buffers for each in held[1:])
         assert min(min(each) for each in held) >= 0
         assert found.peak(rank).total > held[0].total == found.rest(rank).total
 

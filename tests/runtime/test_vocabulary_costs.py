@@ -91,3 +91,25 @@ def test_slices_send_and_keep_what_is_predicted(case: Case) -> None:
         assert kept == head.kept
         assert answer == head.wire
         assert sent == wanted
+
+
+def spare_buffers() -> list[int]:
+    """Bytes of received buffers that are kept for later messages, after each of some steps with other labels."""
+    plan = Case("1f1b", "fp32", MeshShape(2)).plan
+    with torch.device("meta"):
+        model = Decoder(SIZES)
+    engine = Engine(model, plan, optimizer=torch.optim.SGD)
+    found = []
+    for seed in range(6):
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(SIZES.vocabulary, (plan.global_batch, SEQUENCE), generator=generator)
+        engine.step({"input_ids": ids, "labels": ids})
+        found.append(sum(each.nbytes for own in engine._executor._mail._free.values() for each in own))
+    engine.close()
+    return found
+
+
+def test_what_is_received_does_not_pile_up() -> None:
+    """Answers are as long as a microbatch has labels in the slice. Buffers of every length used to be kept."""
+    for after in run_ranks(spare_buffers, 2):
+        assert after[-1] == after[1] > 0

@@ -151,7 +151,7 @@ class Ranks:
                     groups.append([at])
         ends, shared = self._ends, self._shared
         own = [at for at in groups if any(self.works[each].parameters > (shared if each in ends else 0) for each in at)]
-        first = len(set(self.slices.units) - {None}) + (1 if shared else 0)
+        first = len(self.slices.elements(0)) + (1 if shared else 0)
         return dict(enumerate(map(tuple, own), start=first))
 
     @cached_property

@@ -135,7 +135,7 @@ class VocabularySlices(Slices):
 
     @property
     def copies(self) -> int:
-        """Times that a rank sends what all slices are given."""
+        """Messages by which an end gives all slices the same: one for each other rank."""
         return self._others
 
     def sent(self, rank: int) -> dict[At, float]:
@@ -165,15 +165,13 @@ class VocabularySlices(Slices):
             found[until][component] -= nbytes
 
         looked_up, scored = (Do.L, rank), (Do.S, rank)
-        holds(
-            "activations",
-            self.embedding.kept,
-            since=looked_up,
-            until=(Do.RECV_F, 0) if rank == first else (Do.SEND_L, rank),
-        )
+        added = (Do.RECV_F, 0) if rank == first else (Do.SEND_L, rank)
+        combined = (Do.RECV_B, last) if rank == end else (Do.SEND_S, rank)
+        owed = (Do.SEND_B, 0) if rank == first else (Do.POST_G, rank)
+        holds("activations", self.embedding.kept, since=looked_up, until=added)
         holds("activations", self.head.kept, since=scored, until=(Do.T, rank))
-        holds("activations", answer, since=scored, until=(Do.RECV_B, last) if rank == end else (Do.SEND_S, rank))
-        holds("pending", hidden, since=(Do.SEND_B, 0) if rank == first else (Do.POST_G, rank), until=(Do.G, rank))
+        holds("activations", answer, since=scored, until=combined)
+        holds("pending", hidden, since=owed, until=(Do.G, rank))
         if rank == first:
             holds("buffers", self._others * hidden, since=(Do.POST_F, 0), until=(Do.RECV_F, 0))
         if rank == end:
