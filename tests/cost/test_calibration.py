@@ -104,6 +104,17 @@ def test_of_one_step_the_spread_is_that_of_the_constants_before() -> None:
     assert fitted.spread == pytest.approx(0.5)
 
 
+def test_steps_of_one_group_are_left_out_together() -> None:
+    """Two systems, one of which takes twice as long as the other: neither says what the other's steps take."""
+    steps = [replace(step, group="one") for step in measured({})]
+    steps += [replace(step, group="other", seconds=2.0 * step.seconds) for step in measured({})]
+    fitted = calibrate(steps)
+    assert set(fitted.left_out) == {"one", "other"}
+    assert fitted.spread == pytest.approx(sum(fitted.left_out.values()) / 2)
+    assert fitted.left_out["one"] > 0.5, "predicted with the constants of steps that take twice as long"
+    assert fitted.spread > fitted.error
+
+
 def test_a_link_without_latency_and_an_optimizer_without_time_do_not_disturb() -> None:
     free = {"device": {"preset": "a100-80gb", "efficiency": {"update": 0.0}}, "node": {"devices": 2}}
     free["node"] |= {"link": {"rate": 1e11}}
