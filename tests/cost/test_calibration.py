@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from atoll import schedules
-from atoll.cost import Cluster, Prediction, Transformer, Use
+from atoll.cost import Cluster, Efficiency, Prediction, Transformer, Use
 from atoll.cost.calibration import LIMITS, Step, calibrate, changed, constant_of
 from atoll.errors import ConfigError
 from atoll.layouts import Layout, Precision
@@ -16,7 +16,7 @@ from atoll.plan import MeshShape, Plan
 
 BEGIN = Cluster.of(
     {
-        "device": {"preset": "a100-80gb"},
+        "device": {"preset": "a100-80gb", "efficiency": Efficiency().model_dump()},
         "node": {"devices": 8, "cards": 8, "link": {"preset": "nvlink3", "reach": 0.8}},
         "network": {"preset": "infiniband-hdr", "reach": 0.8},
     }
