@@ -145,15 +145,16 @@ class Ranks:
         for unit, blocks in self.units.items():
             if blocks[0] not in own:
                 continue
-            made = dict.fromkeys(("W", "I"), 0)
+            made = dict.fromkeys(("W", "I", ""), 0)
             for at in blocks:
                 work = self.works[at]
                 matrices = work.matrices if is_split else 0
                 made["W"] += matrices
-                made["I"] += work.parameters - matrices
+                made["I"] += work.parameters - work.frozen - matrices
+                made[""] += work.frozen
                 if at in ends:
                     made[ends[at]] -= shared
-            found[unit] = tuple(self._segment(numel, phase) for phase, numel in made.items() if numel)
+            found[unit] = tuple(self._segment(numel, *phase) for phase, numel in made.items() if numel)
         return found
 
     def _segment(self, numel: int, *phases: str) -> SegmentShape:

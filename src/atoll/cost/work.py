@@ -67,7 +67,8 @@ class Saved:
 class Work:
     """What one microbatch asks of one rank for a block.
 
-    parameters: elements of a rank.  matrices: those of them whose gradients W makes where the backward is split.
+    parameters: elements of a rank.  frozen: those of them that have no gradient.
+    matrices: those whose gradients W makes where the backward is split.
     forward, backward, weights: kernels of F, of I and of W. Recomputing is part of `backward`.
     saved: from F on.  pending: what I makes and W needs, gradients of outputs of linear layers.
     again: what a recomputed forward saves within the block's I.  peak: bytes that come and go within an operation.
@@ -75,6 +76,7 @@ class Work:
     """
 
     parameters: int
+    frozen: int = 0
     matrices: int
     forward: tuple[Kernel, ...]
     backward: tuple[Kernel, ...]
