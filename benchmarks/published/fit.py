@@ -86,7 +86,7 @@ def devices(timed: Iterable[Published]) -> dict[str, Any]:
     fits = {chip: calibrate(own) for chip, own in steps.items() if own}
     unseen = {chip: _error(steps[chip], _medians(fits, but=chip)) for chip in fits}
     spread = fmean(unseen.values())
-    words = f"the medians of {len(fits)} devices' constants; nobody has published steps on this one"
+    words = f"medians of the constants of {len(fits)} devices; no published steps on this one were fitted"
     rest = {"steps": 0, "efficiency": _efficiency(_medians(fits), spread, words)}
     found = {chip: _fitted(fitted, len(steps[chip]), unseen[chip]) for chip, fitted in fits.items()}
     for chip, fitted in fits.items():
