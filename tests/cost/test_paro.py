@@ -1,9 +1,12 @@
 """PaRO's measurements (arXiv 2310.06003): layouts of two models on 4 x 8 A100 without a pipeline, from sizes alone.
 
-The paper states the rates of both links, and that a rank takes ten microbatches of four samples of 512 tokens. It does
-not state how many network cards a node has: with four, the published ratios of steps are met within 15 %, with another
-number they are not. Its collectives take one level after the other and nothing runs beside them, so nothing is gathered
-ahead here; gradients are fp16.
+Known are the rates of both links, and that a rank takes ten microbatches of four samples of 512 tokens, but not how many
+network cards a node has. With four, the published ratios of steps are met within 15 %; with fewer or more they are not.
+Its collectives take one level after the other and nothing runs beside them, so nothing is gathered ahead here;
+gradients are fp16.
+
+Two ratios are not met. Where a sixteenth of the 65B model is trained, a step of GGG over one of III is 2.64 and predicted
+as 2.0. Where 0.3 % are, GGG over ING is 1.44 and predicted as 2.0.
 """
 
 from __future__ import annotations
@@ -113,7 +116,7 @@ def test_65b_adapters_take_ing() -> None:
 
 
 def test_a_sixteenth_of_the_65b_model_takes_sharded_parameters_and_gradients_inside_the_node() -> None:
-    """IIG and III, as near to each other as published, and twice as fast as ZeRO-3."""
+    """IIG and III are the first two of the paper's layouts."""
     best = by_time("65B", *COARSER_OPTIMIZER, trained=1 / 16)
     assert set(best[:2]) == {"IIG", "III"}
 
@@ -135,7 +138,7 @@ def test_ratios_of_steps_are_within_15_percent(
     assert ratio(size, layout, other, trained, cards=4) == pytest.approx(published, rel=0.15)
 
 
-@pytest.mark.parametrize("cards", [1, 2, 8])
+@pytest.mark.parametrize("cards", [1, 2, 3, 5, 8])
 def test_ratios_of_steps_tell_how_many_cards_a_node_has(cards: int) -> None:
     whole = [row for row in RATIOS if row[3] == 1.0]
     assert any(abs(ratio(*row[:4], cards=cards) / row[4] - 1.0) > 0.15 for row in whole)
