@@ -1,12 +1,14 @@
 """PaRO's measurements (arXiv 2310.06003): layouts of two models on 4 x 8 A100 without a pipeline, from sizes alone.
 
-Known are the rates of both links, and that a rank takes ten microbatches of four samples of 512 tokens, but not how many
-network cards a node has. With four, the published ratios of steps are met within 15 %; with fewer or more they are not.
-Its collectives take one level after the other and nothing runs beside them, so nothing is gathered ahead here;
+Known are the rates of both links, and that a rank takes ten microbatches of four samples of 512 tokens. How many
+network cards a node has is not. With four, the published ratios of steps are met within 15 %; with fewer or more they
+are not.
+
+PaRO's collectives take one level after the other and nothing runs beside them, so nothing is gathered ahead here;
 gradients are fp16.
 
-Two ratios are not met. Where a sixteenth of the 65B model is trained, a step of GGG over one of III is 2.64 and predicted
-as 2.0. Where 0.3 % are, GGG over ING is 1.44 and predicted as 2.0.
+Two ratios are not met. Where a sixteenth of the 65B model is trained, a step of GGG over one of III is 2.64 and
+predicted as 2.0. Where 0.3 % are, GGG over ING is 1.44 and predicted as 2.0.
 """
 
 from __future__ import annotations
