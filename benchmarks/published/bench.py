@@ -126,9 +126,9 @@ def report(result: Mapping[str, Any]) -> str:
         tables.measured_in(result["environment"]) if "environment" in result else "",
         f"Of {read['rows']} rows {read['with a step']} say enough to be predicted and were timed; {read['one node']} "
         "more are vTrain's steps on one node. Constants of kernels and links were fitted to up to 120 steps of a row's "
-        "own kind where there are eight or more (`fit.py`, `constants.json`), else they are those of the device's "
-        "preset, which is fitted to other sources (`presets.json`). A line of the first sort judges no rows never "
-        "seen. The others do, and the draws: their constants saw twenty rows, a line is about the rest.",
+        "own kind where there are eight or more (`fit.py`, `constants.json`), else they are those that Atoll comes "
+        "with. A line judges no rows never seen; the draws do: their constants saw twenty rows, a line is about the "
+        "rest.",
         "*mean*, *median*, *worst*: relative errors of a step without their sign. *bias*: their mean with it. "
         "*regret*: by how much the plan predicted fastest is slower than the fastest measured, for the same model, "
         "samples and devices: median and worst. *order*: pairs of such plans more than 3 % apart that are predicted in "
