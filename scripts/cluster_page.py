@@ -82,6 +82,19 @@ def devices() -> str:
     return markdown_table(["device", "memory", "bandwidth", "TFLOP/s", "source"], rows)
 
 
+def efficiencies() -> str:
+    """A column for the devices that have the same constants, and a line with their source."""
+    columns: dict[Efficiency, list[str]] = {}
+    for name in presets()["devices"]:
+        device = Cluster.of({"device": {"preset": name}, "node": {}}).device
+        columns.setdefault(device.efficiency, []).append(f"`{name}`")
+    numbers = [key for key in Efficiency.model_fields if key != "source"]
+    rows = [[f"`{key}`", *(f"{getattr(each, key):g}" for each in columns)] for key in numbers]
+    head = ["", *(", ".join(names) for names in columns.values())]
+    sources = [f"- {', '.join(names)}: {each.source}" for each, names in columns.items()]
+    return "\n".join([markdown_table(head, rows), *sources]) + "\n"
+
+
 def links() -> str:
     rows = []
     for name in presets()["links"]:
@@ -91,4 +104,9 @@ def links() -> str:
     return markdown_table(["link", "rate", "latency", "source"], rows)
 
 
-PARTS: Mapping[str, Callable[[], str]] = {"cluster-keys": keys, "cluster-devices": devices, "cluster-links": links}
+PARTS: Mapping[str, Callable[[], str]] = {
+    "cluster-keys": keys,
+    "cluster-devices": devices,
+    "cluster-efficiencies": efficiencies,
+    "cluster-links": links,
+}

@@ -211,12 +211,22 @@ def test_sc21_turns_tflops_into_the_days_that_it_prints() -> None:
     plan |= {"recompute": "block", "precision": "fp16"}
     cluster, result = {**A100, "gpus": 768}, {"tflops_per_gpu": 88, "days_for_300B_tokens": 74}
     found = parse("sc21", model, cluster, {**plan, "microbatch": 2}, result)
-    assert found.mesh == MeshShape(inter=96, intra=8)
     assert (found.system, found.microbatches) == ("deepspeed", 1)
     assert found.step_seconds is not None
     assert round(found.step_seconds * 300e9 / (1536 * 2048) / 86400) == 74
     with pytest.raises(UnclearError, match="microbatch is None"):
         parse("sc21", model, cluster, plan, result)
+
+
+def test_zero_3_of_2021_gathers_parameter_by_parameter_on_one_ring_and_not_ahead() -> None:
+    model = {"kind": "gpt", "layers": 96, "hidden": 12288, "heads": 96, "ffn": 49152, "vocab": 51200, "seq": 2048}
+    plan = {"tp": 1, "pp": 1, "dp": 768, "layout": "GGG", "global_batch": 1536, "microbatch": 2}
+    plan |= {"recompute": "block", "precision": "fp16"}
+    found = parse("sc21", model, {**A100, "gpus": 768}, plan, {"tflops_per_gpu": 88})
+    assert (found.mesh, found.reduce_bytes) == (MeshShape(intra=768), 2)
+    assert found.cluster.network is not None
+    assert found.cluster.network.latency == pytest.approx(12 * 767 * 3e-6)
+    assert plans.plan_of(found).prefetch == 0
 
 
 def test_llama_3_has_a_layer_a_stage() -> None:

@@ -76,7 +76,8 @@ def predicted(own: Iterable[Published], constants: Mapping[str, float] | None = 
 def fitted_to_twenty(several: Sequence[Published], seed: int) -> tuple[list[Step], Mapping[str, float]]:
     """The rows that were not drawn, with constants that were fitted to those that were; and these constants."""
     drawn = set(random.Random(seed).sample(range(len(several)), TWENTY))
-    fitted: Cluster = calibrate(plans.step_of(several[at], several[at].cluster) for at in sorted(drawn)).cluster
+    steps = (plans.step_of(several[at], plans.unfitted(several[at].cluster)) for at in sorted(drawn))
+    fitted: Cluster = calibrate(steps).cluster
     constants = constants_of(fitted)
     return predicted((row for at, row in enumerate(several) if at not in drawn), constants), constants
 
@@ -125,8 +126,9 @@ def report(result: Mapping[str, Any]) -> str:
         tables.measured_in(result["environment"]) if "environment" in result else "",
         f"Of {read['rows']} rows {read['with a step']} say enough to be predicted and were timed; {read['one node']} "
         "more are vTrain's steps on one node. Constants of kernels and links were fitted to up to 120 steps of a row's "
-        "own kind where there are eight or more (`fit.py`, `constants.json`), else they are Atoll's defaults. A line "
-        "judges no rows never seen; the draws do: their constants saw twenty rows, a line is about the rest.",
+        "own kind where there are eight or more (`fit.py`, `constants.json`), else they are those that Atoll comes "
+        "with. A line judges no rows never seen; the draws do: their constants saw twenty rows, a line is about the "
+        "rest.",
         "*mean*, *median*, *worst*: relative errors of a step without their sign. *bias*: their mean with it. "
         "*regret*: by how much the plan predicted fastest is slower than the fastest measured, for the same model, "
         "samples and devices: median and worst. *order*: pairs of such plans more than 3 % apart that are predicted in "

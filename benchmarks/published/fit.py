@@ -1,30 +1,58 @@
-"""Fits constants to published steps, by source and hardware: `python benchmarks/published/fit.py FOLDER`.
+"""Fits constants to published steps: `python benchmarks/published/fit.py FOLDER`.
 
-    --devices    constants of each device over all sources instead, for the presets that come with Atoll; printed
+    --devices    fits those of the presets that come with Atoll instead, by device over all sources
 
-FOLDER is that of `run.py published`. Writes `constants.json`, which predictions of rows of the same kind begin with.
-What kernels reach depends on the program that launches them and on the machine, not on the device alone. A kind with
-fewer than `LEAST` steps has none, and is predicted with what Atoll comes with.
+FOLDER is that of `run.py published`. Writes `constants.json`, by source and hardware, which predictions of rows of the
+same kind begin with. What kernels reach depends on the program that launches them and on the machine, not on the device
+alone. A kind with fewer than `LEAST` steps has none, and is predicted with what Atoll comes with.
+
+With --devices it writes `presets.json`, and the tables `[devices.NAME.efficiency]` of Atoll's `presets.toml`. Systems
+count alike, with up to `EACH` steps on a device each. A device without steps has the medians of those with steps. The
+spread is the error of systems that are left out of the fit; where there are not two, that of the steps on each device
+with the medians of the other devices.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from statistics import fmean, median
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent.parent))
 
-from atoll.cost.calibration import LIMITS, Step, calibrate  # noqa: E402
+from atoll.cost import presets  # noqa: E402
+from atoll.cost.calibration import Fitted, Step, calibrate, changed  # noqa: E402
 from atoll.errors import AtollError  # noqa: E402
+from atoll.toml import to_toml  # noqa: E402
 from benchmarks.published import plans, rows  # noqa: E402
 from benchmarks.published.record import Published  # noqa: E402
 
 LEAST, MOST, EACH = 8, 120, 16
-"""Steps of a kind, at least and at most, and those of a kind that a device's fit takes."""
+"""Steps of a kind, at least and at most, and those of a system that a device's fit takes."""
+
+SYSTEMS = {
+    "bigscience": "bigscience",
+    "llm-foundry": "llm-foundry",
+    "simumax-b200": "simumax-b200",
+    "vocabulary-parallelism": "zero-bubble",
+    "vtrain": "vtrain",
+    "zero-bubble": "zero-bubble",
+    "zero-bubble-v1": "zero-bubble",
+}
+"""The program and the cluster behind each source that presets are fitted to. Others have too few steps on any device,
+or are not of training at speed: megatron-ci's tests run small models with deterministic kernels."""
+
+PRESETS = HERE.parents[1] / "src" / "atoll" / "cost" / "presets.toml"
+"""The presets that come with Atoll."""
+
+EFFICIENCY = "device.efficiency."
 
 
 def main() -> None:
@@ -34,34 +62,99 @@ def main() -> None:
     read = (row for row in map(rows.read, found) if row is not None)
     timed = [row for row in (*read, *rows.read_csv(folder / "vtrain_single_node.csv")) if row.step_seconds and row.fits]
     if "--devices" in sys.argv:
-        _devices(timed)
+        fits = devices(timed)
+        (HERE / "presets.json").write_text(json.dumps(fits, indent=1) + "\n", encoding="utf-8")
+        PRESETS.write_text(shipped(PRESETS.read_text(encoding="utf-8"), fits), encoding="utf-8")
         return
-    fits = {}
+    kinds = {}
     for kind, own in _by(plans.kind_of, timed).items():
         steps = _steps(own, MOST)
         if len(steps) < LEAST:
             continue
         fitted = calibrate(steps)
-        fits[kind] = {
-            "steps": len(steps),
-            "error": round(fitted.error, 4),
-            "constants": {name: float(f"{value:.4g}") for name, value in fitted.constants.items()},
-        }
+        kinds[kind] = {"steps": len(steps), "error": round(fitted.error, 4), "constants": _rounded(fitted)}
         print(f"{kind}: {len(steps)} steps, {fitted.error:.1%} left", flush=True)
-        (HERE / "constants.json").write_text(json.dumps(fits, indent=1) + "\n", encoding="utf-8")
+        (HERE / "constants.json").write_text(json.dumps(kinds, indent=1) + "\n", encoding="utf-8")
 
 
-def _devices(timed: Iterable[Published]) -> None:
-    """Print each device's constants, fitted to as many steps of each source and without what links reach."""
-    constants = [name for name in LIMITS if name.startswith("device.")]
-    for device, own in _by(lambda row: row.cluster.device.source, timed).items():
-        steps = [step for each in _by(plans.kind_of, own).values() for step in _steps(each, EACH)]
-        sources = sorted({row.source for row in own})
-        if len(steps) < LEAST:
-            continue
-        fitted = calibrate(steps, constants)
-        print(f"{device}: {len(steps)} steps of {', '.join(sources)}, {fitted.error:.1%} left")
-        print({name.rpartition(".")[2]: float(f"{value:.3g}") for name, value in fitted.constants.items()}, flush=True)
+# ---- presets
+
+
+def devices(timed: Iterable[Published]) -> dict[str, Any]:
+    """What each preset of a device comes with, by its name. Presets with one data sheet are one device."""
+    steps = {chip: _by_system(own) for chip, own in _by(lambda row: row.cluster.device.source, timed).items()}
+    fits = {chip: calibrate(own) for chip, own in steps.items() if own}
+    unseen = {chip: _error(steps[chip], _medians(fits, but=chip)) for chip in fits}
+    spread = fmean(unseen.values())
+    words = f"medians of the constants of {len(fits)} devices; no published steps on this one were fitted"
+    rest = {"steps": 0, "efficiency": _efficiency(_medians(fits), spread, words)}
+    found = {chip: _fitted(fitted, len(steps[chip]), unseen[chip]) for chip, fitted in fits.items()}
+    for chip, fitted in fits.items():
+        print(chip, _rounded(fitted), found[chip], flush=True)
+    return {name: found.get(table["source"], rest) for name, table in presets()["devices"].items()}
+
+
+def _medians(fits: Mapping[str, Fitted], but: str = "") -> dict[str, float]:
+    """Of each constant of the devices, over all devices but one."""
+    names = dict.fromkeys(name for fitted in fits.values() for name in fitted.constants)
+    values = {
+        name: [fitted.constants[name] for chip, fitted in fits.items() if chip != but and name in fitted.constants]
+        for name in names
+    }
+    return {name: median(each) for name, each in values.items() if each}
+
+
+def _error(steps: Sequence[Step], constants: Mapping[str, float]) -> float:
+    """Mean relative error of steps with given constants."""
+    played = (step.on(changed(step.cluster, constants)) for step in steps)
+    return fmean(abs(step.predicted / step.seconds - 1.0) for step in played)
+
+
+def _fitted(fitted: Fitted, steps: int, unseen: float) -> dict[str, Any]:
+    """What a device with steps comes with. unseen: their error with the medians of the other devices."""
+    systems = sorted(fitted.left_out)
+    words = f"fitted to {steps} published steps of {', '.join(systems)}; mean error {fitted.error:.0%}"
+    return {
+        "steps": steps,
+        "error": round(fitted.error, 4),
+        "left_out": {system: round(error, 4) for system, error in fitted.left_out.items()},
+        "unseen": round(unseen, 4),
+        "constants": _rounded(fitted),
+        "efficiency": _efficiency(fitted.constants, fitted.spread if len(systems) > 1 else unseen, words),
+    }
+
+
+def _efficiency(constants: Mapping[str, float], spread: float, source: str) -> dict[str, Any]:
+    own = {name.removeprefix(EFFICIENCY): value for name, value in constants.items() if name.startswith(EFFICIENCY)}
+    table = {name: float(f"{value:.3g}") for name, value in own.items()}
+    return {**table, "spread": round(spread, 2), "source": source}
+
+
+def shipped(text: str, fits: Mapping[str, Any]) -> str:
+    """The text of `presets.toml` with the efficiency of each device behind its table."""
+    text = re.sub(r"\[devices\.[\w-]+\.efficiency\]\n(.+\n)+\n", "", text)
+    for name, found in fits.items():
+        table = to_toml({f"devices.{name}.efficiency": found["efficiency"]})
+        text = re.sub(rf"(\[devices\.{name}\]\n(?:.+\n)+\n)", lambda own, table=table: own[1] + table + "\n", text)  # type: ignore[misc]
+    return text
+
+
+def _by_system(own: Iterable[Published]) -> list[Step]:
+    """Up to `EACH` steps of each system, evenly of its kinds, on clusters without fitted constants."""
+    found = []
+    known = (row for row in own if row.source in SYSTEMS and not row.vocabulary)
+    for system, rows_of in _by(lambda row: SYSTEMS[row.source], known).items():
+        kinds = _by(plans.kind_of, rows_of).values()
+        steps = (step for kind in kinds for step in _steps(kind, EACH // len(kinds)))
+        found += [replace(step, group=system) for step in steps]
+    return found
+
+
+# ---- steps
+
+
+def _rounded(fitted: Fitted) -> dict[str, float]:
+    return {name: float(f"{value:.4g}") for name, value in fitted.constants.items()}
 
 
 def _by(key: Callable[[Published], str], own: Iterable[Published]) -> dict[str, list[Published]]:
@@ -72,11 +165,11 @@ def _by(key: Callable[[Published], str], own: Iterable[Published]) -> dict[str, 
 
 
 def _steps(own: Sequence[Published], most: int) -> list[Step]:
-    """Each so many-th of the rows that plans can say, on their own clusters."""
+    """Each so many-th of the rows that plans can say, on their own clusters with unfitted constants."""
     found = []
     for row in own[:: -(-len(own) // most)]:
         try:
-            step = plans.step_of(row, row.cluster)
+            step = plans.step_of(row, plans.unfitted(row.cluster))
             step.played[0][1].rates  # noqa: B018  (refuses what has no programs)
         except AtollError as error:
             print(f"{row.id}: {error}", file=sys.stderr)

@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 
 from atoll import schedules
-from atoll.cost import Cluster, Prediction, Workload
+from atoll.cost import Cluster, Efficiency, Prediction, Workload
 from atoll.cost.calibration import Step, changed
 from atoll.cost.slices import VocabularySlices
 from atoll.cost.vocabulary import LookedUp, Scored
@@ -21,6 +21,9 @@ from benchmarks.published.record import Published
 
 REDUCES_LAST = ("megatron", "megatron-deepspeed")
 """Programs that reduce gradients after the last backward, and not while it runs."""
+
+GATHERS_LATE = ("deepspeed",)
+"""Programs that gather parameters when they are needed and not before."""
 
 FULL = 2
 """With so many microbatches for each rank a pipeline is full, and what a step takes grows evenly from there on."""
@@ -42,6 +45,7 @@ def plan_of(row: Published, microbatches: int | None = None) -> Plan:
         sequence_parallel=row.use.sequence_parallel,
         vocabulary_parallel=row.vocabulary > 0,
         layers_per_stage=row.layers_per_stage,
+        prefetch=0 if row.system in GATHERS_LATE else None,
     )
 
 
@@ -72,8 +76,16 @@ def fitted() -> Mapping[str, Mapping[str, float]]:
 
 
 def cluster_of(row: Published, constants: Mapping[str, float] | None = None) -> Cluster:
-    """The row's cluster with the constants of its kind, or with others if they are given."""
-    return changed(row.cluster, fitted().get(kind_of(row), {}) if constants is None else constants)
+    """The row's cluster with the constants of its kind, which are its preset's if they are not known, or with others if
+    they are given."""
+    own = fitted().get(kind_of(row)) if constants is None else constants
+    return row.cluster if own is None else changed(unfitted(row.cluster), own)
+
+
+def unfitted(cluster: Cluster) -> Cluster:
+    """The cluster without constants that have been fitted to published rows: where fits to them begin."""
+    device = cluster.device.model_copy(update={"efficiency": Efficiency()})
+    return cluster.model_copy(update={"device": device})
 
 
 def prediction_of(row: Published, cluster: Cluster | None = None, microbatches: int | None = None) -> Prediction:

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
+from atoll.plan import MeshShape
 from benchmarks.published.megatron_ci import megatron_ci
 from benchmarks.published.record import GIB, MIB, Fields, Published, Row, filled, shorter_ends
 from benchmarks.published.sizes import (
@@ -42,6 +43,10 @@ SAIL_NETWORK = Network(8, "roce-200")
 
 H100_NETWORK = Network(8, "roce-400")
 """A card of 400 Gb/s a device, as nodes of eight H100 have them."""
+
+
+LAYER_PARAMETERS = 12
+"""Weights and biases of a GPT's layer, those of its norms among them."""
 
 
 def read(row: Row) -> Published | None:
@@ -167,14 +172,28 @@ def _korthikanti(row: Fields) -> Published:
 def _sc21(row: Fields) -> Published:
     """On Selene. Rows of table 1 do not say the microbatch; those of table 2 with ZeRO-3 are of DeepSpeed."""
     model = row.gpt()
-    system = "deepspeed" if row.layout.name == "GGG" else "megatron"
-    found = row.published(system, model, row.use(attention="eager"), network=SELENE)
+    is_zero = row.layout.name == "GGG"
+    found = row.published("deepspeed" if is_zero else "megatron", model, row.use(attention="eager"), network=SELENE)
+    found = _one_ring(found) if is_zero else found
     reached = row.result.number("tflops_per_gpu")
     if reached is None:
         return found
     recomputed = found.use.recompute == "block"
     flops = megatron_flops(model, samples=found.samples, sequence=row.sequence, recomputed=recomputed)
     return found.timed(seconds=flops / (reached * 1e12 * found.mesh.world))
+
+
+def _one_ring(found: Published) -> Published:
+    """DeepSpeed's ZeRO-3 of 2021: one ring of all ranks gathers each of a layer's twelve parameters by itself, which
+    the layer waits for, and reduces its gradient in fp16. Later versions gather a layer at once and ahead (DeepSpeed
+    #1069).
+    """
+    ranks, network = found.mesh.data, found.cluster.network
+    if network is not None:
+        latency = network.latency * LAYER_PARAMETERS * (ranks - 1)
+        network = network.model_copy(update={"latency": latency})
+    cluster = found.cluster.model_copy(update={"network": network})
+    return replace(found, mesh=MeshShape(intra=ranks), cluster=cluster, reduce_bytes=2)
 
 
 def _simumax(row: Fields) -> Published:

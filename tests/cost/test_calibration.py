@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from atoll import schedules
-from atoll.cost import Cluster, Prediction, Transformer, Use
+from atoll.cost import Cluster, Efficiency, Prediction, Transformer, Use
 from atoll.cost.calibration import LIMITS, Step, calibrate, changed, constant_of
 from atoll.errors import ConfigError
 from atoll.layouts import Layout, Precision
@@ -16,7 +16,7 @@ from atoll.plan import MeshShape, Plan
 
 BEGIN = Cluster.of(
     {
-        "device": {"preset": "a100-80gb"},
+        "device": {"preset": "a100-80gb", "efficiency": Efficiency().model_dump()},
         "node": {"devices": 8, "cards": 8, "link": {"preset": "nvlink3", "reach": 0.8}},
         "network": {"preset": "infiniband-hdr", "reach": 0.8},
     }
@@ -102,6 +102,17 @@ def test_of_one_step_the_spread_is_that_of_the_constants_before() -> None:
     fitted = calibrate([Step(((1.0, alone),), 2.0 * alone.seconds)])
     assert fitted.error < 0.1
     assert fitted.spread == pytest.approx(0.5)
+
+
+def test_steps_of_one_group_are_left_out_together() -> None:
+    """Two systems, one of which takes twice as long as the other: neither says what the other's steps take."""
+    steps = [replace(step, group="one") for step in measured({})]
+    steps += [replace(step, group="other", seconds=2.0 * step.seconds) for step in measured({})]
+    fitted = calibrate(steps)
+    assert set(fitted.left_out) == {"one", "other"}
+    assert fitted.spread == pytest.approx(sum(fitted.left_out.values()) / 2)
+    assert fitted.left_out["one"] > 0.5, "predicted with the constants of steps that take twice as long"
+    assert fitted.spread > fitted.error
 
 
 def test_a_link_without_latency_and_an_optimizer_without_time_do_not_disturb() -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from atoll.cost import Cluster, presets
+from atoll.cost import Cluster, Efficiency, presets
 from atoll.errors import ConfigError
 from atoll.plan import MeshShape
 
@@ -38,6 +39,23 @@ def test_presets_stand_for_their_tables_and_keys_beside_them_replace_theirs(tmp_
     assert found.node.link.goodput == 240e9
     assert found.network is not None
     assert found.network.rate == 25e9
+
+
+def test_a_key_of_the_efficiency_replaces_that_of_the_preset_alone(tmp_path: Path) -> None:
+    preset = cluster(tmp_path).device.efficiency
+    found = cluster(tmp_path, TWO_NODES.replace("[node]", "efficiency = { memory = 0.123 }\n[node]")).device.efficiency
+    assert found == preset.model_copy(update={"memory": 0.123})
+    assert preset.products != Efficiency().products
+
+
+def test_presets_of_devices_come_with_the_constants_of_the_published_fit() -> None:
+    """`benchmarks/published/fit.py --devices` writes both files."""
+    path = Path(__file__).parents[2] / "benchmarks" / "published" / "presets.json"
+    fits = json.loads(path.read_text(encoding="utf-8"))
+    assert set(fits) == set(presets()["devices"])
+    for name, found in fits.items():
+        assert presets()["devices"][name]["efficiency"] == found["efficiency"], name
+        assert 0.0 < found["efficiency"]["spread"] < 1.0, name
 
 
 @pytest.mark.parametrize("kind", ["devices", "links"])

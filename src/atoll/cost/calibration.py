@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
@@ -31,7 +31,8 @@ NOISE = 0.03
 """The relative error that a step's prediction is expected to keep."""
 
 FEW = 12
-"""Steps up to which the error is that of steps which are left out of the fit. More of them say it themselves."""
+"""Groups of steps up to which the spread is the error of groups that are left out of the fit. The error of more of them
+is that of the fit."""
 
 FAR = 3.0
 """By which factor a constant is moved, either way, to see whether a step depends on it."""
@@ -72,11 +73,14 @@ class Step:
 
     played: predictions of one or two shorter steps with the same blocks, which are quick to play, and what each of them
     counts; (1, prediction) for the step itself.
+    group: steps of one group, such as those of one system, are left out of a fit together; a step without a group is
+    left out alone.
     """
 
     played: tuple[tuple[float, Prediction], ...]
     seconds: float
     name: str = ""
+    group: str = ""
 
     @property
     def cluster(self) -> Cluster:
@@ -90,7 +94,7 @@ class Step:
 
     def on(self, cluster: Cluster) -> Step:
         """The same on another cluster."""
-        return Step(tuple((weight, each.on(cluster)) for weight, each in self.played), self.seconds, self.name)
+        return replace(self, played=tuple((weight, each.on(cluster)) for weight, each in self.played))
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +103,10 @@ class Fitted:
 
     constants: those that were fitted, by their keys in `LIMITS`.  before: what they were.
     error: mean relative error of the steps, without a sign.
-    spread: the error to expect of a step that was not measured. Of up to `FEW` steps each is predicted with constants
-    that are fitted to the others, along the paths that are critical with all of them, or with the constants before
-    where there is one step. Of more steps it is `error`.
+    spread: the error to expect of a group of steps that was not measured, such as another system's. Of up to `FEW`
+    groups each is predicted with constants that are fitted to the others, along the paths that are critical with all of
+    them, or with the constants before where there is one group. Of more groups it is `error`.
+    left_out: by group, the mean error that `spread` is the mean of; empty where it is `error`.
     """
 
     cluster: Cluster
@@ -109,6 +114,7 @@ class Fitted:
     before: Mapping[str, float]
     error: float
     spread: float
+    left_out: Mapping[str, float]
 
 
 def calibrate(steps: Iterable[Step], constants: Sequence[str] = ()) -> Fitted:
@@ -141,8 +147,11 @@ def calibrate(steps: Iterable[Step], constants: Sequence[str] = ()) -> Fitted:
             break
     fitted = [step.on(changed(step.cluster, found)) for step in steps]
     error = fmean(abs(step.predicted / step.seconds - 1.0) for step in fitted)
-    spread = error if len(steps) > FEW else _left_out(linear, seconds, begin=found, prior=prior)
-    return Fitted(fitted[0].cluster, found, {name: own[name] for name in found}, error, spread)
+    groups = [step.group or f"step {at}" for at, step in enumerate(steps)]
+    few = len(set(groups)) <= FEW
+    left_out = _left_out(linear, seconds, groups, begin=found, prior=prior) if few else {}
+    spread = fmean(left_out.values()) if left_out else error
+    return Fitted(fitted[0].cluster, found, {name: own[name] for name in found}, error, spread, left_out)
 
 
 def _matters(linear: Sequence[_Linear], name: str, value: float) -> bool:
@@ -157,15 +166,22 @@ def _matters(linear: Sequence[_Linear], name: str, value: float) -> bool:
 
 
 def _left_out(
-    linear: Sequence[_Linear], seconds: Sequence[float], *, begin: Mapping[str, float], prior: Mapping[str, float]
-) -> float:
-    """Mean relative error of each step with constants fitted to the others."""
-    errors = []
-    for at, (each, measured) in enumerate(zip(linear, seconds, strict=True)):
-        others = [*linear[:at], *linear[at + 1 :]], [*seconds[:at], *seconds[at + 1 :]]
-        without = _fit(*others, begin=begin, prior=prior) if others[0] else prior
-        errors.append(abs(each.seconds(without) / measured - 1.0))
-    return fmean(errors)
+    linear: Sequence[_Linear],
+    seconds: Sequence[float],
+    groups: Sequence[str],
+    *,
+    begin: Mapping[str, float],
+    prior: Mapping[str, float],
+) -> dict[str, float]:
+    """Mean relative error of each group with constants fitted to the others."""
+    found = {}
+    for group in dict.fromkeys(groups):
+        steps = list(zip(linear, seconds, groups, strict=True))
+        others = [(each, measured) for each, measured, other in steps if other != group]
+        without = _fit(*zip(*others, strict=True), begin=begin, prior=prior) if others else prior
+        own = [(each, measured) for each, measured, other in steps if other == group]
+        found[group] = fmean(abs(each.seconds(without) / measured - 1.0) for each, measured in own)
+    return found
 
 
 def _fit(

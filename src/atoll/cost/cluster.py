@@ -11,7 +11,8 @@
     [network]
     preset = "infiniband-hdr"     # of one card
 
-A key beside `preset` replaces the preset's. Presets and their sources are in `presets.toml`.
+A key beside `preset` replaces the preset's, one of `efficiency` that of its table. Presets and their sources are in
+`presets.toml`.
 """
 
 from __future__ import annotations
@@ -226,4 +227,14 @@ def _filled(table: Mapping[str, Any], kind: str) -> dict[str, Any]:
     known = presets()[kind]
     if name not in known:
         raise ConfigError(f"no preset {name!r} among the {kind}; known: {', '.join(known)}")
-    return {**known[name], **own}
+    return _over(known[name], own)
+
+
+def _over(preset: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """The preset's keys with own ones in their places, within tables too."""
+    tables = {key: _over(preset[key], table) for key, table in own.items() if _is_table(table, preset.get(key))}
+    return {**preset, **own, **tables}
+
+
+def _is_table(*values: object) -> bool:
+    return all(isinstance(value, Mapping) for value in values)
