@@ -175,11 +175,11 @@ def test_rows_that_cannot_be_predicted_are_named_too(folder: Path) -> None:
         folder,
         [
             {"config": "run.toml", "seconds": 1.0},
-            {"config": "run.toml", "set": ["lora.rank=4"], "seconds": 1.0},
+            {"config": "run.toml", "set": ["train.frozen=['embd.*']"], "seconds": 1.0},
             {"config": "run.toml", "set": ["parallel.ranks=32"], "seconds": 1.0},
         ],
     )
-    with pytest.raises(ConfigError, match=r"(?s)2 wrong rows.*row 2: costs are known.*row 3: .*no \[network\]"):
+    with pytest.raises(ConfigError, match=r"(?s)2 wrong rows.*row 2: train.frozen: 'embd.*' matches no.*row 3: .*no \[network\]"):
         calibrated(folder)
 
 
