@@ -158,6 +158,24 @@ def _alike(ratios: Mapping[str, float], rows: Mapping[str, Raw]) -> str:
     return words + (f"; IIG {to(groups, '.2f')} times as fast as HSDP" if groups else "")
 
 
+def predictions(raw: Raw) -> Figures:
+    from benchmarks.predictions import bench
+
+    judged = bench.judged(raw["real"])
+    found = {
+        "seconds": bench.errors(judged),
+        "emulated": bench.errors(raw["emulated"]),
+        "bytes": bench.byte_errors(raw["real"]),
+        "layouts": bench.byte_errors(raw["layouts"]),
+    }
+    figures: dict[str, Any] = {"judged": len(judged), "fitted": len(raw["real"]) - len(judged)}
+    figures |= {"runs": len(raw["real"]), "sleeping": len(raw["emulated"])}
+    for name, errors in found.items():
+        sizes = [abs(error) for error in errors]
+        figures |= {f"{name}_median": median(sizes), f"{name}_worst": max(sizes)}
+    return figures
+
+
 def vocabulary(raw: Raw) -> Figures:
     rows = {(row["schedule"], row["name"]): row for row in raw["rows"]}
     split = [row for (_, name), row in rows.items() if name == "vocabulary split"]
@@ -354,6 +372,29 @@ ALL_CLAIMS = (
         result="of its time: {four:.3f} on 4 ranks (simulated {four_said:.3f}), {eight:.3f} on 8 ({eight_said:.3f})",
         raw="emulated",
         figures=emulated,
+    ),
+    Claim(
+        what="a step's seconds are predicted",
+        how="{runs} configurations on this machine's CPUs: models, layouts, schedules, precisions, recomputing. The "
+        "steps of {fitted} calibrate, {judged} are judged: [page](benchmarks/predictions/README.md)",
+        result="median error {seconds_median:.1%}, worst {seconds_worst:.1%}",
+        raw="predictions",
+        figures=predictions,
+    ),
+    Claim(
+        what="— on an **emulated device** whose costs are given",
+        how="{sleeping} configurations on four ranks; messages, gathers and reductions are real",
+        result="median error {emulated_median:.1%}, worst {emulated_worst:.1%}",
+        raw="predictions",
+        figures=predictions,
+    ),
+    Claim(
+        what="— peak memory",
+        how="bytes counted by the allocator in the same runs, and the 14 effective layouts on 2×2 ranks by component",
+        result="median error {bytes_median:.1%}, worst {bytes_worst:.1%}; of the 14 layouts {layouts_median:.1%} and "
+        "{layouts_worst:.1%}",
+        raw="predictions",
+        figures=predictions,
     ),
     Claim(
         what="two islands of two ranks beside FSDP2, HSDP, DDP and DeepSpeed (**emulated network**)",
