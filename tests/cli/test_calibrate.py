@@ -179,7 +179,8 @@ def test_rows_that_cannot_be_predicted_are_named_too(folder: Path) -> None:
             {"config": "run.toml", "set": ["parallel.ranks=32"], "seconds": 1.0},
         ],
     )
-    with pytest.raises(ConfigError, match=r"(?s)2 wrong rows.*row 2: train.frozen: 'embd.*' matches no.*row 3: .*no \[network\]"):
+    words = r"(?s)2 wrong rows.*row 2: train.frozen: 'embd.*' matches no.*row 3: .*no \[network\]"
+    with pytest.raises(ConfigError, match=words):
         calibrated(folder)
 
 
