@@ -175,6 +175,7 @@ def measures(works: list[Work]) -> dict[str, float]:
         "saved": of("saved"),
         "again": of("again"),
         "pending": of("pending"),
+        "until the loss": sum(work.kept_for_loss for work in works),
         "until W": sum(work.kept_for_weights for work in works),
         "wire": works[-1].wire,
         "loss": works[-1].loss,

@@ -172,8 +172,8 @@ class Head:
             return [Saved("logits", (use.item if use.loss == "fused" else 4) * logits, "I")]
         return [
             Saved("logits", use.item * logits, "I"),
-            Saved("log-softmax", precise * logits, "I"),
-            Saved("number of tokens", precise, "I"),
+            Saved("log-softmax", precise * logits, "loss"),
+            Saved("number of tokens", precise, "loss"),
         ]
 
     def _repeated(self, use: Use, saved: list[Saved]) -> tuple[list[Saved], list[Saved]]:

@@ -305,15 +305,19 @@ class Prediction:
             kept["activations"] += works[of].kept + self._sent(of)
             return works[of].peak
         if do is Do.START_I:
-            return self.ranks.works[-1].loss * (instruction.action.stage == len(self.ranks.runs) - 1)
+            if instruction.action.stage < len(self.ranks.runs) - 1:
+                return 0
+            kept["activations"] -= works[-1].kept_for_loss
+            return works[-1].kept_for_loss + works[-1].loss
         if do is Do.I:
             work = works[of]
             again = sum(each.nbytes for each in work.again)
-            kept["activations"] -= work.kept + self._sent(of)
+            own = work.kept - work.kept_for_loss
+            kept["activations"] -= own + self._sent(of)
             if is_split and work.matrices:
                 kept["pending"] += work.kept_for_weights
-                return work.kept + again - sum(each.nbytes for each in (*work.saved, *work.again) if each.until == "W")
-            return work.kept + again + sum(each.nbytes for each in work.pending)
+                return own + again - sum(each.nbytes for each in (*work.saved, *work.again) if each.until == "W")
+            return own + again + sum(each.nbytes for each in work.pending)
         if do is Do.W:
             kept["pending"] -= sum(
                 works[at].kept_for_weights for at, unit in self.ranks.weighed_with.items() if unit == of

@@ -56,11 +56,11 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A tensor that is saved for the backward. until: the operation that needs it last."""
+    """A tensor that is saved for the backward. until: what needs it last, the loss's backward or the block's I or W."""
 
     name: str
     nbytes: int
-    until: Literal["I", "W"]
+    until: Literal["loss", "I", "W"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +93,11 @@ class Work:
     def kept(self) -> int:
         """Bytes from F to I."""
         return sum(each.nbytes for each in self.saved)
+
+    @property
+    def kept_for_loss(self) -> int:
+        """Those of them that are gone once the loss's backward is over."""
+        return sum(each.nbytes for each in self.saved if each.until == "loss")
 
     @property
     def kept_for_weights(self) -> int:

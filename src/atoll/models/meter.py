@@ -287,6 +287,9 @@ class Meter:
         """The forward is over. A block's output counts with the block that takes it; else it stays because the block
         ends there."""
         self._note_peak()
+        if is_last:
+            last = self.tallies[-1]
+            last.saved |= {number: replace(last.saved[number], until="loss") for number in last.behind}
         taken = set().union(*(tally.entered for tally in self.tallies))
         if not is_last:
             taken.add(self.number(output))
