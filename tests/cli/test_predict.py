@@ -244,7 +244,6 @@ def test_families_without_formulas_are_counted(folder: Path) -> None:
     assert found["seconds"] > 0
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # which peft still asks for
 def test_adapters_leave_little_to_train(folder: Path) -> None:
     (folder / "run.toml").write_text(LLAMA.format(family="llama") + CONFIG.format(folder=folder))
     whole, few = predicted(folder), predicted(folder, "lora.rank=2", "parallel.layout=IIG")

@@ -52,8 +52,10 @@ def workload_of(config: Config, vocabulary: int, *, on_cpu: bool = False) -> Wor
         return sizes.workload
     from atoll.models import count
     from atoll.training.build import build_model
+    from atoll.training.pretrained import hugging_face_config
 
-    return count(build_model(config, vocabulary), device="cpu" if on_cpu else "cuda")
+    name = "decoder" if config.model.is_builtin else hugging_face_config(config, vocabulary).model_type
+    return count(build_model(config, vocabulary), name=name, device="cpu" if on_cpu else "cuda")
 
 
 def _leaves_out(config: Config) -> bool:

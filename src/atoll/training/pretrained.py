@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -78,16 +79,17 @@ def with_adapters(model: nn.Module, config: Config) -> nn.Module:
     source = None if config.model.source.startswith(FAMILY) else config.model.source
     model.name_or_path = source  # type: ignore[assignment]
     try:
-        adapted: nn.Module = peft.get_peft_model(
-            model,
-            peft.LoraConfig(
-                r=lora.rank,
-                lora_alpha=lora.alpha,
-                lora_dropout=lora.dropout,
-                target_modules="all-linear" if targets == ["all-linear"] else targets,
-                base_model_name_or_path=source,
-            ),
+        adapters = peft.LoraConfig(
+            r=lora.rank,
+            lora_alpha=lora.alpha,
+            lora_dropout=lora.dropout,
+            target_modules="all-linear" if targets == ["all-linear"] else targets,
+            base_model_name_or_path=source,
         )
+        with warnings.catch_warnings():
+            # peft reads an attribute that transformers has renamed.
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+            adapted: nn.Module = peft.get_peft_model(model, adapters)
     except ValueError as error:
         raise ConfigError(f"lora.targets = {targets}: {error}") from error
     return adapted
