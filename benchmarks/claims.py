@@ -391,7 +391,7 @@ ALL_CLAIMS = (
     Claim(
         what="— peak memory",
         how="bytes counted by the allocator in the same runs, and the 14 effective layouts on 2×2 ranks by component",
-        result="median error {bytes_median:.1%}, worst {bytes_worst:.1%}; of the 14 layouts {layouts_median:.1%} and "
+        result="median error {bytes_median:.1%}, worst {bytes_worst:.1%}; of the layouts {layouts_median:.1%} and "
         "{layouts_worst:.1%}",
         raw="predictions",
         figures=predictions,
