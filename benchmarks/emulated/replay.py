@@ -33,7 +33,10 @@ def measured_actions(spans: Sequence[Span], operations: Sequence[tuple[str, floa
 
 
 def beside(spans: Sequence[Span], operations: Sequence[tuple[str, float, float]]) -> Iterator[tuple[Op, float]]:
-    """What each of a rank's actions took beside the operations within it, in seconds; both are in the order of time."""
+    """Yield the op of each of a rank's actions, and its seconds without the operations within it.
+
+    spans, operations: in the order of time.
+    """
     at = 0
     for span in spans:
         seconds = span.end - span.start

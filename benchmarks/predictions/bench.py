@@ -96,7 +96,10 @@ def predicted(row: Row, cluster: Cluster | None, found: Mapping[str, Any]) -> Pr
 
 
 def run_all(rows: Sequence[Row], *, timed: bool = False, on: Cluster | None = None) -> list[tuple[Row, Found]]:
-    """What was measured of configurations of as many ranks. on: the emulated device, of which no bytes are counted."""
+    """Run configurations, all of the same number of ranks, and return each with its measurements.
+
+    timed: measure seconds too.  on: the emulated device, on which no bytes are counted.
+    """
     if not rows:
         return []
     with started(rows[0].ranks) as ranks:

@@ -56,7 +56,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        """What tables call it."""
+        """The name in tables."""
         words = (change.partition(".")[2].replace("=", " ") for change in self.changes)
         return ", ".join([self.model, f"{self.ranks} rank" + "s"[: self.ranks > 1], *words])
 
@@ -67,7 +67,7 @@ class Row:
 
     @property
     def plan(self) -> Plan:
-        """What the ranks run."""
+        """The plan that the ranks run."""
         return self.config.to_plan(self.ranks)
 
 

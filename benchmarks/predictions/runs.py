@@ -1,4 +1,4 @@
-"""What ranks are asked to do: build the engine of a configuration, take steps, count bytes, let it go."""
+"""Functions that the ranks run: build the engine of a configuration, take steps, count bytes, close it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """What a rank holds in a step: when it holds most, and the most of each component."""
+    """Bytes of a rank in a step: all components at the peak, and the largest value of each."""
 
     peak: Held
     most: Held
@@ -47,8 +47,8 @@ def go_before_others(rank: Rank) -> bool:
 
 
 def build(rank: Rank, row: Row) -> bool:
-    """All ranks: the engine and its first two steps, which make the optimizer's state and the room for messages;
-    whether ranks read each other's memory."""
+    """Build the engine and take two steps, which make the optimizer's state and the room for messages. All ranks call
+    it. Return whether ranks read each other's memory."""
     gc.collect()
     config, plan = row.config, row.plan
     vocabulary = expected_vocabulary(config)
@@ -94,6 +94,6 @@ def take(rank: Rank, steps: int, sleeps: Sequence[Mapping[tuple[Do, int], float]
 
 
 def close(rank: Rank) -> None:
-    """Let the engine go."""
+    """Close the engine and free it."""
     rank.contenders.pop("engine").engine.close()
     gc.collect()

@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def devices(timed: Iterable[Published]) -> dict[str, Any]:
-    """What each preset of a device comes with, by its name. Presets with one data sheet are one device."""
+    """Fit the constants of each device preset, by name. Presets with one data sheet are one device."""
     steps = {chip: _by_system(own) for chip, own in _by(lambda row: row.cluster.device.source, timed).items()}
     fits = {chip: calibrate(own) for chip, own in steps.items() if own}
     unseen = {chip: _error(steps[chip], _medians(fits, but=chip)) for chip in fits}
@@ -95,7 +95,7 @@ def devices(timed: Iterable[Published]) -> dict[str, Any]:
 
 
 def _medians(fits: Mapping[str, Fitted], but: str = "") -> dict[str, float]:
-    """Of each constant of the devices, over all devices but one."""
+    """The median of each constant over all devices but one."""
     names = dict.fromkeys(name for fitted in fits.values() for name in fitted.constants)
     values = {
         name: [fitted.constants[name] for chip, fitted in fits.items() if chip != but and name in fitted.constants]
@@ -111,7 +111,7 @@ def _error(steps: Sequence[Step], constants: Mapping[str, float]) -> float:
 
 
 def _fitted(fitted: Fitted, steps: int, unseen: float) -> dict[str, Any]:
-    """What a device with steps comes with. unseen: their error with the medians of the other devices."""
+    """The record of a device that has steps. unseen: their error with the medians of the other devices."""
     systems = sorted(fitted.left_out)
     words = f"fitted to {steps} published steps of {', '.join(systems)}; mean error {fitted.error:.0%}"
     return {

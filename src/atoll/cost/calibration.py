@@ -1,8 +1,8 @@
 """Fits a cluster's constants to measured steps.
 
 A step's seconds are a sum over the instructions on its critical path. Played once with each kind of instruction a
-little slower, a prediction tells how much of the step each kind makes up; the sum then follows the constants
-without being played again. Fitting and playing alternate until the path does not change any more.
+little slower, a prediction tells how much of the step each kind makes up; the sum then follows the constants without
+being played again. Fitting and playing alternate until the path does not change any more.
 
 Few steps say little about ten constants. So each constant is held to where it was by a pull, as strong as if it were
 known to within its `Range.spread`. Constants on which no step depends stay as they are.

@@ -43,7 +43,7 @@ class Embedding:
         )
 
     def without_tokens(self, use: Use) -> Work:
-        """What is left without the tokens' rows: those of positions and types, and what follows."""
+        """The embedding's work without the rows of tokens: rows of positions and types, and what follows them."""
         s, i = self.sizes, use.item
         hidden = use.tokens * s.hidden // use.parts
         forward: list[Kernel] = [Pass(3.0 * i * hidden)] if s.positions or s.dropout else []
@@ -131,7 +131,7 @@ class Head:
         )
 
     def without_logits(self, use: Use) -> Work:
-        """What comes before the logits."""
+        """The head's work before the logits."""
         s, i, tokens = self.sizes, use.item, use.tokens
         hidden = tokens * s.hidden // use.parts
         dense = [Product(tokens, s.hidden, s.hidden)] if s.transform else []

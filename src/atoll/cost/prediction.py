@@ -177,7 +177,7 @@ class Prediction:
         return {}
 
     def _collectives(self, work: Work) -> Parts:
-        """What tensor parallelism's collectives add to F, I and W."""
+        """The seconds of tensor parallelism's collectives within F, I and W."""
         every = work.forward, work.backward, work.weights
         alone = (self.clock.seconds(k for k in kernels if not isinstance(k, Exchange)) for kernels in every)
         return tuple(whole - part for whole, part in zip(self.parts(work), alone, strict=True))  # type: ignore[return-value]

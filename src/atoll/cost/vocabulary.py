@@ -18,12 +18,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class LookedUp:
-    """The embedding's block: adds up what `ranks` slices have looked up."""
+class _Part:
+    """A block or a slice of a transformer whose vocabulary is split over `ranks` pipeline ranks."""
 
     name: str
     sizes: Transformer
     ranks: int
+
+
+class LookedUp(_Part):
+    """The embedding's block: adds up what the slices have looked up."""
 
     def work(self, use: Use) -> Work:
         """See `Work`."""
@@ -37,13 +41,8 @@ class LookedUp:
         return replace(rest, forward=(*added, *rest.forward), saved=(*rows, *rest.saved))
 
 
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """The head's block: combines what `ranks` slices have scored, in its I. The head's input is kept by the slice."""
-
-    name: str
-    sizes: Transformer
-    ranks: int
+class Scored(_Part):
+    """The head's block: combines what the slices have scored, in its I. The head's input is kept by the slice."""
 
     def work(self, use: Use) -> Work:
         """See `Work`."""
@@ -63,13 +62,8 @@ class Scored:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class EmbeddingSlice:
-    """The largest of the slices of the embedding, over `ranks` pipeline ranks. F and W are L and G."""
-
-    name: str
-    sizes: Transformer
-    ranks: int
+class EmbeddingSlice(_Part):
+    """The largest slice of the embedding. F and W are L and G."""
 
     def work(self, use: Use) -> Work:
         """See `Work`."""
@@ -88,16 +82,11 @@ class EmbeddingSlice:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class HeadSlice:
-    """The largest of the slices of the head, over `ranks` pipeline ranks. F and W are S and T.
+class HeadSlice(_Part):
+    """The largest slice of the head. F and W are S and T.
 
     S multiplies twice, for the logits and for their part of the hidden state's gradient; T once.
     """
-
-    name: str
-    sizes: Transformer
-    ranks: int
 
     def work(self, use: Use) -> Work:
         """See `Work`."""
