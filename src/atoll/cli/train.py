@@ -81,8 +81,8 @@ def _dry_run(request: Request, *, elsewhere: bool) -> None:
             checked.plan,
             cluster,
             vocabulary=checked.vocabulary,
-            reads_in_place=checked.reads_in_place,
-            device="cpu" if checked.reads_in_place else None,
+            reads_in_place=checked.device == "cpu",
+            device=checked.device,
         )
         report(found, as_json=request.as_json)
     except UserError as error:

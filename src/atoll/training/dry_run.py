@@ -26,13 +26,13 @@ from atoll.training.samples import preview_corpus, vocabulary_of
 class Checked:
     """A run that nothing is known against.
 
-    vocabulary: ids of its model.  reads_in_place: whether its ranks would read each other's memory, on this machine.
+    vocabulary: ids of its model.  device: what its ranks would run on, "cpu" or "cuda"; None on another machine.
     """
 
     config: Config
     plan: Plan
     vocabulary: int
-    reads_in_place: bool
+    device: str | None
 
 
 def check_run(request: Request, *, elsewhere: bool = False, say: Callable[[str], None]) -> Checked:
@@ -56,13 +56,13 @@ def check_run(request: Request, *, elsewhere: bool = False, say: Callable[[str],
     if corpus is None:
         say("note: the corpus is not prepared yet; its length, and the tokenizer's, are checked when it is")
     vocabulary = expected_vocabulary(config) if corpus is None else vocabulary_of(config, corpus)
-    is_on_cpu = not elsewhere and not has_gpus(config, config.parallel.ranks)
+    device = None if elsewhere else "cuda" if has_gpus(config, config.parallel.ranks) else "cpu"
     for rank in range(plan.mesh.pipeline):
-        describe(lambda: build_model(config, vocabulary), plan, rank, reads_in_place=is_on_cpu)
+        describe(lambda: build_model(config, vocabulary), plan, rank, reads_in_place=device == "cpu")
     weights = first_weights(config)
     if weights is not None and not is_complete(weights):
         weights_for(adapter_for(build_model(config, vocabulary)), weights)
     latest = folder.latest_checkpoint()
     if request.resume and latest is not None:
         resumed_state(config, latest, corpus)
-    return Checked(config, plan, vocabulary, reads_in_place=is_on_cpu)
+    return Checked(config, plan, vocabulary, device)
