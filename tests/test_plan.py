@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from atoll import schedules
 from atoll.errors import PlanError
 from atoll.layouts import Layout, Nest
-from atoll.plan import MeshShape, Plan
+from atoll.plan import ORDERS, MeshShape, Place, Plan
 
 LAW = settings(deadline=None, max_examples=50)
 AXIS = st.integers(1, 4)
-MESHES = st.builds(MeshShape, pipeline=AXIS, inter=AXIS, intra=AXIS, tensor=AXIS)
+MESHES = st.builds(MeshShape, pipeline=AXIS, inter=AXIS, intra=AXIS, tensor=AXIS, order=st.sampled_from(ORDERS))
 
 
 def test_picture_of_a_mesh() -> None:
@@ -105,3 +105,16 @@ def test_plans_that_do_not_fit(change: dict[str, object], message: str) -> None:
     }
     with pytest.raises(PlanError, match=message):
         Plan(**{**fitting, **change})  # type: ignore[arg-type]
+
+
+def test_a_pipeline_inside_the_nodes() -> None:
+    mesh = MeshShape(pipeline=2, inter=2, intra=2, order=("inter", "intra", "pp", "tp"))
+    assert list(mesh.sizes) == ["inter", "intra", "pp", "tp"]
+    assert mesh.place(3) == Place(mesh, pp=1, inter=0, intra=1, tp=0)
+    assert mesh.place(3).peers("pp") == (2, 3)
+    assert mesh.place(3).peers("inter", "intra") == (1, 3, 5, 7)
+
+
+def test_an_order_that_does_not_exist() -> None:
+    with pytest.raises(PlanError, match="order of the mesh's axes = tp, pp, inter, intra; known: pp, inter"):
+        MeshShape(order=("tp", "pp", "inter", "intra"))

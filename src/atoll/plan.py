@@ -18,16 +18,34 @@ RECOMPUTE = ("none", "block", "selective")
 COMPILE = ("none", "block", "block-eager")
 
 
+AXES = ("pp", "inter", "intra", "tp")
+"""The axes of a mesh in their usual order, outermost first."""
+
+ORDERS = (AXES, ("inter", "pp", "intra", "tp"), ("inter", "intra", "pp", "tp"))
+"""How they may lie on the network: a pipeline across the nodes, or inside them as far as it fits."""
+
+
 @dataclass(frozen=True, slots=True)
 class MeshShape:
-    """Ranks along each mesh axis, outermost first."""
+    """Ranks along each mesh axis.
+
+    order: the axes over the ranks of the world, outermost first: ranks along inner axes follow each other, and share a
+    node as far as it has room. `pp` may be first, before `intra` or after it; `inter` comes before `intra`, and `tp`
+    last.
+
+    Raises PlanError for an axis without ranks, and for any other order.
+    """
 
     pipeline: int = 1
     inter: int = 1
     intra: int = 1
     tensor: int = 1
+    order: tuple[str, ...] = AXES
 
     def __post_init__(self) -> None:
+        if self.order not in ORDERS:
+            known = "; ".join(", ".join(order) for order in ORDERS)
+            raise PlanError(f"order of the mesh's axes = {', '.join(self.order)}; known: {known}")
         for axis, size in self.sizes.items():
             if size < 1:
                 raise PlanError(f"mesh axis {axis!r} has {size} ranks; every axis needs at least 1")
@@ -35,7 +53,8 @@ class MeshShape:
     @property
     def sizes(self) -> dict[str, int]:
         """Axis name -> ranks, outermost first."""
-        return {"pp": self.pipeline, "inter": self.inter, "intra": self.intra, "tp": self.tensor}
+        sizes = {"pp": self.pipeline, "inter": self.inter, "intra": self.intra, "tp": self.tensor}
+        return {axis: sizes[axis] for axis in self.order}
 
     @property
     def data(self) -> int:
@@ -51,10 +70,10 @@ class MeshShape:
         """Where the world rank `rank` sits."""
         if not 0 <= rank < self.world:
             raise PlanError(f"rank {rank} is outside a mesh of {self.world} ranks {self.sizes}")
-        rest, tp = divmod(rank, self.tensor)
-        rest, intra = divmod(rest, self.intra)
-        pp, inter = divmod(rest, self.inter)
-        return Place(self, pp=pp, inter=inter, intra=intra, tp=tp)
+        at = {}
+        for axis, size in reversed(self.sizes.items()):
+            rank, at[axis] = divmod(rank, size)
+        return Place(self, **at)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +88,7 @@ class Place:
 
     @property
     def coordinates(self) -> dict[str, int]:
-        """Axis name -> position, outermost first."""
+        """Axis name -> position."""
         return {"pp": self.pp, "inter": self.inter, "intra": self.intra, "tp": self.tp}
 
     @property

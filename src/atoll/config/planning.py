@@ -45,6 +45,7 @@ def plan_of(config: Config, world: int | None = None) -> Plan:
             inter=data // parallel.intra,
             intra=parallel.intra,
             tensor=parallel.tensor,
+            order=parallel.order,
         ),
         layout=Layout(parallel.layout),
         schedule=schedule,

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 
 from atoll.errors import LayoutError
 from atoll.layouts import Layout
-from atoll.plan import Plan
+from atoll.plan import AXES, ORDERS, Plan
 from atoll.toml import to_toml
 
 Positive = Annotated[int, Field(ge=1)]
@@ -33,6 +33,12 @@ def _as_layout(value: Any) -> Any:
         return Layout.parse(value).name
     except LayoutError as error:
         raise ValueError(str(error)) from error
+
+
+def _known_order(value: tuple[str, ...]) -> tuple[str, ...]:
+    if value not in ORDERS:
+        raise ValueError(f"the axes can lie as {join_or([list(order) for order in ORDERS])}")
+    return value
 
 
 class Section(BaseModel):
@@ -189,6 +195,7 @@ class Parallel(Section):
     then waits for each reduction too.
     residency, reduction, resident, unit: how long gathered parameters stay whole, how often gradients are reduced, and
     how many blocks at once; see atoll.plan.Plan.
+    order: the axes of the mesh over the ranks, outermost first; see atoll.plan.MeshShape.
     vocabulary: the rows of embedding and head are split over the pipeline's ranks.
     sequence_parallel: what lies between the parts split by `tensor` works on a part of the sequence.
     layers_per_stage: how many layers each stage gets; as even as can be if not given.
@@ -212,6 +219,7 @@ class Parallel(Section):
     sequence_parallel: bool = False
     vocabulary: bool = False
     intra: Positive = 1
+    order: Annotated[tuple[str, ...], BeforeValidator(_as_tuple), AfterValidator(_known_order)] = AXES
     layout: Annotated[str, BeforeValidator(_as_layout)] = "NNN"
     recompute: Literal["none", "block", "selective"] = "none"
     device: Literal["auto", "cpu", "cuda"] = "auto"

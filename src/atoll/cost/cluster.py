@@ -1,5 +1,7 @@
 """What a plan runs on: devices, how many a node has, and the links inside and between nodes.
 
+    nodes = 2
+
     [device]
     preset = "a100-80gb"
 
@@ -138,8 +140,12 @@ class Node(_Table):
 
 
 class Cluster(_Table):
-    """Nodes of one kind. network: the link of one card; None where there is one node."""
+    """Nodes of one kind. network: the link of one card; None where there is one node.
 
+    nodes: how many a planner may use; predictions take as many as the plan needs.
+    """
+
+    nodes: Count = 1
     device: Device
     node: Node
     network: Link | None = None

@@ -166,14 +166,15 @@ class Prediction:
         return dict(found)
 
     def parts(self, work: Work) -> Parts:
-        """F, I and W; those of equal works once."""
-        key = work.forward, work.backward, work.weights
-        if key not in self._known:
-            self._known[key] = tuple(map(self.clock.seconds, key))  # type: ignore[assignment]
-        return self._known[key]
+        """F, I and W; those of one work once."""
+        if id(work) not in self._known:
+            kernels = work.forward, work.backward, work.weights
+            # The work is kept with its seconds, so that no other one can have its id.
+            self._known[id(work)] = work, tuple(map(self.clock.seconds, kernels))  # type: ignore[assignment]
+        return self._known[id(work)][1]
 
     @cached_property
-    def _known(self) -> dict[object, Parts]:
+    def _known(self) -> dict[int, tuple[Work, Parts]]:
         return {}
 
     def _collectives(self, work: Work) -> Parts:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from atoll.cost.slices import Slices, VocabularySlices
-from atoll.cost.work import Use, Work, Workload
+from atoll.cost.work import BlockOf, Use, Work, Workload
 from atoll.errors import PlanError
-from atoll.ir import Schedule, lower
+from atoll.ir import Placement, Schedule, lower
 from atoll.layouts import (
     ITEM_BYTES,
     FlatMap,
@@ -28,6 +28,14 @@ from atoll.layouts import (
 from atoll.plan import Place, Plan
 from atoll.program import BlockShape, Program, Programs, RankShape, StageShape, lower_row, unit_shape
 from atoll.stages import BlockWeight, split_blocks
+
+
+@lru_cache(maxsize=256)
+def _split(
+    weights: tuple[BlockWeight, ...], placement: Placement, layers_per_stage: tuple[int, ...] | None
+) -> tuple[range, ...]:
+    """As `split_blocks`; plans that differ in other things have one split."""
+    return split_blocks(weights, placement, layers_per_stage=layers_per_stage)
 
 
 @dataclass(frozen=True)
@@ -66,7 +74,11 @@ class Ranks:
 
     @cached_property
     def _whole_works(self) -> tuple[Work, ...]:
-        return tuple(block.work(self.use) for block in self.model.blocks)
+        known: dict[BlockOf, Work] = {}
+        for block in self.model.blocks:
+            if block not in known:
+                known[block] = block.work(self.use)
+        return tuple(known[block] for block in self.model.blocks)
 
     @cached_property
     def first_trained(self) -> int:
@@ -102,7 +114,7 @@ class Ranks:
             )
             for at, (name, work) in enumerate(zip(names, self.works, strict=True))
         ]
-        return split_blocks(weights, plan.schedule.placement, layers_per_stage=plan.layers_per_stage)
+        return _split(tuple(weights), plan.schedule.placement, plan.layers_per_stage)
 
     @property
     def sizes(self) -> list[float]:
@@ -216,8 +228,7 @@ class Ranks:
 
     def place(self, rank: int) -> Place:
         """The first place in the mesh of a pipeline rank; all others with it hold as much, but for padding."""
-        mesh = self.plan.mesh
-        return mesh.place(rank * mesh.data * mesh.tensor)
+        return Place(self.plan.mesh, pp=rank, inter=0, intra=0, tp=0)
 
     def footprint(self, rank: int, *, states: int = 2) -> Footprint:
         """Bytes of the state that a pipeline rank holds; `states` as in `atoll.layouts.footprint`."""

@@ -8,7 +8,7 @@ writes its output once. Activations that are kept follow Korthikanti et al. (arX
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
@@ -171,9 +171,9 @@ def _check(size: int, ranks: int, what: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TransformerLayer:
-    """Norm, attention, norm, feed-forward."""
+    """Norm, attention, norm, feed-forward. Layers of equal sizes are equal, whatever their names."""
 
-    name: str
+    name: str = field(compare=False)
     sizes: Transformer
 
     def work(self, use: Use) -> Work:

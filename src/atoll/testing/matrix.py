@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from atoll.layouts import EFFECTIVE
+from atoll.plan import ORDERS
 from atoll.schedules import CATALOGUE
 from atoll.testing.parity import Case
 from atoll.testing.tiny import TinyConfig
@@ -48,6 +49,7 @@ OTHERS: Mapping[str, Sequence[Any]] = MappingProxyType(
         "unit": (1, 2),
         "reads_in_place": (True, False),
         "vocabulary_parallel": (False, True),
+        "order": ORDERS,
     }
 )
 """What the sample covers too, and the whole matrix draws. data: groups, and ranks of a group."""

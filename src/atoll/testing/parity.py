@@ -18,7 +18,7 @@ from atoll import schedules
 from atoll.errors import CostWarning
 from atoll.ir.residency import Reduction, Residency
 from atoll.layouts import Layout, Precision
-from atoll.plan import MeshShape, Plan
+from atoll.plan import AXES, MeshShape, Plan
 from atoll.runtime.engine import Engine
 from atoll.runtime.pipeline.step_end import StepResult
 from atoll.runtime.sharding.optimizer import decay_matrices
@@ -60,6 +60,7 @@ class Case:
     lr: float = 1e-2
     seed: int = 3
     device: str = "cpu"
+    order: tuple[str, ...] = AXES
     model: Recipe = field(default_factory=TinyConfig)
 
     @property
@@ -70,7 +71,7 @@ class Case:
     @property
     def plan(self) -> Plan:
         """The plan that the ranks run."""
-        mesh = MeshShape(self.pipeline, self.inter, self.intra, self.tensor)
+        mesh = MeshShape(self.pipeline, self.inter, self.intra, self.tensor, self.order)
         schedule = schedules.build(self.schedule, ranks=self.pipeline, microbatches=self.microbatches // mesh.data)
         precision = Precision.preset(self.precision)
         return Plan(

@@ -1,0 +1,349 @@
+"""What a plan takes at least: cheap lower bounds on the seconds and bytes that its programs take.
+
+[Note: why these are bounds]
+A program computes what its schedule says, in its order, and waits besides for data-parallel ranks. So its step is no
+shorter than the schedule played with the seconds of stages alone, all links between data-parallel ranks infinitely
+fast; nor than what its busiest link of data-parallel ranks has to carry, since a link carries one thing at a time. A
+step that ends at once begins after all ranks have ended the one before: then the step is no shorter than the schedule
+from its first start to its last end. One that is validated later may overlap the next, and is no shorter than what the
+busiest rank computes.
+
+A rank holds, at the time when it keeps most activations, these and what rests. What is gathered, made, reduced or sent
+comes on top.
+
+A unit at a turn of the row may stay whole, so of two uses of a stage that follow each other the second gathers as much
+less as may be whole at once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+from atoll.cost import Prediction
+from atoll.ir import Op, Schedule
+from atoll.ir.residency import counts, insert_sharding
+from atoll.ir.table import COMPUTE_CODES, F, G, I, L, S, T, Table, W
+from atoll.ir.table import B as FULL
+from atoll.layouts import (
+    GATHER_PARAMETER,
+    ITEM_BYTES,
+    REDUCE_GRADIENT,
+    SYNC_GRADIENT,
+    SYNC_PARAMETER,
+    FlatMap,
+    Moves,
+    SegmentShape,
+    footprint,
+)
+from atoll.plan import MeshShape, Place
+from atoll.planner.space import Travel
+from atoll.program.instruction import Phase
+
+USES = (Op.F, Op.I, Op.B)
+
+
+class Least(NamedTuple):
+    """What a plan takes at least: seconds of a step, and bytes of its fullest rank.
+
+    likely: what it may well take, by which plans are tried in turn; no bound.
+    """
+
+    seconds: float
+    nbytes: float
+    likely: float
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """All plans with one schedule and one use of the model, on any mesh and whatever its data-parallel ranks store.
+
+    base: the prediction without data parallelism.
+    """
+
+    base: Prediction
+
+    def least(self, travels: Sequence[Travel], mesh: MeshShape) -> Least:
+        """Of plans with these choices, of which all have one layout, residency and reduction."""
+        travel = travels[0]
+        once, each = self._loads(travel, mesh, unit=max(other.unit for other in travels))
+        alone = self.alone(mesh)
+        overlaps = any(other.post_validation for other in travels)
+        computed = alone.seconds if overlaps else alone.likely
+        carried = max((once[at] + each[at] for at in once), default=0.0)
+        exposed = max((once[at] - self._window for at in once), default=0.0)
+        is_apart = all(other.post_validation for other in travels)
+        nbytes = max(self._held(travel._replace(post_validation=is_apart), mesh))
+        return Least(max(computed, carried), nbytes, max(alone.likely, carried) + max(0.0, exposed))
+
+    def alone(self, mesh: MeshShape) -> Least:
+        """What is computed, and kept. Steps that end at once take what is likely at least."""
+        updates = [self.base.update_seconds * trained / mesh.data for trained in self._trained]
+        busy = max(map(sum, zip(self._busy, updates, strict=True)))
+        makespan = self._makespan(mesh) + updates[self._schedule.placement.rank_of(0)]
+        nbytes = max(max(own, default=0) for own in self._kept) + self.base.device.context
+        return Least(min(busy, makespan), float(nbytes), makespan)
+
+    @property
+    def cells(self) -> int:
+        """Actions of all ranks."""
+        return len(self._schedule.table.code)
+
+    @property
+    def _schedule(self) -> Schedule:
+        return self.base.ranks.computed
+
+    # ---- what is computed
+
+    @cached_property
+    def _takes(self) -> tuple[tuple[float, ...], ...]:
+        """Seconds by stage, or by rank for a slice of the vocabulary, and code of an op."""
+        base, ranks = self.base, self.base.ranks
+        pause, found = base.device.efficiency.pause, []
+        for run in ranks.runs:
+            takes = [0.0] * COMPUTE_CODES
+            takes[F] = pause
+            takes[I] = pause if run.stop > ranks.first_trained else 0.0
+            for at in run:
+                forward, backward, weights = base.parts(ranks.works[at])
+                takes[F] += forward
+                takes[I] += backward
+                takes[W if len(ranks.runs) > 1 and at in ranks.weighed_with else I] += weights
+            takes[FULL] = takes[I] + takes[W]
+            found.append(takes)
+        for work, begins, ends in zip(ranks.slices.works, (L, S), (G, T), strict=False):
+            first, _, last = base.parts(work)
+            for rank in range(self._schedule.ranks):
+                found[rank][begins], found[rank][ends] = first, last
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def _busy(self) -> tuple[float, ...]:
+        """Seconds that each rank computes before the optimizer's step."""
+        table, takes = self._schedule.table, self._takes
+        total = [0.0] * self._schedule.ranks
+        for action, code, rank in zip(table.cells, table.code, table.rank, strict=True):
+            total[rank] += takes[action.stage][code]
+        return tuple(total)
+
+    def _makespan(self, mesh: MeshShape) -> float:
+        """From the first start to the last end."""
+        hop = 0.0
+        if mesh.pipeline > 1:
+            link = self.base.given.along(mesh, "pp")
+            hop = link.latency + link.seconds(self.base.message_bytes)
+        if hop not in self._makespans:
+            self._makespans[hop] = _played(self._schedule.table, self._takes, hop)
+        return self._makespans[hop]
+
+    @cached_property
+    def _makespans(self) -> dict[float, float]:
+        return {}
+
+    @cached_property
+    def _window(self) -> float:
+        """What the longest stage computes for one microbatch: beside it may travel what travels once a step."""
+        return max(takes[F] + takes[FULL] for takes in self._takes)
+
+    # ---- what is stored
+
+    @cached_property
+    def _sizes(self) -> tuple[dict[tuple[Phase, ...], int], ...]:
+        """Of each rank, elements by the phases in which their gradients come out."""
+        found = []
+        for rank in range(self._schedule.ranks):
+            sizes: Counter[tuple[Phase, ...]] = Counter()
+            for segment in (each for own in self.base.ranks.segments(rank).values() for each in own):
+                sizes[segment.phases] += segment.map.numel
+            found.append(dict(sizes))
+        return tuple(found)
+
+    @cached_property
+    def _trained(self) -> list[int]:
+        """Elements of each rank that the optimizer steps."""
+        return [sum(numel for phases, numel in sizes.items() if phases) for sizes in self._sizes]
+
+    def _held(self, travel: Travel, mesh: MeshShape) -> list[float]:
+        """Bytes of each rank: what rests, and the most activations that it keeps."""
+        base = self.base
+        plan = replace(base.plan, mesh=mesh, layout=travel.layout, post_validation=travel.post_validation)
+        compute, found = plan.precision.compute, []
+        for rank, (sizes, kept) in enumerate(zip(self._sizes, self._kept, strict=True)):
+            sharding = plan.sharding(Place(mesh, pp=rank, inter=0, intra=0, tp=0))
+            segments = [
+                SegmentShape(FlatMap.build([("parameters", (numel,))], mesh.data), phases, compute)
+                for phases, numel in sizes.items()
+            ]
+            state = footprint(segments, sharding).at_rest(travel.layout).total
+            # Parameters that do not rest whole are gathered for the block that runs.
+            whole = any(map(sharding.whole_bytes, segments)) * ITEM_BYTES[plan.precision.compute]
+            most = max((held + whole * gathered for held, gathered in kept.items()), default=0)
+            found.append(float(state + most + base.device.context))
+        return found
+
+    @cached_property
+    def _kept(self) -> tuple[dict[int, int], ...]:
+        """By rank: the most bytes of activations and of what W waits for, in the last block of a forward, with the
+        elements of that block's parameters."""
+        ranks, schedule = self.base.ranks, self._schedule
+        works = [[ranks.works[at] for at in run] for run in ranks.runs]
+        after = [sum(work.kept for work in own) for own in works]
+        last = [(own[-1].peak, 0 if self._is_shared(run[-1]) else own[-1].parameters) for own, run in zip(works, ranks.runs, strict=True)]
+        is_split = len(ranks.runs) > 1
+        pending = [sum(work.kept_for_weights for work in own if work.matrices and is_split) for own in works]
+        found = []
+        for row in schedule.actions:
+            held = 0
+            most: dict[int, int] = {}
+            for op, stage in ((action.op, action.stage) for action in row):
+                if op is Op.F:
+                    held += after[stage]
+                    passing, gathered = last[stage]
+                    most[gathered] = max(held + passing, most.get(gathered, 0))
+                elif op is Op.I:
+                    held += pending[stage] - after[stage]
+                elif op is Op.B:
+                    held -= after[stage]
+                elif op is Op.W:
+                    held -= pending[stage]
+            found.append({held: gathered for gathered, held in most.items()})
+        return tuple(found)
+
+    def _is_shared(self, block: int) -> bool:
+        """Whether a block shares parameters with the other end."""
+        ranks = self.base.ranks
+        return bool(ranks.model.shared) and block in (0, len(ranks.works) - 1)
+
+    # ---- what is sent
+
+    def _loads(self, travel: Travel, mesh: MeshShape, *, unit: int) -> tuple[dict[_Link, float], dict[_Link, float]]:
+        """Seconds by rank and axis that its links carry at least: once a step, and with the microbatches."""
+        plan, layout = self.base.plan, travel.layout
+        links = {axis: self.base.given.along(mesh, axis) for axis in ("inter", "intra") if mesh.sizes[axis] > 1}
+        p, g, os = layout.parameters, layout.gradients, layout.optimizer
+        precision = plan.precision
+        compute, gradient, reduce = (ITEM_BYTES[each] for each in (precision.compute, precision.gradient, precision.reduce))
+        parts = {"intra": 1.0 - 1.0 / mesh.intra, "inter": (1.0 - 1.0 / mesh.inter) / mesh.intra}
+        once: dict[_Link, float] = {}
+        each: dict[_Link, float] = {}
+        for rank, stages in enumerate(self._travelling(travel, unit)):
+            gathered = compute * sum(stage.parameters * stage.gathers for stage in stages)
+            reduced = reduce * sum(stage.trained * stage.reductions for stage in stages)
+            trained = sum(stage.trained for stage in stages)
+            for axis in links:
+                synced = trained * (
+                    gradient * _along(axis, SYNC_GRADIENT[g, os]) + compute * _along(axis, SYNC_PARAMETER[os, p])
+                )
+                sent = gathered * _along(axis, GATHER_PARAMETER[p]) + reduced * _along(axis, REDUCE_GRADIENT[g])
+                once[rank, axis] = links[axis].seconds(synced * parts[axis])
+                each[rank, axis] = links[axis].seconds(sent * parts[axis])
+        return once, each
+
+    def _travelling(self, travel: Travel, unit: int) -> list[list[_Sent]]:
+        """By rank, what its stages send."""
+        ranks, works, found = self.base.ranks, self.base.ranks.works, []
+        live = 3 * unit * max((work.parameters for work in works), default=0)
+        for rank, row in enumerate(self._schedule.actions):
+            stages = self._uses[rank]
+            often = self._kept_runs[rank] if travel.residency == "run" and len(stages) > 1 else {}
+            own = []
+            for stage, uses in stages.items():
+                run = ranks.runs[stage]
+                shared = ranks.model.shared if any(map(self._is_shared, (run[0], run[-1]))) else 0
+                parameters = max(0, sum(works[at].parameters for at in run) - shared)
+                trained = max(0, parameters - sum(works[at].frozen for at in run))
+                gathers = 1.0
+                if travel.residency == "unit" and parameters:
+                    gathers = max(1.0, uses.all - uses.following * min(1.0, live / parameters))
+                elif travel.residency == "run":
+                    gathers = float(often.get(stage, 1))
+                ends = {"microbatch": uses.ends, "run": uses.runs, "step": 1}[travel.reduction]
+                own.append(_Sent(parameters, trained, gathers, ends))
+            found.append(own)
+        return found
+
+    @cached_property
+    def _uses(self) -> tuple[dict[int, _Uses], ...]:
+        """By rank and stage."""
+        found = []
+        for rank, row in enumerate(self._schedule.actions):
+            uses = [action.stage for action in row if action.op in USES]
+            ends = [action.stage for action in row if action.op in (Op.W, Op.B)]
+            own = {}
+            for stage in self.base.ranks.stages_of(rank):
+                following = sum(one == other == stage for one, other in pairwise(uses))
+                runs = sum(one != other == stage for one, other in pairwise([-1, *ends]))
+                own[stage] = _Uses(uses.count(stage), following, ends.count(stage), runs)
+            found.append(own)
+        return tuple(found)
+
+    @cached_property
+    def _kept_runs(self) -> tuple[dict[int, int], ...]:
+        """By rank and stage, how often `run` gathers it."""
+        ranks, schedule = self.base.ranks, self._schedule
+        if schedule.table.has_vocabulary:  # slices take room too
+            return tuple({} for _ in schedule.actions)
+        lowered = insert_sharding(schedule, residency="run", sizes=ranks.sizes)
+        return tuple({stage: gathers for stage, (gathers, _) in counts(row).items()} for row in lowered.actions)
+
+
+_Link = tuple[int, str]
+"""A rank, and an axis of the mesh."""
+
+
+class _Uses(NamedTuple):
+    """How often a rank's row uses a stage.
+
+    all: its F, I and B.  following: those whose use before is of the same stage.  ends: its W and B.  runs: of these,
+    those that do not follow one of the same stage.
+    """
+
+    all: int
+    following: int
+    ends: int
+    runs: int
+
+
+class _Sent(NamedTuple):
+    """Elements of a stage, and how often they are gathered and reduced."""
+
+    parameters: int
+    trained: int
+    gathers: float
+    reductions: int
+
+
+def _along(axis: str, moves: Moves) -> int:
+    return sum(move.axis.value == axis for move in moves)
+
+
+def _played(table: Table, takes: Sequence[Sequence[float]], hop: float) -> float:
+    """When the last cell of a compute-only schedule ends."""
+    code, need, crosses, cells = table.code, table.need, table.crosses, table.cells
+    released = [-1.0] * len(code)
+    position, clock = table.offset[:-1], [0.0] * (len(table.offset) - 1)
+    waiters: dict[int, list[int]] = {}
+    ready = list(range(len(clock)))
+    while ready:
+        rank = ready.pop()
+        now = clock[rank]
+        for cell in range(position[rank], table.offset[rank + 1]):
+            needs = (need[cell], *table.others.get(cell, ())) if need[cell] >= 0 else table.others.get(cell, ())
+            missing = next((other for other in needs if released[other] < 0.0), -1)
+            if missing >= 0:
+                waiters.setdefault(missing, []).append(rank)
+                position[rank] = cell
+                break
+            for other in needs:
+                now = max(now, released[other] + (hop if crosses[cell] and other == need[cell] else 0.0))
+            kind, own = code[cell], takes[cells[cell].stage]
+            # The input's gradient of a full backward leaves before the weights' gradients are made.
+            released[cell] = now + (own[I] if kind == FULL else own[kind])
+            now += own[kind]
+            ready += waiters.pop(cell, ())
+        clock[rank] = now
+    return max(clock)

@@ -1,0 +1,223 @@
+"""What a planner is asked, and between what it chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple
+
+from atoll.cost import Cluster, Use
+from atoll.errors import ConfigError
+from atoll.ir.residency import REDUCTIONS, RESIDENCIES, Reduction, Residency
+from atoll.layouts import EFFECTIVE, Layout, Level
+from atoll.plan import AXES, ORDERS, RECOMPUTE, MeshShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goal:
+    """What a step has to do.
+
+    global_batch: samples of a step, of `sequence` tokens each.  ranks: devices; all of the cluster's if not given.
+    precision: a preset of `atoll.Precision`.  headroom: share of a device's memory that a plan has to leave free, for
+    what a prediction may be off by.
+
+    Raises ConfigError for sizes that cannot be.
+    """
+
+    global_batch: int
+    sequence: int
+    ranks: int | None = None
+    precision: str = "bf16"
+    headroom: float = 0.05
+
+    def __post_init__(self) -> None:
+        sizes = {"global_batch": self.global_batch, "sequence": self.sequence, "ranks": self.ranks}
+        for name, size in sizes.items():
+            if size is not None and size < 1:
+                raise ConfigError(f"goal: {name} = {size}; it must be 1 or more")
+        if not 0 <= self.headroom < 1:
+            raise ConfigError(f"goal: headroom = {self.headroom}; it is a share of the memory, from 0 to below 1")
+
+
+class Order(NamedTuple):
+    """A schedule by name, and its stages a rank if it takes a number."""
+
+    name: str
+    chunks: int | None = None
+
+
+ORDERS_ALONE = (Order("1f1b"), Order("breadth-first"))
+"""Where there is no pipeline: each microbatch forward and backward, or chunk by chunk."""
+
+ORDERS_OF_A_PIPELINE = (
+    Order("1f1b"),
+    Order("zb-h1"),
+    Order("zb-v"),
+    Order("interleaved", 2),
+    Order("interleaved", 4),
+    Order("zb-h2"),
+    Order("v-half"),
+    Order("v-min"),
+    Order("dualpipe-v"),
+    Order("breadth-first", 2),
+    Order("unit", 2),
+    Order("gpipe"),
+)
+
+
+class Frame(NamedTuple):
+    """The choices on which the work of a microbatch depends."""
+
+    mesh: MeshShape
+    microbatch: int
+    microbatches: int
+    recompute: str
+    sequence_parallel: bool
+    vocabulary_parallel: bool
+
+    def use(self, goal: Goal, compute: str) -> Use:
+        """How a rank runs the model."""
+        return Use(
+            samples=self.microbatch,
+            sequence=goal.sequence,
+            tensor=self.mesh.tensor,
+            sequence_parallel=self.sequence_parallel,
+            compute=compute,
+            recompute=self.recompute,
+        )
+
+
+class Travel(NamedTuple):
+    """The choices that decide what data-parallel ranks store and send."""
+
+    layout: Layout
+    residency: Residency
+    reduction: Reduction
+    unit: int
+    prefetch: int | None
+    post_validation: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """The values between which a planner chooses; None for all that there are.
+
+    pipeline, tensor, intra: ranks along these axes; all divisors if not given. A group lies within a node, and
+    tensor-parallel ranks too.  order: of the mesh's axes over the ranks.  schedules: of a pipeline, those of
+    `atoll.planner.ORDERS_OF_A_PIPELINE` if not given.  microbatch: samples; all divisors of a rank's share if not given.
+    """
+
+    pipeline: tuple[int, ...] | None = None
+    tensor: tuple[int, ...] | None = None
+    intra: tuple[int, ...] | None = None
+    order: tuple[tuple[str, ...], ...] = ORDERS
+    schedules: tuple[Order, ...] | None = None
+    microbatch: tuple[int, ...] | None = None
+    layouts: tuple[Layout, ...] = EFFECTIVE
+    residency: tuple[Residency, ...] = RESIDENCIES
+    reduction: tuple[Reduction, ...] = REDUCTIONS
+    unit: tuple[int, ...] = (1, 2, 4)
+    prefetch: tuple[int | None, ...] = (None, 0)
+    recompute: tuple[str, ...] = RECOMPUTE
+    post_validation: tuple[bool, ...] = (False, True)
+    sequence_parallel: tuple[bool, ...] = (False, True)
+    vocabulary_parallel: tuple[bool, ...] = (False, True)
+
+    def frames(self, goal: Goal, cluster: Cluster, *, layers: int) -> Iterator[Frame]:
+        """Every mesh with the microbatches that it allows. layers: of the model; a pipeline is no longer.
+
+        Meshes that lie alike on the network come once, in the first order of `order`.
+        """
+        for mesh in self.meshes(world_of(goal, cluster), cluster, layers=layers):
+            share, rest = divmod(goal.global_batch, mesh.data)
+            if rest:
+                continue
+            sizes = _chosen(self.microbatch, share)
+            spread = (False,) if mesh.tensor == 1 else self.sequence_parallel
+            sliced = (False,) if mesh.pipeline == 1 else self.vocabulary_parallel
+            for size, recompute, is_spread, is_sliced in product(sizes, self.recompute, spread, sliced):
+                if not is_spread or goal.sequence % mesh.tensor == 0:
+                    yield Frame(mesh, size, share // size, recompute, is_spread, is_sliced)
+
+    def meshes(self, world: int, cluster: Cluster, *, layers: int) -> Iterator[MeshShape]:
+        """Every mesh of so many ranks."""
+        devices = cluster.node.devices
+        for tensor in _chosen(self.tensor, world):
+            if tensor > devices:
+                continue
+            for pipeline in _chosen(self.pipeline, world // tensor):
+                if pipeline > max(1, layers):
+                    continue
+                seen = set()
+                for order in self.order:
+                    data = world // tensor // pipeline
+                    within = devices // tensor // (pipeline if order.index("pp") > order.index("intra") else 1)
+                    for intra in _chosen(self.intra, data):
+                        mesh = MeshShape(pipeline, data // intra, intra, tensor, order)
+                        lies = _lies(mesh, cluster)
+                        if intra <= max(1, within) and lies not in seen:
+                            seen.add(lies)
+                            yield mesh
+
+    def orders(self, frame: Frame) -> tuple[Order, ...]:
+        """The schedules of a frame."""
+        if self.schedules is None:
+            return ORDERS_ALONE if frame.mesh.pipeline == 1 else ORDERS_OF_A_PIPELINE
+        return self.schedules
+
+    def travels(self, frame: Frame) -> Iterator[tuple[Travel, ...]]:
+        """What may be stored and sent, each way that differs once; together those that store and send as much in all."""
+        mesh, several = frame.mesh, frame.microbatches > 1 or frame.mesh.pipeline > 1
+        validated = (False,) if mesh.pipeline == 1 else self.post_validation
+        seen = set()
+        for layout in self.layouts:
+            placed = _placed(layout, mesh)
+            if placed in seen:
+                continue
+            seen.add(placed)
+            is_whole = layout.parameters is Level.N
+            alike = tuple(
+                product(
+                    self.unit[:1] if mesh.data == 1 else self.unit,
+                    self.prefetch[:1] if mesh.data == 1 else self.prefetch,
+                    validated,
+                )
+            )
+            for often in product(
+                self.residency[:1] if is_whole or not several else self.residency,
+                self.reduction[:1] if layout.gradients is Level.N or not several else self.reduction,
+            ):
+                yield tuple(Travel(placed, *often, *rest) for rest in alike)
+
+
+def world_of(goal: Goal, cluster: Cluster) -> int:
+    """The ranks of a goal. Raises ConfigError where the cluster has fewer."""
+    every = cluster.nodes * cluster.node.devices
+    if goal.ranks is not None and goal.ranks > every:
+        raise ConfigError(
+            f"goal: {goal.ranks} ranks on a cluster of {cluster.nodes} x {cluster.node.devices} devices; use at most "
+            f"{every}, or say how many nodes there are (nodes, in the cluster's file)"
+        )
+    return every if goal.ranks is None else goal.ranks
+
+
+def _chosen(given: tuple[int, ...] | None, share: int) -> list[int]:
+    """The divisors of a share, or those of the given numbers that divide it."""
+    candidates = range(1, share + 1) if given is None else sorted(set(given))
+    return [size for size in candidates if share % size == 0]
+
+
+def _placed(layout: Layout, mesh: MeshShape) -> Layout:
+    """The layout with levels that are one on a mesh named alike: N in a group of one rank, G where there is one group.
+    """
+    alike = "N" if mesh.intra == 1 else "G" if mesh.inter == 1 else "I"
+    name = layout.name.replace("I", alike)
+    return Layout(name if mesh.data > 1 else "NNN")
+
+
+def _lies(mesh: MeshShape, cluster: Cluster) -> tuple[object, ...]:
+    """What tells meshes apart on a cluster: sizes, and the link along each axis."""
+    sizes = {axis: mesh.sizes[axis] for axis in AXES}
+    axes = [axis for axis, size in sizes.items() if size > 1]
+    return (*sizes.values(), *(cluster.along(mesh, axis) for axis in axes))
