@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from atoll.toml import value_to_toml
 from atoll.units import format_bytes, format_count, format_rate, format_seconds
 
 if TYPE_CHECKING:
@@ -61,14 +62,19 @@ def command(
     rank and the mean of all; ranks, one object a pipeline rank with rank, peak and rest (bytes by component), fits,
     margin_bytes and breakdown; fits and margin_bytes of the fullest rank.
     """
-    from atoll.config import load
+    from atoll.training.choosing import load_chosen
     from atoll.training.prediction import predict
 
-    loaded = load(config, tuple(overrides or ()))
-    found = read_cluster(cluster or loaded.run.cluster)
+    loaded, _ = load_chosen(config, [*(overrides or ()), *cluster_override(cluster)])
+    found = read_cluster(loaded.run.cluster)
     for note in loaded.notes:
         typer.echo(f"note: {note}", err=True)
     report(predict(loaded, loaded.to_plan(), found), as_json=as_json)
+
+
+def cluster_override(cluster: Path | None) -> list[str]:
+    """What `--set` would make of `--cluster`."""
+    return [] if cluster is None else [f"run.cluster={value_to_toml(str(cluster))}"]
 
 
 def read_cluster(path: str | Path | None) -> Cluster:

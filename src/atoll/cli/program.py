@@ -34,9 +34,9 @@ def command(
     instructions, each with do, stage, microbatch, of (a block or a unit, or null), phase, lane, and the bytes held
     after it.
     """
-    from atoll.config import load
+    from atoll.training.choosing import load_chosen
 
-    loaded = load(config, tuple(overrides or ()))
+    loaded, _ = load_chosen(config, overrides or ())
     found = _described(loaded, rank, training=not evaluation)
     if svg is not None:
         from atoll.program.draw import draw_program

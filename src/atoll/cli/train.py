@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from atoll.cli.predict import CLUSTER, report
+from atoll.cli.predict import CLUSTER, cluster_override, report
 from atoll.errors import UserError
-from atoll.toml import value_to_toml
 
 if TYPE_CHECKING:
     from atoll.training.process import Request
@@ -49,9 +48,7 @@ def command(
     """
     from atoll.training.process import Request, train
 
-    sets = list(overrides or ())
-    if cluster is not None:
-        sets.append(f"run.cluster={value_to_toml(str(cluster))}")
+    sets = [*(overrides or ()), *cluster_override(cluster)]
     request = Request(config, tuple(sets), resume, as_json)
     if dry_run:
         _dry_run(request, elsewhere=cluster is not None)

@@ -39,6 +39,8 @@ def from_dict(
 ) -> Config:
     """Check `values` (sections of keys, as TOML gives them) after `overrides`; `source` and `text` locate problems."""
     raw = _copy(values)
+    if raw.get("parallel") == "auto":
+        raw["parallel"] = {"auto": True}
     changed = _override(raw, overrides)
     notes, problems = _resolve_layout(raw)
     try:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 def plan_of(config: Config, world: int | None = None) -> Plan:
     """The plan of `config` on `world` ranks, parallel.ranks if None. Raises ConfigError with all problems."""
     parallel, train = config.parallel, config.train
+    if parallel.auto:
+        raise ConfigError("parallel.auto: the plan is not chosen yet; `atoll plan` chooses one for a cluster")
     ranks = parallel.ranks if world is None else world
     problems = _world_problems(config, ranks, launched=world is not None)
     data = 0 if problems else ranks // (parallel.pipeline * parallel.tensor)

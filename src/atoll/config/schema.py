@@ -188,6 +188,8 @@ class Lora(Section):
 class Parallel(Section):
     """[parallel]: how the ranks share the work.
 
+    auto: a planner chooses for run.cluster what is not written here, and train.microbatch if it is not written;
+    `parallel = "auto"` leaves everything to it.
     ranks: local processes; under torchrun the world decides.  intra: ranks of a group along data parallel; groups
     follow as ranks / (pipeline * tensor * intra).  chunks: stages of each rank, for schedules that take them.
     post_validation: take the optimizer step before the global norm is known, and check afterwards.
@@ -203,6 +205,7 @@ class Parallel(Section):
     A file may give `zero_optimization`, DeepSpeed's words, instead of `layout`.
     """
 
+    auto: bool = False
     ranks: Positive = 1
     pipeline: Positive = 1
     schedule: str = "1f1b"

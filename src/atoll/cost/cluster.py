@@ -99,6 +99,11 @@ class Device(_Table):
             raise ValueError(f"rates of {', '.join(unknown) or 'nothing'}; known dtypes: {', '.join(sorted(known))}")
         return self
 
+    @property
+    def is_cpu(self) -> bool:
+        """Whether it is a rank's share of a CPU."""
+        return self.units == 1
+
     def rate(self, dtype: str) -> float:
         """FLOP/s of products in a dtype. Raises ConfigError where the device's rates do not name it."""
         if dtype not in self.rates:

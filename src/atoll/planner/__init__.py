@@ -1,6 +1,21 @@
 """Chooses a plan for a workload on a cluster, and says why."""
 
+from atoll.planner.answer import Answer, Change, Undone, choices, plan, settings
 from atoll.planner.search import EFFORT, Candidate, Found, Search
 from atoll.planner.space import Goal, Order, Space
 
-__all__ = ["EFFORT", "Candidate", "Found", "Goal", "Order", "Search", "Space"]
+__all__ = [
+    "EFFORT",
+    "Answer",
+    "Candidate",
+    "Change",
+    "Found",
+    "Goal",
+    "Order",
+    "Search",
+    "Space",
+    "Undone",
+    "choices",
+    "plan",
+    "settings",
+]

@@ -124,7 +124,7 @@ class Search:
             if aim(node.least) < best and not (fastest and node.least.nbytes > self.limit):
                 heappush(heap, (node.least.likely if fastest else node.least.nbytes, next(numbers), node))
 
-        frames = list(self.space.frames(self.goal, self.cluster, layers=len(self.workload.layers)))
+        frames = list(self.space.frames(self.goal, self.cluster, blocks=len(self.workload.blocks)))
         for frame in frames:
             least = self._least_of(frame)
             if least is not None:

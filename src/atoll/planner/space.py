@@ -124,12 +124,12 @@ class Space:
     sequence_parallel: tuple[bool, ...] = (False, True)
     vocabulary_parallel: tuple[bool, ...] = (False, True)
 
-    def frames(self, goal: Goal, cluster: Cluster, *, layers: int) -> Iterator[Frame]:
-        """Every mesh with the microbatches that it allows. layers: of the model; a pipeline is no longer.
+    def frames(self, goal: Goal, cluster: Cluster, *, blocks: int) -> Iterator[Frame]:
+        """Every mesh with the microbatches that it allows. blocks: of the model; a pipeline is no longer.
 
         Meshes that lie alike on the network come once, in the first order of `order`.
         """
-        for mesh in self.meshes(world_of(goal, cluster), cluster, layers=layers):
+        for mesh in self.meshes(world_of(goal, cluster), cluster, blocks=blocks):
             share, rest = divmod(goal.global_batch, mesh.data)
             if rest:
                 continue
@@ -140,14 +140,14 @@ class Space:
                 if not is_spread or goal.sequence % mesh.tensor == 0:
                     yield Frame(mesh, size, share // size, recompute, is_spread, is_sliced)
 
-    def meshes(self, world: int, cluster: Cluster, *, layers: int) -> Iterator[MeshShape]:
+    def meshes(self, world: int, cluster: Cluster, *, blocks: int) -> Iterator[MeshShape]:
         """Every mesh of so many ranks."""
         devices = cluster.node.devices
         for tensor in _chosen(self.tensor, world):
             if tensor > devices:
                 continue
             for pipeline in _chosen(self.pipeline, world // tensor):
-                if pipeline > max(1, layers):
+                if pipeline > blocks:
                     continue
                 seen = set()
                 for order in self.order:

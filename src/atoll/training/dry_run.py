@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from atoll.config import Config, load
+from atoll.config import Config
 from atoll.cost import Cluster
 from atoll.models import adapter_for
 from atoll.models.weights import weights_for
@@ -14,6 +14,7 @@ from atoll.plan import Plan
 from atoll.runtime.assemble.describe import describe
 from atoll.runtime.checkpoint import is_complete
 from atoll.training.build import build_model
+from atoll.training.choosing import load_chosen
 from atoll.training.folder import RunFolder
 from atoll.training.loop import resumed_state
 from atoll.training.prediction import expected_vocabulary
@@ -46,7 +47,7 @@ def check_run(request: Request, *, elsewhere: bool = False, say: Callable[[str],
 
     Raises what the run would raise.
     """
-    config = load(request.path, request.overrides)
+    config, _ = load_chosen(request.path, request.overrides)
     plan = config.to_plan()
     folder = RunFolder(Path(config.run.folder))
     if config.run.cluster is not None:

@@ -19,12 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from atoll.config import Config, load
+from atoll.config import Config
 from atoll.cost import Cluster
 from atoll.errors import ConfigError
 from atoll.plan import Plan
 from atoll.runtime import failure
 from atoll.runtime.launch import Rendezvous, launch_local, leave, meet, torchrun_environment, watch_parent
+from atoll.training.choosing import load_chosen
 from atoll.training.folder import RunFolder
 from atoll.training.samples import prepare_corpus, vocabulary_of
 from atoll.training.signals import StopRequest, exit_code
@@ -58,13 +59,14 @@ def train(request: Request) -> int:
     if rendezvous is not None:
         return run_rank(request, rendezvous)
 
-    config = load(request.path, request.overrides)
+    config, overrides = load_chosen(request.path, request.overrides)
     config.to_plan()
     _check_cluster(config)
     RunFolder(Path(config.run.folder)).check(resume=request.resume, overwrite=config.run.overwrite)
     vocabulary_of(config, prepare_corpus(config, say=lambda line: _tell(line, sys.stderr)))
-    # Each rank is this very command again; its environment makes it a rank.
-    return launch_local([sys.executable, *sys.orig_argv[1:]], config.parallel.ranks, port=config.run.port)
+    # Each rank is this very command again, with the plan that was chosen; its environment makes it a rank.
+    chosen = [word for override in overrides[len(request.overrides) :] for word in ("--set", override)]
+    return launch_local([sys.executable, *sys.orig_argv[1:], *chosen], config.parallel.ranks, port=config.run.port)
 
 
 def run_rank(request: Request, rendezvous: Rendezvous) -> int:
@@ -73,7 +75,7 @@ def run_rank(request: Request, rendezvous: Rendezvous) -> int:
     stop = StopRequest().listen()
     store: Store | None = None
     try:
-        config = load(request.path, request.overrides)
+        config, _ = load_chosen(request.path, request.overrides, world=rendezvous.world)
         plan = config.to_plan(rendezvous.world)
         _check_cluster(config)
         store = meet(rendezvous, config.parallel.timeout)

@@ -1,0 +1,257 @@
+"""What a search has found, as an answer: the plan, others that differ, what binds, and what would change it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from atoll.cost import Cluster, Prediction, Workload
+from atoll.errors import ConfigError
+from atoll.planner.search import EFFORT, Candidate, Found, Search
+from atoll.planner.space import Goal, Space, world_of
+
+MAIN = ("mesh", "microbatch", "recompute", "schedule", "layout")
+"""The choices in which plans look different to a person."""
+
+AT_LEAST = 2
+"""How many of them tell a runner-up from the plan and from those before it."""
+
+RUNNERS_UP = 4
+
+TRIED = 8
+"""Slower plans that are looked at, until one fits."""
+
+EASIER = 4
+"""How many times less is searched where the question changes."""
+
+
+class Undone(NamedTuple):
+    """The fastest plan found that makes one choice otherwise. seconds: None where none was found that fits."""
+
+    choice: str
+    value: str
+    other: str | None
+    seconds: float | None
+
+
+class Change(NamedTuple):
+    """What happens to the step when the cluster or the goal changes.
+
+    same: seconds of the same plan; None where it does not fit, or not into the goal.  best: the fastest plan found then.
+    """
+
+    what: str
+    same: float | None
+    best: Candidate | None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The fastest plan that was found, and why."""
+
+    search: Search
+    found: Found
+
+    @property
+    def best(self) -> Candidate:
+        """The fastest plan that fits. Raises ConfigError where none does, with the nearest and what it lacks."""
+        if not self.found.fitting:
+            raise ConfigError(self.shortfall)
+        return self.found.fitting[0]
+
+    @cached_property
+    def prediction(self) -> Prediction:
+        """Of the best plan."""
+        return self.search.predict(self.best)
+
+    @property
+    def gap(self) -> float:
+        """Share of the best plan's seconds by which another plan may be faster at most; 0 where none is."""
+        return max(0.0, 1.0 - self.found.bound / self.best.seconds)
+
+    @property
+    def shortfall(self) -> str:
+        """What the nearest plan lacks, and what would help."""
+        nearest, search = self.found.nearest, self.search
+        world, memory = world_of(search.goal, search.cluster), search.cluster.device.memory
+        if nearest is None or nearest.peak is None:
+            return (
+                f"no plan: global_batch = {search.goal.global_batch} on {world} ranks leaves no mesh that the model and "
+                "the choices that are kept allow; use another global batch, or keep fewer choices"
+            )
+        over = nearest.peak - search.limit
+        needed = nearest.peak / (1.0 - search.goal.headroom)
+        chosen = ", ".join(f"{name} {value}" for name, value in choices(nearest).items() if name in MAIN)
+        return (
+            f"no plan fits {world} devices of {_gib(memory)}, of which {search.goal.headroom:.0%} stay free: the nearest "
+            f"({chosen}) holds {_gib(nearest.peak)} on its fullest rank, {_gib(over)} too much. Use devices of "
+            f"{_gib(needed)}, more devices, shorter sequences than {search.goal.sequence}, or a smaller headroom"
+        )
+
+    @cached_property
+    def runners_up(self) -> tuple[Candidate, ...]:
+        """The next fastest plans that fit and differ from it, and from each other, in two main choices."""
+        chosen = [self.best]
+        for other in self.found.fitting[1:]:
+            if len(chosen) > RUNNERS_UP:
+                break
+            if all(len(_differing(other, known)) >= AT_LEAST for known in chosen) and self._fits(other):
+                chosen.append(other)
+        return tuple(chosen[1:])
+
+    @cached_property
+    def undone(self) -> tuple[Undone, ...]:
+        """For each choice, what making it otherwise costs, all others free."""
+        own = choices(self.best)
+        found = []
+        for name, value in own.items():
+            others = (each for each in self.found.fitting[1:] if choices(each)[name] != value)
+            fitting = (each for _, each in zip(range(TRIED), others, strict=False) if self._fits(each))
+            other = next(fitting, None)
+            made = None if other is None else choices(other)[name]
+            found.append(Undone(name, value, made, None if other is None else other.seconds))
+        return tuple(found)
+
+    def _fits(self, candidate: Candidate) -> bool:
+        if candidate.peak is not None:
+            return candidate.peak <= self.search.limit
+        prediction = self.search.predict(candidate)
+        return all(prediction.peak(rank).total <= self.search.limit for rank in range(prediction.plan.mesh.pipeline))
+
+    @cached_property
+    def changes(self) -> tuple[Change, ...]:
+        """The slowest link half as fast, less memory, twice the nodes, half the batch."""
+        search, cluster = self.search, self.search.cluster
+        found = [
+            self._changed("the slow link half as fast", replace(search, cluster=_slower(cluster))),
+            self._changed("10% less memory", replace(search, cluster=_smaller(cluster, 0.9))),
+            self._changed("twice the nodes", replace(search, **_doubled(search)), is_same=False),
+        ]
+        if search.goal.global_batch % 2 == 0:
+            goal = replace(search.goal, global_batch=search.goal.global_batch // 2)
+            found.append(self._changed("half the global batch", replace(search, goal=goal), is_same=False))
+        return tuple(found)
+
+    def _changed(self, what: str, search: Search, *, is_same: bool = True) -> Change:
+        """is_same: whether the plan is one of the changed question too."""
+        easier = replace(search, effort=search.effort // EASIER)
+        fitting = easier.run().fitting
+        same = None
+        if is_same:
+            prediction = self.prediction.on(search.cluster)
+            ranks = range(prediction.plan.mesh.pipeline)
+            if all(prediction.peak(rank).total <= search.limit for rank in ranks):
+                same = prediction.seconds
+        best = fitting[0] if fitting else None
+        if best is not None and same is not None and same < best.seconds:
+            best = self.best._replace(seconds=same)
+        return Change(what, same, best)
+
+
+def plan(
+    workload: Workload,
+    cluster: Cluster,
+    goal: Goal,
+    space: Space | None = None,
+    *,
+    reads_in_place: bool = False,
+    effort: int = EFFORT,
+) -> Answer:
+    """Choose the plan with the fewest predicted seconds a step that fits every rank.
+
+    space: the choices; all of them if not given.  reads_in_place: whether the ranks of a group read each other's memory,
+    as they do on one host's CPUs.  effort: instructions that are played at most; where it is not enough to prove the
+    plan the best, `Answer.gap` says how much faster another may be.
+
+    The same question has the same answer. Raises ConfigError where goal and cluster do not fit, and where no plan does.
+    """
+    search = Search(workload, cluster, goal, space or Space(), reads_in_place, effort)
+    answer = Answer(search, search.run())
+    _ = answer.best
+    return answer
+
+
+def choices(candidate: Candidate) -> dict[str, str]:
+    """The choices of a plan, by name, as a person reads them."""
+    frame, order, travel = candidate.frame, candidate.order, candidate.travel
+    mesh = frame.mesh
+    sizes = " x ".join(f"{axis} {size}" for axis, size in mesh.sizes.items() if size > 1) or "1 rank"
+    chunks = "" if order.chunks is None else f" of {order.chunks} stages a rank"
+    return {
+        "mesh": sizes,
+        "microbatch": f"{frame.microbatch} x {frame.microbatches}",
+        "recompute": frame.recompute,
+        "schedule": f"{order.name}{chunks}",
+        "layout": travel.layout.name,
+        "residency": travel.residency,
+        "reduction": travel.reduction,
+        "unit": str(travel.unit),
+        "prefetch": "as needed" if travel.prefetch is None else str(travel.prefetch),
+        "post-validation": _yes(travel.post_validation),
+        "sequence parallel": _yes(frame.sequence_parallel),
+        "split vocabulary": _yes(frame.vocabulary_parallel),
+    }
+
+
+def settings(candidate: Candidate) -> dict[str, dict[str, Any]]:
+    """The sections and keys of a config that make a plan."""
+    frame, order, travel = candidate.frame, candidate.order, candidate.travel
+    parallel = {
+        "ranks": frame.mesh.world,
+        "pipeline": frame.mesh.pipeline,
+        "tensor": frame.mesh.tensor,
+        "intra": frame.mesh.intra,
+        "order": list(frame.mesh.order),
+        "schedule": order.name,
+        "chunks": order.chunks,
+        "layout": travel.layout.name,
+        "residency": travel.residency,
+        "reduction": travel.reduction,
+        "unit": travel.unit,
+        "prefetch": travel.prefetch,
+        "recompute": frame.recompute,
+        "post_validation": travel.post_validation,
+        "sequence_parallel": frame.sequence_parallel,
+        "vocabulary": frame.vocabulary_parallel,
+    }
+    known = {name: value for name, value in parallel.items() if value is not None}
+    return {"parallel": known, "train": {"microbatch": frame.microbatch}}
+
+
+def _differing(one: Candidate, other: Candidate) -> list[str]:
+    a, b = choices(one), choices(other)
+    return [name for name in MAIN if a[name] != b[name]]
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / 2**30:.2f} GiB"
+
+
+def _slower(cluster: Cluster) -> Cluster:
+    """With the slowest link half as fast: that between nodes, or inside where there is one node."""
+    if cluster.network is not None and cluster.nodes > 1:
+        network = cluster.network.model_copy(update={"rate": cluster.network.rate / 2})
+        return cluster.model_copy(update={"network": network})
+    link = cluster.node.link
+    if link is None:
+        return cluster
+    node = cluster.node.model_copy(update={"link": link.model_copy(update={"rate": link.rate / 2})})
+    return cluster.model_copy(update={"node": node})
+
+
+def _smaller(cluster: Cluster, share: float) -> Cluster:
+    device = cluster.device.model_copy(update={"memory": int(cluster.device.memory * share)})
+    return cluster.model_copy(update={"device": device})
+
+
+def _doubled(search: Search) -> Mapping[str, Any]:
+    """Cluster and goal with twice the ranks, and the same work."""
+    goal, cluster = search.goal, search.cluster
+    ranks = None if goal.ranks is None else 2 * goal.ranks
+    return {"cluster": cluster.model_copy(update={"nodes": 2 * cluster.nodes}), "goal": replace(goal, ranks=ranks)}

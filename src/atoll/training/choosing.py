@@ -1,0 +1,110 @@
+"""Config -> the question that a planner is asked, and its answer -> a config that says what to run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from atoll.config import Config, load
+from atoll.cost import Cluster
+from atoll.errors import ConfigError
+from atoll.layouts import Layout
+from atoll.planner import Answer, Candidate, Goal, Order, Space, plan, settings
+from atoll.toml import value_to_toml
+from atoll.training.prediction import expected_vocabulary, workload_of
+
+CHOSEN = {
+    "pipeline": "pipeline",
+    "tensor": "tensor",
+    "intra": "intra",
+    "order": "order",
+    "residency": "residency",
+    "reduction": "reduction",
+    "unit": "unit",
+    "prefetch": "prefetch",
+    "recompute": "recompute",
+    "post_validation": "post_validation",
+    "sequence_parallel": "sequence_parallel",
+    "vocabulary": "vocabulary_parallel",
+}
+"""Keys of [parallel] that a planner chooses, and what `Space` calls them."""
+
+UNKNOWN = ("resident", "layers_per_stage")
+"""Keys of [parallel] of which it knows the default alone."""
+
+
+def load_chosen(path: Path, overrides: Sequence[str] = (), *, world: int | None = None) -> tuple[Config, list[str]]:
+    """Read a config as `load`, with a plan where it leaves that to a planner; and the overrides that make it so.
+
+    world: ranks, if a launcher decides.
+
+    Raises ConfigError for a config that leaves it to a planner and names no cluster, and where no plan fits.
+    """
+    config, given = load(path, overrides), list(overrides)
+    if config.parallel.auto:
+        if config.run.cluster is None:
+            raise ConfigError(
+                "parallel = 'auto' needs a cluster to plan for: name its file as run.cluster (`atoll doctor --measure` "
+                "writes one of this machine)"
+            )
+        given += overrides_of(choose(config, Cluster.read(config.run.cluster), world=world).best)
+        config = load(path, given)
+    return config, given
+
+
+def choose(config: Config, cluster: Cluster, *, world: int | None = None) -> Answer:
+    """The best plan for a config's model, batch and sequence.
+
+    Where the config leaves it to a planner, what is written beside `parallel.auto` is kept, and so is
+    train.microbatch.  world: ranks; parallel.ranks, or those of the cluster, if not given.
+
+    Raises ConfigError where nothing fits, or a key cannot be kept.
+    """
+    ranks = world if world is not None else config.parallel.ranks if _is_written(config, "ranks") else None
+    if ranks is not None:
+        nodes = -(-ranks // cluster.node.devices)
+        cluster = cluster.model_copy(update={"nodes": max(cluster.nodes, nodes)})
+    goal = Goal(
+        global_batch=config.train.global_batch,
+        sequence=config.data.sequence,
+        ranks=ranks,
+        precision=config.train.precision,
+    )
+    on_cpu = config.parallel.device == "cpu" or (config.parallel.device == "auto" and cluster.device.is_cpu)
+    workload = workload_of(config, expected_vocabulary(config), on_cpu=on_cpu)
+    space = space_of(config) if config.parallel.auto else Space()
+    return plan(workload, cluster, goal, space, reads_in_place=on_cpu)
+
+
+def space_of(config: Config) -> Space:
+    """What is left to choose beside what a config says."""
+    parallel = config.parallel
+    refused = [name for name in UNKNOWN if _is_written(config, name)]
+    if refused:
+        raise ConfigError(
+            f"parallel.{', parallel.'.join(refused)}: a planner does not choose beside it; leave it out, or turn "
+            "parallel.auto off"
+        )
+    given: dict[str, Any] = {}
+    for key, name in CHOSEN.items():
+        if _is_written(config, key):
+            given[name] = (getattr(parallel, key),)
+    if _is_written(config, "layout"):
+        given["layouts"] = (Layout(parallel.layout),)
+    if _is_written(config, "schedule"):
+        given["schedules"] = (Order(parallel.schedule, parallel.chunks),)
+    if "microbatch" in config.train.model_fields_set:
+        given["microbatch"] = (config.train.microbatch,)
+    return Space(**given)
+
+
+def _is_written(config: Config, key: str) -> bool:
+    return key in config.parallel.model_fields_set
+
+
+def overrides_of(candidate: Candidate) -> tuple[str, ...]:
+    """What `--set` makes a config run the plan."""
+    chosen = settings(candidate)
+    found = [f"{section}.{key}={value_to_toml(value)}" for section, keys in chosen.items() for key, value in keys.items()]
+    return ("parallel.auto=false", *found)

@@ -1,0 +1,160 @@
+"""The planner's search against every plan there is, one by one."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+
+from atoll import schedules
+from atoll.cost import Cluster, Prediction, Transformer, Use
+from atoll.errors import ConfigError, UserError
+from atoll.layouts import EFFECTIVE, Layout, Precision
+from atoll.plan import ORDERS, MeshShape, Plan
+from atoll.planner import Goal, Order, Search, Space
+
+CASES = 200
+MOST = 60
+"""Plans of a case."""
+
+
+def cluster_of(draw: random.Random) -> Cluster:
+    """A small cluster, whose links may bind or not."""
+    return Cluster.of(
+        {
+            "nodes": draw.choice([1, 2]),
+            "device": {
+                "memory": 2**40,
+                "bandwidth": 1e11,
+                "units": 4,
+                "rates": {"float32": 1e12, "bfloat16": 4e12},
+                "efficiency": {"pause": draw.choice([0.0, 1e-4]), "dispatch": draw.choice([0.0, 1e-5])},
+            },
+            "node": {"devices": draw.choice([2, 4]), "link": {"rate": 10 ** draw.uniform(8, 11), "latency": 1e-6}},
+            "network": {"rate": 10 ** draw.uniform(7, 10), "latency": 1e-5},
+        }
+    )
+
+
+def model_of(draw: random.Random) -> Transformer:
+    return Transformer.decoder(
+        layers=draw.randint(2, 7),
+        hidden=64 * draw.randint(1, 4),
+        heads=4,
+        kv_heads=4,
+        ffn=64 * draw.randint(2, 8),
+        vocabulary=draw.choice([64, 1000, 5003]),
+        tied=draw.random() < 0.5,
+    )
+
+
+def space_of(draw: random.Random) -> dict[str, tuple[Any, ...]]:
+    """Values of each choice, which are few."""
+    every: dict[str, tuple[Any, ...]] = {
+        "pipeline": (1, 2, 4),
+        "tensor": (1, 2),
+        "intra": (1, 2, 4),
+        "order": ORDERS,
+        "schedules": (Order("1f1b"), Order("interleaved", 2), Order("zb-h1"), Order("zb-v"), Order("gpipe")),
+        "microbatch": (1, 2, 4),
+        "layouts": EFFECTIVE,
+        "residency": ("unit", "run", "step"),
+        "reduction": ("microbatch", "run", "step"),
+        "unit": (1, 2),
+        "prefetch": (None, 0),
+        "recompute": ("none", "block", "selective"),
+        "post_validation": (False, True),
+        "sequence_parallel": (False, True),
+        "vocabulary_parallel": (False, True),
+    }
+    chosen = {name: tuple(sorted(draw.sample(range(len(values)), 1))) for name, values in every.items()}
+    names = list(every)
+    while True:
+        name = draw.choice(names)
+        grown = {**chosen, name: tuple(range(min(len(every[name]), len(chosen[name]) + draw.choice([1, 3]))))}
+        if math.prod(map(len, grown.values())) > MOST:
+            return {name: tuple(every[name][at] for at in chosen[name]) for name in every}
+        chosen = grown
+
+
+def plans_of(goal: Goal, space: dict[str, tuple[Any, ...]], world: int, devices: int) -> Iterator[Plan]:
+    """Every plan, however often it comes, but for sizes that divide nothing."""
+    for pipeline, tensor, intra, order in product(*(space[name] for name in ("pipeline", "tensor", "intra", "order"))):
+        data, rest = divmod(world, pipeline * tensor)
+        inside = tensor * (pipeline if order.index("pp") > order.index("intra") else 1)
+        if rest or data % intra or tensor > devices or intra > max(1, devices // inside) or goal.global_batch % data:
+            continue
+        names = ("microbatch", "layouts", "residency", "reduction", "unit", "prefetch", "recompute")
+        names += ("post_validation", "sequence_parallel", "vocabulary_parallel", "schedules")
+        for values in product(*(space[name] for name in names)):
+            given = dict(zip(names, values, strict=True))
+            schedule = given.pop("schedules")
+            layout = given.pop("layouts")
+            microbatches, rest = divmod(goal.global_batch // data, given["microbatch"])
+            if rest:
+                continue
+            given["sequence_parallel"] &= tensor > 1
+            given["vocabulary_parallel"] &= pipeline > 1
+            given["post_validation"] &= pipeline > 1
+            mesh = MeshShape(pipeline, data // intra, intra, tensor, order)
+            if data == 1:
+                layout = Layout("NNN")
+            elif intra == 1 or intra == data:  # there are two levels: whole, and over all
+                layout = Layout(layout.name.replace("I", "N" if intra == 1 else "G"))
+            try:
+                built = schedules.build(
+                    schedule.name, ranks=pipeline, microbatches=microbatches, chunks=schedule.chunks
+                )
+                yield Plan(mesh, layout, built, precision=Precision.preset(goal.precision), **given)
+            except UserError:
+                continue
+
+
+def predictions_of(search: Search, space: dict[str, tuple[Any, ...]]) -> list[tuple[float, int]]:
+    """Seconds and bytes of every plan that is not refused."""
+    found = []
+    cluster, goal = search.cluster, search.goal
+    for plan in plans_of(goal, space, cluster.nodes * cluster.node.devices, cluster.node.devices):
+        use = Use(samples=plan.microbatch, sequence=goal.sequence, tensor=plan.mesh.tensor, compute="float32",
+                  sequence_parallel=plan.sequence_parallel, recompute=plan.recompute)  # fmt: skip
+        prediction = Prediction(search.workload, plan, cluster, use)
+        try:
+            peak = max(prediction.peak(rank).total for rank in range(plan.mesh.pipeline))
+            found.append((prediction.seconds, peak))
+        except UserError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("part", range(10))
+def test_no_plan_is_better_than_the_one_that_is_found(part: int) -> None:
+    met = 0
+    for number in range(part * CASES // 10, (part + 1) * CASES // 10):
+        draw = random.Random(number)
+        goal = Goal(global_batch=draw.choice([4, 8, 12]), sequence=32, precision="fp32", headroom=0.0)
+        space = space_of(draw)
+        roomy = Search(model_of(draw).workload, cluster_of(draw), goal, Space(**space), effort=10**9)
+        every = predictions_of(roomy, space)
+        if not every:
+            assert not roomy.run().fitting
+            continue
+        peaks = sorted(peak for _, peak in every)
+        limit = peaks[int(draw.uniform(0, len(peaks)))] - draw.choice([0, 1])
+        device = roomy.cluster.device.model_copy(update={"memory": limit})
+        found = replace(roomy, cluster=roomy.cluster.model_copy(update={"device": device})).run()
+        best = min((seconds for seconds, peak in every if peak <= limit), default=None)
+        if best is None:
+            assert not found.fitting
+            assert found.nearest is not None
+            assert found.nearest.peak == peaks[0]
+            continue
+        met += 1
+        assert found.fitting, f"case {number}"
+        assert found.fitting[0].seconds == pytest.approx(best, rel=1e-12), f"case {number}"
+        assert found.bound == pytest.approx(best, rel=1e-12)
+    assert met >= 5
