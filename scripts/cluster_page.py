@@ -13,6 +13,7 @@ from atoll.toml import value_to_toml
 from atoll.units import format_bytes, format_seconds
 
 MEANINGS: Mapping[str, str] = {
+    "nodes": "how many nodes a planner may use; predictions take as many as the plan needs",
     "device.memory": "bytes of a device; on the CPU, of a rank",
     "device.context": "bytes that are taken before the first tensor, by driver and communicators",
     "device.bandwidth": "bytes a second of its memory",
@@ -59,10 +60,11 @@ def keys() -> str:
                 "" if has_own_table else "required" if field.is_required() else f"`{value_to_toml(field.default)}`"
             )
             rows.append([f"`{name}`", default, MEANINGS[name]])
+    rows.insert(0, ["`nodes`", "`1`", MEANINGS["nodes"]])
     rows.append(["`network`", "", MEANINGS["network"]])
     unknown = set(MEANINGS) - {row[0].strip("`") for row in rows}
     assert not unknown, f"meanings of keys that do not exist: {sorted(unknown)}"
-    assert set(Cluster.model_fields) == {"device", "node", "network"}
+    assert set(Cluster.model_fields) == {"nodes", "device", "node", "network"}
     return markdown_table(["key", "default", "meaning"], rows)
 
 

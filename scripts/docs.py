@@ -125,8 +125,9 @@ MEANINGS: Mapping[str, str] = {
     "parallel.tensor": "ranks that split each layer and the vocabulary: [models.md](models.md)",
     "parallel.vocabulary": "each pipeline rank has a slice of embedding and head, and looks up and scores every "
     "microbatch: [Vocabulary parallelism](models.md#vocabulary-parallelism)",
+    "parallel.auto": "a planner chooses for `run.cluster` what is not written: [plan.md](plan.md)",
     "parallel.order": "the axes of the mesh over the ranks, outermost first: `pp` first sends a pipeline's messages "
-    "between nodes, `[\"inter\", \"intra\", \"pp\", \"tp\"]` keeps them inside",
+    'between nodes, `["inter", "intra", "pp", "tp"]` keeps them inside',
     "parallel.sequence_parallel": "between the split parts of a layer each of them works on a part of the sequence",
     "parallel.intra": "ranks of a group; there are ranks / (pipeline · tensor · intra) groups",
     "parallel.layout": "three levels, or an alias such as `zero-2`: [layouts.md](layouts.md)",

@@ -13,7 +13,7 @@ import pytest
 
 from atoll import schedules
 from atoll.cost import Cluster, Prediction, Transformer, Use
-from atoll.errors import ConfigError, UserError
+from atoll.errors import UserError
 from atoll.layouts import EFFECTIVE, Layout, Precision
 from atoll.plan import ORDERS, MeshShape, Plan
 from atoll.planner import Goal, Order, Search, Space

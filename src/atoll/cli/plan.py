@@ -35,14 +35,14 @@ def command(
     """Choose mesh, layout, schedule, microbatch and all else of [parallel] for a model on a cluster.
 
     The plan is for parallel.ranks, or all devices of the cluster if that is not written, with train.global_batch,
-    data.sequence and train.precision as they are. Where parallel.auto is true, what is written beside it is kept, and so
-    is train.microbatch; else [parallel] is a plan of its own, which is shown beside.
+    data.sequence and train.precision as they are. Where parallel.auto is true, what is written beside it is kept, and
+    so is train.microbatch; else [parallel] is a plan of its own, which is shown beside.
 
     Keys of the JSON object: plan, its choices; settings, by section of a config; seconds of a step; gap, the share by
     which another plan may be faster at most; tokens_per_second; predicted, how many plans were played, and frames, how
-    many meshes with microbatches there are; prediction, as `atoll predict --json` has it; runners_up, each with plan and
-    seconds; undone, by choice, other and its seconds; changes, each with what, same and best (seconds or null) and plan;
-    own, the seconds of the config's own plan, or null.
+    many meshes with microbatches there are; prediction, as `atoll predict --json` has it; runners_up, each with plan
+    and seconds; undone, by choice, other and its seconds; changes, each with what, same and best (seconds or null) and
+    plan; own, the seconds of the config's own plan, or null.
     """
     from atoll.config import load
     from atoll.training.choosing import choose, load_chosen, overrides_of
@@ -68,10 +68,12 @@ def command(
 def _own(config: Config) -> Prediction | None:
     """The config's own plan; None where it is none."""
     from atoll.errors import UserError
-    from atoll.training.prediction import predict
+    from atoll.training.prediction import is_on_cpu, predict
 
+    cluster = read_cluster(config.run.cluster)
+    on_cpu = is_on_cpu(config, cluster)
     try:
-        found = predict(config, config.to_plan(), read_cluster(config.run.cluster))
+        found = predict(config, config.to_plan(), cluster, reads_in_place=on_cpu, device="cpu" if on_cpu else "cuda")
         _ = found.seconds
     except UserError:
         return None

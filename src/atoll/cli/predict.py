@@ -63,13 +63,15 @@ def command(
     margin_bytes and breakdown; fits and margin_bytes of the fullest rank.
     """
     from atoll.training.choosing import load_chosen
-    from atoll.training.prediction import predict
+    from atoll.training.prediction import is_on_cpu, predict
 
     loaded, _ = load_chosen(config, [*(overrides or ()), *cluster_override(cluster)])
     found = read_cluster(loaded.run.cluster)
     for note in loaded.notes:
         typer.echo(f"note: {note}", err=True)
-    report(predict(loaded, loaded.to_plan(), found), as_json=as_json)
+    on_cpu = is_on_cpu(loaded, found)
+    device = "cpu" if on_cpu else "cuda"
+    report(predict(loaded, loaded.to_plan(), found, reads_in_place=on_cpu, device=device), as_json=as_json)
 
 
 def cluster_override(cluster: Path | None) -> list[str]:

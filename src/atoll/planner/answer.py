@@ -23,7 +23,7 @@ RUNNERS_UP = 4
 TRIED = 8
 """Slower plans that are looked at, until one fits."""
 
-EASIER = 4
+EASIER = 8
 """How many times less is searched where the question changes."""
 
 
@@ -39,7 +39,8 @@ class Undone(NamedTuple):
 class Change(NamedTuple):
     """What happens to the step when the cluster or the goal changes.
 
-    same: seconds of the same plan; None where it does not fit, or not into the goal.  best: the fastest plan found then.
+    same: seconds of the same plan; None where it does not fit, or has another batch or mesh.  best: the fastest plan
+    found then.
     """
 
     what: str
@@ -78,15 +79,15 @@ class Answer:
         world, memory = world_of(search.goal, search.cluster), search.cluster.device.memory
         if nearest is None or nearest.peak is None:
             return (
-                f"no plan: global_batch = {search.goal.global_batch} on {world} ranks leaves no mesh that the model and "
-                "the choices that are kept allow; use another global batch, or keep fewer choices"
+                f"no plan: global_batch = {search.goal.global_batch} on {world} ranks leaves no mesh that the model "
+                "and the choices that are kept allow; use another global batch, or keep fewer choices"
             )
         over = nearest.peak - search.limit
         needed = nearest.peak / (1.0 - search.goal.headroom)
         chosen = ", ".join(f"{name} {value}" for name, value in choices(nearest).items() if name in MAIN)
         return (
-            f"no plan fits {world} devices of {_gib(memory)}, of which {search.goal.headroom:.0%} stay free: the nearest "
-            f"({chosen}) holds {_gib(nearest.peak)} on its fullest rank, {_gib(over)} too much. Use devices of "
+            f"no plan fits {world} devices of {_gib(memory)}, of which {search.goal.headroom:.0%} stay free: the "
+            f"nearest ({chosen}) holds {_gib(nearest.peak)} on its fullest rank, {_gib(over)} too much. Use devices of "
             f"{_gib(needed)}, more devices, shorter sequences than {search.goal.sequence}, or a smaller headroom"
         )
 
@@ -161,9 +162,9 @@ def plan(
 ) -> Answer:
     """Choose the plan with the fewest predicted seconds a step that fits every rank.
 
-    space: the choices; all of them if not given.  reads_in_place: whether the ranks of a group read each other's memory,
-    as they do on one host's CPUs.  effort: instructions that are played at most; where it is not enough to prove the
-    plan the best, `Answer.gap` says how much faster another may be.
+    space: the choices; all of them if not given.  reads_in_place: whether the ranks of a group read each other's
+    memory, as they do on one host's CPUs.  effort: instructions that are played at most; where it is not enough to
+    prove the plan the best, `Answer.gap` says how much faster another may be.
 
     The same question has the same answer. Raises ConfigError where goal and cluster do not fit, and where no plan does.
     """

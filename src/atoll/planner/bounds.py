@@ -26,9 +26,10 @@ from typing import NamedTuple
 
 from atoll.cost import Prediction
 from atoll.ir import Op, Schedule
+from atoll.ir.action import COMPUTE_CODES
 from atoll.ir.residency import counts, insert_sharding
-from atoll.ir.table import COMPUTE_CODES, F, G, I, L, S, T, Table, W
 from atoll.ir.table import B as FULL
+from atoll.ir.table import F, G, I, L, S, T, Table, W
 from atoll.layouts import (
     GATHER_PARAMETER,
     ITEM_BYTES,
@@ -192,7 +193,10 @@ class Skeleton:
         ranks, schedule = self.base.ranks, self._schedule
         works = [[ranks.works[at] for at in run] for run in ranks.runs]
         after = [sum(work.kept for work in own) for own in works]
-        last = [(own[-1].peak, 0 if self._is_shared(run[-1]) else own[-1].parameters) for own, run in zip(works, ranks.runs, strict=True)]
+        last = [
+            (own[-1].peak, 0 if self._is_shared(run[-1]) else own[-1].parameters)
+            for own, run in zip(works, ranks.runs, strict=True)
+        ]
         is_split = len(ranks.runs) > 1
         pending = [sum(work.kept_for_weights for work in own if work.matrices and is_split) for own in works]
         found = []
@@ -226,7 +230,9 @@ class Skeleton:
         links = {axis: self.base.given.along(mesh, axis) for axis in ("inter", "intra") if mesh.sizes[axis] > 1}
         p, g, os = layout.parameters, layout.gradients, layout.optimizer
         precision = plan.precision
-        compute, gradient, reduce = (ITEM_BYTES[each] for each in (precision.compute, precision.gradient, precision.reduce))
+        compute, gradient, reduce = (
+            ITEM_BYTES[each] for each in (precision.compute, precision.gradient, precision.reduce)
+        )
         parts = {"intra": 1.0 - 1.0 / mesh.intra, "inter": (1.0 - 1.0 / mesh.inter) / mesh.intra}
         once: dict[_Link, float] = {}
         each: dict[_Link, float] = {}
@@ -247,8 +253,7 @@ class Skeleton:
         """By rank, what its stages send."""
         ranks, works, found = self.base.ranks, self.base.ranks.works, []
         live = 3 * unit * max((work.parameters for work in works), default=0)
-        for rank, row in enumerate(self._schedule.actions):
-            stages = self._uses[rank]
+        for rank, stages in enumerate(self._uses):
             often = self._kept_runs[rank] if travel.residency == "run" and len(stages) > 1 else {}
             own = []
             for stage, uses in stages.items():

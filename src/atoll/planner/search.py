@@ -3,17 +3,15 @@
 [Note: branch and bound]
 A node is a set of plans: those of a mesh and a microbatch, of a schedule on it, or one alone. A heap gives the node
 that may be the fastest; it is opened into its parts, or predicted where it is one plan. What cannot be faster than the
-best plan that fits, or holds more than there is, is left out: by a bound, so no better plan is lost. The search ends when
-nothing is left, or when it has played as many instructions as it may; then the smallest bound that is left says how much
-faster a plan could be at most. Both are counts and not seconds, so the same question has the same answer.
+best plan that fits, or holds more than there is, is left out: by a bound, so no better plan is lost. The search ends
+when nothing is left, or when it has played as many instructions as it may; then the smallest bound that is left says
+how much faster a plan could be at most. Both are counts and not seconds, so the same question has the same answer.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
 from itertools import count
@@ -23,12 +21,12 @@ from atoll import schedules
 from atoll.cost import Cluster, Prediction, Use, Workload
 from atoll.errors import UserError
 from atoll.ir import Schedule
-from atoll.layouts import ITEM_BYTES, Layout, Precision
+from atoll.layouts import Layout, Precision
 from atoll.plan import MeshShape, Plan
 from atoll.planner.bounds import Least, Skeleton
-from atoll.planner.space import Frame, Goal, Order, Space, Travel, world_of
+from atoll.planner.space import Frame, Goal, Order, Space, Travel
 
-EFFORT = 1_000_000
+EFFORT = 400_000
 """What a search may play, in instructions, unless it is done before."""
 
 A_CELL = 0.2

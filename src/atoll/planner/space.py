@@ -105,7 +105,8 @@ class Space:
 
     pipeline, tensor, intra: ranks along these axes; all divisors if not given. A group lies within a node, and
     tensor-parallel ranks too.  order: of the mesh's axes over the ranks.  schedules: of a pipeline, those of
-    `atoll.planner.ORDERS_OF_A_PIPELINE` if not given.  microbatch: samples; all divisors of a rank's share if not given.
+    `atoll.planner.space.ORDERS_OF_A_PIPELINE` if not given.  microbatch: samples; all divisors of a rank's share if not
+    given.
     """
 
     pipeline: tuple[int, ...] | None = None
@@ -167,7 +168,7 @@ class Space:
         return self.schedules
 
     def travels(self, frame: Frame) -> Iterator[tuple[Travel, ...]]:
-        """What may be stored and sent, each way that differs once; together those that store and send as much in all."""
+        """What may be stored and sent, each way that differs once; in one tuple those that send about as much."""
         mesh, several = frame.mesh, frame.microbatches > 1 or frame.mesh.pipeline > 1
         validated = (False,) if mesh.pipeline == 1 else self.post_validation
         seen = set()
@@ -177,18 +178,16 @@ class Space:
                 continue
             seen.add(placed)
             is_whole = layout.parameters is Level.N
-            alike = tuple(
-                product(
-                    self.unit[:1] if mesh.data == 1 else self.unit,
-                    self.prefetch[:1] if mesh.data == 1 else self.prefetch,
-                    validated,
-                )
-            )
+            units = self.unit[:1] if mesh.data == 1 else self.unit
+            prefetch = self.prefetch[:1] if mesh.data == 1 else self.prefetch
             for often in product(
                 self.residency[:1] if is_whole or not several else self.residency,
                 self.reduction[:1] if layout.gradients is Level.N or not several else self.reduction,
             ):
-                yield tuple(Travel(placed, *often, *rest) for rest in alike)
+                yield tuple(
+                    Travel(placed, *often, unit, ahead, is_validated)
+                    for unit, ahead, is_validated in product(units, prefetch, validated)
+                )
 
 
 def world_of(goal: Goal, cluster: Cluster) -> int:
@@ -209,8 +208,7 @@ def _chosen(given: tuple[int, ...] | None, share: int) -> list[int]:
 
 
 def _placed(layout: Layout, mesh: MeshShape) -> Layout:
-    """The layout with levels that are one on a mesh named alike: N in a group of one rank, G where there is one group.
-    """
+    """The layout with one name for levels that are one: N in a group of one rank, G where there is one group."""
     alike = "N" if mesh.intra == 1 else "G" if mesh.inter == 1 else "I"
     name = layout.name.replace("I", alike)
     return Layout(name if mesh.data > 1 else "NNN")

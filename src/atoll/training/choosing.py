@@ -12,7 +12,7 @@ from atoll.errors import ConfigError
 from atoll.layouts import Layout
 from atoll.planner import Answer, Candidate, Goal, Order, Space, plan, settings
 from atoll.toml import value_to_toml
-from atoll.training.prediction import expected_vocabulary, workload_of
+from atoll.training.prediction import expected_vocabulary, is_on_cpu, workload_of
 
 CHOSEN = {
     "pipeline": "pipeline",
@@ -71,7 +71,7 @@ def choose(config: Config, cluster: Cluster, *, world: int | None = None) -> Ans
         ranks=ranks,
         precision=config.train.precision,
     )
-    on_cpu = config.parallel.device == "cpu" or (config.parallel.device == "auto" and cluster.device.is_cpu)
+    on_cpu = is_on_cpu(config, cluster)
     workload = workload_of(config, expected_vocabulary(config), on_cpu=on_cpu)
     space = space_of(config) if config.parallel.auto else Space()
     return plan(workload, cluster, goal, space, reads_in_place=on_cpu)
@@ -106,5 +106,7 @@ def _is_written(config: Config, key: str) -> bool:
 def overrides_of(candidate: Candidate) -> tuple[str, ...]:
     """What `--set` makes a config run the plan."""
     chosen = settings(candidate)
-    found = [f"{section}.{key}={value_to_toml(value)}" for section, keys in chosen.items() for key, value in keys.items()]
+    found = [
+        f"{section}.{key}={value_to_toml(value)}" for section, keys in chosen.items() for key, value in keys.items()
+    ]
     return ("parallel.auto=false", *found)

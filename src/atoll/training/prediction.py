@@ -44,6 +44,13 @@ def predict(
     return Prediction(workload_of(config, known, on_cpu=kind == "cpu"), plan, cluster, use, reads_in_place)
 
 
+def is_on_cpu(config: Config, cluster: Cluster | None) -> bool:
+    """Whether the ranks are processes of CPUs, whose groups read each other's memory: as parallel.device says, else as
+    the cluster's devices are."""
+    kind = config.parallel.device
+    return kind == "cpu" or (kind == "auto" and cluster is not None and cluster.device.is_cpu)
+
+
 def workload_of(config: Config, vocabulary: int, *, on_cpu: bool = False) -> Workload:
     """The model of `config`, with so many ids: by its sizes where formulas know it, else counted, see
     `atoll.models.count`. Raises ConfigError for one whose costs are not known."""
