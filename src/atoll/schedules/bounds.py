@@ -19,6 +19,9 @@ round trips from F to I and, with the smaller weight, their W. So
 since the first forwards come one by one, F apart, and the last microbatches go one by one, W apart. And no microbatch
 passes faster than alone.
 
+A link carries one message at a time, so the makespan is at least the time until the first one can ask for it + all that
+they take it + the least of what must follow one of them.
+
 Where other ranks' memory holds a rank up, it takes longer than that: see atoll.schedules.one_rank.
 """
 
@@ -47,23 +50,23 @@ def lower_bound(problem: Problem) -> float:
     known = [_by_work(problem, paths, rank) for rank in ranks]
     for rank, alone in one_rank_alone(problem, sorted(ranks, key=lambda rank: -known[rank])):
         known[rank] = max(known[rank], alone)
-    return max(max(known), *(_by_memory(problem, paths, rank, known[rank]) for rank in ranks))
+    found = [*known, *(_by_memory(problem, paths, rank, known[rank]) for rank in ranks)]
+    return max(*found, _by_links(problem, paths))
 
 
 def _paths(problem: Problem) -> _Paths:
-    placement, hop, takes = problem.placement, problem.timing.hop, problem.timing.takes
+    placement, hops, takes = problem.placement, problem.timing.hops, problem.timing.takes
     stages = placement.stages
     home = [placement.rank_of(stage) for stage in range(stages)]
-    hops = [hop if home[stage] != home[stage + 1] else 0.0 for stage in range(stages - 1)]
     forward, backward, after = [0.0] * stages, [0.0] * stages, [0.0] * stages
     for stage in range(1, stages):
-        forward[stage] = forward[stage - 1] + takes[home[stage - 1]][F] + hops[stage - 1]
+        forward[stage] = forward[stage - 1] + takes[home[stage - 1]][F] + hops.forward[stage - 1].least
     backward[-1] = forward[-1] + takes[home[-1]][F]
     for stage in range(stages - 2, -1, -1):
-        backward[stage] = backward[stage + 1] + takes[home[stage + 1]][I] + hops[stage]
+        backward[stage] = backward[stage + 1] + takes[home[stage + 1]][I] + hops.backward[stage + 1].least
     after[0] = takes[home[0]][W]
     for stage in range(1, stages):
-        rest = hops[stage - 1] + takes[home[stage - 1]][I] + after[stage - 1]
+        rest = hops.backward[stage].least + takes[home[stage - 1]][I] + after[stage - 1]
         after[stage] = max(takes[home[stage]][W], rest)
     return _Paths(forward, backward, after)
 
@@ -91,6 +94,33 @@ def _by_work(problem: Problem, paths: _Paths, rank: int) -> float:
         pending = math.floor(min(everything, max(1.0, split, full)))
     tail = max(0.0, paths.after[first] - pending * takes[W])
     return paths.forward[first] + max(work + idle + tail, alone + paths.after[first])
+
+
+def _by_links(problem: Problem, paths: _Paths) -> float:
+    """What the busiest link allows; 0 for the span, which need not have all of a link's messages in it."""
+    placement, hops, takes = problem.placement, problem.timing.hops, problem.timing.takes
+    if problem.objective == "span":
+        return 0.0
+    home = [placement.rank_of(stage) for stage in range(placement.stages)]
+    asked: dict[int, list[tuple[float, float, float]]] = {}  # earliest, seconds, what follows
+    for stage in range(placement.stages):
+        for hop, user in ((hops.forward[stage], stage + 1), (hops.backward[stage], stage - 1)):
+            if hop.link < 0:
+                continue
+            follows = hop.latency + takes[home[user]][I] + paths.after[user]
+            if user > stage:
+                earliest = paths.forward[stage] + takes[home[stage]][F]
+                follows += paths.backward[user] - paths.forward[user]
+            else:
+                earliest = paths.backward[stage] + takes[home[stage]][I]
+            asked.setdefault(hop.link, []).append((earliest, hop.seconds, follows))
+    bounds = [
+        min(earliest for earliest, _, _ in rows)
+        + problem.microbatches * sum(seconds for _, seconds, _ in rows)
+        + min(follows for _, _, follows in rows)
+        for rows in asked.values()
+    ]
+    return max(bounds, default=0.0) * (1 - TOLERANCE)
 
 
 def _by_memory(problem: Problem, paths: _Paths, rank: int, known: float) -> float:

@@ -2,7 +2,8 @@
 
 [Note: the model]
 Every F, I and W is an interval of its rank, one at a time; each kind of each stage takes the microbatches in order. An
-action starts a hop after what it needs ends. A rank's bytes are a cumulative resource: of activation and weight
+action starts a hop after what it needs ends. A message that takes its link is an interval of that, one at a time, in any
+order: an order that nobody can ask for is allowed, so the bound is still one. A rank's bytes are a cumulative resource: of activation and weight
 gradient the smaller is held from the start of F to the end of W, and what the larger has more for its own part of that.
 Where weight gradients are larger, an I and its W may also be one full backward, which keeps only its activation.
 Times are rounded down to whole ticks, so the bound is one, and what is found is played in true times afterwards.
@@ -123,10 +124,12 @@ class _Model:
         self.cp: Any = cp_model.CpModel()
         self.known: Any = (cp_model.OPTIMAL, cp_model.FEASIBLE)
         placement, timing = problem.placement, problem.timing
+        hops = timing.hops
         total = sum(
-            problem.microbatches * (row[F] + row[I] + row[W]) * placement.chunks + 2 * timing.hop * placement.chunks
+            problem.microbatches * (row[F] + row[I] + row[W]) * placement.chunks + 2 * hops.far * placement.chunks
             for row in timing.takes
         )
+        total += problem.microbatches * sum(hop.seconds for hop in (*hops.forward, *hops.backward))
         self.tick = self._tick(total)
         self.horizon = math.ceil(total / self.tick) + 4 * 3 * placement.stages * problem.microbatches
         self.start: dict[tuple[int, int, int], Any] = {}
@@ -139,7 +142,9 @@ class _Model:
     def _tick(self, total: float) -> float:
         """The largest tick in which all times are whole, if there is one that is not too small."""
         times = sorted({time for row in self.problem.timing.takes for time in (row[F], row[I], row[W])})
-        times = [time for time in (*times, self.problem.timing.hop) if time > 0]
+        hops = self.problem.timing.hops
+        times += sorted({time for hop in (*hops.forward, *hops.backward) for time in (hop.latency, hop.seconds)})
+        times = [time for time in times if time > 0]
         if not times:
             return 1.0
         for parts in (1, 2, 4, 10, 20, 100, 200, 1000, 2000):
@@ -177,21 +182,36 @@ class _Model:
         return self.start[stage, op, number] + self.ticks(self.problem.timing.takes[rank][op])
 
     def _precedence(self) -> None:
-        placement, cp = self.problem.placement, self.cp
+        placement, cp, hops = self.problem.placement, self.cp, self.problem.timing.hops
         time = 0
         for stage in range(placement.ranks):  # the first action of each rank, as soon as it can be: no idling before it
-            cp.add(self.start[stage, F, 0] == time)
-            time += self.ticks(self.problem.timing.takes[stage][F]) + self.ticks(self.problem.timing.hop)
+            begin = self.start[stage, F, 0]
+            cp.add(begin >= time if hops.is_shared else begin == time)
+            hop = hops.forward[stage]
+            time += self.ticks(self.problem.timing.takes[stage][F]) + self.ticks(hop.seconds) + self.ticks(hop.latency)
+        carried: dict[int, list[Any]] = {}
         for number in range(self.problem.microbatches):
             for stage in range(placement.stages):
                 cp.add(self.start[stage, W, number] >= self.end(stage, I, number))
                 if stage + 1 == placement.stages:
                     cp.add(self.start[stage, I, number] >= self.end(stage, F, number))
                     continue
-                is_far = placement.rank_of(stage) != placement.rank_of(stage + 1)
-                hop = self.ticks(self.problem.timing.hop) if is_far else 0
-                cp.add(self.start[stage + 1, F, number] >= self.end(stage, F, number) + hop)
-                cp.add(self.start[stage, I, number] >= self.end(stage + 1, I, number) + hop)
+                for sent, op, used, hop in (
+                    (stage, F, stage + 1, hops.forward[stage]),
+                    (stage + 1, I, stage, hops.backward[stage + 1]),
+                ):
+                    leaves = self.end(sent, op, number)
+                    if hop.link >= 0:
+                        takes = self.ticks(hop.seconds)
+                        asks = cp.new_int_var(0, self.horizon, f"asks{sent}.{op}.{number}")
+                        cp.add(asks >= leaves)
+                        carried.setdefault(hop.link, []).append(
+                            cp.new_fixed_size_interval_var(asks, takes, f"sent{sent}.{op}.{number}")
+                        )
+                        leaves = asks + takes
+                    cp.add(self.start[used, op, number] >= leaves + self.ticks(hop.latency))
+        for intervals in carried.values():
+            cp.add_no_overlap(intervals)
 
     def _memory(self) -> None:
         """Bytes in whole parts of a limit; amounts that are no such parts are rounded so that the limit holds."""

@@ -81,9 +81,8 @@ def pattern(model: Model, period: float, mode: int, taken: Floats, count: Intege
         stage = step if is_forward else 2 * stages - 1 - step
         rank = model.rank_of[stage]
         if step > 0 and step != stages:
-            before = stage - 1 if is_forward else stage + 1
-            if model.rank_of[before] != rank:
-                time += model.hop
+            route = stage - 1 if is_forward else stages + stage + 1
+            time += model.seconds[route] + model.latency[route]
         takes = model.takes[rank * 4] if is_forward else model.takes[rank * 4 + 1]
         weight = model.takes[rank * 4 + 2]
         wanted = weight if mode == 2 or (mode == 1 and not is_forward) else 0.0

@@ -46,7 +46,7 @@ class Chains(NamedTuple):
     """A problem's waits in flat arrays.
 
     rank_of      stage -> rank;  stage_of: rank * chunks + chunk -> stage
-    hops         stage -> time from the end of its forward to the next stage, and from that one's gradient to it
+    forward      stage -> least time of a message from its forward;  backward: from its gradient
     takes        rank * 3 + op -> time of a chunk's F, I or W
     kept         rank -> most chunks of a stage between F and I
     pending      rank * (microbatches + 1) + kept -> most chunks between I and W beside so many kept
@@ -56,7 +56,8 @@ class Chains(NamedTuple):
     microbatches: int
     rank_of: Integers
     stage_of: Integers
-    hops: Floats
+    forward: Floats
+    backward: Floats
     takes: Floats
     kept: Integers
     pending: Integers
@@ -99,7 +100,6 @@ def _chains(
     placement, timing = problem.placement, problem.timing
     microbatches, chunks = problem.microbatches, placement.chunks
     home = [placement.rank_of(stage) for stage in range(placement.stages)]
-    hops = [timing.hop if home[stage] != home[stage + 1] else 0.0 for stage in range(placement.stages - 1)]
     kept, pending, is_full = [], [], []
     for bytes_of in problem.bytes_of:
         room = max(bytes_of.room * (1 + TOLERANCE), bytes_of.activation) * chunks
@@ -113,7 +113,8 @@ def _chains(
         microbatches,
         of_integers(home),
         of_integers([stage for rank in range(placement.ranks) for stage in placement.stages_of(rank)]),
-        of_floats([*hops, 0.0]),
+        of_floats([hop.least for hop in timing.hops.forward]),
+        of_floats([hop.least for hop in timing.hops.backward]),
         of_floats([row[op] for row in timing.takes for op in (F, I, W)]),
         of_integers(kept),
         of_integers(pending),
@@ -142,7 +143,7 @@ def earliest(chains: Chains, anchor: int, starts: Floats) -> None:
             time = 0.0 if stage == anchor and number == 0 else NEVER
             if stage > 0:
                 before = chains.takes[3 * chains.rank_of[stage - 1]]
-                time = max(time, starts[place - microbatches] + before + chains.hops[stage - 1])
+                time = max(time, starts[place - microbatches] + before + chains.forward[stage - 1])
             if number > 0:
                 time = max(time, starts[place - 1] + forward)
             least = -NEVER
@@ -165,7 +166,7 @@ def earliest(chains: Chains, anchor: int, starts: Floats) -> None:
             time = starts[place] + forward
             if stage + 1 < stages:
                 after = chains.takes[3 * chains.rank_of[stage + 1] + 1]
-                time = max(time, starts[places + place + microbatches] + after + chains.hops[stage])
+                time = max(time, starts[places + place + microbatches] + after + chains.backward[stage + 1])
             if number > 0:
                 time = max(time, starts[places + place - 1] + backward)
             pending = max(1, chains.pending[rank * (microbatches + 1)])
@@ -217,7 +218,7 @@ def remaining(chains: Chains, owner: int, after: Floats) -> None:
                 time = max(time, after[places + place + 1] + backward)
             if stage > 0:
                 before = chains.takes[3 * chains.rank_of[stage - 1] + 1]
-                time = max(time, after[places + place - microbatches] + before + chains.hops[stage - 1])
+                time = max(time, after[places + place - microbatches] + before + chains.backward[stage])
             if place + chains.kept[rank] < last:
                 time = max(time, after[place + chains.kept[rank]] + forward)
             after[places + place] = time
@@ -227,7 +228,7 @@ def remaining(chains: Chains, owner: int, after: Floats) -> None:
             time = after[places + place] + chains.takes[3 * rank + 1]
             if stage + 1 < stages:
                 then = chains.takes[3 * chains.rank_of[stage + 1]]
-                time = max(time, after[place + microbatches] + then + chains.hops[stage])
+                time = max(time, after[place + microbatches] + then + chains.forward[stage])
             if number + 1 < microbatches:
                 time = max(time, after[place + 1] + chains.takes[3 * rank])
             after[place] = time

@@ -18,6 +18,7 @@ from atoll.schedules import kernels, moves
 from atoll.schedules.bounds import lower_bound
 from atoll.schedules.jit import IS_COMPILED, Floats, counts, floats, integers, zeros
 from atoll.schedules.kernels import Listing, Model, Played, Rules
+from atoll.schedules.links import Hops
 from atoll.schedules.problem import Problem
 from atoll.schedules.published import published_line, published_v
 
@@ -59,6 +60,7 @@ def model_of(problem: Problem) -> Model:
     placement, timing = problem.placement, problem.timing
     ranks, chunks = placement.ranks, placement.chunks
     gives = [list(row) for row in timing.takes]
+    messages = (*timing.hops.forward, *timing.hops.backward)
     if not problem.fused_backward:
         for row in gives:
             row[3] = row[1]
@@ -74,7 +76,10 @@ def model_of(problem: Problem) -> Model:
         floats([bytes_of.activation / chunks for bytes_of in problem.bytes_of]),
         floats([bytes_of.weight_grad / chunks for bytes_of in problem.bytes_of]),
         floats([bytes_of.room for bytes_of in problem.bytes_of]),
-        float(timing.hop),
+        floats([hop.latency for hop in messages]),
+        floats([hop.seconds for hop in messages]),
+        integers([hop.link for hop in messages]),
+        int(timing.hops.is_shared),
     )
 
 
@@ -96,11 +101,12 @@ class Board:
         self.played = Played(
             made=zeros(2 * self.places), begin=zeros(self.cells), clock=zeros(ranks), cost=zeros(2),
             where=counts(2 * self.places), source=counts(self.cells), counts=counts(slots), position=counts(ranks),
-            wants=counts(ranks), stack=counts(ranks),
+            wants=counts(ranks), stack=counts(ranks), busy=zeros(problem.timing.hops.links),
         )  # fmt: skip
         self.listing = Listing(
             arrive=zeros(2 * self.places), when=zeros(ranks), free=zeros(ranks), held=zeros(ranks), first=zeros(ranks),
             counts=counts(slots), pending=counts(self.cells), head=counts(ranks), tail=counts(ranks),
+            busy=zeros(problem.timing.hops.links),
         )  # fmt: skip
         self.is_span = problem.objective == "span"
         self.spent = 0
@@ -271,11 +277,20 @@ def round_trips(problem: Problem) -> list[int]:
     home = [placement.rank_of(stage) for stage in range(placement.stages)]
     for stage in range(placement.stages - 1, -1, -1):
         row = timing.takes[home[stage]]
-        time += row[0] + row[1] + (2 * timing.hop if stage + 1 < placement.stages else 0.0)
+        time += row[0] + row[1] + _there_and_back(timing.hops, stage)
         times.append(time)
     times.reverse()
     return [max(1, math.ceil(times[rank] / max(timing.takes[rank][0] + timing.takes[rank][1], 1e-300) - 1e-9))
             for rank in range(placement.ranks)]  # fmt: skip
+
+
+def _there_and_back(hops: Hops, stage: int) -> float:
+    """What messages to the next stage and from it take; a turn on one rank counts as the longest hop, so that the caps
+    which the search starts from are no smaller than they need be."""
+    if stage + 1 == len(hops.forward):
+        return 0.0
+    there, back = hops.forward[stage].least, hops.backward[stage + 1].least
+    return there + back if there + back > 0 else 2 * hops.far
 
 
 def keys_from(board: Board) -> Floats:
