@@ -24,12 +24,13 @@ class Model(NamedTuple):
     """A problem in flat arrays.
 
     stage_of     rank * chunks + chunk -> stage
-    rank_of      stage -> rank;  chunk_of likewise
+    rank_of      stage -> rank
     takes        rank * 4 + op -> time of a chunk;  gives: after how long of it the result is released
     activation   rank -> bytes a chunk keeps from F to I;  weight_grad: from I to W
     room         rank -> bytes that may be kept
-    latency      stage, then stages + stage -> of the message that its F makes, and of that of its I;  0 inside a rank
-    seconds      likewise -> how long that message takes its link;  link: which link, or -1
+    hops         2 * route -> latency of a message, 2 * route + 1 -> how long it takes its link;  0 inside a rank.
+                 The route of what a stage's F makes is the stage, of what its I makes stages + stage
+    link         route -> the link, or -1 where a message takes none
     is_shared    1 where several ranks ask for one link, else 0
     """
 
@@ -38,14 +39,12 @@ class Model(NamedTuple):
     microbatches: int
     stage_of: Integers
     rank_of: Integers
-    chunk_of: Integers
     takes: Floats
     gives: Floats
     activation: Floats
     weight_grad: Floats
     room: Floats
-    latency: Floats
-    seconds: Floats
+    hops: Floats
     link: Integers
     is_shared: int
 
@@ -108,16 +107,6 @@ class Listing(NamedTuple):
 
 
 @kernel
-def arrive(model: Model, busy: Floats, route: int, released: float) -> float:
-    """When a message is there that asks for its link as it is released: see the note in atoll.schedules.links."""
-    link = model.link[route]
-    if link >= 0:
-        released = max(released, busy[link]) + model.seconds[route]
-        busy[link] = released
-    return released + model.latency[route]
-
-
-@kernel
 def play(model: Model, order: Integers, length: Integers, played: Played) -> bool:
     """Plays an order: `played.cost` is (makespan, largest span of a rank). False for a deadlock.
 
@@ -129,6 +118,7 @@ def play(model: Model, order: Integers, length: Integers, played: Played) -> boo
     counts, position, wants, stack = played.counts, played.position, played.wants, played.stack
     ranks, chunks, microbatches = model.ranks, model.chunks, model.microbatches
     takes, gives, rank_of = model.takes, model.gives, model.rank_of
+    busy, link, hops = played.busy, model.link, model.hops
     last = ranks * chunks - 1
     places = ranks * chunks * microbatches
     width = 3 * chunks * microbatches
@@ -136,8 +126,8 @@ def play(model: Model, order: Integers, length: Integers, played: Played) -> boo
         made[place] = -1.0
     for slot in range(2 * ranks * chunks):
         counts[slot] = 0
-    for link in range(len(played.busy)):
-        played.busy[link] = 0.0
+    for number in range(len(busy)):
+        busy[number] = 0.0
     for rank in range(ranks):
         clock[rank] = 0.0
         position[rank] = 0
@@ -184,7 +174,11 @@ def play(model: Model, order: Integers, length: Integers, played: Played) -> boo
             counts[slot] += 1
             begin[base + at] = now
             source_of[base + at] = need
-            made[cell] = arrive(model, played.busy, route, now + gives[rank * 4 + op])
+            released = now + gives[rank * 4 + op]
+            if link[route] >= 0:
+                released = max(released, busy[link[route]]) + hops[2 * route + 1]
+                busy[link[route]] = released
+            made[cell] = released + hops[2 * route]
             where[cell] = base + at
             now += takes[rank * 4 + op]
             if user >= 0:
@@ -278,7 +272,11 @@ def play_in_turn(model: Model, order: Integers, length: Integers, played: Played
             kind = slot if op == 0 else stages + slot
             cell = route * microbatches + counts[kind]
             counts[kind] += 1
-            made[cell] = arrive(model, played.busy, route, soonest)
+            link = model.link[route]
+            if link >= 0:
+                soonest = max(soonest, played.busy[link]) + model.hops[2 * route + 1]
+                played.busy[link] = soonest
+            made[cell] = soonest + model.hops[2 * route]
             played.where[cell] = at
         clock[first] = begun + model.takes[first * 4 + op]
         position[first] += 1
@@ -375,7 +373,11 @@ def begin_action(
         target, user = place - microbatches, stage - 1
         route += ranks * chunks
     other = model.rank_of[user]
-    arrival = arrive(model, listing.busy, route, released)
+    link = model.link[route]
+    if link >= 0:
+        released = max(released, listing.busy[link]) + model.hops[2 * route + 1]
+        listing.busy[link] = released
+    arrival = released + model.hops[2 * route]
     listing.arrive[target] = arrival
     wake = max(arrival, listing.free[other])
     if wake < listing.when[other]:

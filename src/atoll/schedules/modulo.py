@@ -82,7 +82,7 @@ def pattern(model: Model, period: float, mode: int, taken: Floats, count: Intege
         rank = model.rank_of[stage]
         if step > 0 and step != stages:
             route = stage - 1 if is_forward else stages + stage + 1
-            time += model.seconds[route] + model.latency[route]
+            time += model.hops[2 * route + 1] + model.hops[2 * route]
         takes = model.takes[rank * 4] if is_forward else model.takes[rank * 4 + 1]
         weight = model.takes[rank * 4 + 2]
         wanted = weight if mode == 2 or (mode == 1 and not is_forward) else 0.0

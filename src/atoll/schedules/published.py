@@ -96,7 +96,7 @@ def warm_up(
             continue
         held, time = listing.held[rank], free[rank]
         route = model.ranks * model.chunks + rank + 1
-        arrival = released + (model.seconds[route] + model.latency[route])
+        arrival = released + (model.hops[2 * route + 1] + model.hops[2 * route])
         limit = model.room[rank] * (1.0 + 1e-9)
         while listing.counts[rank] + extra[rank] < microbatches and held + model.activation[rank] <= limit:
             if (is_prompt and time + forward > arrival) or (not is_prompt and time >= arrival):
@@ -123,7 +123,7 @@ def may_wait(model: Model, listing: Listing, gaps: Floats, rank: int, worst: flo
     if counts[rank] < counts[after] + 2:
         return False
     route = ranks + after
-    then = free[after] + takes[after * 4] + takes[after * 4 + 1] + (model.seconds[route] + model.latency[route])
+    then = free[after] + takes[after * 4] + takes[after * 4 + 1] + (model.hops[2 * route + 1] + model.hops[2 * route])
     if free[rank] >= then:
         return True
     held = listing.held[rank] + model.activation[rank]
