@@ -140,5 +140,7 @@ def test_each_pair_of_neighbours_has_its_own_link() -> None:
     slow = {**tables, "node": {"devices": 1}}
     everywhere = predicted(mesh=mesh, on=Cluster.of(slow), **split)
     nowhere = predicted(mesh=mesh, on=cluster(), **split)
-    assert nowhere.seconds + 2 * 1.02 < found.seconds < everywhere.seconds - 2 * 1.98, "one slow hop each way, not three"
+    assert nowhere.seconds + 2 * 1.02 < found.seconds < everywhere.seconds - 2 * 1.98, (
+        "one slow hop each way, not three"
+    )
     assert all(not rates.to for rates in (*everywhere.rates, *nowhere.rates))

@@ -87,6 +87,28 @@ def test_programs_take_what_their_schedule_takes(name: str, seed: int) -> None:
     assert simulate(lower(schedule), costs).makespan == wanted.makespan
 
 
+@pytest.mark.parametrize("name", ["interleaved", "gis", "zb-v", "v-half"])
+def test_stages_of_a_rank_may_be_unequal(name: str) -> None:
+    """A list of as many numbers as stages is of stages: the simulator, the player and the search take it so."""
+    schedule, chance = build(name, ranks=3, microbatches=7), random.Random(3)
+    f, i, w = (tuple(chance.uniform(0.3, 2.0) for _ in range(schedule.stages)) for _ in range(3))
+    costs = Costs(f, i, w, hop=0.2)
+    compute = {(do, stage): times[stage] for do, times in ((Do.F, f), (Do.I, i)) for stage in range(schedule.stages)}
+    compute |= {(Do.W, stage + 1): w[stage] for stage in range(schedule.stages)}
+    shapes = shapes_of(schedule.placement, blocks=1, rests=True)
+    rows = (lower_row(row, shape) for row, shape in zip(lower(schedule).actions, shapes, strict=True))
+    played = simulate(Programs(schedule.placement, tuple(rows)), Rates(compute, links={"pp": Speed(latency=0.2)}))
+    trace = simulate(schedule, costs)
+    assert trace.makespan == pytest.approx(played.makespan)
+    problem = Problem.of(schedule.placement, 7, costs=costs)
+    board = Board(problem)
+    board.load(schedule)
+    cost = board.play()
+    assert cost is not None
+    assert cost == pytest.approx((trace.makespan, trace.span))
+    assert lower_bound(problem) <= find(problem).cost.main * (1 + 1e-9)  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("seed", range(3))
 def test_a_search_plays_orders_as_the_simulator_does(name: str, seed: int) -> None:
@@ -114,7 +136,7 @@ def small(seed: int) -> Problem:
     chance = random.Random(seed)
     kind: Kind = chance.choice(["line", "line", "v", "loop"])
     ranks, chunks = (3, 1) if kind == "line" else (2, 2)
-    times = [tuple(chance.choice([0.5, 1.0, 1.5, 2.0]) for _ in range(ranks)) for _ in range(3)]
+    times = [tuple(chance.choice([0.5, 1.0, 1.5, 2.0]) for _ in range(ranks * chunks)) for _ in range(3)]
     names = ("", "wan") if seed % 2 else ("",)
     each = {
         (rank, other): Link(chance.choice([0.0, 0.5, 2.0]), chance.choice([0.0, 0.5, 1.5]), chance.choice(names))
@@ -125,7 +147,8 @@ def small(seed: int) -> Problem:
     costs = Costs(*times, hop=Links(each), fused_backward=chance.random() < 0.3)
     memory = Memory(1.0, chance.choice([0.3, 1.0]), 0.0, tuple(chance.choice([1.5, 2, 3, 5]) for _ in range(ranks)))
     objective = chance.choice(["makespan", "makespan", "span"])
-    return Problem.of(Placement(kind, ranks, chunks), chance.randint(2, 4), costs=costs, memory=memory, objective=objective)  # type: ignore[arg-type]  # fmt: skip
+    placement, microbatches = Placement(kind, ranks, chunks), chance.randint(2, 4)
+    return Problem.of(placement, microbatches, costs=costs, memory=memory, objective=objective)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("seed", range(16))

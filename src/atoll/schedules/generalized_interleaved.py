@@ -1,11 +1,11 @@
 """GIS and GIS-H: interleaved 1F1B with a shorter warm-up and smaller groups. Wan et al., arXiv 2503.01328.
 
 [Note: why GIS never deadlocks]
-Let a forward and a backward take half a slot each. If rank r runs the k-th forward at k + r/2 and the k-th backward at
-k + w + (p-r)/2, w = (v-1)g + (p-1)/2, then each result is there when the next rank needs it, and a chunk's when the other
-end of the pipeline does, as long as g >= p/2. In time, these are the rows below: rank r runs its first backward after
-w + (p-2r)/2 + 1/2 = (v-1)g + p-r forwards. So the rows have no cycle, and neither have they for a part of the
-microbatches: a last group of fewer keeps the slots of a whole one.
+Let a forward and a backward take half a slot each, and let rank r start forward k at k + r/2 and backward k at
+k + w + (p-r)/2, where w = (v-1)g + (p-1)/2. Then every result is there when the next rank uses it. The next chunk, g
+slots later on the other end of the pipeline, has its input if g >= p/2. Sorted by time, rank r runs (v-1)g + p-r
+forwards, then a backward and a forward in turn: these are the rows below. So they have no cycle, and neither has a part
+of them: a last group of fewer microbatches keeps the slots of a whole one.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ def _interleave(name: str, ranks: int, microbatches: int, chunks: int, group: in
         warm_up = ranks - 1 - rank + (chunks - 1) * group
         row = []
         for slot in range(len(slots) + warm_up):
-            if slot < len(slots):
+            if slot < len(slots) and slots[slot][1] < microbatches:
                 chunk, number = slots[slot]
                 row.append(Action(rank + chunk * ranks, Op.F, number))
-            if slot >= warm_up:
+            if slot >= warm_up and slots[slot - warm_up][1] < microbatches:
                 chunk, number = slots[slot - warm_up]
                 row.append(Action(rank + (chunks - 1 - chunk) * ranks, Op.B, number))
-        rows.append(tuple(action for action in row if action.microbatch < microbatches))
+        rows.append(tuple(row))
     return Schedule(name, Placement("loop", ranks, chunks), microbatches, tuple(rows))

@@ -25,7 +25,8 @@ class Model(NamedTuple):
 
     stage_of     rank * chunks + chunk -> stage
     rank_of      stage -> rank
-    takes        rank * 4 + op -> time of a chunk;  gives: after how long of it the result is released
+    takes        stage * 4 + op -> time of a stage;  gives: after how long of it the result is released. Stage r is the
+                 first of rank r: rules that look at a rank as a whole take that one's times
     activation   rank -> bytes a chunk keeps from F to I;  weight_grad: from I to W
     room         rank -> bytes that may be kept
     hops         2 * route -> latency of a message, 2 * route + 1 -> how long it takes its link;  0 inside a rank.
@@ -145,13 +146,13 @@ def play(model: Model, order: Integers, length: Integers, played: Played) -> boo
             number = order[base + at]
             op = number // chunks
             chunk = number - op * chunks
+            stage = model.stage_of[rank * chunks + chunk]
             if op == 2:
                 begin[base + at] = now
                 source_of[base + at] = -1
-                now += takes[rank * 4 + 2]
+                now += takes[stage * 4 + 2]
                 at += 1
                 continue
-            stage = model.stage_of[rank * chunks + chunk]
             if op == 0:
                 slot = rank * chunks + chunk
                 cell = stage * microbatches + counts[slot]
@@ -174,13 +175,13 @@ def play(model: Model, order: Integers, length: Integers, played: Played) -> boo
             counts[slot] += 1
             begin[base + at] = now
             source_of[base + at] = need
-            released = now + gives[rank * 4 + op]
+            released = now + gives[stage * 4 + op]
             if link[route] >= 0:
                 released = max(released, busy[link[route]]) + hops[2 * route + 1]
                 busy[link[route]] = released
             made[cell] = released + hops[2 * route]
             where[cell] = base + at
-            now += takes[rank * 4 + op]
+            now += takes[stage * 4 + op]
             if user >= 0:
                 other = rank_of[user]
                 if wants[other] == cell:
@@ -255,8 +256,10 @@ def play_in_turn(model: Model, order: Integers, length: Integers, played: Played
                 if made[need] < 0.0:
                     continue
                 now = max(now, made[need])
-            op = order[rank * width + position[rank]] // chunks
-            released = now if op == 2 else now + model.gives[rank * 4 + op]
+            number = order[rank * width + position[rank]]
+            op = number // chunks
+            stage = model.stage_of[rank * chunks + number - op * chunks]
+            released = now if op == 2 else now + model.gives[stage * 4 + op]
             if released < soonest:
                 first, soonest, begun = rank, released, now
         if first < 0:
@@ -266,8 +269,8 @@ def play_in_turn(model: Model, order: Integers, length: Integers, played: Played
         slot = first * chunks + order[at] - op * chunks
         played.begin[at] = begun
         played.source[at] = needed(model, order, played, first)
+        stage = model.stage_of[slot]
         if op != 2:
-            stage = model.stage_of[slot]
             route = stage if op == 0 else stages + stage
             kind = slot if op == 0 else stages + slot
             cell = route * microbatches + counts[kind]
@@ -278,7 +281,7 @@ def play_in_turn(model: Model, order: Integers, length: Integers, played: Played
                 played.busy[link] = soonest
             made[cell] = soonest + model.hops[2 * route]
             played.where[cell] = at
-        clock[first] = begun + model.takes[first * 4 + op]
+        clock[first] = begun + model.takes[stage * 4 + op]
         position[first] += 1
 
 
@@ -340,15 +343,15 @@ def begin_action(
         listing.first[rank] = now
     order[rank * width + length[rank]] = op * chunks + chunk
     length[rank] += 1
-    end = now + model.takes[rank * 4 + op]
+    stage = model.stage_of[slot]
+    end = now + model.takes[stage * 4 + op]
     listing.free[rank] = end
     listing.when[rank] = end
     if op == 2:
         counts[2 * ranks * chunks + slot] += 1
         listing.held[rank] -= weight_grad
         return
-    stage = model.stage_of[slot]
-    released = now + model.gives[rank * 4 + op]
+    released = now + model.gives[stage * 4 + op]
     route = stage
     if op == 0:
         place = stage * microbatches + counts[slot]

@@ -126,7 +126,7 @@ class _Lister:
         if not row:
             self.began[rank] = now
         row.append(action)
-        end = now + self.timing.takes[rank][action.op.code]
+        end = now + self.timing.stages[action.stage][action.op.code]
         self.free[rank] = end
         heapq.heappush(self.events, (end, rank))
         if action.op is Op.W:

@@ -59,7 +59,7 @@ def model_of(problem: Problem) -> Model:
     """The problem in flat arrays."""
     placement, timing = problem.placement, problem.timing
     ranks, chunks = placement.ranks, placement.chunks
-    gives = [list(row) for row in timing.takes]
+    gives = [list(row) for row in timing.stages]
     messages = (*timing.hops.forward, *timing.hops.backward)
     if not problem.fused_backward:
         for row in gives:
@@ -70,7 +70,7 @@ def model_of(problem: Problem) -> Model:
         problem.microbatches,
         integers([stage for rank in range(ranks) for stage in placement.stages_of(rank)]),
         integers([placement.rank_of(stage) for stage in range(placement.stages)]),
-        floats([time for row in timing.takes for time in row]),
+        floats([time for row in timing.stages for time in row]),
         floats([time for row in gives for time in row]),
         floats([bytes_of.activation / chunks for bytes_of in problem.bytes_of]),
         floats([bytes_of.weight_grad / chunks for bytes_of in problem.bytes_of]),
@@ -108,6 +108,10 @@ class Board:
         )  # fmt: skip
         self.is_span = problem.objective == "span"
         self.spent = 0
+
+    def take(self, problem: Problem) -> None:
+        """Another problem of the same sizes and links, with other times and limits."""
+        self.problem, self.model = problem, model_of(problem)
 
     def of(self, cost: Floats) -> Cost:
         """Makespan and span, the objective first."""
@@ -272,9 +276,8 @@ def round_trips(problem: Problem) -> list[int]:
     """Per rank, chunk forwards that cover the time from its first forward to its first gradient."""
     placement, timing = problem.placement, problem.timing
     times, time = [], 0.0
-    home = [placement.rank_of(stage) for stage in range(placement.stages)]
     for stage in range(placement.stages - 1, -1, -1):
-        row = timing.takes[home[stage]]
+        row = timing.stages[stage]
         time += row[0] + row[1] + _there_and_back(timing.hops, stage)
         times.append(time)
     times.reverse()

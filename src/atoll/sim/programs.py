@@ -215,7 +215,7 @@ class _Messages:
         return kind, rank if kind in "LS" else instruction.action.stage, instruction.action.microbatch or 0, step
 
     def receiver(self, instruction: Instruction) -> int | None:
-        """The rank of the neighbouring stage that a send is for; None for what goes to or from slices of a vocabulary."""
+        """The rank of the neighbouring stage that a send is for; None for what slices of a vocabulary send and get."""
         step = _NEIGHBOUR.get(instruction.do)
         if step is None or not 0 <= instruction.action.stage + step <= self.last:
             return None

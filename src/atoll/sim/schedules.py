@@ -22,6 +22,7 @@ from functools import partial
 
 from atoll.errors import ConfigError
 from atoll.ir.action import COMPUTE_CODES, Action, Op
+from atoll.ir.placement import Placement
 from atoll.ir.schedule import Schedule
 from atoll.ir.table import (
     RECV_B,
@@ -46,7 +47,7 @@ from atoll.schedules.problem import TOLERANCE
 from atoll.trace import MemorySample, Span, Trace, lane_of
 
 Cost = float | Sequence[float]
-"""One number for all ranks, or one a rank."""
+"""One number for all ranks, or one a rank. F, I and W also one a stage: then of that stage, not of a rank's share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,29 @@ class Costs:
         """(forward, input_grad, weight_grad) of each rank. Raises ConfigError for a list of another length."""
         return tuple((f, i, w) for f, i, w in self._columns(ranks, "forward", "input_grad", "weight_grad"))
 
+    def per_stage(self, placement: Placement) -> tuple[tuple[float, float, float], ...]:
+        """(forward, input_grad, weight_grad) of each stage. Raises ConfigError for a list of another length."""
+        return tuple((f, i, w) for f, i, w, _ in self.stage_times(placement))
+
+    def stage_times(self, placement: Placement) -> tuple[tuple[float, float, float, float], ...]:
+        """The same and a full backward, which is rounded once where its parts are a rank's."""
+        columns, parts = [], []
+        for name in ("forward", "input_grad", "weight_grad"):
+            value = getattr(self, name)
+            if isinstance(value, Sequence) and len(value) == placement.stages:
+                columns.append(tuple(value))
+                parts.append(1)
+            else:
+                shares = [share for (share,) in self._columns(placement.ranks, name)]
+                columns.append(tuple(shares[placement.rank_of(stage)] for stage in range(placement.stages)))
+                parts.append(placement.chunks)
+        times = []
+        for forward, input_grad, weight_grad in zip(*columns, strict=True):
+            split = (forward / parts[0], input_grad / parts[1], weight_grad / parts[2])
+            full = (input_grad + weight_grad) / parts[1] if parts[1] == parts[2] else split[1] + split[2]
+            times.append((*split, full))
+        return tuple(times)
+
     def sharding_per_rank(self, ranks: int) -> tuple[tuple[float, float], ...]:
         """(gather, reduce) of each rank. Raises ConfigError for a list of another length."""
         return tuple((gather, reduce) for gather, reduce in self._columns(ranks, "gather", "reduce"))
@@ -116,12 +140,14 @@ def simulate(schedule: Schedule, costs: Costs, memory: Memory | None = None) -> 
     table = schedule.table
     duration, release = _durations(schedule, costs)
     hops = Hops.of(schedule.placement, costs.hop)
-    if schedule.has_messages or schedule.has_sharding or not hops.is_even:
+    is_even = all(row == duration[schedule.placement.rank_of(stage)] for stage, row in enumerate(duration))
+    if schedule.has_messages or schedule.has_sharding or not (hops.is_even and is_even):
         chunks = schedule.chunks
         travel = [(gather / chunks, reduce / chunks) for gather, reduce in costs.sharding_per_rank(schedule.ranks)]
         start, end, there = _play_any(table, duration, release, hops, travel)
     else:
-        start, end = _play(table, duration, release, hops.far)
+        ranks = schedule.ranks  # stage r is the first of rank r, and as long as its others
+        start, end = _play(table, duration[:ranks], release[:ranks], hops.far)
         there = [time + hops.far for time in end] if memory is not None else []
     lanes = [lane_of(op) for op in Op]
     row = zip(table.rank, [lanes[code] for code in table.code], table.cells, start, end, strict=True)
@@ -201,14 +227,14 @@ def _waited(
 
 
 def _durations(schedule: Schedule, costs: Costs) -> tuple[list[list[float]], list[list[float]]]:
-    """rank, code -> how long it takes, and after how long of it the result is released."""
+    """stage, code -> how long it takes, and after how long of it the result is released. A rank's slice of a vocabulary
+    has the name of its first stage."""
     duration, release = [], []
-    rows = zip(costs.per_rank(schedule.ranks), costs.vocabulary_per_rank(schedule.ranks), strict=True)
-    for (forward, input_grad, weight_grad), (look_up, score, score_grad) in rows:
+    slices = costs.vocabulary_per_rank(schedule.ranks)
+    for stage, times in enumerate(costs.stage_times(schedule.placement)):
+        look_up, score, score_grad = slices[schedule.placement.rank_of(stage)]
         shares = [0.0] * COMPUTE_CODES
-        shares[F], shares[I], shares[W] = forward, input_grad, weight_grad
-        shares[B] = input_grad + weight_grad
-        shares = [share / schedule.chunks for share in shares]
+        shares[F], shares[I], shares[W], shares[B] = times
         shares[L] = shares[G] = look_up
         shares[S], shares[T] = score, score_grad
         duration.append(shares)
@@ -224,7 +250,8 @@ _NOT_YET = -1.0  # times start at 0
 
 
 def _play(table: Table, duration: list[list[float]], release: list[list[float]], hop: float) -> _Times:
-    """Start and end of every cell of a compute-only schedule, where messages take one time between any two ranks.
+    """Start and end of every cell of a compute-only schedule, where messages take one time between any two ranks and a
+    rank's stages are equally long: `duration` and `release` by rank.
 
     Each rank runs on until it needs what has not been made; whoever makes it wakes it. Which ready rank goes first
     does not matter: the times are a function of the order of actions alone. It ends, since the schedule is valid.
@@ -294,15 +321,16 @@ def _play_any(
     start = [0.0] * len(table.code)
     end = [0.0] * len(table.code)
     released = [_NOT_YET] * len(table.code)
-    position, clock = table.offset[:-1], [0.0] * len(duration)
-    last_compute = [-1] * len(duration)
-    gathered, reduced = [0.0] * len(duration), [0.0] * len(duration)  # when the lanes are free
+    ranks = table.placement.ranks
+    position, clock = table.offset[:-1], [0.0] * ranks
+    last_compute = [-1] * ranks
+    gathered, reduced = [0.0] * ranks, [0.0] * ranks  # when the lanes are free
     whole = [0.0] * table.placement.stages  # when a stage that was opened is there
     there = [_NOT_YET] * len(table.code)
     busy = [0.0] * hops.links
     routes = _routes(table, hops)
     waiters: dict[int, list[int]] = {}
-    ready = list(range(len(duration)))
+    ready = list(range(ranks))
 
     def begins(rank: int, cell: int) -> tuple[int, float]:
         """The cell whose result is missing, or -1, and when the action can begin, as far as that is known."""
@@ -331,7 +359,7 @@ def _play_any(
         if kind in (SEND_F, SEND_B) and table.source(cell) == last_compute[rank]:
             return released[table.source(cell)]
         missing, now = begins(rank, cell)
-        return now + release[rank][kind] if missing < 0 and kind < COMPUTE_CODES else now
+        return now + release[table.cells[cell].stage][kind] if missing < 0 and kind < COMPUTE_CODES else now
 
     while ready:
         rank = ready.pop(ready.index(min(ready, key=asks)) if hops.is_shared else -1)
@@ -344,8 +372,9 @@ def _play_any(
                 break
             if kind < COMPUTE_CODES:
                 begin = now
-                released[cell] = now + release[rank][kind]
-                now += duration[rank][kind]
+                stage = table.cells[cell].stage
+                released[cell] = now + release[stage][kind]
+                now += duration[stage][kind]
                 last_compute[rank] = cell
             elif kind in (SEND_F, SEND_B):
                 source = table.source(cell)
