@@ -6,6 +6,7 @@ simulated, without hops. Everything but the seconds is a function of the models 
     equal     interleaved 1F1B of two chunks, the same number of layers in each stage, as Megatron-LM splits
     even      the same on the split of `atoll.stages`, as even by time as can be
     best      the best schedule of the catalogue on that split, of any placement, built for the costs where it takes any
+    within    the joint search in no more memory than `equal` keeps on its fullest rank; else memory is not limited
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 from atoll.errors import AtollError
 from atoll.ir import Placement
 from atoll.joint import Layer, split_and_order
-from atoll.schedules import CATALOGUE, build
+from atoll.schedules import CATALOGUE, Memory, build
 from atoll.sim import Costs, simulate
 from atoll.stages import BlockWeight, split_blocks
 from benchmarks.islands import tables
@@ -39,7 +40,7 @@ class Model:
 
     @property
     def all(self) -> list[Layer]:
-        return [Layer(0.01, 0.0, 0.02), *self.layers, Layer(self.head, self.head, self.head)]
+        return [Layer(0.01, 0.0, 0.02, 0.0, 0.0), *self.layers, Layer(self.head, self.head, self.head)]
 
 
 def block(matrices: float = 1.0, attention: float = 0.0) -> Layer:
@@ -90,6 +91,9 @@ def compared(model: Model, ranks: int, microbatches: int) -> dict[str, Any]:
     began = time.process_time()
     found = split_and_order(layers, ranks=ranks, microbatches=microbatches)
     seconds = time.process_time() - began
+    equal = _equal(len(layers), loop.stages)
+    limit = max(simulate(interleaved, _costs(layers, equal), _memory(layers, equal, loop)).peak_bytes)
+    within = split_and_order(layers, ranks=ranks, microbatches=microbatches, limit=limit)
     rivals = dict(_rivals(layers, ranks, microbatches))
     best = min(rivals, key=lambda name: rivals[name])
     return {
@@ -101,7 +105,10 @@ def compared(model: Model, ranks: int, microbatches: int) -> dict[str, Any]:
         "placement": [found.placement.kind, found.placement.chunks],
         "bound_of_split": found.bound,
         "work": microbatches * sum(layer.work for layer in layers) / ranks,
-        "equal": simulate(interleaved, _costs(layers, _equal(len(layers), loop.stages))).makespan,
+        "within": within.makespan,
+        "within_placement": [within.placement.kind, within.placement.chunks],
+        "limit": limit,
+        "equal": simulate(interleaved, _costs(layers, equal)).makespan,
         "even": simulate(interleaved, _costs(layers, _even(layers, loop))).makespan,
         "best": rivals[best],
         "best_name": best,
@@ -152,15 +159,25 @@ def _costs(layers: Sequence[Layer], way: tuple[int, ...]) -> Costs:
     )
 
 
+def _memory(layers: Sequence[Layer], way: tuple[int, ...], placement: Placement) -> Memory:
+    """As the joint search counts: each chunk of a rank as its largest one. A full backward keeps nothing for W."""
+    runs = [layers[first:last] for first, last in pairwise(accumulate(way, initial=0))]
+    kept = [sum(layer.activation for layer in run) for run in runs]
+    own = [[kept[stage] for stage in placement.stages_of(rank)] for rank in range(placement.ranks)]
+    return Memory(activation=tuple(placement.chunks * max(each) for each in own))
+
+
 def report(result: dict[str, Any]) -> str:
     """The page."""
     rows = result["rows"]
     lines = [
-        "| model | ranks | microbatches | placement | bubble | equal | even | best of the catalogue | search s |",
-        "|---|--:|--:|---|--:|--:|--:|---|--:|",
+        "| model | ranks | microbatches | placement | bubble | equal | even | best of the catalogue | in equal's memory "
+        "| search s |",
+        "|---|--:|--:|---|--:|--:|--:|---|--:|--:|",
         *map(_line, rows),
     ]
     ratios = {name: [row[name] / row["joint"] for row in rows] for name in ("equal", "even", "best")}
+    ratios["within"] = [row["equal"] / row["within"] for row in rows]
     summary = ["| joint search, times as fast as | mean | median | least | most |", "|---|--:|--:|--:|--:|"]
     summary += [
         f"| {_NAMES[name]} | {mean(values):.2f} | {median(values):.2f} | {min(values):.2f} | {max(values):.2f} |"
@@ -169,12 +186,14 @@ def report(result: dict[str, Any]) -> str:
     parts = [
         "# Uneven models",
         "Written by `python benchmarks/run.py uneven`. **Simulated**: layers take times in proportion to their "
-        "operations, hops take none, and memory is not limited.",
+        "operations, hops take none, and memory is not limited unless that is said.",
         tables.measured_in(result["environment"]) if "environment" in result else "",
         "`atoll.joint.split_and_order` chooses the layers of each stage, the placement and the order. *bubble*: what "
         "its step takes beyond the work, spread evenly over the ranks. The others in times of its step: *equal*, "
         "interleaved 1F1B of two chunks with the same number of layers in each stage; *even*, the same with layers "
-        "spread by time; *best*, the best schedule of the catalogue on the even split of its placement.",
+        "spread by time; *best*, the best schedule of the catalogue on the even split of its placement. *in equal's "
+        "memory*: how many times as fast as *equal* the search is in no more than that keeps on its fullest rank, each "
+        "layer keeping as much, and each chunk of a rank counted as its largest one.",
         "\n".join(summary),
         "\n".join(lines),
     ]
@@ -185,6 +204,7 @@ _NAMES: Mapping[str, str] = {
     "equal": "interleaved 1F1B, as many layers each",
     "even": "interleaved 1F1B, spread by time",
     "best": "the best of the catalogue, spread by time",
+    "within": "interleaved 1F1B, as many layers each, in its memory",
 }
 
 
@@ -199,6 +219,7 @@ def _line(row: Mapping[str, Any]) -> str:
         f"{row['equal'] / row['joint']:.2f}",
         f"{row['even'] / row['joint']:.2f}",
         f"{row['best'] / row['joint']:.2f} ({row['best_name']})",
+        f"{row['equal'] / row['within']:.2f}",
         f"{row['search_seconds']:.1f}",
     ]
     return f"| {' | '.join(cells)} |"
