@@ -35,14 +35,14 @@ from benchmarks.islands.scatter import PLOT, TOP, _Scale, scatter
 from benchmarks.islands.work import Chain, Text, Work
 from benchmarks.islands.work import Sleeping as Device
 from benchmarks.low_rank import bench as low_rank
-from benchmarks.slow_hop import bench as slow_hop
-from benchmarks.uneven import bench as uneven
 from benchmarks.matrix import bench as matrix
 from benchmarks.sharded_pipeline import bench as sharded_pipeline
 from benchmarks.sharded_pipeline import race as ranks_of_the_race
 from benchmarks.sharded_pipeline.settings import MICROBATCHES, Ours, Setting, Theirs, seeds
 from benchmarks.sharded_pipeline.work import DATA, PIPELINE
 from benchmarks.sharded_pipeline.work import Work as Sleeping
+from benchmarks.slow_hop import bench as slow_hop
+from benchmarks.uneven import bench as uneven
 from benchmarks.vocabulary import bench as vocabulary
 from benchmarks.who_gets_it_right import bench, contenders, verdict
 from benchmarks.who_gets_it_right.work import Work as Trained

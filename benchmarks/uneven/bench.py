@@ -171,8 +171,8 @@ def report(result: dict[str, Any]) -> str:
     """The page."""
     rows = result["rows"]
     lines = [
-        "| model | ranks | microbatches | placement | bubble | equal | even | best of the catalogue | in equal's memory "
-        "| search s |",
+        "| model | ranks | microbatches | placement | bubble | equal | even | best of the catalogue | in equal's "
+        "memory | search s |",
         "|---|--:|--:|---|--:|--:|--:|---|--:|--:|",
         *map(_line, rows),
     ]
