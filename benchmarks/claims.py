@@ -116,6 +116,37 @@ def emulated(raw: Raw) -> Figures:
     }  # fmt: skip
 
 
+def slow_hop(raw: Raw) -> Figures:
+    """Of each race the best automatic order in 1F1B's memory, and in twice that, beside the better of 1F1B and ZB-V."""
+    best: dict[bool, list[float]] = {False: [], True: []}
+    for race in raw["races"]:
+        for is_more, found in best.items():
+            within = f"{(1 + is_more) * race['ranks']} kept"
+            found.append(max(times for name, times in race["times_as_fast"].items() if name.endswith(f" {within}")))
+    return {
+        "ranks": to((race["ranks"] for race in raw["races"]), "d"),
+        "latencies": to((1e3 * race["latency_seconds"] for race in raw["races"]), "g"),
+        "same": to(best[False], ".2f"),
+        "more": to(best[True], ".2f"),
+        "over": max(row["over_simulation"] for race in raw["races"] for row in race["rows"]),
+    }
+
+
+def uneven(raw: Raw) -> Figures:
+    rows = raw["rows"]
+    ratios = {name: [row[name] / row["joint"] for row in rows] for name in ("equal", "best")}
+    within = [row["equal"] / row["within"] for row in rows]
+    return {
+        "models": len({row["model"] for row in rows}),
+        "equal": sum(ratios["equal"]) / len(rows),
+        "within": sum(within) / len(rows),
+        "least": min(within),
+        "most": max(within),
+        "best": to(ratios["best"], ".2f"),
+        "seconds": max(row["search_seconds"] for row in rows),
+    }
+
+
 def low_rank(raw: Raw) -> Figures:
     races = [seconds(race["rows"]) for race in raw["races"]]
     return {
@@ -493,6 +524,25 @@ ALL_CLAIMS = (
         result="{played} settings: {simulated} of the measured seconds",
         raw="sharded_pipeline",
         figures=sharded_pipeline,
+    ),
+    Claim(
+        what="a pipeline over two islands with a slow hop (**emulated device and network**)",
+        how="{ranks} ranks, half on each island, {latencies} ms between them; orders searched for the measured links "
+        "beside the better of 1F1B and ZB-V: [page](benchmarks/slow_hop/README.md)",
+        result="{same} times as fast in 1F1B's memory, {more} times in at most twice that; at most {over:.1%} over the "
+        "simulation",
+        raw="slow_hop",
+        figures=slow_hop,
+    ),
+    Claim(
+        what="models of uneven layers (**simulated**)",
+        how="split, placement and order chosen together for {models} models on 4 and 8 ranks, beside interleaved 1F1B "
+        "with as many layers in each stage: [page](benchmarks/uneven/README.md)",
+        result="{within:.2f} times as fast in the mean in no more memory, {least:.2f} to {most:.2f}; {equal:.2f} with "
+        "memory for any order; {best} times the best of the catalogue on an even split; a search takes at most "
+        "{seconds:.0f} s",
+        raw="uneven",
+        figures=uneven,
     ),
     Claim(
         what="a head of twice a rank's layers, split over 4 pipeline ranks (**emulated device**)",

@@ -28,6 +28,8 @@ SLOW = (
     "low_rank",
     "sharded_pipeline",
     "vocabulary",
+    "slow_hop",
+    "uneven",
     "published",
     "paired",
     "predictions",

@@ -18,6 +18,8 @@ RELEASE = {"fused": "fused backward", "early": "early release", "either": "any b
 
 DRAWN: Mapping[str, tuple[int, int]] = {
     "interleaved": (2, 4),
+    "gis": (2, 4),
+    "gis-h": (3, 4),
     "breadth-first": (2, 3),
     "zb-v": (2, 4),
     "v-half": (4, 3),
@@ -34,6 +36,8 @@ REFUSED: Mapping[str, Mapping[str, Any]] = {
     "gpipe": {"chunks": 2},
     "1f1b": {"chunks": 2},
     "interleaved": {"chunks": 0},
+    "gis": {"chunks": 0},
+    "gis-h": {"memory_limit": 2.0},
     "breadth-first": {"unit": 4},
     "zb-h1": {"memory_limit": 2.0},
     "zb-h2": {"chunks": 2},

@@ -22,6 +22,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from atoll.layouts import Layout
 from atoll.runtime.transport.shared_memory import SharedMemory, mapped
+from atoll.schedules import Link
 from atoll.testing import RankPool
 from benchmarks.islands import front, pages, search
 from benchmarks.islands.allocations import Allocations, library, shared_bytes
@@ -40,6 +41,8 @@ from benchmarks.sharded_pipeline import race as ranks_of_the_race
 from benchmarks.sharded_pipeline.settings import MICROBATCHES, Ours, Setting, Theirs, seeds
 from benchmarks.sharded_pipeline.work import DATA, PIPELINE
 from benchmarks.sharded_pipeline.work import Work as Sleeping
+from benchmarks.slow_hop import bench as slow_hop
+from benchmarks.uneven import bench as uneven
 from benchmarks.vocabulary import bench as vocabulary
 from benchmarks.who_gets_it_right import bench, contenders, verdict
 from benchmarks.who_gets_it_right.work import Work as Trained
@@ -398,6 +401,37 @@ def test_the_page_of_low_rank_adapters() -> None:
     races = [{"bits_a_second": 4e8, "rows": rows, "ratios": {"atoll-b / atoll-ING": 2.5}}]
     result = {"work": {"parameters": 90, "microbatches": 8}, "trained": 10, "races": races}
     assert "| b | 2.000 | 2.50 | 3.00 |" in low_rank.report(result).splitlines()
+
+
+def test_the_page_of_a_slow_hop() -> None:
+    def row(name: str, median: float, kept: float) -> dict[str, object]:
+        return {"name": name, "median_seconds": median, "seconds": [median], "kept": kept, "simulated_seconds": 1.0,
+                "over_simulation": median - 1}  # fmt: skip
+
+    rows = [row("1f1b", 1.5, 4.0), row("zb-v", 1.2, 4.0), row("auto, line, 4 kept", 1.0, 4.0)]
+    case = {"ranks": 4, "microbatches": 8, "latency_seconds": 0.04, "load": [0.5], "rows": rows, "bound_seconds": 0.9,
+            "messages": {"0 to 1": [0.0005, 0.0], "1 to 2": [0.007, 0.006]}}  # fmt: skip
+    page = slow_hop.report({"operation_seconds": 0.02, "races": [case]})
+    assert "| auto, line, 4 kept | 4 | 1000 | 1000 | 1000 | 0.0% | 1.20 |" in page.splitlines()
+    assert "across it takes 7.0 ms besides the latency, in a train 6.0 ms each" in page
+
+
+def test_links_of_two_islands_are_those_that_were_measured() -> None:
+    """Messages within take a latency; across they take their sender's link as long as in a train."""
+    pairs = [(0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2)]
+    measured = {pair: (0.008, 0.006) if set(pair) == {1, 2} else (0.0005, 0.0001) for pair in pairs}
+    links = slow_hop._links(measured, 2, 0.04)
+    assert links.between(0, 1) == Link(0.0005)
+    assert links.between(1, 2) == links.between(2, 1) == links.between(3, 0)
+    assert (links.between(1, 2).latency, links.between(1, 2).seconds) == pytest.approx((0.042, 0.006))
+
+
+def test_an_uneven_model_is_compared_with_its_rivals() -> None:
+    row = uneven.compared(uneven.MODELS[4], 4, 8)
+    assert row["work"] <= row["joint"] <= min(row["best"], row["even"], row["equal"]) * (1 + 1e-9)
+    assert row["joint"] <= row["within"] <= row["equal"] * (1 + 1e-9)
+    page = uneven.report({"rows": [row]})
+    assert f"| {row['joint'] / row['work'] - 1:.1%} | {row['equal'] / row['joint']:.2f} |" in page
 
 
 def test_the_matrix_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

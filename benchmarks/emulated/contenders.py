@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
-from atoll import schedules
 from atoll.ir import Placement, Schedule
 from atoll.layouts import Layout, Precision
 from atoll.models import adapter_for, weigh_blocks
 from atoll.plan import MeshShape, Plan
 from atoll.runtime.engine import Engine
+from atoll.runtime.transport import Transport
 from atoll.stages import split_blocks
 from atoll.testing.parity import whole_parameters
 from atoll.trace import Span
@@ -40,7 +40,7 @@ TORCH = {
 class Contender:
     """`step` trains on a batch; `gradients` are of the step before, which must have been the first.
 
-    schedule: what Atoll runs.  spans: this rank's timeline of the last step.
+    schedule: what Atoll runs.  spans: this rank's timeline of the last step.  transport: what Atoll sends with.
     """
 
     name: str
@@ -50,6 +50,7 @@ class Contender:
     schedule: Schedule | None = None
     spans: Callable[[], tuple[Span, ...]] = tuple
     close: Callable[[], None] = lambda: None
+    transport: Transport | None = None
 
 
 def atoll_engine(work: Work, device: Device, schedule: Schedule, *, post_validation: bool = False) -> Engine:
@@ -67,9 +68,8 @@ def atoll_engine(work: Work, device: Device, schedule: Schedule, *, post_validat
     return Engine(model, plan, optimizer=lambda groups: torch.optim.SGD(groups, lr=work.lr), clip=1e6, seed=work.seed)
 
 
-def atoll_contender(work: Work, device: Device, name: str) -> Contender:
-    """Atoll with a schedule of its catalogue."""
-    schedule = schedules.build(name, ranks=work.ranks, microbatches=work.microbatches)
+def atoll_contender(work: Work, device: Device, schedule: Schedule) -> Contender:
+    """Atoll with a schedule."""
     engine = atoll_engine(work, device, schedule)
     before = whole_parameters(engine)
 
@@ -77,13 +77,14 @@ def atoll_contender(work: Work, device: Device, name: str) -> Contender:
         return {key: (before[key] - value) / work.lr for key, value in whole_parameters(engine).items()}
 
     return Contender(
-        f"atoll {name}",
+        f"atoll {schedule.name}",
         schedule.chunks,
         engine.step,
         gradients,
         schedule,
         lambda: engine.trace().spans,
         engine.close,
+        engine.transport,
     )
 
 

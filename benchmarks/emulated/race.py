@@ -80,7 +80,8 @@ def race(work: Work, atoll: Sequence[str], rivals: Sequence[str], rounds: int) -
     """
     device = Device()
     with pausing_weights(work, device):
-        contenders = [atoll_contender(work, device, name) for name in atoll]
+        sizes = {"ranks": work.ranks, "microbatches": work.microbatches}
+        contenders = [atoll_contender(work, device, schedules.build(name, **sizes)) for name in atoll]
         contenders += [torch_contender(work, device, name) for name in rivals]
         records = [Record(each.name, each.chunks, each.schedule) for each in contenders]
         for record, contender in zip(records, contenders, strict=True):

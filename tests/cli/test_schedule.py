@@ -130,6 +130,18 @@ def test_text() -> None:
     assert "makespan 9, bubble 33.33%" in text
 
 
+def test_a_file_of_links(tmp_path: Path) -> None:
+    """A latency of 2 between the islands: two hops of it in the makespan; of the others none."""
+    file = tmp_path / "links.toml"
+    file.write_text("".join(f"[[link]]\nranks = {pair}\nlatency = 2\n" for pair in ([1, 2], [2, 1])))
+    plain, slow = payload(*COMMAND), payload(*COMMAND[:-1], str(file))
+    bounds = [found["lower_bound"] for found in (plain, slow)]
+    assert slow["makespan"] > plain["makespan"] + 4  # type: ignore[operator]
+    assert bounds == [51, 53]
+    split = payload(*COMMAND[:-1], str(file), "--split-head", "2")
+    assert split["makespan"] > slow["makespan"]  # type: ignore[operator]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -140,6 +152,7 @@ def test_text() -> None:
         ("gpipe --forward 1,2,3", "cost forward has 3 numbers for 4 ranks"),
         ("gpipe --weight-grad -1", "cost weight_grad is -1.0"),
         ("gpipe --hop nan", "cost hop is nan"),
+        ("gpipe --hop no-such-file.toml", "cannot read the links no-such-file.toml"),
         ("auto --objective speed", "--objective is 'speed': choose one of makespan, span"),
         ("auto --placement ring", "--placement is 'ring': choose one of line, loop, v"),
         ("auto --memory-limit 4,4,4,0.5", "rank 3 needs at least 1 bytes and may hold 0.5"),

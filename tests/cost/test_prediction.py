@@ -126,3 +126,21 @@ def test_what_fits() -> None:
     assert found.fits
     assert found.margin(0) == 80_000_000_000 - found.peak(0).total
     assert not predicted(mesh=MeshShape(), on=cluster(memory=5_000_000_000)).fits
+
+
+def test_each_pair_of_neighbours_has_its_own_link() -> None:
+    """Four stages on two nodes of two: stages 0 and 1 are on one node, 1 and 2 on two. Links take 10 ms and 1 s."""
+    bare = cluster().model_dump()
+    tables = {**bare, "node": {"devices": 2, "link": {"rate": 1e15, "latency": 0.01}}}
+    tables["network"] = {"rate": 1e15, "latency": 1.0}
+    mesh, split = MeshShape(4), {"layers_per_stage": (4, 4, 4, 4)}
+    found = predicted(mesh=mesh, on=Cluster.of(tables), **split)
+    latency = [[rates.to.get(other, rates.link("pp")).latency for other in (0, 1, 2, 3)] for rates in found.rates]
+    assert [latency[0][1], latency[1][0], latency[1][2], latency[2][1], latency[2][3]] == [0.01, 0.01, 1.0, 1.0, 0.01]
+    slow = {**tables, "node": {"devices": 1}}
+    everywhere = predicted(mesh=mesh, on=Cluster.of(slow), **split)
+    nowhere = predicted(mesh=mesh, on=cluster(), **split)
+    assert nowhere.seconds + 2 * 1.02 < found.seconds < everywhere.seconds - 2 * 1.98, (
+        "one slow hop each way, not three"
+    )
+    assert all(not rates.to for rates in (*everywhere.rates, *nowhere.rates))

@@ -68,3 +68,23 @@ def test_zb_v_has_a_bubble_where_costs_are_unequal(ranks: int) -> None:
     schedule = build("zb-v", ranks=ranks, microbatches=3 * ranks)
     for costs in (Costs(1, 1.2, 1), Costs(1, 1, 0.8), Costs(1.2, 1, 1)):
         assert simulate(schedule, costs).span_bubble_rate > 0.001
+
+
+@pytest.mark.parametrize(
+    ("ranks", "measured"),
+    [
+        (8, {"interleaved": 30, "1f1b": 24, "gis-h": 16}),  # 10.5B, sequences of 8,192
+        (8, {"gis": 13, "gis-h": 8}),  # of 4,096
+        (16, {"interleaved": 49, "gis": 38}),  # 18.1B, of 8,192
+    ],
+)
+def test_memory_of_gis_is_in_the_published_proportion(ranks: int, measured: dict[str, float]) -> None:
+    """PipeOffload, figure 15: GB of activations, whole numbers. Of the chunks a rank, which are not printed, 4 fit."""
+    kept = {}
+    for name in measured:
+        options = {"chunks": 4} if name != "1f1b" else {}
+        schedule = build(name, ranks=ranks, microbatches=4 * ranks, **options)
+        kept[name] = max(simulate(schedule, Costs()).peak_microbatches)
+    (base, whole), *others = measured.items()
+    for name, share in others:
+        assert kept[name] / kept[base] == pytest.approx(share / whole, rel=0.07), name

@@ -10,7 +10,7 @@ import typer
 
 if TYPE_CHECKING:
     from atoll.ir.schedule import Schedule
-    from atoll.schedules import Memory, Problem
+    from atoll.schedules import Links, Memory, Problem
     from atoll.schedules.problem import Objective
     from atoll.sim import Costs
     from atoll.trace import Trace
@@ -34,7 +34,9 @@ def command(
     forward: Annotated[str, typer.Option(help=f"Time of F {_COST}")] = "1",
     input_grad: Annotated[str, typer.Option(help=f"Time of I, the backward for the input, {_COST}")] = "1",
     weight_grad: Annotated[str, typer.Option(help=f"Time of W, the backward for the weights, {_COST}")] = "1",
-    hop: Annotated[float, typer.Option(help="Latency of a message between two ranks.")] = 0.0,
+    hop: Annotated[
+        str, typer.Option(help="Latency of a message between two ranks, or a TOML file with the link of each pair.")
+    ] = "0",
     fused_backward: Annotated[
         bool, typer.Option("--fused-backward", help="B sends the input's gradient at its end, not after its I part.")
     ] = False,
@@ -78,7 +80,7 @@ def command(
         forward=_numbers("--forward", forward),
         input_grad=_numbers("--input-grad", input_grad),
         weight_grad=_numbers("--weight-grad", weight_grad),
-        hop=hop,
+        hop=_hop(hop),
         fused_backward=fused_backward,
     )
     memory = Memory(
@@ -141,11 +143,12 @@ def _split_head(schedule: Schedule, costs: Costs, head: float) -> tuple[Schedule
     from dataclasses import replace
 
     from atoll.ir import insert_vocabulary
+    from atoll.schedules import Links
 
     each = head / schedule.ranks
     forward = sum(takes for takes, _, _ in costs.per_rank(schedule.ranks)) / schedule.ranks
     found = replace(costs, score=2 * each, score_grad=each)
-    relative = {"score": 2 * each / forward, "hop": costs.hop / forward} if forward else {}
+    relative = {"score": 2 * each / forward, "hop": Links.of(costs.hop).longest / forward} if forward else {}
     return insert_vocabulary(schedule, **relative), found
 
 
@@ -248,6 +251,16 @@ def _numbers(option: str, text: str) -> float | tuple[float, ...]:
             f"{option} is {text!r}: give a number, or one a rank separated by commas, as in 1,1.5"
         ) from None
     return numbers if len(numbers) > 1 else numbers[0]
+
+
+def _hop(text: str) -> float | Links:
+    """A number, or the links of a file."""
+    from atoll.schedules import Links
+
+    try:
+        return float(text)
+    except ValueError:
+        return Links.read(text)
 
 
 def _write(path: Path, text: str) -> None:

@@ -198,7 +198,7 @@ class Cluster(_Table):
         near = 1 if inner >= self.node.devices else min(sizes[axis], self.node.devices // inner)
         inside = self.node.link
         if near == sizes[axis]:
-            return Speed() if inside is None else Speed(latency=inside.latency, rate=inside.goodput)
+            return self.inside()
         if self.network is None:
             raise ConfigError(
                 f"ranks along {axis!r} are {inner * sizes[axis]} apart, a node has {self.node.devices} devices and the "
@@ -209,6 +209,17 @@ class Cluster(_Table):
         if inside is not None and near > 1:
             rate = min(rate, inside.goodput)
         return Speed(latency=self.network.latency, rate=rate)
+
+    def node_of(self, mesh: MeshShape, rank: int) -> int | None:
+        """The node on which all ranks of a pipeline rank are; None where they are on several."""
+        inner = mesh.data * mesh.tensor
+        first, last = rank * inner // self.node.devices, (rank * inner + inner - 1) // self.node.devices
+        return first if first == last else None
+
+    def inside(self) -> Speed:
+        """The link of a device within its node."""
+        link = self.node.link
+        return Speed() if link is None else Speed(latency=link.latency, rate=link.goodput)
 
 
 @lru_cache(maxsize=1)

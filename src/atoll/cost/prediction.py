@@ -26,6 +26,9 @@ from atoll.trace import Trace
 Parts = tuple[float, float, float]
 """Seconds of F, I and W of a block."""
 
+NEAR = "pp-near"
+"""The link of pipeline ranks on one node, where those at its ends have neighbours on other nodes."""
+
 SETTLED = 3
 """Steps that are played; the last one's length is that of those behind it."""
 
@@ -108,9 +111,23 @@ class Prediction:
 
     @property
     def links(self) -> dict[str, Speed]:
-        """The links between the pipeline ranks and between the data-parallel ones, by axis of the mesh."""
+        """The links between the pipeline ranks and between the data-parallel ones, by axis of the mesh; and that of
+        neighbouring pipeline ranks on one node, where others are on several."""
         mesh = self.plan.mesh
-        return {axis: self.given.along(mesh, axis) for axis in ("pp", "inter", "intra") if mesh.sizes[axis] > 1}
+        found = {axis: self.given.along(mesh, axis) for axis in ("pp", "inter", "intra") if mesh.sizes[axis] > 1}
+        if len(set(self._nodes)) > 1 and any(self._near(rank) for rank in range(mesh.pipeline)):
+            found[NEAR] = self.given.inside()
+        return found
+
+    @cached_property
+    def _nodes(self) -> tuple[int | None, ...]:
+        """The node of each pipeline rank, if it is one."""
+        return tuple(self.given.node_of(self.plan.mesh, rank) for rank in range(self.plan.mesh.pipeline))
+
+    def _near(self, rank: int) -> list[int]:
+        """The other pipeline ranks on the node of one."""
+        node = self._nodes[rank]
+        return [other for other, its in enumerate(self._nodes) if other != rank and its == node is not None]
 
     def rates_of(
         self,
@@ -129,7 +146,8 @@ class Prediction:
             seconds = self._by_instruction(rank, parts)
             seconds[Do.STEP, -1] = self._stepped(rank) * self.update_seconds * update
             seconds[Do.FINISH_F, -1] = seconds[Do.START_I, -1] = self.device.efficiency.pause * pause
-            found.append(Rates(seconds, message, links, self.ranks.slices.sent(rank)))
+            to = dict.fromkeys(self._near(rank), links[NEAR]) if NEAR in links else {}
+            found.append(Rates(seconds, message, links, self.ranks.slices.sent(rank), to))
         return tuple(found)
 
     @property

@@ -19,6 +19,9 @@ round trips from F to I and, with the smaller weight, their W. So
 since the first forwards come one by one, F apart, and the last microbatches go one by one, W apart. And no microbatch
 passes faster than alone.
 
+A link carries one message at a time, so the makespan is at least the time until the first one can ask for it + all that
+they take it + the least of what must follow one of them.
+
 Where other ranks' memory holds a rank up, it takes longer than that: see atoll.schedules.one_rank.
 """
 
@@ -47,24 +50,23 @@ def lower_bound(problem: Problem) -> float:
     known = [_by_work(problem, paths, rank) for rank in ranks]
     for rank, alone in one_rank_alone(problem, sorted(ranks, key=lambda rank: -known[rank])):
         known[rank] = max(known[rank], alone)
-    return max(max(known), *(_by_memory(problem, paths, rank, known[rank]) for rank in ranks))
+    found = [*known, *(_by_memory(problem, paths, rank, known[rank]) for rank in ranks)]
+    return max(*found, _by_links(problem, paths))
 
 
 def _paths(problem: Problem) -> _Paths:
-    placement, hop, takes = problem.placement, problem.timing.hop, problem.timing.takes
-    stages = placement.stages
-    home = [placement.rank_of(stage) for stage in range(stages)]
-    hops = [hop if home[stage] != home[stage + 1] else 0.0 for stage in range(stages - 1)]
+    hops, takes = problem.timing.hops, problem.timing.stages
+    stages = problem.placement.stages
     forward, backward, after = [0.0] * stages, [0.0] * stages, [0.0] * stages
     for stage in range(1, stages):
-        forward[stage] = forward[stage - 1] + takes[home[stage - 1]][F] + hops[stage - 1]
-    backward[-1] = forward[-1] + takes[home[-1]][F]
+        forward[stage] = forward[stage - 1] + takes[stage - 1][F] + hops.forward[stage - 1].least
+    backward[-1] = forward[-1] + takes[-1][F]
     for stage in range(stages - 2, -1, -1):
-        backward[stage] = backward[stage + 1] + takes[home[stage + 1]][I] + hops[stage]
-    after[0] = takes[home[0]][W]
+        backward[stage] = backward[stage + 1] + takes[stage + 1][I] + hops.backward[stage + 1].least
+    after[0] = takes[0][W]
     for stage in range(1, stages):
-        rest = hops[stage - 1] + takes[home[stage - 1]][I] + after[stage - 1]
-        after[stage] = max(takes[home[stage]][W], rest)
+        rest = hops.backward[stage].least + takes[stage - 1][I] + after[stage - 1]
+        after[stage] = max(takes[stage][W], rest)
     return _Paths(forward, backward, after)
 
 
@@ -74,14 +76,15 @@ def _by_work(problem: Problem, paths: _Paths, rank: int) -> float:
     takes = problem.timing.takes[rank]
     stages = placement.stages_of(rank)
     first, last = stages[0], stages[-1]
+    own = [problem.timing.stages[stage] for stage in stages]
     everything = placement.chunks * problem.microbatches
     work = everything * (takes[F] + takes[I] + takes[W])
 
     until_gradient = paths.backward[last] - paths.forward[first]
-    idle = max(0.0, until_gradient - problem.forwards_that_fit(rank) * takes[F])
-    alone = paths.backward[first] + takes[I] - paths.forward[first]
+    idle = max(0.0, until_gradient - problem.forwards_that_fit(rank) * max(row[F] for row in own))
+    alone = paths.backward[first] + own[0][I] - paths.forward[first]
     if problem.objective == "span":
-        return max(work + idle, alone + takes[W])
+        return max(work + idle, alone + own[0][W])
 
     pending = everything
     if bytes_of.weight_grad > 0 and math.isfinite(bytes_of.room):
@@ -89,8 +92,34 @@ def _by_work(problem: Problem, paths: _Paths, rank: int) -> float:
         room = bytes_of.room * placement.chunks * (1 + TOLERANCE)
         split, full = room / bytes_of.weight_grad, (room - bytes_of.activation) / bytes_of.weight_grad + 1
         pending = math.floor(min(everything, max(1.0, split, full)))
-    tail = max(0.0, paths.after[first] - pending * takes[W])
+    tail = max(0.0, paths.after[first] - pending * max(row[W] for row in own))
     return paths.forward[first] + max(work + idle + tail, alone + paths.after[first])
+
+
+def _by_links(problem: Problem, paths: _Paths) -> float:
+    """What the busiest link allows; 0 for the span, which need not have all of a link's messages in it."""
+    placement, hops, takes = problem.placement, problem.timing.hops, problem.timing.stages
+    if problem.objective == "span":
+        return 0.0
+    asked: dict[int, list[tuple[float, float, float]]] = {}  # earliest, seconds, what follows
+    for stage in range(placement.stages):
+        for hop, user in ((hops.forward[stage], stage + 1), (hops.backward[stage], stage - 1)):
+            if hop.link < 0:
+                continue
+            follows = hop.latency + takes[user][I] + paths.after[user]
+            if user > stage:
+                earliest = paths.forward[stage] + takes[stage][F]
+                follows += paths.backward[user] - paths.forward[user]
+            else:
+                earliest = paths.backward[stage] + takes[stage][I]
+            asked.setdefault(hop.link, []).append((earliest, hop.seconds, follows))
+    bounds = [
+        min(earliest for earliest, _, _ in rows)
+        + problem.microbatches * sum(seconds for _, seconds, _ in rows)
+        + min(follows for _, _, follows in rows)
+        for rows in asked.values()
+    ]
+    return max(bounds, default=0.0) * (1 - TOLERANCE)
 
 
 def _by_memory(problem: Problem, paths: _Paths, rank: int, known: float) -> float:
@@ -99,16 +128,19 @@ def _by_memory(problem: Problem, paths: _Paths, rank: int, known: float) -> floa
     if math.isinf(bytes_of.room) or bytes_of.activation == 0:
         return 0.0
     stages = problem.placement.stages_of(rank)
+    own = [problem.timing.stages[stage] for stage in stages]
     before = 0.0 if problem.objective == "span" else paths.forward[stages[0]]
-    round_trips = sum(paths.backward[stage] - paths.forward[stage] + takes[I] for stage in stages)
+    round_trips = sum(
+        paths.backward[stage] - paths.forward[stage] + row[I] for stage, row in zip(stages, own, strict=True)
+    )
     until_gradient = paths.backward[stages[-1]] - paths.forward[stages[0]]
     best = 0.0
     for weight in {0.0, 0.5, 1.0, min(1.0, bytes_of.weight_grad / bytes_of.activation)}:
         most = _most_kept(problem, rank, weight)
         needed = problem.microbatches * (round_trips + weight * chunks * takes[W])
-        needed += _ramp(most, takes[F], until_gradient)
-        if weight == 1.0 and until_gradient + most * takes[W] <= known - before:
-            needed += _ramp(most, takes[W], math.inf)
+        needed += _ramp(most, min(row[F] for row in own), until_gradient)
+        if weight == 1.0 and until_gradient + most * max(row[W] for row in own) <= known - before:
+            needed += _ramp(most, min(row[W] for row in own), math.inf)
         best = max(best, before + needed / most)
     return best * (1 - TOLERANCE)
 

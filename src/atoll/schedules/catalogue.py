@@ -17,6 +17,7 @@ from atoll.schedules.closed_form import ClosedForm, RankForm
 from atoll.schedules.controllable_memory import v_half, v_min
 from atoll.schedules.dualpipe_v import dualpipe_v
 from atoll.schedules.exact import optimal
+from atoll.schedules.generalized_interleaved import gis, gis_h
 from atoll.schedules.gpipe import gpipe
 from atoll.schedules.interleaved import interleaved
 from atoll.schedules.one_forward_one_backward import one_forward_one_backward
@@ -51,6 +52,18 @@ class Entry:
 _ONE_EACH = RankForm("min(m, p-r)", lambda sizes, rank: min(sizes.microbatches, sizes.ranks - rank))
 _INTERLEAVED = RankForm(
     "min(m, (2(p-r-1) + (v-1)g + 1)/v), g the largest group; min(m, p-r) for v = 1", forms.interleaved_peak
+)
+_GIS = RankForm(
+    "min(m, p - r/v)",
+    lambda sizes, rank: min(sizes.microbatches, sizes.ranks - rank / sizes.chunks),
+    "at most",
+)
+_GIS_H = RankForm(
+    "min(m, (p-r + (v-1)g)/v), g = ceil(p/2)",
+    lambda sizes, rank: min(
+        sizes.microbatches, (sizes.ranks - rank + (sizes.chunks - 1) * forms.half_group(sizes)) / sizes.chunks
+    ),
+    "at most",
 )
 _V = RankForm("min(m, p); for m < 2p-1 also at most (m+r+1)/2", forms.zero_bubble_v_peak)
 _HALF = RankForm("(p+2) // 2", lambda sizes, rank: (sizes.ranks + 2) // 2, "at most")
@@ -94,6 +107,30 @@ _ENTRIES = (
         bubbles=forms.INTERLEAVED,
         activations=_INTERLEAVED,
         kept=_INTERLEAVED,
+        placement="loop",
+        chunks=2,
+        options=("chunks",),
+    ),
+    Entry(
+        name="gis",
+        function=gis,
+        summary="interleaved 1F1B in 1F1B's memory, where p divides m",
+        paper="arXiv 2503.01328",
+        bubbles=forms.GENERALIZED_INTERLEAVED,
+        activations=_GIS,
+        kept=_GIS,
+        placement="loop",
+        chunks=2,
+        options=("chunks",),
+    ),
+    Entry(
+        name="gis-h",
+        function=gis_h,
+        summary="`gis` in about half of its memory, the more chunks the nearer",
+        paper="arXiv 2503.01328",
+        bubbles=forms.GENERALIZED_INTERLEAVED_HALF,
+        activations=_GIS_H,
+        kept=_GIS_H,
         placement="loop",
         chunks=2,
         options=("chunks",),

@@ -2,9 +2,11 @@
 
 [Note: the model]
 Every F, I and W is an interval of its rank, one at a time; each kind of each stage takes the microbatches in order. An
-action starts a hop after what it needs ends. A rank's bytes are a cumulative resource: of activation and weight
-gradient the smaller is held from the start of F to the end of W, and what the larger has more for its own part of that.
-Where weight gradients are larger, an I and its W may also be one full backward, which keeps only its activation.
+action starts a hop after what it needs ends. A message that takes its link is an interval of that link, one at a time
+in any order: more orders than there are, so the bound is still one. A rank's bytes are a cumulative resource: of
+activation and weight gradient the smaller is held from the start of F to the end of W, and what the larger has more for
+its own part of that. Where weight gradients are larger, an I and its W may also be one full backward, which keeps only
+its activation.
 Times are rounded down to whole ticks, so the bound is one, and what is found is played in true times afterwards.
 """
 
@@ -123,10 +125,12 @@ class _Model:
         self.cp: Any = cp_model.CpModel()
         self.known: Any = (cp_model.OPTIMAL, cp_model.FEASIBLE)
         placement, timing = problem.placement, problem.timing
+        hops = timing.hops
         total = sum(
-            problem.microbatches * (row[F] + row[I] + row[W]) * placement.chunks + 2 * timing.hop * placement.chunks
-            for row in timing.takes
+            problem.microbatches * (row[F] + row[I] + row[W]) * placement.chunks + 2 * hops.far * placement.chunks
+            for row in (max(timing.stages[rank :: placement.ranks], key=sum) for rank in range(placement.ranks))
         )
+        total += problem.microbatches * sum(hop.seconds for hop in (*hops.forward, *hops.backward))
         self.tick = self._tick(total)
         self.horizon = math.ceil(total / self.tick) + 4 * 3 * placement.stages * problem.microbatches
         self.start: dict[tuple[int, int, int], Any] = {}
@@ -138,8 +142,10 @@ class _Model:
 
     def _tick(self, total: float) -> float:
         """The largest tick in which all times are whole, if there is one that is not too small."""
-        times = sorted({time for row in self.problem.timing.takes for time in (row[F], row[I], row[W])})
-        times = [time for time in (*times, self.problem.timing.hop) if time > 0]
+        times = sorted({time for row in self.problem.timing.stages for time in (row[F], row[I], row[W])})
+        hops = self.problem.timing.hops
+        times += sorted({time for hop in (*hops.forward, *hops.backward) for time in (hop.latency, hop.seconds)})
+        times = [time for time in times if time > 0]
         if not times:
             return 1.0
         for parts in (1, 2, 4, 10, 20, 100, 200, 1000, 2000):
@@ -162,7 +168,7 @@ class _Model:
             intervals = []
             for stage in placement.stages_of(rank):
                 for op in (F, I, W):
-                    takes = self.ticks(self.problem.timing.takes[rank][op])
+                    takes = self.ticks(self.problem.timing.stages[stage][op])
                     for number in range(self.problem.microbatches):
                         start = cp.new_int_var(0, self.horizon, f"{stage}.{op}.{number}")
                         self.start[stage, op, number] = start
@@ -173,25 +179,39 @@ class _Model:
 
     def end(self, stage: int, op: int, number: int) -> Any:
         """When an action ends."""
-        rank = self.problem.placement.rank_of(stage)
-        return self.start[stage, op, number] + self.ticks(self.problem.timing.takes[rank][op])
+        return self.start[stage, op, number] + self.ticks(self.problem.timing.stages[stage][op])
 
     def _precedence(self) -> None:
-        placement, cp = self.problem.placement, self.cp
+        placement, cp, hops = self.problem.placement, self.cp, self.problem.timing.hops
         time = 0
         for stage in range(placement.ranks):  # the first action of each rank, as soon as it can be: no idling before it
-            cp.add(self.start[stage, F, 0] == time)
-            time += self.ticks(self.problem.timing.takes[stage][F]) + self.ticks(self.problem.timing.hop)
+            begin = self.start[stage, F, 0]
+            cp.add(begin >= time if hops.is_shared else begin == time)
+            hop = hops.forward[stage]
+            time += self.ticks(self.problem.timing.stages[stage][F]) + self.ticks(hop.seconds) + self.ticks(hop.latency)
+        carried: dict[int, list[Any]] = {}
         for number in range(self.problem.microbatches):
             for stage in range(placement.stages):
                 cp.add(self.start[stage, W, number] >= self.end(stage, I, number))
                 if stage + 1 == placement.stages:
                     cp.add(self.start[stage, I, number] >= self.end(stage, F, number))
                     continue
-                is_far = placement.rank_of(stage) != placement.rank_of(stage + 1)
-                hop = self.ticks(self.problem.timing.hop) if is_far else 0
-                cp.add(self.start[stage + 1, F, number] >= self.end(stage, F, number) + hop)
-                cp.add(self.start[stage, I, number] >= self.end(stage + 1, I, number) + hop)
+                for sent, op, used, hop in (
+                    (stage, F, stage + 1, hops.forward[stage]),
+                    (stage + 1, I, stage, hops.backward[stage + 1]),
+                ):
+                    leaves = self.end(sent, op, number)
+                    if hop.link >= 0:
+                        takes = self.ticks(hop.seconds)
+                        asks = cp.new_int_var(0, self.horizon, f"asks{sent}.{op}.{number}")
+                        cp.add(asks >= leaves)
+                        carried.setdefault(hop.link, []).append(
+                            cp.new_fixed_size_interval_var(asks, takes, f"sent{sent}.{op}.{number}")
+                        )
+                        leaves = asks + takes
+                    cp.add(self.start[used, op, number] >= leaves + self.ticks(hop.latency))
+        for intervals in carried.values():
+            cp.add_no_overlap(intervals)
 
     def _memory(self) -> None:
         """Bytes in whole parts of a limit; amounts that are no such parts are rounded so that the limit holds."""
@@ -258,7 +278,7 @@ class _Model:
             placed = []
             for (stage, op, number), start in self.start.items():
                 if placement.rank_of(stage) == rank:
-                    takes = self.ticks(self.problem.timing.takes[rank][op])  # what takes no time comes first
+                    takes = self.ticks(self.problem.timing.stages[stage][op])  # what takes no time comes first
                     along = -stage if op == I else stage
                     placed.append((solver.value(start), takes > 0, number, (F, I, W).index(op), along, stage))
             fused = {place for place, literal in self.fused.items() if solver.value(literal)}
@@ -287,7 +307,7 @@ class _Model:
                 kinds = {Op.F: (F,), Op.I: (I,), Op.W: (W,), Op.B: (I, W)}[action.op]
                 for op in kinds:
                     self.cp.add_hint(self.start[action.stage, op, action.microbatch], round(begin / self.tick))
-                    begin += self.problem.timing.takes[rank][op]
+                    begin += self.problem.timing.stages[action.stage][op]
                 if (action.stage, action.microbatch) in self.fused and action.op in (Op.I, Op.B):
                     self.cp.add_hint(self.fused[action.stage, action.microbatch], int(action.op is Op.B))
 

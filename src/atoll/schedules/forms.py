@@ -64,6 +64,54 @@ BREADTH_FIRST = (
 )
 
 
+def half_group(sizes: Sizes) -> int:
+    """Microbatches of a group of GIS-H: ceil(p/2)."""
+    return -(-sizes.ranks // 2)
+
+
+GENERALIZED_INTERLEAVED = (
+    ClosedForm(
+        text="(p-1)(T_F+T_I+T_W)/v",
+        domain="p divides m",
+        value=lambda sizes: (sizes.ranks - 1) * _full(sizes) / sizes.chunks,
+        within=lambda sizes: sizes.microbatches % sizes.ranks == 0,
+        backward="fused",
+    ),
+    ClosedForm(
+        text="(p-1)(T_F+T_I)/v",
+        domain="p divides m",
+        value=lambda sizes: (sizes.ranks - 1) * (sizes.forward + sizes.input_grad) / sizes.chunks,
+        within=lambda sizes: sizes.microbatches % sizes.ranks == 0,
+        backward="early",
+    ),
+)
+
+
+def _half_bubble(sizes: Sizes) -> float:
+    group = half_group(sizes)
+    late = sizes.ranks * sizes.input_grad - group * (sizes.input_grad + sizes.weight_grad)
+    ramp = (sizes.ranks - 1) * (sizes.forward + sizes.input_grad)
+    return (ramp + (sizes.chunks - 1) * ((sizes.ranks - group) * sizes.forward + max(0.0, late))) / sizes.chunks
+
+
+def _keeps_up(sizes: Sizes) -> bool:
+    """Whether groups of GIS-H are long enough for the pipeline's round trip, and all of them whole."""
+    group = half_group(sizes)
+    is_long = group * _full(sizes) >= sizes.ranks * max(sizes.forward, sizes.input_grad)
+    return sizes.microbatches % group == 0 and is_long and sizes.weight_grad <= sizes.forward
+
+
+GENERALIZED_INTERLEAVED_HALF = (
+    ClosedForm(
+        text="((p-1)(T_F+T_I) + (v-1)((p-g) T_F + max(0, p T_I - g(T_I+T_W))))/v, g = ceil(p/2)",
+        domain="g divides m, T_W <= T_F and p max(T_F, T_I) <= g(T_F+T_I+T_W)",
+        value=_half_bubble,
+        within=_keeps_up,
+        backward="early",
+    ),
+)
+
+
 def interleaved_peak(sizes: Sizes, rank: int) -> float:
     """Warm-up + 1 chunk forwards, as far as there are so many."""
     after = sizes.ranks - 1 - rank

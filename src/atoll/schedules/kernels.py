@@ -24,10 +24,15 @@ class Model(NamedTuple):
     """A problem in flat arrays.
 
     stage_of     rank * chunks + chunk -> stage
-    rank_of      stage -> rank;  chunk_of likewise
-    takes        rank * 4 + op -> time of a chunk;  gives: after how long of it the result is released
+    rank_of      stage -> rank
+    takes        stage * 4 + op -> time of a stage;  gives: after how long of it the result is released. Stage r is the
+                 first of rank r: rules that look at a rank as a whole take that one's times
     activation   rank -> bytes a chunk keeps from F to I;  weight_grad: from I to W
     room         rank -> bytes that may be kept
+    hops         2 * route -> latency of a message, 2 * route + 1 -> how long it takes its link;  0 inside a rank.
+                 The route of what a stage's F makes is the stage, of what its I makes stages + stage
+    link         route -> the link, or -1 where a message takes none
+    is_shared    1 where several ranks ask for one link, else 0
     """
 
     ranks: int
@@ -35,21 +40,23 @@ class Model(NamedTuple):
     microbatches: int
     stage_of: Integers
     rank_of: Integers
-    chunk_of: Integers
     takes: Floats
     gives: Floats
     activation: Floats
     weight_grad: Floats
     room: Floats
-    hop: float
+    hops: Floats
+    link: Integers
+    is_shared: int
 
 
 class Played(NamedTuple):
     """Working memory of `play`, and what it finds.
 
-    made         place -> when its result is released;  where: the cell that makes it
+    made         place -> when its result is where it is used;  where: the cell that makes it
     begin        cell -> when it starts;  source: place whose result it uses, or -1
     clock        rank -> when it ends;  cost: makespan and largest span
+    busy         link -> until when
     """
 
     made: Floats
@@ -62,6 +69,7 @@ class Played(NamedTuple):
     position: Integers
     wants: Integers
     stack: Integers
+    busy: Floats
 
 
 class Rules(NamedTuple):
@@ -96,6 +104,7 @@ class Listing(NamedTuple):
     pending: Integers
     head: Integers
     tail: Integers
+    busy: Floats
 
 
 @kernel
@@ -104,10 +113,13 @@ def play(model: Model, order: Integers, length: Integers, played: Played) -> boo
 
     As atoll.sim: each rank runs until it needs what has not been made; whoever makes it wakes it.
     """
+    if model.is_shared == 1:
+        return play_in_turn(model, order, length, played)
     made, begin, clock, where, source_of = played.made, played.begin, played.clock, played.where, played.source
     counts, position, wants, stack = played.counts, played.position, played.wants, played.stack
     ranks, chunks, microbatches = model.ranks, model.chunks, model.microbatches
-    takes, gives, hop, rank_of = model.takes, model.gives, model.hop, model.rank_of
+    takes, gives, rank_of = model.takes, model.gives, model.rank_of
+    busy, link, hops = played.busy, model.link, model.hops
     last = ranks * chunks - 1
     places = ranks * chunks * microbatches
     width = 3 * chunks * microbatches
@@ -115,6 +127,8 @@ def play(model: Model, order: Integers, length: Integers, played: Played) -> boo
         made[place] = -1.0
     for slot in range(2 * ranks * chunks):
         counts[slot] = 0
+    for number in range(len(busy)):
+        busy[number] = 0.0
     for rank in range(ranks):
         clock[rank] = 0.0
         position[rank] = 0
@@ -132,40 +146,42 @@ def play(model: Model, order: Integers, length: Integers, played: Played) -> boo
             number = order[base + at]
             op = number // chunks
             chunk = number - op * chunks
+            stage = model.stage_of[rank * chunks + chunk]
             if op == 2:
                 begin[base + at] = now
                 source_of[base + at] = -1
-                now += takes[rank * 4 + 2]
+                now += takes[stage * 4 + 2]
                 at += 1
                 continue
-            stage = model.stage_of[rank * chunks + chunk]
             if op == 0:
                 slot = rank * chunks + chunk
                 cell = stage * microbatches + counts[slot]
                 need = cell - microbatches if stage > 0 else -1
-                source = stage - 1
+                route = stage
                 user = stage + 1 if stage < last else -1
             else:
                 slot = (ranks + rank) * chunks + chunk
                 cell = places + stage * microbatches + counts[slot]
                 need = cell + microbatches if stage < last else cell - places
-                source = stage + 1 if stage < last else stage
+                route = last + 1 + stage
                 user = stage - 1
             if need >= 0:
                 arrival = made[need]
                 if arrival < 0.0:
                     wants[rank] = need
                     break
-                if rank_of[source] != rank:
-                    arrival += hop
                 if arrival > now:
                     now = arrival
             counts[slot] += 1
             begin[base + at] = now
             source_of[base + at] = need
-            made[cell] = now + gives[rank * 4 + op]
+            released = now + gives[stage * 4 + op]
+            if link[route] >= 0:
+                released = max(released, busy[link[route]]) + hops[2 * route + 1]
+                busy[link[route]] = released
+            made[cell] = released + hops[2 * route]
             where[cell] = base + at
-            now += takes[rank * 4 + op]
+            now += takes[stage * 4 + op]
             if user >= 0:
                 other = rank_of[user]
                 if wants[other] == cell:
@@ -175,16 +191,98 @@ def play(model: Model, order: Integers, length: Integers, played: Played) -> boo
             at += 1
         position[rank] = at
         clock[rank] = now
+    return measure(model, length, played)
+
+
+@kernel
+def measure(model: Model, length: Integers, played: Played) -> bool:
+    """What has been played costs, or False if a rank did not come to its end."""
+    width = 3 * model.chunks * model.microbatches
     makespan = 0.0
     span = 0.0
-    for rank in range(ranks):
-        if position[rank] < length[rank]:
+    for rank in range(model.ranks):
+        if played.position[rank] < length[rank]:
             return False
-        makespan = max(makespan, clock[rank])
-        span = max(span, clock[rank] - begin[rank * width])
+        makespan = max(makespan, played.clock[rank])
+        span = max(span, played.clock[rank] - played.begin[rank * width])
     played.cost[0] = makespan
     played.cost[1] = span
     return True
+
+
+@kernel
+def needed(model: Model, order: Integers, played: Played, rank: int) -> int:
+    """The place whose result the next action of a rank uses; -1 for none."""
+    chunks, microbatches = model.chunks, model.microbatches
+    number = order[rank * 3 * chunks * microbatches + played.position[rank]]
+    op = number // chunks
+    if op == 2:
+        return -1
+    slot = rank * chunks + number - op * chunks
+    stage = model.stage_of[slot]
+    stages = model.ranks * chunks
+    if op == 0:
+        return (stage - 1) * microbatches + played.counts[slot] if stage > 0 else -1
+    place = stage * microbatches + played.counts[stages + slot]
+    return stages * microbatches + place + microbatches if stage + 1 < stages else place
+
+
+@kernel
+def play_in_turn(model: Model, order: Integers, length: Integers, played: Played) -> bool:
+    """`play` where ranks share links: always the action goes on that releases its result first of those that may."""
+    ranks, chunks, microbatches = model.ranks, model.chunks, model.microbatches
+    stages = ranks * chunks
+    places, width = stages * microbatches, 3 * chunks * microbatches
+    made, clock, position, counts = played.made, played.clock, played.position, played.counts
+    for place in range(2 * places):
+        made[place] = -1.0
+    for slot in range(2 * stages):
+        counts[slot] = 0
+    for link in range(len(played.busy)):
+        played.busy[link] = 0.0
+    for rank in range(ranks):
+        clock[rank] = 0.0
+        position[rank] = 0
+    while True:
+        first = -1
+        soonest = NEVER
+        begun = 0.0
+        for rank in range(ranks):
+            if position[rank] == length[rank]:
+                continue
+            need = needed(model, order, played, rank)
+            now = clock[rank]
+            if need >= 0:
+                if made[need] < 0.0:
+                    continue
+                now = max(now, made[need])
+            number = order[rank * width + position[rank]]
+            op = number // chunks
+            stage = model.stage_of[rank * chunks + number - op * chunks]
+            released = now if op == 2 else now + model.gives[stage * 4 + op]
+            if released < soonest:
+                first, soonest, begun = rank, released, now
+        if first < 0:
+            return measure(model, length, played)
+        at = first * width + position[first]
+        op = order[at] // chunks
+        slot = first * chunks + order[at] - op * chunks
+        played.begin[at] = begun
+        played.source[at] = needed(model, order, played, first)
+        stage = model.stage_of[slot]
+        if op != 2:
+            route = stage if op == 0 else stages + stage
+            kind = slot if op == 0 else stages + slot
+            cell = route * microbatches + counts[kind]
+            counts[kind] += 1
+            link = model.link[route]
+            if link >= 0:
+                soonest = max(soonest, played.busy[link]) + model.hops[2 * route + 1]
+                played.busy[link] = soonest
+            made[cell] = soonest + model.hops[2 * route]
+            played.where[cell] = at
+        clock[first] = begun + model.takes[stage * 4 + op]
+        position[first] += 1
 
 
 @kernel
@@ -230,7 +328,11 @@ def fits(model: Model, order: Integers, length: Integers, rank: int, counts: Int
 def begin_action(
     model: Model, listing: Listing, order: Integers, length: Integers, rank: int, op: int, chunk: int, now: float
 ) -> None:
-    """Runs an action from `now`, and tells whoever uses its result when it arrives. For what makes an order."""
+    """Runs an action from `now`, and tells whoever uses its result when it arrives. For what makes an order.
+
+    Where ranks share a link, its messages go in the order in which what makes them begins, not in which it ends: what
+    an order costs, `play` says.
+    """
     ranks, chunks, microbatches = model.ranks, model.chunks, model.microbatches
     places = ranks * chunks * microbatches
     width = 3 * chunks * microbatches
@@ -241,15 +343,16 @@ def begin_action(
         listing.first[rank] = now
     order[rank * width + length[rank]] = op * chunks + chunk
     length[rank] += 1
-    end = now + model.takes[rank * 4 + op]
+    stage = model.stage_of[slot]
+    end = now + model.takes[stage * 4 + op]
     listing.free[rank] = end
     listing.when[rank] = end
     if op == 2:
         counts[2 * ranks * chunks + slot] += 1
         listing.held[rank] -= weight_grad
         return
-    stage = model.stage_of[slot]
-    released = now + model.gives[rank * 4 + op]
+    released = now + model.gives[stage * 4 + op]
+    route = stage
     if op == 0:
         place = stage * microbatches + counts[slot]
         counts[slot] += 1
@@ -271,8 +374,13 @@ def begin_action(
         if stage == 0:
             return
         target, user = place - microbatches, stage - 1
+        route += ranks * chunks
     other = model.rank_of[user]
-    arrival = released if other == rank else released + model.hop
+    link = model.link[route]
+    if link >= 0:
+        released = max(released, listing.busy[link]) + model.hops[2 * route + 1]
+        listing.busy[link] = released
+    arrival = released + model.hops[2 * route]
     listing.arrive[target] = arrival
     wake = max(arrival, listing.free[other])
     if wake < listing.when[other]:
@@ -289,6 +397,8 @@ def clear(model: Model, listing: Listing, length: Integers) -> None:
         listing.arrive[number] = 0.0
     for slot in range(3 * ranks * chunks):
         listing.counts[slot] = 0
+    for link in range(len(listing.busy)):
+        listing.busy[link] = 0.0
     for rank in range(ranks):
         listing.when[rank] = 0.0
         listing.free[rank] = 0.0

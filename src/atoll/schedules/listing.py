@@ -73,6 +73,7 @@ class _Lister:
         self.began = [0.0] * ranks
         self.pending: list[deque[Action]] = [deque() for _ in range(ranks)]
         self.kept = [0] * ranks
+        self.busy = [0.0] * timing.hops.links  # until when, per link
         self.arrived: dict[tuple[int, Op, int | None], float] = {}
         self.events: list[tuple[float, int]] = [(0.0, rank) for rank in range(ranks)]
 
@@ -125,7 +126,7 @@ class _Lister:
         if not row:
             self.began[rank] = now
         row.append(action)
-        end = now + self.timing.takes[rank][action.op.code]
+        end = now + self.timing.stages[action.stage][action.op.code]
         self.free[rank] = end
         heapq.heappush(self.events, (end, rank))
         if action.op is Op.W:
@@ -133,6 +134,7 @@ class _Lister:
             return
         self.left -= 1
         stage, op = action.stage, action.op
+        hop = (self.timing.hops.forward if op is Op.F else self.timing.hops.backward)[stage]
         if op is Op.F:
             self.kept[rank] += 1
             stage, op = (stage, Op.I) if stage == self.last_stage else (stage + 1, op)
@@ -142,6 +144,9 @@ class _Lister:
             if stage < 0:
                 return
         user = self.rank_of[stage]
-        arrival = end if user == rank else end + self.timing.hop
+        arrival = end
+        if hop.link >= 0:
+            arrival = self.busy[hop.link] = max(end, self.busy[hop.link]) + hop.seconds
+        arrival += hop.latency
         self.arrived[stage, op, action.microbatch] = arrival
         heapq.heappush(self.events, (arrival, user))

@@ -81,11 +81,10 @@ def pattern(model: Model, period: float, mode: int, taken: Floats, count: Intege
         stage = step if is_forward else 2 * stages - 1 - step
         rank = model.rank_of[stage]
         if step > 0 and step != stages:
-            before = stage - 1 if is_forward else stage + 1
-            if model.rank_of[before] != rank:
-                time += model.hop
-        takes = model.takes[rank * 4] if is_forward else model.takes[rank * 4 + 1]
-        weight = model.takes[rank * 4 + 2]
+            route = stage - 1 if is_forward else stages + stage + 1
+            time += model.hops[2 * route + 1] + model.hops[2 * route]
+        takes = model.takes[stage * 4] if is_forward else model.takes[stage * 4 + 1]
+        weight = model.takes[stage * 4 + 2]
         wanted = weight if mode == 2 or (mode == 1 and not is_forward) else 0.0
         occupied = takes + weight if mode == 3 and not is_forward else takes
         start = place(taken, count, rank, most, time, occupied, wanted, period)

@@ -26,7 +26,9 @@ def critical_cells(model: Model, order: Integers, played: Played, is_span: bool,
         rank = at // width
         before = at - 1
         if at > rank * width:
-            end = played.begin[before] + model.takes[rank * 4 + order[before] // model.chunks]
+            op = order[before] // model.chunks
+            stage = model.stage_of[rank * model.chunks + order[before] - op * model.chunks]
+            end = played.begin[before] + model.takes[stage * 4 + op]
             if played.begin[at] - end <= slack:
                 at = before
                 continue

@@ -46,8 +46,8 @@ class Chains(NamedTuple):
     """A problem's waits in flat arrays.
 
     rank_of      stage -> rank;  stage_of: rank * chunks + chunk -> stage
-    hops         stage -> time from the end of its forward to the next stage, and from that one's gradient to it
-    takes        rank * 3 + op -> time of a chunk's F, I or W
+    forward      stage -> least time of a message from its forward;  backward: from its gradient
+    takes        stage * 3 + op -> time of its F, I or W
     kept         rank -> most chunks of a stage between F and I
     pending      rank * (microbatches + 1) + kept -> most chunks between I and W beside so many kept
     """
@@ -56,7 +56,8 @@ class Chains(NamedTuple):
     microbatches: int
     rank_of: Integers
     stage_of: Integers
-    hops: Floats
+    forward: Floats
+    backward: Floats
     takes: Floats
     kept: Integers
     pending: Integers
@@ -99,7 +100,6 @@ def _chains(
     placement, timing = problem.placement, problem.timing
     microbatches, chunks = problem.microbatches, placement.chunks
     home = [placement.rank_of(stage) for stage in range(placement.stages)]
-    hops = [timing.hop if home[stage] != home[stage + 1] else 0.0 for stage in range(placement.stages - 1)]
     kept, pending, is_full = [], [], []
     for bytes_of in problem.bytes_of:
         room = max(bytes_of.room * (1 + TOLERANCE), bytes_of.activation) * chunks
@@ -113,8 +113,9 @@ def _chains(
         microbatches,
         of_integers(home),
         of_integers([stage for rank in range(placement.ranks) for stage in placement.stages_of(rank)]),
-        of_floats([*hops, 0.0]),
-        of_floats([row[op] for row in timing.takes for op in (F, I, W)]),
+        of_floats([hop.least for hop in timing.hops.forward]),
+        of_floats([hop.least for hop in timing.hops.backward]),
+        of_floats([row[op] for row in timing.stages for op in (F, I, W)]),
         of_integers(kept),
         of_integers(pending),
         of_integers(is_full),
@@ -137,12 +138,16 @@ def earliest(chains: Chains, anchor: int, starts: Floats) -> None:
     for number in range(microbatches):
         for stage in range(stages):
             rank = chains.rank_of[stage]
-            forward, backward, weight = chains.takes[3 * rank], chains.takes[3 * rank + 1], chains.takes[3 * rank + 2]
+            forward, backward, weight = (
+                chains.takes[3 * stage],
+                chains.takes[3 * stage + 1],
+                chains.takes[3 * stage + 2],
+            )
             place = stage * microbatches + number
             time = 0.0 if stage == anchor and number == 0 else NEVER
             if stage > 0:
-                before = chains.takes[3 * chains.rank_of[stage - 1]]
-                time = max(time, starts[place - microbatches] + before + chains.hops[stage - 1])
+                before = chains.takes[3 * (stage - 1)]
+                time = max(time, starts[place - microbatches] + before + chains.forward[stage - 1])
             if number > 0:
                 time = max(time, starts[place - 1] + forward)
             least = -NEVER
@@ -160,12 +165,16 @@ def earliest(chains: Chains, anchor: int, starts: Floats) -> None:
             starts[place] = max(time, least)
         for stage in range(stages - 1, -1, -1):
             rank = chains.rank_of[stage]
-            forward, backward, weight = chains.takes[3 * rank], chains.takes[3 * rank + 1], chains.takes[3 * rank + 2]
+            forward, backward, weight = (
+                chains.takes[3 * stage],
+                chains.takes[3 * stage + 1],
+                chains.takes[3 * stage + 2],
+            )
             place = stage * microbatches + number
             time = starts[place] + forward
             if stage + 1 < stages:
-                after = chains.takes[3 * chains.rank_of[stage + 1] + 1]
-                time = max(time, starts[places + place + microbatches] + after + chains.hops[stage])
+                after = chains.takes[3 * (stage + 1) + 1]
+                time = max(time, starts[places + place + microbatches] + after + chains.backward[stage + 1])
             if number > 0:
                 time = max(time, starts[places + place - 1] + backward)
             pending = max(1, chains.pending[rank * (microbatches + 1)])
@@ -188,7 +197,11 @@ def remaining(chains: Chains, owner: int, after: Floats) -> None:
     for number in range(microbatches - 1, -1, -1):
         for stage in range(stages):
             rank = chains.rank_of[stage]
-            forward, backward, weight = chains.takes[3 * rank], chains.takes[3 * rank + 1], chains.takes[3 * rank + 2]
+            forward, backward, weight = (
+                chains.takes[3 * stage],
+                chains.takes[3 * stage + 1],
+                chains.takes[3 * stage + 2],
+            )
             place = stage * microbatches + number
             last = stage * microbatches + microbatches
             time = 0.0 if owner in (-1, rank) else NEVER
@@ -216,20 +229,20 @@ def remaining(chains: Chains, owner: int, after: Floats) -> None:
             if number + 1 < microbatches:
                 time = max(time, after[places + place + 1] + backward)
             if stage > 0:
-                before = chains.takes[3 * chains.rank_of[stage - 1] + 1]
-                time = max(time, after[places + place - microbatches] + before + chains.hops[stage - 1])
+                before = chains.takes[3 * (stage - 1) + 1]
+                time = max(time, after[places + place - microbatches] + before + chains.backward[stage])
             if place + chains.kept[rank] < last:
                 time = max(time, after[place + chains.kept[rank]] + forward)
             after[places + place] = time
         for stage in range(stages - 1, -1, -1):
             rank = chains.rank_of[stage]
             place = stage * microbatches + number
-            time = after[places + place] + chains.takes[3 * rank + 1]
+            time = after[places + place] + chains.takes[3 * stage + 1]
             if stage + 1 < stages:
-                then = chains.takes[3 * chains.rank_of[stage + 1]]
-                time = max(time, after[place + microbatches] + then + chains.hops[stage])
+                then = chains.takes[3 * (stage + 1)]
+                time = max(time, after[place + microbatches] + then + chains.forward[stage])
             if number + 1 < microbatches:
-                time = max(time, after[place + 1] + chains.takes[3 * rank])
+                time = max(time, after[place + 1] + chains.takes[3 * stage])
             after[place] = time
 
 
@@ -243,7 +256,8 @@ def least_end(chains: Chains, rank: int, starts: Floats, after: Floats, left: Fl
     places = len(chains.rank_of) * microbatches
     for kind in range(kinds):
         at[kind] = 0
-        left[kind] = chains.takes[3 * rank + kind // chains.chunks]
+        stage = chains.stage_of[rank * chains.chunks + kind % chains.chunks]
+        left[kind] = chains.takes[3 * stage + kind // chains.chunks]
     now = NEVER
     end = 0.0
     while True:
@@ -268,7 +282,8 @@ def least_end(chains: Chains, rank: int, starts: Floats, after: Floats, left: Fl
             now += left[chosen]
             end = max(end, now + after[chosen_place])
             at[chosen] += 1
-            left[chosen] = chains.takes[3 * rank + chosen // chains.chunks]
+            stage = chains.stage_of[rank * chains.chunks + chosen % chains.chunks]
+            left[chosen] = chains.takes[3 * stage + chosen // chains.chunks]
         else:
             left[chosen] -= soon - now
             now = soon

@@ -95,16 +95,16 @@ def warm_up(
             released = free[rank] + backward
             continue
         held, time = listing.held[rank], free[rank]
+        route = model.ranks * model.chunks + rank + 1
+        arrival = released + (model.hops[2 * route + 1] + model.hops[2 * route])
         limit = model.room[rank] * (1.0 + 1e-9)
         while listing.counts[rank] + extra[rank] < microbatches and held + model.activation[rank] <= limit:
-            if (is_prompt and time + forward > released + model.hop) or (
-                not is_prompt and time >= released + model.hop
-            ):
+            if (is_prompt and time + forward > arrival) or (not is_prompt and time >= arrival):
                 break
             held += model.activation[rank]
             time += forward
             extra[rank] += 1
-        released = max(time, released + model.hop) + backward
+        released = max(time, arrival) + backward
     for rank in range(1, ranks):
         while extra[rank] > 0 and extra[rank] >= extra[rank - 1] and listing.counts[rank] + extra[rank] < microbatches:
             extra[rank] -= 1
@@ -122,7 +122,8 @@ def may_wait(model: Model, listing: Listing, gaps: Floats, rank: int, worst: flo
     after = rank + 1
     if counts[rank] < counts[after] + 2:
         return False
-    then = free[after] + takes[after * 4] + takes[after * 4 + 1] + model.hop
+    route = ranks + after
+    then = free[after] + takes[after * 4] + takes[after * 4 + 1] + (model.hops[2 * route + 1] + model.hops[2 * route])
     if free[rank] >= then:
         return True
     held = listing.held[rank] + model.activation[rank]

@@ -18,6 +18,7 @@ from atoll.schedules import kernels, moves
 from atoll.schedules.bounds import lower_bound
 from atoll.schedules.jit import IS_COMPILED, Floats, counts, floats, integers, zeros
 from atoll.schedules.kernels import Listing, Model, Played, Rules
+from atoll.schedules.links import Hops
 from atoll.schedules.problem import Problem
 from atoll.schedules.published import published_line, published_v
 
@@ -58,7 +59,8 @@ def model_of(problem: Problem) -> Model:
     """The problem in flat arrays."""
     placement, timing = problem.placement, problem.timing
     ranks, chunks = placement.ranks, placement.chunks
-    gives = [list(row) for row in timing.takes]
+    gives = [list(row) for row in timing.stages]
+    messages = (*timing.hops.forward, *timing.hops.backward)
     if not problem.fused_backward:
         for row in gives:
             row[3] = row[1]
@@ -68,13 +70,14 @@ def model_of(problem: Problem) -> Model:
         problem.microbatches,
         integers([stage for rank in range(ranks) for stage in placement.stages_of(rank)]),
         integers([placement.rank_of(stage) for stage in range(placement.stages)]),
-        integers([stage // ranks for stage in range(placement.stages)]),
-        floats([time for row in timing.takes for time in row]),
+        floats([time for row in timing.stages for time in row]),
         floats([time for row in gives for time in row]),
         floats([bytes_of.activation / chunks for bytes_of in problem.bytes_of]),
         floats([bytes_of.weight_grad / chunks for bytes_of in problem.bytes_of]),
         floats([bytes_of.room for bytes_of in problem.bytes_of]),
-        float(timing.hop),
+        floats([time for hop in messages for time in (hop.latency, hop.seconds)]),
+        integers([hop.link for hop in messages]),
+        int(timing.hops.is_shared),
     )
 
 
@@ -96,14 +99,19 @@ class Board:
         self.played = Played(
             made=zeros(2 * self.places), begin=zeros(self.cells), clock=zeros(ranks), cost=zeros(2),
             where=counts(2 * self.places), source=counts(self.cells), counts=counts(slots), position=counts(ranks),
-            wants=counts(ranks), stack=counts(ranks),
+            wants=counts(ranks), stack=counts(ranks), busy=zeros(problem.timing.hops.links),
         )  # fmt: skip
         self.listing = Listing(
             arrive=zeros(2 * self.places), when=zeros(ranks), free=zeros(ranks), held=zeros(ranks), first=zeros(ranks),
             counts=counts(slots), pending=counts(self.cells), head=counts(ranks), tail=counts(ranks),
+            busy=zeros(problem.timing.hops.links),
         )  # fmt: skip
         self.is_span = problem.objective == "span"
         self.spent = 0
+
+    def take(self, problem: Problem) -> None:
+        """Another problem of the same sizes and links, with other times and limits."""
+        self.problem, self.model = problem, model_of(problem)
 
     def of(self, cost: Floats) -> Cost:
         """Makespan and span, the objective first."""
@@ -268,14 +276,22 @@ def round_trips(problem: Problem) -> list[int]:
     """Per rank, chunk forwards that cover the time from its first forward to its first gradient."""
     placement, timing = problem.placement, problem.timing
     times, time = [], 0.0
-    home = [placement.rank_of(stage) for stage in range(placement.stages)]
     for stage in range(placement.stages - 1, -1, -1):
-        row = timing.takes[home[stage]]
-        time += row[0] + row[1] + (2 * timing.hop if stage + 1 < placement.stages else 0.0)
+        row = timing.stages[stage]
+        time += row[0] + row[1] + _there_and_back(timing.hops, stage)
         times.append(time)
     times.reverse()
     return [max(1, math.ceil(times[rank] / max(timing.takes[rank][0] + timing.takes[rank][1], 1e-300) - 1e-9))
             for rank in range(placement.ranks)]  # fmt: skip
+
+
+def _there_and_back(hops: Hops, stage: int) -> float:
+    """What messages to the next stage and from it take; a turn on one rank counts as the longest hop, so that the caps
+    which the search starts from are no smaller than they need be."""
+    if stage + 1 == len(hops.forward):
+        return 0.0
+    there, back = hops.forward[stage].least, hops.backward[stage + 1].least
+    return there + back if there + back > 0 else 2 * hops.far
 
 
 def keys_from(board: Board) -> Floats:

@@ -2,7 +2,8 @@
 
 [Note: the schedules' clock]
 The simulator stands above the schedules. Those that weigh orders against each other play them here, by the same rules
-(atoll.sim): a result reaches another rank one hop after it is released, inside a rank at once; the sender goes on.
+(atoll.sim): a result reaches another rank one hop after it is released, and after those that are before it on its link
+(atoll.schedules.links); inside a rank it is there at once. The sender goes on.
 """
 
 from __future__ import annotations
@@ -13,38 +14,52 @@ from typing import Protocol
 
 from atoll.ir.placement import Placement
 from atoll.ir.table import B, F, I, W
+from atoll.schedules.links import Hops, Links
 
 
 class StageCosts(Protocol):
     """What is read of costs; atoll.sim.Costs is one."""
 
     @property
-    def hop(self) -> float:
-        """Latency of a message between two ranks."""
+    def hop(self) -> float | Links:
+        """Latency of a message between two ranks, or the link of each pair of them."""
 
-    def per_rank(self, ranks: int) -> Sequence[tuple[float, float, float]]:
-        """(forward, input_grad, weight_grad) of each rank's whole share of a microbatch."""
+    def per_stage(self, placement: Placement) -> Sequence[tuple[float, float, float]]:
+        """(forward, input_grad, weight_grad) of each stage."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """`takes[rank][code]`: time of one chunk's F, I, W or B, by the op's code; `hop`: latency between ranks."""
+    """Times by the op's code, of F, I, W and B, and hops.
 
+    stages: of each stage.  takes: of each rank's chunks in the mean, for rules that look at a rank as a whole.
+    hops: between stages.
+    """
+
+    stages: tuple[tuple[float, ...], ...]
     takes: tuple[tuple[float, ...], ...]
-    hop: float = 0.0
+    hops: Hops
 
     @classmethod
     def of(cls, placement: Placement, costs: StageCosts | None) -> Timing:
         """The timing of `costs`; without them F, I and W of every chunk take 1 and hops nothing."""
-        per_rank = [(1.0, 1.0, 1.0)] * placement.ranks
-        hop = 0.0
+        times: Sequence[tuple[float, float, float]] = [(1.0, 1.0, 1.0)] * placement.stages
+        hop: float | Links = 0.0
         if costs is not None:
-            chunks = placement.chunks
-            per_rank = [(f / chunks, i / chunks, w / chunks) for f, i, w in costs.per_rank(placement.ranks)]
-            hop = costs.hop
-        rows = []
-        for forward, input_grad, weight_grad in per_rank:
-            row = [0.0] * len((F, I, W, B))
-            row[F], row[I], row[W], row[B] = forward, input_grad, weight_grad, input_grad + weight_grad
-            rows.append(tuple(row))
-        return cls(tuple(rows), hop)
+            times, hop = costs.per_stage(placement), costs.hop
+        rows = [_row(*each) for each in times]
+        means = [_mean([rows[stage] for stage in placement.stages_of(rank)]) for rank in range(placement.ranks)]
+        return cls(tuple(rows), tuple(means), Hops.of(placement, hop))
+
+
+def _row(forward: float, input_grad: float, weight_grad: float) -> tuple[float, ...]:
+    row = [0.0] * len((F, I, W, B))
+    row[F], row[I], row[W], row[B] = forward, input_grad, weight_grad, input_grad + weight_grad
+    return tuple(row)
+
+
+def _mean(rows: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+    """Of equal rows to the bit the same."""
+    if all(row == rows[0] for row in rows):
+        return rows[0]
+    return tuple(sum(column) / len(rows) for column in zip(*rows, strict=True))

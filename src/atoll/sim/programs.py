@@ -5,7 +5,8 @@ A rank plays its program as the runtime does: what computes and what waits goes 
 something on a link returns at once. A link of a rank carries one thing at a time, in the order in which it was begun; a
 gather over two levels takes the second link when the first is done with it, so two units may be on two links. A message
 takes its link for as long as its bytes need, and arrives a latency later. Ranks that share parameters play the same
-program at one time, and a link that they share gives each its part (`Speed.shared`). Pipeline ranks that share one
+program at one time, and a link that they share gives each its part (`Speed.shared`). A message to the next or the last
+stage takes the link to that rank (`Rates.to`), if there is one, else that of the axis. Pipeline ranks that share a link
 take turns on it, first come, first served (`Speed.pool`); a gather over two levels has its turn on the second link from
 when it begins. Sums of a few numbers take a link's latency. The first post-validated step begins with the one before
 settled.
@@ -14,8 +15,8 @@ settled.
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import heappop, heappush
@@ -74,22 +75,33 @@ class Rates:
     message: bytes that a stage sends for a microbatch, forward or backward.  messages: bytes of the sends that differ
     from it, by what sends and its stage, as those of a split vocabulary; where several ranks get a copy, of all copies.
     links: by axis ("pp", "inter", "intra"); one that is not there takes no time.
+    to: links to single pipeline ranks, for messages to a neighbouring stage there, in place of that of "pp".
     """
 
     compute: Mapping[tuple[Do, int], float] = field(default_factory=dict)
     message: float = 0.0
     links: Mapping[str, Speed] = field(default_factory=dict)
     messages: Mapping[tuple[Do, int], float] = field(default_factory=dict)
+    to: Mapping[int, Speed] = field(default_factory=dict)
 
     def link(self, axis: str) -> Speed:
         """A link by its axis."""
         return self.links.get(axis, _NONE)
+
+    @property
+    def every(self) -> Iterator[tuple[str | int, Speed]]:
+        """All links, by axis or by the rank that they lead to."""
+        yield from self.links.items()
+        yield from self.to.items()
 
 
 _NONE = Speed()
 
 _TRAVELS_AS = {Do.FETCH: Do.GATHER, Do.AHEAD: Do.RETURN}
 _SHOWN_AS = {Do.GATHER: Op.UNSHARD, Do.REDUCE: Op.REDUCE_GRAD, Do.SYNC: Op.REDUCE_GRAD}
+
+_NEIGHBOUR = {Do.SEND_F: 1, Do.SEND_B: -1}
+"""From the stage that sends to the one that receives."""
 
 Message = tuple[str, int, int, int]
 """What is sent (F, B, L, S or T; sums: A to all, P along the chain), the stage or the rank that sends it, the
@@ -151,9 +163,11 @@ def play(programs: Programs, rates: Sequence[Rates] | Rates, *, steps: int = 1) 
     if steps < 1:
         raise ConfigError(f"{steps} steps: at least one is played")
     table = _Messages(programs.ranks, placement)
+    users = Counter(name for own in each for name in {link.pool for _, link in own.every})
+    shared = {name for name, count in users.items() if name is not None and count > 1}
     pools: dict[str, list[float]] = {}
     ranks = [
-        _Rank(rank, program, own, table, pools, steps)
+        _Rank(rank, program, own, table, pools, shared, steps)
         for rank, (program, own) in enumerate(zip(programs.ranks, each, strict=True))
     ]
     arrived: dict[Message, tuple[float, float]] = {}
@@ -162,7 +176,7 @@ def play(programs: Programs, rates: Sequence[Rates] | Rates, *, steps: int = 1) 
     while ready:
         _, rank = heappop(ready)
         # Whoever takes a turn on a link that others share has to be the first in time who may.
-        missing = ranks[rank].run(arrived, ready[0][0] if ready and pools else math.inf)
+        missing = ranks[rank].run(arrived, ready[0][0] if ready and shared else math.inf)
         for message in ranks[rank].sent:
             for other in waiting.pop(message, ()):
                 heappush(ready, (ranks[other].now, other))
@@ -186,6 +200,7 @@ class _Messages:
     def __init__(self, programs: Sequence[Program], placement: Placement) -> None:
         self.last = placement.stages - 1
         self.ranks = placement.ranks
+        self.rank_of = [placement.rank_of(stage) for stage in range(placement.stages)]
         self.looked: dict[int, list[int]] = {}
         self.scored: dict[int, list[int]] = {}
         for rank, program in enumerate(programs):
@@ -198,6 +213,13 @@ class _Messages:
     def sent(self, rank: int, instruction: Instruction, step: int) -> Message:
         kind = instruction.do[-1]
         return kind, rank if kind in "LS" else instruction.action.stage, instruction.action.microbatch or 0, step
+
+    def receiver(self, instruction: Instruction) -> int | None:
+        """The rank of the neighbouring stage that a send is for; None for what slices of a vocabulary send and get."""
+        step = _NEIGHBOUR.get(instruction.do)
+        if step is None or not 0 <= instruction.action.stage + step <= self.last:
+            return None
+        return self.rank_of[instruction.action.stage + step]
 
     def needs(self, instruction: Instruction, step: int) -> list[Message]:
         stage, microbatch = instruction.action.stage, instruction.action.microbatch or 0
@@ -234,6 +256,7 @@ class _Rank:
         rates: Rates,
         messages: _Messages,
         pools: dict[str, list[float]],
+        shared: Collection[str],
         steps: int,
     ) -> None:
         self.number, self.program, self.rates, self.messages = number, program, rates, messages
@@ -246,11 +269,10 @@ class _Rank:
         self.now = 0.0
         self.sent: list[Message] = []
         self._step, self._steps = 0, steps
-        self._free = {
-            axis: [0.0] if link.pool is None else pools.setdefault(link.pool, [0.0])
-            for axis, link in rates.links.items()
+        self._free: dict[str | int, list[float]] = {
+            name: [0.0] if link.pool is None else pools.setdefault(link.pool, [0.0]) for name, link in rates.every
         }
-        self._pooled = {axis for axis, link in rates.links.items() if link.pool is not None}
+        self._pooled = {name for name, link in rates.every if link.pool in shared}
         self._coming: dict[int, float] = {}
         self._reducing: dict[tuple[int, Phase | None], deque[float]] = {}
         self._settled: dict[int, float] = {}
@@ -325,7 +347,7 @@ class _Rank:
     def _shares(self, step: Instruction) -> bool:
         """Whether an instruction begins something on a link that pipeline ranks share."""
         if step.do.startswith("SEND_"):
-            return PIPELINE in self._pooled
+            return self._leads_to(step) in self._pooled
         return any(axis in self._pooled for axis, _ in self._way(step))
 
     # ---- instructions: what each does at a time, and when the rank goes on
@@ -362,18 +384,19 @@ class _Rank:
         return now
 
     def _send(self, step: Instruction, now: float) -> float:
-        link = self.rates.link(PIPELINE)
-        free = self._free.setdefault(PIPELINE, [0.0])
+        name = self._leads_to(step)
+        link = self.rates.link(PIPELINE) if isinstance(name, str) else self.rates.to[name]
+        free = self._free.setdefault(name, [0.0])
         count = self.rates.messages.get((step.do, step.action.stage), self.rates.message)
         leaves = link.carry(free, now, link.seconds(count))
-        self._give(self.messages.sent(self.number, step, self._step), leaves, now)
+        self._give(self.messages.sent(self.number, step, self._step), leaves + link.latency, now)
         return now
 
     def _receive(self, step: Instruction, now: float) -> float:
         return self._wait(self.messages.needs(step, self._step), now)
 
     def _total(self, step: Instruction, now: float) -> float:
-        self._give(("A", self.number, 0, self._step), now, now)
+        self._tell("A", now)
         self._told = self._step
         return now
 
@@ -383,7 +406,7 @@ class _Rank:
         return self._wait([("A", rank, 0, self._told) for rank in ranks], now)
 
     def _pass(self, step: Instruction, now: float) -> float:
-        self._give(("P", self.number, 0, self._step), now, now)
+        self._tell("P", now)
         return now
 
     def _join(self, step: Instruction, now: float) -> float:
@@ -391,8 +414,17 @@ class _Rank:
 
     # ----
 
-    def _give(self, message: Message, leaves: float, now: float) -> None:
-        self._arrived[message] = leaves + self.rates.link(PIPELINE).latency, now
+    def _leads_to(self, step: Instruction) -> str | int:
+        """The link of a send: that to a rank, or that of the axis."""
+        receiver = self.messages.receiver(step)
+        return PIPELINE if receiver is None or receiver not in self.rates.to else receiver
+
+    def _tell(self, kind: str, now: float) -> None:
+        """A sum of a few numbers."""
+        self._give((kind, self.number, 0, self._step), now + self.rates.link(PIPELINE).latency, now)
+
+    def _give(self, message: Message, arrives: float, now: float) -> None:
+        self._arrived[message] = arrives, now
         self.sent.append(message)
 
     def _wait(self, messages: Sequence[Message], now: float) -> float:

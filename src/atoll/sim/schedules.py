@@ -3,7 +3,9 @@
 [Note: what the simulator assumes]
 A rank runs its actions in order, one at a time. A result reaches another rank one hop after it is released; the sender
 is not blocked, directions do not contend, and inside one rank it is there at once. F and I release at their end, B
-after its I part, or at its end where `fused_backward`. Sends and receives take no time of their own.
+after its I part, or at its end where `fused_backward`. Sends and receives take no time of their own. Where the hop is
+of `Links`, a message takes its link first, one at a time (atoll.schedules.links); what a split vocabulary sends between
+ranks that are no neighbours takes the longest hop of all, and no link.
 
 Gathers and reductions have a lane each on every rank, beside the computation: an UNSHARD begins when the rank has come
 to it and the one before is over, and what uses the stage waits for its end; nothing waits for a REDUCE_GRAD.
@@ -20,21 +22,39 @@ from functools import partial
 
 from atoll.errors import ConfigError
 from atoll.ir.action import COMPUTE_CODES, Action, Op
+from atoll.ir.placement import Placement
 from atoll.ir.schedule import Schedule
-from atoll.ir.table import REDUCE_GRAD, SEND_B, SEND_F, UNSHARD, B, F, G, I, L, S, T, Table, W
+from atoll.ir.table import (
+    RECV_B,
+    RECV_F,
+    REDUCE_GRAD,
+    SEND_B,
+    SEND_F,
+    UNSHARD,
+    B,
+    F,
+    G,
+    I,
+    L,
+    S,
+    T,
+    Table,
+    W,
+)
+from atoll.schedules.links import Hop, Hops, Links
 from atoll.schedules.memory import Held, Memory, RankMemory, levels_of
 from atoll.schedules.problem import TOLERANCE
 from atoll.trace import MemorySample, Span, Trace, lane_of
 
 Cost = float | Sequence[float]
-"""One number for all ranks, or one a rank."""
+"""One number for all ranks, or one a rank. F, I and W also one a stage: then of that stage, not of a rank's share."""
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
     """Seconds (or any one unit) of each rank's whole share of a microbatch: a chunk takes 1/chunks of them.
 
-    hop              latency of a message between two ranks
+    hop              latency of a message between two ranks, or the `Links` between them
     gather, reduce   an UNSHARD and a REDUCE_GRAD of all that the rank has; of a chunk 1/chunks
     look_up          an L, and a G: the rank's slice of the embedding
     score            an S, which scores and makes the gradient of what is scored; score_grad a T, the slice's own
@@ -46,7 +66,7 @@ class Costs:
     forward: Cost = 1.0
     input_grad: Cost = 1.0
     weight_grad: Cost = 1.0
-    hop: float = 0.0
+    hop: float | Links = 0.0
     fused_backward: bool = False
     gather: Cost = 0.0
     reduce: Cost = 0.0
@@ -57,6 +77,8 @@ class Costs:
     def __post_init__(self) -> None:
         for name in (f.name for f in fields(self) if f.name != "fused_backward"):
             value = getattr(self, name)
+            if isinstance(value, Links):
+                continue
             for number in value if isinstance(value, Sequence) else (value,):
                 if not (math.isfinite(number) and number >= 0):
                     raise ConfigError(f"cost {name} is {number}: it must be a finite number, 0 or more")
@@ -64,6 +86,29 @@ class Costs:
     def per_rank(self, ranks: int) -> tuple[tuple[float, float, float], ...]:
         """(forward, input_grad, weight_grad) of each rank. Raises ConfigError for a list of another length."""
         return tuple((f, i, w) for f, i, w in self._columns(ranks, "forward", "input_grad", "weight_grad"))
+
+    def per_stage(self, placement: Placement) -> tuple[tuple[float, float, float], ...]:
+        """(forward, input_grad, weight_grad) of each stage. Raises ConfigError for a list of another length."""
+        return tuple((f, i, w) for f, i, w, _ in self.stage_times(placement))
+
+    def stage_times(self, placement: Placement) -> tuple[tuple[float, float, float, float], ...]:
+        """The same and a full backward, which is rounded once where its parts are a rank's."""
+        columns, parts = [], []
+        for name in ("forward", "input_grad", "weight_grad"):
+            value = getattr(self, name)
+            if isinstance(value, Sequence) and len(value) == placement.stages:
+                columns.append(tuple(value))
+                parts.append(1)
+            else:
+                shares = [share for (share,) in self._columns(placement.ranks, name)]
+                columns.append(tuple(shares[placement.rank_of(stage)] for stage in range(placement.stages)))
+                parts.append(placement.chunks)
+        times = []
+        for forward, input_grad, weight_grad in zip(*columns, strict=True):
+            split = (forward / parts[0], input_grad / parts[1], weight_grad / parts[2])
+            full = (input_grad + weight_grad) / parts[1] if parts[1] == parts[2] else split[1] + split[2]
+            times.append((*split, full))
+        return tuple(times)
 
     def sharding_per_rank(self, ranks: int) -> tuple[tuple[float, float], ...]:
         """(gather, reduce) of each rank. Raises ConfigError for a list of another length."""
@@ -94,12 +139,16 @@ def simulate(schedule: Schedule, costs: Costs, memory: Memory | None = None) -> 
     """
     table = schedule.table
     duration, release = _durations(schedule, costs)
-    if schedule.has_messages or schedule.has_sharding:
+    hops = Hops.of(schedule.placement, costs.hop)
+    is_even = all(row == duration[schedule.placement.rank_of(stage)] for stage, row in enumerate(duration))
+    if schedule.has_messages or schedule.has_sharding or not (hops.is_even and is_even):
         chunks = schedule.chunks
         travel = [(gather / chunks, reduce / chunks) for gather, reduce in costs.sharding_per_rank(schedule.ranks)]
-        start, end = _play_lowered(table, duration, release, costs.hop, travel)
+        start, end, there = _play_any(table, duration, release, hops, travel)
     else:
-        start, end = _play(table, duration, release, costs.hop)
+        ranks = schedule.ranks  # stage r is the first of rank r, and as long as its others
+        start, end = _play(table, duration[:ranks], release[:ranks], hops.far)
+        there = [time + hops.far for time in end] if memory is not None else []
     lanes = [lane_of(op) for op in Op]
     row = zip(table.rank, [lanes[code] for code in table.code], table.cells, start, end, strict=True)
     with _paused_collector():
@@ -112,7 +161,7 @@ def simulate(schedule: Schedule, costs: Costs, memory: Memory | None = None) -> 
         mine = [spans[cell] for cell in range(*table.offset[rank : rank + 2]) if table.code[cell] < COMPUTE_CODES]
         levels = levels_of((span.action for span in mine), schedule.chunks, bytes_of)
         samples += _samples(rank, mine, levels, bytes_of)
-        inputs = _inputs(schedule, rank, end, costs.hop)
+        inputs = _inputs(schedule, rank, end, there)
         waits.append(_waited(mine, levels, inputs, bytes_of, schedule.chunks))
     return Trace(spans, schedule.ranks, schedule.chunks, tuple(samples), tuple(waits))
 
@@ -144,17 +193,17 @@ def _samples(rank: int, spans: list[Span], levels: list[Held], memory: RankMemor
     return samples
 
 
-def _inputs(schedule: Schedule, rank: int, end: list[float], hop: float) -> dict[int, list[float]]:
-    """Stage -> when the input of each of its forwards is there."""
+def _inputs(schedule: Schedule, rank: int, end: list[float], there: list[float]) -> dict[int, list[float]]:
+    """Stage -> when the input of each of its forwards is there. there: when what a cell makes is on the next rank."""
     table, arrivals = schedule.table, {}
     for stage in schedule.placement.stages_of(rank):
         if stage == 0:
             arrivals[stage] = [0.0] * schedule.microbatches
             continue
-        latency = hop if table.rank_of_stage[stage - 1] != rank else 0.0
+        times = there if table.rank_of_stage[stage - 1] != rank else end
         first = (stage - 1) * schedule.microbatches
-        made = table.at[F][first : first + schedule.microbatches]
-        arrivals[stage] = [end[cell] + latency for cell in made]
+        made = table.at[SEND_F if table.has_messages and times is there else F]
+        arrivals[stage] = [times[cell] for cell in made[first : first + schedule.microbatches]]
     return arrivals
 
 
@@ -178,14 +227,14 @@ def _waited(
 
 
 def _durations(schedule: Schedule, costs: Costs) -> tuple[list[list[float]], list[list[float]]]:
-    """rank, code -> how long it takes, and after how long of it the result is released."""
+    """stage, code -> how long it takes, and after how long of it the result is released. A rank's slice of a vocabulary
+    has the name of its first stage."""
     duration, release = [], []
-    rows = zip(costs.per_rank(schedule.ranks), costs.vocabulary_per_rank(schedule.ranks), strict=True)
-    for (forward, input_grad, weight_grad), (look_up, score, score_grad) in rows:
+    slices = costs.vocabulary_per_rank(schedule.ranks)
+    for stage, times in enumerate(costs.stage_times(schedule.placement)):
+        look_up, score, score_grad = slices[schedule.placement.rank_of(stage)]
         shares = [0.0] * COMPUTE_CODES
-        shares[F], shares[I], shares[W] = forward, input_grad, weight_grad
-        shares[B] = input_grad + weight_grad
-        shares = [share / schedule.chunks for share in shares]
+        shares[F], shares[I], shares[W], shares[B] = times
         shares[L] = shares[G] = look_up
         shares[S], shares[T] = score, score_grad
         duration.append(shares)
@@ -201,7 +250,8 @@ _NOT_YET = -1.0  # times start at 0
 
 
 def _play(table: Table, duration: list[list[float]], release: list[list[float]], hop: float) -> _Times:
-    """Start and end of every cell of a compute-only schedule.
+    """Start and end of every cell of a compute-only schedule, where messages take one time between any two ranks and a
+    rank's stages are equally long: `duration` and `release` by rank.
 
     Each rank runs on until it needs what has not been made; whoever makes it wakes it. Which ready rank goes first
     does not matter: the times are a function of the order of actions alone. It ends, since the schedule is valid.
@@ -254,53 +304,77 @@ def _gathered(needs: Sequence[int], released: Sequence[float]) -> tuple[int, flo
     return missing, max(released[cell] for cell in needs)
 
 
-def _play_lowered(
+def _play_any(
     table: Table,
     duration: list[list[float]],
     release: list[list[float]],
-    hop: float,
+    hops: Hops,
     travel: Sequence[tuple[float, float]],
-) -> _Times:
-    """The same with messages and sharding actions in place: receives wait, sends take what was released.
+) -> tuple[list[float], list[float], list[float]]:
+    """The same on any links, with messages and sharding actions in place if they are there: receives wait, sends take
+    what was released. The third list is when what a cell makes or sends is on the neighbour's rank.
 
     A send that follows its producer leaves at the release, though the rank is still busy with the rest of a B; one
-    that is placed later leaves when the rank comes to it.
+    that is placed later leaves when the rank comes to it. Where ranks share a link, the rank goes on that asks for one
+    first, an action at a time: a rank without its input has not asked yet, and is found waiting.
     """
     start = [0.0] * len(table.code)
     end = [0.0] * len(table.code)
     released = [_NOT_YET] * len(table.code)
-    position, clock = table.offset[:-1], [0.0] * len(duration)
-    last_compute = [-1] * len(duration)
-    gathered, reduced = [0.0] * len(duration), [0.0] * len(duration)  # when the lanes are free
+    ranks = table.placement.ranks
+    position, clock = table.offset[:-1], [0.0] * ranks
+    last_compute = [-1] * ranks
+    gathered, reduced = [0.0] * ranks, [0.0] * ranks  # when the lanes are free
     whole = [0.0] * table.placement.stages  # when a stage that was opened is there
+    there = [_NOT_YET] * len(table.code)
+    busy = [0.0] * hops.links
+    routes = _routes(table, hops)
     waiters: dict[int, list[int]] = {}
-    ready = list(range(len(duration)))
+    ready = list(range(ranks))
+
+    def begins(rank: int, cell: int) -> tuple[int, float]:
+        """The cell whose result is missing, or -1, and when the action can begin, as far as that is known."""
+        needed, now = table.need[cell], clock[rank]
+        if needed >= 0:
+            if released[needed] < 0:
+                return needed, now
+            arrival = released[needed]
+            if table.crosses[cell]:
+                is_next = table.code[cell] in _STEPS and table.code[needed] in _STEPS
+                arrival = there[needed] if is_next else arrival + hops.far
+            now = max(now, arrival)
+        if cell in table.others:
+            missing, arrival = _gathered(table.others[cell], released)
+            if missing >= 0:
+                return missing, now
+            now = max(now, arrival + hops.far)
+        if table.code[cell] in (F, I, B):
+            now = max(now, whole[table.cells[cell].stage])
+        return -1, now
+
+    def asks(rank: int) -> float:
+        """When a rank's next action asks for a link at the earliest."""
+        cell = position[rank]
+        kind = table.code[cell]
+        if kind in (SEND_F, SEND_B) and table.source(cell) == last_compute[rank]:
+            return released[table.source(cell)]
+        missing, now = begins(rank, cell)
+        return now + release[table.cells[cell].stage][kind] if missing < 0 and kind < COMPUTE_CODES else now
+
     while ready:
-        rank = ready.pop()
-        now = clock[rank]
+        rank = ready.pop(ready.index(min(ready, key=asks)) if hops.is_shared else -1)
         for cell in range(position[rank], table.offset[rank + 1]):
-            needed, kind = table.need[cell], table.code[cell]
-            begin = now
-            if needed >= 0:
-                arrival = released[needed]
-                if arrival < 0:
-                    waiters.setdefault(needed, []).append(rank)
-                    position[rank] = cell
-                    break
-                now = max(now, arrival + hop if table.crosses[cell] else arrival)
-            if cell in table.others:
-                missing, arrival = _gathered(table.others[cell], released)
-                if missing >= 0:
-                    waiters.setdefault(missing, []).append(rank)
-                    position[rank] = cell
-                    break
-                now = max(now, arrival + hop)
+            kind, begin = table.code[cell], clock[rank]
+            missing, now = begins(rank, cell)
+            if missing >= 0:
+                waiters.setdefault(missing, []).append(rank)
+                position[rank] = cell
+                break
             if kind < COMPUTE_CODES:
-                if kind in (F, I, B):
-                    now = max(now, whole[table.cells[cell].stage])
                 begin = now
-                released[cell] = now + release[rank][kind]
-                now += duration[rank][kind]
+                stage = table.cells[cell].stage
+                released[cell] = now + release[stage][kind]
+                now += duration[stage][kind]
                 last_compute[rank] = cell
             elif kind in (SEND_F, SEND_B):
                 source = table.source(cell)
@@ -316,7 +390,34 @@ def _play_lowered(
             elif kind == REDUCE_GRAD:
                 start[cell] = max(now, reduced[rank])
                 end[cell] = reduced[rank] = start[cell] + travel[rank][1]
+            clock[rank] = now
+            route = routes[cell]
+            if route is not None:
+                there[cell] = _carry(route, busy, released[cell])
             if cell in waiters:
                 ready.extend(waiters.pop(cell))
-        clock[rank] = now
-    return start, end
+            if hops.is_shared and cell + 1 < table.offset[rank + 1]:
+                position[rank] = cell + 1
+                ready.append(rank)
+                break
+    return start, end, there
+
+
+_STEPS = (F, I, B, SEND_F, RECV_F, SEND_B, RECV_B)
+"""Of those, what goes from a stage to the next one: neither L, S, T nor G on any side."""
+
+
+def _routes(table: Table, hops: Hops) -> list[Hop | None]:
+    """The hop of what each cell sends to its neighbour: a send, or what computes where there are no sends."""
+    forward, backward = ((SEND_F,), (SEND_B,)) if table.has_messages else ((F,), (I, B))
+    return [
+        hops.forward[action.stage] if code in forward else hops.backward[action.stage] if code in backward else None
+        for code, action in zip(table.code, table.cells, strict=True)
+    ]
+
+
+def _carry(hop: Hop, busy: list[float], asked: float) -> float:
+    """When a message is there that asks for its link."""
+    if hop.link >= 0:
+        asked = busy[hop.link] = max(asked, busy[hop.link]) + hop.seconds
+    return asked + hop.latency
