@@ -19,6 +19,7 @@ A key beside `preset` replaces the preset's, one of `efficiency` that of its tab
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Mapping
 from functools import lru_cache
@@ -210,11 +211,20 @@ class Cluster(_Table):
             rate = min(rate, inside.goodput)
         return Speed(latency=self.network.latency, rate=rate)
 
-    def node_of(self, mesh: MeshShape, rank: int) -> int | None:
-        """The node on which all ranks of a pipeline rank are; None where they are on several."""
-        inner = mesh.data * mesh.tensor
-        first, last = rank * inner // self.node.devices, (rank * inner + inner - 1) // self.node.devices
-        return first if first == last else None
+    def share_nodes(self, mesh: MeshShape, one: int, other: int) -> bool:
+        """Whether two pipeline ranks are on one node in each of the pipelines that run side by side."""
+        devices, sizes = self.node.devices, mesh.sizes
+        axes = list(sizes)
+        at = axes.index("pp")
+        stride = math.prod(sizes[axis] for axis in axes[at + 1 :])
+        outer = math.prod(sizes[axis] for axis in axes[:at])
+        # Pipelines begin at every one of these places in a node, which come again after as many.
+        begins = {
+            (number * stride * mesh.pipeline + inner) % devices
+            for number in range(min(outer, devices))
+            for inner in range(min(stride, devices))
+        }
+        return all((first + one * stride) // devices == (first + other * stride) // devices for first in begins)
 
     def inside(self) -> Speed:
         """The link of a device within its node."""

@@ -115,19 +115,16 @@ class Prediction:
         neighbouring pipeline ranks on one node, where others are on several."""
         mesh = self.plan.mesh
         found = {axis: self.given.along(mesh, axis) for axis in ("pp", "inter", "intra") if mesh.sizes[axis] > 1}
-        if len(set(self._nodes)) > 1 and any(self._near(rank) for rank in range(mesh.pipeline)):
+        if any(map(self.near, range(mesh.pipeline))) and not all(
+            self.given.share_nodes(mesh, 0, rank) for rank in range(mesh.pipeline)
+        ):
             found[NEAR] = self.given.inside()
         return found
 
-    @cached_property
-    def _nodes(self) -> tuple[int | None, ...]:
-        """The node of each pipeline rank, if it is one."""
-        return tuple(self.given.node_of(self.plan.mesh, rank) for rank in range(self.plan.mesh.pipeline))
-
-    def _near(self, rank: int) -> list[int]:
+    def near(self, rank: int) -> list[int]:
         """The other pipeline ranks on the node of one."""
-        node = self._nodes[rank]
-        return [other for other, its in enumerate(self._nodes) if other != rank and its == node is not None]
+        mesh, others = self.plan.mesh, range(self.plan.mesh.pipeline)
+        return [other for other in others if other != rank and self.given.share_nodes(mesh, rank, other)]
 
     def rates_of(
         self,
@@ -146,7 +143,7 @@ class Prediction:
             seconds = self._by_instruction(rank, parts)
             seconds[Do.STEP, -1] = self._stepped(rank) * self.update_seconds * update
             seconds[Do.FINISH_F, -1] = seconds[Do.START_I, -1] = self.device.efficiency.pause * pause
-            to = dict.fromkeys(self._near(rank), links[NEAR]) if NEAR in links else {}
+            to = dict.fromkeys(self.near(rank), links[NEAR]) if NEAR in links else {}
             found.append(Rates(seconds, message, links, self.ranks.slices.sent(rank), to))
         return tuple(found)
 

@@ -25,6 +25,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from atoll.cost import Prediction
+from atoll.cost.prediction import NEAR
 from atoll.ir import Op, Schedule
 from atoll.ir.action import COMPUTE_CODES
 from atoll.ir.residency import counts, insert_sharding
@@ -133,16 +134,19 @@ class Skeleton:
 
     def _makespan(self, mesh: MeshShape) -> float:
         """From the first start to the last end."""
-        hop = 0.0
-        if mesh.pipeline > 1:
-            link = self.base.given.along(mesh, "pp")
-            hop = link.latency + link.seconds(self.base.message_bytes)
-        if hop not in self._makespans:
-            self._makespans[hop] = _played(self._schedule.table, self._takes, hop)
-        return self._makespans[hop]
+        real = replace(self.base, plan=replace(self.base.plan, mesh=mesh))
+        links, count = real.links, self.base.message_bytes
+        hops = {name: links[name].latency + links[name].seconds(count) for name in ("pp", NEAR) if name in links}
+        near = tuple(tuple(real.near(rank)) for rank in range(mesh.pipeline)) if NEAR in links else ()
+        key = tuple(hops.values()), near
+        if key not in self._makespans:
+            ranks = range(mesh.pipeline)
+            hop = [[hops.get(NEAR if near and other in near[rank] else "pp", 0.0) for other in ranks] for rank in ranks]
+            self._makespans[key] = _played(self._schedule.table, self._takes, hop)
+        return self._makespans[key]
 
     @cached_property
-    def _makespans(self) -> dict[float, float]:
+    def _makespans(self) -> dict[object, float]:
         return {}
 
     @cached_property
@@ -326,8 +330,8 @@ def _along(axis: str, moves: Moves) -> int:
     return sum(move.axis.value == axis for move in moves)
 
 
-def _played(table: Table, takes: Sequence[Sequence[float]], hop: float) -> float:
-    """When the last cell of a compute-only schedule ends."""
+def _played(table: Table, takes: Sequence[Sequence[float]], hop: Sequence[Sequence[float]]) -> float:
+    """When the last cell of a compute-only schedule ends. hop: seconds of a message from one rank to another."""
     code, need, crosses, cells = table.code, table.need, table.crosses, table.cells
     released = [-1.0] * len(code)
     position, clock = table.offset[:-1], [0.0] * (len(table.offset) - 1)
@@ -344,7 +348,8 @@ def _played(table: Table, takes: Sequence[Sequence[float]], hop: float) -> float
                 position[rank] = cell
                 break
             for other in needs:
-                now = max(now, released[other] + (hop if crosses[cell] and other == need[cell] else 0.0))
+                is_message = crosses[cell] and other == need[cell]
+                now = max(now, released[other] + (hop[table.rank[other]][rank] if is_message else 0.0))
             kind, own = code[cell], takes[cells[cell].stage]
             # The input's gradient of a full backward leaves before the weights' gradients are made.
             released[cell] = now + (own[I] if kind == FULL else own[kind])
