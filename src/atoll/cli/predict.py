@@ -15,21 +15,6 @@ if TYPE_CHECKING:
 
 CLUSTER = "A TOML file: the devices and links that the plan runs on."
 
-PARTS = {
-    "forward": "forward (F)",
-    "backward": "backward (I)",
-    "weights": "weights' gradients (W)",
-    "tensor": "tensor-parallel collectives",
-    "optimizer": "optimizer",
-    "other": "other",
-    "bubble": "pipeline bubble",
-    "messages": "messages between stages",
-    "gathers": "gathers of parameters",
-    "reductions": "reductions of gradients",
-    "sums": "sums at the step's end",
-}
-"""What the parts of a breakdown are called."""
-
 EXAMPLE = """
     [device]
     preset = "h100-80gb"
@@ -136,7 +121,7 @@ def _seconds(prediction: Prediction) -> Iterator[str]:
 
 
 def _parts(breakdown: Sequence[Breakdown]) -> Iterator[str]:
-    from atoll.cost.breakdown import busiest_rank, mean
+    from atoll.cost.breakdown import PARTS, busiest_rank, mean
 
     busiest = busiest_rank(breakdown)
     columns = {f"rank {busiest}, the busiest": breakdown[busiest]}
