@@ -23,6 +23,12 @@ def command(
         Path | None, typer.Option(help=f"{CLUSTER} If not given, run.cluster, or that of the run.")
     ] = None,
     asks: Annotated[bool, typer.Option("--ask", help="Answer the questions named by KEYS, or list them.")] = False,
+    system: Annotated[
+        str | None,
+        typer.Option(
+            "--as", metavar="SYSTEM", help="Write the plan as settings of torchtitan, deepspeed, megatron or fsdp2."
+        ),
+    ] = None,
     keys: Annotated[
         list[str] | None, typer.Argument(help="Keys of questions, after --ask.", show_default=False)
     ] = None,
@@ -40,13 +46,16 @@ def command(
     each with choice, value, was, refusal, seconds, tokens_per_second, fits, margin_bytes, peak of the fullest rank and
     difference (seconds, parts, cause, bytes), layouts also with intra_bytes, inter_bytes, busy_seconds and hidden;
     undone, names of the alternatives that undo a choice; measured, null without a run. With --ask: answers, each with
-    key, question, sentences and alternatives.
+    key, question, sentences and alternatives. With --as: system, version, files (text by name), launch and limits.
     """
     from atoll.explain import ask, text
     from atoll.explain import values as plain
 
     if asks and not keys:
         typer.echo("\n".join(text.questions()))
+        return
+    if system is not None:
+        _settings(system, config, tuple(overrides or ()), cluster, as_json=as_json)
         return
     explanation = _explanation(config, tuple(overrides or ()), cluster)
     if asks:
@@ -60,6 +69,32 @@ def command(
         _echo_json(plain.values(explanation))
         return
     lines = list(text.describe(explanation))  # nothing is printed where something is refused
+    typer.echo("\n".join(lines))
+
+
+def _settings(system: str, path: Path, overrides: tuple[str, ...], cluster: Path | None, *, as_json: bool) -> None:
+    """Print the plan of a config, or of a run's, as another system's settings. A cluster is not needed."""
+    from dataclasses import asdict
+
+    from atoll.config import load
+    from atoll.cost import Cluster
+    from atoll.settings import settings_for
+    from atoll.training.folder import RunFolder
+    from atoll.training.prediction import predict
+
+    loaded = load(RunFolder(path).config if path.is_dir() else path, overrides)
+    named = cluster or loaded.run.cluster
+    prediction = predict(loaded, loaded.to_plan(), None if named is None else Cluster.read(named))
+    found = settings_for(system, loaded, prediction)
+    if as_json:
+        _echo_json(asdict(found))
+        return
+    lines = [f"{found.system}: settings after the documentation of {found.version}"]
+    for name, text in found.files.items():
+        lines += ["", f"==> {name} <==", text.rstrip()]
+    lines += ["", "start it with", *(f"  {line}" for line in found.launch)]
+    if found.limits:
+        lines += ["", "not expressed:", *(f"  - {limit}" for limit in found.limits)]
     typer.echo("\n".join(lines))
 
 
