@@ -15,22 +15,17 @@ VERSION = "DeepSpeed 0.19.2"
 def deepspeed(subject: Subject) -> Settings:
     """Of a subject."""
     plan, train = subject.plan, subject.config.train
-    block = zero_block(plan.layout, plan.mesh.intra)
     limits = subject.shared_limits()
-    if block is None:
-        nearest = zero_block(_nearest(subject), plan.mesh.intra)
-        limits.append(
-            f"layout {plan.layout}: ZeRO has stages 1, 2 and 3, MiCS and hpZ; the file has {_nearest(subject)} instead"
-        )
-        block = nearest
+    block = zero_block(plan.layout, plan.mesh.intra) or zero_block(_nearest(subject), plan.mesh.intra)
     assert block is not None
+    if plan.mesh.pipeline > 1 and block["stage"] > 1:
+        block = {"stage": 1}
+        limits.append(f"layout {plan.layout}: PipelineEngine refuses ZeRO stages above 1; the file has stage 1")
+    elif zero_block(plan.layout, plan.mesh.intra) is None:
+        limits.append(
+            f"layout {plan.layout}: there are stages 1, 2 and 3, MiCS and hpZ; the file has stage {block['stage']}"
+        )
     if plan.mesh.pipeline > 1:
-        if block["stage"] > 1:
-            limits.append(
-                f"ZeRO stage {block['stage']} under a pipeline: PipelineEngine refuses stages above 1, so the file "
-                "has 1"
-            )
-            block = {"stage": 1}
         limits.append(
             f"the pipeline itself in JSON: build a deepspeed.pipe.PipelineModule with num_stages={plan.mesh.pipeline}"
         )

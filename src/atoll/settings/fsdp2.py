@@ -67,9 +67,13 @@ def accumulate(
         is_last = number == len(microbatches)
         model.set_requires_gradient_sync({syncs})
         model.set_reshard_after_backward({frees})
-        model.set_is_last_backward(is_last)
+        model.set_is_last_backward(is_last){all_reduce}
         (loss_of(model, batch) / len(microbatches)).backward()
 '''
+
+
+ALL_REDUCE = """
+        model.set_requires_all_reduce(is_last)  # between groups once a step"""
 
 
 def fsdp2(subject: Subject) -> Settings:
@@ -106,6 +110,7 @@ def fsdp2(subject: Subject) -> Settings:
         "often": "with the last one" if once else "each time",
         "syncs": "is_last" if once else True,
         "frees": "is_last" if keeps else True,
+        "all_reduce": ALL_REDUCE if sharding.kind == HYBRID else "",
         "device_type": "next(model.parameters()).device.type",
         "is_half": plan.precision.compute in ("bfloat16", "float16"),
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from atoll.ir import Op
 from atoll.ir.text import to_csv
 from atoll.layouts import Level
 from atoll.settings.subject import FULL, HYBRID, Settings, Subject, TorchSharding
@@ -22,7 +23,7 @@ SCHEDULES: Mapping[str, str] = {
 }
 """Our names -> those of torch.distributed.pipelining."""
 
-SPLIT_BACKWARD = ("zb-v", "dualpipe-v")
+SPLIT_BACKWARD = ("ZBVZeroBubble", "DualPipeV")
 
 FLAVORS: Mapping[tuple[int, int, int, int, int], str] = {
     (4096, 32, 32, 8, 14336): "8B",
@@ -57,10 +58,11 @@ def torchtitan(subject: Subject) -> Settings:
                 "gradients that are sharded under a pipeline: they stay whole until the last microbatch, as with "
                 "reduction `step` here"
             )
-        if sharding.reshards and plan.schedule.name in SPLIT_BACKWARD:
+        if sharding.reshards and _splits_backward(subject, parallelism):
+            parallelism["fsdp_reshard_after_forward"] = "never"
             limits.append(
                 "parameters resharded after the forward under a split backward: torch loses weight gradients there "
-                "without an error; use fsdp_reshard_after_forward = 'never'"
+                "without an error, so the file has fsdp_reshard_after_forward = 'never'"
             )
     if mesh.tensor > 1 and not plan.sequence_parallel:
         limits.append("tensor parallelism without sequence parallelism: torchtitan's llama3 has both together")
@@ -138,6 +140,12 @@ def _pipeline(subject: Subject, files: dict[str, str], limits: list[str]) -> dic
         )
     found["module_fqns_per_model_part"] = [_modules(subject, run) for run in subject.stages]
     return found
+
+
+def _splits_backward(subject: Subject, parallelism: Mapping[str, Any]) -> bool:
+    """Whether the schedule of the file has I and W: one of torch's that does, or ours as CSV."""
+    splits = any(action.op is Op.W for row in subject.plan.schedule.actions for action in row)
+    return splits or parallelism["pipeline_parallel_schedule"] in SPLIT_BACKWARD
 
 
 def _modules(subject: Subject, run: range) -> list[str]:
