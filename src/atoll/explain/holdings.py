@@ -65,6 +65,8 @@ def holding(prediction: Prediction, rank: int) -> Holding:
     instructions = prediction.ranks.programs.ranks[rank].instructions
     totals = [held.total for held in prediction.held(rank)]
     at = totals.index(prediction.peak(rank).total)  # 0 is between steps, n what follows n instructions
+    # Within the last I of a microbatch its activations are still there.
+    played = instructions[: at - 1] if at and instructions[at - 1].do is Do.I else instructions[:at]
     names = [block.name for block in prediction.ranks.model.blocks]
     return Holding(
         rank,
@@ -72,7 +74,7 @@ def holding(prediction: Prediction, rank: int) -> Holding:
         instructions[at - 1] if at else None,
         tuple(names[block] for block in prediction.ranks.blocks_of(rank)),
         tuple(_state(prediction, rank)),
-        tuple(_in_flight(prediction, rank, instructions[:at])),
+        tuple(_in_flight(prediction, rank, played)),
     )
 
 

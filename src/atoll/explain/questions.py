@@ -354,8 +354,8 @@ def _faster(explanation: Explanation) -> Sentences:
         return ("No single change of a choice fits and is faster.",), ()
     best = better[0]
     return (
-        f"{len(better)} single changes fit and are faster. The fastest is {best.name} ({phrases.setting(best)}): it "
-        f"{phrases.outcome(best)}.",
+        f"Of the single changes {len(better)} fit and are faster. The fastest is {best.name} "
+        f"({phrases.setting(best)}): it {phrases.outcome(best)}.",
     ), better
 
 

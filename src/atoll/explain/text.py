@@ -38,7 +38,7 @@ def describe(explanation: Explanation) -> Iterator[str]:
             "",
             "Predicted and measured",
             "----------------------",
-            *_measured(explanation, explanation.measured),
+            *measured(explanation, explanation.measured),
         )
 
 
@@ -281,26 +281,25 @@ def _situations(explanation: Explanation) -> Iterator[str]:
             yield from phrases.wrapped(f"{each.value} is refused: {each.refusal}")
 
 
-def _measured(explanation: Explanation, measured: Measured) -> Iterator[str]:
+def measured(explanation: Explanation, run: Measured) -> Iterator[str]:
+    """What a run has measured, beside what was predicted."""
     prediction = explanation.prediction
-    error = measured.seconds / prediction.seconds - 1.0
+    error = run.seconds / prediction.seconds - 1.0
     yield (
-        f"A step took {format_seconds(measured.seconds)}; {format_seconds(prediction.seconds)} were predicted: "
+        f"A step took {format_seconds(run.seconds)}; {format_seconds(prediction.seconds)} were predicted: "
         f"{100 * error:+.1f} %."
     )
     rows = [
         [f"rank {rank}", PARTS[part], *map(format_seconds, pair), phrases.signed_seconds(pair[1] - pair[0])]
-        for rank, parts in enumerate(measured.parts)
+        for rank, parts in enumerate(run.parts)
         for part, pair in parts.items()
     ]
     if rows:
         yield from phrases.columns(["timed step", "part", "predicted", "measured", "difference"], rows)
-        yield from phrases.wrapped(_largest(measured.parts))
-    for rank, peak in enumerate(measured.peaks):
+        yield from phrases.wrapped(_largest(run.parts))
+    for rank, peak in enumerate(run.peaks):
         held = prediction.peak(rank)
-        yield (
-            f"Rank {rank} held {format_bytes(peak)} ({measured.memory}); {format_bytes(held.allocated)} were predicted."
-        )
+        yield (f"Rank {rank} held {format_bytes(peak)} ({run.memory}); {format_bytes(held.allocated)} were predicted.")
 
 
 def _largest(parts: Sequence[Mapping[str, tuple[float, float]]]) -> str:
