@@ -15,7 +15,7 @@ from atoll.settings import SYSTEMS, Settings, settings_for
 from atoll.training.prediction import predict
 
 ROOT = Path(__file__).resolve().parents[1]
-ASKED = ("fullest-rank", "pipeline-with-zero-2", "why-not-zb-v", "another-node", "recompute", "layout-batch")
+ASKED = ("fullest-rank", "pipeline-with-zero-2", "why-not-zb-v", "another-node", "recompute")
 
 
 def config() -> Config:

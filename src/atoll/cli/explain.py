@@ -51,6 +51,10 @@ def command(
     from atoll.explain import ask, text
     from atoll.explain import values as plain
 
+    if keys and not asks:
+        from atoll.errors import ConfigError
+
+        raise ConfigError(f"{' '.join(keys)}: keys of questions follow --ask, as in --ask {keys[0]}")
     if asks and not keys:
         typer.echo("\n".join(text.questions()))
         return
@@ -79,12 +83,16 @@ def _settings(system: str, path: Path, overrides: tuple[str, ...], cluster: Path
     from atoll.config import load
     from atoll.cost import Cluster
     from atoll.settings import settings_for
-    from atoll.training.folder import RunFolder
+    from atoll.training.measurements import read_run
     from atoll.training.prediction import predict
 
-    loaded = load(RunFolder(path).config if path.is_dir() else path, overrides)
-    named = cluster or loaded.run.cluster
-    prediction = predict(loaded, loaded.to_plan(), None if named is None else Cluster.read(named))
+    if path.is_dir():
+        measured = read_run(path).measured
+        loaded, world, named = measured.config, measured.world, cluster or measured.cluster
+    else:
+        loaded, world = load(path, overrides), None
+        named = cluster or (None if loaded.run.cluster is None else Path(loaded.run.cluster))
+    prediction = predict(loaded, loaded.to_plan(world), None if named is None else Cluster.read(named))
     found = settings_for(system, loaded, prediction)
     if as_json:
         _echo_json(asdict(found))

@@ -59,13 +59,13 @@ def setting(alternative: Alternative) -> str:
 
 
 def longer(alternative: Alternative) -> str:
-    """ "120 ms (2.3 %) longer, mostly pipeline bubble"."""
+    """ "120 ms longer, 2.3 %, mostly pipeline bubble"."""
     seconds = alternative.seconds
     share = abs(seconds) / alternative.base.seconds
     if share < 5e-4:
         return "as long, within 0.1 %"
     word = "longer" if seconds > 0 else "shorter"
-    return f"{format_seconds(abs(seconds))} ({percent(share)}) {word}, mostly {alternative.cause}"
+    return f"{format_seconds(abs(seconds))} {word}, {percent(share)}, mostly {alternative.cause}"
 
 
 def more(alternative: Alternative, *, than: str = "") -> str:
@@ -78,8 +78,8 @@ def more(alternative: Alternative, *, than: str = "") -> str:
 
 
 def verdict(alternative: Alternative) -> str:
-    """ "fits", or by how much it does not."""
-    return "fits" if alternative.fits else f"does not fit: {format_bytes(-alternative.margin)} too much"
+    """ "which fits", or by how much it does not."""
+    return "which fits" if alternative.fits else f"{format_bytes(-alternative.margin)} more than there is"
 
 
 def subject(alternative: Alternative) -> str:
@@ -93,15 +93,15 @@ def room(margin: int) -> str:
 
 
 def outcome(alternative: Alternative) -> str:
-    """An alternative in a sentence without its subject: "takes 5.1 s a step, ..."."""
+    """An alternative in a sentence without its subject: "takes 5.1 s a step (...)"."""
     if alternative.prediction is None:
         return f"is not possible: {alternative.refusal}"
     found = alternative.found
     rank = fullest_rank(found)
     return (
-        f"takes {format_seconds(found.seconds)} a step, {longer(alternative)}, "
+        f"takes {format_seconds(found.seconds)} a step ({longer(alternative)}) and gives "
         f"{format_rate(found.tokens_a_second, 'tokens')}; its fullest rank, {rank}, holds "
-        f"{format_bytes(found.peak(rank).total)}, {more(alternative)}; it {verdict(alternative)}"
+        f"{format_bytes(found.peak(rank).total)} ({more(alternative)}), {verdict(alternative)}"
     )
 
 
