@@ -15,6 +15,7 @@ from atoll.settings import SYSTEMS, Settings, settings_for
 from atoll.training.prediction import predict
 
 ROOT = Path(__file__).resolve().parents[1]
+NETWORK = "ethernet-25"
 ASKED = ("fullest-rank", "pipeline-with-zero-2", "why-not-zb-v", "another-node", "recompute")
 
 
@@ -34,6 +35,17 @@ def fenced(lines: Iterable[str], language: str = "text") -> str:
 
 def whole() -> str:
     return fenced(text.describe(explanation()))
+
+
+def slow() -> str:
+    """What binds and why which layout, where nodes have one card of 25 Gb/s each."""
+    own, fast = config(), explanation().prediction.given
+    node = fast.node.model_copy(update={"cards": 1})
+    cluster = Cluster.of(
+        {"device": fast.device.model_dump(), "node": node.model_dump(), "network": {"preset": NETWORK}}
+    )
+    found = Explanation(predict(own, own.to_plan(), cluster))
+    return fenced([*text.SECTIONS["What binds"](found), "", *text.SECTIONS["Why this layout"](found)])
 
 
 def questions() -> str:
@@ -70,6 +82,7 @@ def _listed(system: str) -> str:
 
 PARTS = {
     "explanation": whole,
+    "explained-slow": slow,
     "explained-answers": answers,
     "explained-limits": limits,
     "explained-megatron": megatron,

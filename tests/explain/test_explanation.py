@@ -143,6 +143,15 @@ def test_what_is_10_percent_faster_saves_seconds_and_the_device_saves_no_more_th
     assert fast.resources[0].name == "device"
 
 
+def test_no_order_of_the_same_stages_is_shorter_than_what_one_rank_computes() -> None:
+    explanation = PLANS["tensor"]
+    _, bound = explanation.most_computing
+    assert 0 < bound < explanation.prediction.seconds
+    for each in explanation.alternatives("schedule"):
+        if each.found.plan.schedule.placement == explanation.plan.schedule.placement:
+            assert each.found.seconds > bound
+
+
 def test_better_ones_fit_and_are_faster() -> None:
     explanation = explained()
     assert explanation.better

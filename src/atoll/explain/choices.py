@@ -6,6 +6,7 @@ microbatch, the number of microbatches follows, and the schedule is built again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,6 +33,7 @@ class Choice:
     name: what it is called.  key: of the config.  now: its value in a plan.  others: further values worth a look.
     make: the plan with another value; raises PlanError or ConfigError where there is none.
     plain: the value that asks for nothing special; None where no value does.
+    is_exact: whether a plan with another value trains like this one but for the order of sums.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Choice:
     others: Callable[[Plan], Iterator[str]]
     make: Callable[[Plan, str], Plan]
     plain: str | None = None
+    is_exact: bool = True
 
     def values(self, plan: Plan) -> list[str]:
         """Its other values, each once."""
@@ -94,17 +97,31 @@ def with_axis(mesh: MeshShape, axis: str, size: int, *, gives: tuple[str, str]) 
 
     Raises PlanError where no axis can.
     """
-    now = getattr(mesh, axis)
     for other in gives:
-        whole = getattr(mesh, other) * now
+        whole = _whole(mesh, axis, other)
         if whole % size == 0:
             return replace(mesh, **{axis: size, other: whole // size})
     raise PlanError(f"{mesh.world} ranks {mesh.sizes} cannot have {size} along {axis!r}")
 
 
-def _mesh(axis: str, *gives: str) -> Callable[[Plan, str], Plan]:
-    first, second = gives
-    return lambda plan, value: rebuilt(plan, mesh=with_axis(plan.mesh, axis, int(value), gives=(first, second)))
+def _axis(name: str, key: str, axis: str, *, gives: tuple[str, str], plain: str | None = None) -> Choice:
+    """How many ranks an axis has: half and twice as many as now, and none but one, where the other axes allow it."""
+
+    def now(plan: Plan) -> str:
+        return str(getattr(plan.mesh, axis))
+
+    def others(plan: Plan) -> Iterator[str]:
+        wanted = [*([plain] if plain else []), *_around(int(now(plan)))]
+        return (size for size in wanted if any(_whole(plan.mesh, axis, other) % int(size) == 0 for other in gives))
+
+    def make(plan: Plan, value: str) -> Plan:
+        return rebuilt(plan, mesh=with_axis(plan.mesh, axis, int(value), gives=gives))
+
+    return Choice(name, key, now, others, make, plain)
+
+
+def _whole(mesh: MeshShape, *axes: str) -> int:
+    return math.prod(getattr(mesh, axis) for axis in axes)
 
 
 def _around(now: int) -> Iterator[str]:
@@ -171,29 +188,9 @@ _CHOICES = (
         others=_chunks,
         make=lambda plan, value: rebuilt(plan, chunks=int(value)),
     ),
-    Choice(
-        "pipeline",
-        "parallel.pipeline",
-        now=lambda plan: str(plan.mesh.pipeline),
-        others=lambda plan: iter(("1", *_around(plan.mesh.pipeline))),
-        make=_mesh("pipeline", "inter", "intra"),
-        plain="1",
-    ),
-    Choice(
-        "tensor",
-        "parallel.tensor",
-        now=lambda plan: str(plan.mesh.tensor),
-        others=lambda plan: iter(("1", *_around(plan.mesh.tensor))),
-        make=_mesh("tensor", "intra", "inter"),
-        plain="1",
-    ),
-    Choice(
-        "group",
-        "parallel.intra",
-        now=lambda plan: str(plan.mesh.intra),
-        others=lambda plan: _if(plan.mesh.data > 1, *_around(plan.mesh.intra)),
-        make=_mesh("intra", "inter", "inter"),
-    ),
+    _axis("pipeline", "parallel.pipeline", "pipeline", gives=("inter", "intra"), plain="1"),
+    _axis("tensor", "parallel.tensor", "tensor", gives=("intra", "inter"), plain="1"),
+    _axis("group", "parallel.intra", "intra", gives=("inter", "inter")),
     Choice(
         "microbatch",
         "train.microbatch",
@@ -273,6 +270,7 @@ _CHOICES = (
         others=lambda plan: iter(("fp32", "bf16")),
         make=_field("precision", Precision.preset),
         plain="fp32",
+        is_exact=False,
     ),
 )
 

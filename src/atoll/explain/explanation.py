@@ -98,6 +98,15 @@ class Explanation:
         """The pipeline rank that sets the pace."""
         return busiest_rank(self.prediction.breakdown)
 
+    @property
+    def most_computing(self) -> tuple[int, float]:
+        """The pipeline rank that computes for longest, and its seconds: a bound on the step of any order of the same
+        stages. Collectives of tensor parallelism count, since they are within what is computed."""
+        parts = self.prediction.breakdown
+        seconds = [own.forward + own.backward + own.weights + own.tensor + own.optimizer for own in parts]
+        most = max(range(len(seconds)), key=seconds.__getitem__)
+        return most, seconds[most]
+
     def links(self, rank: int) -> tuple[LinkUse, ...]:
         """What a pipeline rank sends in a step."""
         return link_uses(self.prediction, rank)
@@ -174,9 +183,10 @@ class Explanation:
 
     @property
     def better(self) -> tuple[Alternative, ...]:
-        """Alternatives that fit and are faster, the fastest first."""
+        """Alternatives that train alike, fit and are faster, the fastest first."""
         every = (*(row.alternative for row in self.layouts), *self.others)
-        return tuple(sorted((each for each in every if each.is_better), key=lambda each: -each.speed))
+        found = (each for each in every if CHOICES[each.choice].is_exact and each.is_better)
+        return tuple(sorted(found, key=lambda each: -each.speed))
 
     @cached_property
     def situations(self) -> tuple[Alternative, ...]:
@@ -184,14 +194,15 @@ class Explanation:
         base, plan, cluster = self.prediction, self.plan, self.prediction.given
         wide = replace(plan.mesh, inter=2 * plan.mesh.inter)
         memory = cluster.device.model_copy(update={"memory": int(cluster.device.memory * 0.9)})
+        twice = "twice the nodes" if plan.mesh.world >= cluster.node.devices else "twice the ranks"
         tries: list[tuple[str, _Make]] = []
         if (slower := self._slower) is not None:
             tries.append((f"{slower[0]} half as fast", lambda: base.on(slower[1])))
         tries += [
             ("memory 10 % smaller", lambda: base.on(cluster.model_copy(update={"device": memory}))),
-            ("twice the nodes, same batch", lambda: predicted(base, rebuilt(plan, mesh=wide))),
+            (f"{twice}, same batch", lambda: predicted(base, rebuilt(plan, mesh=wide))),
             (
-                "twice the nodes, twice the batch",
+                f"{twice}, twice the batch",
                 lambda: predicted(base, rebuilt(plan, mesh=wide, batch=2 * plan.global_batch)),
             ),
             ("global batch halved", lambda: predicted(base, rebuilt(plan, batch=plan.global_batch // 2))),

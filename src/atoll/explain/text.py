@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from atoll.cost.breakdown import PARTS
 from atoll.explain import phrases
@@ -18,18 +18,7 @@ MOST_BETTER = 5
 
 def describe(explanation: Explanation) -> Iterator[str]:
     """The whole explanation, line by line."""
-    sections = (
-        ("The plan", _plan),
-        ("Where the bytes are", _bytes),
-        ("Where the seconds go", _seconds),
-        ("What the links carry", _links),
-        ("What binds", _binding),
-        ("Why this layout", _layouts),
-        ("Each choice undone", _undone),
-        ("Why not the alternatives", _alternatives),
-        ("If something else changes", _situations),
-    )
-    for at, (title, section) in enumerate(sections):
+    for at, (title, section) in enumerate(SECTIONS.items()):
         lines = list(section(explanation))
         if lines:
             yield from (*([""] if at else []), title, "-" * len(title), *lines)
@@ -183,12 +172,12 @@ def _binding(explanation: Explanation) -> Iterator[str]:
         for each in saved
     )
     yield from phrases.wrapped(f"What a step would save if one of these were 10 % faster: {terms}.")
-    yield from phrases.wrapped(f"So the {saved[0].name} sets the seconds of a step, more than what else was tried.")
-    own = prediction.breakdown[explanation.busiest]
-    if own.bubble > 0:
+    yield from phrases.wrapped(f"So the seconds of a step depend most on the {saved[0].name}.")
+    if len(prediction.breakdown) > 1:
+        rank, seconds = explanation.most_computing
         yield from phrases.wrapped(
-            f"Without its bubble rank {explanation.busiest} would take {format_seconds(own.total - own.bubble)}: no "
-            "order of the same work is faster than the rank that has most of it."
+            f"Rank {rank} computes for {format_seconds(seconds)}, longer than the others: with these stages no order "
+            "of the work and no link makes a step shorter than that."
         )
 
 
@@ -310,3 +299,17 @@ def _largest(parts: Sequence[Mapping[str, tuple[float, float]]]) -> str:
     ]
     rank, part, seconds = max(every, key=lambda each: abs(each[2]))
     return f"The largest difference is on rank {rank}, {PARTS[part]}: {phrases.signed_seconds(seconds)}."
+
+
+SECTIONS: Mapping[str, Callable[[Explanation], Iterator[str]]] = {
+    "The plan": _plan,
+    "Where the bytes are": _bytes,
+    "Where the seconds go": _seconds,
+    "What the links carry": _links,
+    "What binds": _binding,
+    "Why this layout": _layouts,
+    "Each choice undone": _undone,
+    "Why not the alternatives": _alternatives,
+    "If something else changes": _situations,
+}
+"""By title, in their order. A section without lines is left out."""
