@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import takewhile
 
 from atoll.cost import Prediction
 from atoll.errors import ConfigError, PlanError
@@ -19,11 +20,11 @@ from atoll.layouts import EFFECTIVE, Layout
 from atoll.plan import Plan
 from atoll.units import format_bytes, format_count, format_seconds
 
-MOST_MICROBATCH = 64
-"""Samples of the largest microbatch that is tried."""
-
 BATCHES = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Global batches that are looked at, as multiples of the plan's."""
+
+MOST_SAVING = 6
+"""Changes that save memory and are named."""
 
 EQUAL = 0.001
 """Relative difference of steps below which the layout that holds less is preferred."""
@@ -70,7 +71,7 @@ def ask(explanation: Explanation, key: str) -> Answer:
 
 def _fullest_rank(explanation: Explanation) -> Sentences:
     most, least = explanation.fullest, explanation.emptiest
-    if most is least:
+    if len(explanation.holdings) == 1:
         return (f"There is one pipeline rank: all ranks hold {format_bytes(most.held.total)} at their peak.",), ()
     sentences = [
         f"Rank {most.rank} holds {format_bytes(most.held.total)} at its peak, rank {least.rank} "
@@ -149,33 +150,29 @@ def _logits(explanation: Explanation) -> Sentences:
 
 
 def _microbatch_limit(explanation: Explanation) -> Sentences:
-    plan, found = explanation.plan, []
-    size, sentence = 2 * plan.microbatch, ""
-    while size <= MOST_MICROBATCH and not sentence:
+    found: list[Alternative] = []
+    size, limit = 2 * explanation.plan.microbatch, ""
+    while not limit:
         each = explanation.alternative("microbatch", str(size))
         if each.prediction is None:
-            sentence = f"A microbatch of {size} samples is not possible: {each.refusal}."
+            limit = f"A microbatch of {size} samples is not possible: {each.refusal}."
             break
         found.append(each)
         if not each.fits:
             rank = fullest_rank(each.found)
-            sentence = (
+            limit = (
                 f"A microbatch of {size} samples does not fit: rank {rank} would hold "
-                f"{format_bytes(each.found.peak(rank).total)}, {format_bytes(-each.margin)} too much; it is mostly "
-                f"{each.byte_cause} that grow{'' if each.byte_cause.endswith('s') else 's'}."
+                f"{format_bytes(each.found.peak(rank).total)}, {format_bytes(-each.margin)} too much. What grows "
+                f"most is {each.byte_cause}."
             )
         size *= 2
-    sentence = sentence or f"Microbatches of up to {size // 2} samples fit; no larger ones were tried."
-    fitting = [each for each in found if each.is_better]
-    best = max(fitting, key=lambda each: each.speed, default=None)
+    best = max((each for each in found if each.is_better), key=lambda each: each.speed, default=None)
     gain = (
         f"The fastest larger one that fits, {best.value} samples, gives {best.speed:.3f} times the tokens a second."
         if best
-        else "No larger microbatch that fits is faster: fewer microbatches leave a larger pipeline bubble."
-        if plan.mesh.pipeline > 1
         else "No larger microbatch that fits is faster."
     )
-    return (sentence, gain), tuple(found)
+    return (limit, gain), tuple(found)
 
 
 def _fit(explanation: Explanation) -> Sentences:
@@ -187,8 +184,9 @@ def _fit(explanation: Explanation) -> Sentences:
         if margin >= 0
         else f"The plan does not fit: rank {most.rank} holds {format_bytes(-margin)} more than {format_bytes(memory)}."
     )
-    every = [each for each in (*explanation.alternatives("layout"), *explanation.others) if each.prediction is not None]
-    saving = sorted((each for each in every if each.nbytes < 0 and each.fits), key=lambda each: -each.speed)[:6]
+    every = (*explanation.alternatives("layout"), *explanation.others)
+    exact = (each for each in every if each.fits and CHOICES[each.choice].is_exact)
+    saving = sorted((each for each in exact if each.nbytes < 0), key=lambda each: -each.speed)[:MOST_SAVING]
     if not saving:
         return (now, "No single change of a choice both saves memory and fits."), ()
     best = saving[0]
@@ -273,13 +271,12 @@ def _layout_batch(explanation: Explanation) -> Sentences:
 
 def _best_layout(predictions: Iterable[Prediction]) -> Prediction | None:
     """The fastest that fits; of those that are as fast, the one that holds least."""
-    best: Prediction | None = None
-    for each in sorted(predictions, key=lambda each: each.seconds):
-        if best is not None and each.seconds > (1.0 + EQUAL) * best.seconds:
-            break
-        if each.fits and (best is None or _held(each) < _held(best)):
-            best = each
-    return best
+    fastest = sorted(predictions, key=lambda each: each.seconds)
+    first = next((each for each in fastest if each.fits), None)
+    if first is None:
+        return None
+    equal = takewhile(lambda each: each.seconds <= (1.0 + EQUAL) * first.seconds, fastest)
+    return min((each for each in equal if each.fits), key=_held)
 
 
 def _held(prediction: Prediction) -> int:
@@ -337,13 +334,13 @@ def _bubble(explanation: Explanation) -> Sentences:
         return ("The plan has no pipeline, and no bubble.",), ()
     waits = ", ".join(f"rank {rank} {format_seconds(own.bubble)}" for rank, own in enumerate(parts))
     own = parts[busiest]
+    ideal = (plan.mesh.pipeline - 1) / (plan.schedule.microbatches + plan.mesh.pipeline - 1)
     sentences = (
         f"Ranks wait for others that send later: {waits}, of a step of "
         f"{format_seconds(explanation.prediction.seconds)}.",
-        f"Rank {busiest} waits least, {phrases.percent(own.bubble / own.total)} of the step. Filling and draining a "
-        f"pipeline of {plan.mesh.pipeline} with {plan.schedule.microbatches} microbatches takes "
-        f"{phrases.percent((plan.mesh.pipeline - 1) / (plan.schedule.microbatches + plan.mesh.pipeline - 1))} under "
-        "1F1B where stages are equal; what is above that comes from unequal stages and from messages.",
+        f"Rank {busiest} waits least, {phrases.percent(own.bubble / own.total)} of the step. With equal stages and "
+        f"free messages 1F1B would wait for {phrases.percent(ideal)}, which is the filling and draining of a "
+        f"pipeline of {plan.mesh.pipeline} with {plan.schedule.microbatches} microbatches.",
     )
     return sentences, tuple(explanation.alternatives("schedule"))
 
@@ -365,17 +362,17 @@ def _another_node(explanation: Explanation) -> Sentences:
     step = -(-devices // unit)  # groups that a node adds
     inter = plan.mesh.inter + step
     nodes = step * unit / devices
-    title = "one more node," if nodes == 1 else f"{nodes:g} more nodes,"
+    title = "one more node" if nodes == 1 else f"{nodes:g} more nodes"
     wide = replace(plan.mesh, inter=inter)
     batch = plan.global_batch * inter // plan.mesh.inter
-    same = explanation.attempt(title, "same batch", lambda: rebuilt(plan, mesh=wide))
-    more = explanation.attempt(title, f"larger batch, {batch},", lambda: rebuilt(plan, mesh=wide, batch=batch))
+    same = explanation.attempt(f"{title} with", "the same batch", lambda: rebuilt(plan, mesh=wide))
+    more = explanation.attempt(f"{title} with", f"a batch of {batch}", lambda: rebuilt(plan, mesh=wide, batch=batch))
     sentences = [
         f"The plan has {plan.mesh.world} ranks; the next size that keeps its pipeline, group and tensor-parallel ranks "
-        f"is {wide.world}, {title.rstrip(',')}, {wide.world / plan.mesh.world:.2f} times the devices."
+        f"is {wide.world}, {title}, {wide.world / plan.mesh.world:.2f} times the devices."
     ]
     for each in (same, more):
-        sentence = f"With the {each.value} it {phrases.outcome(each)}."
+        sentence = f"With {each.value} it {phrases.outcome(each)}."
         if each.prediction is not None:
             share = each.speed * plan.mesh.world / wide.world
             sentence += f" A device does {phrases.percent(share)} of the tokens a second that it does now."
@@ -385,13 +382,10 @@ def _another_node(explanation: Explanation) -> Sentences:
 
 def _recompute(explanation: Explanation) -> Sentences:
     every = explanation.alternatives("recompute")
-    sentences = []
-    for each in every:
-        sentence = f"{phrases.subject(each)} {phrases.outcome(each)}."
-        sentences.append(sentence)
+    sentences = [f"{phrases.subject(each)} {phrases.outcome(each)}." for each in every]
     larger = explanation.attempt(
-        "recompute block,",
-        f"microbatch {2 * explanation.plan.microbatch}",
+        "recompute block with",
+        f"a microbatch of {2 * explanation.plan.microbatch}",
         lambda: rebuilt(replace(explanation.plan, recompute="block"), microbatch=2 * explanation.plan.microbatch),
     )
     sentences.append(f"With what it saves, {larger.name} {phrases.outcome(larger)}.")
@@ -399,27 +393,21 @@ def _recompute(explanation: Explanation) -> Sentences:
 
 
 def _slow_link(explanation: Explanation) -> Sentences:
-    prediction = explanation.prediction
-    uses = [use for rank in range(explanation.plan.mesh.pipeline) for use in explanation.links(rank)]
-    if not uses:
-        return ("The plan sends nothing: it has one rank.",), ()
-    sentences = []
-    for axis in ("inter", "pp", "intra"):
-        own = [use for use in uses if use.axis == axis]
-        if not own:
-            continue
+    step, sentences = explanation.prediction.seconds, []
+    for axis, joins in phrases.AXES.items():
         of_rank = [
-            sum(use.seconds for use in explanation.links(rank) if use.axis == axis)
+            [use for use in explanation.links(rank) if use.axis == axis]
             for rank in range(explanation.plan.mesh.pipeline)
         ]
-        sent = [
-            sum(use.nbytes for use in explanation.links(rank) if use.axis == axis)
-            for rank in range(explanation.plan.mesh.pipeline)
-        ]
-        sentences.append(
-            f"The link {phrases.AXES[axis]} carries up to {format_bytes(max(sent))} of a rank and step, and is busy "
-            f"for {format_seconds(max(of_rank))}, {phrases.percent(max(of_rank) / prediction.seconds)} of the step."
-        )
+        sent = max(sum(use.nbytes for use in uses) for uses in of_rank)
+        busy = max(sum(use.seconds for use in uses) for uses in of_rank)
+        if sent:
+            sentences.append(
+                f"The link {joins} carries up to {format_bytes(sent)} of a rank and step, and is busy for "
+                f"{format_seconds(busy)}, {phrases.percent(busy / step)} of the step."
+            )
+    if not sentences:
+        return ("The plan sends nothing: it has one rank.",), ()
     saved = next((each for each in explanation.resources if each.name == "network"), None)
     if saved is not None:
         sentences.append(f"A network that is 10 % faster would save {format_seconds(saved.saved)} a step.")
