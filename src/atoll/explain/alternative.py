@@ -15,6 +15,10 @@ COMPUTED = ("forward", "backward", "weights")
 """Fields of `Breakdown` in which a rank computes for its microbatches."""
 
 
+EQUAL = 1e-3
+"""Relative difference of two steps below which they are called equally long."""
+
+
 def fullest_rank(prediction: Prediction) -> int:
     """The pipeline rank that holds most at its peak."""
     return max(range(prediction.plan.mesh.pipeline), key=lambda rank: prediction.peak(rank).total)
@@ -128,9 +132,14 @@ class Alternative:
         return self.prediction is not None and self.found.fits
 
     @property
+    def is_as_long(self) -> bool:
+        """Whether its step is as long as the plan's."""
+        return abs(self.seconds) < EQUAL * self.base.seconds
+
+    @property
     def is_better(self) -> bool:
-        """Whether it fits and gives more tokens a second."""
-        return self.fits and self.speed > 1.0
+        """Whether it fits and gives more tokens a second, by `EQUAL` at least."""
+        return self.fits and self.speed >= 1.0 + EQUAL
 
 
 def attempt(base: Prediction, choice: str, value: str, was: str, prediction: Prediction | None) -> Alternative:

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 
 from atoll.cost import Prediction
-from atoll.explain.alternative import Alternative, fullest_rank
+from atoll.explain.alternative import EQUAL, Alternative, fullest_rank
 from atoll.explain.choices import CHOICES, NO, YES
 from atoll.explain.holdings import Holding
 from atoll.plan import MeshShape
@@ -61,11 +61,11 @@ def setting(alternative: Alternative) -> str:
 def longer(alternative: Alternative) -> str:
     """ "120 ms longer, 2.3 %, mostly pipeline bubble"."""
     seconds = alternative.seconds
-    share = abs(seconds) / alternative.base.seconds
-    if share < 5e-4:
-        return "as long, within 0.1 %"
+    if alternative.is_as_long:
+        return f"as long, within {percent(EQUAL)}"
     word = "longer" if seconds > 0 else "shorter"
-    return f"{format_seconds(abs(seconds))} {word}, {percent(share)}, mostly {alternative.cause}"
+    share = percent(abs(seconds) / alternative.base.seconds)
+    return f"{format_seconds(abs(seconds))} {word}, {share}, mostly {alternative.cause}"
 
 
 def more(alternative: Alternative, *, than: str = "") -> str:
@@ -137,14 +137,13 @@ def table(alternatives: Sequence[Alternative], *, title: str = "instead") -> lis
             continue
         found = each.found
         peak = found.peak(fullest_rank(found)).total
-        is_same = abs(each.seconds) < 5e-4 * each.base.seconds
         rows.append(
             [
                 _named(each),
                 format_seconds(found.seconds),
                 signed_seconds(each.seconds),
                 f"{each.speed:.3f} x",
-                "" if is_same else each.cause,
+                "" if each.is_as_long else each.cause,
                 format_bytes(peak),
                 signed_bytes(each.nbytes),
                 room(each.margin),

@@ -11,7 +11,7 @@ from itertools import takewhile
 from atoll.cost import Prediction
 from atoll.errors import ConfigError, PlanError
 from atoll.explain import phrases
-from atoll.explain.alternative import Alternative, fullest_rank, predicted
+from atoll.explain.alternative import EQUAL, Alternative, fullest_rank, predicted
 from atoll.explain.choices import CHOICES, FIXED, rebuilt
 from atoll.explain.explanation import Explanation
 from atoll.explain.links import travel
@@ -25,9 +25,6 @@ BATCHES = (0.25, 0.5, 1.0, 2.0, 4.0)
 
 MOST_SAVING = 6
 """Changes that save memory and are named."""
-
-EQUAL = 0.001
-"""Relative difference of steps below which the layout that holds less is preferred."""
 
 
 @dataclass(frozen=True, slots=True)

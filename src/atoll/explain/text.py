@@ -228,12 +228,12 @@ def _layouts(explanation: Explanation) -> Iterator[str]:
 def _layout_verdict(explanation: Explanation) -> str:
     own, *others = explanation.layouts
     fitting = [row.alternative for row in others if row.alternative.fits]
-    faster = [each for each in fitting if each.seconds < -1e-3 * own.alternative.base.seconds]
+    faster = [each for each in fitting if each.is_better]
     name = own.alternative.value
     if faster:
         best = min(faster, key=lambda each: each.seconds)
         return f"{best.value} would be faster than {name}: {phrases.longer(best)}, {phrases.more(best)}."
-    equal = [each for each in fitting if abs(each.seconds) <= 1e-3 * own.alternative.base.seconds and each.nbytes < 0]
+    equal = [each for each in fitting if each.is_as_long and each.nbytes < 0]
     if equal:
         least = min(equal, key=lambda each: each.nbytes)
         return (
