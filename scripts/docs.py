@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import cluster_page
+import explain_page
 import program_page
 import schedule_pages
 import tradeoffs
@@ -385,6 +386,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "matrix": matrix,
     "prediction": prediction,
     **cluster_page.PARTS,
+    **explain_page.PARTS,
     **program_page.PARTS,
     **schedule_pages.PARTS,
     **tradeoffs.TABLES,

@@ -19,7 +19,8 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "atoll"
 
 PURE = (
-    "errors", "toml", "units", "ir", "schedules", "layouts", "program", "plan", "trace", "sim", "cost", "config", "data"
+    "errors", "toml", "units", "ir", "schedules", "layouts", "program", "plan", "trace", "sim", "cost", "explain",
+    "config", "settings", "data",
 )  # fmt: skip
 
 FOREIGN = ("zip", "partial", "input_gradient", "distribute_module", "self.adapter.forward")

@@ -147,6 +147,24 @@ def test_the_row_that_is_left_calibrates_a_cluster_that_predicts_the_run(run: Pa
     assert abs(own.seconds / (own.seconds * (1.0 + result["steps"][0]["error"])) - 1.0 - error) < 0.01
 
 
+def test_a_run_is_explained_with_what_it_measured(run: Path) -> None:
+    found = json.loads(atoll("explain", run, "--json").stdout)
+    records = read_run(run)
+    measured = found["measured"]
+    assert measured["seconds"] == records.measured.seconds
+    assert measured["peaks"] == list(records.peaks)
+    compared = json.loads(atoll("compare", run, "--json").stdout)
+    assert measured["parts"] == compared["parts"]
+    assert found["prediction"]["seconds"] == compared["seconds"]["predicted"]
+    text = atoll("explain", run).stdout
+    assert "Predicted and measured" in text
+    assert "The largest difference is on rank " in text
+    assert "--train-iters 6" in atoll("explain", run, "--as", "megatron").stdout
+    words = ["explain", str(run), "--set", "train.microbatch=2"]
+    with pytest.raises(ConfigError, match="a run is over"):
+        atoll(*words)
+
+
 def test_a_run_without_a_timed_step_is_compared_all_the_same(run: Path) -> None:
     (run / "timing.json").unlink()
     found = json.loads(atoll("compare", run, "--json").stdout)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from atoll.cli.predict import CLUSTER, PARTS, read_cluster
+from atoll.cli.predict import CLUSTER, read_cluster
 from atoll.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -133,6 +133,7 @@ def _describe(run: Run, prediction: Prediction, differences: tuple[Difference, .
 
 def _parts(run: Run, prediction: Prediction, differences: tuple[Difference, ...]) -> Iterator[str]:
     """Where the timed step goes on each pipeline rank, and what is left between its instructions."""
+    from atoll.cost.breakdown import PARTS
     from atoll.cost.comparison import by_part
 
     for rank in range(len(run.timed)):

@@ -16,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-from atoll.cli import calibrate, compare, doctor, interchange, layouts, plan, predict, program, schedule, train
+from atoll.cli import calibrate, compare, doctor, explain, interchange, layouts, plan, predict, program, schedule, train
 from atoll.errors import AtollError
 
 app = typer.Typer(
@@ -29,6 +29,7 @@ app = typer.Typer(
 app.command("train")(train.command)
 app.command("plan")(plan.command)
 app.command("predict")(predict.command)
+app.command("explain")(explain.command)
 app.command("compare")(compare.command)
 app.command("calibrate")(calibrate.command)
 app.command("schedule")(schedule.command)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from atoll.cli.predict import CLUSTER, PARTS, cluster_override, read_cluster
+from atoll.cli.predict import CLUSTER, cluster_override, read_cluster
 from atoll.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
@@ -68,12 +68,10 @@ def command(
 def _own(config: Config) -> Prediction | None:
     """The config's own plan; None where it is none."""
     from atoll.errors import UserError
-    from atoll.training.prediction import is_on_cpu, predict
+    from atoll.training.prediction import predict_on
 
-    cluster = read_cluster(config.run.cluster)
-    on_cpu = is_on_cpu(config, cluster)
     try:
-        found = predict(config, config.to_plan(), cluster, reads_in_place=on_cpu, device="cpu" if on_cpu else "cuda")
+        found = predict_on(config, read_cluster(config.run.cluster))
         _ = found.seconds
     except UserError:
         return None
@@ -170,7 +168,7 @@ def _memory(prediction: Prediction) -> str:
 
 def _binding(prediction: Prediction) -> str:
     """The largest parts of the busiest rank's step."""
-    from atoll.cost.breakdown import busiest_rank
+    from atoll.cost.breakdown import PARTS, busiest_rank
 
     busiest = prediction.breakdown[busiest_rank(prediction.breakdown)]
     parts = {PARTS[name]: value / busiest.total for name, value in busiest._asdict().items()}

@@ -16,21 +16,6 @@ if TYPE_CHECKING:
 
 CLUSTER = "A TOML file: the devices and links that the plan runs on."
 
-PARTS = {
-    "forward": "forward (F)",
-    "backward": "backward (I)",
-    "weights": "weights' gradients (W)",
-    "tensor": "tensor-parallel collectives",
-    "optimizer": "optimizer",
-    "other": "other",
-    "bubble": "pipeline bubble",
-    "messages": "messages between stages",
-    "gathers": "gathers of parameters",
-    "reductions": "reductions of gradients",
-    "sums": "sums at the step's end",
-}
-"""What the parts of a breakdown are called."""
-
 EXAMPLE = """
     [device]
     preset = "h100-80gb"
@@ -63,15 +48,13 @@ def command(
     margin_bytes and breakdown; fits and margin_bytes of the fullest rank.
     """
     from atoll.training.choosing import load_chosen
-    from atoll.training.prediction import is_on_cpu, predict
+    from atoll.training.prediction import predict_on
 
     loaded, _ = load_chosen(config, [*(overrides or ()), *cluster_override(cluster)])
     found = read_cluster(loaded.run.cluster)
     for note in loaded.notes:
         typer.echo(f"note: {note}", err=True)
-    on_cpu = is_on_cpu(loaded, found)
-    device = "cpu" if on_cpu else "cuda"
-    report(predict(loaded, loaded.to_plan(), found, reads_in_place=on_cpu, device=device), as_json=as_json)
+    report(predict_on(loaded, found), as_json=as_json)
 
 
 def cluster_override(cluster: Path | None) -> list[str]:
@@ -144,7 +127,7 @@ def _seconds(prediction: Prediction) -> Iterator[str]:
 
 
 def _parts(breakdown: Sequence[Breakdown]) -> Iterator[str]:
-    from atoll.cost.breakdown import busiest_rank, mean
+    from atoll.cost.breakdown import PARTS, busiest_rank, mean
 
     busiest = busiest_rank(breakdown)
     columns = {f"rank {busiest}, the busiest": breakdown[busiest]}

@@ -1,4 +1,4 @@
-"""A `zero_optimization` block in DeepSpeed's words -> a layout and a group size."""
+"""A `zero_optimization` block in DeepSpeed's words <-> a layout and a group size."""
 
 from __future__ import annotations
 
@@ -93,6 +93,17 @@ def translate(block: Any) -> Translation:
     ignored = sorted(word for word in block if word in NO_EFFECT_WORDS)
     notes = [f"{WHERE}.{word} has no effect here" for word in ignored]
     return _choose(block, notes)
+
+
+def zero_block(layout: Layout, intra: int) -> dict[str, Any] | None:
+    """The block that `translate` reads as a layout with groups of `intra` ranks; None where DeepSpeed has no words for
+    it."""
+    match layout.name:
+        case "III" if intra > 1:
+            return {"stage": 3, "mics_shard_size": intra}
+        case "IGG" if intra > 1:
+            return {"stage": 3, "zero_hpz_partition_size": intra}
+    return {"stage": _STAGES.index(layout.name)} if layout.name in _STAGES else None
 
 
 def _choose(block: Mapping[str, Any], notes: list[str]) -> Translation:

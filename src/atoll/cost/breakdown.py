@@ -42,6 +42,21 @@ class Breakdown(NamedTuple):
         return sum(self)
 
 
+PARTS = {
+    "forward": "forward (F)",
+    "backward": "backward (I)",
+    "weights": "weights' gradients (W)",
+    "tensor": "tensor-parallel collectives",
+    "optimizer": "optimizer",
+    "other": "other",
+    "bubble": "pipeline bubble",
+    "messages": "messages between stages",
+    "gathers": "gathers of parameters",
+    "reductions": "reductions of gradients",
+    "sums": "sums at the step's end",
+}
+"""What the fields of a breakdown are called."""
+
 _COMPUTE = {
     **dict.fromkeys((Do.F, Do.L, Do.S), "forward"),
     Do.I: "backward",

@@ -290,7 +290,7 @@ class Prediction:
         for do, stage in posted:
             ended = received[Do.RECV_F, stage] + received[Do.RECV_B, stage] if do is Do.FINISH_W else 0
             taken.append(taken[-1] + (do in (Do.POST_F, Do.POST_B) and received[do, stage]) - ended)
-        idle = max(taken)
+        idle, message = max(taken), self.message_bytes
         for do, action, of, _ in instructions:
             run = runs[action.stage] if do in (Do.F, Do.I, Do.W) else range(0)
             if run and do is not Do.W and of == run.start >= self.ranks.first_trained:
@@ -298,7 +298,7 @@ class Prediction:
             if run and self.ranks.works[run.stop - 1].matrices:
                 is_last = of == (self.ranks.weighed_with[run.stop - 1] if do is Do.W else run.stop - 1)
                 idle += (is_last and do is not Do.F) * (1 if do is Do.W else -1) * received[Do.RECV_B, action.stage]
-            yield self.message_bytes * idle
+            yield message * idle
 
     @property
     def message_bytes(self) -> int:

@@ -51,6 +51,13 @@ def is_on_cpu(config: Config, cluster: Cluster | None) -> bool:
     return kind == "cpu" or (kind == "auto" and cluster is not None and cluster.device.is_cpu)
 
 
+def predict_on(config: Config, cluster: Cluster | None, *, world: int | None = None) -> Prediction:
+    """What a step of the plan of `config` takes on a cluster, see `predict`. world: ranks, parallel.ranks if None."""
+    on_cpu = is_on_cpu(config, cluster)
+    plan = config.to_plan(world)
+    return predict(config, plan, cluster, reads_in_place=on_cpu, device="cpu" if on_cpu else "cuda")
+
+
 def workload_of(config: Config, vocabulary: int, *, on_cpu: bool = False) -> Workload:
     """The model of `config`, with so many ids: by its sizes where formulas know it, else counted, see
     `atoll.models.count`. Raises ConfigError for one whose costs are not known."""

@@ -1,0 +1,140 @@
+"""`atoll explain CONFIG|RUN`: where the bytes and seconds of a plan go, and what else could have been chosen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from atoll.cli.predict import CLUSTER, cluster_override, read_cluster
+
+if TYPE_CHECKING:
+    from atoll.explain import Explanation
+
+
+def command(
+    config: Annotated[Path, typer.Argument(help="A TOML file, or the folder of a run.", show_default=False)],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Replace a key of the file, as in --set parallel.layout=GGG."),
+    ] = None,
+    cluster: Annotated[
+        Path | None, typer.Option(help=f"{CLUSTER} If not given, run.cluster, or that of the run.")
+    ] = None,
+    asks: Annotated[bool, typer.Option("--ask", help="Answer the questions named by KEYS, or list them.")] = False,
+    system: Annotated[
+        str | None,
+        typer.Option(
+            "--as", metavar="SYSTEM", help="Write the plan as settings of torchtitan, deepspeed, megatron or fsdp2."
+        ),
+    ] = None,
+    keys: Annotated[
+        list[str] | None, typer.Argument(help="Keys of questions, after --ask.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Explain the plan of CONFIG: where the bytes and seconds of each rank go and why, what binds, what each layout
+    would send, and what other choices and situations would change. Of a RUN, what was measured stands beside.
+
+    With --ask and keys, answer questions from the numbers of the plan, as in `--ask fullest-rank another-node`.
+
+    Keys of the JSON object: prediction, as `atoll predict` prints it; ranks, one object a pipeline rank with rank,
+    during (the instruction at its peak), peak (bytes by component), blocks, state (what it is of, elements, and bytes
+    of parameters, gradients and optimizer), in_flight (stage, microbatches, bytes of each) and links (axis, what,
+    times, bytes, seconds); resources, with name and saved_seconds if 10 % faster; layouts, alternatives and situations,
+    each with choice, value, was, refusal, seconds, tokens_per_second, fits, margin_bytes, peak of the fullest rank and
+    difference (seconds, parts, cause, bytes), layouts also with intra_bytes, inter_bytes, busy_seconds and hidden;
+    undone, names of the alternatives that undo a choice; measured, null without a run. With --ask: answers, each with
+    key, question, sentences and alternatives. With --as: system, version, files (text by name), launch and limits.
+    """
+    from atoll.explain import ask, text
+    from atoll.explain import values as plain
+
+    if keys and not asks:
+        from atoll.errors import ConfigError
+
+        raise ConfigError(f"{' '.join(keys)}: keys of questions follow --ask, as in --ask {keys[0]}")
+    if asks and not keys:
+        typer.echo("\n".join(text.questions()))
+        return
+    if system is not None:
+        _settings(system, config, tuple(overrides or ()), cluster, as_json=as_json)
+        return
+    explanation = _explanation(config, tuple(overrides or ()), cluster)
+    if asks:
+        answers = [ask(explanation, key) for key in keys or ()]
+        if as_json:
+            _echo_json({"answers": [plain.of_answer(each) for each in answers]})
+        else:
+            typer.echo("\n\n".join("\n".join(text.answer(each)) for each in answers))
+        return
+    if as_json:
+        _echo_json(plain.values(explanation))
+        return
+    lines = list(text.describe(explanation))  # nothing is printed where something is refused
+    typer.echo("\n".join(lines))
+
+
+def _settings(system: str, path: Path, overrides: tuple[str, ...], cluster: Path | None, *, as_json: bool) -> None:
+    """Print the plan of a config, or of a run's, as another system's settings. A cluster is not needed."""
+    from dataclasses import asdict
+
+    from atoll.cost import Cluster
+    from atoll.settings import settings_for
+    from atoll.training.choosing import load_chosen
+    from atoll.training.measurements import read_run
+    from atoll.training.prediction import predict_on
+
+    if path.is_dir():
+        measured = read_run(path).measured
+        loaded, world, named = measured.config, measured.world, cluster or measured.cluster
+    else:
+        (loaded, _), world = load_chosen(path, [*overrides, *cluster_override(cluster)]), None
+        named = None if loaded.run.cluster is None else Path(loaded.run.cluster)
+    prediction = predict_on(loaded, None if named is None else Cluster.read(named), world=world)
+    found = settings_for(system, loaded, prediction)
+    if as_json:
+        _echo_json(asdict(found))
+        return
+    lines = [f"{found.system}: settings after the documentation of {found.version}"]
+    for name, text in found.files.items():
+        lines += ["", f"==> {name} <==", text.rstrip()]
+    lines += ["", "start it with", *(f"  {line}" for line in found.launch)]
+    if found.limits:
+        lines += ["", "not expressed:", *(f"  - {limit}" for limit in found.limits)]
+    typer.echo("\n".join(lines))
+
+
+def _echo_json(found: object) -> None:
+    import json
+
+    typer.echo(json.dumps(found))
+
+
+def _explanation(path: Path, overrides: tuple[str, ...], cluster: Path | None) -> Explanation:
+    from atoll.explain import Explanation
+    from atoll.training.choosing import load_chosen
+    from atoll.training.prediction import predict_on
+
+    if path.is_dir():
+        return _of_run(path, overrides, cluster)
+    loaded, _ = load_chosen(path, [*overrides, *cluster_override(cluster)])
+    for note in loaded.notes:
+        typer.echo(f"note: {note}", err=True)
+    return Explanation(predict_on(loaded, read_cluster(loaded.run.cluster)))
+
+
+def _of_run(path: Path, overrides: tuple[str, ...], cluster: Path | None) -> Explanation:
+    from atoll.cost.comparison import by_part, compare
+    from atoll.errors import ConfigError
+    from atoll.explain import Explanation, Measured
+    from atoll.training.measurements import read_run
+
+    if overrides:
+        raise ConfigError("--set changes a config, and a run is over; explain its config.toml with --set instead")
+    run = read_run(path)
+    prediction = run.measured.predict(read_cluster(cluster or run.measured.cluster))
+    differences = compare(prediction, run.timed) if run.timed else ()
+    parts = tuple(by_part(differences, rank) for rank in range(len(run.timed)))
+    return Explanation(prediction, Measured(run.measured.seconds, parts, run.peaks, run.memory))

@@ -1,0 +1,28 @@
+"""Why a plan takes what it takes: bytes, seconds, what binds, and what other choices would cost. Imports no torch."""
+
+from atoll.explain.alternative import Alternative
+from atoll.explain.choices import CHOICES, Choice, rebuilt
+from atoll.explain.explanation import Explanation, LayoutRow, Measured, Resource
+from atoll.explain.holdings import Holding, InFlight, State
+from atoll.explain.links import LinkUse, Travel, travel
+from atoll.explain.questions import QUESTIONS, Answer, ask
+
+__all__ = [
+    "CHOICES",
+    "QUESTIONS",
+    "Alternative",
+    "Answer",
+    "Choice",
+    "Explanation",
+    "Holding",
+    "InFlight",
+    "LayoutRow",
+    "LinkUse",
+    "Measured",
+    "Resource",
+    "State",
+    "Travel",
+    "ask",
+    "rebuilt",
+    "travel",
+]

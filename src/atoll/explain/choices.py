@@ -1,0 +1,287 @@
+"""The choices of a plan, and the same plan with one of them made differently.
+
+A changed plan keeps the ranks and the global batch. Where a choice moves ranks from one axis to another or resizes the
+microbatch, the number of microbatches follows, and the schedule is built again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from atoll import schedules
+from atoll.errors import PlanError
+from atoll.layouts import EFFECTIVE, Layout, Level, Precision
+from atoll.plan import AXES, ORDERS, RECOMPUTE, MeshShape, Plan
+from atoll.schedules import CATALOGUE
+
+NO = "off"
+YES = "on"
+
+FIXED = tuple(name for name, entry in CATALOGUE.items() if entry.bubbles)
+"""Schedules whose order follows from their sizes. The others are found by a search, which may take minutes."""
+
+UNITS = (1, 2, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One choice of a plan.
+
+    name: what it is called.  key: of the config.  now: its value in a plan.  others: further values worth a look.
+    make: the plan with another value; raises PlanError or ConfigError where there is none.
+    plain: the value that asks for nothing special; None where no value does.
+    is_exact: whether a plan with another value trains like this one but for the order of sums.
+    """
+
+    name: str
+    key: str
+    now: Callable[[Plan], str]
+    others: Callable[[Plan], Iterator[str]]
+    make: Callable[[Plan, str], Plan]
+    plain: str | None = None
+    is_exact: bool = True
+
+    def values(self, plan: Plan) -> list[str]:
+        """Its other values, each once."""
+        return [value for value in dict.fromkeys(self.others(plan)) if value != self.now(plan)]
+
+
+def rebuilt(
+    plan: Plan,
+    *,
+    mesh: MeshShape | None = None,
+    schedule: str | None = None,
+    microbatch: int | None = None,
+    batch: int | None = None,
+    chunks: int | None = None,
+) -> Plan:
+    """A plan on another mesh, with another schedule, microbatch or global batch.
+
+    chunks: stages of a rank, for schedules that take them; the plan's own if the schedule stays.
+
+    Raises PlanError where the global batch cannot be divided so, or where the schedule's order has to be searched.
+    """
+    mesh, microbatch, batch = mesh or plan.mesh, microbatch or plan.microbatch, batch or plan.global_batch
+    name = schedule or plan.schedule.name
+    microbatches, rest = divmod(batch, microbatch * mesh.data)
+    if rest or not microbatches:
+        raise PlanError(
+            f"a global batch of {batch} is no multiple of {microbatch} samples x {mesh.data} data-parallel ranks"
+        )
+    if chunks is None and name == plan.schedule.name and "chunks" in CATALOGUE[name].options:
+        chunks = plan.schedule.chunks
+    same = name, mesh.pipeline, microbatches, chunks or plan.schedule.chunks
+    built = plan.schedule
+    if same != (built.name, built.ranks, built.microbatches, built.chunks):
+        if name not in FIXED:
+            raise PlanError(
+                f"the order of {name!r} is searched for each size; name it in the config to have it searched"
+            )
+        built = schedules.build(name, ranks=mesh.pipeline, microbatches=microbatches, chunks=chunks)
+    return replace(
+        plan,
+        mesh=mesh,
+        schedule=built,
+        microbatch=microbatch,
+        layers_per_stage=plan.layers_per_stage if built.placement == plan.schedule.placement else None,
+        vocabulary_parallel=plan.vocabulary_parallel and mesh.pipeline > 1,
+        sequence_parallel=plan.sequence_parallel and mesh.tensor > 1,
+    )
+
+
+def with_axis(mesh: MeshShape, axis: str, size: int, *, gives: tuple[str, str]) -> MeshShape:
+    """The same ranks with `size` of them along an axis. gives: the axes that give or take the others, in order.
+
+    Raises PlanError where no axis can.
+    """
+    for other in gives:
+        whole = _whole(mesh, axis, other)
+        if whole % size == 0:
+            sizes: dict[str, Any] = {axis: size, other: whole // size}
+            return replace(mesh, **sizes)
+    raise PlanError(f"{mesh.world} ranks {mesh.sizes} cannot have {size} along {axis!r}")
+
+
+def _axis(name: str, key: str, axis: str, *, gives: tuple[str, str], plain: str | None = None) -> Choice:
+    """How many ranks an axis has: half and twice as many as now, and none but one, where the other axes allow it."""
+
+    def now(plan: Plan) -> str:
+        return str(getattr(plan.mesh, axis))
+
+    def others(plan: Plan) -> Iterator[str]:
+        wanted = [*([plain] if plain else []), *_around(int(now(plan)))]
+        return (size for size in wanted if any(_whole(plan.mesh, axis, other) % int(size) == 0 for other in gives))
+
+    def make(plan: Plan, value: str) -> Plan:
+        return rebuilt(plan, mesh=with_axis(plan.mesh, axis, int(value), gives=gives))
+
+    return Choice(name, key, now, others, make, plain)
+
+
+def _whole(mesh: MeshShape, *axes: str) -> int:
+    return math.prod(getattr(mesh, axis) for axis in axes)
+
+
+def _around(now: int) -> Iterator[str]:
+    """Half and twice as many."""
+    if now % 2 == 0:
+        yield str(now // 2)
+    yield str(2 * now)
+
+
+def _switch(field: str) -> Callable[[Plan, str], Plan]:
+    return lambda plan, value: replace(plan, **{field: value == YES})  # type: ignore[arg-type]
+
+
+def _field(field: str, of: Callable[[str], Any] = str) -> Callable[[Plan, str], Plan]:
+    return lambda plan, value: replace(plan, **{field: of(value)})
+
+
+def _if(condition: bool, *values: str) -> Iterator[str]:
+    return iter(values if condition else ())
+
+
+def _is_on(value: bool) -> str:
+    return YES if value else NO
+
+
+def _shards_parameters(plan: Plan) -> bool:
+    return plan.mesh.data > 1 and plan.layout.parameters is not Level.N
+
+
+def _shards_gradients(plan: Plan) -> bool:
+    return plan.mesh.data > 1 and plan.layout.gradients is not Level.N
+
+
+def _has_pipeline(plan: Plan) -> bool:
+    return plan.mesh.pipeline > 1
+
+
+def _chunks(plan: Plan) -> Iterator[str]:
+    name = plan.schedule.name
+    return _around(plan.schedule.chunks) if name in FIXED and "chunks" in CATALOGUE[name].options else iter(())
+
+
+_CHOICES = (
+    Choice(
+        "layout",
+        "parallel.layout",
+        now=lambda plan: plan.layout.name,
+        others=lambda plan: _if(plan.mesh.data > 1, *(layout.name for layout in EFFECTIVE)),
+        make=_field("layout", Layout),
+        plain="NNN",
+    ),
+    Choice(
+        "schedule",
+        "parallel.schedule",
+        now=lambda plan: plan.schedule.name,
+        others=lambda plan: _if(_has_pipeline(plan), *FIXED),
+        make=lambda plan, value: rebuilt(plan, schedule=value),
+        plain="1f1b",
+    ),
+    Choice(
+        "chunks",
+        "parallel.chunks",
+        now=lambda plan: str(plan.schedule.chunks),
+        others=_chunks,
+        make=lambda plan, value: rebuilt(plan, chunks=int(value)),
+    ),
+    _axis("pipeline", "parallel.pipeline", "pipeline", gives=("inter", "intra"), plain="1"),
+    _axis("tensor", "parallel.tensor", "tensor", gives=("intra", "inter"), plain="1"),
+    _axis("group", "parallel.intra", "intra", gives=("inter", "inter")),
+    Choice(
+        "order",
+        "parallel.order",
+        now=lambda plan: " ".join(plan.mesh.order),
+        others=lambda plan: _if(_has_pipeline(plan) and plan.mesh.data > 1, *map(" ".join, ORDERS)),
+        make=lambda plan, value: replace(plan, mesh=replace(plan.mesh, order=tuple(value.split()))),
+        plain=" ".join(AXES),
+    ),
+    Choice(
+        "microbatch",
+        "train.microbatch",
+        now=lambda plan: str(plan.microbatch),
+        others=lambda plan: iter(("1", *_around(plan.microbatch))),
+        make=lambda plan, value: rebuilt(plan, microbatch=int(value)),
+        plain="1",
+    ),
+    Choice(
+        "recompute",
+        "parallel.recompute",
+        now=lambda plan: plan.recompute,
+        others=lambda plan: iter(RECOMPUTE),
+        make=_field("recompute"),
+        plain="none",
+    ),
+    Choice(
+        "residency",
+        "parallel.residency",
+        now=lambda plan: plan.residency,
+        others=lambda plan: _if(_shards_parameters(plan), "unit", "run", "step"),
+        make=lambda plan, value: replace(plan, residency=value, resident=None),  # type: ignore[arg-type]
+        plain="unit",
+    ),
+    Choice(
+        "reduction",
+        "parallel.reduction",
+        now=lambda plan: plan.reduction,
+        others=lambda plan: _if(_shards_gradients(plan), "microbatch", "run", "step"),
+        make=_field("reduction"),
+        plain="microbatch",
+    ),
+    Choice(
+        "unit",
+        "parallel.unit",
+        now=lambda plan: str(plan.unit),
+        others=lambda plan: _if(plan.mesh.data > 1, *map(str, UNITS)),
+        make=_field("unit", int),
+        plain="1",
+    ),
+    Choice(
+        "prefetch",
+        "parallel.prefetch",
+        now=lambda plan: YES if plan.prefetch is None else NO if plan.prefetch == 0 else str(plan.prefetch),
+        others=lambda plan: _if(_shards_parameters(plan) or _shards_gradients(plan), YES, NO),
+        make=lambda plan, value: replace(plan, prefetch=None if value == YES else 0),
+        plain=YES,
+    ),
+    Choice(
+        "vocabulary",
+        "parallel.vocabulary",
+        now=lambda plan: _is_on(plan.vocabulary_parallel),
+        others=lambda plan: _if(_has_pipeline(plan), YES, NO),
+        make=_switch("vocabulary_parallel"),
+        plain=NO,
+    ),
+    Choice(
+        "sequence parallel",
+        "parallel.sequence_parallel",
+        now=lambda plan: _is_on(plan.sequence_parallel),
+        others=lambda plan: _if(plan.mesh.tensor > 1, YES, NO),
+        make=_switch("sequence_parallel"),
+        plain=NO,
+    ),
+    Choice(
+        "post-validation",
+        "parallel.post_validation",
+        now=lambda plan: _is_on(plan.post_validation),
+        others=lambda plan: _if(_has_pipeline(plan), YES, NO),
+        make=_switch("post_validation"),
+        plain=NO,
+    ),
+    Choice(
+        "precision",
+        "train.precision",
+        now=lambda plan: plan.precision.name,
+        others=lambda plan: iter(("fp32", "bf16")),
+        make=_field("precision", Precision.preset),
+        plain="fp32",
+        is_exact=False,
+    ),
+)
+
+CHOICES: Mapping[str, Choice] = {choice.name: choice for choice in _CHOICES}
+"""By name, in the order in which they are shown."""

@@ -1,0 +1,87 @@
+"""What each link carries in a step, how long that takes, and how much of it computation hides."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from atoll.cost import Prediction
+from atoll.program import Do, way_of
+
+GATHERS, REDUCTIONS, RETURNS, MESSAGES = "gathers", "reductions", "updated parameters", "messages"
+
+_KINDS = {
+    **dict.fromkeys((Do.GATHER, Do.FETCH), GATHERS),
+    **dict.fromkeys((Do.REDUCE, Do.SYNC), REDUCTIONS),
+    **dict.fromkeys((Do.RETURN, Do.AHEAD), RETURNS),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LinkUse:
+    """What a rank sends on a link in a step.
+
+    axis: of the mesh.  kind: gathers, reductions, updated parameters or messages.  times: how often.  nbytes: in all.
+    seconds: the link is busy.
+    """
+
+    axis: str
+    kind: str
+    times: int
+    nbytes: float
+    seconds: float
+
+
+def link_uses(prediction: Prediction, rank: int) -> tuple[LinkUse, ...]:
+    """Of a pipeline rank: data-parallel links from the instructions, the pipeline's from the messages."""
+    program = prediction.ranks.programs.ranks[rank]
+    times: defaultdict[tuple[str, str], int] = defaultdict(int)
+    sent: defaultdict[tuple[str, str], float] = defaultdict(float)
+    for instruction in program.instructions:
+        do, action = instruction.do, instruction.action
+        if do.startswith("SEND_"):
+            way: tuple[tuple[str, float], ...] = (
+                ("pp", prediction.rates[rank].messages.get((do, action.stage), prediction.rates[rank].message)),
+            )
+        else:
+            way = way_of(instruction, program.shape)
+        for axis, nbytes in way:
+            times[axis, _KINDS.get(do, MESSAGES)] += 1
+            sent[axis, _KINDS.get(do, MESSAGES)] += nbytes
+    links = prediction.links
+    return tuple(
+        LinkUse(axis, kind, times[axis, kind], nbytes, links[axis].seconds(nbytes) if axis in links else 0.0)
+        for (axis, kind), nbytes in sent.items()
+        if nbytes
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Travel:
+    """What data parallelism sends on the rank that sends most, and what it waits for.
+
+    inter, intra: bytes a step.  seconds: the slower of both links is busy.  waited: nothing hides.
+    """
+
+    inter: float
+    intra: float
+    seconds: float
+    waited: float
+
+    @property
+    def hidden(self) -> float:
+        """Share of the busy seconds beside which the rank computes, or waits for something else."""
+        return 1.0 - min(1.0, self.waited / self.seconds) if self.seconds else 1.0
+
+
+def travel(prediction: Prediction) -> Travel:
+    """Data parallelism of the pipeline rank whose links are busy for longest."""
+    found = []
+    for rank, parts in enumerate(prediction.breakdown):
+        uses = [use for use in link_uses(prediction, rank) if use.kind != MESSAGES]
+        sent, busy = (dict.fromkeys(("inter", "intra"), 0.0) for _ in range(2))
+        for use in uses:
+            sent[use.axis] += use.nbytes
+            busy[use.axis] += use.seconds
+        found.append(Travel(sent["inter"], sent["intra"], max(busy.values()), parts.gathers + parts.reductions))
+    return max(found, key=lambda each: (each.seconds, each.inter + each.intra))

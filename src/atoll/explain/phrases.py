@@ -1,0 +1,163 @@
+"""How explanations put plans, differences and amounts into words."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+
+from atoll.cost import Prediction
+from atoll.explain.alternative import EQUAL, Alternative, fullest_rank
+from atoll.explain.choices import CHOICES, NO, YES
+from atoll.explain.holdings import Holding
+from atoll.plan import MeshShape
+from atoll.units import format_bytes, format_rate, format_seconds
+
+AXES = {
+    "pp": "between stages",
+    "inter": "between groups",
+    "intra": "inside a group",
+    "tp": "in a tensor-parallel group",
+}
+"""What an axis of the mesh joins."""
+
+
+def percent(share: float) -> str:
+    """ "12.3 %"; one digit behind the point."""
+    return f"{100 * share:.1f} %"
+
+
+def signed_seconds(seconds: float) -> str:
+    """With its sign, "+1.2 s"; below a microsecond "0"."""
+    return "0" if abs(seconds) < 5e-7 else f"{'+' if seconds > 0 else ''}{format_seconds(seconds)}"
+
+
+def signed_bytes(nbytes: float) -> str:
+    """With its sign, "+1.2 GiB"."""
+    return "0" if not nbytes else f"{'+' if nbytes > 0 else '-'}{format_bytes(abs(nbytes))}"
+
+
+def mesh(shape: MeshShape) -> str:
+    """ "64 ranks: pp 4 x inter 2 x intra 8"."""
+    sizes = " x ".join(f"{name} {size}" for name, size in shape.sizes.items() if size > 1)
+    return "1 rank" if shape.world == 1 else f"{shape.world} ranks: {sizes}"
+
+
+def plan(prediction: Prediction) -> str:
+    """The choices of a plan in a line."""
+    own = prediction.plan
+    recompute = "" if own.recompute == "none" else f", recompute {own.recompute}"
+    batch = f"{own.schedule.microbatches} microbatches of {own.microbatch} x {prediction.use.sequence} tokens a rank"
+    return f"layout {own.layout}, {own.schedule.name} with {batch}, {own.precision.compute}{recompute}"
+
+
+def setting(alternative: Alternative) -> str:
+    """What to write into a config, as in "parallel.schedule = zb-v"."""
+    choice = CHOICES[alternative.choice]
+    if alternative.choice == "prefetch":
+        return f"{choice.key} = 0" if alternative.value == NO else f"no {choice.key}"
+    return f"{choice.key} = {({YES: 'true', NO: 'false'}).get(alternative.value, alternative.value)}"
+
+
+def longer(alternative: Alternative) -> str:
+    """ "120 ms longer, 2.3 %, mostly pipeline bubble"."""
+    seconds = alternative.seconds
+    if alternative.is_as_long:
+        return f"as long, within {percent(EQUAL)}"
+    word = "longer" if seconds > 0 else "shorter"
+    share = percent(abs(seconds) / alternative.base.seconds)
+    return f"{format_seconds(abs(seconds))} {word}, {share}, mostly {alternative.cause}"
+
+
+def more(alternative: Alternative, *, than: str = "") -> str:
+    """ "1.2 GiB more, mostly activations"."""
+    nbytes = alternative.nbytes
+    if not nbytes:
+        return "as much"
+    word = "more" if nbytes > 0 else "less"
+    return f"{format_bytes(abs(nbytes))} {word}{than and f' than {than}'}, mostly {alternative.byte_cause}"
+
+
+def verdict(alternative: Alternative) -> str:
+    """ "which fits", or by how much it does not."""
+    return "which fits" if alternative.fits else f"{format_bytes(-alternative.margin)} more than there is"
+
+
+def subject(alternative: Alternative) -> str:
+    """Its name as a sentence begins: "Layout GGG"."""
+    return alternative.name[0].upper() + alternative.name[1:]
+
+
+def room(margin: int) -> str:
+    """ "19.4 GiB free", or "1.2 GiB over"."""
+    return f"{format_bytes(abs(margin))} {'free' if margin >= 0 else 'over'}"
+
+
+def outcome(alternative: Alternative) -> str:
+    """An alternative in a sentence without its subject: "takes 5.1 s a step (...)"."""
+    if alternative.prediction is None:
+        return f"is not possible: {alternative.refusal}"
+    found = alternative.found
+    rank = fullest_rank(found)
+    return (
+        f"takes {format_seconds(found.seconds)} a step ({longer(alternative)}) and gives "
+        f"{format_rate(found.tokens_a_second, 'tokens')}; its fullest rank, {rank}, holds "
+        f"{format_bytes(found.peak(rank).total)} ({more(alternative)}), {verdict(alternative)}"
+    )
+
+
+def in_flight(holding: Holding) -> str:
+    """ "4 microbatches of stage 0 in flight, 10.8 GiB each"."""
+    return ", ".join(
+        f"{each.microbatches} microbatch{'' if each.microbatches == 1 else 'es'} of stage {each.stage} in flight, "
+        f"{format_bytes(each.nbytes)} each"
+        for each in holding.in_flight
+        if each.microbatches
+    )
+
+
+def columns(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table in aligned columns: the first to the left, the others to the right."""
+    widths = [max(map(len, cells)) for cells in zip(headers, *rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if at == 0 else cell.rjust(width)
+            for at, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ).rstrip()
+        for cells in (headers, *rows)
+    ]
+
+
+def table(alternatives: Sequence[Alternative], *, title: str = "instead") -> list[str]:
+    """Alternatives side by side."""
+    headers = [title, "a step", "difference", "tokens/s", "largest cause", "fullest", "difference", "memory"]
+    rows = []
+    for each in alternatives:
+        if each.prediction is None:
+            rows.append([_named(each), "refused", *[""] * 6])
+            continue
+        found = each.found
+        peak = found.peak(fullest_rank(found)).total
+        rows.append(
+            [
+                _named(each),
+                format_seconds(found.seconds),
+                signed_seconds(each.seconds),
+                f"{each.speed:.3f} x",
+                "" if each.is_as_long else each.cause,
+                format_bytes(peak),
+                signed_bytes(each.nbytes),
+                room(each.margin),
+            ]
+        )
+    return columns(headers, rows)
+
+
+def _named(alternative: Alternative) -> str:
+    return alternative.value if alternative.choice == "situation" else alternative.name
+
+
+def wrapped(text: str, *, width: int = 100, indent: str = "") -> list[str]:
+    """A sentence in lines. A number stays with its per cent sign."""
+    glued = text.replace(" %", "\u00a0%")
+    lines = textwrap.wrap(glued, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+    return [line.replace("\u00a0", " ") for line in lines]

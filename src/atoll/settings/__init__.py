@@ -1,0 +1,6 @@
+"""A plan as settings of other systems, and what they cannot express. Imports no torch."""
+
+from atoll.settings.subject import Settings
+from atoll.settings.systems import SYSTEMS, settings_for
+
+__all__ = ["SYSTEMS", "Settings", "settings_for"]

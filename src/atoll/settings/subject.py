@@ -1,0 +1,116 @@
+"""What every system's settings are made from, and the form that they take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from atoll.config import Config
+from atoll.cost import Prediction
+from atoll.layouts import Layout, Level
+from atoll.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """A plan in the words of another system.
+
+    version: whose documentation was followed.  files: text by name.  launch: command lines.
+    limits: what of the plan the system cannot express, and what stands in its place.
+    """
+
+    system: str
+    version: str
+    files: Mapping[str, str]
+    launch: tuple[str, ...]
+    limits: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A config and the prediction of its plan, of whose seconds nothing is asked."""
+
+    config: Config
+    prediction: Prediction
+
+    @property
+    def plan(self) -> Plan:
+        """What is to be expressed."""
+        return self.prediction.plan
+
+    @property
+    def layers(self) -> range:
+        """Blocks of the model that are layers."""
+        return self.prediction.ranks.model.layers
+
+    @property
+    def stages(self) -> tuple[range, ...]:
+        """Blocks of each stage."""
+        return self.prediction.ranks.runs
+
+    @property
+    def nodes(self) -> tuple[int, int]:
+        """Nodes, and ranks of each: those of the cluster, or a group where there is none."""
+        mesh = self.plan.mesh
+        cluster = self.prediction.cluster
+        each = min(mesh.world, mesh.intra * mesh.tensor if cluster is None else cluster.node.devices)
+        return -(-mesh.world // each), each
+
+    @property
+    def torchrun(self) -> str:
+        """How torchrun starts its ranks."""
+        nodes, each = self.nodes
+        where = "--standalone" if nodes == 1 else "--rdzv-backend c10d --rdzv-endpoint $HEAD_NODE:29500"
+        return f"torchrun --nnodes {nodes} --nproc-per-node {each} {where}"
+
+    def shared_limits(self) -> list[str]:
+        """What none of the systems expresses."""
+        plan, found = self.plan, []
+        if plan.vocabulary_parallel:
+            found.append(
+                "a vocabulary that is split over the pipeline ranks: embedding and head stay whole on the first and "
+                "the last stage"
+            )
+        if plan.post_validation:
+            found.append("a post-validated optimizer step: the step waits for the global gradient norm")
+        if plan.residency == "run":
+            found.append("residency `run`: gathered parameters stay for one microbatch or for the step")
+        if plan.unit > 1:
+            found.append(f"units of {plan.unit} blocks by a number: wrap that many layers in one module")
+        return found
+
+
+FULL, HYBRID, REPLICATED = "full shard", "hybrid shard", "replicated"
+
+
+@dataclass(frozen=True, slots=True)
+class TorchSharding:
+    """How FSDP2 comes nearest to a layout.
+
+    kind: full shard over all data-parallel ranks, hybrid shard (sharded inside a group, replicated over groups), or
+    replicated.  reshards: whether whole parameters are freed after the forward.
+    """
+
+    kind: str
+    reshards: bool
+
+    @staticmethod
+    def of(plan: Plan) -> TorchSharding:
+        """The nearest one that holds no more optimizer state where it can, and sends no more between groups."""
+        layout = plan.layout
+        reshards = layout.parameters is not Level.N and plan.residency == "unit"
+        if layout == Layout("NNN") or plan.mesh.data == 1:
+            return TorchSharding(REPLICATED, False)
+        if "I" in layout.name and plan.mesh.inter > 1:
+            return TorchSharding(HYBRID, reshards)
+        return TorchSharding(FULL, reshards)
+
+    def limits(self, plan: Plan) -> list[str]:
+        """What differs from the plan's layout."""
+        layout, found = plan.layout.name, []
+        whole = "GGG" if plan.mesh.inter > 1 or "I" not in layout else layout
+        rests = {FULL: whole, HYBRID: "III", REPLICATED: "NNN"}[self.kind]
+        if plan.mesh.data > 1 and rests != layout:
+            kept = "" if self.reshards else ", with parameters gathered once a step"
+            found.append(f"layout {layout}: FSDP2 shards all three states alike; the nearest is {rests}{kept}")
+        return found

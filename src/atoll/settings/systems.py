@@ -1,0 +1,31 @@
+"""The systems that a plan can be written for."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+
+from atoll.config import Config
+from atoll.cost import Prediction
+from atoll.errors import ConfigError
+from atoll.settings.deepspeed import deepspeed
+from atoll.settings.fsdp2 import fsdp2
+from atoll.settings.megatron import megatron
+from atoll.settings.subject import Settings, Subject
+from atoll.settings.torchtitan import torchtitan
+
+SYSTEMS: Mapping[str, Callable[[Subject], Settings]] = {
+    "torchtitan": torchtitan,
+    "deepspeed": deepspeed,
+    "megatron": megatron,
+    "fsdp2": fsdp2,
+}
+
+
+def settings_for(system: str, config: Config, prediction: Prediction) -> Settings:
+    """The plan of a prediction in the words of a system. Raises ConfigError for one that is not known."""
+    if system not in SYSTEMS:
+        near = difflib.get_close_matches(system.lower(), SYSTEMS, n=1)
+        guess = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigError(f"no settings for {system!r}: {guess}known are {', '.join(SYSTEMS)}")
+    return SYSTEMS[system](Subject(config, prediction))
