@@ -8,27 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from atoll.cost.breakdown import NAMES as PARTS
 from atoll.units import format_bytes, format_count, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from atoll.cost import Breakdown, Cluster, Held, Prediction
 
 CLUSTER = "A TOML file: the devices and links that the plan runs on."
-
-PARTS = {
-    "forward": "forward (F)",
-    "backward": "backward (I)",
-    "weights": "weights' gradients (W)",
-    "tensor": "tensor-parallel collectives",
-    "optimizer": "optimizer",
-    "other": "other",
-    "bubble": "pipeline bubble",
-    "messages": "messages between stages",
-    "gathers": "gathers of parameters",
-    "reductions": "reductions of gradients",
-    "sums": "sums at the step's end",
-}
-"""What the parts of a breakdown are called."""
 
 EXAMPLE = """
     [device]
