@@ -16,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-from atoll.cli import calibrate, compare, doctor, interchange, layouts, predict, program, schedule, train
+from atoll.cli import calibrate, compare, doctor, interchange, layouts, predict, program, report, schedule, train, watch
 from atoll.errors import AtollError
 
 app = typer.Typer(
@@ -29,6 +29,8 @@ app = typer.Typer(
 app.command("train")(train.command)
 app.command("predict")(predict.command)
 app.command("compare")(compare.command)
+app.command("report")(report.command)
+app.command("watch")(watch.command)
 app.command("calibrate")(calibrate.command)
 app.command("schedule")(schedule.command)
 app.command("layouts")(layouts.command)
