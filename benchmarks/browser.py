@@ -88,7 +88,7 @@ class Page:
         """Load a report; the seconds until it is drawn."""
         begun = time.monotonic()
         self.call("Page.navigate", url=url)
-        self.until("document.documentElement.dataset.ready === '1' && location.href !== 'about:blank'", seconds)
+        self.until("document.documentElement?.dataset.ready === '1' && location.href !== 'about:blank'", seconds)
         return time.monotonic() - begun
 
     def run(self, expression: str) -> Any:

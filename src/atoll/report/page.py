@@ -61,12 +61,12 @@ def page(sheets: Sequence[Sheet], *, is_live: bool = False) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
         f"<title>{escape(title)} – Atoll</title>\n"
-        f"<style>\n{_asset('page.css')}\n{_swatches()}</style>\n</head>\n<body>\n"
+        f"<style>\n{_asset('assets/page.css')}\n{_swatches()}</style>\n</head>\n<body>\n"
         f'<a class="skip" href="#main">Skip to the report</a>\n'
         f"{fragment(sheets)}\n"
         '<div id="tip" role="tooltip" hidden></div>\n'
-        f"<script>\n/* d3, ISC licence:\n{_asset('d3.LICENSE')}*/\n{_asset('d3.min.js')}\n</script>\n"
-        f"<script>\n{_asset('page.js')}\n</script>\n</body>\n</html>\n"
+        f"<script>\n/* d3, ISC licence:\n{_asset('assets/d3.LICENSE')}*/\n{_asset('assets/d3.min.js')}\n</script>\n"
+        f"<script>\n{_asset('assets/page.js')}\n</script>\n</body>\n</html>\n"
     )
 
 
@@ -126,7 +126,7 @@ def _json(values: Any) -> str:
 
 @cache
 def _asset(name: str) -> str:
-    return resources.files("atoll.report").joinpath("assets", name).read_text(encoding="utf-8").strip()
+    return resources.files("atoll.report").joinpath(*name.split("/")).read_text(encoding="utf-8").strip()
 
 
 def _swatches() -> str:
@@ -211,10 +211,12 @@ def _timelines(sheets: Sequence[Sheet]) -> str:
         for at, sheet in enumerate(sheets)
         if sheet.timelines
     )
+    count = sum(bool(sheet.timelines) for sheet in sheets)
+    same = '<button type="button" data-act="same" aria-pressed="true">same time scale</button>' if count > 1 else ""
     return (
         f'<ul class="legend">{legend}</ul>\n<div class="tools" role="group" aria-label="Zoom">'
         '<button type="button" data-act="in">+ zoom in</button><button type="button" data-act="out">− zoom out</button>'
-        '<button type="button" data-act="all">whole step</button></div>\n'
+        f'<button type="button" data-act="all">whole step</button>{same}</div>\n'
         '<p class="hint">Drag to move, <kbd>Ctrl</kbd> and wheel or two fingers to zoom. By keyboard: <kbd>←</kbd> '
         "<kbd>→</kbd> from bar to bar, <kbd>↑</kbd> <kbd>↓</kbd> from row to row, <kbd>+</kbd> <kbd>−</kbd> zoom, "
         "<kbd>Shift</kbd> with an arrow moves, <kbd>0</kbd> shows the whole step. Waits are hatched.</p>\n"
@@ -250,6 +252,13 @@ def _seconds(sheet: Sheet) -> str:
         for key, name in NAMES.items()
         if any(column[key] > 0 for column in columns)
     )
+    rests = [each.seconds - sum(column.values()) for column, each in zip(columns, sheet.timelines, strict=True)]
+    if any(rest > 1e-3 * each.seconds for rest, each in zip(rests, sheet.timelines, strict=True)):
+        cells = "".join(
+            f"<td>{format_seconds(max(0.0, rest))} <small>{_share(max(0.0, rest), each.seconds)}</small></td>"
+            for rest, each in zip(rests, sheet.timelines, strict=True)
+        )
+        rows += f'<tr><th scope="row"><span class="swatch"></span>between instructions</th>{cells}</tr>'
     table = (
         f'<table class="figures"><caption>mean over pipeline ranks</caption><thead><tr><td></td>{heads}</tr></thead>'
         f"<tbody>{rows}</tbody></table>"

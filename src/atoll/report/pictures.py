@@ -43,7 +43,7 @@ def _stages(layout: Layout) -> str:
     return (
         '<div class="scroll" tabindex="0" role="region" aria-label="What a rank keeps"><table class="figures">'
         "<caption>what a rank keeps between steps</caption><thead><tr>"
-        f'<th scope="col">pipeline rank</th><th scope="col">blocks</th>{heads}</tr></thead>'
+        f'<th scope="col">pipeline rank</th><th scope="col" class="text">blocks</th>{heads}</tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table></div>"
     )
 

@@ -179,7 +179,7 @@ def _words(prediction: Prediction) -> list[tuple[str, str]]:
         (
             "batch",
             f"{plan.global_batch} sequences of {use.sequence} tokens a step: {schedule.microbatches} microbatches of "
-            f"{plan.microbatch} on each of {_count(mesh.data, 'data-parallel rank')}",
+            f"{plan.microbatch}" + (f" on each of {mesh.data} data-parallel ranks" if mesh.data > 1 else ""),
         ),
         ("gathering", _gathering(plan)),
         ("precision", f"computes in {plan.precision.compute}, optimizer in {plan.precision.master}"),

@@ -2,8 +2,8 @@
 /* Draws what the page carries in #data. Bars are painted pixel by pixel, so the time that a frame takes depends on the
    size of the canvas and on the bars in view, and not on how narrow these are. */
 (() => {
-  const PROGRAM = "program", GUTTER = 78, TALL = 20, THIN = 8, SPACE = 8, EMPTY = 255, PERIOD = 12;
-  const SERIES = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"];
+  const PROGRAM = "program", GUTTER = 92, TALL = 20, THIN = 8, SPACE = 8, EMPTY = 255, PERIOD = 12;
+  const SERIES = ["var(--p)", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#8a8a8a"];
   const DASHES = ["", "6 3", "2 3", "8 3 2 3", "1 4", "12 4"];
   const HATCHES = {
     "/": (x, y) => (x + y) % 6 < 2,
@@ -22,6 +22,7 @@
   const digits = (value) => (value >= 99.95 ? value.toFixed(0) : value >= 9.995 ? value.toFixed(1) : value.toFixed(2))
     .replace(/(\.\d*?)0+$/, "$1").replace(/\.$/, "");
   function seconds(value) {
+    if (value === 0) return "0 s";
     for (const [name, scale] of [["s", 1], ["ms", 1e-3], ["µs", 1e-6]])
       if (value >= scale || name === "µs") return `${digits(value / scale)} ${name}`;
   }
@@ -31,7 +32,7 @@
     while (value >= 1023.5 && at < names.length - 1) { value /= 1024; at++; }
     return `${digits(value)} ${names[at]}`;
   }
-  const plain = (value) => (Number.isFinite(value) ? d3.format(Math.abs(value) >= 1e4 ? ".4s" : ".4~g")(value) : "–");
+  const plain = (value) => (Number.isFinite(value) ? d3.format(Math.abs(value) >= 1e4 ? ".4~s" : ".4~g")(value) : "–");
 
   // ---- what the page carries
 
@@ -72,7 +73,9 @@
       const rank = {
         times: times.subarray(first, first + count),
         held: d3.range(width).map((nth) => held.subarray(first * width + nth * count, first * width + (nth + 1) * count)),
+        totals: new Float64Array(count),
       };
+      for (const each of rank.held) for (let at = 0; at < count; at++) rank.totals[at] += each[at];
       first += count;
       return rank;
     });
@@ -87,14 +90,16 @@
 
   // ---- a shared view of time
 
-  let charts = [], view = d3.zoomIdentity, longest = 1, pending = 0, kept = { scroll: {}, rank: {}, chosen: null };
+  let charts = [], view = d3.zoomIdentity, longest = 1, pending = 0, stale = new Set(), kept = { scroll: {}, rank: {}, chosen: null, isShared: null };
   const frames = { drawn: 0, last: 0 };
 
-  function redraw() {
+  function redraw(some = charts) {
+    for (const chart of some) stale.add(chart);
     if (!pending) pending = requestAnimationFrame(() => {
       pending = 0;
       const begun = performance.now();
-      for (const chart of charts) chart.draw();
+      for (const chart of stale) if (charts.includes(chart)) chart.draw();
+      stale.clear();
       frames.drawn++;
       frames.last = performance.now() - begun;
     });
@@ -102,11 +107,12 @@
 
   function show(next, from) {
     view = next;
-    for (const chart of charts) if (chart.follow && chart !== from) chart.follow(view);
-    redraw();
+    for (const chart of charts) if (chart instanceof Timelines && chart !== from) chart.follow(view);
+    redraw(charts.filter((chart) => !(chart instanceof MetricChart)));
   }
 
-  const scaleOf = (width) => view.rescaleX(d3.scaleLinear([0, longest], [GUTTER, width]));
+  const lengthOf = (sheet) => d3.max(sheet.timelines, (each) => Math.max(each.seconds, d3.max(each.end) ?? 0)) || 1;
+  const scaleOf = (width, sheet) => view.rescaleX(d3.scaleLinear([0, kept.isShared ? longest : sheet.length], [GUTTER, width]));
 
   // ---- timeline
 
@@ -120,13 +126,16 @@
       this.canvas = d3.select(this.box).append("canvas").attr("aria-hidden", "true").node();
       this.spacer = d3.select(this.box).append("div").node();
       this.rows = [];
+      this.widths = new Map();
       const ranks = d3.max(sheet.timelines, (each) => d3.max(each.rows, (row) => row.rank)) + 1;
       let top = SPACE / 2;
       for (let rank = 0; rank < ranks; rank++) {
         for (const source of sheet.timelines)
           for (const row of source.rows.filter((each) => each.rank === rank)) {
             const height = row.lane === PROGRAM ? TALL : THIN;
-            this.rows.push({ ...row, source, top, height });
+            const before = this.rows.at(-1), isFirst = !before || before.rank !== rank;
+            const isNamed = isFirst || before.lane !== row.lane || before.source !== source;
+            this.rows.push({ ...row, source, top, height, isFirst, isNamed });
             top += height + 2;
           }
         top += SPACE;
@@ -139,7 +148,7 @@
         .on("pointermove", (event) => this.point(event)).on("pointerleave", () => this.leave())
         .on("click", (event) => this.choose(this.at(event)));
       d3.select(this.box).on("keydown", (event) => this.key(event)).on("wheel", (event) => this.wheel(event))
-        .on("scroll", () => { kept.scroll[nth] = this.box.scrollTop; redraw(); });
+        .on("scroll", () => { kept.scroll[nth] = this.box.scrollTop; redraw([this]); });
       this.resize();
       this.box.scrollTop = kept.scroll[nth] || 0;
     }
@@ -165,6 +174,8 @@
 
     // Palette by part and position, so that hatches lie still while the content moves.
     paint() {
+      const key = `${style("--ground")} ${this.ratio}`;
+      if (this.painted && this.painted.key === key) return this.painted;
       const ground = rgb(style("--ground")), table = new Uint32Array(256 * PERIOD * PERIOD).fill(abgr(ground));
       parts.forEach((part, nth) => {
         const ink = rgb(part.colour), soft = ink.map((each, at) => Math.round(0.18 * each + 0.82 * ground[at]));
@@ -174,12 +185,14 @@
           table[(nth * PERIOD + y) * PERIOD + x] = abgr(isInk ? ink : soft);
         }
       });
-      return { table, ground: abgr(ground), row: abgr(rgb(style("--row"))) };
+      table.fill(abgr(rgb(style("--row"))), EMPTY * PERIOD * PERIOD);
+      return (this.painted = { key, table, ground: abgr(ground) });
     }
 
     draw() {
       const { context, ratio, pixels } = this, scroll = this.box.scrollTop;
-      const scale = scaleOf(this.width - 2), palette = this.paint(), [from, to] = scale.domain();
+      const scale = scaleOf(this.width - 2, this.sheet), palette = this.paint(), [from, to] = scale.domain();
+      this.theme = { ink: style("--ink"), quiet: style("--quiet"), ground: style("--ground") };
       pixels.fill(palette.ground);
       const shown = this.rows.filter((row) => row.top + row.height > scroll && row.top < scroll + this.visible);
       for (const row of shown) this.fill(row, scale, palette, scroll);
@@ -225,44 +238,74 @@
       }
       settle();
       const top = Math.round((row.top - scroll) * ratio), bottom = Math.round((row.top + row.height - scroll) * ratio);
-      for (let y = Math.max(0, top); y < Math.min(bottom, this.canvas.height); y++) {
-        const base = y * width, phase = (y - top) % PERIOD;
-        for (let x = edge; x < width; x++) {
-          const value = line[x];
-          pixels[base + x] = value === EMPTY ? palette.row : palette.table[(value * PERIOD + phase) * PERIOD + (x % PERIOD)];
+      const { table } = palette, highest = Math.max(0, top), lowest = Math.min(bottom, this.canvas.height);
+      for (let y = highest; y < lowest; y++) {
+        const base = y * width;
+        if (y - PERIOD >= highest) {
+          pixels.copyWithin(base + edge, base - PERIOD * width + edge, base - PERIOD * width + width);
+          continue;
+        }
+        const phase = ((y - top) % PERIOD) * PERIOD;
+        for (let x = edge, turn = edge % PERIOD; x < width; x++) {
+          pixels[base + x] = table[line[x] * PERIOD * PERIOD + phase + turn];
+          if (++turn === PERIOD) turn = 0;
         }
       }
     }
 
     label(row, scale, scroll, from, to) {
       const { context, sheet } = this, { source } = row, y = row.top - scroll + row.height / 2;
-      const ofRank = this.rows.filter((each) => each.rank === row.rank);
       context.textAlign = "right";
-      context.fillStyle = style("--ink");
+      context.fillStyle = this.theme.ink;
       context.font = "600 12px system-ui, 'DejaVu Sans', sans-serif";
-      if (row === ofRank[0]) { context.textAlign = "left"; context.fillText(String(row.rank), 6, y); context.textAlign = "right"; }
+      if (row.isFirst) { context.textAlign = "left"; context.fillText(String(row.rank), 6, y); context.textAlign = "right"; }
       context.font = `${row.lane === PROGRAM ? 11 : 9}px system-ui, 'DejaVu Sans', sans-serif`;
-      context.fillStyle = style("--quiet");
-      const word = row.lane !== PROGRAM ? row.lane : sheet.timelines.length > 1 ? source.title.split(",")[0].slice(0, 9) : "rank";
-      if (row.lane !== PROGRAM || sheet.timelines.length > 1) context.fillText(word, GUTTER - 6, y);
+      context.fillStyle = this.theme.quiet;
+      const word = row.lane === PROGRAM ? source.title.split(",")[0] : row.lane;
+      if (row.isNamed && (row.lane !== PROGRAM || sheet.timelines.length > 1)) context.fillText(word, GUTTER - 6, y);
       if (row.lane !== PROGRAM) return;
       context.textAlign = "center";
       context.font = "11px system-ui, 'DejaVu Sans', sans-serif";
+      // A bar with room has its own words. Bars of one action that have none share its words.
+      let group = null;
+      const zero = scale(0), slope = scale(1) - zero;
+      const words = (at, isShort) => {
+        const name = source.names[source.op[at]], microbatch = source.microbatch[at];
+        return (isShort ? name.split(" ")[0] : name) + (microbatch >= 0 ? ` ${microbatch}` : "");
+      };
+      const finish = () => { if (group && group.count > 1 && group.right - group.left > 16) this.write(group, words(group.at, true), y); };
       for (let at = d3.bisectRight(source.end, from, row.first, row.last); at < row.last && source.start[at] < to; at++) {
-        const left = Math.max(scale(source.start[at]), GUTTER), right = Math.min(scale(source.end[at]), this.width);
-        if (right - left < 24) continue;
-        const part = parts[source.part[at]], microbatch = source.microbatch[at];
-        const text = source.names[source.op[at]] + (microbatch >= 0 ? ` ${microbatch}` : "");
-        const wide = context.measureText(text).width;
-        if (wide > right - left - 6) continue;
-        const middle = (left + right) / 2;
-        if (part.hatch) {
-          context.fillStyle = style("--ground");
-          context.fillRect(middle - wide / 2 - 3, y - 7, wide + 6, 14);
-          context.fillStyle = style("--ink");
-        } else context.fillStyle = d3.lab(part.colour).l > 50 ? "#111" : "#fff";
-        context.fillText(text, middle, y);
+        const left = Math.max(zero + source.start[at] * slope, GUTTER), right = Math.min(zero + source.end[at] * slope, this.width);
+        const part = source.part[at], microbatch = source.microbatch[at], stage = source.stage[at];
+        const isWide = right - left >= 24;
+        if (isWide) this.write({ part, left, right }, words(at, false), y);
+        if (right - left < 0.5 && group && group.part !== part) continue;
+        if (group && group.part === part && group.microbatch === microbatch && group.stage === stage && left - group.right < 1.5) {
+          group.right = right;
+          group.count += isWide ? -Infinity : 1;
+          continue;
+        }
+        finish();
+        group = { at, part, microbatch, stage, left, right, count: isWide ? -Infinity : 1 };
       }
+      finish();
+    }
+
+    write({ part, left, right }, text, y) {
+      const { context } = this, { colour, hatch } = parts[part], wide = this.wide(text);
+      if (wide > right - left - 4) return;
+      const middle = (left + right) / 2;
+      context.fillStyle = hatch ? this.theme.ground : d3.lab(colour).l > 50 ? "#111" : "#fff";
+      if (hatch) {
+        context.fillRect(middle - wide / 2 - 3, y - 7, wide + 6, 14);
+        context.fillStyle = this.theme.ink;
+      }
+      context.fillText(text, middle, y);
+    }
+
+    wide(text) {
+      if (!this.widths.has(text)) this.widths.set(text, this.context.measureText(text).width);
+      return this.widths.get(text);
     }
 
     mark(scale, scroll) {
@@ -271,10 +314,10 @@
       const row = this.rows[found.row], { source } = row, { context } = this;
       const left = Math.max(GUTTER, scale(source.start[found.bar])), right = Math.max(left + 3, scale(source.end[found.bar]));
       context.lineWidth = 3;
-      context.strokeStyle = style("--ground");
+      context.strokeStyle = this.theme.ground;
       context.strokeRect(left - 1, row.top - scroll - 1, right - left + 2, row.height + 2);
       context.lineWidth = 2;
-      context.strokeStyle = style("--ink");
+      context.strokeStyle = this.theme.ink;
       context.strokeRect(left - 1, row.top - scroll - 1, right - left + 2, row.height + 2);
     }
 
@@ -282,7 +325,7 @@
       const [x, y] = d3.pointer(event, this.canvas), down = y + this.box.scrollTop;
       const nth = this.rows.findIndex((row) => down >= row.top - 1 && down < row.top + row.height + 1);
       if (nth < 0 || x < GUTTER) return null;
-      const row = this.rows[nth], scale = scaleOf(this.width - 2), near = scale.invert(x + 2), time = scale.invert(x);
+      const row = this.rows[nth], scale = scaleOf(this.width - 2, this.sheet), near = scale.invert(x + 2), time = scale.invert(x);
       let bar = d3.bisectRight(row.source.start, near, row.first, row.last) - 1;
       while (bar > row.first && row.source.start[bar] > time && row.source.end[bar - 1] > time) bar--;
       return bar >= row.first && row.source.end[bar] >= scale.invert(x - 2) ? { nth: this.nth, row: nth, bar } : null;
@@ -315,8 +358,9 @@
     choose(found) {
       for (const chart of charts) if (chart instanceof Timelines) chart.cursor = null;
       this.cursor = kept.chosen = found;
-      document.getElementById("detail").textContent = found ? this.words(found).join(" · ") : "Point at a bar to see its instruction.";
-      redraw();
+      const said = document.getElementById("detail");
+      said.textContent = found ? this.words(found).join(" · ") : "Point at a bar to see its instruction.";
+      redraw(charts.filter((chart) => chart instanceof Timelines));
     }
 
     wheel(event) {
@@ -329,7 +373,7 @@
     move(pixels) { d3.select(this.canvas).call(this.zoom.translateBy, pixels / view.k, 0); show(d3.zoomTransform(this.canvas), this); }
 
     scale(factor) {
-      const at = this.cursor, scale = scaleOf(this.width - 2), row = at && this.rows[at.row];
+      const at = this.cursor, scale = scaleOf(this.width - 2, this.sheet), row = at && this.rows[at.row];
       const middle = at ? scale((row.source.start[at.bar] + row.source.end[at.bar]) / 2) : (GUTTER + this.width) / 2;
       const centre = Math.min(Math.max(middle, GUTTER), this.width);
       d3.select(this.canvas).call(this.zoom.scaleBy, factor, [centre, 0]);
@@ -362,7 +406,7 @@
         bar = Math.min(Math.max(d3.bisectRight(next.source.start, middle, next.first, next.last) - 1, next.first), next.last - 1);
       }
       this.choose({ nth: this.nth, row, bar });
-      const { source, top, height } = this.rows[row], scale = scaleOf(this.width - 2);
+      const { source, top, height } = this.rows[row], scale = scaleOf(this.width - 2, this.sheet);
       if (top < this.box.scrollTop) this.box.scrollTop = top - SPACE;
       if (top + height > this.box.scrollTop + this.visible) this.box.scrollTop = top + height + SPACE - this.visible;
       const left = scale(source.start[bar]), right = scale(source.end[bar]);
@@ -391,21 +435,21 @@
       this.resize();
     }
 
-    most(rank) { return d3.max(rank.times, (_, at) => d3.sum(rank.held, (each) => each[at])); }
+    most(rank) { return d3.max(rank.totals); }
 
     resize() { this.width = this.figure.clientWidth; }
 
     scale() {
-      if (this.memory.unit === "s") return scaleOf(this.width - 8);
+      if (this.memory.unit === "s") return scaleOf(this.width - 8, this.sheet);
       return d3.scaleLinear([0, d3.max(this.memory.ranks, (rank) => rank.times.at(-1))], [GUTTER, this.width - 8]);
     }
 
     // One sample a pixel: the one in it that holds most.
     samples(rank, scale) {
-      const { times } = rank, found = [], [from, to] = scale.domain();
+      const { times } = rank, found = [], [from, to] = scale.domain(), zero = scale(0), slope = scale(1) - zero;
       let pixel = -1;
       for (let at = Math.max(0, d3.bisectRight(times, from) - 1); at < times.length && times[at] < to; at++) {
-        const x = Math.max(GUTTER, scale(times[at])), total = d3.sum(rank.held, (each) => each[at]);
+        const x = Math.max(GUTTER, zero + times[at] * slope), total = rank.totals[at];
         if (Math.floor(x) === pixel && found.length) {
           if (total > found.at(-1).total) Object.assign(found.at(-1), { at, total });
         } else { found.push({ x, at, total }); pixel = Math.floor(x); }
@@ -416,8 +460,10 @@
     draw() {
       const { memory, width } = this, nth = +this.select.value, rank = memory.ranks[nth], height = 240, base = height - 24;
       const scale = this.scale(), found = this.samples(rank, scale), peak = this.most(rank), measured = memory.peaks[nth];
-      const top = Math.max(peak, measured || 0), isNear = memory.limit && memory.limit < 2.5 * top;
-      const y = d3.scaleLinear([0, 1.08 * (isNear ? Math.max(memory.limit, top) : top) || 1], [base, 12]);
+      // What is far above the peak is said below the chart, where it does not flatten it.
+      const lines = [["device", memory.limit, "7 3"], [`measured, ${memory.measured}`, measured, "2 3"]].filter((each) => each[1]);
+      const near = lines.filter((each) => each[1] < 2.5 * peak), far = lines.filter((each) => each[1] >= 2.5 * peak);
+      const y = d3.scaleLinear([0, 1.08 * Math.max(peak, ...near.map((each) => each[1])) || 1], [base, 12]);
       const right = width - 8, points = [...found, { ...found.at(-1), x: right }];
       const below = new Float64Array(points.length);
       const areas = memory.components.map((name, at) => {
@@ -438,8 +484,7 @@
       this.svg.append("g").selectAll("text").data(areas.filter((each) => each.tall > 15)).join("text").text((each) => each.name)
         .attr("x", (each) => Math.min(Math.max(each.x, GUTTER + 50), right - 50)).attr("y", (each) => each.y + 4).attr("text-anchor", "middle")
         .style("fill", (each) => (d3.lab(colour(each.at)).l > 50 ? "#111" : "#fff"));
-      const marks = [[memory.limit && isNear, memory.limit, "device", "7 3"], [measured, measured, `measured, ${memory.measured}`, "2 3"]];
-      for (const [shown, value, name, dash] of marks) if (shown) {
+      for (const [name, value, dash] of near) {
         this.svg.append("line").attr("x1", GUTTER).attr("x2", right).attr("y1", y(value)).attr("y2", y(value)).attr("stroke", style("--ink")).attr("stroke-dasharray", dash);
         this.svg.append("text").attr("x", right - 4).attr("y", y(value) - 4).attr("text-anchor", "end").text(`${name} ${bytes(value)}`);
       }
@@ -447,8 +492,7 @@
       this.svg.append("g").attr("transform", `translate(0,${base})`).call(d3.axisBottom(scale).ticks(Math.max(2, width / 140)).tickFormat(format).tickSizeOuter(0));
       this.svg.append("g").attr("transform", `translate(${GUTTER},0)`).call(d3.axisLeft(y).tickValues(binary(y.domain()[1])).tickFormat(bytes));
       this.line = this.svg.append("line").attr("class", "cross").attr("y1", 12).attr("y2", base).attr("visibility", "hidden");
-      const limit = memory.limit ? (isNear ? "" : `, ${(peak / memory.limit * 100).toFixed(1)} % of the device's ${bytes(memory.limit)}`) : "";
-      if (!this.pointed) this.note.text(`predicted peak ${bytes(peak)}${limit}`);
+      if (!this.pointed) this.note.text([`predicted peak ${bytes(peak)}`, ...far.map(([name, value]) => `${name} ${bytes(value)}, above the chart`)].join("; "));
       Object.assign(this, { rank, shownScale: scale });
     }
 
@@ -502,6 +546,9 @@
 
     value(y) { return this.name === "memory_bytes" ? bytes(y) : this.name === "seconds" ? seconds(y) : this.name === "bubble" ? `${(100 * y).toFixed(1)} %` : plain(y); }
 
+    // Ticks that read alike say nothing.
+    told(ticks) { return ticks.filter((each, at) => !at || this.value(each) !== this.value(ticks[at - 1])); }
+
     // The least and the most of each pixel: no spike is lost.
     thinned(curve) {
       const columns = new Map();
@@ -536,7 +583,7 @@
       }
       const whole = this.scale.ticks(Math.max(2, width / 90)).filter(isRound);
       this.svg.append("g").attr("transform", `translate(0,${base})`).call(d3.axisBottom(this.scale).tickValues(whole).tickFormat(d3.format("d")).tickSizeOuter(0));
-      this.svg.append("g").attr("transform", "translate(62,0)").call(d3.axisLeft(y).ticks(5).tickFormat((each) => this.value(each)));
+      this.svg.append("g").attr("transform", "translate(62,0)").call(d3.axisLeft(y).tickValues(this.told(y.ticks(5))).tickFormat((each) => this.value(each)));
       this.line = this.svg.append("line").attr("class", "cross").attr("y1", 10).attr("y2", base).attr("visibility", "hidden");
       const last = d3.max(all);
       this.say(this.at === undefined ? last : Math.min(this.at, last));
@@ -584,7 +631,10 @@
     })));
     parts = data.parts;
     sheets = read;
-    longest = d3.max(sheets, (sheet) => d3.max(sheet.timelines, (each) => Math.max(each.seconds, d3.max(each.end) ?? 0))) || 1;
+    for (const sheet of sheets) sheet.length = lengthOf(sheet);
+    const lengths = sheets.filter((sheet) => sheet.timelines.length).map((sheet) => sheet.length);
+    longest = d3.max(lengths) || 1;
+    kept.isShared ??= longest < 20 * d3.min(lengths);
     const of = (selector, make) => [...document.querySelectorAll(selector)].map(make);
     charts = [
       ...of("figure.timeline", (figure) => new Timelines(figure, sheets[figure.dataset.sheet], +figure.dataset.sheet)),
@@ -592,8 +642,14 @@
       ...of("figure.metric", (figure) => new MetricChart(figure, figure.dataset.metric)),
     ];
     const first = charts.find((chart) => chart instanceof Timelines);
+    const same = document.querySelector("[data-act=same]");
+    if (same) same.setAttribute("aria-pressed", kept.isShared);
     for (const button of document.querySelectorAll("[data-act]")) button.addEventListener("click", () => {
-      if (button.dataset.act === "all") show(d3.zoomIdentity);
+      if (button === same) {
+        kept.isShared = !kept.isShared;
+        same.setAttribute("aria-pressed", kept.isShared);
+        redraw();
+      } else if (button.dataset.act === "all") show(d3.zoomIdentity);
       else (charts.find((chart) => chart.cursor) || first).scale(button.dataset.act === "in" ? 1.6 : 1 / 1.6);
     });
     if (kept.chosen && charts.some((chart) => chart.cursor)) charts.find((chart) => chart.cursor).choose(kept.chosen);
@@ -614,7 +670,7 @@
   }
 
   addEventListener("resize", () => { resize(); });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => redraw());
   addEventListener("beforeprint", () => { document.documentElement.classList.add("printing"); resize(true); });
   addEventListener("afterprint", () => { document.documentElement.classList.remove("printing"); resize(); });
 
