@@ -48,6 +48,11 @@ class Page:
         for domain in ("Page", "Runtime", "Network", "Log"):
             self.call(f"{domain}.enable")
 
+    def close(self) -> None:
+        """Let go of the pipe."""
+        self._to.close()
+        self._back.close()
+
     def call(self, method: str, **parameters: Any) -> Any:
         """The result of a method of the protocol."""
         self._count += 1
@@ -168,17 +173,21 @@ def browser(*options: str) -> Iterator[Page]:
         words = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
                  "--disable-background-networking", "--disable-component-update", "--hide-scrollbars",
                  f"--user-data-dir={profile}", "--remote-debugging-pipe", *options]  # fmt: skip
-        # Chromium reads from descriptor 3 and writes to 4.
+        # Chromium reads from descriptor 3 and writes to 4. Not `sh`: dash has one digit for a descriptor.
         shell = f'exec "$0" "$@" 3<&{to_read} 4>&{back_write}'
         process = subprocess.Popen(
-            ["sh", "-c", shell, path, *words],
+            ["bash", "-c", shell, path, *words],
             pass_fds=(to_read, back_write), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         os.close(to_read)
         os.close(back_write)
+        page = None
         try:
-            yield Page(to, back)
+            page = Page(to, back)
+            yield page
         finally:
+            if page is not None:
+                page.close()
             process.terminate()
             try:
                 process.wait(10)

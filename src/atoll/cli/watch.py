@@ -109,7 +109,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         tag, sheet = self.source.newest()
         if self.path == "/":
-            self._send(HTTPStatus.OK, page([sheet], is_live=True), "text/html")
+            self._send(HTTPStatus.OK, page([sheet], live=tag), "text/html")
         elif self.headers.get("If-None-Match") == tag:
             self.send_response(HTTPStatus.NOT_MODIFIED)
             self.send_header("Content-Length", "0")

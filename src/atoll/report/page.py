@@ -50,13 +50,16 @@ CAUSE_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#f0e442
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
 
-def page(sheets: Sequence[Sheet], *, is_live: bool = False) -> str:
-    """The page of some runs and plans. is_live: it asks where it was loaded from, every second, for a newer one."""
+def page(sheets: Sequence[Sheet], *, live: str = "") -> str:
+    """The page of some runs and plans.
+
+    live: the tag of its content, for a page that asks its server every second for a newer one, at /report.
+    """
     title = " and ".join(sheet.name for sheet in sheets)
-    policy = POLICY + ("; connect-src 'self'" if is_live else "")
-    live = ' data-live="1"' if is_live else ""
+    policy = POLICY + ("; connect-src 'self'" if live else "")
+    tag = f' data-live="{escape(live, quote=True)}"' if live else ""
     return (
-        f'<!doctype html>\n<html lang="en"{live}>\n<head>\n<meta charset="utf-8">\n'
+        f'<!doctype html>\n<html lang="en"{tag}>\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'

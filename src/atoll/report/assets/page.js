@@ -620,8 +620,9 @@
 
   let parts = [], sheets = [];
 
-  async function begin() {
-    const data = JSON.parse(document.getElementById("data").textContent);
+  // What is read takes a moment, so a newer content takes the old one's place only when its charts can be drawn.
+  async function begin(main) {
+    const data = JSON.parse(main.querySelector("#data").textContent);
     if (typeof DecompressionStream === "undefined") throw new Error("this browser has no DecompressionStream (Chrome 80, Firefox 113 and Safari 16.4 have it)");
     const read = await Promise.all(data.sheets.map(async (sheet) => ({
       ...sheet,
@@ -629,6 +630,9 @@
       memory: await readMemory(sheet.memory),
       curves: { training: await readCurves(sheet.curves.training), validation: await readCurves(sheet.curves.validation) },
     })));
+    const stops = () => [...document.querySelectorAll("[tabindex],button,select,a")];
+    const focused = stops().indexOf(document.activeElement), old = document.querySelector("main");
+    if (main !== old) old.replaceWith(document.adoptNode(main));
     parts = data.parts;
     sheets = read;
     for (const sheet of sheets) sheet.length = lengthOf(sheet);
@@ -654,6 +658,7 @@
     });
     if (kept.chosen && charts.some((chart) => chart.cursor)) charts.find((chart) => chart.cursor).choose(kept.chosen);
     for (const chart of charts) chart.draw();
+    if (main !== old && focused >= 0) stops()[focused]?.focus({ preventScroll: true });
     document.documentElement.dataset.ready = "1";
   }
 
@@ -676,25 +681,20 @@
 
   // A live page asks for a newer one, and keeps where its reader is.
   async function watch() {
-    let tag = null;
+    let tag = document.documentElement.dataset.live;
     for (;;) {
       try {
-        const answer = await fetch("/report", { headers: tag ? { "If-None-Match": tag } : {}, cache: "no-store" });
+        const answer = await fetch("/report", { headers: { "If-None-Match": tag }, cache: "no-store" });
         if (answer.status === 200) {
           tag = answer.headers.get("ETag");
           const next = new DOMParser().parseFromString(await answer.text(), "text/html").querySelector("main");
-          const held = document.activeElement && [...document.querySelectorAll("[tabindex],button,select,a")].indexOf(document.activeElement);
-          document.querySelector("main").replaceWith(document.adoptNode(next));
-          await begin().catch(trouble);
-          const again = held >= 0 ? [...document.querySelectorAll("[tabindex],button,select,a")][held] : null;
-          if (again) again.focus({ preventScroll: true });
+          await begin(next);
         }
-        document.documentElement.dataset.live = "1";
-      } catch { document.documentElement.dataset.live = "0"; }
+      } catch { /* the server has ended, or will answer later */ }
       await new Promise((done) => setTimeout(done, 1000));
     }
   }
 
   globalThis.atollReport = { frames, get view() { return view; }, get charts() { return charts; } };
-  begin().catch(trouble).then(() => { if (document.documentElement.dataset.live) watch(); });
+  begin(document.querySelector("main")).catch(trouble).then(() => { if (document.documentElement.dataset.live) watch(); });
 })();
