@@ -12,6 +12,7 @@ import random
 import tempfile
 import time
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -118,7 +119,7 @@ def moved(shown: Page, url: str, frames: int) -> dict[str, Any]:
     for name, script in (("scroll", SCROLL % (frames, frames)), ("zoom", ZOOM % frames)):
         shown.open(url)
         times = shown.run(script)
-        steps = [(after - before) / 1e3 for before, after in zip(times, times[1:], strict=False)]
+        steps = [(after - before) / 1e3 for before, after in pairwise(times)]
         found[f"{name}_frames_per_second"] = len(steps) / sum(steps)
         found[f"{name}_longest_frame_seconds"] = max(steps)
     return found

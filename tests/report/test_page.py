@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -275,27 +276,7 @@ def test_two_runs_share_the_scale_unless_asked(shown: Page, tmp_path: Path) -> N
 
 # ---- for everyone
 
-CONTRAST = """(() => {
-  const parse = (text) => { const m = text.match(/[\\d.]+/g).map(Number); return m.length < 4 ? [...m.slice(0, 3), 1] : m; };
-  const light = (c) => { const [r, g, b] = c.slice(0, 3).map((v) => { v /= 255;
-    return v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4; }); return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
-  const ground = (e) => { for (; e; e = e.parentElement) { const s = getComputedStyle(e);
-    if (s.backgroundImage !== 'none') return null;
-    const c = parse(s.backgroundColor); if (c[3] === 1) return c; } return [255, 255, 255, 1]; };
-  const low = [];
-  const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
-  for (let node; (node = walk.nextNode());) {
-    const e = node.parentElement, s = getComputedStyle(e);
-    if (!node.textContent.trim() || ['SCRIPT', 'STYLE', 'NOSCRIPT', 'OPTION'].includes(e.tagName) || !e.getClientRects().length) continue;
-    const inSvg = e.ownerSVGElement, behind = ground(inSvg || e);
-    if (!behind || e.style.fill) continue;
-    const ink = parse(inSvg ? s.fill : s.color);
-    if (ink[3] === 0) continue;
-    const [a, b] = [light(ink), light(behind)].sort((x, y) => y - x), ratio = (a + 0.05) / (b + 0.05);
-    if (ratio < 4.5) low.push(`${node.textContent.trim().slice(0, 30)}: ${ratio.toFixed(2)}`);
-  }
-  return low;
-})()"""
+CONTRAST = (Path(__file__).parent / "contrast.js").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -312,15 +293,15 @@ def test_everything_has_a_name(run_page: Page) -> None:
     assert run_page.run("document.documentElement.lang") == "en"
     assert run_page.run("document.querySelectorAll('h1').length") == 1
     unnamed = run_page.run(
-        """[...document.querySelectorAll('button, select, [role], [tabindex="0"], svg:not([aria-hidden])')].filter((e) =>
-          !e.getAttribute('aria-label') && !e.textContent.trim() && !e.closest('label') && e.id !== 'trouble' &&
+        """[...document.querySelectorAll('button, select, [role], [tabindex="0"], svg:not([aria-hidden])')].filter(
+          (e) => !e.getAttribute('aria-label') && !e.textContent.trim() && !e.closest('label') && e.id !== 'trouble' &&
           e.id !== 'tip').map((e) => e.outerHTML.slice(0, 80))"""
     )
     assert unnamed == []
     ids = run_page.run("[...document.querySelectorAll('[id]')].map((e) => e.id)")
     assert len(ids) == len(set(ids))
     heads = run_page.run("[...document.querySelectorAll('h1, h2, h3')].map((e) => +e.tagName[1])")
-    assert all(after - before <= 1 for before, after in zip(heads, heads[1:], strict=False))
+    assert all(after - before <= 1 for before, after in pairwise(heads))
 
 
 def test_a_phone_needs_no_sideways_scrolling(shown: Page, tmp_path: Path) -> None:
@@ -395,7 +376,7 @@ def test_an_old_browser_is_told(shown: Page, tmp_path: Path) -> None:
 
 
 def test_many_bars_are_a_small_page_that_opens(shown: Page, tmp_path: Path) -> None:
-    """A lighter form of `benchmarks/report`: 8 ranks and some ten thousand bars. Bounds are wide: others use the cores."""
+    """A lighter form of `benchmarks/report`: 8 ranks, some ten thousand bars, and bounds for a machine in use."""
     sheet = predicted_sheet(predict(pipeline=8, inter=1, layers=16, microbatches=128), "many")
     (timeline,) = sheet.timelines
     assert timeline.count > 10_000

@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from atoll.cost.breakdown import NAMES as PARTS
+from atoll.cost.breakdown import NAMES
 from atoll.units import format_bytes, format_count, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from atoll.cost import Breakdown, Cluster, Held, Prediction
 
 CLUSTER = "A TOML file: the devices and links that the plan runs on."
+
+PARTS = NAMES
+"""What the parts of a breakdown are called."""
 
 EXAMPLE = """
     [device]

@@ -100,7 +100,7 @@ class _Handler(BaseHTTPRequestHandler):
         from atoll.report import fragment, page
 
         # A page of another origin may have its name point here (DNS rebinding); its requests carry that name.
-        port = self.server.server_address[1]
+        port = self.connection.getsockname()[1]
         if self.headers.get("Host") not in (f"{LOOPBACK}:{port}", f"localhost:{port}"):
             self._refuse(HTTPStatus.MISDIRECTED_REQUEST, "this server answers to its loopback address alone")
             return

@@ -65,7 +65,7 @@ class Sheet:
     """What the page shows of one run or plan.
 
     words: the plan, as pairs of what is said and about what.  figures: predicted and measured, "" where not known.
-    timelines: predicted before measured.  blocks: names by index.  units: names by index.  notes: what is missing, and why.
+    timelines: predicted before measured.  blocks, units: names by index.  notes: what is missing, and why.
     """
 
     name: str

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -59,11 +59,11 @@ def traffic(prediction: Prediction) -> tuple[Flow, ...]:
     return tuple(found)
 
 
-def _sent(prediction: Prediction, rank: int) -> Counter[tuple[str, str]]:
+def _sent(prediction: Prediction, rank: int) -> dict[tuple[str, str], float]:
     ranks = prediction.ranks
     program, messages = ranks.programs.ranks[rank], ranks.slices.sent(rank)
     tensor = prediction.plan.mesh.tensor
-    total: Counter[tuple[str, str]] = Counter()
+    total: defaultdict[tuple[str, str], float] = defaultdict(float)
     for instruction in program.instructions:
         do, action, of, _ = instruction
         for axis, count in way_of(instruction, program.shape):

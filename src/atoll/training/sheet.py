@@ -59,10 +59,8 @@ class RunReader:
     def stamp(self) -> tuple[object, ...]:
         """What changes when a file that the sheet is made of does."""
         folder = self.folder
-        return _stamp(
-            (folder.config, folder.plan, folder.cluster, folder.metrics, folder.validation, folder.trace)
-            + (folder.timing, folder.timeline)
-        )
+        drawn = (folder.metrics, folder.validation, folder.trace, folder.timing, folder.timeline)
+        return _stamp((folder.config, folder.plan, folder.cluster, *drawn))
 
     def sheet(self) -> Sheet:
         """What is known of the run. What a run writes late may be missing, and is then left out.
