@@ -15,9 +15,7 @@ if TYPE_CHECKING:
 
 
 def command(
-    of: Annotated[
-        list[Path], typer.Argument(metavar="RUN|PLAN...", help="Folders of runs, and config files.", show_default=False)
-    ],
+    run_or_plan: Annotated[list[Path], typer.Argument(help="Folders of runs, and config files.", show_default=False)],
     output: Annotated[Path, typer.Option("--output", "-o", help="The page.")] = Path("report.html"),
     overrides: Annotated[
         list[str] | None,
@@ -39,7 +37,7 @@ def command(
     from atoll.report import page
     from atoll.training.folder import write
 
-    sheets = [_sheet(path, tuple(overrides or ()), cluster) for path in of]
+    sheets = [_sheet(path, tuple(overrides or ()), cluster) for path in run_or_plan]
     for sheet in sheets:
         for note in sheet.notes:
             typer.echo(f"note: {sheet.name}: {note}", err=True)

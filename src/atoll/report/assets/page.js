@@ -273,7 +273,10 @@
         const name = source.names[source.op[at]], microbatch = source.microbatch[at];
         return (isShort ? name.split(" ")[0] : name) + (microbatch >= 0 ? ` ${microbatch}` : "");
       };
-      const finish = () => { if (group && group.count > 1 && group.right - group.left > 16) this.write(group, words(group.at, true), y); };
+      const finish = () => {
+        if (!group || group.count < 2 || group.right - group.left < 12) return;
+        if (!this.write(group, words(group.at, true), y) && group.microbatch >= 0) this.write(group, String(group.microbatch), y);
+      };
       for (let at = d3.bisectRight(source.end, from, row.first, row.last); at < row.last && source.start[at] < to; at++) {
         const left = Math.max(zero + source.start[at] * slope, GUTTER), right = Math.min(zero + source.end[at] * slope, this.width);
         const part = source.part[at], microbatch = source.microbatch[at], stage = source.stage[at];
@@ -293,7 +296,7 @@
 
     write({ part, left, right }, text, y) {
       const { context } = this, { colour, hatch } = parts[part], wide = this.wide(text);
-      if (wide > right - left - 4) return;
+      if (wide > right - left - 4) return false;
       const middle = (left + right) / 2;
       context.fillStyle = hatch ? this.theme.ground : d3.lab(colour).l > 50 ? "#111" : "#fff";
       if (hatch) {
@@ -301,6 +304,7 @@
         context.fillStyle = this.theme.ink;
       }
       context.fillText(text, middle, y);
+      return true;
     }
 
     wide(text) {
