@@ -535,8 +535,8 @@ ALL_CLAIMS = (
         what="a large page of a plan or a run opens and moves without stutter",
         how="[`atoll report`](docs/report.md) of {ranks} pipeline ranks with {bars:,} bars, at least {least:,} in the "
         "program of each rank, in headless Chromium without a GPU: [page](benchmarks/report/README.md)",
-        result="{size:.1f} MB, opened in {opened:.2f} s at most, scrolled at {scroll:.0f} and zoomed at {zoom:.0f} frames "
-        "a second or more",
+        result="{size:.1f} MB, opened in {opened:.2f} s at most, scrolled at {scroll:.0f} and zoomed at {zoom:.0f} "
+        "frames a second or more",
         raw="report",
         figures=report,
     ),
