@@ -222,7 +222,8 @@ def _timelines(sheets: Sequence[Sheet]) -> str:
         f'<button type="button" data-act="all">whole step</button>{same}</div>\n'
         '<p class="hint">Drag to move, <kbd>Ctrl</kbd> and wheel or two fingers to zoom. By keyboard: <kbd>←</kbd> '
         "<kbd>→</kbd> from bar to bar, <kbd>↑</kbd> <kbd>↓</kbd> from row to row, <kbd>+</kbd> <kbd>−</kbd> zoom, "
-        "<kbd>Shift</kbd> with an arrow moves, <kbd>0</kbd> shows the whole step. Waits are hatched.</p>\n"
+        "<kbd>Shift</kbd> with an arrow moves, <kbd>0</kbd> shows the whole step. Waits and transfers "
+        "are hatched.</p>\n"
         f'<p class="detail" id="detail" aria-live="polite">Point at a bar to see its instruction.</p>\n{views}'
     )
 

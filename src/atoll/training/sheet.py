@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +15,7 @@ from atoll.errors import ConfigError, UserError
 from atoll.report import Curves, Sheet, Timeline, measured, predicted_sheet, recorded_timeline, traced_timeline
 from atoll.trace import from_chrome
 from atoll.training.folder import WARM_UP, RunFolder, read_records
+from atoll.training.measurements import read_json
 from atoll.training.prediction import predict
 from atoll.units import format_bytes, format_rate, format_seconds
 
@@ -83,7 +83,7 @@ class RunReader:
             return Sheet(name, "run", notes=("The run has not built its plan yet.",))
         cluster = self.cluster or (folder.cluster if folder.cluster.is_file() else None)
         try:
-            plan = _read_json(folder.plan)
+            plan = read_json(folder.plan)
             config = load(folder.config)
             known = {key: plan[key] for key in ("vocabulary", "reads_in_place", "device")}
             world = math.prod(plan["mesh"].values())
@@ -96,7 +96,7 @@ class RunReader:
 
     def _measured(self, sheet: Sheet) -> Sheet:
         folder, notes = self.folder, [*sheet.notes]
-        plan = _read_json(folder.plan) if folder.plan.is_file() else {}
+        plan = read_json(folder.plan) if folder.plan.is_file() else {}
         steps = [each for each in read_records(folder.metrics) if each["step"] >= plan.get("first_step", 1)]
         figures = _figures(steps[WARM_UP:] or steps[-1:])
         timelines = [*sheet.timelines]
@@ -106,7 +106,7 @@ class RunReader:
             notes.append(f"The measured timeline cannot be read: {error}")
         memory = sheet.memory
         if folder.timing.is_file():
-            timing = _read_json(folder.timing)
+            timing = read_json(folder.timing)
             try:
                 peaks, kind = tuple(int(rank["peak_bytes"]) for rank in timing["ranks"]), str(timing["memory"])
             except (KeyError, TypeError, ValueError) as error:
@@ -131,7 +131,7 @@ def _of_prediction(prediction: Prediction, name: str) -> Sheet:
 def _measured_timeline(folder: RunFolder) -> list[Timeline]:
     """The step whose instructions were timed, or the one whose actions were traced; none before that."""
     if folder.timeline.is_file():
-        values = _read_json(folder.timeline)
+        values = read_json(folder.timeline)
         try:
             return [recorded_timeline(values["ranks"], f"measured, step {values['step']}")]
         except (KeyError, TypeError) as error:
@@ -172,10 +172,3 @@ def _stamp(paths: Iterable[Path]) -> tuple[object, ...]:
         except OSError:
             found.append(None)
     return tuple(found)
-
-
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {path}, which `atoll train` writes: {error}") from error
