@@ -15,6 +15,7 @@
   const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const rgb = (text) => { const c = d3.rgb(text); return [c.r, c.g, c.b]; };
   const abgr = ([r, g, b]) => ((255 << 24) | (b << 16) | (g << 8) | r) >>> 0;
+  const inkOn = (colour) => (d3.lab(colour).l > 50 ? "#111" : "#fff");
   const isRound = (value) => Math.abs(value - Math.round(value)) < 1e-9;
 
   // ---- numbers as people read them
@@ -165,7 +166,6 @@
       this.context = this.canvas.getContext("2d", { alpha: false });
       this.image = this.context.createImageData(this.canvas.width, this.canvas.height);
       this.pixels = new Uint32Array(this.image.data.buffer);
-      this.line = new Uint8Array(this.canvas.width);
       this.zoom.extent([[GUTTER, 0], [this.width, 1]]).translateExtent([[GUTTER, -Infinity], [this.width, Infinity]]);
       this.follow(view);
     }
@@ -191,27 +191,33 @@
 
     draw() {
       const { context, ratio, pixels } = this, scroll = this.box.scrollTop;
-      const scale = scaleOf(this.width - 2, this.sheet), palette = this.paint(), [from, to] = scale.domain();
+      const scale = scaleOf(this.width - 2, this.sheet), palette = this.paint(), drawn = [...scale.domain(), this.canvas.width].join();
+      // Scrolling shows other rows at the same scale: what a row looks like is kept until the scale changes.
+      if (drawn !== this.drawn) {
+        this.drawn = drawn;
+        for (const row of this.rows) row.line = row.words = null;
+        const ticks = Math.max(3, (this.width - GUTTER) / 130);
+        this.axis.attr("viewBox", `0 0 ${this.width} 26`).selectAll("g").data([0]).join("g").attr("transform", "translate(0,25)")
+          .call(d3.axisTop(scale).ticks(ticks).tickFormat(seconds).tickSizeOuter(0));
+      }
       this.theme = { ink: style("--ink"), quiet: style("--quiet"), ground: style("--ground") };
       pixels.fill(palette.ground);
       const shown = this.rows.filter((row) => row.top + row.height > scroll && row.top < scroll + this.visible);
-      for (const row of shown) this.fill(row, scale, palette, scroll);
+      for (const row of shown) this.fill(row, (row.line ??= this.lined(row, scale)), palette, scroll);
       context.putImageData(this.image, 0, 0);
       context.setTransform(ratio, 0, 0, ratio, 0, 0);
       context.textBaseline = "middle";
-      for (const row of shown) this.label(row, scale, scroll, from, to);
+      for (const row of shown) this.label(row, (row.words ??= row.lane === PROGRAM ? this.worded(row, scale) : []), scroll);
       this.mark(scale, scroll);
       context.setTransform(1, 0, 0, 1, 0, 0);
-      const axis = d3.axisTop(scale).ticks(Math.max(3, (this.width - GUTTER) / 130)).tickFormat(seconds).tickSizeOuter(0);
-      this.axis.attr("viewBox", `0 0 ${this.width} 26`).selectAll("g").data([0]).join("g")
-        .attr("transform", "translate(0,25)").call(axis);
     }
 
-    fill(row, scale, palette, scroll) {
-      const { ratio, pixels, line } = this, { start, end, part } = row.source, width = this.canvas.width;
+    // The part that each pixel of a row shows.
+    lined(row, scale) {
+      const { ratio } = this, { start, end, part } = row.source, width = this.canvas.width;
       const edge = Math.round(GUTTER * ratio), [from, to] = scale.domain(), zero = scale(0) * ratio;
       const slope = (scale(1) - scale(0)) * ratio;
-      line.fill(EMPTY, 0, width);
+      const line = new Uint8Array(width).fill(EMPTY);
       // Bars that are narrower than a pixel share it: the part with most of it is shown.
       const share = new Float64Array(parts.length);
       let pixel = -1;
@@ -237,6 +243,11 @@
         if (stop === last) share[value] += right - last;
       }
       settle();
+      return line;
+    }
+
+    fill(row, line, palette, scroll) {
+      const { ratio, pixels } = this, width = this.canvas.width, edge = Math.round(GUTTER * ratio);
       const top = Math.round((row.top - scroll) * ratio), bottom = Math.round((row.top + row.height - scroll) * ratio);
       const { table } = palette, highest = Math.max(0, top), lowest = Math.min(bottom, this.canvas.height);
       for (let y = highest; y < lowest; y++) {
@@ -253,7 +264,7 @@
       }
     }
 
-    label(row, scale, scroll, from, to) {
+    label(row, words, scroll) {
       const { context, sheet } = this, { source } = row, y = row.top - scroll + row.height / 2;
       context.textAlign = "right";
       context.fillStyle = this.theme.ink;
@@ -263,9 +274,28 @@
       context.fillStyle = this.theme.quiet;
       const word = row.lane === PROGRAM ? source.title.split(",")[0] : row.lane;
       if (row.isNamed && (row.lane !== PROGRAM || sheet.timelines.length > 1)) context.fillText(word, GUTTER - 6, y);
-      if (row.lane !== PROGRAM) return;
       context.textAlign = "center";
       context.font = "11px system-ui, 'DejaVu Sans', sans-serif";
+      for (const { part, text, middle, wide } of words) {
+        const { hatch, ink } = parts[part];
+        if (hatch) {
+          context.fillStyle = this.theme.ground;
+          context.fillRect(middle - wide / 2 - 3, y - 7, wide + 6, 14);
+        }
+        context.fillStyle = hatch ? this.theme.ink : ink;
+        context.fillText(text, middle, y);
+      }
+    }
+
+    // The words on a row: what, where, and on which part.
+    worded(row, scale) {
+      const { source } = row, [from, to] = scale.domain(), found = [];
+      this.context.font = "11px system-ui, 'DejaVu Sans', sans-serif";
+      const write = ({ part, left, right }, text) => {
+        const wide = this.wide(text), fits = wide <= right - left - 4;
+        if (fits) found.push({ part, text, middle: (left + right) / 2, wide });
+        return fits;
+      };
       // A bar with room has its own words. Bars of one action that have none share its words.
       let group = null;
       const zero = scale(0), slope = scale(1) - zero;
@@ -275,13 +305,13 @@
       };
       const finish = () => {
         if (!group || group.count < 2 || group.right - group.left < 12) return;
-        if (!this.write(group, words(group.at, true), y) && group.microbatch >= 0) this.write(group, String(group.microbatch), y);
+        if (!write(group, words(group.at, true)) && group.microbatch >= 0) write(group, String(group.microbatch));
       };
       for (let at = d3.bisectRight(source.end, from, row.first, row.last); at < row.last && source.start[at] < to; at++) {
         const left = Math.max(zero + source.start[at] * slope, GUTTER), right = Math.min(zero + source.end[at] * slope, this.width);
         const part = source.part[at], microbatch = source.microbatch[at], stage = source.stage[at];
         const isWide = right - left >= 24;
-        if (isWide) this.write({ part, left, right }, words(at, false), y);
+        if (isWide) write({ part, left, right }, words(at, false));
         if (right - left < 0.5 && group && group.part !== part) continue;
         if (group && group.part === part && group.microbatch === microbatch && group.stage === stage && left - group.right < 1.5) {
           group.right = right;
@@ -292,19 +322,7 @@
         group = { at, part, microbatch, stage, left, right, count: isWide ? -Infinity : 1 };
       }
       finish();
-    }
-
-    write({ part, left, right }, text, y) {
-      const { context } = this, { colour, hatch } = parts[part], wide = this.wide(text);
-      if (wide > right - left - 4) return false;
-      const middle = (left + right) / 2;
-      context.fillStyle = hatch ? this.theme.ground : d3.lab(colour).l > 50 ? "#111" : "#fff";
-      if (hatch) {
-        context.fillRect(middle - wide / 2 - 3, y - 7, wide + 6, 14);
-        context.fillStyle = this.theme.ink;
-      }
-      context.fillText(text, middle, y);
-      return true;
+      return found;
     }
 
     wide(text) {
@@ -487,7 +505,7 @@
         .attr("stroke", style("--ground")).attr("stroke-width", 0.7);
       this.svg.append("g").selectAll("text").data(areas.filter((each) => each.tall > 15)).join("text").text((each) => each.name)
         .attr("x", (each) => Math.min(Math.max(each.x, GUTTER + 50), right - 50)).attr("y", (each) => each.y + 4).attr("text-anchor", "middle")
-        .style("fill", (each) => (d3.lab(colour(each.at)).l > 50 ? "#111" : "#fff"));
+        .style("fill", (each) => inkOn(colour(each.at)));
       for (const [name, value, dash] of near) {
         this.svg.append("line").attr("x1", GUTTER).attr("x2", right).attr("y1", y(value)).attr("y2", y(value)).attr("stroke", style("--ink")).attr("stroke-dasharray", dash);
         this.svg.append("text").attr("x", right - 4).attr("y", y(value) - 4).attr("text-anchor", "end").text(`${name} ${bytes(value)}`);
@@ -637,7 +655,7 @@
     const stops = () => [...document.querySelectorAll("[tabindex],button,select,a")];
     const focused = stops().indexOf(document.activeElement), old = document.querySelector("main");
     if (main !== old) old.replaceWith(document.adoptNode(main));
-    parts = data.parts;
+    parts = data.parts.map((part) => ({ ...part, ink: inkOn(part.colour) }));
     sheets = read;
     for (const sheet of sheets) sheet.length = lengthOf(sheet);
     const lengths = sheets.filter((sheet) => sheet.timelines.length).map((sheet) => sheet.length);
