@@ -5,6 +5,10 @@
   const PROGRAM = "program", GUTTER = 92, TALL = 20, THIN = 8, SPACE = 8, EMPTY = 255, PERIOD = 12;
   const SERIES = ["var(--p)", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#8a8a8a"];
   const DASHES = ["", "6 3", "2 3", "8 3 2 3", "1 4", "12 4"];
+  const COMPONENTS = {
+    parameters: "#0072b2", gradients: "#e69f00", optimizer: "#009e73", gathered: "#56b4e9", buffers: "#f0e442",
+    activations: "#cc79a7", pending: "#d55e00", passing: "#8a8a8a", context: "#b4a7d6",
+  };
   const HATCHES = {
     "/": (x, y) => (x + y) % 6 < 2,
     "\\": (x, y) => (x - y + 72) % 6 < 2,
@@ -486,26 +490,27 @@
       const lines = [["device", memory.limit, "7 3"], [`measured, ${memory.measured}`, measured, "2 3"]].filter((each) => each[1]);
       const near = lines.filter((each) => each[1] < 2.5 * peak), far = lines.filter((each) => each[1] >= 2.5 * peak);
       const y = d3.scaleLinear([0, 1.08 * Math.max(peak, ...near.map((each) => each[1])) || 1], [base, 12]);
-      const right = width - 8, points = [...found, { ...found.at(-1), x: right }];
+      const right = width - 8, last = Math.min(right, memory.unit === "s" ? scale(this.sheet.timelines[0].seconds) : right);
+      const points = found.length ? [...found, { ...found.at(-1), x: Math.max(last, found.at(-1).x) }] : [];
       const below = new Float64Array(points.length);
-      const areas = memory.components.map((name, at) => {
+      const areas = !points.length ? [] : memory.components.map((name, at) => {
         const low = Float64Array.from(below);
         points.forEach((point, i) => { below[i] += rank.held[at][point.at]; });
         const area = d3.area().curve(d3.curveStepAfter).x((point) => point.x).y0((_, i) => y(low[i])).y1((_, i) => y(low[i] + rank.held[at][points[i].at]));
         const wide = d3.maxIndex(points, (point) => rank.held[at][point.at]);
         const tall = y(low[wide]) - y(low[wide] + rank.held[at][points[wide].at]);
-        return { name, d: area(points), at, x: points[wide].x, y: y(low[wide]) - tall / 2, tall };
+        return { name, d: area(points), x: points[wide].x, y: y(low[wide]) - tall / 2, tall };
       });
-      const colour = (at) => this.colours[at % this.colours.length];
+      const colour = (name) => COMPONENTS[name] || "#8a8a8a";
       this.svg.attr("viewBox", `0 0 ${width} ${height}`).attr("height", height).attr("aria-label",
         `Memory of pipeline rank ${nth}: predicted peak ${bytes(peak)}` + (measured ? `, measured ${bytes(measured)} (${memory.measured})` : "") +
         (memory.limit ? `, device ${bytes(memory.limit)}` : ""));
       this.svg.selectAll("*").remove();
-      this.svg.append("g").selectAll("path").data(areas).join("path").attr("d", (each) => each.d).attr("fill", (each) => colour(each.at))
+      this.svg.append("g").selectAll("path").data(areas).join("path").attr("d", (each) => each.d).attr("fill", (each) => colour(each.name))
         .attr("stroke", style("--ground")).attr("stroke-width", 0.7);
       this.svg.append("g").selectAll("text").data(areas.filter((each) => each.tall > 15)).join("text").text((each) => each.name)
         .attr("x", (each) => Math.min(Math.max(each.x, GUTTER + 50), right - 50)).attr("y", (each) => each.y + 4).attr("text-anchor", "middle")
-        .style("fill", (each) => inkOn(colour(each.at)));
+        .style("fill", (each) => inkOn(colour(each.name)));
       for (const [name, value, dash] of near) {
         this.svg.append("line").attr("x1", GUTTER).attr("x2", right).attr("y1", y(value)).attr("y2", y(value)).attr("stroke", style("--ink")).attr("stroke-dasharray", dash);
         this.svg.append("text").attr("x", right - 4).attr("y", y(value) - 4).attr("text-anchor", "end").text(`${name} ${bytes(value)}`);
@@ -517,8 +522,6 @@
       if (!this.pointed) this.note.text([`predicted peak ${bytes(peak)}`, ...far.map(([name, value]) => `${name} ${bytes(value)}, above the chart`)].join("; "));
       Object.assign(this, { rank, shownScale: scale });
     }
-
-    get colours() { return ["#0072b2", "#e69f00", "#009e73", "#56b4e9", "#d55e00", "#cc79a7", "#f0e442", "#8a8a8a", "#332288"]; }
 
     point(x) {
       if (!this.rank || x < GUTTER || x > this.width) return;
