@@ -112,14 +112,15 @@ def test_settings_are_in_the_name(tmp_path: Path) -> None:
 def test_a_run_has_predicted_above_measured(tmp_path: Path) -> None:
     run = run_folder(tmp_path / "run")
     page = tmp_path / "page.html"
-    result = atoll("report", run, run, "-o", page)
+    (tmp_path / "other").mkdir()
+    result = atoll("report", run, run_folder(tmp_path / "other" / "run"), "-o", page)
     assert result.exit_code == 0, result.output
     text = page.read_text(encoding="utf-8")
     sheets = data_of(text)["sheets"]
     assert [each["title"] for each in sheets[0]["timelines"]] == ["predicted", "measured, step 5"]
     assert sheets[0]["curves"]["training"]["count"] == 5
     assert sheets[0]["memory"]["peaks"] == [1000, 1001]
-    assert len(sheets) == 2
+    assert [sheet["name"] for sheet in sheets] == [str(run), str(tmp_path / "other" / "run")]  # both are called run
     assert "45 ms, median" in text  # of steps 4 and 5: the first three warm up
 
 

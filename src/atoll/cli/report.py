@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -38,6 +40,9 @@ def command(
     from atoll.training.folder import write
 
     sheets = [_sheet(path, tuple(overrides or ()), cluster) for path in run_or_plan]
+    names = Counter(sheet.name for sheet in sheets)
+    both = zip(sheets, run_or_plan, strict=True)
+    sheets = [replace(sheet, name=str(path)) if names[sheet.name] > 1 else sheet for sheet, path in both]
     for sheet in sheets:
         for note in sheet.notes:
             typer.echo(f"note: {sheet.name}: {note}", err=True)

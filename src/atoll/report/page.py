@@ -77,12 +77,12 @@ def fragment(sheets: Sequence[Sheet]) -> str:
     """The page's content, which a live page replaces."""
     sections = [
         ("timeline", "Timeline", _timelines(sheets)),
-        ("seconds", "Where a step goes", _side(sheets, _seconds)),
+        ("seconds", "Where a step goes", _side(sheets, map(_seconds, sheets))),
         ("memory", "Memory", _memories(sheets)),
-        ("traffic", "Traffic", _side(sheets, _traffic)),
-        ("layout", "Layout", _side(sheets, _layout)),
+        ("traffic", "Traffic", _side(sheets, map(_traffic, sheets))),
+        ("layout", "Layout", _side(sheets, map(_layout, sheets))),
         ("metrics", "Metrics", _metrics(sheets)),
-        ("plan", "The plan in words", _side(sheets, _words)),
+        ("plan", "The plan in words", _side(sheets, map(_words, sheets))),
     ]
     shown = [(key, title, html) for key, title, html in sections if html]
     links = "".join(f'<li><a href="#{key}">{title}</a></li>' for key, title, _ in shown)
@@ -161,9 +161,9 @@ def _scroll(html: str, name: str) -> str:
     return f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(name, quote=True)}">{html}</div>'
 
 
-def _side(sheets: Sequence[Sheet], section: Any) -> str:
-    """A section's parts of all sheets, side by side; "" where there is nothing of any."""
-    parts = [section(sheet) for sheet in sheets]
+def _side(sheets: Sequence[Sheet], views: Iterable[str]) -> str:
+    """What a section has of each sheet, side by side; "" where there is nothing of any."""
+    parts = [*views]
     if not any(parts):
         return ""
     heads = [f"<h3>{escape(sheet.name)}</h3>" if len(sheets) > 1 else "" for sheet in sheets]
@@ -295,10 +295,9 @@ def _stack(bars: Iterable[tuple[str, float, str]]) -> str:
 
 
 def _memories(sheets: Sequence[Sheet]) -> str:
-    def view(sheet: Sheet) -> str:
+    def view(at: int, sheet: Sheet) -> str:
         if sheet.memory is None:
             return ""
-        at = [*sheets].index(sheet)
         options = "".join(f"<option>{rank}</option>" for rank in range(len(sheet.memory.times)))
         rows = "".join(_peak_row(sheet, rank) for rank in range(len(sheet.memory.times)))
         names = "".join(f"<th>{name}</th>" for name in sheet.memory.components)
@@ -309,7 +308,7 @@ def _memories(sheets: Sequence[Sheet]) -> str:
             f"<thead><tr><th>rank</th>{heads}</tr></thead><tbody>{rows}</tbody></table></div></details>"
         )
 
-    return _side(sheets, view)
+    return _side(sheets, map(view, range(len(sheets)), sheets))
 
 
 def _peak_row(sheet: Sheet, rank: int) -> str:

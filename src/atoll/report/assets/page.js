@@ -3,6 +3,7 @@
    size of the canvas and on the bars in view, and not on how narrow these are. */
 (() => {
   const PROGRAM = "program", GUTTER = 92, TALL = 20, THIN = 8, SPACE = 8, EMPTY = 255, PERIOD = 12;
+  const TALLEST = 16000;  // pixels of a canvas
   const SERIES = ["var(--p)", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#8a8a8a"];
   const DASHES = ["", "6 3", "2 3", "8 3 2 3", "1 4", "12 4"];
   const COMPONENTS = {
@@ -160,8 +161,8 @@
 
     resize(whole = false) {
       this.width = this.figure.clientWidth;
-      this.visible = whole ? this.height : Math.min(this.height, Math.round(innerHeight * 0.68));
-      this.ratio = whole ? 2 : devicePixelRatio || 1;
+      this.visible = whole ? Math.min(this.height, TALLEST) : Math.min(this.height, Math.round(innerHeight * 0.68));
+      this.ratio = whole ? Math.min(2, TALLEST / this.visible) : devicePixelRatio || 1;
       Object.assign(this.canvas.style, { width: `${this.width - 2}px`, height: `${this.visible}px` });
       this.box.style.height = `${this.visible + 2}px`;
       this.canvas.width = Math.round((this.width - 2) * this.ratio);
