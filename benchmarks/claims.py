@@ -265,6 +265,20 @@ def matrix(raw: Raw) -> Figures:
 FLOAT64 = "largest difference {worst:.0e}"
 RUNTIME = "tests/runtime"
 
+
+def report(raw: Raw) -> Figures:
+    rows = raw["rows"]
+    return {
+        "ranks": raw["ranks"],
+        "bars": raw["bars"],
+        "least": raw["least_bars_of_a_rank"],
+        "size": raw["page_bytes"] / 1e6,
+        "opened": max(max(row["opened_seconds"]) for row in rows),
+        "scroll": min(row["scroll_frames_per_second"] for row in rows),
+        "zoom": min(row["zoom_frames_per_second"] for row in rows),
+    }
+
+
 ALL_CLAIMS = (
     Claim(
         what="same loss, gradient norm and parameters as one process, in float64",
@@ -566,6 +580,21 @@ ALL_CLAIMS = (
         "resharded, wrong in {wrong} of {resharded}, by {off} % and without an error, under split backwards",
         raw="who_gets_it_right",
         figures=who,
+    ),
+    Claim(
+        what="a large page of a plan or a run opens and moves without stutter",
+        how="[`atoll report`](docs/report.md) of {ranks} pipeline ranks with {bars:,} bars, at least {least:,} in the "
+        "program of each rank, in headless Chromium without a GPU: [page](benchmarks/report/README.md)",
+        result="{size:.1f} MB, opened in {opened:.2f} s at most, scrolled at {scroll:.0f} and zoomed at {zoom:.0f} "
+        "frames a second or more",
+        raw="report",
+        figures=report,
+    ),
+    Claim(
+        what="— is read by pointer, keyboard, touch, on a phone, in the dark and on paper",
+        how="clicked and pressed in headless Chromium; contrast of words, names of controls, hostile names",
+        result="holds",
+        tests=("tests/report/test_page.py",),
     ),
 )
 

@@ -33,6 +33,7 @@ SLOW = (
     "published",
     "paired",
     "predictions",
+    "report",
     *RACES,
 )
 """Those that run when they are named; the ones with a slow link need root."""

@@ -1,5 +1,6 @@
 import json
 import math
+from collections import defaultdict
 from itertools import pairwise
 
 import pytest
@@ -10,7 +11,7 @@ from atoll.errors import UserError
 from atoll.ir import Action, lower
 from atoll.schedules import build
 from atoll.sim import Costs, simulate
-from atoll.trace import MemorySample, Span, Trace, to_chrome
+from atoll.trace import MemorySample, Span, Trace, from_chrome, to_chrome
 from tests.ir.shapes import V, random_schedule, typed
 
 
@@ -98,6 +99,76 @@ def test_chrome_json() -> None:
     assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {"rank 0", "rank 1"}
     counter = next(event for event in events if event["ph"] == "C")
     assert (counter["ts"], counter["args"]) == (2000, {"bytes": 512})
+
+
+def obeys_the_trace_event_format(text: str) -> None:
+    """Assert what the Trace Event Format requires of complete, metadata and counter events, and Perfetto's importer of
+    slices: names of threads before use, times of 0 or more, and events of a thread that nest.
+
+    https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+    """
+
+    def refused(constant: str) -> float:
+        raise AssertionError(f"{constant} is not JSON")
+
+    found = json.loads(text, parse_constant=refused)
+    assert found["displayTimeUnit"] in ("ms", "ns")
+    threads, slices = set(), defaultdict(list)
+    for event in found["traceEvents"]:
+        assert isinstance(event["name"], str)
+        assert isinstance(event["pid"], int)
+        if event["ph"] == "M":
+            assert event["name"] in ("process_name", "process_sort_index", "thread_name")
+            if event["name"] == "thread_name":
+                assert (event["pid"], event["tid"]) not in threads
+                threads.add((event["pid"], event["tid"]))
+        elif event["ph"] == "X":
+            assert (event["pid"], event["tid"]) in threads
+            assert event["ts"] >= 0
+            assert event["dur"] >= 0
+            nanoseconds = round(event["ts"] * 1000), round((event["ts"] + event["dur"]) * 1000)
+            slices[event["pid"], event["tid"]].append(nanoseconds)
+        else:
+            assert event["ph"] == "C"
+            assert event["ts"] >= 0
+            assert all(isinstance(value, int | float) for value in event["args"].values())
+    for row in slices.values():
+        for (_, end), (start, later) in pairwise(sorted(row, key=lambda each: (each[0], -each[1]))):
+            assert start >= end or later <= end, "slices of a thread overlap without nesting"
+
+
+def test_a_gather_before_the_first_forward_has_no_negative_time() -> None:
+    """Chrome times were counted from the first compute span, and gathers and receives begin before it."""
+    early = [span(0, "0UNSHARD", 99.0, 100.0, "gather"), span(0, "0UNSHARD", 99.5, 100.5, "gather")]
+    trace = Trace((*MEASURED, *early), ranks=2, memory=(MemorySample(0, 98.5, 1.0),))
+    text = to_chrome(trace)
+    obeys_the_trace_event_format(text)
+    events = json.loads(text)["traceEvents"]
+    assert min(event["ts"] for event in events if event["ph"] == "X") == 500_000
+    assert {event["args"]["name"] for event in events if event["name"] == "thread_name"} == {
+        *("compute", "receive", "gather", "gather 2")
+    }
+
+
+@given(st.integers(0, 100_000), st.floats(0.0, 2.0))
+def test_chrome_json_is_valid_and_reads_back(seed: int, hop: float) -> None:
+    trace = simulate(lower(random_schedule(seed)), Costs(1.0, 1.25, 0.5, hop=hop))
+    text = to_chrome(trace)
+    obeys_the_trace_event_format(text)
+    again = from_chrome(text)
+    assert (again.ranks, again.chunks) == (trace.ranks, trace.chunks)
+    origin = min(each.start for each in trace.spans)
+    expected = sorted((each.rank, str(each.action), each.start - origin, each.end - origin) for each in trace.spans)
+    found = sorted((each.rank, str(each.action), each.start, each.end) for each in again.spans)
+    assert [each[:2] for each in found] == [each[:2] for each in expected]
+    for one, other in zip(found, expected, strict=True):
+        assert one[2:] == pytest.approx(other[2:], abs=1e-9)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"traceEvents": [{"ph": "X"}]}', '{"traceEvents": []}'])
+def test_other_files_are_no_trace(text: str) -> None:
+    with pytest.raises(UserError):
+        from_chrome(text)
 
 
 def test_impossible_traces_are_refused() -> None:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 from atoll.errors import UserError
 from atoll.ir.action import Action, Op
@@ -255,22 +256,95 @@ class Trace:
         return [Action(at, op, microbatch) for at in stages for op in ops]
 
 
+class Timed(Protocol):
+    """Anything with a start and an end."""
+
+    @property
+    def start(self) -> float: ...
+
+    @property
+    def end(self) -> float: ...
+
+
+AnyTimed = TypeVar("AnyTimed", bound=Timed)
+
+
+def apart(spans: Iterable[AnyTimed]) -> list[list[AnyTimed]]:
+    """Distribute the spans of one lane over as few rows as possible, so that none overlap within a row.
+
+    A lane that carries several collectives at a time has overlapping spans. Greedy by start, which is optimal.
+    """
+    rows: list[list[AnyTimed]] = []
+    for span in sorted(spans, key=lambda span: (span.start, span.end)):
+        row = next((row for row in rows if row[-1].end <= span.start), None)
+        if row is None:
+            rows.append([span])
+        else:
+            row.append(span)
+    return rows
+
+
 def to_chrome(trace: Trace) -> str:
-    """The trace as Chrome / Perfetto JSON: a process a rank, a thread a lane, microseconds from the trace's start."""
-    lanes = {lane: at for at, lane in enumerate(dict.fromkeys(span.lane for span in trace.spans))}
+    """The trace as JSON for Perfetto and `chrome://tracing` (the Trace Event Format).
+
+    A process is a pipeline rank, and a thread is a lane. Times are microseconds from the earliest span or sample, in
+    whole nanoseconds. Spans of one lane that overlap are on several threads, because the format requires the events of
+    a thread to be nested.
+    """
+    origin = min((*(span.start for span in trace.spans), *(sample.time for sample in trace.memory)))
+
+    def nanoseconds(time: float) -> int:
+        return round((time - origin) * 1e9)
+
+    lanes: dict[tuple[int, str], list[Span]] = {}
+    for span in trace.spans:
+        lanes.setdefault((span.rank, span.lane), []).append(span)
     events: list[dict[str, object]] = []
     for rank in range(trace.ranks):
         events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
         events.append({"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}})
-    for rank, lane in sorted({(span.rank, span.lane) for span in trace.spans}):
-        events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": lanes[lane], "args": {"name": lane}})
-    for span in trace.spans:
-        action = span.action
-        place = {"stage": action.stage, "op": str(action.op), "microbatch": action.microbatch}
-        start, duration = (span.start - trace.start) * 1e6, (span.end - span.start) * 1e6
-        events.append({"ph": "X", "name": str(action), "cat": span.lane, "pid": span.rank, "tid": lanes[span.lane],
-                       "ts": start, "dur": duration, "args": place})  # fmt: skip
+    threads = Counter[int]()
+    for (rank, lane), spans in sorted(lanes.items()):
+        for nth, row in enumerate(apart(spans)):
+            thread = threads[rank]
+            threads[rank] += 1
+            name = f"{lane} {nth + 1}" if nth else lane
+            events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": {"name": name}})
+            for span in row:
+                action = span.action
+                place = {"stage": action.stage, "op": str(action.op), "microbatch": action.microbatch}
+                start, end = nanoseconds(span.start), nanoseconds(span.end)
+                events.append({"ph": "X", "name": str(action), "cat": lane, "pid": rank, "tid": thread,
+                               "ts": start / 1e3, "dur": (end - start) / 1e3, "args": place})  # fmt: skip
     for rank, time, held in trace.memory:
-        since_start = (time - trace.start) * 1e6
-        events += [{"ph": "C", "name": "memory", "pid": rank, "ts": since_start, "args": {"bytes": held}}]
-    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+        since = nanoseconds(time) / 1e3
+        events.append({"ph": "C", "name": "memory", "pid": rank, "ts": since, "args": {"bytes": held}})
+    about = {"ranks": trace.ranks, "chunks": trace.chunks}
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}, allow_nan=False)
+
+
+def from_chrome(text: str) -> Trace:
+    """The trace that `to_chrome` has written, in seconds from its earliest span. Raises UserError for other files."""
+    try:
+        found = json.loads(text)
+        about, events = found.get("otherData", {}), found["traceEvents"]
+        timed = [event for event in events if event["ph"] == "X"]
+        spans = [
+            Span(
+                event["pid"],
+                event["cat"],
+                Action.parse(event["name"]),
+                event["ts"] / 1e6,
+                (event["ts"] + event["dur"]) / 1e6,
+            )
+            for event in timed
+        ]
+        memory = tuple(
+            MemorySample(event["pid"], event["ts"] / 1e6, event["args"]["bytes"])
+            for event in events
+            if event["ph"] == "C"
+        )
+        ranks = about.get("ranks", 1 + max((span.rank for span in spans), default=-1))
+        return Trace(tuple(spans), ranks, about.get("chunks", 1), memory)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"not a trace that atoll has written: {type(error).__name__}: {error}") from error

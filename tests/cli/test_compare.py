@@ -14,11 +14,13 @@ from typer.testing import CliRunner
 
 from atoll.cli.main import app
 from atoll.cost import Cluster
+from atoll.cost.breakdown import part_of
 from atoll.cost.comparison import Difference, Taken, by_part, compare, taken
 from atoll.errors import ConfigError
 from atoll.program import Do
 from atoll.training.folder import RunFolder, read_records, typical_seconds
 from atoll.training.measurements import read_rows, read_run
+from atoll.training.sheet import RunReader
 
 CONFIG = """
 [model]
@@ -236,3 +238,21 @@ def test_what_is_predicted_differs_from_itself_by_nothing(run: Path) -> None:
 )
 def test_causes(do: Do, predicted: Taken, measured: Taken, words: str) -> None:
     assert words in Difference(0, do, -1, predicted, measured).cause
+
+
+def test_the_timeline_of_a_run_is_its_timing(run: Path) -> None:
+    """Each time that an instruction was played, timeline.json says when, and timing.json adds it up."""
+    predicted, measured = RunReader(run).sheet().timelines
+    assert (predicted.title, measured.title) == ("predicted", "measured, step 6")
+    assert measured.ranks == predicted.ranks == 2
+    found = read_run(run)
+    assert measured.seconds == pytest.approx(found.timed_seconds, rel=0.5)
+    for rank, timed in enumerate(found.timed):
+        expected: dict[str, float] = {}
+        for (do, _), each in timed.items():
+            expected[part_of(do)] = expected.get(part_of(do), 0.0) + each.seconds
+        parts = measured.parts(rank)
+        # A wait for a message is drawn as bubble and message.
+        parts["messages"] = parts.get("messages", 0.0) + parts.pop("bubble", 0.0)
+        for part, seconds in expected.items():
+            assert parts.get(part, 0.0) == pytest.approx(seconds, abs=2e-5), (rank, part)

@@ -108,7 +108,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess
 def test_a_run_leaves_its_files(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     folder, _ = finished
     assert {path.name for path in folder.iterdir()} == {
-        *("config.toml", "plan.json", "metrics.jsonl", "validation.jsonl", "trace.json", "sample.txt"),
+        *("config.toml", "plan.json", "metrics.jsonl", "validation.jsonl", "trace.json", "timeline.json", "sample.txt"),
         *("prediction.json", "timing.json", "checkpoints", "tensorboard"),
     }
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

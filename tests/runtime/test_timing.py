@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 
 from atoll.ir import Action, Op
-from atoll.program import Do, Program, Programs
+from atoll.program import Do, Instruction, Program, Programs
 from atoll.runtime.pipeline import clock
 from atoll.runtime.pipeline.clock import Clock
 from atoll.sim import Rates, simulate
@@ -28,6 +28,10 @@ class Watch:
         return self.at
 
 
+def block_of(do: Do, block: int) -> Instruction:
+    return Instruction(do, Action(0, Op.F, 0), block)
+
+
 def test_what_lies_within_another_instruction_is_not_counted_twice() -> None:
     """A stage's forward from 1 to 7 plays two blocks of a second each; another takes one by itself."""
     with patch.object(clock, "time", Watch()):
@@ -35,9 +39,9 @@ def test_what_lies_within_another_instruction_is_not_counted_twice() -> None:
         noted.begin()
         outer = noted.now()
         for block in (0, 1):
-            noted.took(Do.F, block, noted.now())
-        noted.took(Do.F, 9, outer)
-        noted.took(Do.I, 0, noted.now())
+            noted.took(block_of(Do.F, block), noted.now())
+        noted.took(block_of(Do.F, 9), outer)
+        noted.took(block_of(Do.I, 0), noted.now())
         noted.add(Action(0, Op.F, 0), noted.now())
     assert noted.seconds() == {(Do.F, 9): [3.0], (Do.F, 0): [1.0], (Do.F, 1): [1.0], (Do.I, 0): [1.0]}
 
@@ -48,11 +52,11 @@ def test_the_first_block_is_noted_within_its_stage() -> None:
         noted = Clock(0, {})
         noted.begin()
         outer = noted.now()
-        noted.took(Do.F, 0, noted.now())
+        noted.took(block_of(Do.F, 0), noted.now())
         noted.now()
-        noted.took(Do.F, 1, noted.now())
+        noted.took(block_of(Do.F, 1), noted.now())
         noted.now()
-        noted.took(Do.F, 0, outer)
+        noted.took(block_of(Do.F, 0), outer)
     assert noted.seconds() == {(Do.F, 0): [6.0], (Do.F, 1): [1.0]}
 
 

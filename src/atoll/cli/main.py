@@ -16,7 +16,21 @@ from typing import Annotated
 
 import typer
 
-from atoll.cli import calibrate, compare, doctor, explain, interchange, layouts, plan, predict, program, schedule, train
+from atoll.cli import (
+    calibrate,
+    compare,
+    doctor,
+    explain,
+    interchange,
+    layouts,
+    plan,
+    predict,
+    program,
+    report,
+    schedule,
+    train,
+    watch,
+)
 from atoll.errors import AtollError
 
 app = typer.Typer(
@@ -31,6 +45,8 @@ app.command("plan")(plan.command)
 app.command("predict")(predict.command)
 app.command("explain")(explain.command)
 app.command("compare")(compare.command)
+app.command("report")(report.command)
+app.command("watch")(watch.command)
 app.command("calibrate")(calibrate.command)
 app.command("schedule")(schedule.command)
 app.command("layouts")(layouts.command)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from atoll.program import Do
@@ -99,25 +99,46 @@ def break_down(
     )
 
 
-def _of_rank(played: Played, rank: int, compute: Seconds, inside: Seconds) -> Breakdown:
+class Piece(NamedTuple):
+    """A time in which a pipeline rank does one thing. nth: the instruction of its program.  part: of `Breakdown`."""
+
+    nth: int
+    part: str
+    start: float
+    end: float
+
+
+def pieces(played: Played, rank: int, compute: Seconds, inside: Seconds | None = None) -> Iterator[Piece]:
+    """What a rank does in the last step of programs that have been played, in order and without gaps.
+
+    A wait for another rank is the bubble until that has sent, and then its own cause.  compute, inside: as in
+    `break_down`, of this rank.
+    """
     timing, program = played.timings[rank], played.programs.ranks[rank]
-    found: defaultdict[str, float] = defaultdict(float)
     sent = iter(timing.sent)
     before = timing.begin
-    for (do, _, of, _), end in zip(program.instructions, timing.ends, strict=True):
-        took, before = end - before, end
+    for nth, ((do, _, of, _), end) in enumerate(zip(program.instructions, timing.ends, strict=True)):
         cause = _WAITS.get(do)
         if cause is None:
-            collectives = inside.get((do, of), 0.0)
-            found["tensor"] += collectives
-            found[_COMPUTE.get(do, "other")] += took - collectives
+            cause, middle = _COMPUTE.get(do, "other"), end - (inside or {}).get((do, of), 0.0)
+            both = (cause, before, middle), ("tensor", middle, end)
         elif do in _FROM_OTHERS:
-            own = min(took, compute.get((do, of), 0.0))
-            travels = min(took - own, end - next(sent))
-            found["bubble"] += took - own - travels
-            found[cause] += own + travels
+            own = min(end - before, compute.get((do, of), 0.0))
+            travels = min(end - before - own, end - next(sent))
+            middle = end - own - travels
+            both = ("bubble", before, middle), (cause, middle, end)
         else:
-            found[cause] += took
+            both = (cause, before, end), (cause, end, end)
+        for part, start, stop in both:
+            if stop > start:
+                yield Piece(nth, part, start, stop)
+        before = end
+
+
+def _of_rank(played: Played, rank: int, compute: Seconds, inside: Seconds) -> Breakdown:
+    found: defaultdict[str, float] = defaultdict(float)
+    for _, part, start, end in pieces(played, rank, compute, inside):
+        found[part] += end - start
     return Breakdown(**found)
 
 

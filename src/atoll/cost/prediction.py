@@ -222,11 +222,12 @@ class Prediction:
     @cached_property
     def breakdown(self) -> tuple[Breakdown, ...]:
         """Where the seconds of each pipeline rank go."""
-        ranks = range(self.plan.mesh.pipeline)
-        inside = None
-        if self.plan.mesh.tensor > 1:
-            inside = [self._by_instruction(rank, self._collectives) for rank in ranks]
+        inside = [self.tensor_seconds(rank) for rank in range(self.plan.mesh.pipeline)]
         return break_down(self.played, self.rates, inside)
+
+    def tensor_seconds(self, rank: int) -> dict[tuple[Do, int], float]:
+        """What tensor parallelism's collectives add to the instructions of a pipeline rank."""
+        return self._by_instruction(rank, self._collectives) if self.plan.mesh.tensor > 1 else {}
 
     @property
     def tokens_a_second(self) -> float:

@@ -24,7 +24,7 @@ from atoll.layouts import Footprint, WorkingMemory
 from atoll.models import Adapter, Batch, adapter_for, weights_for
 from atoll.models.adapter import IGNORED_LABEL
 from atoll.plan import Plan
-from atoll.program import Do, Program
+from atoll.program import Do, Instruction, Program
 from atoll.runtime.agreement import Agreement
 from atoll.runtime.allocator import keep_freed_memory
 from atoll.runtime.assemble.build import build
@@ -373,6 +373,13 @@ class Engine:
         context. They follow each other, so they add up to the step but for what the host does between them.
         """
         return {} if self._outcome is None else self._outcome.clock.seconds()
+
+    def instructions(self) -> list[tuple[Instruction, float, float]]:
+        """The instructions of the last step with start and end, in seconds of the host's monotonic clock.
+
+        Each comes before those that were played within it; empty unless the step was taken in the context of `timing`.
+        """
+        return [] if self._outcome is None else self._outcome.clock.instructions()
 
     # ---- what users read and edit
 

@@ -8,6 +8,7 @@
                  prediction.json        what `atoll predict --json` prints of the run
                  cluster.toml           what it is predicted on, where run.cluster names it
                  timing.json            seconds of the last step's instructions, and peak bytes, by pipeline rank
+                 timeline.json          when each instruction of the last step was played, on each pipeline rank
                  calibration.jsonl      the run as a row of `atoll calibrate`, once `atoll compare` has written it
                  sample.txt             text generated at the end
                  tokenizer.json         what the tokens mean, but where they are bytes
@@ -82,6 +83,11 @@ class RunFolder:
     def timing(self) -> Path:
         """What the instructions of the last step took, and the bytes of each rank."""
         return self.root / "timing.json"
+
+    @property
+    def timeline(self) -> Path:
+        """When each instruction of the last step was played."""
+        return self.root / "timeline.json"
 
     @property
     def calibration(self) -> Path:
@@ -171,7 +177,7 @@ class RunFolder:
     def clear(self) -> None:
         """Remove what an earlier run left, and nothing else."""
         written = (self.config, self.plan, self.metrics, self.validation, self.trace, self.sample, self.tokenizer)
-        compared = (self.prediction, self.cluster, self.timing, self.calibration)
+        compared = (self.prediction, self.cluster, self.timing, self.timeline, self.calibration)
         for path in (*written, *compared):
             with writing(path):
                 path.unlink(missing_ok=True)
@@ -183,7 +189,7 @@ class RunFolder:
     def rewind(self, step: int) -> None:
         """Drop the lines of steps after `step`, which will be run again, and lines cut short by a crash; and what was
         predicted and timed of an earlier start, whose plan may have been another."""
-        for path in (self.prediction, self.cluster, self.timing, self.calibration):
+        for path in (self.prediction, self.cluster, self.timing, self.timeline, self.calibration):
             with writing(path):
                 path.unlink(missing_ok=True)
         for path in (self.metrics, self.validation):

@@ -32,7 +32,7 @@ from atoll.runtime.transport import Later
 from atoll.training.build import RateSchedule
 from atoll.training.display import Display
 from atoll.training.folder import RunFolder, read_records, writing
-from atoll.training.measure import peak_memory, share_timing, share_trace
+from atoll.training.measure import peak_memory, share_timeline, share_timing, share_trace
 from atoll.training.prediction import predict
 from atoll.training.record import Recorder, perplexity
 from atoll.training.samples import Samples, vocabulary_of
@@ -243,10 +243,11 @@ class Loop:
 
     def _record_timing(self) -> None:
         """Write down what the instructions of the last step took."""
-        timed = share_timing(self.engine)
+        timed, timeline = share_timing(self.engine), share_timeline(self.engine)
         if self._recorder is not None and timed is not None and self._last is not None:
             memory = "resident" if self.engine.device.type == "cpu" else "allocated"
             self._recorder.timing(self._last, timed, peaks=self._peaks(), memory=memory)
+            self._recorder.timeline(self._last, timeline or ())
 
     def _peaks(self) -> tuple[int, ...]:
         """Of each pipeline rank, the most bytes that one of its ranks has needed."""

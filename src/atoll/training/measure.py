@@ -13,7 +13,7 @@ import torch
 from atoll.ir import Action
 from atoll.runtime.engine import Engine
 from atoll.runtime.transport import world_store
-from atoll.trace import Span, Trace
+from atoll.trace import GATHER_LANE, REDUCE_LANE, Span, Trace
 
 
 def peak_memory(device: torch.device) -> int:
@@ -51,6 +51,28 @@ def share_timing(engine: Engine) -> list[list[dict[str, Any]]] | None:
         for (do, of), each in engine.taken().items()
     ]
     return _share(engine, "timing", own)
+
+
+def share_timeline(engine: Engine) -> list[dict[str, Any]] | None:
+    """When the instructions of the last step were played on all pipeline ranks, in wall time; None but on rank 0. Every
+    rank calls it.
+
+    Of each rank instructions as [do, action, of, phase, start, end], each before those within it, and travels: what
+    was gathered or reduced beside them, as [action, start, end].
+    """
+    offset = time.time() - time.monotonic()
+    own = {
+        "instructions": [
+            [str(do), str(action), of, phase, start + offset, end + offset]
+            for (do, action, of, phase), start, end in engine.instructions()
+        ],
+        "travels": [
+            [str(span.action), span.start + offset, span.end + offset]
+            for span in engine.trace().spans
+            if span.lane in (GATHER_LANE, REDUCE_LANE)
+        ],
+    }
+    return _share(engine, "timeline", own)
 
 
 def _share(engine: Engine, name: str, own: Any) -> list[Any] | None:

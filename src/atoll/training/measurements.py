@@ -103,7 +103,7 @@ def read_run(root: Path) -> Run:
     """The records of the last start of a run in a folder. Raises ConfigError where they are missing or damaged."""
     folder = RunFolder(root)
     config = load(folder.config)
-    plan = _read_json(folder.plan)
+    plan = read_json(folder.plan)
     try:
         seconds = typical_seconds(folder.metrics, plan["first_step"])
         world = math.prod(plan["mesh"].values())
@@ -117,7 +117,7 @@ def read_run(root: Path) -> Run:
     measured = Measured(str(root), config, seconds, world, *known, cluster)
     if not folder.timing.is_file():
         return Run(folder, measured, blocks)
-    timing = _read_json(folder.timing)
+    timing = read_json(folder.timing)
     try:
         timed = tuple(map(_timed, timing["ranks"]))
         peaks = tuple(rank["peak_bytes"] for rank in timing["ranks"])
@@ -212,7 +212,8 @@ def _timed(rank: Mapping[str, Any]) -> Timed:
     }
 
 
-def _read_json(path: Path) -> Any:
+def read_json(path: Path) -> Any:
+    """A file of a run folder. Raises ConfigError where it is missing or damaged."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

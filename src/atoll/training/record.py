@@ -75,6 +75,10 @@ class Recorder:
         values = {"step": result.step, "seconds": result.seconds, "memory": memory, "ranks": ranks}
         files.write(self.folder.timing, json.dumps(values) + "\n")
 
+    def timeline(self, result: StepResult, ranks: Sequence[Any]) -> None:
+        """When a step's instructions were played on each pipeline rank, as `share_timeline` gives it."""
+        files.write(self.folder.timeline, json.dumps({"step": result.step, "ranks": ranks}) + "\n")
+
     def step(self, result: StepResult, *, rate: float, memory_bytes: int) -> None:
         """A training step. loss and grad_norm (before clipping) are the step's, over all ranks."""
         record: dict[str, Any] = {

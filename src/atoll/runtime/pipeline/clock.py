@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import torch
 
 from atoll.ir import Action, Op
-from atoll.program import Do
+from atoll.program import Do, Instruction
 from atoll.runtime.lanes import Kind
 from atoll.trace import Span, lane_of
 
@@ -28,7 +28,7 @@ class Clock:
         self._rank = rank
         self._stages = stages
         self._marks: list[tuple[Action, float, float]] = []
-        self._taken: list[tuple[Do, int, float, float]] = []
+        self._taken: list[tuple[Instruction, float, float]] = []
 
     def begin(self) -> None:
         """Begin a row."""
@@ -43,17 +43,16 @@ class Clock:
         """Note that an action which began at `start` is over."""
         self._marks.append((action, start, time.monotonic()))
 
-    def took(self, do: Do, of: int, start: float) -> None:
+    def took(self, instruction: Instruction, start: float) -> None:
         """Note that an instruction which began at `start` is over."""
-        self._taken.append((do, of, start, self.now()))
+        self._taken.append((instruction, start, self.now()))
 
     def seconds(self) -> dict[tuple[Do, int], list[float]]:
         """The seconds of each noted instruction, by what it does and with what, less those of instructions within it: a
         stage's forward plays those of its blocks, of which the first is noted within itself."""
         found: dict[tuple[Do, int], list[float]] = {}
         around: list[tuple[float, tuple[Do, int], int]] = []
-        taken = [(self._at(start), self._at(end), do, of) for do, of, start, end in self._taken]
-        for start, end, do, of in sorted(taken, key=lambda each: (each[0], -each[1])):
+        for (do, _, of, _), start, end in self.instructions():
             while around and around[-1][0] <= start:
                 around.pop()
             if around and around[-1][1] == (do, of):
@@ -66,6 +65,11 @@ class Clock:
                 found[key][nth] -= end - start
             around.append((end, (do, of), len(own) - 1))
         return found
+
+    def instructions(self) -> list[tuple[Instruction, float, float]]:
+        """The noted instructions with their start and end in seconds, each before those within it."""
+        taken = [(instruction, self._at(start), self._at(end)) for instruction, start, end in self._taken]
+        return sorted(taken, key=lambda each: (each[1], -each[2]))
 
     def _at(self, point: float) -> float:
         """A point in seconds."""

@@ -275,13 +275,13 @@ class Executor:
         self._calls, self._instructions = score.calls, score.program.instructions
         if self.is_timed:
             both = zip(self._instructions, score.calls, strict=True)
-            self._calls = tuple(partial(self._timed, each.do, each.of, call) for each, call in both)
+            self._calls = tuple(partial(self._timed, each, call) for each, call in both)
         return score
 
-    def _timed(self, do: Do, of: int, call: Callable[[], None]) -> None:
+    def _timed(self, instruction: Instruction, call: Callable[[], None]) -> None:
         start = self._clock.now()
         call()
-        self._clock.took(do, of, start)
+        self._clock.took(instruction, start)
 
     def _loss_sum(self, step: _Step) -> torch.Tensor | None:
         counts = self._transport.place.tp == 0
@@ -460,7 +460,7 @@ class Executor:
         start = self._clock.now() if self.is_timed else 0.0
         output, passage = block.forward(given, Draw(self._seed, self._step_number, self._first_microbatch + microbatch))
         if self.is_timed:
-            self._clock.took(Do.F, block.index, start)
+            self._clock.took(instructions[at], start)
         while instructions[self._at].do in BEGINS:
             self._at += 1
             calls[self._at - 1]()

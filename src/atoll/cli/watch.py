@@ -1,0 +1,157 @@
+"""`atoll watch RUN`: the report of a run while it goes on, served to this machine's browser."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from functools import partial
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from atoll.cli.predict import CLUSTER
+
+if TYPE_CHECKING:
+    from atoll.report import Sheet
+    from atoll.training.sheet import RunReader
+
+LOOPBACK = "127.0.0.1"
+REST = 9.0
+"""Times as long as it takes to make the content, in which it is not made again."""
+
+
+def command(
+    run: Annotated[Path, typer.Argument(help="The folder of a run.", show_default=False)],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Of the server; 0 for any free one.")] = 0,
+    cluster: Annotated[
+        Path | None, typer.Option(help=f"{CLUSTER} If not given, the one that the run was predicted on.")
+    ] = None,
+) -> None:
+    """Serve the report of RUN on the loopback address, and update it while the run goes on. Ctrl-C ends it.
+
+    The folder is only read. It may be empty still: the page waits for the run to begin.
+    """
+    from atoll.errors import RunError
+    from atoll.training.sheet import RunReader
+
+    try:
+        server = serve(RunReader(run, cluster), port)
+    except OSError as error:
+        raise RunError(
+            f"cannot listen on {LOOPBACK}:{port} ({error.strerror or error}); choose another --port"
+        ) from error
+    with server:
+        typer.echo(f"http://{LOOPBACK}:{server.server_port}/")
+        try:
+            server.serve_forever(poll_interval=0.1)
+        except KeyboardInterrupt:
+            typer.echo("stopped", err=True)
+
+
+def serve(reader: RunReader, port: int = 0) -> ThreadingHTTPServer:
+    """A server of a run's page on the loopback address. Raises OSError where the port is taken."""
+    server = ThreadingHTTPServer((LOOPBACK, port), partial(_Handler, source=_Source(reader)))
+    server.daemon_threads = True
+    return server
+
+
+class _Content(NamedTuple):
+    """What the page shows. tag: names it.  text: its HTML."""
+
+    tag: str
+    sheet: Sheet
+    text: str
+
+
+class _Source:
+    """The content of the page, made anew when a file of the run has changed, in a tenth of the time at most."""
+
+    def __init__(self, reader: RunReader) -> None:
+        self.reader = reader
+        self._lock = Lock()
+        self._stamp: object = None
+        self._content: _Content | None = None
+        self._due = 0.0
+
+    def newest(self) -> _Content:
+        """What the run's files say, or said a moment ago."""
+        with self._lock:
+            stamp, begun = self.reader.stamp(), time.monotonic()
+            if self._content is None or (stamp != self._stamp and begun >= self._due):
+                self._content, self._stamp = self._make(stamp), stamp
+                ended = time.monotonic()
+                self._due = ended + REST * (ended - begun)  # the run needs the processors more
+            return self._content
+
+    def _make(self, stamp: object) -> _Content:
+        from atoll.report import fragment
+
+        sheet = self._read()
+        return _Content(f'"{hashlib.sha256(repr(stamp).encode()).hexdigest()[:16]}"', sheet, fragment([sheet]))
+
+    def _read(self) -> Sheet:
+        from atoll.errors import UserError
+        from atoll.report import Sheet
+
+        try:
+            return self.reader.sheet()
+        except UserError as error:  # a folder that is empty still, or a file that is half written
+            return Sheet(self.reader.root.name, "run", notes=(f"waiting: {error}",))
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers GET of `/`, the page, and of `/report`, its content."""
+
+    server_version = "atoll"
+    sys_version = ""
+    protocol_version = "HTTP/1.1"
+
+    def __init__(self, *args: Any, source: _Source) -> None:
+        self.source = source
+        super().__init__(*args)
+
+    def do_GET(self) -> None:
+        """Answer one request."""
+        from atoll.report import page
+
+        # A page of another origin may have its name point here (DNS rebinding); its requests carry that name.
+        port = self.connection.getsockname()[1]
+        if self.headers.get("Host") not in (f"{LOOPBACK}:{port}", f"localhost:{port}"):
+            self._refuse(HTTPStatus.MISDIRECTED_REQUEST, "this server answers to its loopback address alone")
+            return
+        if self.path not in ("/", "/report"):
+            self._refuse(HTTPStatus.NOT_FOUND, "there is only / here")
+            return
+        tag, sheet, text = self.source.newest()
+        if self.path == "/":
+            self._send(HTTPStatus.OK, page([sheet], live=tag), "text/html")
+        elif self.headers.get("If-None-Match") == tag:
+            self.send_response(HTTPStatus.NOT_MODIFIED)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+        else:
+            self._send(HTTPStatus.OK, text, "text/html", ETag=tag)
+
+    def _refuse(self, status: HTTPStatus, why: str) -> None:
+        self._send(status, f"{why}\n", "text/plain")
+
+    def _send(self, status: HTTPStatus, text: str, kind: str, **headers: str) -> None:
+        body = text.encode()
+        self.send_response(status)
+        for name, value in {
+            "Content-Type": f"{kind}; charset=utf-8",
+            "Content-Length": str(len(body)),
+            "Cache-Control": "no-store",
+            "X-Content-Type-Options": "nosniff",
+            **headers,
+        }.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+        """Requests are not written down."""

@@ -1,0 +1,25 @@
+"""Writes what a plan is predicted to do, and what a run did, as one self-contained HTML page. Imports no torch."""
+
+from atoll.report.page import fragment, page
+from atoll.report.sheet import Curves, Layout, Memory, Sheet, measured, predicted_sheet
+from atoll.report.timeline import Bar, Row, Timeline, predicted_timeline, recorded_timeline, traced_timeline
+from atoll.report.traffic import Flow, traffic
+
+__all__ = [
+    "Bar",
+    "Curves",
+    "Flow",
+    "Layout",
+    "Memory",
+    "Row",
+    "Sheet",
+    "Timeline",
+    "fragment",
+    "measured",
+    "page",
+    "predicted_sheet",
+    "predicted_timeline",
+    "recorded_timeline",
+    "traced_timeline",
+    "traffic",
+]

@@ -1,0 +1,238 @@
+"""What every pipeline rank does when: bars on rows, from a prediction, from a recorded step or from a trace."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from atoll.cost import Prediction
+from atoll.cost.breakdown import part_of, pieces
+from atoll.errors import UserError
+from atoll.ir import Action, Op
+from atoll.program import Do
+from atoll.program.traffic import way_of
+from atoll.trace import GATHER_LANE, REDUCE_LANE, Span, Trace, apart
+
+PROGRAM = "program"
+"""The lane of what a rank computes and waits for, one after the other. The others are links, beside it."""
+
+_TRAVELS = {Do.GATHER: GATHER_LANE, Do.FETCH: GATHER_LANE, Do.REDUCE: REDUCE_LANE, Do.SYNC: REDUCE_LANE}
+_LINK_PART = {GATHER_LANE: "gathers", REDUCE_LANE: "reductions"}
+
+_PART_OF_OP = {
+    **dict.fromkeys((Op.F, Op.L, Op.S), "forward"),
+    **dict.fromkeys((Op.I, Op.B), "backward"),
+    **dict.fromkeys((Op.W, Op.T, Op.G), "weights"),
+    Op.UNSHARD: "gathers",
+    Op.REDUCE_GRAD: "reductions",
+    Op.STEP: "optimizer",
+}
+
+
+class Bar(NamedTuple):
+    """A time in which a rank, or one of its links, does one thing.
+
+    part: a field of `atoll.cost.Breakdown`.  do: the instruction, or the op of an action, with its phase.
+    of: index of the block or unit that it is about; -1, as for stage and microbatch, for none.
+    bytes: what it sends.
+    """
+
+    part: str
+    do: str
+    start: float
+    end: float
+    stage: int = -1
+    microbatch: int = -1
+    of: int = -1
+    bytes: float = 0.0
+
+
+class Row(NamedTuple):
+    """Bars of one pipeline rank that do not overlap, in the order of time."""
+
+    rank: int
+    lane: str
+    bars: tuple[Bar, ...]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A step. title: "predicted" or "measured", and of which step.  seconds: how long it takes; bars begin at 0."""
+
+    title: str
+    seconds: float
+    rows: tuple[Row, ...]
+
+    @property
+    def ranks(self) -> int:
+        """How many pipeline ranks it has."""
+        return 1 + max((row.rank for row in self.rows), default=-1)
+
+    @property
+    def count(self) -> int:
+        """How many bars it has."""
+        return sum(len(row.bars) for row in self.rows)
+
+    def parts(self, rank: int) -> dict[str, float]:
+        """Seconds of a rank's program by part."""
+        found: defaultdict[str, float] = defaultdict(float)
+        for row in self.rows:
+            if row.rank == rank and row.lane == PROGRAM:
+                for bar in row.bars:
+                    found[bar.part] += bar.end - bar.start
+        return dict(found)
+
+
+def _rows(rank: int, lanes: Mapping[str, Iterable[Bar]]) -> Iterator[Row]:
+    """The program's row, then one or more rows of each link."""
+    for lane, bars in lanes.items():
+        for row in apart(bars):
+            yield Row(rank, lane, tuple(row))
+
+
+# ---- predicted
+
+
+def predicted_timeline(prediction: Prediction) -> Timeline:
+    """The last of the steps that are played. Raises ConfigError where the prediction has no cluster."""
+    origin = min(timing.begin for timing in prediction.played.timings)
+    rows: list[Row] = []
+    for rank in range(prediction.plan.mesh.pipeline):
+        lanes = {PROGRAM: _played(prediction, rank, origin), **_travelled(prediction, rank, origin)}
+        rows += _rows(rank, lanes)
+    return Timeline("predicted", prediction.seconds, tuple(rows))
+
+
+def _played(prediction: Prediction, rank: int, origin: float) -> Iterator[Bar]:
+    played, rates = prediction.played, prediction.rates[rank]
+    instructions = played.programs.ranks[rank].instructions
+    inside = prediction.tensor_seconds(rank)
+    for nth, part, start, end in pieces(played, rank, rates.compute, inside):
+        do, action, of, phase = instructions[nth]
+        name = f"{do} {phase}" if phase else str(do)
+        microbatch = -1 if action.microbatch is None else action.microbatch
+        yield Bar(part, name, start - origin, end - origin, action.stage, microbatch, of, _received(prediction, do))
+
+
+def _received(prediction: Prediction, do: Do) -> float:
+    return float(prediction.message_bytes) if do in (Do.RECV_F, Do.RECV_B) else 0.0
+
+
+def _travelled(prediction: Prediction, rank: int, origin: float) -> dict[str, list[Bar]]:
+    """What travels on the data-parallel links of a rank, with the instructions that began it, in their order."""
+    program = prediction.played.programs.ranks[rank]
+    spans = (span for span in prediction.played.travelled if span.rank == rank)
+    lanes: defaultdict[str, list[Bar]] = defaultdict(list)
+    for instruction in program.instructions:
+        lane, way = _TRAVELS.get(instruction.do), way_of(instruction, program.shape)
+        if lane is None or not way:
+            continue
+        span, (do, action, of, phase) = next(spans), instruction
+        microbatch = -1 if action.microbatch is None else action.microbatch
+        sent = float(sum(count for _, count in way))
+        name = f"{do} {phase}" if phase else str(do)
+        times = span.start - origin, span.end - origin
+        lanes[lane].append(Bar(_LINK_PART[lane], name, *times, action.stage, microbatch, of, sent))
+    return dict(lanes)
+
+
+# ---- measured
+
+
+def traced_timeline(trace: Trace, title: str = "measured") -> Timeline:
+    """A trace, whose bars are actions: what an action waits for inside is not told apart."""
+    origin = min(span.start for span in trace.spans)
+    lanes: defaultdict[int, dict[str, list[Bar]]] = defaultdict(lambda: {PROGRAM: []})
+    for span in trace.spans:
+        lane = span.lane if span.lane in _LINK_PART else PROGRAM
+        lanes[span.rank].setdefault(lane, []).append(_acted(span, origin))
+    rows = tuple(row for rank in sorted(lanes) for row in _rows(rank, lanes[rank]))
+    return Timeline(title, trace.finish - origin, rows)
+
+
+def _acted(span: Span, origin: float) -> Bar:
+    op, stage, microbatch = span.action.op, span.action.stage, span.action.microbatch
+    part = _PART_OF_OP.get(op, "messages" if op.startswith("RECV") else "other")
+    where = stage, -1 if microbatch is None else microbatch
+    return Bar(part, str(op), span.start - origin, span.end - origin, *where)
+
+
+def recorded_timeline(ranks: Sequence[Mapping[str, Any]], title: str = "measured") -> Timeline:
+    """A step whose instructions were timed: the `ranks` of a run's timeline.json. Raises UserError for what is not.
+
+    A wait for a message is the bubble until the other rank has sent it. Messages of a split vocabulary and sums come
+    from several ranks, and waits for them are not divided.
+    """
+    try:
+        read = [[_read(each) for each in rank["instructions"]] for rank in ranks]
+        travels = [[(Action.parse(action), start, end) for action, start, end in rank["travels"]] for rank in ranks]
+    except (KeyError, TypeError, ValueError, UserError) as error:
+        raise UserError(f"not a timeline that a run has written: {type(error).__name__}: {error}") from error
+    starts = [bar.start for bars in read for bar in bars] + [start for own in travels for _, start, _ in own]
+    if not starts:
+        raise UserError("a timeline without instructions")
+    origin = min(starts)
+    sent = {(bar.do[-1], bar.stage, bar.microbatch): bar.end for bars in read for bar in bars if bar.do in _SENDS}
+    rows: list[Row] = []
+    for rank, (bars, own) in enumerate(zip(read, travels, strict=True)):
+        lanes: dict[str, list[Bar]] = {PROGRAM: list(_moved(_divided(_flat(bars), sent), origin))}
+        for action, start, end in own:
+            bar = _acted(Span(rank, "", action, start, end), origin)
+            lane = GATHER_LANE if bar.part == "gathers" else REDUCE_LANE
+            lanes.setdefault(lane, []).append(bar)
+        rows += _rows(rank, lanes)
+    ends = max(bar.end for row in rows for bar in row.bars)
+    return Timeline(title, ends, tuple(rows))
+
+
+_SENDS = ("SEND_F", "SEND_B")
+_SENDER = {"RECV_F": -1, "RECV_B": 1}
+"""Which stage has sent what is received, from the stage that receives it."""
+
+
+def _read(values: Sequence[Any]) -> Bar:
+    name, action, of, phase, start, end = values
+    do, parsed = Do(name), Action.parse(action)
+    if not math.isfinite(start) or not math.isfinite(end) or end < start:
+        raise UserError(f"{name} from {start} to {end}")
+    where = parsed.stage, -1 if parsed.microbatch is None else parsed.microbatch, int(of)
+    return Bar(part_of(do), f"{do} {phase}" if phase else str(do), start, end, *where)
+
+
+def _flat(bars: Iterable[Bar]) -> Iterator[Bar]:
+    """Cut bars where others were played within them. Each comes before those within it."""
+    around: list[Bar] = []
+    at = -math.inf
+    for bar in bars:
+        while around and around[-1].end <= bar.start:
+            last = around.pop()
+            yield last._replace(start=max(at, last.start))
+            at = last.end
+        if around:
+            yield around[-1]._replace(start=max(at, around[-1].start), end=bar.start)
+            at = bar.start
+        around.append(bar)
+    while around:
+        last = around.pop()
+        yield last._replace(start=max(at, last.start))
+        at = last.end
+
+
+def _divided(bars: Iterable[Bar], sent: Mapping[tuple[str, int, int], float]) -> Iterator[Bar]:
+    """Cut waits for messages where these were sent."""
+    for bar in bars:
+        sender = _SENDER.get(bar.do)
+        when = None if sender is None else sent.get((bar.do[-1], bar.stage + sender, bar.microbatch))
+        if when is None:
+            yield bar
+            continue
+        middle = min(max(when, bar.start), bar.end)
+        yield bar._replace(part="bubble", end=middle)
+        yield bar._replace(start=middle)
+
+
+def _moved(bars: Iterable[Bar], origin: float) -> Iterator[Bar]:
+    return (bar._replace(start=bar.start - origin, end=bar.end - origin) for bar in bars if bar.end > bar.start)

@@ -1,0 +1,87 @@
+"""Bytes that ranks send in a step, by link and by cause: sums over their programs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from atoll.cost import Exchange, Prediction
+from atoll.cost.kernels import Kernel
+from atoll.program import Do
+from atoll.program.traffic import way_of
+
+LINKS = {
+    "pp": "between pipeline stages (pp)",
+    "inter": "across groups (inter)",
+    "intra": "inside a group (intra)",
+    "tp": "tensor-parallel group (tp)",
+}
+
+CAUSES = {
+    "activations": "activations",
+    "backward": "gradients of activations",
+    "vocabulary": "split vocabulary",
+    "gathers": "gathers of parameters",
+    "reductions": "reductions of gradients",
+    "sync": "gradients to the optimizer's level",
+    "return": "parameters from the optimizer",
+    "tensor": "collectives within layers",
+}
+
+_BY_DO = {
+    Do.SEND_F: "activations",
+    Do.SEND_B: "backward",
+    **dict.fromkeys((Do.SEND_L, Do.SEND_S, Do.SEND_T), "vocabulary"),
+    **dict.fromkeys((Do.GATHER, Do.FETCH), "gathers"),
+    Do.REDUCE: "reductions",
+    Do.SYNC: "sync",
+    **dict.fromkeys((Do.RETURN, Do.AHEAD), "return"),
+}
+
+
+class Flow(NamedTuple):
+    """Bytes that a pipeline rank, one of its data-parallel ranks, sends in a step over a link for a cause."""
+
+    rank: int
+    link: str
+    cause: str
+    bytes: float
+
+
+def traffic(prediction: Prediction) -> tuple[Flow, ...]:
+    """What each pipeline rank sends, but for sums of a few numbers."""
+    found: list[Flow] = []
+    for rank in range(prediction.plan.mesh.pipeline):
+        total = _sent(prediction, rank)
+        order = sorted(total, key=lambda each: ([*LINKS].index(each[0]), [*CAUSES].index(each[1])))
+        found += (Flow(rank, *key, total[key]) for key in order if total[key])
+    return tuple(found)
+
+
+def _sent(prediction: Prediction, rank: int) -> dict[tuple[str, str], float]:
+    ranks = prediction.ranks
+    program, messages = ranks.programs.ranks[rank], ranks.slices.sent(rank)
+    tensor = prediction.plan.mesh.tensor
+    total: defaultdict[tuple[str, str], float] = defaultdict(float)
+    for instruction in program.instructions:
+        do, action, of, _ = instruction
+        for axis, count in way_of(instruction, program.shape):
+            total[axis, _BY_DO[do]] += count
+        if do.startswith("SEND_"):
+            total["pp", _BY_DO[do]] += messages.get((do, action.stage), prediction.message_bytes)
+        if tensor == 1:
+            continue
+        if do is Do.F:
+            total["tp", "tensor"] += _exchanged(ranks.works[of].forward, tensor)
+        elif do is Do.I:
+            work = ranks.works[of]
+            total["tp", "tensor"] += _exchanged((*work.backward, *work.weights), tensor)
+    return total
+
+
+def _exchanged(kernels: Iterable[Kernel], ranks: int) -> float:
+    """Bytes that a rank of a ring sends: an all-reduce is a reduce-scatter and an all-gather."""
+    trips = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}
+    each = (trips[kernel.kind] * kernel.nbytes for kernel in kernels if isinstance(kernel, Exchange))
+    return sum(each) * (ranks - 1) / ranks

@@ -1,0 +1,176 @@
+"""Run folders and configs as sheets of a report. No torch, unless the model has to be counted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from atoll.config import load
+from atoll.cost import Cluster, Prediction
+from atoll.errors import ConfigError, UserError
+from atoll.report import Curves, Sheet, Timeline, measured, predicted_sheet, recorded_timeline, traced_timeline
+from atoll.toml import value_to_toml
+from atoll.trace import from_chrome
+from atoll.training.choosing import load_chosen
+from atoll.training.folder import WARM_UP, RunFolder, read_records
+from atoll.training.measurements import read_json
+from atoll.training.prediction import predict, predict_on
+from atoll.units import format_bytes, format_rate, format_seconds
+
+SHOWN = ("loss", "grad_norm", "tokens_per_second", "seconds", "lr", "bubble", "memory_bytes")
+"""The keys of metrics.jsonl that are drawn."""
+
+
+def sheet_of_config(path: Path, overrides: Sequence[str] = (), cluster: Path | None = None) -> Sheet:
+    """The plan of a config, as it is predicted. cluster: run.cluster if None; without either there are no seconds.
+
+    Raises ConfigError or PlanError where config, cluster and model do not fit.
+    """
+    named = [] if cluster is None else [f"run.cluster={value_to_toml(str(cluster))}"]
+    config, _ = load_chosen(path, [*overrides, *named])
+    found = None if config.run.cluster is None else Cluster.read(config.run.cluster)
+    return predicted_sheet(predict_on(config, found), " ".join([path.stem, *overrides]))
+
+
+def is_run(path: Path) -> bool:
+    """Whether a path is the folder of a run."""
+    return RunFolder(path).config.is_file()
+
+
+@dataclass
+class RunReader:
+    """Reads the folder of a run as often as it is asked, also while the run goes on.
+
+    cluster: the one to predict the run on; if None, the one that it was started with.
+    """
+
+    root: Path
+    cluster: Path | None = None
+    _seen: tuple[object, ...] = field(default=(), init=False)
+    _predicted: Sheet | None = field(default=None, init=False)
+
+    @property
+    def folder(self) -> RunFolder:
+        """The paths of the run."""
+        return RunFolder(self.root)
+
+    def stamp(self) -> tuple[object, ...]:
+        """What changes when a file that the sheet is made of does."""
+        folder = self.folder
+        drawn = (folder.metrics, folder.validation, folder.trace, folder.timing, folder.timeline)
+        return _stamp((folder.config, folder.plan, folder.cluster, *drawn))
+
+    def sheet(self) -> Sheet:
+        """What is known of the run. What a run writes late may be missing, and is then left out.
+
+        Raises ConfigError where the folder holds no run.
+        """
+        folder = self.folder
+        if not folder.config.is_file():
+            raise ConfigError(
+                f"{self.root} is not the folder of a run: it has no config.toml; `atoll train` writes one"
+            )
+        seen = _stamp((folder.config, folder.plan, self.cluster or folder.cluster))
+        if self._predicted is None or seen != self._seen:
+            self._predicted, self._seen = self._predict(), seen
+        return self._measured(self._predicted)
+
+    def _predict(self) -> Sheet:
+        folder, name = self.folder, self.root.name or str(self.root)
+        if not folder.plan.is_file():
+            return Sheet(name, "run", notes=("The run has not built its plan yet.",))
+        cluster = self.cluster or (folder.cluster if folder.cluster.is_file() else None)
+        try:
+            plan = read_json(folder.plan)
+            config = load(folder.config)
+            known = {key: plan[key] for key in ("vocabulary", "reads_in_place", "device")}
+            world = math.prod(plan["mesh"].values())
+            found = predict(config, config.to_plan(world), None if cluster is None else Cluster.read(cluster), **known)
+            return _of_prediction(found, name)
+        except KeyError as error:
+            raise ConfigError(f"{folder.plan} has no {error}: it is of an older version; run it again") from None
+        except UserError as error:
+            return Sheet(name, "run", notes=(f"The run is not predicted: {error}",))
+
+    def _measured(self, sheet: Sheet) -> Sheet:
+        folder, notes = self.folder, [*sheet.notes]
+        plan = read_json(folder.plan) if folder.plan.is_file() else {}
+        steps = [each for each in read_records(folder.metrics) if each["step"] >= plan.get("first_step", 1)]
+        figures = _figures(steps[WARM_UP:] or steps[-1:])
+        timelines = [*sheet.timelines]
+        try:
+            timelines += _measured_timeline(folder)
+        except UserError as error:
+            notes.append(f"The measured timeline cannot be read: {error}")
+        memory = sheet.memory
+        if folder.timing.is_file():
+            timing = read_json(folder.timing)
+            try:
+                peaks, kind = tuple(int(rank["peak_bytes"]) for rank in timing["ranks"]), str(timing["memory"])
+            except (KeyError, TypeError, ValueError) as error:
+                raise ConfigError(f"{folder.timing} is not what a run writes: {error}; run it again") from error
+            figures["peak memory"] = f"{format_bytes(max(peaks))} {kind}"
+            memory = None if memory is None else replace(memory, peaks=peaks, measured=kind)
+        curves = Curves(
+            _columns(read_records(folder.metrics), ("step", *SHOWN)),
+            _columns(read_records(folder.validation), ("step", "loss")),
+        )
+        return measured(sheet, figures, timelines=tuple(timelines), memory=memory, curves=curves, notes=tuple(notes))
+
+
+def _of_prediction(prediction: Prediction, name: str) -> Sheet:
+    sheet = predicted_sheet(prediction, name, "run")
+    if prediction.cluster is not None:
+        return sheet
+    note = "Seconds are not predicted: name the run's cluster with --cluster, or as run.cluster before the next run."
+    return replace(sheet, notes=(note,))
+
+
+def _measured_timeline(folder: RunFolder) -> list[Timeline]:
+    """The step whose instructions were timed, or the one whose actions were traced; none before that."""
+    if folder.timeline.is_file():
+        values = read_json(folder.timeline)
+        try:
+            return [recorded_timeline(values["ranks"], f"measured, step {values['step']}")]
+        except (KeyError, TypeError) as error:
+            raise ConfigError(f"{folder.timeline} is not what a run writes: {error}; run it again") from error
+    if folder.trace.is_file():
+        return [traced_timeline(from_chrome(folder.trace.read_text(encoding="utf-8")), "measured, by action")]
+    return []
+
+
+def _figures(steps: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """Of typical steps."""
+    if not steps:
+        return {}
+    found = {
+        "step": f"{format_seconds(median(float(each['seconds']) for each in steps))}, median",
+        "tokens": format_rate(median(float(each["tokens_per_second"]) for each in steps), "tokens"),
+        "bubble, mean over ranks": f"{fmean(float(each['bubble']) for each in steps):.1%}",
+    }
+    loss = steps[-1].get("loss")
+    return found if loss is None else {**found, "loss": f"{loss:.4g}, step {steps[-1]['step']}"}
+
+
+def _columns(records: Sequence[dict[str, Any]], names: Iterable[str]) -> dict[str, list[float]]:
+    """Those of the names that some record has, NaN where one has none."""
+    return {
+        name: [math.nan if record.get(name) is None else float(record[name]) for record in records]
+        for name in names
+        if any(record.get(name) is not None for record in records)
+    }
+
+
+def _stamp(paths: Iterable[Path]) -> tuple[object, ...]:
+    found: list[object] = []
+    for path in paths:
+        try:
+            status = path.stat()
+            found.append((status.st_mtime_ns, status.st_size))
+        except OSError:
+            found.append(None)
+    return tuple(found)

@@ -1,0 +1,173 @@
+"""`atoll report`: pages of configs and of run folders."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from atoll.cli.main import app
+from atoll.errors import ConfigError
+from atoll.training.sheet import RunReader
+from tests.report.sheets import RANKS
+from tests.report.test_report import data_of
+
+CONFIG = """
+[model]
+layers = 3
+hidden = 32
+heads = 2
+vocabulary = 300
+[data]
+sequence = 32
+tokenizer = "bytes"
+[train]
+steps = 6
+global_batch = 4
+microbatch = 1
+[parallel]
+ranks = 2
+pipeline = 2
+device = "cpu"
+[run]
+folder = "run"
+"""
+
+CLUSTER = """
+[device]
+memory = 8_000_000_000
+bandwidth = 1e10
+rates = { float32 = 3e10 }
+[node]
+devices = 2
+link = { rate = 1e9, latency = 2e-5 }
+"""
+
+
+def run_folder(root: Path, *, is_over: bool = True) -> Path:
+    """What `atoll train` leaves, with made-up measurements; before its last step without those."""
+    root.mkdir()
+    (root / "config.toml").write_text(CONFIG)
+    (root / "cluster.toml").write_text(CLUSTER)
+    plan = {
+        "mesh": {"pp": 2, "inter": 1, "intra": 1, "tp": 1},
+        "vocabulary": 300,
+        "reads_in_place": False,
+        "device": "cpu",
+        "stages": [["embedding", "layers.0"], ["layers.1", "layers.2", "head"]],
+        "first_step": 1,
+    }
+    (root / "plan.json").write_text(json.dumps(plan))
+    (root / "metrics.jsonl").write_text("".join(f"{json.dumps(step(nth))}\n" for nth in range(1, 6)))
+    (root / "validation.jsonl").write_text('{"step": 0, "loss": 5.5, "perplexity": 244.0}\n')
+    if is_over:
+        ranks = [{"rank": rank, "peak_bytes": 1000 + rank, "instructions": []} for rank in range(2)]
+        timing = {"step": 5, "seconds": 0.01, "memory": "resident", "ranks": ranks}
+        (root / "timing.json").write_text(json.dumps(timing))
+        (root / "timeline.json").write_text(json.dumps({"step": 5, "ranks": RANKS}))
+    return root
+
+
+def step(nth: int) -> dict[str, Any]:
+    return {
+        "step": nth,
+        "loss": 5.0 / nth,
+        "grad_norm": 1.0,
+        "tokens": 128,
+        "seconds": 0.01 * nth,
+        "tokens_per_second": 12800.0 / nth,
+        "lr": 1e-3,
+        "bubble": 0.25,
+        "memory_bytes": 1000,
+    }
+
+
+def atoll(*words: object) -> Any:
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def test_a_config_with_a_cluster_is_a_page(tmp_path: Path) -> None:
+    (tmp_path / "tiny.toml").write_text(CONFIG)
+    (tmp_path / "cluster.toml").write_text(CLUSTER)
+    page = tmp_path / "page.html"
+    result = atoll("report", tmp_path / "tiny.toml", "--cluster", tmp_path / "cluster.toml", "-o", page)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith(f"wrote {page}, ")
+    (sheet,) = data_of(page.read_text(encoding="utf-8"))["sheets"]
+    assert (sheet["name"], [each["title"] for each in sheet["timelines"]]) == ("tiny", ["predicted"])
+
+
+def test_settings_are_in_the_name(tmp_path: Path) -> None:
+    (tmp_path / "tiny.toml").write_text(CONFIG)
+    page = tmp_path / "page.html"
+    result = atoll("report", tmp_path / "tiny.toml", "--set", "train.microbatch=2", "-o", page)
+    assert result.exit_code == 0, result.output
+    assert "note: tiny train.microbatch=2: No cluster is named" in result.stderr
+    assert "2 microbatches of 2" in page.read_text(encoding="utf-8")
+
+
+def test_a_run_has_predicted_above_measured(tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "run")
+    page = tmp_path / "page.html"
+    (tmp_path / "other").mkdir()
+    result = atoll("report", run, run_folder(tmp_path / "other" / "run"), "-o", page)
+    assert result.exit_code == 0, result.output
+    text = page.read_text(encoding="utf-8")
+    sheets = data_of(text)["sheets"]
+    assert [each["title"] for each in sheets[0]["timelines"]] == ["predicted", "measured, step 5"]
+    assert sheets[0]["curves"]["training"]["count"] == 5
+    assert sheets[0]["memory"]["peaks"] == [1000, 1001]
+    assert [sheet["name"] for sheet in sheets] == [str(run), str(tmp_path / "other" / "run")]  # both are called run
+    assert "45 ms, median" in text  # of steps 4 and 5: the first three warm up
+
+
+def test_a_run_that_goes_on_has_no_measured_timeline_yet(tmp_path: Path) -> None:
+    sheet = RunReader(run_folder(tmp_path / "run", is_over=False)).sheet()
+    assert [each.title for each in sheet.timelines] == ["predicted"]
+    assert list(sheet.curves.training["step"]) == [1, 2, 3, 4, 5]
+
+
+def test_a_run_without_a_cluster_has_its_measurements(tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "run")
+    (run / "cluster.toml").unlink()
+    sheet = RunReader(run).sheet()
+    assert [each.title for each in sheet.timelines] == ["measured, step 5"]
+    assert sheet.notes[0].startswith("Seconds are not predicted")
+    assert sheet.memory is not None
+    assert sheet.memory.unit == "instructions"
+
+
+def test_the_prediction_is_played_again_only_if_its_files_change(tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "run")
+    reader = RunReader(run)
+    first, before = reader.sheet(), reader.stamp()
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(step(6)) + "\n")
+    assert reader.stamp() != before
+    again = reader.sheet()
+    assert again.timelines[0] is first.timelines[0]
+    assert len(again.curves.training["loss"]) == 6
+    (run / "cluster.toml").write_text(CLUSTER.replace("3e10", "6e10"))
+    assert reader.sheet().timelines[0].seconds < first.timelines[0].seconds
+
+
+@pytest.mark.parametrize("name", ["timing.json", "timeline.json", "plan.json"])
+def test_damaged_files_are_named(tmp_path: Path, name: str) -> None:
+    run = run_folder(tmp_path / "run")
+    (run / name).write_text("{")
+    reader = RunReader(run)
+    try:
+        notes = " ".join(reader.sheet().notes)
+    except ConfigError as error:
+        notes = str(error)
+    assert name in notes
+
+
+def test_what_is_neither_run_nor_config_is_refused(tmp_path: Path) -> None:
+    result = atoll("report", tmp_path, "-o", tmp_path / "page.html")
+    assert isinstance(result.exception, ConfigError)
+    assert "not the folder of a run" in str(result.exception)
+    assert not (tmp_path / "page.html").exists()

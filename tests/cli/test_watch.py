@@ -1,0 +1,159 @@
+"""`atoll watch`: what its server answers, to whom, and a page that follows a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.client import HTTPConnection, HTTPResponse
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from atoll.cli.watch import serve
+from atoll.training.sheet import RunReader
+from benchmarks.browser import browser, found
+from tests.cli.test_report import run_folder, step
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[ThreadingHTTPServer]:
+    """A server of a run that goes on."""
+    run_folder(tmp_path / "run", is_over=False)
+    server = serve(RunReader(tmp_path / "run"))
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def ask(server: ThreadingHTTPServer, path: str = "/", method: str = "GET", **headers: str) -> HTTPResponse:
+    connection = HTTPConnection("127.0.0.1", server.server_port, timeout=20)
+    connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
+    answer = connection.getresponse()
+    answer.text = answer.read().decode()  # type: ignore[attr-defined]
+    connection.close()
+    return answer
+
+
+def test_it_listens_on_the_loopback_alone(served: ThreadingHTTPServer) -> None:
+    assert served.server_address[0] == "127.0.0.1"
+
+
+def test_it_serves_the_page_and_its_content(served: ThreadingHTTPServer) -> None:
+    answer = ask(served)
+    assert answer.status == 200
+    assert "<!doctype html>" in answer.text
+    assert "connect-src 'self'" in answer.text
+    assert answer.getheader("Cache-Control") == "no-store"
+    content = ask(served, "/report")
+    assert content.text.startswith("<main")
+    assert ask(served, "/report", If_None_Match=content.getheader("ETag") or "").status == 304
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1", "127.0.0.1:1", "[::1]"])
+def test_another_host_is_refused(served: ThreadingHTTPServer, host: str) -> None:
+    """A name that an attacker points at 127.0.0.1 is in the Host of the browser's request (DNS rebinding)."""
+    answer = ask(served, "/report", Host=host)
+    assert answer.status == 421
+    assert "<main" not in answer.text
+
+
+def test_its_own_names_are_not(served: ThreadingHTTPServer) -> None:
+    for host in ("127.0.0.1", "localhost"):
+        assert ask(served, Host=f"{host}:{served.server_port}").status == 200
+
+
+@pytest.mark.parametrize("path", ["/config.toml", "/../config.toml", "/report/", "/report?x", "/run/metrics.jsonl"])
+def test_there_is_nothing_else(served: ThreadingHTTPServer, path: str) -> None:
+    answer = ask(served, path)
+    assert answer.status == 404
+    assert "layers" not in answer.text
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "HEAD", "OPTIONS"])
+def test_only_get_is_answered(served: ThreadingHTTPServer, method: str) -> None:
+    assert ask(served, method=method).status == 501
+
+
+def test_a_folder_without_a_run_waits(tmp_path: Path) -> None:
+    server = serve(RunReader(tmp_path / "later"))
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        first = ask(server, "/report")
+        assert "waiting: " in first.text
+        run_folder(tmp_path / "later")
+        end = time.monotonic() + 20
+        while (second := ask(server, "/report", If_None_Match=first.getheader("ETag") or "")).status == 304:
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        assert second.status == 200
+        assert 'id="timeline"' in second.text
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_it_reads_and_leaves_no_file(served: ThreadingHTTPServer, tmp_path: Path) -> None:
+    before = sorted((path.name, path.stat().st_mtime_ns) for path in (tmp_path / "run").iterdir())
+    ask(served)
+    assert sorted((path.name, path.stat().st_mtime_ns) for path in (tmp_path / "run").iterdir()) == before
+
+
+def test_the_command_prints_its_address_and_ends_with_ctrl_c(tmp_path: Path) -> None:
+    run_folder(tmp_path / "run")
+    command = [sys.executable, "-m", "atoll", "watch", str(tmp_path / "run")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ})
+    assert process.stdout is not None
+    address = process.stdout.readline().strip()
+    assert address.startswith("http://127.0.0.1:")
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=30)
+    assert (process.returncode, said) == (0, "stopped\n")
+
+
+def test_a_port_that_is_taken_is_an_error(tmp_path: Path) -> None:
+    run_folder(tmp_path / "run")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        command = [sys.executable, "-m", "atoll", "watch", str(tmp_path / "run"), "--port", port]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in result.stderr
+
+
+@pytest.mark.skipif(found() is None, reason="no Chromium on this machine: install Debian's chromium")
+def test_the_page_follows_the_run_and_keeps_the_readers_place(served: ThreadingHTTPServer, tmp_path: Path) -> None:
+    with browser() as shown:
+        shown.size(1200, 800)
+        shown.open(f"http://127.0.0.1:{served.server_port}/")
+        shown.until("!!document.querySelector('.metric output')?.textContent.startsWith('step 5 ')")
+        shown.run("document.querySelector('.view').focus()")
+        for key in ("ArrowRight", "ArrowRight", "+", "+"):
+            shown.press(key)
+        detail = shown.run("document.getElementById('detail').textContent")
+        with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(step(6)) + "\n")
+        shown.until("!!document.querySelector('.metric output')?.textContent.startsWith('step 6 ')")
+        assert shown.run("atollReport.view.k") == pytest.approx(1.6**2)
+        assert shown.run("document.getElementById('detail').textContent") == detail
+        assert shown.run("document.activeElement.className") == "view"
+        assert shown.run("atollReport.charts[0].rows.some((row) => row.source.title.startsWith('measured'))") is False
+        done = run_folder(tmp_path / "done")
+        for name in ("timing.json", "timeline.json"):
+            os.replace(done / name, tmp_path / "run" / name)
+        shown.until("atollReport.charts[0].rows.some((row) => row.source.title.startsWith('measured'))")
+        assert shown.problems == []
