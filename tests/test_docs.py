@@ -21,7 +21,7 @@ from atoll.cli.main import app
 from atoll.config import from_dict, load
 from atoll.cost import Cluster
 from atoll.ir import Placement
-from atoll.schedules import CATALOGUE, Memory, Problem, build, lower_bound
+from atoll.schedules import CATALOGUE, Links, Memory, Problem, build, lower_bound
 from atoll.sim import Costs, simulate
 from atoll.testing import run_ranks
 
@@ -118,11 +118,14 @@ def test_the_readmes_example_gives_the_same_loss_on_four_ranks() -> None:
 
 
 @pytest.mark.parametrize("page", pages_with("toml"))
-def test_toml_blocks_are_configs_or_clusters(page: Path) -> None:
+def test_toml_blocks_are_configs_clusters_or_links(page: Path, tmp_path: Path) -> None:
     for text in blocks(page, "toml"):
         values = tomllib.loads(text)
         if "device" in values:
             Cluster.of(values, source=name_of(page))
+        elif "link" in values:
+            (tmp_path / "links.toml").write_text(text)
+            assert Links.read(tmp_path / "links.toml").each
         else:
             config = from_dict(values, source=name_of(page), text=text)
             if not config.parallel.auto:

@@ -33,6 +33,7 @@ def means(schedule: Schedule) -> tuple[float, float]:
 
 
 ALL = [of("gpipe"), of("1f1b"), of("interleaved", chunks=4), of("breadth-first", chunks=4), of("zb-h1"), of("zb-h2")]
+ALL += [of("gis", chunks=4), of("gis-h", chunks=4)]
 ALL += [of("zb-v"), of("v-half"), of("v-min"), of("dualpipe-v"), of("unit", chunks=2, unit=4)]
 
 
