@@ -45,8 +45,8 @@ def command(
             f"cannot listen on {LOOPBACK}:{port} ({error.strerror or error}); choose another --port"
         ) from error
     with server:
-        typer.echo(f"http://{LOOPBACK}:{server.server_port}/")
         try:
+            typer.echo(f"http://{LOOPBACK}:{server.server_port}/")
             server.serve_forever(poll_interval=0.1)
         except KeyboardInterrupt:
             typer.echo("stopped", err=True)
