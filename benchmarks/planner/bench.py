@@ -91,9 +91,10 @@ def report(result: Mapping[str, Any]) -> str:
              for row in result["rows"]]  # fmt: skip
     parts = [
         "# How long a plan takes",
-        "Written by `python benchmarks/run.py planner`. Llama models on nodes of eight H100 with a card of 400 Gb/s for "
-        "each device, every choice free: [plan.md](../../docs/plan.md). *search*: seconds of one core, the longer of two "
-        "times; *same again*: whether all plans that were found, their order, seconds and bytes are equal both times.",
+        "Written by `python benchmarks/run.py planner`. Llama models on nodes of eight H100 with a card of 400 Gb/s "
+        "for each device, every choice free: [plan.md](../../docs/plan.md). *search*: seconds of one core, the longer "
+        "of two times; *same again*: whether all plans that were found, their order, seconds and bytes are equal both "
+        "times.",
         tables.measured_in(result["environment"]) if "environment" in result else "",
         "\n".join(lines),
         "\n".join(plans),
