@@ -33,6 +33,7 @@ SLOW = (
     "published",
     "paired",
     "predictions",
+    "planner",
     "report",
     *RACES,
 )

@@ -36,6 +36,7 @@ from benchmarks.islands.work import Chain, Text, Work
 from benchmarks.islands.work import Sleeping as Device
 from benchmarks.low_rank import bench as low_rank
 from benchmarks.matrix import bench as matrix
+from benchmarks.planner import bench as planner
 from benchmarks.sharded_pipeline import bench as sharded_pipeline
 from benchmarks.sharded_pipeline import race as ranks_of_the_race
 from benchmarks.sharded_pipeline.settings import MICROBATCHES, Ours, Setting, Theirs, seeds
@@ -424,6 +425,14 @@ def test_links_of_two_islands_are_those_that_were_measured() -> None:
     assert links.between(0, 1) == Link(0.0005)
     assert links.between(1, 2) == links.between(2, 1) == links.between(3, 0)
     assert (links.between(1, 2).latency, links.between(1, 2).seconds) == pytest.approx((0.042, 0.006))
+
+
+def test_a_question_is_planned_twice() -> None:
+    row = planner.asked(planner.QUESTIONS[0], effort=20_000)
+    assert row["same"]
+    assert row["seconds"] > 0
+    assert 0 <= row["gap"] < 1
+    assert f"| {row['name']} | {max(row['search_seconds']):.1f} | 30 | yes |" in planner.report({"rows": [row]})
 
 
 def test_an_uneven_model_is_compared_with_its_rivals() -> None:

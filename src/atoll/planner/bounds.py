@@ -5,8 +5,9 @@ A program computes what its schedule says, in its order, and waits besides for d
 shorter than the schedule played with the seconds of stages alone, all links between data-parallel ranks infinitely
 fast; nor than what its busiest link of data-parallel ranks has to carry, since a link carries one thing at a time. A
 step that ends at once begins after all ranks have ended the one before: then the step is no shorter than the schedule
-from its first start to its last end. One that is validated later may overlap the next, and is no shorter than what the
-busiest rank computes.
+from its first start to its last end. One that is validated later may overlap the next; but each rank ends its own row
+before it begins it again, and between a forward and its input's gradient lie all later stages, however little the rank
+has to do meanwhile.
 
 A rank holds, at the time when it keeps most activations, these and what rests. What is gathered, made, reduced or sent
 comes on top.
@@ -125,12 +126,32 @@ class Skeleton:
 
     @cached_property
     def _busy(self) -> tuple[float, ...]:
-        """Seconds that each rank computes before the optimizer's step."""
+        """Seconds of each rank's row before the optimizer's step, at least."""
         table, takes = self._schedule.table, self._takes
-        total = [0.0] * self._schedule.ranks
-        for action, code, rank in zip(table.cells, table.code, table.rank, strict=True):
-            total[rank] += takes[action.stage][code]
-        return tuple(total)
+        round_trips = self._round_trips
+        found = []
+        for first, last in pairwise(table.offset):
+            now = idle = 0.0
+            begun: dict[tuple[int, int | None], float] = {}
+            for action, code in zip(table.cells[first:last], table.code[first:last], strict=True):
+                own = takes[action.stage]
+                key = action.stage, action.microbatch
+                if code == F:
+                    begun[key] = now
+                elif code in (I, FULL):
+                    idle = max(idle, round_trips[action.stage] - (now + own[I] - begun[key]))
+                now += own[code]
+            found.append(now + idle)
+        return tuple(found)
+
+    @cached_property
+    def _round_trips(self) -> tuple[float, ...]:
+        """By stage, seconds from the start of a forward to its input's gradient, without messages."""
+        found, total = [], 0.0
+        for takes in reversed(self._takes[: len(self.base.ranks.runs)]):
+            total += takes[F] + takes[I]
+            found.append(total)
+        return tuple(reversed(found))
 
     def _makespan(self, mesh: MeshShape) -> float:
         """From the first start to the last end."""

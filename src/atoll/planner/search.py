@@ -21,7 +21,7 @@ from atoll import schedules
 from atoll.cost import Cluster, Prediction, Use, Workload
 from atoll.errors import UserError
 from atoll.ir import Schedule
-from atoll.layouts import Layout, Precision
+from atoll.layouts import ITEM_BYTES, Layout, Precision
 from atoll.plan import MeshShape, Plan
 from atoll.planner.bounds import Least, Skeleton
 from atoll.planner.space import Frame, Goal, Order, Space, Travel
@@ -58,6 +58,19 @@ class Found:
     bound: float
     frames: int
     predicted: int
+
+
+PLAIN = Travel(Layout("NNN"), "unit", "microbatch", 1, None, False)
+"""Of a plan without data parallelism."""
+
+
+class _Total(NamedTuple):
+    """Seconds of a microbatch through all blocks, and through the layers; of these its kept bytes, and their state."""
+
+    seconds: float
+    layers: float
+    kept: int
+    state: int
 
 
 class _Node(NamedTuple):
@@ -220,10 +233,9 @@ class Search:
         alone = MeshShape(pipeline=frame.mesh.pipeline, tensor=frame.mesh.tensor)
         key = frame._replace(mesh=alone), order
         if key not in self._skeletons:
-            plain = Travel(Layout("NNN"), "unit", "microbatch", 1, None, False)
             skeleton: Skeleton | None = None
             try:
-                skeleton = Skeleton(self._prediction(*key, plain))
+                skeleton = Skeleton(self._prediction(*key, PLAIN))
                 skeleton.alone(alone)
             except UserError:
                 skeleton = None
@@ -237,30 +249,40 @@ class Search:
     def _least_of(self, frame: Frame) -> Least | None:
         """What all plans of a frame take at least; None where the model cannot be run so.
 
-        The mean of what its ranks compute. What is likely counts half of the bubble of 1F1B.
+        The mean of what its ranks compute, and of what they hold when the first microbatch has passed all stages and
+        no backward has begun, with their state spread as far as it can be. Likely is half of the bubble of 1F1B.
         """
-        tokens = frame.use(self.goal, self.precision.compute)
-        total = self._computed(tokens, frame.mesh)
+        total = self._total(frame)
         if total is None:
             return None
-        pipeline, microbatches = frame.mesh.pipeline, frame.microbatches
-        seconds = total * microbatches / pipeline
-        return Least(seconds, 0.0, seconds * (1.0 + 0.5 * (pipeline - 1) / microbatches))
+        mesh, microbatches = frame.mesh, frame.microbatches
+        # Slices of a vocabulary have kernels of their own, which are likely to take what the whole head's do.
+        bound = total.layers if frame.vocabulary_parallel else total.seconds
+        nbytes = (total.kept + total.state / mesh.data) / mesh.pipeline + self.cluster.device.context
+        likely = total.seconds * (microbatches + 0.5 * (mesh.pipeline - 1)) / mesh.pipeline
+        return Least(bound * microbatches / mesh.pipeline, nbytes, likely)
 
-    def _computed(self, use: Use, mesh: MeshShape) -> float | None:
-        """Seconds of one microbatch through all blocks."""
+    def _total(self, frame: Frame) -> _Total | None:
+        """Of one microbatch through all blocks."""
+        use = frame.use(self.goal, self.precision.compute)
         if use not in self._totals:
-            plan = self.plan(
-                Frame(MeshShape(tensor=mesh.tensor), use.samples, 1, use.recompute, use.sequence_parallel, False),
-                Order("1f1b"), Travel(Layout("NNN"), "unit", "microbatch", 1, None, False),
-            )  # fmt: skip
-            prediction = Prediction(self.workload, plan, self.cluster, use)
+            alone = Frame(MeshShape(tensor=use.tensor), use.samples, 1, use.recompute, use.sequence_parallel, False)
+            prediction = self._prediction(alone, Order("1f1b"), PLAIN)
+            workload, precision = self.workload, self.precision
             try:
-                self._totals[use] = sum(sum(prediction.parts(work)) for work in prediction.ranks.works)
+                works = prediction.ranks.works
             except UserError:
                 self._totals[use] = None
+                return None
+            layers = [works[at] for at in workload.layers]
+            frozen = sum(work.frozen for work in layers)
+            trained = sum(work.parameters for work in layers) - frozen
+            # The master and two states of Adam; frozen parameters alone.
+            state = 3 * ITEM_BYTES[precision.master] * trained + ITEM_BYTES[precision.compute] * frozen
+            seconds, own = (sum(sum(prediction.parts(work)) for work in some) for some in (works, layers))
+            self._totals[use] = _Total(seconds, own, sum(work.kept for work in layers), state)
         return self._totals[use]
 
     @cached_property
-    def _totals(self) -> dict[Use, float | None]:
+    def _totals(self) -> dict[Use, _Total | None]:
         return {}

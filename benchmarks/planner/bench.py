@@ -1,0 +1,117 @@
+"""How long a plan takes to be chosen, in seconds of one core, and whether the same question has the same answer."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from atoll.cost import Cluster, Transformer
+from atoll.planner import Goal, Space, choices, plan
+from benchmarks.islands import tables
+
+
+@dataclass(frozen=True)
+class Question:
+    """A model on nodes of eight H100, each device with a card of its own."""
+
+    name: str
+    model: Transformer
+    nodes: int
+    global_batch: int
+    sequence: int
+    most: float
+    """Seconds that it may take."""
+
+
+def llama(layers: int, hidden: int, heads: int, ffn: int) -> Transformer:
+    """Untied, 8 key and value heads, 128,256 ids."""
+    return Transformer.llama(layers=layers, hidden=hidden, heads=heads, kv_heads=8, ffn=ffn, vocabulary=128_256)
+
+
+QUESTIONS = (
+    Question("8B on 64 devices", llama(32, 4096, 32, 14336), 8, 512, 8192, 30.0),
+    Question("70B on 512 devices", llama(80, 8192, 64, 28672), 64, 1024, 4096, 30.0),
+    Question("405B on 16,384 devices", llama(126, 16384, 128, 53248), 2048, 2048, 8192, 120.0),
+)
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Every question twice."""
+    rows = []
+    for question in QUESTIONS[:1] if arguments.quick else QUESTIONS:
+        rows.append(asked(question, effort=10_000 if arguments.quick else None))
+        print(_line(rows[-1]), flush=True)
+    return {"rows": rows}
+
+
+def asked(question: Question, *, effort: int | None = None) -> dict[str, Any]:
+    """One question, and the same again. effort: as `atoll.planner.plan` has it, its own if None."""
+    cluster = Cluster.of(
+        {
+            "nodes": question.nodes,
+            "device": {"preset": "h100-80gb"},
+            "node": {"devices": 8, "cards": 8, "link": {"preset": "nvlink4"}},
+            "network": {"preset": "infiniband-ndr"},
+        }
+    )
+    goal = Goal(global_batch=question.global_batch, sequence=question.sequence)
+    options = {} if effort is None else {"effort": effort}
+    took, answers = [], []
+    for _ in range(2):
+        began = time.process_time()
+        answers.append(plan(question.model.workload, cluster, goal, Space(), **options))
+        took.append(time.process_time() - began)
+    one, other = answers
+    return {
+        "name": question.name,
+        "search_seconds": took,
+        "most": question.most,
+        "same": one.found == other.found,
+        "plan": choices(one.best),
+        "seconds": one.best.seconds,
+        "mfu": one.prediction.mfu,
+        "gap": one.gap,
+        "predicted": one.found.predicted,
+        "frames": one.found.frames,
+    }
+
+
+def report(result: Mapping[str, Any]) -> str:
+    """The page."""
+    lines = [
+        "| question | search s | at most | same again | step s, predicted | MFU | another is faster by at most | "
+        "plans played | meshes with microbatches |",
+        "|---|--:|--:|---|--:|--:|--:|--:|--:|",
+        *map(_line, result["rows"]),
+    ]
+    plans = [f"- {row['name']}: {', '.join(f'{name} {value}' for name, value in row['plan'].items())}."
+             for row in result["rows"]]  # fmt: skip
+    parts = [
+        "# How long a plan takes",
+        "Written by `python benchmarks/run.py planner`. Llama models on nodes of eight H100 with a card of 400 Gb/s "
+        "for each device, every choice free: [plan.md](../../docs/plan.md). *search*: seconds of one core, the longer "
+        "of two times; *same again*: whether all plans that were found, their order, seconds and bytes are equal both "
+        "times.",
+        tables.measured_in(result["environment"]) if "environment" in result else "",
+        "\n".join(lines),
+        "\n".join(plans),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    cells = [
+        row["name"],
+        f"{max(row['search_seconds']):.1f}",
+        f"{row['most']:g}",
+        "yes" if row["same"] else "no",
+        f"{row['seconds']:.3g}",
+        f"{row['mfu']:.1%}",
+        f"{row['gap']:.1%}",
+        str(row["predicted"]),
+        str(row["frames"]),
+    ]
+    return f"| {' | '.join(cells)} |"
