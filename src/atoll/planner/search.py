@@ -6,6 +6,11 @@ that may be the fastest; it is opened into its parts, or predicted where it is o
 best plan that fits, or holds more than there is, is left out: by a bound, so no better plan is lost. The search ends
 when nothing is left, or when it has played as many instructions as it may; then the smallest bound that is left says
 how much faster a plan could be at most. Both are counts and not seconds, so the same question has the same answer.
+
+[Note: plans that are unlikely to fit]
+The bound on bytes leaves out what passes within an operation, what is gathered and what is in flight. The difference
+depends on the use of the model more than on anything else. So once a plan of a use has been predicted, others of that
+use whose bound and this difference exceed the memory wait until all other nodes are done. They are late, not left out.
 """
 
 from __future__ import annotations
@@ -21,13 +26,16 @@ from atoll import schedules
 from atoll.cost import Cluster, Prediction, Use, Workload
 from atoll.errors import UserError
 from atoll.ir import Schedule
-from atoll.layouts import Layout, Precision
-from atoll.plan import MeshShape, Plan
+from atoll.layouts import FlatMap, Layout, Precision, SegmentShape, footprint
+from atoll.plan import MeshShape, Place, Plan
 from atoll.planner.bounds import Least, Skeleton
 from atoll.planner.space import Frame, Goal, Order, Space, Travel
 
 EFFORT = 400_000
 """What a search may play, in instructions, unless it is done before."""
+
+AT_MOST = 4
+"""How many times as long it goes on until something fits."""
 
 A_CELL = 0.2
 """What an action of a schedule counts when its bound is found, in instructions that are lowered and played."""
@@ -44,8 +52,7 @@ class Candidate(NamedTuple):
     peak: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(NamedTuple):
     """What a search has found.
 
     fitting: plans that fit, the fastest first.  nearest: where none does, the plan whose fullest rank holds least.
@@ -70,6 +77,21 @@ class _Node(NamedTuple):
     frame: Frame
     order: Order | None = None
     travels: tuple[Travel, ...] = ()
+
+
+class _Total(NamedTuple):
+    """Of all blocks of a tensor-parallel rank.
+
+    seconds: of one microbatch.  kept: bytes that its layers keep.  trained: elements of parameters.
+    """
+
+    seconds: float
+    kept: int
+    trained: int
+
+
+FINEST = Travel(Layout("GGG"), "unit", "microbatch", 1, 0, False)
+"""What holds least at rest."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +121,11 @@ class Search:
     def run(self) -> Found:
         """Search. Raises ConfigError where the goal and the cluster do not fit."""
         found = self._search(fastest=True)
-        return found if found.fitting else self._search(fastest=False)
+        if found.fitting:
+            return found
+        least = self._search(fastest=False)
+        nearest = min(filter(None, (found.nearest, least.nearest)), key=lambda each: each.peak or 0, default=None)
+        return least._replace(nearest=nearest, bound=found.bound)
 
     def predict(self, candidate: Candidate) -> Prediction:
         """The prediction of a plan that was found."""
@@ -109,27 +135,33 @@ class Search:
 
     def _search(self, *, fastest: bool) -> Found:
         """By seconds among what fits, or by bytes."""
-        heap: list[tuple[float, int, _Node]] = []
+        heap: list[tuple[bool, float, int, _Node]] = []
         numbers = count()
         fitting: list[Candidate] = []
         nearest: Candidate | None = None
         best, work, predicted = math.inf, 0.0, 0
+        unseen: dict[Use, float] = {}  # bytes that the bound of a use leaves out, at least
 
         def aim(least: Least) -> float:
             return least.seconds if fastest else least.nbytes
 
         def push(node: _Node) -> None:
             if aim(node.least) < best and not (fastest and node.least.nbytes > self.limit):
-                heappush(heap, (node.least.likely if fastest else node.least.nbytes, next(numbers), node))
+                heappush(heap, (False, node.least.likely if fastest else node.least.nbytes, next(numbers), node))
 
         frames = list(self.space.frames(self.goal, self.cluster, blocks=len(self.workload.blocks)))
         for frame in frames:
             least = self._least_of(frame)
             if least is not None:
                 push(_Node(least, frame))
-        while heap and work < self.effort:
-            _, _, node = heappop(heap)
+        while heap and work < self.effort * (1 if fitting or not fastest else AT_MOST):
+            is_late, _, _, node = heappop(heap)
             if aim(node.least) >= best:
+                continue
+            use = node.frame.use(self.goal, self.precision.compute)
+            excess = node.least.nbytes + unseen.get(use, 0.0) - self.limit
+            if fastest and node.travels and excess > 0 and not is_late:
+                heappush(heap, (True, excess, next(numbers), node))
                 continue
             if node.order is None:
                 for order in self.space.orders(node.frame):
@@ -151,14 +183,19 @@ class Search:
                 for travel in node.travels[1:]:  # they will take about as long
                     least = node.least._replace(likely=candidate.seconds)
                     push(_Node(least, node.frame, node.order, (travel,)))
+                if candidate.peak is not None:
+                    more = candidate.peak - node.least.nbytes
+                    unseen[use] = min(more, unseen.get(use, more))
+                    if nearest is None or nearest.peak is None or candidate.peak < nearest.peak:
+                        nearest = candidate
                 fits = candidate.peak is not None and candidate.peak <= self.limit
                 if fastest and (fits or candidate.peak is None):
                     fitting.append(candidate)
                     best = min(best, candidate.seconds if fits else math.inf)
                 if not fastest and candidate.peak is not None and candidate.peak < best:
-                    nearest, best = candidate, candidate.peak
+                    best = candidate.peak
                     fitting += [candidate] if fits else []
-        left = (aim(node.least) for _, _, node in heap)
+        left = (aim(node.least) for *_, node in heap)
         bound = min([best, *left])
         fitting.sort(key=lambda each: each.seconds)
         return Found(tuple(fitting), nearest, bound if fastest else math.inf, len(frames), predicted)
@@ -237,18 +274,24 @@ class Search:
     def _least_of(self, frame: Frame) -> Least | None:
         """What all plans of a frame take at least; None where the model cannot be run so.
 
-        The mean of what its ranks compute. What is likely counts half of the bubble of 1F1B.
+        The mean of what its ranks compute. What is likely counts half of the bubble of 1F1B. And the mean of what they
+        hold when a microbatch ends its forward: its activations, and the state that is sharded as far as it can be.
         """
-        tokens = frame.use(self.goal, self.precision.compute)
-        total = self._computed(tokens, frame.mesh)
+        total = self._total(frame.use(self.goal, self.precision.compute), frame.mesh)
         if total is None:
             return None
-        pipeline, microbatches = frame.mesh.pipeline, frame.microbatches
-        seconds = total * microbatches / pipeline
-        return Least(seconds, 0.0, seconds * (1.0 + 0.5 * (pipeline - 1) / microbatches))
+        mesh, microbatches = frame.mesh, frame.microbatches
+        seconds = total.seconds * microbatches / mesh.pipeline
+        data = MeshShape(inter=mesh.inter, intra=mesh.intra)
+        plan = self.plan(Frame(data, 1, 1, "none", False, False), Order("1f1b"), FINEST)
+        trained = total.trained // mesh.pipeline // mesh.data * mesh.data
+        segment = SegmentShape(FlatMap.build([("parameters", (trained,))], mesh.data), ("I",), plan.precision.compute)
+        state = footprint([segment], plan.sharding(Place(data, pp=0, inter=0, intra=0, tp=0))).at_rest(FINEST.layout)
+        nbytes = state.total + total.kept / mesh.pipeline + self.cluster.device.context
+        return Least(seconds, nbytes, seconds * (1.0 + 0.5 * (mesh.pipeline - 1) / microbatches))
 
-    def _computed(self, use: Use, mesh: MeshShape) -> float | None:
-        """Seconds of one microbatch through all blocks."""
+    def _total(self, use: Use, mesh: MeshShape) -> _Total | None:
+        """Of all blocks; None where the model cannot be run so."""
         if use not in self._totals:
             plan = self.plan(
                 Frame(MeshShape(tensor=mesh.tensor), use.samples, 1, use.recompute, use.sequence_parallel, False),
@@ -256,11 +299,16 @@ class Search:
             )  # fmt: skip
             prediction = Prediction(self.workload, plan, self.cluster, use)
             try:
-                self._totals[use] = sum(sum(prediction.parts(work)) for work in prediction.ranks.works)
+                works = prediction.ranks.works
+                self._totals[use] = _Total(
+                    seconds=sum(sum(prediction.parts(work)) for work in works),
+                    kept=sum(works[at].kept for at in self.workload.layers),
+                    trained=max(0, sum(work.parameters - work.frozen for work in works) - self.workload.shared),
+                )
             except UserError:
                 self._totals[use] = None
         return self._totals[use]
 
     @cached_property
-    def _totals(self) -> dict[Use, float | None]:
+    def _totals(self) -> dict[Use, _Total | None]:
         return {}

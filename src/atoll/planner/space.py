@@ -101,7 +101,7 @@ class Travel(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """The values between which a planner chooses; None for all that there are.
+    """The values between which a planner chooses, the plainest first; None for all that there are.
 
     pipeline, tensor, intra: ranks along these axes; all divisors if not given. A group lies within a node, and
     tensor-parallel ranks too.  order: of the mesh's axes over the ranks.  schedules: of a pipeline, those of
