@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from atoll.cli.plan import describe
+from atoll.cli.plan import SHOWN, describe
 from atoll.config import load
 from atoll.cost import Cluster
 from atoll.cost.breakdown import busiest_rank
@@ -50,14 +50,17 @@ def reasons(answer: Answer) -> Iterator[str]:
              "messages": "messages between stages", "tensor": "tensor-parallel collectives"}  # fmt: skip
     name = max(waits, key=lambda each: float(getattr(parts, each)))
     share = getattr(parts, name) / parts.total
-    yield f"The busiest rank computes for {computed:.1%} of the step; its longest wait, {share:.1%}, is for {waits[name]}."
+    yield f"The busiest rank computes for {computed:.1%} of the step."
+    if share >= SHOWN:
+        yield f"What takes most of the rest, {share:.1%}, is waiting for {waits[name]}."
     margin = min(map(prediction.margin, range(prediction.plan.mesh.pipeline)))
     yield f"The fullest rank leaves {format_bytes(margin)} of {format_bytes(prediction.device.memory)} free."
     if answer.runners_up:
         other = answer.runners_up[0]
         own, theirs = choices(best), choices(other)
         differs = ", ".join(f"{key} {theirs[key]}" for key in own if theirs[key] != own[key])
-        yield f"The first plan that is really different ({differs}) takes {other.seconds / best.seconds - 1.0:.1%} longer."
+        more = other.seconds / best.seconds - 1.0
+        yield f"The nearest plan that differs in two main choices ({differs}) takes {more:.1%} longer."
     for change in answer.changes:
         if change.same is not None and change.same > 1.001 * best.seconds:
             yield f"With {change.what}, the plan takes {format_seconds(change.same)}."
@@ -69,11 +72,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Plan the recipes and write docs/recipes.md.")
     parser.add_argument("names", nargs="*", metavar="NAME", help="all if not given")
     names = set(parser.parse_args().names)
-    text = PAGE.read_text(encoding="utf-8")
-    for _, name, _ in PART.findall(text):
+    for _, name, _ in PART.findall(PAGE.read_text(encoding="utf-8")):
         if not names or name in names:
             part = planned(name)
-            head, _, rest = text.partition(f"<!-- planned: {name} -->\n")
+            head, _, rest = PAGE.read_text(encoding="utf-8").partition(f"<!-- planned: {name} -->\n")
             _, _, tail = rest.partition("<!-- end -->")
             text = f"{head}<!-- planned: {name} -->\n\n{part}\n<!-- end -->{tail}"
             PAGE.write_text(text, encoding="utf-8")

@@ -21,8 +21,8 @@ OF_A_TRAVEL = ("residency", "reduction", "unit", "prefetch", "post_validation")
 def specials(candidate: Candidate, space: Space) -> int:
     """How many choices of a plan are special.
 
-    One for each of: a pipeline, tensor parallelism, data parallelism over several groups, each state that is sharded, and
-    each choice that is not the first of its values in the space.
+    One for each of: a pipeline, tensor parallelism, several groups of data-parallel ranks, each state that is sharded,
+    and each choice that is not the first of its values in the space.
     """
     frame, order, travel = candidate.frame, candidate.order, candidate.travel
     mesh, layout = frame.mesh, travel.layout
