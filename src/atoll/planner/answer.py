@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from atoll.cost import Cluster, Prediction, Workload
 from atoll.errors import ConfigError
 from atoll.planner.search import EFFORT, Candidate, Found, Search
+from atoll.planner.simpler import simplest_first
 from atoll.planner.space import Goal, Space, world_of
 
 MAIN = ("mesh", "microbatch", "recompute", "schedule", "layout")
@@ -20,7 +21,7 @@ AT_LEAST = 2
 
 RUNNERS_UP = 4
 
-TRIED = 8
+TRIED = 24
 """Slower plans that are looked at, until one fits."""
 
 EASIER = 8
@@ -55,12 +56,13 @@ class Answer:
     search: Search
     found: Found
 
-    @property
+    @cached_property
     def best(self) -> Candidate:
-        """The fastest plan that fits. Raises ConfigError where none does, with the nearest and what it lacks."""
+        """The fastest plan that fits, or a simpler one among those found that is as fast to a thousandth, see
+        `atoll.planner.simpler`. Raises ConfigError where none fits, with the nearest and what it lacks."""
         if not self.found.fitting:
             raise ConfigError(self.shortfall)
-        return self.found.fitting[0]
+        return next(filter(self._fits, simplest_first(self.found.fitting, self.search.space)))
 
     @cached_property
     def prediction(self) -> Prediction:
@@ -95,7 +97,7 @@ class Answer:
     def runners_up(self) -> tuple[Candidate, ...]:
         """The next fastest plans that fit and differ from it, and from each other, in two main choices."""
         chosen = [self.best]
-        for other in self.found.fitting[1:]:
+        for other in self._slower:
             if len(chosen) > RUNNERS_UP:
                 break
             if all(len(_differing(other, known)) >= AT_LEAST for known in chosen) and self._fits(other):
@@ -108,12 +110,17 @@ class Answer:
         own = choices(self.best)
         found = []
         for name, value in own.items():
-            others = (each for each in self.found.fitting[1:] if choices(each)[name] != value)
+            others = (each for each in self._slower if choices(each)[name] != value)
             fitting = (each for _, each in zip(range(TRIED), others, strict=False) if self._fits(each))
             other = next(fitting, None)
             made = None if other is None else choices(other)[name]
             found.append(Undone(name, value, made, None if other is None else other.seconds))
         return tuple(found)
+
+    @cached_property
+    def _slower(self) -> tuple[Candidate, ...]:
+        """Plans that are not faster than the best; whether they fit may not be known."""
+        return tuple(each for each in self.found.fitting if each.seconds >= self.best.seconds and each != self.best)
 
     def _fits(self, candidate: Candidate) -> bool:
         if candidate.peak is not None:
@@ -128,8 +135,9 @@ class Answer:
         found = [
             self._changed("the slow link half as fast", replace(search, cluster=_slower(cluster))),
             self._changed("10% less memory", replace(search, cluster=_smaller(cluster, 0.9))),
-            self._changed("twice the nodes", replace(search, **_doubled(search)), is_same=False),
         ]
+        if cluster.network is not None:
+            found.append(self._changed("twice the nodes", replace(search, **_doubled(search)), is_same=False))
         if search.goal.global_batch % 2 == 0:
             goal = replace(search.goal, global_batch=search.goal.global_batch // 2)
             found.append(self._changed("half the global batch", replace(search, goal=goal), is_same=False))

@@ -92,6 +92,11 @@ class Skeleton:
         return Least(min(busy, makespan), float(nbytes), makespan)
 
     @property
+    def chunks(self) -> int:
+        """Stages of a rank."""
+        return self._schedule.chunks
+
+    @property
     def cells(self) -> int:
         """Actions of all ranks."""
         return len(self._schedule.table.code)

@@ -6,6 +6,12 @@ that may be the fastest; it is opened into its parts, or predicted where it is o
 best plan that fits, or holds more than there is, is left out: by a bound, so no better plan is lost. The search ends
 when nothing is left, or when it has played as many instructions as it may; then the smallest bound that is left says
 how much faster a plan could be at most. Both are counts and not seconds, so the same question has the same answer.
+
+[Note: plans that are unlikely to fit]
+The bound on bytes leaves out what passes within an operation, what is gathered and what is in flight. The difference
+depends on the use of the model more than on anything else. So once a plan of a use has been predicted, others of that
+use whose bound and this difference exceed the memory wait until all other nodes are done; so do meshes on which 1F1B
+would not fit. They are late, not left out.
 """
 
 from __future__ import annotations
@@ -29,6 +35,13 @@ from atoll.planner.space import Frame, Goal, Order, Space, Travel
 EFFORT = 400_000
 """What a search may play, in instructions, unless it is done before."""
 
+AT_MOST = 4
+"""How many times as long it goes on until something fits."""
+
+LATER = 1.05
+"""How much longer a frame's next schedule is taken to be than the one before it, when it is decided what to open next.
+"""
+
 A_CELL = 0.2
 """What an action of a schedule counts when its bound is found, in instructions that are lowered and played."""
 
@@ -44,8 +57,7 @@ class Candidate(NamedTuple):
     peak: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(NamedTuple):
     """What a search has found.
 
     fitting: plans that fit, the fastest first.  nearest: where none does, the plan whose fullest rank holds least.
@@ -76,13 +88,15 @@ class _Total(NamedTuple):
 class _Node(NamedTuple):
     """Plans that are not told apart yet. least: what all of them take at least.
 
-    travels: those that are left of a frame and a schedule, alike in their bound; all that there are if empty.
+    orders: schedules that are left of a frame, travels: what is left of a frame and a schedule, alike in their bound;
+    all that there are if empty.
     """
 
     least: Least
     frame: Frame
     order: Order | None = None
     travels: tuple[Travel, ...] = ()
+    orders: tuple[Order, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -112,7 +126,11 @@ class Search:
     def run(self) -> Found:
         """Search. Raises ConfigError where the goal and the cluster do not fit."""
         found = self._search(fastest=True)
-        return found if found.fitting else self._search(fastest=False)
+        if found.fitting:
+            return found
+        least = self._search(fastest=False)
+        nearest = min(filter(None, (found.nearest, least.nearest)), key=lambda each: each.peak or 0, default=None)
+        return least._replace(nearest=nearest, bound=found.bound)
 
     def predict(self, candidate: Candidate) -> Prediction:
         """The prediction of a plan that was found."""
@@ -122,39 +140,53 @@ class Search:
 
     def _search(self, *, fastest: bool) -> Found:
         """By seconds among what fits, or by bytes."""
-        heap: list[tuple[float, int, _Node]] = []
+        heap: list[tuple[bool, float, int, _Node]] = []
         numbers = count()
         fitting: list[Candidate] = []
         nearest: Candidate | None = None
         best, work, predicted = math.inf, 0.0, 0
+        unseen: dict[Use, float] = {}  # bytes that the bound of a use leaves out, at least
 
         def aim(least: Least) -> float:
             return least.seconds if fastest else least.nbytes
 
-        def push(node: _Node) -> None:
+        def push(node: _Node, *, is_late: bool = False) -> None:
             if aim(node.least) < best and not (fastest and node.least.nbytes > self.limit):
-                heappush(heap, (node.least.likely if fastest else node.least.nbytes, next(numbers), node))
+                heappush(heap, (is_late, node.least.likely if fastest else node.least.nbytes, next(numbers), node))
 
         frames = list(self.space.frames(self.goal, self.cluster, blocks=len(self.workload.blocks)))
         for frame in frames:
             least = self._least_of(frame)
             if least is not None:
-                push(_Node(least, frame))
-        while heap and work < self.effort:
-            _, _, node = heappop(heap)
+                push(_Node(least, frame), is_late=fastest and self._in_flight(frame) > self.limit)
+        while heap and work < self.effort * (1 if fitting or not fastest else AT_MOST):
+            is_late, _, _, node = heappop(heap)
             if aim(node.least) >= best:
                 continue
+            use = node.frame.use(self.goal, self.precision.compute)
+            excess = node.least.nbytes + unseen.get(use, 0.0) - self.limit
+            if fastest and node.travels and excess > 0 and not is_late:
+                heappush(heap, (True, excess, next(numbers), node))
+                continue
             if node.order is None:
-                for order in self.space.orders(node.frame):
-                    skeleton = self._skeleton(node.frame, order)
-                    if skeleton is not None:
-                        work += A_CELL * skeleton.cells
-                        push(_Node(skeleton.alone(node.frame.mesh), node.frame, order))
+                # One schedule at a time: the plain one may give a plan that rules out much before the others are made.
+                order, *others = node.orders or self.space.orders(node.frame)
+                known = len(self._skeletons)
+                skeleton = self._skeleton(node.frame, order)
+                later = node.least
+                if skeleton is not None:
+                    work += A_CELL * skeleton.cells * (len(self._skeletons) - known)
+                    alone = skeleton.alone(node.frame.mesh)
+                    push(_Node(alone, node.frame, order), is_late=is_late)
+                    later = later._replace(likely=max(later.likely, alone.likely) * LATER)
+                if others:
+                    push(_Node(later, node.frame, orders=tuple(others)), is_late=is_late)
             elif not node.travels:
                 skeleton = self._skeleton(node.frame, node.order)
                 assert skeleton is not None, "it was there when the node was made"
-                for travels in self.space.travels(node.frame):
-                    push(_Node(skeleton.least(travels, node.frame.mesh), node.frame, node.order, travels))
+                for travels in self.space.travels(node.frame, chunks=skeleton.chunks):
+                    least = skeleton.least(travels, node.frame.mesh)
+                    push(_Node(least, node.frame, node.order, travels), is_late=is_late)
             else:
                 candidate, played = self._played(node, best if fastest else math.inf)
                 work += played
@@ -164,14 +196,19 @@ class Search:
                 for travel in node.travels[1:]:  # they will take about as long
                     least = node.least._replace(likely=candidate.seconds)
                     push(_Node(least, node.frame, node.order, (travel,)))
+                if candidate.peak is not None:
+                    more = candidate.peak - node.least.nbytes
+                    unseen[use] = min(more, unseen.get(use, more))
+                    if nearest is None or nearest.peak is None or candidate.peak < nearest.peak:
+                        nearest = candidate
                 fits = candidate.peak is not None and candidate.peak <= self.limit
                 if fastest and (fits or candidate.peak is None):
                     fitting.append(candidate)
                     best = min(best, candidate.seconds if fits else math.inf)
                 if not fastest and candidate.peak is not None and candidate.peak < best:
-                    nearest, best = candidate, candidate.peak
+                    best = candidate.peak
                     fitting += [candidate] if fits else []
-        left = (aim(node.least) for _, _, node in heap)
+        left = (aim(node.least) for *_, node in heap)
         bound = min([best, *left])
         fitting.sort(key=lambda each: each.seconds)
         return Found(tuple(fitting), nearest, bound if fastest else math.inf, len(frames), predicted)
@@ -261,6 +298,15 @@ class Search:
         nbytes = (total.kept + total.state / mesh.data) / mesh.pipeline + self.cluster.device.context
         likely = total.seconds * (microbatches + 0.5 * (mesh.pipeline - 1)) / mesh.pipeline
         return Least(bound * microbatches / mesh.pipeline, nbytes, likely)
+
+    def _in_flight(self, frame: Frame) -> float:
+        """Bytes of a rank of 1F1B's pipeline, whose first rank keeps as many microbatches as there are ranks. Most
+        schedules keep as much; those that keep less can wait until others are done."""
+        total = self._total(frame)
+        assert total is not None, "the frame has a bound"
+        pipeline = frame.mesh.pipeline
+        kept = total.kept * min(frame.microbatches, pipeline)
+        return (kept + total.state / frame.mesh.data) / pipeline + self.cluster.device.context
 
     def _total(self, frame: Frame) -> _Total | None:
         """Of one microbatch through all blocks."""

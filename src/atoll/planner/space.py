@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from atoll.cost import Cluster, Use
 from atoll.errors import ConfigError
 from atoll.ir.residency import REDUCTIONS, RESIDENCIES, Reduction, Residency
 from atoll.layouts import EFFECTIVE, Layout, Level
 from atoll.plan import AXES, ORDERS, RECOMPUTE, MeshShape
+
+Word = TypeVar("Word", bound=str)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +103,7 @@ class Travel(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """The values between which a planner chooses; None for all that there are.
+    """The values between which a planner chooses, the plainest first; None for all that there are.
 
     pipeline, tensor, intra: ranks along these axes; all divisors if not given. A group lies within a node, and
     tensor-parallel ranks too.  order: of the mesh's axes over the ranks.  schedules: of a pipeline, those of
@@ -167,8 +169,11 @@ class Space:
             return ORDERS_ALONE if frame.mesh.pipeline == 1 else ORDERS_OF_A_PIPELINE
         return self.schedules
 
-    def travels(self, frame: Frame) -> Iterator[tuple[Travel, ...]]:
-        """What may be stored and sent, each way that differs once; in one tuple those that send about as much."""
+    def travels(self, frame: Frame, *, chunks: int) -> Iterator[tuple[Travel, ...]]:
+        """What may be stored and sent, each way that differs once; in one tuple those that send about as much.
+
+        chunks: stages of a rank. A rank of one stage stays on it for the step.
+        """
         mesh, several = frame.mesh, frame.microbatches > 1 or frame.mesh.pipeline > 1
         validated = (False,) if mesh.pipeline == 1 else self.post_validation
         seen = set()
@@ -181,8 +186,8 @@ class Space:
             units = self.unit[:1] if mesh.data == 1 else self.unit
             prefetch = self.prefetch[:1] if mesh.data == 1 else self.prefetch
             for often in product(
-                self.residency[:1] if is_whole or not several else self.residency,
-                self.reduction[:1] if layout.gradients is Level.N or not several else self.reduction,
+                self.residency[:1] if is_whole or not several else _distinct(self.residency, chunks),
+                self.reduction[:1] if layout.gradients is Level.N or not several else _distinct(self.reduction, chunks),
             ):
                 yield tuple(
                     Travel(placed, *often, unit, ahead, is_validated)
@@ -205,6 +210,11 @@ def _chosen(given: tuple[int, ...] | None, share: int) -> list[int]:
     """The divisors of a share, or those of the given numbers that divide it."""
     candidates = range(1, share + 1) if given is None else sorted(set(given))
     return [size for size in candidates if share % size == 0]
+
+
+def _distinct(words: tuple[Word, ...], chunks: int) -> tuple[Word, ...]:
+    """Without "step" where "run" is there and a rank has one stage."""
+    return tuple(word for word in words if chunks > 1 or word != "step" or "run" not in words)
 
 
 def _placed(layout: Layout, mesh: MeshShape) -> Layout:

@@ -1,0 +1,85 @@
+"""Plans the recipes of configs/recipes and writes docs/recipes.md: `python scripts/recipe_pages.py [NAME ...]`.
+
+Planning takes up to a minute a recipe, so the page keeps what it was: without names all recipes are planned anew, with
+names those alone. A part lies between `<!-- planned: name -->` and `<!-- end -->`: what `atoll plan` prints, why, and
+the settings of the plan, which tests/test_recipes.py predicts again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from atoll.cli.plan import SHOWN, describe
+from atoll.config import load
+from atoll.cost import Cluster
+from atoll.cost.breakdown import busiest_rank
+from atoll.planner import Answer, choices, settings
+from atoll.toml import nested_to_toml
+from atoll.training.choosing import choose
+from atoll.units import format_bytes, format_seconds
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "recipes.md"
+RECIPES = ROOT / "configs" / "recipes"
+PART = re.compile(r"(<!-- planned: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def planned(name: str) -> str:
+    """The part of a recipe."""
+    config = load(RECIPES / f"{name}.toml")
+    assert config.run.cluster is not None, f"{name} names no cluster"
+    answer = choose(config, Cluster.read(ROOT / config.run.cluster))
+    parts = [
+        f"```console\n$ atoll plan configs/recipes/{name}.toml\n```",
+        "```text\n" + "\n".join(describe(answer)) + "\n```",
+        " ".join(reasons(answer)),
+        "```ini\n" + nested_to_toml(settings(answer.best)).strip() + "\n```",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def reasons(answer: Answer) -> Iterator[str]:
+    """Sentences made from the numbers of a plan."""
+    best, prediction = answer.best, answer.prediction
+    parts = prediction.breakdown[busiest_rank(prediction.breakdown)]
+    computed = (parts.forward + parts.backward + parts.weights) / parts.total
+    waits = {"gathers": "gathers of parameters", "reductions": "reductions of gradients", "bubble": "the bubble",
+             "messages": "messages between stages", "tensor": "tensor-parallel collectives"}  # fmt: skip
+    name = max(waits, key=lambda each: float(getattr(parts, each)))
+    share = getattr(parts, name) / parts.total
+    yield f"The busiest rank computes for {computed:.1%} of the step."
+    if share >= SHOWN:
+        yield f"What takes most of the rest, {share:.1%}, is waiting for {waits[name]}."
+    margin = min(map(prediction.margin, range(prediction.plan.mesh.pipeline)))
+    yield f"The fullest rank leaves {format_bytes(margin)} of {format_bytes(prediction.device.memory)} free."
+    if answer.runners_up:
+        other = answer.runners_up[0]
+        own, theirs = choices(best), choices(other)
+        differs = ", ".join(f"{key} {theirs[key]}" for key in own if theirs[key] != own[key])
+        more = other.seconds / best.seconds - 1.0
+        yield f"The nearest plan that differs in two main choices ({differs}) takes {more:.1%} longer."
+    for change in answer.changes:
+        if change.same is not None and change.same > 1.001 * best.seconds:
+            yield f"With {change.what}, the plan takes {format_seconds(change.same)}."
+        elif change.what.endswith("less memory") and change.same is None and change.best is not None:
+            yield f"With {change.what} it does not fit, and the best takes {format_seconds(change.best.seconds)}."
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Plan the recipes and write docs/recipes.md.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="all if not given")
+    names = set(parser.parse_args().names)
+    for _, name, _ in PART.findall(PAGE.read_text(encoding="utf-8")):
+        if not names or name in names:
+            part = planned(name)
+            head, _, rest = PAGE.read_text(encoding="utf-8").partition(f"<!-- planned: {name} -->\n")
+            _, _, tail = rest.partition("<!-- end -->")
+            text = f"{head}<!-- planned: {name} -->\n\n{part}\n<!-- end -->{tail}"
+            PAGE.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

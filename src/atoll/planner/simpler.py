@@ -1,0 +1,44 @@
+"""Of plans that take about as long, the one with the fewest special choices.
+
+A prediction is not exact to a thousandth, so a special choice that gains less is not worth its line in a config.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from atoll.layouts import Level
+from atoll.planner.search import Candidate
+from atoll.planner.space import Space
+
+EQUAL = 0.001
+"""Share of a step's seconds up to which plans count as equally fast."""
+
+OF_A_FRAME = ("recompute", "sequence_parallel", "vocabulary_parallel")
+OF_A_TRAVEL = ("residency", "reduction", "unit", "prefetch", "post_validation")
+
+
+def specials(candidate: Candidate, space: Space) -> int:
+    """How many choices of a plan are special.
+
+    One for each of: a pipeline, tensor parallelism, several groups of data-parallel ranks, each state that is sharded,
+    and each choice that is not the first of its values in the space.
+    """
+    frame, order, travel = candidate.frame, candidate.order, candidate.travel
+    mesh, layout = frame.mesh, travel.layout
+    axes = (mesh.pipeline > 1, mesh.tensor > 1, mesh.inter > 1, mesh.order != space.order[0])
+    sharded = [level is not Level.N for level in (layout.parameters, layout.gradients, layout.optimizer)]
+    of_a_frame = [getattr(frame, name) != getattr(space, name)[0] for name in OF_A_FRAME]
+    of_a_travel = [getattr(travel, name) != getattr(space, name)[0] for name in OF_A_TRAVEL]
+    return sum((*axes, order != space.orders(frame)[0], *sharded, *of_a_frame, *of_a_travel))
+
+
+def simplest_first(found: Sequence[Candidate], space: Space) -> list[Candidate]:
+    """Plans that take at most `EQUAL` longer than the fastest, those with the fewest special choices first; of equally
+    simple ones the faster.
+
+    found: the fastest plan first.
+    """
+    limit = found[0].seconds * (1.0 + EQUAL)
+    near = [each for each in found if each.seconds <= limit]
+    return sorted(near, key=lambda each: (specials(each, space), each.seconds))

@@ -1,0 +1,89 @@
+"""The recipes: each loads, and what docs/recipes.md shows is what its settings are predicted to take."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tomllib
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from atoll.cli.main import app
+from atoll.config import Config, load
+from atoll.cost import Cluster
+from atoll.toml import value_to_toml
+from atoll.training.prediction import is_on_cpu, predict
+from atoll.units import format_bytes, format_seconds
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+PARTS = dict(re.findall(r"<!-- planned: ([\w-]+) -->\n(.*?)<!-- end -->", PAGE, flags=re.DOTALL))
+RECIPES = sorted(path.stem for path in (ROOT / "configs" / "recipes").glob("*.toml"))
+
+
+def settings_of(name: str) -> list[str]:
+    """The plan on the page, as overrides."""
+    (text,) = re.findall(r"```ini\n(.*?)```", PARTS[name], flags=re.DOTALL)
+    sections = tomllib.loads(text).items()
+    values = [f"{section}.{key}={value_to_toml(value)}" for section, keys in sections for key, value in keys.items()]
+    return ["parallel.auto=false", *values]
+
+
+def chosen(name: str) -> Config:
+    return load(ROOT / "configs" / "recipes" / f"{name}.toml", settings_of(name))
+
+
+def test_every_recipe_is_on_the_page() -> None:
+    assert sorted(PARTS) == RECIPES
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_as_its_page_says(name: str) -> None:
+    config = chosen(name)
+    assert config.run.cluster is not None
+    assert load(ROOT / "configs" / "recipes" / f"{name}.toml").parallel.auto
+    cluster = Cluster.read(ROOT / config.run.cluster)
+    on_cpu = is_on_cpu(config, cluster)
+    device = "cpu" if on_cpu else "cuda"
+    found = predict(config, config.to_plan(), cluster, reads_in_place=on_cpu, device=device)
+    assert found.fits
+    assert f"\na step  {format_seconds(found.seconds)}: " in PARTS[name]
+    peak = max(found.peak(rank).total for rank in range(found.plan.mesh.pipeline))
+    assert f"{format_bytes(peak)} of {format_bytes(found.device.memory)}" in PARTS[name]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_would_start(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its dry run builds the model of each pipeline rank without memory."""
+    monkeypatch.chdir(ROOT)
+    cluster = chosen(name).run.cluster
+    words = [word for each in settings_of(name) for word in ("--set", each)]
+    config = f"configs/recipes/{name}.toml"
+    result = CliRunner().invoke(app, ["train", config, "--dry-run", "--cluster", str(cluster), *words])
+    assert result.exit_code == 0, result.output
+    assert "fits: " in result.output
+
+
+def test_the_laptop_trains(tmp_path: Path) -> None:
+    """Planned when it starts, in a process of its own, on a small corpus."""
+    import subprocess
+    import sys
+
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    (tmp_path / "text.txt").write_text("def f(x):\n    return x + 1\n" * 4000, encoding="utf-8")
+    values = [
+        "data.source=text.txt",
+        "data.tokenizer=bytes",
+        "data.cache=cache",
+        "train.steps=2",
+        "train.sample_tokens=0",
+    ]
+    words = [word for each in values for word in ("--set", each)]
+    command = [sys.executable, "-m", "atoll", "train", "configs/recipes/laptop.toml", *words]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    config = tomllib.loads((tmp_path / "runs" / "laptop" / "config.toml").read_text(encoding="utf-8"))
+    assert not config["parallel"]["auto"]
+    assert config["parallel"]["ranks"] == 2
