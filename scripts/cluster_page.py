@@ -39,6 +39,7 @@ MEANINGS: Mapping[str, str] = {
     "link.rate": "bytes a second in one direction",
     "link.latency": "seconds of one hop",
     "link.reach": "share of the rate that collectives of large buffers reach",
+    "link.burst": "bytes that it carries at once after a pause, as a token bucket does; they count against its rate",
     "link.source": "where the figures are from",
 }
 

@@ -117,11 +117,13 @@ class Link(_Table):
     """A link of a device or of a network card, in one direction.
 
     rate: bytes a second.  latency: seconds of one hop.  reach: share of the rate that large messages reach.
+    burst: bytes that it carries at once after a pause, as a token bucket does; they count against its rate.
     """
 
     rate: Above
     latency: NotBelow = 0.0
     reach: Share = 1.0
+    burst: NotBelow = 0.0
     source: str = ""
 
     @property
@@ -198,17 +200,18 @@ class Cluster(_Table):
         near = 1 if inner >= self.node.devices else min(sizes[axis], self.node.devices // inner)
         inside = self.node.link
         if near == sizes[axis]:
-            return Speed() if inside is None else Speed(latency=inside.latency, rate=inside.goodput)
+            return Speed() if inside is None else Speed(inside.latency, inside.goodput, burst=inside.burst)
         if self.network is None:
             raise ConfigError(
                 f"ranks along {axis!r} are {inner * sizes[axis]} apart, a node has {self.node.devices} devices and the "
                 "cluster no [network]; add one, or use fewer ranks"
             )
         groups = self.node.devices // near
-        rate = self.network.goodput * self.node.cards / groups
+        cards = self.node.cards / groups
+        rate = self.network.goodput * cards
         if inside is not None and near > 1:
             rate = min(rate, inside.goodput)
-        return Speed(latency=self.network.latency, rate=rate)
+        return Speed(self.network.latency, rate, burst=self.network.burst * cards)
 
 
 @lru_cache(maxsize=1)
