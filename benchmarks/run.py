@@ -31,6 +31,7 @@ SLOW = (
     "published",
     "paired",
     "predictions",
+    "choices",
     *RACES,
 )
 """Those that run when they are named; the ones with a slow link need root."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
@@ -118,18 +119,25 @@ class Link(_Table):
 
     rate: bytes a second.  latency: seconds of one hop.  reach: share of the rate that large messages reach.
     burst: bytes that it carries at once after a pause, as a token bucket does; they count against its rate.
+    busy: share of the time of what it carries during which the device computes nothing: 1 where the processor that
+    computes copies, as between ranks on one CPU, 0 where a card does.
     """
 
     rate: Above
     latency: NotBelow = 0.0
     reach: Share = 1.0
     burst: NotBelow = 0.0
+    busy: Annotated[float, Field(ge=0, le=1)] = 0.0
     source: str = ""
 
     @property
     def goodput(self) -> float:
         """Bytes a second of large messages."""
         return self.rate * self.reach
+
+    def speed(self, count: float) -> Speed:
+        """So many of them as one, or a part of one."""
+        return Speed(self.latency, self.goodput * count, burst=self.burst * count, busy=self.busy)
 
 
 class Node(_Table):
@@ -200,18 +208,17 @@ class Cluster(_Table):
         near = 1 if inner >= self.node.devices else min(sizes[axis], self.node.devices // inner)
         inside = self.node.link
         if near == sizes[axis]:
-            return Speed() if inside is None else Speed(inside.latency, inside.goodput, burst=inside.burst)
+            return Speed() if inside is None else inside.speed(1.0)
         if self.network is None:
             raise ConfigError(
                 f"ranks along {axis!r} are {inner * sizes[axis]} apart, a node has {self.node.devices} devices and the "
                 "cluster no [network]; add one, or use fewer ranks"
             )
         groups = self.node.devices // near
-        cards = self.node.cards / groups
-        rate = self.network.goodput * cards
+        found = self.network.speed(self.node.cards / groups)
         if inside is not None and near > 1:
-            rate = min(rate, inside.goodput)
-        return Speed(self.network.latency, rate, burst=self.network.burst * cards)
+            return replace(found, rate=min(found.rate, inside.goodput))
+        return found
 
 
 @lru_cache(maxsize=1)

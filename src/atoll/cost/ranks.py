@@ -236,10 +236,10 @@ class Ranks:
         own = [segment for segments in self.segments(rank).values() for segment in segments]
         return footprint(own, self.plan.sharding(self.place(rank)), states=states)
 
-    def sharded_gradients(self, rank: int) -> dict[tuple[int, Phase], int]:
+    def sharded_gradients(self, rank: int) -> dict[tuple[int, Phase | None], int]:
         """Bytes of a pipeline rank's gradients where they rest, by unit and by the phase that makes them."""
         sharding = self.plan.sharding(self.place(rank))
-        found: Counter[tuple[int, Phase]] = Counter()
+        found: Counter[tuple[int, Phase | None]] = Counter()
         for unit, segments in self.segments(rank).items():
             for segment in segments:
                 for phase in segment.phases:
