@@ -35,6 +35,7 @@ SLOW = (
     "predictions",
     "planner",
     "report",
+    "choices",
     *RACES,
 )
 """Those that run when they are named; the ones with a slow link need root."""

@@ -39,6 +39,9 @@ MEANINGS: Mapping[str, str] = {
     "link.rate": "bytes a second in one direction",
     "link.latency": "seconds of one hop",
     "link.reach": "share of the rate that collectives of large buffers reach",
+    "link.burst": "bytes that it carries at once after a pause, as a token bucket does; they count against its rate",
+    "link.busy": "share of the time of what it carries during which the device computes nothing: 1 where its own "
+    "processor copies, as between ranks on one CPU",
     "link.source": "where the figures are from",
 }
 

@@ -67,7 +67,7 @@ def test_seconds_on_an_emulated_device_are_predicted() -> None:
     """The limit is wide: where cores are short, ranks wake up late from their sleep."""
     _skip_without_compiler()
     chosen = [row for row in EMULATED if "parallel.schedule=1f1b" in row.changes][:1]
-    cluster = bench.measured_cluster(4).model_copy(update={"device": bench.GIVEN})
+    cluster = bench.on_emulated(bench.measured_cluster(4))
     ((row, found),) = bench.run_all(chosen, timed=True, on=cluster)
     said = bench.predicted(row, cluster, found).seconds
     assert 0.8 * said < found["seconds"] < 1.5 * said

@@ -45,10 +45,10 @@ def test_where_nothing_travels_a_program_takes_what_its_schedule_takes(name: str
         assert [start for _, start, _ in computed] == pytest.approx([start for _, start, _ in expected])
 
 
-def seconds(*, limit: int, inter: float, intra: float = 1e9, blocks: int = 4) -> float:
-    """Of one rank whose blocks compute for a second; `inter`, `intra`: bytes a second."""
+def seconds(*, limit: int, inter: float, intra: float = 1e9, blocks: int = 4, busy: float = 0.0) -> float:
+    """Of one rank whose blocks compute for a second; `inter`, `intra`: bytes a second; busy: of `inter`."""
     schedule = schedules.build("1f1b", ranks=1, microbatches=1)
-    links = {"inter": Speed(rate=inter), "intra": Speed(rate=intra)}
+    links = {"inter": Speed(rate=inter, busy=busy), "intra": Speed(rate=intra)}
     own = Rates({(do, block): 1.0 for do in (Do.F, Do.I) for block in range(blocks)}, links=links)
     return simulate(programs(schedule, blocks=blocks, limit=limit, behind=1), own).makespan
 
@@ -59,6 +59,15 @@ def test_what_is_gathered_ahead_is_hidden() -> None:
     assert seconds(limit=100, inter=100.0) == pytest.approx(8 + 0.5), (
         "the first gather; the step's end waits for the last reduction"
     )
+
+
+def test_what_its_own_processor_copies_keeps_a_rank_from_computing() -> None:
+    """Seven gathers and four reductions of half a second: none is hidden where the processor copies."""
+    assert seconds(limit=100, inter=100.0, busy=1.0) == pytest.approx(8 + 11 * 0.5)
+    hidden, half = (seconds(limit=100, inter=100.0, busy=busy) for busy in (0.0, 0.5))
+    assert hidden < half < 8 + 11 * 0.5
+    with pytest.raises(ConfigError, match="busy for 2"):
+        Speed(busy=2)
 
 
 def test_a_link_that_is_slower_than_the_computation_takes_its_own_time() -> None:

@@ -116,13 +116,14 @@ class Atoll:
         order = "breadth-first" if self.breadth else None
         return _words(f"Atoll {self.layout} x{self.microbatches}", order, ahead, by)
 
-    def build(self, work: Work, *, inter: int, intra: int) -> Contender:
+    def plan(self, work: Work, *, inter: int, intra: int) -> Plan:
+        """What the engine is given."""
         stays: dict[str, Any] = {"residency": "run", "reduction": "run"} if self.breadth else {}
         if self.breadth:
             schedule = schedules.build("breadth-first", ranks=1, microbatches=self.microbatches, chunks=work.blocks)
         else:
             schedule = schedules.build("1f1b", ranks=1, microbatches=self.microbatches)
-        plan = Plan(
+        return Plan(
             MeshShape(1, inter, intra),
             Layout(self.layout),
             schedule,
@@ -131,6 +132,9 @@ class Atoll:
             prefetch=self.prefetch,
             **stays,
         )
+
+    def build(self, work: Work, *, inter: int, intra: int) -> Contender:
+        plan = self.plan(work, inter=inter, intra=intra)
         with self._transport():
             engine = Engine(work.model(), plan, optimizer=work.optimizer, seed=work.seed, device="cpu")
         if self.transport == "gloo":

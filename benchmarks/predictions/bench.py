@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> Found:
     ran = [row for count in (1, 2) for row in run_all([each for each in real if each.ranks == count], timed=True)]
     steps = [Step(((1.0, predicted(row, cluster, found)),), found["seconds"], row.name) for row, found in ran]
     fitted = calibrate(step for (row, _), step in zip(ran, steps, strict=True) if row.fitted)
-    given = Cluster.model_copy(measured_cluster(4), update={"device": GIVEN})
+    given = on_emulated(measured_cluster(4))
     return {
         "cluster": cluster.tables(),
         "constants": [
@@ -85,6 +85,12 @@ def measured_cluster(ranks: int) -> Cluster:
         command = [sys.executable, "-m", "atoll", "doctor", "--measure", str(path), "--ranks", str(ranks)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
         return Cluster.read(path)
+
+
+def on_emulated(cluster: Cluster) -> Cluster:
+    """The emulated device with the links of a cluster. A processor that sleeps has time for what links copy."""
+    link = cluster.node.link and cluster.node.link.model_copy(update={"busy": 0.0})
+    return cluster.model_copy(update={"device": GIVEN, "node": cluster.node.model_copy(update={"link": link})})
 
 
 def predicted(row: Row, cluster: Cluster | None, found: Mapping[str, Any]) -> Prediction:

@@ -84,6 +84,14 @@ def test_ranks_of_a_node_share_its_cards(tmp_path: Path, mesh: MeshShape, axis: 
     assert cluster(tmp_path).along(mesh, axis).rate == rate
 
 
+def test_ranks_that_share_a_card_share_its_burst() -> None:
+    link = {"rate": 1e9, "burst": 1e6}
+    found = Cluster.of({"device": {"preset": "a100-80gb"}, "node": {"devices": 2, "link": link}, "network": link})
+    across = found.along(MeshShape(inter=2, intra=2), "inter")
+    assert (across.rate, across.burst) == (5e8, 5e5)
+    assert found.along(MeshShape(inter=2, intra=2), "intra").burst == 1e6
+
+
 def test_an_axis_that_leaves_the_only_node_is_refused(tmp_path: Path) -> None:
     alone = cluster(tmp_path, TWO_NODES.split("[network]")[0])
     with pytest.raises(ConfigError, match=r"'intra' are 16 apart, a node has 8 devices and the cluster no \[network\]"):

@@ -11,6 +11,7 @@ from atoll.cost import Clock, Cluster, Efficiency, Prediction, Transformer, Use
 from atoll.errors import ConfigError
 from atoll.layouts import Layout, Precision
 from atoll.plan import MeshShape, Plan
+from atoll.program import Do
 
 MODEL = Transformer.llama(layers=16, hidden=1024, heads=16, ffn=2816, vocabulary=32000)
 EFFICIENCY = Efficiency(dispatch=0.0, launch=0.0)
@@ -97,6 +98,23 @@ def test_state_is_two_four_and_twelve_bytes_a_parameter_and_the_driver_counts() 
     assert rest.gradients == 0
     assert max(held.gradients for held in found.held(0)) == pytest.approx(4 * parameters / 8, rel=1e-4)
     assert rest.total == rest.allocated + 10**9
+
+
+def test_sharded_gradients_take_memory_from_their_first_reduction() -> None:
+    found = predicted("GGG", mesh=MeshShape(1, 1, 8), on=cluster())
+    _, *held = (each.gradients for each in found.held(0))
+    done = [each.do for each in found.ranks.programs.ranks[0].instructions]
+    first, backwards = done.index(Do.REDUCE), done.count(Do.REDUCE) // 8
+    ends = [at for at, do in enumerate(done) if do is Do.REDUCE][:backwards]
+    assert held[first - 1] == 0 < held[first]
+    assert held == sorted(held)
+    assert held[ends[-2]] < held[ends[-1]] == held[-1] == found.ranks.footprint(0).gradients
+
+
+def test_a_post_validated_step_holds_the_gradients_of_the_step_before() -> None:
+    found = predicted("GGG", mesh=MeshShape(1, 1, 8), on=cluster(), post_validation=True)
+    _, first, *_ = (each.gradients for each in found.held(0))
+    assert first == found.ranks.footprint(0).gradients
 
 
 def test_a_rank_alone_in_its_group_has_nobody_to_read_in_place() -> None:

@@ -22,7 +22,7 @@ from atoll.cost.kernels import Kernel
 from atoll.cost.prediction import Parts, Prediction
 from atoll.cost.work import Work
 from atoll.errors import ConfigError
-from atoll.sim import Rates, Speed, play
+from atoll.sim import Rates, play
 
 NUDGE = 1e-3
 """By how much a kind of instruction is slowed down to see what it makes up."""
@@ -287,8 +287,8 @@ def _shares(prediction: Prediction) -> Iterator[tuple[Kind, float]]:
     yield "pause", grown(prediction.rates_of(prediction.parts, pause=1.0 + NUDGE))
     for axis, link in prediction.links.items():
         for kind, worse in (
-            (Hop(axis), Speed(link.latency * (1.0 + NUDGE), link.rate)),
-            (Way(axis), Speed(link.latency, link.rate / (1.0 + NUDGE))),
+            (Hop(axis), replace(link, latency=link.latency * (1.0 + NUDGE))),
+            (Way(axis), replace(link, rate=link.rate / (1.0 + NUDGE))),
         ):
             yield kind, grown(prediction.rates_of(prediction.parts, links={**prediction.links, axis: worse}))
 

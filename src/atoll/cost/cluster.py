@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 import tomllib
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
@@ -118,17 +119,26 @@ class Link(_Table):
     """A link of a device or of a network card, in one direction.
 
     rate: bytes a second.  latency: seconds of one hop.  reach: share of the rate that large messages reach.
+    burst: bytes that it carries at once after a pause, as a token bucket does; they count against its rate.
+    busy: share of the time of what it carries during which the device computes nothing: 1 where the processor that
+    computes copies, as between ranks on one CPU, 0 where a card does.
     """
 
     rate: Above
     latency: NotBelow = 0.0
     reach: Share = 1.0
+    burst: NotBelow = 0.0
+    busy: Annotated[float, Field(ge=0, le=1)] = 0.0
     source: str = ""
 
     @property
     def goodput(self) -> float:
         """Bytes a second of large messages."""
         return self.rate * self.reach
+
+    def speed(self, count: float) -> Speed:
+        """So many of them as one, or a part of one."""
+        return Speed(self.latency, self.goodput * count, burst=self.burst * count, busy=self.busy)
 
 
 class Node(_Table):
@@ -206,10 +216,10 @@ class Cluster(_Table):
                 "cluster no [network]; add one, or use fewer ranks"
             )
         groups = self.node.devices // near
-        rate = self.network.goodput * self.node.cards / groups
+        found = self.network.speed(self.node.cards / groups)
         if inside is not None and near > 1:
-            rate = min(rate, inside.goodput)
-        return Speed(latency=self.network.latency, rate=rate)
+            return replace(found, rate=min(found.rate, inside.goodput))
+        return found
 
     def share_nodes(self, mesh: MeshShape, one: int, other: int) -> bool:
         """Whether two pipeline ranks are on one node in each of the pipelines that run side by side."""
@@ -229,7 +239,7 @@ class Cluster(_Table):
     def inside(self) -> Speed:
         """The link of a device within its node."""
         link = self.node.link
-        return Speed() if link is None else Speed(latency=link.latency, rate=link.goodput)
+        return Speed() if link is None else link.speed(1.0)
 
 
 @lru_cache(maxsize=1)

@@ -255,6 +255,11 @@ class Prediction:
         rest = Held(state.parameters, state.gradients, state.optimizer, context=context)
         is_whole = self.plan.layout.gradients is Level.N
         yield rest if is_whole else rest._replace(gradients=0)
+        # A unit's sharded gradients take memory from their first reduction to the optimizer's step, which a
+        # post-validated step ends in the next one.
+        is_there = is_whole or self.plan.post_validation
+        to_come = {} if is_there else self.ranks.sharded_gradients(rank)
+        rest = rest._replace(gradients=rest.gradients - sum(to_come.values()))
         kept: Counter[str] = Counter()
         sliced = self.ranks.slices.held(rank)
         after = held_after(program.instructions, program.shape)
@@ -266,6 +271,11 @@ class Prediction:
                 kept.update(more)
                 passing += kept.pop("passing", 0)
             moving[instruction.do] += 1
+            if instruction.do is Do.REDUCE:
+                rest = rest._replace(gradients=rest.gradients + to_come.pop((instruction.of, instruction.phase), 0))
+            elif instruction.do is Do.SYNC:
+                alone = [to_come.pop(key) for key in tuple(to_come) if key[0] == instruction.of]
+                rest = rest._replace(gradients=rest.gradients + sum(alone))
             is_moving = moving[Do.REDUCE] > moving[Do.REDUCED] or moving[Do.SYNC] > 0
             yield rest._replace(
                 gathered=whole.parameters + whole.staged,

@@ -7,6 +7,7 @@ Slices of a split vocabulary are units of one segment each, before all others.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -26,7 +27,7 @@ from atoll.layouts import (
     working_memory,
 )
 from atoll.plan import Place, Plan
-from atoll.program import BlockShape, Program, Programs, RankShape, StageShape, lower_row, unit_shape
+from atoll.program import BlockShape, Phase, Program, Programs, RankShape, StageShape, lower_row, unit_shape
 from atoll.stages import BlockWeight, split_blocks
 
 
@@ -234,6 +235,16 @@ class Ranks:
         """Bytes of the state that a pipeline rank holds; `states` as in `atoll.layouts.footprint`."""
         own = [segment for segments in self.segments(rank).values() for segment in segments]
         return footprint(own, self.plan.sharding(self.place(rank)), states=states)
+
+    def sharded_gradients(self, rank: int) -> dict[tuple[int, Phase | None], int]:
+        """Bytes of a pipeline rank's gradients where they rest, by unit and by the phase that makes them."""
+        sharding = self.plan.sharding(self.place(rank))
+        found: Counter[tuple[int, Phase | None]] = Counter()
+        for unit, segments in self.segments(rank).items():
+            for segment in segments:
+                for phase in segment.phases:
+                    found[unit, phase] += footprint([segment], sharding).gradients // len(segment.phases)
+        return dict(found)
 
     def working_memory(self, rank: int, program: Program | None = None) -> WorkingMemory:
         """What a pipeline rank needs in a step besides; by the program's peaks once it is known."""

@@ -57,6 +57,8 @@ def read_links(shape: MeshShape, *, rank: int, device: torch.device, budget: flo
         line = _Ranks(connect(MeshShape(pipeline=shape.world).place(rank), device), budget)
         wire = line.exchange_messages({0: 1, 1: 0}.get(rank))
         node = _link(wire, islands.gather("intra", wire), share=1.0, source=source)
+        # Ranks on the CPU copy for each other with the processors that compute.
+        node = node.model_copy(update={"busy": 1.0}) if device.type == "cpu" else node
         line.transport.close()
     if nodes > 1:
         line = _Ranks(connect(MeshShape(pipeline=nodes, intra=local).place(rank), device), budget)

@@ -2,14 +2,14 @@
 
 [Note: what the player assumes]
 A rank plays its program as the runtime does: what computes and what waits goes one after the other, and what begins
-something on a link returns at once. A link of a rank carries one thing at a time, in the order in which it was begun; a
-gather over two levels takes the second link when the first is done with it, so two units may be on two links. A message
-takes its link for as long as its bytes need, and arrives a latency later. Ranks that share parameters play the same
-program at one time, and a link that they share gives each its part (`Speed.shared`). A message to the next or the last
-stage takes the link to that rank (`Rates.to`), if there is one, else that of the axis. Pipeline ranks that share a link
-take turns on it, first come, first served (`Speed.pool`); a gather over two levels has its turn on the second link from
-when it begins. Sums of a few numbers take a link's latency. The first post-validated step begins with the one before
-settled.
+something on a link returns at once, but for what its own processor copies (`Speed.busy`). A link of a rank carries one
+thing at a time, in the order in which it was begun; a gather over two levels takes the second link when the first is
+done with it, so two units may be on two links. A message takes its link for as long as its bytes need, and arrives a
+latency later. Ranks that share parameters play the same program at one time, and a link that they share gives each its
+part (`Speed.shared`). A message to the next or the last stage takes the link to that rank (`Rates.to`), if there is
+one, else that of the axis. Pipeline ranks that share a link take turns on it, first come, first served (`Speed.pool`);
+a gather over two levels has its turn on the second link from when it begins. Sums of a few numbers take a link's
+latency. The first post-validated step begins with the one before settled.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class Speed:
     shared: data-parallel ranks, which use it at one time.  pool: its name, where pipeline ranks share it: those with
     one name take turns.  burst: bytes that it carries at once after a pause, as a token bucket does (`tc tbf`, the
     limits of cloud machines); they count against its rate.
+    busy: share of the time that it is taken during which the rank computes nothing, because its own processor copies.
     """
 
     latency: float = 0.0
@@ -46,13 +47,17 @@ class Speed:
     shared: int = 1
     pool: str | None = None
     burst: float = 0.0
+    busy: float = 0.0
 
     def __post_init__(self) -> None:
         is_timed = math.isfinite(self.latency) and self.latency >= 0 and self.rate > 0
-        if not (is_timed and self.shared >= 1 and math.isfinite(self.burst) and self.burst >= 0):
+        if not (
+            is_timed and self.shared >= 1 and math.isfinite(self.burst) and self.burst >= 0 and 0 <= self.busy <= 1
+        ):
             raise ConfigError(
                 f"a link of latency {self.latency} s and {self.rate} bytes a second, shared by {self.shared}, with a "
-                f"burst of {self.burst} bytes: the rate is above 0, the ranks are at least 1, the others 0 or more"
+                f"burst of {self.burst} bytes, busy for {self.busy} of its time: the rate is above 0, the ranks are at "
+                "least 1, busy is at most 1, the others 0 or more"
             )
 
     def seconds(self, count: float) -> float:
@@ -354,10 +359,10 @@ class _Rank:
 
     def _gather(self, step: Instruction, now: float) -> float:
         self._coming[step.of] = self._travel(step, now, after=self._returned.pop(step.of, 0.0))
-        return now
+        return now + self._copied(step)
 
     def _fetch(self, step: Instruction, now: float) -> float:
-        return max(now, self._travel(step, now, after=self._returned.pop(step.of, 0.0)))
+        return max(now + self._copied(step), self._travel(step, now, after=self._returned.pop(step.of, 0.0)))
 
     def _whole(self, step: Instruction, now: float) -> float:
         return max(now, self._coming.pop(step.of, now), self._returned.pop(step.of, now))
@@ -366,7 +371,7 @@ class _Rank:
         end = self._travel(step, now)
         self._reducing.setdefault((step.of, step.phase), deque()).append(end)
         self._settled[step.of] = max(end, self._settled.get(step.of, 0.0))
-        return now
+        return now + self._copied(step)
 
     def _reduced(self, step: Instruction, now: float) -> float:
         return max(now, self._reducing[step.of, step.phase].popleft())
@@ -374,14 +379,14 @@ class _Rank:
     def _sync(self, step: Instruction, now: float) -> float:
         after = self._settled.get(step.of, 0.0)
         self._settled[step.of] = max(after, self._travel(step, now, after=after))
-        return now
+        return now + self._copied(step)
 
     def _synced(self, step: Instruction, now: float) -> float:
         return max(now, self._settled.get(step.of, 0.0))
 
     def _return(self, step: Instruction, now: float) -> float:
         self._returned[step.of] = self._travel(step, now)
-        return now
+        return now + self._copied(step)
 
     def _send(self, step: Instruction, now: float) -> float:
         name = self._leads_to(step)
@@ -390,7 +395,7 @@ class _Rank:
         count = self.rates.messages.get((step.do, step.action.stage), self.rates.message)
         leaves = link.carry(free, now, link.seconds(count))
         self._give(self.messages.sent(self.number, step, self._step), leaves + link.latency, now)
-        return now
+        return now + link.busy * link.seconds(count)
 
     def _receive(self, step: Instruction, now: float) -> float:
         return self._wait(self.messages.needs(step, self._step), now)
@@ -448,6 +453,10 @@ class _Rank:
         if way and op is not None:
             self.travelled.append(Span(self.number, lane_of(op), Action(step.action.stage, op), begun, at))
         return at
+
+    def _copied(self, step: Instruction) -> float:
+        """For how long the rank's own processor copies what an instruction moves."""
+        return sum(self.rates.link(axis).busy * seconds for axis, seconds in self._way(step))
 
     def _way(self, step: Instruction) -> tuple[tuple[str, float], ...]:
         """The links that an instruction takes, and how long it takes each."""
