@@ -274,9 +274,11 @@ class Skeleton:
                 synced = trained * (
                     gradient * _along(axis, SYNC_GRADIENT[g, os]) + compute * _along(axis, SYNC_PARAMETER[os, p])
                 )
+                # What a link carries at once after a pause may stand for as much of a step's load.
+                spared = links[axis].burst / links[axis].rate
                 sent = gathered * _along(axis, GATHER_PARAMETER[p]) + reduced * _along(axis, REDUCE_GRADIENT[g])
                 once[rank, axis] = links[axis].seconds(synced * parts[axis])
-                each[rank, axis] = links[axis].seconds(sent * parts[axis])
+                each[rank, axis] = links[axis].seconds(sent * parts[axis]) - spared
         return once, each
 
     def _travelling(self, travel: Travel, unit: int) -> list[list[_Sent]]:

@@ -32,7 +32,7 @@ from atoll.plan import MeshShape, Plan
 from atoll.planner.bounds import Least, Skeleton
 from atoll.planner.space import Frame, Goal, Order, Space, Travel
 
-EFFORT = 400_000
+EFFORT = 800_000
 """What a search may play, in instructions, unless it is done before."""
 
 AT_MOST = 4
