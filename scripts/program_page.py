@@ -9,7 +9,7 @@ from torch import nn
 
 from atoll.layouts import Layout
 from atoll.models import Decoder, DecoderConfig
-from atoll.plan import MeshShape, Plan
+from atoll.plans import MeshShape, Plan
 from atoll.program import Program
 from atoll.program.draw import draw_program, listing
 from atoll.runtime.assemble.describe import describe

@@ -9,7 +9,7 @@ import pytest
 from atoll import schedules
 from atoll.advice import StageSize, advice
 from atoll.layouts import Layout
-from atoll.plan import MeshShape, Plan
+from atoll.plans import MeshShape, Plan
 
 
 def said(layout: str, schedule: str, *, pipeline: int = 2, intra: int = 4, **options: Any) -> tuple[str, ...]:

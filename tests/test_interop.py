@@ -20,7 +20,7 @@ from atoll.errors import ScheduleError
 from atoll.ir import Op, Schedule, lower
 from atoll.ir.text import from_csv, to_csv
 from atoll.layouts import Layout, Precision
-from atoll.plan import MeshShape, Plan
+from atoll.plans import MeshShape, Plan
 from atoll.runtime.engine import Engine
 from atoll.runtime.sharding.optimizer import decay_matrices
 from atoll.sim import Costs, simulate

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from atoll.cost import Prediction
-from atoll.plan import MeshShape
+from atoll.plans import MeshShape
 from atoll.program import Do
 from benchmarks.published import plans, rows
 from benchmarks.published.rows import Published, UnclearError

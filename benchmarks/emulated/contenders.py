@@ -14,7 +14,7 @@ from torch.distributed import pipelining
 from atoll.ir import Placement, Schedule
 from atoll.layouts import Layout, Precision
 from atoll.models import adapter_for, weigh_blocks
-from atoll.plan import MeshShape, Plan
+from atoll.plans import MeshShape, Plan
 from atoll.runtime.engine import Engine
 from atoll.runtime.transport import Transport
 from atoll.stages import split_blocks

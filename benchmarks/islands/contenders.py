@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from atoll import schedules
 from atoll.layouts import Layout, Precision
-from atoll.plan import MeshShape, Plan
+from atoll.plans import MeshShape, Plan
 from atoll.runtime.engine import Engine
 from atoll.runtime.transport import GlooTransport
 from benchmarks.islands.transports import CollectiveTransport, DirectReduceScatter, kept_group, prepare_groups

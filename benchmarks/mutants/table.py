@@ -55,7 +55,7 @@ TABLE: dict[str, tuple[str, ...]] = {
         "tests/runtime/test_residency.py::test_gathers_and_reductions_are_those_of_the_schedule",
         "tests/runtime/test_overlap.py",
     ),
-    "layouts/": ("tests/layouts", "tests/test_plan.py"),
+    "layouts/": ("tests/layouts", "tests/test_plans.py"),
     "sim/": ("tests/test_sim.py", "tests/test_sim_programs.py", "tests/test_trace.py"),
     "data/": ("tests/data",),
     "runtime/": (ENGINE,),

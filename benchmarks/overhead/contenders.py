@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from atoll import schedules
 from atoll.layouts import Layout, Precision
 from atoll.models import Decoder, DecoderConfig, adapter_for, initialise_model, token_cross_entropy
-from atoll.plan import MeshShape, Plan
+from atoll.plans import MeshShape, Plan
 from atoll.runtime.engine import Engine
 
 Batch = Mapping[str, torch.Tensor]

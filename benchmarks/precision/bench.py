@@ -28,7 +28,7 @@ from atoll import schedules
 from atoll.data import ByteTokenizer, documents, find_source
 from atoll.layouts import Layout, Precision
 from atoll.models import Decoder, DecoderConfig, adapter_for, initialise_model, token_cross_entropy
-from atoll.plan import MeshShape, Plan
+from atoll.plans import MeshShape, Plan
 from atoll.runtime.engine import Engine
 from atoll.runtime.sharding.optimizer import decay_matrices
 from atoll.testing import run_ranks

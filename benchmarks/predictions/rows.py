@@ -11,7 +11,7 @@ from typing import Any
 
 from atoll.config import Config, from_dict
 from atoll.layouts import EFFECTIVE
-from atoll.plan import Plan
+from atoll.plans import Plan
 
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "small": {"layers": 4, "hidden": 256, "heads": 4, "vocabulary": 2048, "tie_embeddings": False},

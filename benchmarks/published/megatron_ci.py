@@ -8,7 +8,7 @@ from typing import Any
 
 from atoll.cost import Transformer
 from atoll.layouts import Layout
-from atoll.plan import MeshShape
+from atoll.plans import MeshShape
 from benchmarks.published.record import Fields, Published
 from benchmarks.published.sizes import UnclearError, padded
 

@@ -15,7 +15,7 @@ from atoll.cost.calibration import Step, changed
 from atoll.cost.slices import VocabularySlices
 from atoll.cost.vocabulary import LookedUp, Scored
 from atoll.layouts import Precision
-from atoll.plan import Plan
+from atoll.plans import Plan
 from atoll.program import Do, Instruction, Program, Programs
 from benchmarks.published.record import Published
 

@@ -12,7 +12,7 @@ from atoll.cost.work import AttentionKind, LossKind
 from atoll.errors import LayoutError
 from atoll.ir.residency import Residency
 from atoll.layouts import Layout
-from atoll.plan import MeshShape
+from atoll.plans import MeshShape
 from benchmarks.published.sizes import Network, UnclearError, cluster, padded
 
 Row = Mapping[str, Any]

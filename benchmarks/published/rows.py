@@ -18,7 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
-from atoll.plan import MeshShape
+from atoll.plans import MeshShape
 from benchmarks.published.megatron_ci import megatron_ci
 from benchmarks.published.record import GIB, MIB, Fields, Published, Row, filled, shorter_ends
 from benchmarks.published.sizes import (

@@ -19,7 +19,7 @@ from typing import Any
 
 from atoll.cost import Cluster, Prediction, Transformer, Use
 from atoll.layouts import Layout, Precision
-from atoll.plan import MeshShape, Plan
+from atoll.plans import MeshShape, Plan
 from atoll.report import Row, Sheet, Timeline, page, predicted_sheet
 from atoll.schedules import build
 from benchmarks.browser import Page, browser

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from atoll import schedules
 from atoll.ir import Placement
 from atoll.layouts import Layout, Precision
-from atoll.plan import MeshShape, Plan
+from atoll.plans import MeshShape, Plan
 from atoll.runtime.engine import Engine
 from atoll.testing.parity import whole_parameters
 from benchmarks.emulated.contenders import TORCH

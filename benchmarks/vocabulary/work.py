@@ -20,7 +20,7 @@ from atoll import schedules
 from atoll.ir import Placement
 from atoll.layouts import Layout, Precision
 from atoll.models import SequentialAdapter, Vocabulary
-from atoll.plan import MeshShape, Plan
+from atoll.plans import MeshShape, Plan
 from atoll.runtime.engine import Engine
 from atoll.runtime.sharding.room import Room
 from atoll.runtime.vocabulary.slice import VocabularySlice

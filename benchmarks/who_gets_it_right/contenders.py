@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from atoll import schedules
 from atoll.ir import Placement
 from atoll.layouts import Layout, Precision
-from atoll.plan import MeshShape, Plan
+from atoll.plans import MeshShape, Plan
 from atoll.runtime.engine import Engine
 from atoll.testing.parity import whole_parameters
 from atoll.testing.tiny import tiny_model

@@ -15,14 +15,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from atoll import config, data, ir, layouts, models, plan, program, runtime, schedules, sim, testing, trace
+    from atoll import config, data, ir, layouts, models, plans, program, runtime, schedules, sim, testing, trace
     from atoll.errors import AtollError
     from atoll.ir.action import Action, Op
     from atoll.ir.placement import Placement
     from atoll.ir.schedule import Schedule
     from atoll.layouts.layout import Layout
     from atoll.layouts.precision import Precision
-    from atoll.plan import MeshShape, Plan
+    from atoll.plans import MeshShape, Plan
     from atoll.runtime.assemble.describe import programs_of
     from atoll.runtime.engine import Engine
     from atoll.sim import Costs, Rates, Speed, simulate
@@ -36,10 +36,10 @@ _HOMES = {
     "Costs": "atoll.sim",
     "Engine": "atoll.runtime.engine",
     "Layout": "atoll.layouts.layout",
-    "MeshShape": "atoll.plan",
+    "MeshShape": "atoll.plans",
     "Op": "atoll.ir",
     "Placement": "atoll.ir",
-    "Plan": "atoll.plan",
+    "Plan": "atoll.plans",
     "Precision": "atoll.layouts.precision",
     "Rates": "atoll.sim",
     "Schedule": "atoll.ir",
@@ -57,7 +57,7 @@ _MODULES = (
     "ir",
     "layouts",
     "models",
-    "plan",
+    "plans",
     "program",
     "runtime",
     "schedules",
@@ -88,7 +88,7 @@ __all__ = [
     "ir",
     "layouts",
     "models",
-    "plan",
+    "plans",
     "program",
     "programs_of",
     "runtime",

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from atoll.ir import Schedule
 from atoll.ir.residency import Reduction, Residency, counts, insert_sharding
 from atoll.layouts import ITEM_BYTES, Level, traffic
-from atoll.plan import Plan
+from atoll.plans import Plan
 from atoll.units import format_bytes
 
 WORTH = 1.5

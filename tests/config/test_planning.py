@@ -7,7 +7,7 @@ import pytest
 from atoll.config import Config, from_dict
 from atoll.errors import ConfigError
 from atoll.layouts import Layout, Precision
-from atoll.plan import MeshShape
+from atoll.plans import MeshShape
 
 
 def _config(*, layers: int = 8, batch: int = 16, microbatch: int = 2, **parallel: Any) -> Config:

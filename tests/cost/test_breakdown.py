@@ -10,7 +10,7 @@ from atoll import schedules
 from atoll.cost import Breakdown, Cluster, Efficiency, Prediction, Transformer, Use, break_down
 from atoll.ir import lower
 from atoll.layouts import Layout, Precision
-from atoll.plan import MeshShape, Plan
+from atoll.plans import MeshShape, Plan
 from atoll.program import Do, Ending, Programs, lower_row
 from atoll.sim import Rates, Speed, play
 from tests.program.shapes import WHOLE, shapes_of

@@ -12,7 +12,7 @@ from atoll.cost import Cluster, Efficiency, Prediction, Transformer, Use
 from atoll.cost.calibration import LIMITS, Step, calibrate, changed, constant_of
 from atoll.errors import ConfigError
 from atoll.layouts import Layout, Precision
-from atoll.plan import MeshShape, Plan
+from atoll.plans import MeshShape, Plan
 
 BEGIN = Cluster.of(
     {

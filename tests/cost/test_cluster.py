@@ -9,7 +9,7 @@ import pytest
 
 from atoll.cost import Cluster, Efficiency, presets
 from atoll.errors import ConfigError
-from atoll.plan import MeshShape
+from atoll.plans import MeshShape
 
 TWO_NODES = """
 [device]

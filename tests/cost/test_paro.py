@@ -22,7 +22,7 @@ from atoll import schedules
 from atoll.cost import Cluster, Prediction, Product, Transformer, Use, Work
 from atoll.cost.work import BlockOf
 from atoll.layouts import Layout, Precision
-from atoll.plan import MeshShape, Plan
+from atoll.plans import MeshShape, Plan
 
 HALF = Precision("fp16", *["float16"] * 5, "float32")
 

@@ -10,7 +10,7 @@ from atoll import schedules
 from atoll.cost import Clock, Cluster, Efficiency, Prediction, Transformer, Use
 from atoll.errors import ConfigError
 from atoll.layouts import Layout, Precision
-from atoll.plan import MeshShape, Plan
+from atoll.plans import MeshShape, Plan
 from atoll.program import Do
 
 MODEL = Transformer.llama(layers=16, hidden=1024, heads=16, ffn=2816, vocabulary=32000)

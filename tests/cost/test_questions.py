@@ -9,7 +9,7 @@ import pytest
 from atoll import schedules
 from atoll.cost import Cluster, Held, Prediction, Transformer, Use
 from atoll.layouts import Layout, Precision
-from atoll.plan import MeshShape, Plan
+from atoll.plans import MeshShape, Plan
 
 LLAMA = Transformer.llama(layers=32, hidden=4096, heads=32, ffn=11008, vocabulary=32000)
 NODE = Cluster.of({"device": {"preset": "a100-80gb"}, "node": {"devices": 8, "link": {"preset": "nvlink3"}}})

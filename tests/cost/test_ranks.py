@@ -13,7 +13,7 @@ from atoll.cost import Ranks, Transformer, Use
 from atoll.errors import PlanError
 from atoll.layouts import EFFECTIVE, Layout, Precision
 from atoll.models import Decoder, DecoderConfig, count
-from atoll.plan import MeshShape, Plan
+from atoll.plans import MeshShape, Plan
 from atoll.runtime.assemble.describe import describe
 
 SIZES = {"layers": 6, "hidden": 16, "heads": 4, "ffn": 40, "vocabulary": 96}

@@ -11,7 +11,7 @@ from atoll import schedules
 from atoll.cost import Cluster, Efficiency, Kernel, Prediction, Product, Transformer, Use, Work
 from atoll.cost.calibration import Step, calibrate
 from atoll.layouts import Layout, Precision
-from atoll.plan import MeshShape, Plan
+from atoll.plans import MeshShape, Plan
 from atoll.program import Do
 
 MODEL = Transformer.llama(layers=8, hidden=1024, heads=16, ffn=2816, vocabulary=256_000)

@@ -9,7 +9,7 @@ from atoll.cost import Cluster, Prediction, Transformer, Use
 from atoll.explain import Explanation
 from atoll.explain.alternative import use_of
 from atoll.layouts import Layout, Precision
-from atoll.plan import MeshShape, Plan
+from atoll.plans import MeshShape, Plan
 
 SMALL = Transformer.llama(layers=8, hidden=512, heads=8, ffn=1408, vocabulary=32000)
 

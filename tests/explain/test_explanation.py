@@ -15,7 +15,7 @@ from atoll.explain import CHOICES, Alternative, Explanation, rebuilt, travel
 from atoll.explain.alternative import use_of
 from atoll.explain.choices import FIXED, with_axis
 from atoll.layouts import EFFECTIVE, Layout, Precision
-from atoll.plan import MeshShape, Plan
+from atoll.plans import MeshShape, Plan
 from atoll.program import Do
 from tests.explain.plans import PLANS, cluster, explained, predicted
 

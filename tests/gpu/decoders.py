@@ -7,7 +7,7 @@ import torch
 from atoll import schedules
 from atoll.layouts import Layout, Precision
 from atoll.models import Decoder, DecoderConfig
-from atoll.plan import MeshShape, Plan
+from atoll.plans import MeshShape, Plan
 from atoll.runtime.engine import Engine
 
 VOCABULARY = 256

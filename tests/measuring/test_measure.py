@@ -14,7 +14,7 @@ from atoll.errors import RankError
 from atoll.layouts import Layout, Precision
 from atoll.measuring.host import machine_memory
 from atoll.measuring.measure import describe, measure, to_tables, to_text
-from atoll.plan import MeshShape, Plan
+from atoll.plans import MeshShape, Plan
 from atoll.testing import run_ranks
 
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ from atoll.errors import ConfigError
 from atoll.layouts import Layout
 from atoll.models import Adapter, Decoder, DecoderConfig, adapter_for, count, transformer_of
 from atoll.models.operations import kernel_of
-from atoll.plan import MeshShape, Plan
+from atoll.plans import MeshShape, Plan
 from atoll.runtime.assemble.describe import describe
 from atoll.testing.tiny import TinyConfig
 

@@ -15,8 +15,8 @@ from atoll import schedules
 from atoll.cost import Cluster, Prediction, Transformer, Use
 from atoll.errors import UserError
 from atoll.layouts import EFFECTIVE, Layout, Precision
-from atoll.plan import ORDERS, MeshShape, Plan
 from atoll.planner import Goal, Order, Search, Space
+from atoll.plans import ORDERS, MeshShape, Plan
 
 CASES = 200
 MOST = 60

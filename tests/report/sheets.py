@@ -8,7 +8,7 @@ from typing import Any
 
 from atoll.cost import Cluster, Prediction, Transformer, Use
 from atoll.layouts import Layout, Precision
-from atoll.plan import MeshShape, Plan
+from atoll.plans import MeshShape, Plan
 from atoll.report import Curves, Sheet, measured, predicted_sheet, recorded_timeline
 from atoll.schedules import build
 

@@ -17,7 +17,7 @@ from atoll import schedules
 from atoll.ir import Op
 from atoll.layouts import Layout, Nest, Precision, Sharding
 from atoll.models import Decoder, DecoderConfig
-from atoll.plan import MeshShape
+from atoll.plans import MeshShape
 from atoll.runtime.engine import Engine
 from atoll.runtime.lanes import AT_ONCE, lanes_of
 from atoll.runtime.pipeline.deferred import Collector, compute_weights, defer

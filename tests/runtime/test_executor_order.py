@@ -16,7 +16,7 @@ from atoll.ir import Action, Op
 from atoll.layouts import Layout
 from atoll.models import Adapter
 from atoll.models.adapter import SequentialAdapter
-from atoll.plan import MeshShape, Plan
+from atoll.plans import MeshShape, Plan
 from atoll.program import Do, Ending
 from atoll.runtime.engine import Engine
 from atoll.runtime.pipeline.executor import Executor

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from atoll import Engine, schedules
 from atoll.layouts import Layout, Precision, traffic
 from atoll.models import SequentialAdapter
-from atoll.plan import MeshShape, Plan
+from atoll.plans import MeshShape, Plan
 from atoll.testing import run_ranks
 
 HIDDEN, RANK, BLOCKS, MICROBATCHES, STEPS = 16, 2, 4, 2, 3

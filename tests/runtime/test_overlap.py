@@ -17,7 +17,7 @@ from atoll.errors import PlanError, RankError
 from atoll.layouts import Layout, Precision
 from atoll.models import Adapter
 from atoll.models.adapter import SequentialAdapter
-from atoll.plan import MeshShape, Plan
+from atoll.plans import MeshShape, Plan
 from atoll.program import Do
 from atoll.runtime.engine import Engine
 from atoll.runtime.sharding.segment import Segment, State

@@ -14,7 +14,7 @@ from atoll import Engine, schedules
 from atoll.errors import RunError
 from atoll.layouts import EFFECTIVE, Layout, Precision
 from atoll.models import SequentialAdapter
-from atoll.plan import MeshShape, Plan
+from atoll.plans import MeshShape, Plan
 from atoll.runtime.pipeline.step_end import StepResult
 from atoll.runtime.sharding.optimizer import decay_matrices
 from atoll.runtime.sharding.unit import Unit

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from atoll import schedules
 from atoll.layouts import Layout, Precision
 from atoll.models import Decoder, DecoderConfig
-from atoll.plan import MeshShape, Plan
+from atoll.plans import MeshShape, Plan
 from atoll.runtime.engine import Engine
 from atoll.testing import run_ranks
 

@@ -11,7 +11,7 @@ from atoll import Engine, schedules
 from atoll.layouts import Layout
 from atoll.models import Adapter
 from atoll.models.adapter import SequentialAdapter
-from atoll.plan import MeshShape, Plan
+from atoll.plans import MeshShape, Plan
 from atoll.runtime.randomness import block_seed
 from atoll.testing import run_ranks
 

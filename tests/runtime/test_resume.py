@@ -15,7 +15,7 @@ from atoll.errors import CheckpointError, RankError
 from atoll.layouts import Layout
 from atoll.models import Adapter
 from atoll.models.adapter import SequentialAdapter
-from atoll.plan import MeshShape, Plan
+from atoll.plans import MeshShape, Plan
 from atoll.runtime.engine import Engine
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, History, reference, whole_parameters, worst_difference

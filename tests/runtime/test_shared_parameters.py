@@ -14,7 +14,7 @@ from atoll import Engine, schedules
 from atoll.layouts import Layout, Precision
 from atoll.models import Adapter, adapter_for, initialise_model
 from atoll.models.adapter import SequentialAdapter
-from atoll.plan import MeshShape, Plan
+from atoll.plans import MeshShape, Plan
 from atoll.testing import run_ranks
 from atoll.testing.parity import whole_parameters
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from atoll.errors import RunError
-from atoll.plan import MeshShape
+from atoll.plans import MeshShape
 from atoll.runtime.transport import Channel, GlooTransport, Tag, connect, world_rank
 from atoll.testing import run_ranks
 

@@ -15,7 +15,7 @@ from atoll import schedules
 from atoll.errors import PlanError, RankError
 from atoll.layouts import Layout
 from atoll.models import Decoder, DecoderConfig, SequentialAdapter, Vocabulary
-from atoll.plan import MeshShape, Plan
+from atoll.plans import MeshShape, Plan
 from atoll.runtime.engine import Engine
 from atoll.runtime.vocabulary.split import SplitVocabulary
 from atoll.testing import RankPool, run_ranks

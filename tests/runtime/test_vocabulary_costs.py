@@ -13,7 +13,7 @@ from atoll import schedules
 from atoll.cost import Prediction, Use
 from atoll.layouts import Layout, Precision
 from atoll.models import Decoder, DecoderConfig, transformer_of
-from atoll.plan import MeshShape, Plan
+from atoll.plans import MeshShape, Plan
 from atoll.runtime.engine import Engine
 from atoll.runtime.vocabulary.slice import Scores, VocabularySlice
 from atoll.testing import run_ranks

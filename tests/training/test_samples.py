@@ -8,7 +8,7 @@ import pytest
 from atoll.config import Config
 from atoll.config.load import from_dict
 from atoll.data import IGNORED_LABEL, Batch, Corpus
-from atoll.plan import MeshShape
+from atoll.plans import MeshShape
 from atoll.training.samples import Samples, prepare_corpus
 
 BATCH = 12

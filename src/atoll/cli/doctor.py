@@ -160,7 +160,7 @@ def exchange() -> None:
     import torch
     from torch.distributed import TCPStore
 
-    from atoll.plan import MeshShape
+    from atoll.plans import MeshShape
     from atoll.runtime import transport
     from atoll.runtime.launch import torchrun_environment, watch_parent
 

@@ -8,7 +8,7 @@ from atoll import schedules
 from atoll.errors import ConfigError, PlanError, UserError
 from atoll.ir import Schedule
 from atoll.layouts import Layout, Precision
-from atoll.plan import MeshShape, Plan
+from atoll.plans import MeshShape, Plan
 from atoll.stages import BlockWeight, split_blocks
 
 if TYPE_CHECKING:

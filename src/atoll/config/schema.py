@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from atoll.errors import LayoutError
 from atoll.layouts import Layout
-from atoll.plan import AXES, ORDERS, Plan
+from atoll.plans import AXES, ORDERS, Plan
 from atoll.toml import to_toml
 
 Positive = Annotated[int, Field(ge=1)]
@@ -196,8 +196,8 @@ class Parallel(Section):
     prefetch: bytes of parameters that may be gathered before they are used; 0 takes the least memory, and the backward
     then waits for each reduction too.
     residency, reduction, resident, unit: how long gathered parameters stay whole, how often gradients are reduced, and
-    how many blocks at once; see atoll.plan.Plan.
-    order: the axes of the mesh over the ranks, outermost first; see atoll.plan.MeshShape.
+    how many blocks at once; see atoll.plans.Plan.
+    order: the axes of the mesh over the ranks, outermost first; see atoll.plans.MeshShape.
     vocabulary: the rows of embedding and head are split over the pipeline's ranks.
     sequence_parallel: what lies between the parts split by `tensor` works on a part of the sequence.
     layers_per_stage: how many layers each stage gets; as even as can be if not given.

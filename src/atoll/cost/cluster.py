@@ -32,7 +32,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from atoll.errors import ConfigError
 from atoll.layouts import ITEM_BYTES
-from atoll.plan import MeshShape
+from atoll.plans import MeshShape
 from atoll.sim import Speed
 from atoll.toml import nested_to_toml
 

@@ -17,7 +17,7 @@ from atoll.cost.ranks import Ranks
 from atoll.cost.work import Use, Work, Workload
 from atoll.errors import ConfigError
 from atoll.layouts import ITEM_BYTES, Level
-from atoll.plan import Plan
+from atoll.plans import Plan
 from atoll.program import Do, Instruction
 from atoll.program.memory import held_after
 from atoll.sim import Played, Rates, Speed, play

@@ -26,7 +26,7 @@ from atoll.layouts import (
     reduced_at_once,
     working_memory,
 )
-from atoll.plan import Place, Plan
+from atoll.plans import Place, Plan
 from atoll.program import BlockShape, Phase, Program, Programs, RankShape, StageShape, lower_row, unit_shape
 from atoll.stages import BlockWeight, split_blocks
 

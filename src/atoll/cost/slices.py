@@ -13,7 +13,7 @@ from atoll.ir import Action, Schedule, insert_vocabulary
 from atoll.ir.residency import Slices as SliceBytes
 from atoll.ir.residency import slices_freed
 from atoll.layouts import ITEM_BYTES, Box
-from atoll.plan import Plan
+from atoll.plans import Plan
 from atoll.program import Do
 
 At = tuple[Do, int]

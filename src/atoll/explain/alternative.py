@@ -9,7 +9,7 @@ from functools import cached_property
 from atoll.cost import Cluster, Held, Prediction, Use
 from atoll.cost.breakdown import PARTS, mean
 from atoll.errors import UserError
-from atoll.plan import Plan
+from atoll.plans import Plan
 
 COMPUTED = ("forward", "backward", "weights")
 """Fields of `Breakdown` in which a rank computes for its microbatches."""

@@ -14,7 +14,7 @@ from typing import Any
 from atoll import schedules
 from atoll.errors import PlanError
 from atoll.layouts import EFFECTIVE, Layout, Level, Precision
-from atoll.plan import AXES, ORDERS, RECOMPUTE, MeshShape, Plan
+from atoll.plans import AXES, ORDERS, RECOMPUTE, MeshShape, Plan
 from atoll.schedules import CATALOGUE
 
 NO = "off"

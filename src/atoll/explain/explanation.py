@@ -17,7 +17,7 @@ from atoll.explain.alternative import Alternative, attempt, fullest_rank, predic
 from atoll.explain.choices import CHOICES, rebuilt
 from atoll.explain.holdings import Holding, holding
 from atoll.explain.links import LinkUse, Travel, link_uses, travel
-from atoll.plan import Plan
+from atoll.plans import Plan
 
 FASTER = 1.1
 """How much faster a resource is made to see whether it binds."""

@@ -9,7 +9,7 @@ from atoll.cost import Prediction
 from atoll.explain.alternative import EQUAL, Alternative, fullest_rank
 from atoll.explain.choices import CHOICES, NO, YES
 from atoll.explain.holdings import Holding
-from atoll.plan import MeshShape
+from atoll.plans import MeshShape
 from atoll.units import format_bytes, format_rate, format_seconds
 
 AXES = {

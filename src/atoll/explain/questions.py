@@ -17,7 +17,7 @@ from atoll.explain.explanation import Explanation
 from atoll.explain.links import travel
 from atoll.ir.residency import Reduction
 from atoll.layouts import EFFECTIVE, Layout
-from atoll.plan import Plan
+from atoll.plans import Plan
 from atoll.units import format_bytes, format_count, format_seconds
 
 BATCHES = (0.25, 0.5, 1.0, 2.0, 4.0)

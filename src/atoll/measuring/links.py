@@ -17,7 +17,7 @@ import torch
 from atoll.cost import Link
 from atoll.measuring.fits import fit_line, goodput_of
 from atoll.measuring.stopwatch import typical
-from atoll.plan import MeshShape
+from atoll.plans import MeshShape
 from atoll.runtime.transport import Channel, Peers, Tag, Transport, connect
 
 GROWTH, LEAST_SIZES = 8, 7

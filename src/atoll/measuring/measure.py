@@ -15,7 +15,7 @@ from atoll.errors import ConfigError
 from atoll.measuring.device import DTYPES, Reading, describe_device, read_device, to_device
 from atoll.measuring.links import read_links
 from atoll.measuring.stopwatch import Stopwatch
-from atoll.plan import MeshShape
+from atoll.plans import MeshShape
 from atoll.runtime.transport import Transport, connect, world_rank
 from atoll.toml import nested_to_toml
 from atoll.units import format_bytes, format_seconds

@@ -43,8 +43,8 @@ from atoll.layouts import (
     SegmentShape,
     footprint,
 )
-from atoll.plan import MeshShape, Place
 from atoll.planner.space import Travel
+from atoll.plans import MeshShape, Place
 from atoll.program.instruction import Phase
 
 USES = (Op.F, Op.I, Op.B)

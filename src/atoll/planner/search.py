@@ -28,9 +28,9 @@ from atoll.cost import Cluster, Prediction, Use, Workload
 from atoll.errors import UserError
 from atoll.ir import Schedule
 from atoll.layouts import ITEM_BYTES, Layout, Precision
-from atoll.plan import MeshShape, Plan
 from atoll.planner.bounds import Least, Skeleton
 from atoll.planner.space import Frame, Goal, Order, Space, Travel
+from atoll.plans import MeshShape, Plan
 
 EFFORT = 800_000
 """What a search may play, in instructions, unless it is done before."""

@@ -11,7 +11,7 @@ from atoll.cost import Cluster, Use
 from atoll.errors import ConfigError
 from atoll.ir.residency import REDUCTIONS, RESIDENCIES, Reduction, Residency
 from atoll.layouts import EFFECTIVE, Layout, Level
-from atoll.plan import AXES, ORDERS, RECOMPUTE, MeshShape
+from atoll.plans import AXES, ORDERS, RECOMPUTE, MeshShape
 
 Word = TypeVar("Word", bound=str)
 

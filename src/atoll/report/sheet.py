@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from atoll.cost import Held, Prediction
 from atoll.cost.breakdown import busiest_rank
 from atoll.layouts import Level
-from atoll.plan import MeshShape, Plan
+from atoll.plans import MeshShape, Plan
 from atoll.report.timeline import Timeline, predicted_timeline
 from atoll.report.traffic import Flow, traffic
 from atoll.units import format_bytes, format_count, format_rate, format_seconds

@@ -11,7 +11,7 @@ import torch
 from atoll.errors import PlanError
 from atoll.models import Batch
 from atoll.models.adapter import IGNORED_LABEL
-from atoll.plan import Place, Plan
+from atoll.plans import Place, Plan
 from atoll.runtime.agreement import Agreement, Question
 from atoll.runtime.vocabulary.slice import VocabularySlice
 

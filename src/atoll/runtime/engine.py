@@ -23,7 +23,7 @@ from atoll.errors import CostWarning, PlanError, RunError
 from atoll.layouts import Footprint, WorkingMemory
 from atoll.models import Adapter, Batch, adapter_for, weights_for
 from atoll.models.adapter import IGNORED_LABEL
-from atoll.plan import Plan
+from atoll.plans import Plan
 from atoll.program import Do, Instruction, Program
 from atoll.runtime.agreement import Agreement
 from atoll.runtime.allocator import keep_freed_memory

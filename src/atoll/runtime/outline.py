@@ -13,7 +13,7 @@ from atoll.ir import Action, Schedule, insert_vocabulary, lower
 from atoll.ir.residency import Slices, slices_freed
 from atoll.layouts import ITEM_BYTES
 from atoll.models import Adapter, Vocabulary, relative_score, weigh_blocks
-from atoll.plan import Plan
+from atoll.plans import Plan
 from atoll.program import Ending, Program, RankShape, lower_row
 from atoll.runtime.vocabulary.slice import vocabulary_of
 from atoll.stages import split_blocks

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from atoll.config import Config
 from atoll.cost import Prediction
 from atoll.layouts import Layout, Level
-from atoll.plan import Plan
+from atoll.plans import Plan
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from atoll.layouts import EFFECTIVE
-from atoll.plan import ORDERS
+from atoll.plans import ORDERS
 from atoll.schedules import CATALOGUE
 from atoll.testing.parity import Case
 from atoll.testing.tiny import TinyConfig

@@ -18,7 +18,7 @@ from atoll import schedules
 from atoll.errors import CostWarning
 from atoll.ir.residency import Reduction, Residency
 from atoll.layouts import Layout, Precision
-from atoll.plan import AXES, MeshShape, Plan
+from atoll.plans import AXES, MeshShape, Plan
 from atoll.runtime.engine import Engine
 from atoll.runtime.pipeline.step_end import StepResult
 from atoll.runtime.sharding.optimizer import decay_matrices

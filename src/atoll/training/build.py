@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from atoll.config import Config, Model, Train
 from atoll.errors import ConfigError
 from atoll.models import Decoder, DecoderConfig
-from atoll.plan import Plan
+from atoll.plans import Plan
 from atoll.runtime.engine import Engine
 from atoll.runtime.sharding.optimizer import decay_matrices
 from atoll.training.pretrained import first_weights, hugging_face_model

@@ -10,7 +10,7 @@ from atoll.config import Config
 from atoll.cost import Cluster
 from atoll.models import adapter_for
 from atoll.models.weights import weights_for
-from atoll.plan import Plan
+from atoll.plans import Plan
 from atoll.runtime.assemble.describe import describe
 from atoll.runtime.checkpoint import is_complete
 from atoll.training.build import build_model

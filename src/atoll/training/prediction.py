@@ -8,7 +8,7 @@ from typing import Any
 from atoll.config import Config
 from atoll.cost import Cluster, Prediction, Transformer, Use, Workload
 from atoll.data import expected_ids
-from atoll.plan import Plan
+from atoll.plans import Plan
 
 PREDICTED = ("llama", "mistral", "qwen2", "gpt2")
 """Families of `transformers` whose sizes are read from their configuration."""

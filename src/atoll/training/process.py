@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, TextIO
 from atoll.config import Config
 from atoll.cost import Cluster
 from atoll.errors import ConfigError
-from atoll.plan import Plan
+from atoll.plans import Plan
 from atoll.runtime import failure
 from atoll.runtime.launch import Rendezvous, launch_local, leave, meet, torchrun_environment, watch_parent
 from atoll.training.choosing import load_chosen

@@ -14,7 +14,7 @@ from atoll.cost import Prediction
 from atoll.cost.summary import summary
 from atoll.data.tokenizer import FileTokenizer, Tokenizer
 from atoll.layouts import Footprint
-from atoll.plan import Plan
+from atoll.plans import Plan
 from atoll.runtime.engine import Evaluation
 from atoll.runtime.pipeline.step_end import StepResult
 from atoll.trace import Trace, to_chrome

@@ -9,7 +9,7 @@ from typing import Any
 from atoll.config import Config
 from atoll.data import Batch, Corpus, SampleOrder, batch, hide, prepare, preview, sample_count, validation_batches
 from atoll.errors import ConfigError
-from atoll.plan import Place
+from atoll.plans import Place
 from atoll.runtime.places import cache_folder
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from atoll.config import Config
 from atoll.data import Corpus
 from atoll.errors import CostWarning
-from atoll.plan import Plan
+from atoll.plans import Plan
 from atoll.runtime import checkpoint
 from atoll.runtime.transport import world_rank
 from atoll.training.build import build_engine, build_model

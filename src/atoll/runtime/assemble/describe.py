@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from atoll._torch import pretended_ranks
 from atoll.models import adapter_for
-from atoll.plan import Plan
+from atoll.plans import Plan
 from atoll.program import Program, Programs
 from atoll.runtime.assemble.build import build
 from atoll.runtime.assemble.holdings import shape_of

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from atoll.layouts import Footprint, Sharding, WorkingMemory, footprint, reduced_at_once, working_memory
-from atoll.plan import Place, Plan
+from atoll.plans import Place, Plan
 from atoll.program import Bytes, RankShape
 from atoll.runtime.pipeline.stage import Sharded
 from atoll.runtime.sharding.unit import Unit

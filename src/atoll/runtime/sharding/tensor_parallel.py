@@ -33,7 +33,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from atoll.errors import PlanError
 from atoll.models import STYLES, Adapter, Block
 from atoll.models.probe import hidden_argument, replace_hidden
-from atoll.plan import Plan
+from atoll.plans import Plan
 from atoll.runtime.randomness import draw_alike, draw_apart
 from atoll.runtime.sharding.tensors import Spread, is_split
 

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from atoll.errors import RunError
-from atoll.plan import MOST_MICROBATCHES, Place
+from atoll.plans import MOST_MICROBATCHES, Place
 
 _MESHES = itertools.count()
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
-from atoll.plan import Place
+from atoll.plans import Place
 from atoll.runtime.transport.base import Channel, Later, Message, Outbox, Peers, Tag, Transport
 
 

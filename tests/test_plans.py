@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from atoll import schedules
 from atoll.errors import PlanError
 from atoll.layouts import Layout, Nest
-from atoll.plan import ORDERS, MeshShape, Place, Plan
+from atoll.plans import ORDERS, MeshShape, Place, Plan
 
 LAW = settings(deadline=None, max_examples=50)
 AXIS = st.integers(1, 4)
