@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "atoll"
 
 PURE = (
-    "errors", "toml", "units", "ir", "schedules", "layouts", "program", "plan", "trace", "sim", "cost", "explain",
+    "errors", "toml", "units", "ir", "schedules", "layouts", "program", "plans", "trace", "sim", "cost", "explain",
     "config", "settings", "data",
 )  # fmt: skip
 
