@@ -117,7 +117,7 @@ def emulated(raw: Raw) -> Figures:
 
 
 def slow_hop(raw: Raw) -> Figures:
-    """Of each race the best automatic order in 1F1B's memory, and in twice that, beside the better of 1F1B and ZB-V."""
+    """Return speedups of the best automatic order over the better of 1F1B and ZB-V, in 1F1B's memory and twice that."""
     best: dict[bool, list[float]] = {False: [], True: []}
     for race in raw["races"]:
         for is_more, found in best.items():

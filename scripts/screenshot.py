@@ -15,7 +15,8 @@ def main() -> None:
     from atoll.training.sheet import sheet_of_config
     from benchmarks.browser import browser
 
-    sheet = sheet_of_config(ROOT / "configs/llama-3-8b.toml", (), ROOT / "configs/clusters/h100.toml")
+    cluster = ROOT / "configs/clusters/h100.toml"
+    sheet = sheet_of_config(ROOT / "configs/llama-3-8b.toml", (f'run.cluster="{cluster}"',))
     with tempfile.TemporaryDirectory() as folder, browser() as shown:
         path = Path(folder) / "report.html"
         path.write_text(page([sheet]), encoding="utf-8")

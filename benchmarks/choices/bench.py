@@ -23,10 +23,10 @@ from benchmarks.islands.work import Sleeping
 SWEEPS = ("two_islands", "two_islands_a100", "two_islands_text", "one_machine", "one_machine_a100", "one_machine_text")
 
 NEAR = 1.05
-"""A choice is near the best if its step takes at most so many times as long."""
+"""A choice is near the best if its step takes at most this many times as long."""
 
 SHOWN = 8
-"""Settings of each race that the page lists."""
+"""How many settings of each race the page lists."""
 
 Found = dict[str, Any]
 
@@ -91,19 +91,19 @@ class Sweep(NamedTuple):
 
     @property
     def judged(self) -> list[Found]:
-        """The settings that calibrated nothing."""
+        """The settings that were predicted and not used to calibrate."""
         return [each for each in self.settings if not each["is_fitted"]]
 
 
 def races(result: Mapping[str, Any]) -> Iterator[Sweep]:
-    """Of all sweeps."""
+    """Return the races of every sweep."""
     for name, sweep in result["sweeps"].items():
         for course, race in sweep["races"].items():
             yield Sweep(name, course, race["settings"])
 
 
 def report(result: Mapping[str, Any]) -> str:
-    """The page."""
+    """Write the page."""
     parts = [
         "# Choices",
         "Written by `python benchmarks/run.py choices`. A planner is asked for the fastest plan of a sweep whose plans "

@@ -26,17 +26,17 @@ BURST = 1 << 20
 """Bytes that the emulated link carries at once after a pause: the token bucket of `benchmarks.islands.network`."""
 
 FEW, PART = 20, 3
-"""Of a race, so many settings calibrate at most, and one of so many."""
+"""At most `FEW` settings of a race calibrate, and at most one in `PART`."""
 
 
 def trained(kept: Mapping[str, Any]) -> Trained:
-    """The work of a raw file."""
+    """Return the work that a raw file was measured on."""
     values = {key: value for key, value in kept.items() if key not in ("kind", "parameters", "units")}
     return KINDS[kept["kind"]](**values)
 
 
 def workload_of(work: Trained, cluster: Cluster) -> Workload:
-    """What a work asks of a device. An emulated device takes the seconds that it is given, on this cluster."""
+    """Return a work as a workload. On an emulated device each operation takes the seconds it is told to sleep."""
     with torch.device("meta"):
         model: Any = work.build()
         if isinstance(work, Text):
@@ -62,7 +62,7 @@ class Pausing:
 
     @property
     def name(self) -> str:
-        """In the model."""
+        """The block's name in the model."""
         return self.block.name
 
     def work(self, use: Use) -> Work:
@@ -74,7 +74,7 @@ class Pausing:
 
 
 def cluster_of(measured: Cluster, course: Course, *, cores: int, sleeps: bool) -> Cluster:
-    """The islands of a course, before anything is calibrated.
+    """Return the cluster that a course runs on, before calibration.
 
     measured: a machine whose cores have a rank each. Ranks that share cores have a part of its rates.
     sleeps: whether compute is emulated by operations that reach all of their rate.
@@ -97,7 +97,7 @@ def cluster_of(measured: Cluster, course: Course, *, cores: int, sleeps: bool) -
 
 
 def predicted(setting: Atoll, work: Trained, workload: Workload, course: Course, cluster: Cluster) -> Prediction:
-    """A setting's step. Ranks of an island read each other's memory."""
+    """Predict a setting's step. Ranks of an island read each other's memory."""
     plan = setting.plan(work, inter=course.inter, intra=course.intra)
     tokens = work.tokens if isinstance(work, Chain | Text | Sleeping) else 1
     use = Use(samples=plan.microbatch, sequence=tokens, compute=plan.precision.compute)
@@ -118,7 +118,7 @@ class Measured:
 
 
 def measured(race: Mapping[str, Any]) -> list[Measured]:
-    """Every setting of Atoll's that ran and that a plan can ask for.
+    """Return every setting of Atoll that ran and that a plan can express.
 
     Seconds are those of its turns in the race. Those that have visits alone, which are of another hour, have their
     visit's seconds times the median by which turns and visits differ.
@@ -153,6 +153,6 @@ def _ours(rows: Iterable[Mapping[str, Any]]) -> dict[str, _Seen]:
 
 
 def calibrating(names: Iterable[str]) -> set[str]:
-    """The settings that calibrate, drawn by a hash of their names."""
+    """Draw the settings that calibrate, by a hash of their names."""
     drawn = sorted(names, key=lambda name: sha256(name.encode()).hexdigest())
     return set(drawn[: min(FEW, len(drawn) // PART)])

@@ -117,7 +117,7 @@ class Atoll:
         return _words(f"Atoll {self.layout} x{self.microbatches}", order, ahead, by)
 
     def plan(self, work: Work, *, inter: int, intra: int) -> Plan:
-        """What the engine is given."""
+        """The keyword arguments that the engine is built with."""
         stays: dict[str, Any] = {"residency": "run", "reduction": "run"} if self.breadth else {}
         if self.breadth:
             schedule = schedules.build("breadth-first", ranks=1, microbatches=self.microbatches, chunks=work.blocks)

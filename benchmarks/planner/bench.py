@@ -1,4 +1,4 @@
-"""How long a plan takes to be chosen, in seconds of one core, and whether the same question has the same answer."""
+"""Seconds of one core that the planner takes, and whether the same question gets the same answer twice."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Question:
     global_batch: int
     sequence: int
     most: float
-    """Seconds that it may take."""
+    """The most seconds that the search may take."""
 
 
 def llama(layers: int, hidden: int, heads: int, ffn: int) -> Transformer:
-    """Untied, 8 key and value heads, 128,256 ids."""
+    """Return a Llama model with 8 key and value heads, an untied head and 128,256 ids."""
     return Transformer.llama(layers=layers, hidden=hidden, heads=heads, kv_heads=8, ffn=ffn, vocabulary=128_256)
 
 
@@ -39,7 +39,7 @@ QUESTIONS = (
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Every question twice."""
+    """Ask every question twice."""
     rows = []
     for question in QUESTIONS[:1] if arguments.quick else QUESTIONS:
         rows.append(asked(question, effort=10_000 if arguments.quick else None))
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def asked(question: Question, *, effort: int | None = None) -> dict[str, Any]:
-    """One question, and the same again. effort: as `atoll.planner.plan` has it, its own if None."""
+    """Ask one question twice. effort: that of `atoll.planner.plan`; its default if None."""
     cluster = Cluster.of(
         {
             "nodes": question.nodes,
@@ -80,7 +80,7 @@ def asked(question: Question, *, effort: int | None = None) -> dict[str, Any]:
 
 
 def report(result: Mapping[str, Any]) -> str:
-    """The page."""
+    """Write the page."""
     lines = [
         "| question | search s | at most | same again | step s, predicted | MFU | another is faster by at most | "
         "plans played | meshes with microbatches |",

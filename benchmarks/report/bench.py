@@ -27,7 +27,7 @@ from benchmarks.islands import tables
 
 RANKS, MICROBATCHES = 64, 288
 OPENED = 5
-"""Times that each page is opened."""
+"""How often each page is opened."""
 CLUSTER = {
     "device": {"preset": "h100-80gb"},
     "node": {"devices": 8, "cards": 8, "link": {"preset": "nvlink4"}},
@@ -58,7 +58,7 @@ ZOOM = """(async () => {
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Make the page, open it and move it."""
+    """Write the page, open it in the browser, scroll it and zoom it."""
     ranks, microbatches, frames = (8, 24, 20) if arguments.quick else (RANKS, MICROBATCHES, 120)
     begun = time.monotonic()
     sheet = with_measured(predicted_sheet(prediction(ranks, microbatches), "64 ranks", "run"))
@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def prediction(ranks: int, microbatches: int) -> Prediction:
-    """A decoder of two layers a pipeline rank under 1F1B, sharded over the eight devices of a node."""
+    """Predict a decoder with two layers a pipeline rank under 1F1B, sharded over the eight devices of a node."""
     model = Transformer.llama(layers=2 * ranks, hidden=4096, heads=32, ffn=11008, vocabulary=32000)
     schedule = build("1f1b", ranks=ranks, microbatches=microbatches)
     mesh = MeshShape(pipeline=ranks, intra=8)
@@ -97,7 +97,7 @@ def prediction(ranks: int, microbatches: int) -> Prediction:
 
 
 def with_measured(sheet: Sheet) -> Sheet:
-    """The sheet with a second timeline, whose bars are up to a tenth longer or shorter than the predicted ones."""
+    """Return the sheet with a second timeline whose bars are up to 10 % longer or shorter than the predicted ones."""
     chance = random.Random(0)
     predicted, rows = sheet.timelines[0], []
     for row in predicted.rows:
@@ -113,7 +113,7 @@ def with_measured(sheet: Sheet) -> Sheet:
 
 
 def moved(shown: Page, url: str, frames: int) -> dict[str, Any]:
-    """Seconds to open a page, and of the frames while it is scrolled and zoomed."""
+    """Return the seconds to open a page, and the seconds of each frame while it is scrolled and zoomed."""
     opened = [shown.open(url) for _ in range(OPENED)]
     found: dict[str, Any] = {"opened_seconds": opened, "problems": shown.problems}
     for name, script in (("scroll", SCROLL % (frames, frames)), ("zoom", ZOOM % frames)):
@@ -126,7 +126,7 @@ def moved(shown: Page, url: str, frames: int) -> dict[str, Any]:
 
 
 def report(result: dict[str, Any]) -> str:
-    """The page."""
+    """Write the page."""
     rows = [
         f"| {row['window']}, {row['width']} × {row['height']} | {median(row['opened_seconds']):.2f} "
         f"| {max(row['opened_seconds']):.2f} | {row['scroll_frames_per_second']:.0f} "

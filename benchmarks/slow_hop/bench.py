@@ -40,16 +40,16 @@ LATENCIES = (0.040, 0.060)
 
 FIXED = ("1f1b", "zb-h1", "zb-h2", "interleaved", "zb-v")
 PLACEMENTS = {"line": "zb-h1", "v": "zb-v"}
-"""Where automatic orders are searched, and whose actions say what F, I and W take there."""
+"""The placements that orders are searched on, and the schedule whose actions give the times of F, I and W there."""
 
 AGAINST = ("1f1b", "zb-v")
 SAME_GRADIENT = 1e-10
 ROUNDS, FEWER_ROUNDS = 5, 3
-"""Steps of each contender, and where a round takes half a minute."""
+"""Timed steps of each contender: usually, and where a round takes half a minute."""
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure both latencies with 4 ranks and 16 microbatches, the shorter one with 8 and 32."""
+    """Measure 4 ranks with 16 microbatches at both latencies, and 8 ranks with 32 at the shorter one."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the namespaces are removed
     cases = [(4, 16, latency, ROUNDS) for latency in LATENCIES] + [(8, 32, LATENCIES[0], FEWER_ROUNDS)]
     if arguments.quick:
@@ -102,7 +102,7 @@ def _race(ranks: int, microbatches: int, latency: float, rounds: int) -> dict[st
 
 
 def _limit(islands: Islands) -> None:
-    """A bucket that is smaller than a message, on both ends."""
+    """Limit both ends of the link by a token bucket that holds less than one message."""
     for name in islands.names:
         shape = ["tbf", "rate", f"{RATE:.0f}bit", "burst", BURST, "latency", "1s"]
         subprocess.run(["tc", "-n", name, "qdisc", "add", "dev", INTERFACE, "root", *shape], check=True)
@@ -121,7 +121,7 @@ def _links(measured: Mapping[tuple[int, int], tuple[float, float]], half: int, l
 
 
 def _rows(per_rank: Sequence[Sequence[Record]]) -> dict[str, dict[str, Any]]:
-    """By contender: the steps, and what its actions took in the median of ranks and steps."""
+    """Return each contender's steps, and the median seconds of its actions over ranks and steps."""
     rows = {}
     for records in zip(*per_rank, strict=True):
         worst = max(each.gradient_difference for each in records)
@@ -143,13 +143,13 @@ def _rows(per_rank: Sequence[Sequence[Record]]) -> dict[str, dict[str, Any]]:
 
 
 def _costs(took: Mapping[str, float], chunks: int, links: Links) -> Costs:
-    """Of a rank's whole share. A full backward's parts take half of it each."""
+    """Return the costs of a rank's whole share. I and W each take half of a full backward's time."""
     half = took.get("B", 0.0) / 2
     return Costs(*(chunks * took.get(op, half) for op in ("F", "I", "W")), hop=links)
 
 
 def _add_theory(row: dict[str, Any], schedule: Schedule, links: Links) -> None:
-    """What the simulator says of the same order, with what its own actions took; and what it keeps."""
+    """Add the simulated step of an order, played with the times its own actions took, and its activations in flight."""
     trace = simulate(schedule, _costs(row["took"], schedule.chunks, links), Memory())
     row["simulated_seconds"] = trace.makespan
     row["over_simulation"] = row["median_seconds"] / trace.makespan - 1
@@ -163,7 +163,7 @@ def _bound(costs: Costs, ranks: int, microbatches: int, kind: str) -> float:
 
 
 def report(result: dict[str, Any]) -> str:
-    """The page."""
+    """Write the page."""
     parts = [
         "# Orders for a slow hop",
         "Written by `python benchmarks/run.py slow_hop`. **Device and network are emulated**: compute sleeps; half of "

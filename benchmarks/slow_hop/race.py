@@ -1,4 +1,4 @@
-"""What every rank does: measures its links, and runs schedules in turns over a link whose latency is emulated."""
+"""The code that each rank runs: it measures the links, then runs schedules in turns over an emulated latency."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from benchmarks.islands.ranks import Rank
 TAG = 9
 PINGS = 8
 TRAIN = 8
-"""Messages that follow each other at once, to see how long one takes the link."""
+"""How many messages are sent back to back to measure how long one occupies the link."""
 
 
 @dataclass(slots=True)
 class Record:
-    """What one rank saw of a schedule: its steps, and what its actions took, by op, in the mean of a step's."""
+    """What one rank measured of a schedule: seconds of its steps, and the mean seconds of its actions by op."""
 
     name: str
     gradient_difference: float = 0.0
@@ -40,12 +40,12 @@ class Record:
 
 
 def island(rank: Rank, peer: int) -> int:
-    """The island of a pipeline rank."""
+    """Return the island of a pipeline rank."""
     return peer // rank.intra
 
 
 def links(rank: Rank) -> dict[tuple[int, int], tuple[float, float]]:
-    """Seconds of a message from one rank to the next, and back, on an idle link; and in a train of them, of each one.
+    """Measure seconds of a message between neighbouring ranks, both ways, on an idle link and in a train of messages.
 
     The receiver is waiting. Each message carries when it left, by the clock that the ranks share.
     """
@@ -116,7 +116,7 @@ def late(rank: Rank, transport: Transport, latency: float) -> Iterator[None]:
 
 
 def race(rank: Rank, schedules: Mapping[str, Schedule], latency: float, rounds: int) -> list[Record]:
-    """Every schedule takes a step in each round; the first step, without sleep, is compared with one process."""
+    """Run one step of every schedule per round. The first step does not sleep and is compared with one process."""
     work: Work = rank.work
     device, records = Device(), []
     with pausing_weights(work, device):

@@ -49,7 +49,7 @@ def block(matrices: float = 1.0, attention: float = 0.0) -> Layer:
 
 
 def head(width: int, vocabulary: int, sequence: int) -> float:
-    """Of a head's product, in layers: 2hV beside 24h^2 + 4sh operations a token."""
+    """Return the cost of the output projection in layers: 2hV operations a token, where a layer has 24h^2 + 4sh."""
     return vocabulary / (12 * width + 2 * sequence)
 
 
@@ -74,7 +74,7 @@ SIZES = ((4, 16), (8, 32))
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Every model on each size."""
+    """Compare every model at each number of ranks."""
     rows = []
     for model in MODELS[:1] if arguments.quick else MODELS:
         for ranks, microbatches in SIZES[:1] if arguments.quick else SIZES:
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def compared(model: Model, ranks: int, microbatches: int) -> dict[str, Any]:
-    """One model on so many ranks."""
+    """Compare one model on a number of ranks."""
     layers = model.all
     loop = Placement("loop", ranks, 2)
     interleaved = build("interleaved", ranks=ranks, microbatches=microbatches)
@@ -117,7 +117,7 @@ def compared(model: Model, ranks: int, microbatches: int) -> dict[str, Any]:
 
 
 def _rivals(layers: Sequence[Layer], ranks: int, microbatches: int) -> Iterator[tuple[str, float]]:
-    """Schedules of the catalogue that are not searched for, on the even split of their placement."""
+    """Return the fixed schedules of the catalogue, each on the even split for its placement."""
     for name, entry in CATALOGUE.items():
         if name in SEARCHED:
             continue
@@ -137,7 +137,7 @@ def _rivals(layers: Sequence[Layer], ranks: int, microbatches: int) -> Iterator[
 
 
 def _equal(layers: int, stages: int) -> tuple[int, ...]:
-    """The same number of layers each, as far as it goes, the embedding with the first and the head with the last."""
+    """Give stages equal numbers of layers as nearly as possible; the first has the embedding, the last the head."""
     size, more = divmod(layers - 2, stages)
     counts = [size + (stage < more) for stage in range(stages)]
     counts[0] += 1
@@ -160,7 +160,7 @@ def _costs(layers: Sequence[Layer], way: tuple[int, ...]) -> Costs:
 
 
 def _memory(layers: Sequence[Layer], way: tuple[int, ...], placement: Placement) -> Memory:
-    """As the joint search counts: each chunk of a rank as its largest one. A full backward keeps nothing for W."""
+    """Count memory as the joint search does: each chunk as a rank's largest. A full backward keeps nothing for W."""
     runs = [layers[first:last] for first, last in pairwise(accumulate(way, initial=0))]
     kept = [sum(layer.activation for layer in run) for run in runs]
     own = [[kept[stage] for stage in placement.stages_of(rank)] for rank in range(placement.ranks)]
@@ -168,7 +168,7 @@ def _memory(layers: Sequence[Layer], way: tuple[int, ...], placement: Placement)
 
 
 def report(result: dict[str, Any]) -> str:
-    """The page."""
+    """Write the page."""
     rows = result["rows"]
     lines = [
         "| model | ranks | microbatches | placement | bubble | equal | even | best of the catalogue | in equal's "

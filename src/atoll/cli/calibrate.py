@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from atoll.cli.predict import CLUSTER, read_cluster
+from atoll.cli.arguments import CLUSTER, AsJson, read_cluster
 from atoll.units import format_seconds
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def command(
     constants: Annotated[
         str | None, typer.Option(help="What to fit, by keys of the file separated by commas; all if not given.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Fit the constants of a cluster to the measured steps in ROWS, and write the cluster with them.
 

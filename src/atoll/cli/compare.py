@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from atoll.cli.predict import CLUSTER, read_cluster
+from atoll.cli.arguments import CLUSTER, AsJson, read_cluster
 from atoll.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def command(
     cluster: Annotated[
         Path | None, typer.Option(help=f"{CLUSTER} If not given, the one that the run was predicted on.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Hold the measured seconds and bytes of RUN against their prediction, instruction by instruction.
 

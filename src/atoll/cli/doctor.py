@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from atoll.cli.arguments import AsJson
 from atoll.measuring.host import machine_memory
 
 
@@ -88,7 +89,7 @@ def command(
     seconds: Annotated[
         float, typer.Option("--seconds", help="With --measure: how long each quantity is measured.")
     ] = 0.2,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Say what this machine can do, what is missing and how to get it; exit code 1 if training cannot run here.
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from atoll.cli.predict import CLUSTER, cluster_override, read_cluster
+from atoll.cli.arguments import CLUSTER, AsJson, Overrides, read_cluster, with_cluster
 
 if TYPE_CHECKING:
     from atoll.explain import Explanation
@@ -15,10 +15,7 @@ if TYPE_CHECKING:
 
 def command(
     config: Annotated[Path, typer.Argument(help="A TOML file, or the folder of a run.", show_default=False)],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Replace a key of the file, as in --set parallel.layout=GGG."),
-    ] = None,
+    overrides: Overrides = None,
     cluster: Annotated[
         Path | None, typer.Option(help=f"{CLUSTER} If not given, run.cluster, or that of the run.")
     ] = None,
@@ -32,7 +29,7 @@ def command(
     keys: Annotated[
         list[str] | None, typer.Argument(help="Keys of questions, after --ask.", show_default=False)
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Explain the plan of CONFIG: where the bytes and seconds of each rank go and why, what binds, what each layout
     would send, and what other choices and situations would change. Of a RUN, what was measured stands beside.
@@ -90,7 +87,7 @@ def _settings(system: str, path: Path, overrides: tuple[str, ...], cluster: Path
         measured = read_run(path).measured
         loaded, world, named = measured.config, measured.world, cluster or measured.cluster
     else:
-        (loaded, _), world = load_chosen(path, [*overrides, *cluster_override(cluster)]), None
+        (loaded, _), world = load_chosen(path, with_cluster(overrides, cluster)), None
         named = None if loaded.run.cluster is None else Path(loaded.run.cluster)
     prediction = predict_on(loaded, None if named is None else Cluster.read(named), world=world)
     found = settings_for(system, loaded, prediction)
@@ -119,7 +116,7 @@ def _explanation(path: Path, overrides: tuple[str, ...], cluster: Path | None) -
 
     if path.is_dir():
         return _of_run(path, overrides, cluster)
-    loaded, _ = load_chosen(path, [*overrides, *cluster_override(cluster)])
+    loaded, _ = load_chosen(path, with_cluster(overrides, cluster))
     for note in loaded.notes:
         typer.echo(f"note: {note}", err=True)
     return Explanation(predict_on(loaded, read_cluster(loaded.run.cluster)))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from atoll.cli.predict import CLUSTER, cluster_override, read_cluster
+from atoll.cli.arguments import CLUSTER, AsJson, ConfigFile, Overrides, read_cluster, with_cluster
 from atoll.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
@@ -21,16 +21,13 @@ SHOWN = 0.005
 
 
 def command(
-    config: Annotated[Path, typer.Argument(help="A TOML file.", show_default=False)],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Replace a key of the file, as in --set parallel.ranks=64."),
-    ] = None,
+    config: ConfigFile,
+    overrides: Overrides = None,
     cluster: Annotated[Path | None, typer.Option(help=CLUSTER)] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Write the config with the plan in it here.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Choose mesh, layout, schedule, microbatch and all else of [parallel] for a model on a cluster.
 
@@ -47,7 +44,7 @@ def command(
     from atoll.config import load
     from atoll.training.choosing import choose, load_chosen, overrides_of
 
-    sets = [*(overrides or ()), *cluster_override(cluster)]
+    sets = with_cluster(overrides, cluster)
     loaded = load(config, sets)
     answer = choose(loaded, read_cluster(loaded.run.cluster))
     for note in loaded.notes:

@@ -8,34 +8,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from atoll.toml import value_to_toml
+from atoll.cli.arguments import CLUSTER, AsJson, ConfigFile, Overrides, read_cluster, with_cluster
 from atoll.units import format_bytes, format_count, format_rate, format_seconds
 
 if TYPE_CHECKING:
-    from atoll.cost import Breakdown, Cluster, Held, Prediction
-
-CLUSTER = "A TOML file: the devices and links that the plan runs on."
-
-EXAMPLE = """
-    [device]
-    preset = "h100-80gb"
-    [node]
-    devices = 8
-    cards = 8
-    link = { preset = "nvlink4" }
-    [network]
-    preset = "infiniband-ndr"
-"""
+    from atoll.cost import Breakdown, Held, Prediction
 
 
 def command(
-    config: Annotated[Path, typer.Argument(help="A TOML file.", show_default=False)],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Replace a key of the file, as in --set parallel.ranks=64."),
-    ] = None,
+    config: ConfigFile,
+    overrides: Overrides = None,
     cluster: Annotated[Path | None, typer.Option(help=CLUSTER)] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Predict the seconds of a step and the bytes of each rank, for any number of ranks, without running any.
 
@@ -50,30 +34,11 @@ def command(
     from atoll.training.choosing import load_chosen
     from atoll.training.prediction import predict_on
 
-    loaded, _ = load_chosen(config, [*(overrides or ()), *cluster_override(cluster)])
+    loaded, _ = load_chosen(config, with_cluster(overrides, cluster))
     found = read_cluster(loaded.run.cluster)
     for note in loaded.notes:
         typer.echo(f"note: {note}", err=True)
     report(predict_on(loaded, found), as_json=as_json)
-
-
-def cluster_override(cluster: Path | None) -> list[str]:
-    """What `--set` would make of `--cluster`."""
-    return [] if cluster is None else [f"run.cluster={value_to_toml(str(cluster))}"]
-
-
-def read_cluster(path: str | Path | None) -> Cluster:
-    """The cluster of a file. Raises ConfigError where none is named, with what to write into one."""
-    from atoll.cost import Cluster, presets
-    from atoll.errors import ConfigError
-
-    if path is not None:
-        return Cluster.read(path)
-    known = presets()
-    raise ConfigError(
-        "seconds need a cluster: name its file with --cluster, or as run.cluster, such as cluster.toml with\n"
-        f"{EXAMPLE}\ndevices: {', '.join(known['devices'])}\nlinks: {', '.join(known['links'])}"
-    )
 
 
 def report(prediction: Prediction, *, as_json: bool) -> None:

@@ -7,22 +7,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from atoll.cli.arguments import AsJson, ConfigFile, Overrides
+
 if TYPE_CHECKING:
     from atoll.config import Config
     from atoll.runtime.assemble.describe import Described
 
 
 def command(
-    config: Annotated[Path, typer.Argument(help="A TOML file.", show_default=False)],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Replace a key of the file, as in --set train.microbatch=2."),
-    ] = None,
+    config: ConfigFile,
+    overrides: Overrides = None,
     rank: Annotated[int, typer.Option(help="Pipeline rank.")] = 0,
     microbatch: Annotated[int | None, typer.Option(help="Print what is for this microbatch alone.")] = None,
     evaluation: Annotated[bool, typer.Option("--evaluation", help="The program of an evaluation.")] = False,
     svg: Annotated[Path | None, typer.Option(help="Write a picture here.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Print the program of a pipeline rank in columns by lane, with the bytes of whole parameters and gradients.
 

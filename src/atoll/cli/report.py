@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from atoll.cli.predict import CLUSTER
+from atoll.cli.arguments import CLUSTER, Overrides, with_cluster
 from atoll.units import format_bytes
 
 if TYPE_CHECKING:
@@ -19,10 +19,7 @@ if TYPE_CHECKING:
 def command(
     run_or_plan: Annotated[list[Path], typer.Argument(help="Folders of runs, and config files.", show_default=False)],
     output: Annotated[Path, typer.Option("--output", "-o", help="The page.")] = Path("report.html"),
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Replace a key of the config files."),
-    ] = None,
+    overrides: Overrides = None,
     cluster: Annotated[
         Path | None,
         typer.Option(help=f"{CLUSTER} If not given, run.cluster, or the one that a run was predicted on."),
@@ -59,4 +56,4 @@ def _sheet(path: Path, overrides: tuple[str, ...], cluster: Path | None) -> Shee
         if not is_run(path):
             raise ConfigError(f"{path} is not the folder of a run: it has no config.toml, which `atoll train` writes")
         return RunReader(path, cluster).sheet()
-    return sheet_of_config(path, overrides, cluster)
+    return sheet_of_config(path, with_cluster(overrides, cluster))

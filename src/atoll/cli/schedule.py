@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from atoll.cli.arguments import AsJson
+
 if TYPE_CHECKING:
     from atoll.ir.schedule import Schedule
     from atoll.schedules import Links, Memory, Problem
@@ -60,7 +62,7 @@ def command(
     ] = None,
     csv: Annotated[Path | None, typer.Option(help="Write torch.distributed.pipelining's format here.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Write a picture here.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Build one schedule, draw it, and play it with costs.
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from atoll.cli.predict import CLUSTER, cluster_override, report
+from atoll.cli.arguments import CLUSTER, ConfigFile, Overrides, with_cluster
+from atoll.cli.predict import report
 from atoll.errors import UserError
 
 if TYPE_CHECKING:
@@ -15,11 +16,8 @@ if TYPE_CHECKING:
 
 
 def command(
-    config: Annotated[Path, typer.Argument(help="A TOML file.", show_default=False)],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Replace a key of the file, as in --set train.steps=5."),
-    ] = None,
+    config: ConfigFile,
+    overrides: Overrides = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue from the newest checkpoint, on any ranks and layout.")
     ] = False,
@@ -48,8 +46,7 @@ def command(
     """
     from atoll.training.process import Request, train
 
-    sets = [*(overrides or ()), *cluster_override(cluster)]
-    request = Request(config, tuple(sets), resume, as_json)
+    request = Request(config, tuple(with_cluster(overrides, cluster)), resume, as_json)
     if dry_run:
         _dry_run(request, elsewhere=cluster is not None)
         return

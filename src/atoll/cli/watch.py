@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from atoll.cli.predict import CLUSTER
+from atoll.cli.arguments import CLUSTER
 
 if TYPE_CHECKING:
     from atoll.report import Sheet

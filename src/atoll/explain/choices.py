@@ -132,8 +132,16 @@ def _around(now: int) -> Iterator[str]:
     yield str(2 * now)
 
 
-def _switch(field: str) -> Callable[[Plan, str], Plan]:
-    return lambda plan, value: replace(plan, **{field: value == YES})  # type: ignore[arg-type]
+def _switch(name: str, key: str, field: str, *, where: Callable[[Plan], bool]) -> Choice:
+    """Return the choice of a field of `Plan` that is on or off, where it has an effect."""
+    return Choice(
+        name,
+        key,
+        now=lambda plan: YES if getattr(plan, field) else NO,
+        others=lambda plan: _if(where(plan), YES, NO),
+        make=lambda plan, value: replace(plan, **{field: value == YES}),  # type: ignore[arg-type]
+        plain=NO,
+    )
 
 
 def _field(field: str, of: Callable[[str], Any] = str) -> Callable[[Plan, str], Plan]:
@@ -142,10 +150,6 @@ def _field(field: str, of: Callable[[str], Any] = str) -> Callable[[Plan, str], 
 
 def _if(condition: bool, *values: str) -> Iterator[str]:
     return iter(values if condition else ())
-
-
-def _is_on(value: bool) -> str:
-    return YES if value else NO
 
 
 def _shards_parameters(plan: Plan) -> bool:
@@ -158,6 +162,10 @@ def _shards_gradients(plan: Plan) -> bool:
 
 def _has_pipeline(plan: Plan) -> bool:
     return plan.mesh.pipeline > 1
+
+
+def _has_tensor_ranks(plan: Plan) -> bool:
+    return plan.mesh.tensor > 1
 
 
 def _chunks(plan: Plan) -> Iterator[str]:
@@ -248,30 +256,9 @@ _CHOICES = (
         make=lambda plan, value: replace(plan, prefetch=None if value == YES else 0),
         plain=YES,
     ),
-    Choice(
-        "vocabulary",
-        "parallel.vocabulary",
-        now=lambda plan: _is_on(plan.vocabulary_parallel),
-        others=lambda plan: _if(_has_pipeline(plan), YES, NO),
-        make=_switch("vocabulary_parallel"),
-        plain=NO,
-    ),
-    Choice(
-        "sequence parallel",
-        "parallel.sequence_parallel",
-        now=lambda plan: _is_on(plan.sequence_parallel),
-        others=lambda plan: _if(plan.mesh.tensor > 1, YES, NO),
-        make=_switch("sequence_parallel"),
-        plain=NO,
-    ),
-    Choice(
-        "post-validation",
-        "parallel.post_validation",
-        now=lambda plan: _is_on(plan.post_validation),
-        others=lambda plan: _if(_has_pipeline(plan), YES, NO),
-        make=_switch("post_validation"),
-        plain=NO,
-    ),
+    _switch("vocabulary", "parallel.vocabulary", "vocabulary_parallel", where=_has_pipeline),
+    _switch("sequence parallel", "parallel.sequence_parallel", "sequence_parallel", where=_has_tensor_ranks),
+    _switch("post-validation", "parallel.post_validation", "post_validation", where=_has_pipeline),
     Choice(
         "precision",
         "train.precision",

@@ -13,7 +13,6 @@ from atoll.config import load
 from atoll.cost import Cluster, Prediction
 from atoll.errors import ConfigError, UserError
 from atoll.report import Curves, Sheet, Timeline, measured, predicted_sheet, recorded_timeline, traced_timeline
-from atoll.toml import value_to_toml
 from atoll.trace import from_chrome
 from atoll.training.choosing import load_chosen
 from atoll.training.folder import WARM_UP, RunFolder, read_records
@@ -25,15 +24,15 @@ SHOWN = ("loss", "grad_norm", "tokens_per_second", "seconds", "lr", "bubble", "m
 """The keys of metrics.jsonl that are drawn."""
 
 
-def sheet_of_config(path: Path, overrides: Sequence[str] = (), cluster: Path | None = None) -> Sheet:
-    """The plan of a config, as it is predicted. cluster: run.cluster if None; without either there are no seconds.
+def sheet_of_config(path: Path, overrides: Sequence[str] = ()) -> Sheet:
+    """Return the sheet of a config's predicted plan. Without run.cluster it has no seconds.
 
     Raises ConfigError or PlanError where config, cluster and model do not fit.
     """
-    named = [] if cluster is None else [f"run.cluster={value_to_toml(str(cluster))}"]
-    config, _ = load_chosen(path, [*overrides, *named])
+    config, _ = load_chosen(path, overrides)
     found = None if config.run.cluster is None else Cluster.read(config.run.cluster)
-    return predicted_sheet(predict_on(config, found), " ".join([path.stem, *overrides]))
+    named = [override for override in overrides if not override.startswith("run.cluster=")]  # a path is a poor name
+    return predicted_sheet(predict_on(config, found), " ".join([path.stem, *named]))
 
 
 def is_run(path: Path) -> bool:

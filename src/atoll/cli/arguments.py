@@ -1,0 +1,56 @@
+"""The arguments that commands share, and the cluster that they read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from atoll.toml import value_to_toml
+
+if TYPE_CHECKING:
+    from atoll.cost import Cluster
+
+ConfigFile = Annotated[Path, typer.Argument(help="A TOML file.", show_default=False)]
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Replace a key of the file, as in --set train.microbatch=2."),
+]
+
+CLUSTER = "A TOML file: the devices and links that the plan runs on."
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+EXAMPLE = """
+    [device]
+    preset = "h100-80gb"
+    [node]
+    devices = 8
+    cards = 8
+    link = { preset = "nvlink4" }
+    [network]
+    preset = "infiniband-ndr"
+"""
+
+
+def with_cluster(overrides: Sequence[str] | None, cluster: Path | None) -> list[str]:
+    """Return the overrides with --cluster as one more, which replaces run.cluster."""
+    named = [] if cluster is None else [f"run.cluster={value_to_toml(str(cluster))}"]
+    return [*(overrides or ()), *named]
+
+
+def read_cluster(path: str | Path | None) -> Cluster:
+    """The cluster of a file. Raises ConfigError where none is named, with what to write into one."""
+    from atoll.cost import Cluster, presets
+    from atoll.errors import ConfigError
+
+    if path is not None:
+        return Cluster.read(path)
+    known = presets()
+    raise ConfigError(
+        "seconds need a cluster: name its file with --cluster, or as run.cluster, such as cluster.toml with\n"
+        f"{EXAMPLE}\ndevices: {', '.join(known['devices'])}\nlinks: {', '.join(known['links'])}"
+    )
