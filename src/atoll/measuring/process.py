@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atoll.errors import ConfigError, RunError
-from atoll.runtime import failure
+from atoll.runtime.failure import Doing, Watch
 from atoll.runtime.launch import Rendezvous, launch_local, leave, meet, torchrun_environment, watch_parent
 
 if TYPE_CHECKING:
@@ -62,15 +62,15 @@ def run(request: Request) -> int:
 def run_rank(request: Request, rendezvous: Rendezvous) -> int:
     """One rank's whole life; its exit code. Errors end the process, as `leave` says."""
     watch_parent()
-    store: Store | None = None
+    watch: Watch | None = None
     try:
-        store = meet(rendezvous, TIMEOUT)
-        watchdog = failure.Watchdog(store, rendezvous.rank).start()
-        watchdog.enter()  # from here on a rank may wait for others
-        _measure(request, rendezvous, store)
-        watchdog.stop()
+        store, watch = meet(rendezvous, TIMEOUT)
+        everyone = Doing("measurements", tuple(range(rendezvous.world)))
+        with watch.section(lambda: everyone):
+            _measure(request, rendezvous, store)
+        watch.stop()
     except Exception as error:
-        leave(error, store, rendezvous)
+        leave(error, watch, rendezvous)
     return 0
 
 

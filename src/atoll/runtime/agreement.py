@@ -1,20 +1,23 @@
 """What the ranks of a run agree on before any of them acts, and how the first error of one becomes that of all.
 
 a refusal   found before anything was sent: every rank raises it, and goes on with the next call
-an error    inside a guarded section: the first one is written to the store that the ranks met at; every rank leaves
-            with it, and one that hangs is ended by its watchdog (`atoll.runtime.failure`)
+an error    inside a guarded section: the first one is told to the run's monitor; every rank leaves with it, and one
+            that hangs is ended by its watch (`atoll.runtime.failure`)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch.distributed import Store
 
 from atoll.errors import AtollError, RankError, RunError
-from atoll.runtime import failure
+from atoll.runtime.failure import CAUSE_SECONDS, Doing, Watch
+from atoll.runtime.launch import LOOPBACK, SILENCE_SECONDS, own_address, watch_by
 from atoll.runtime.transport import Later, Transport, world_store
 
 DIGESTS = 1 << 16
@@ -31,45 +34,50 @@ class Question:
 
 
 class Agreement:
-    """Owns the watchdog and the store of one rank; `close` ends them."""
+    """Owns the watch of one rank, or shares that of its process; `close` ends its own."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._rank = transport.place.rank
-        self._store = world_store()
-        self._watchdog = failure.Watchdog(self._store, self._rank).start()
+        store = world_store()
+        # Ranks count their engines in the store: a process may have been a rank of other worlds before.
+        self._name = 0 if store is None else store.add(f"atoll/engines/{self._rank}", 1)
+        self._watch = Watch.current or _new_watch(store, transport, f"engine {self._name}")
         self._asked = 0
         self._refusal: Exception | None = None
 
     def close(self) -> None:
         """Stop watching."""
-        self._watchdog.stop()
+        if self._watch is not Watch.current:
+            self._watch.stop()
 
     @contextmanager
-    def guard(self) -> Iterator[None]:
-        """A section in which this rank may wait for others; an error there becomes the first error of any rank."""
-        self._watchdog.enter()
+    def guard(self, what: str, doing: Callable[[], Doing | None] | None = None) -> Iterator[None]:
+        """A section in which this rank may wait for others; an error there becomes the first error of any rank.
+
+        what: what this rank does in it.  doing: more exactly, where that is known; else it waits for all others.
+        """
+        everyone = Doing(what, tuple(range(self._watch.world)))
         try:
-            yield
+            with self._watch.section(lambda: (doing and doing()) or everyone):
+                yield
         except BaseException as error:
-            self._watchdog.leave()
             if error is self._refusal:
                 raise
-            self._watchdog.stop()
             other = None
             if isinstance(error, Exception) and not isinstance(error, RankError):
                 other = self._fail(error)
+            self.close()
             if other is not None:
                 raise other from error
             raise
-        self._watchdog.leave()
 
     def begin(self, problem: Exception | None, count: float = 0.0) -> Question:
         """Ask all ranks whether they have a problem, and for the sum of `count`; all ask in one order."""
         self._asked += 1
-        key = f"atoll/refusal/{self._asked}"
+        key = f"engine {self._name} refusal {self._asked}"
         if problem is not None:
-            failure.report(self._store, problem, self._rank, key=key)
+            self._watch.report(problem, key=key)
         said = torch.tensor([float(problem is not None), count], dtype=torch.float64)
         return Question(key, problem, self._transport.total_later(said))
 
@@ -83,7 +91,7 @@ class Agreement:
             return float(count)
         problem = question.problem
         if problem is None:
-            found = failure.first(self._store, wait=5.0, key=question.key)
+            found = self._watch.first(wait=5.0, key=question.key)
             problem = found or RunError("another rank refused without a word")
         self.refuse(problem)
         raise problem
@@ -112,8 +120,17 @@ class Agreement:
     def _fail(self, error: Exception) -> AtollError | None:
         """The error that this rank leaves with instead of `error`: the first one of any rank."""
         if not isinstance(error, AtollError) or "Connection" in str(error) or "Timed out" in str(error):
-            earlier = failure.first(self._store, wait=1.0)
+            earlier = self._watch.first(wait=CAUSE_SECONDS)
             if earlier is not None and earlier.rank != self._rank:
                 return earlier
-        failure.report(self._store, error, self._rank)
+        self._watch.report(error)
         return None
+
+
+def _new_watch(store: Store | None, transport: Transport, name: str) -> Watch:
+    """A watch for an engine of a script that somebody else launched; all ranks ask in one order."""
+    rank, world = transport.place.rank, transport.place.mesh.world
+    if store is None:
+        return Watch(None, rank, world)
+    host = own_address(os.environ["MASTER_ADDR"]) if "MASTER_ADDR" in os.environ else LOOPBACK
+    return watch_by(store, rank, world, host=host, limit=SILENCE_SECONDS, name=name)

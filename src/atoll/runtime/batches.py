@@ -67,7 +67,7 @@ class Batches:
             self._check(tensors)
         except Exception as error:
             problem = error
-        with self._agreement.guard():
+        with self._agreement.guard("agreeing on a batch"):
             self._agreement.agree(problem)
         return tensors
 
@@ -81,11 +81,11 @@ class Batches:
                 counted = sum(int((piece["labels"] != IGNORED_LABEL).sum()) for piece in pieces)
         except Exception as error:
             problem = error
-        with self._agreement.guard():
+        with self._agreement.guard("announcing a batch"):
             return _Announced(batch, pieces, self._agreement.begin(problem, counted))
 
     def _conclude(self, announced: _Announced) -> Share:
-        with self._agreement.guard():
+        with self._agreement.guard("agreeing on a batch"):
             return Share(announced.pieces, round(self._agreement.end(announced.question)))
 
     def _tensors(self, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:

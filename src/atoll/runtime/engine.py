@@ -105,7 +105,7 @@ class Engine:
         self._has_gradients = False
         atexit.register(_close, weakref.ref(self))
         problem: Exception | None = None
-        with self._agreement.guard():
+        with self._agreement.guard("building the engine"):
             try:
                 self._build(optimizer, groups, weights)
             except Exception as error:
@@ -248,7 +248,11 @@ class Engine:
             self._batches.announce(following)
         if share.tokens == 0:
             raise RunError(f"step {self.step_number + 1} has no token that counts: every label is {IGNORED_LABEL}")
-        with self._agreement.guard(), _keeping_random_state(self.device), self._split_loss():
+        with (
+            self._agreement.guard(f"step {self.step_number + 1}", self._executor.doing),
+            _keeping_random_state(self.device),
+            self._split_loss(),
+        ):
             for stage in self._sharded.stages:
                 stage.train(True)
             look = None if self._before_update is None else self._show_gradients
@@ -279,7 +283,7 @@ class Engine:
         """Wait for the verdict on the last step and make it true; None where no step is outstanding."""
         if not self._end.is_outstanding:
             return None
-        with self._agreement.guard():
+        with self._agreement.guard("the verdict on a step"):
             self._end.settle()
         return self._end.take_result()
 
@@ -303,7 +307,7 @@ class Engine:
         return outcome.logits[0] if outcome.logits else None
 
     def _run_forward(self, batches: Sequence[Batch], *, keep_logits: bool = False) -> Outcome:
-        with self._agreement.guard(), self._split_loss():
+        with self._agreement.guard("an evaluation", self._executor.doing), self._split_loss():
             for stage in self._sharded.stages:
                 stage.train(False)
             return self._executor.run(batches, training=False, keep_logits=keep_logits)
@@ -393,10 +397,10 @@ class Engine:
         """
         self.settle()
         chosen = self._agreed_names(names)
-        with self._agreement.guard():
+        with self._agreement.guard("reading parameters"):
             edit = Edit.of(self.units, set(chosen))
         yield edit.values
-        with self._agreement.guard():
+        with self._agreement.guard("editing parameters"):
             totals = self.transport.total(edit.digests(chosen).reshape(-1)).reshape(-1, 3)
             wrong = differing(chosen, totals)
             if wrong:
@@ -433,7 +437,7 @@ class Engine:
                 "gradients can be read while a step's before_update runs: engine.step(batch, before_update=f)"
             )
         chosen = self._agreed_names(names)
-        with self._agreement.guard():
+        with self._agreement.guard("reading gradients"):
             return whole_gradients(self.units, set(chosen))
 
     def _agreed_names(self, names: str | Sequence[str]) -> tuple[str, ...]:
@@ -445,7 +449,7 @@ class Engine:
             chosen = chosen_names(self._sharded.specs, names)
         except PlanError as error:
             problem = error
-        with self._agreement.guard():
+        with self._agreement.guard("choosing parameters"):
             self._agreement.agree(problem)
             digest = zlib.crc32(repr(chosen).encode())
             problem = PlanError("the ranks ask for different parameters; give every rank the same names")
@@ -457,7 +461,7 @@ class Engine:
     def save(self, folder: str | Path, state: Mapping[str, Any] | None = None) -> None:
         """Write a checkpoint that any layout, schedule and world size can load; `state` is the caller's, JSON-able."""
         self.settle()
-        with self._agreement.guard():
+        with self._agreement.guard("saving a checkpoint"):
             scaler = None if self._end.scaler is None else asdict(self._end.scaler)
             own = {"step": self.step_number, "scaler": scaler, "caller": dict(state or {})}
             save_state(Path(folder), self.units, self._optimizer, buffers=self._buffers(), state=own)
@@ -472,7 +476,7 @@ class Engine:
             stored = stored_states(Path(folder))
         except Exception as error:
             problem = error
-        with self._agreement.guard():
+        with self._agreement.guard("loading a checkpoint"):
             self._agreement.agree(problem)
             own = load_state(Path(folder), self.units, self._optimizer, buffers=self._buffers(), stored=stored)
             for unit in self.units:
@@ -486,7 +490,7 @@ class Engine:
 
     def _settle_parameters(self) -> None:
         """Before an agreement behind which parameters are written: nobody reads them any more."""
-        with self._agreement.guard():
+        with self._agreement.guard("settling parameters"):
             for unit in self.units:
                 unit.settle_parameters()
 
@@ -506,7 +510,7 @@ class Engine:
 
     def agree(self, value: float) -> float:
         """The sum of `value` over all ranks."""
-        with self._agreement.guard():
+        with self._agreement.guard("agreeing on a number"):
             return float(self.transport.total(torch.tensor([value], dtype=torch.float64)))
 
     def close(self) -> None:

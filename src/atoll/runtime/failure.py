@@ -1,105 +1,305 @@
 """How the first error of one rank becomes the error of all, and how nobody is left waiting.
 
-The first rank to fail writes its error to the store that the ranks met at. Every rank has a watchdog that looks
-there: it gives its own rank a moment to leave with that error by itself (a closed connection usually ends its
-waiting), and ends the process if it is still waiting then. Gloo offers no way to interrupt a wait.
+Every rank has a `Watch`: a connection to the run's monitor (`atoll.runtime.monitor`), and a thread that says there what
+the rank does and learns what ended the run. The thread gives its rank a moment to leave with that error by itself (a
+closed connection usually ends its waiting), and ends the process if it is still waiting then: gloo offers no way to
+interrupt a wait. A rank that cannot reach the monitor for as long as a rank may be silent ends as well.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
+import socket
 import sys
 import threading
 import time
-from typing import Protocol
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import ClassVar, NamedTuple
 
 from atoll.errors import AtollError, RankError
+from atoll.runtime.monitor import BEAT_SECONDS, CROWD, GONE_SECONDS, KEY, LINE_BYTES, Address, Monitor, Words, proof
 
-KEY = "atoll/failure"
-"""Where the error is that ends the run. Refusals that all ranks agree on have keys of their own and end nothing."""
-
-POLL_SECONDS = 0.25
 GRACE_SECONDS = 3.0
+"""How long a rank has to leave by itself after another one's error."""
+CAUSE_SECONDS = GONE_SECONDS + 0.5
+"""After a connection is lost, how long its cause may take to be told."""
+ANSWERED_SECONDS = 2.0
+"""How long a rank waits for the monitor's answer before it connects anew."""
+STACK_CHARACTERS = 20_000
+MESSAGE_CHARACTERS = 20_000
 
 
-class Store(Protocol):
-    """The part of torch's stores that is used here."""
+class Doing(NamedTuple):
+    """What a rank does. waits_for: ranks that must act before it can go on, if it waits.
 
-    def check(self, keys: list[str], /) -> bool: ...
-    def get(self, key: str, /) -> bytes: ...
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
-
-
-def report(store: Store | None, error: BaseException, rank: int, *, key: str = KEY) -> None:
-    """Write a rank's error to the store under `key` unless another one is there already."""
-    if store is None or isinstance(error, RankError):
-        return
-    code = error.exit_code if isinstance(error, AtollError) else 1
-    kind = "" if isinstance(error, AtollError) else f"{type(error).__name__}: "
-    text = json.dumps({"rank": rank, "exit_code": code, "message": f"{kind}{error}"})
-    try:
-        store.compare_set(key, "", text)
-    except RuntimeError as failure:  # the store's host is gone: everyone is leaving already
-        sys.stderr.write(f"rank {rank}: could not report its error: {failure}\n")
-
-
-def first(store: Store | None, *, wait: float = 0.0, key: str = KEY) -> RankError | None:
-    """The first error any rank reported under `key`, looked for during `wait` seconds."""
-    if store is None:
-        return None
-    end = time.monotonic() + wait
-    while True:
-        try:
-            if store.check([key]):
-                found = json.loads(store.get(key))
-                return RankError(found["message"], rank=found["rank"], exit_code=found["exit_code"])
-        except RuntimeError:  # the store's host is gone
-            return None
-        if time.monotonic() >= end:
-            return None
-        time.sleep(0.05)
-
-
-class Watchdog:
-    """Ends this process when another rank failed and this one hangs inside a guarded section.
-
-    Outside guarded sections nobody waits for another rank, so nothing is ended there.
+    mark: anything that differs whenever the rank has got on.
     """
 
-    def __init__(self, store: Store | None, rank: int) -> None:
-        self._store = store
-        self._rank = rank
-        self._inside = 0
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="atoll-watchdog", daemon=True)
+    what: str
+    waits_for: tuple[int, ...] = ()
+    mark: int = 0
 
-    def start(self) -> Watchdog:
+
+OUTSIDE = "code outside the engine"
+
+RUNTIME = os.path.dirname(__file__) + os.sep
+CHECKPOINT = RUNTIME + "checkpoint"
+COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
+WAITS = ("/threading.py", "/concurrent/futures/_base.py", "/queue.py")
+NEAREST = 8
+"""A rank waits for others if one of its innermost `NEAREST` frames is in `COLLECTIVES`, or if the innermost, apart from
+`WAITS`, is in `RUNTIME`: there a wait for a message is a call into C. Files are written in `CHECKPOINT`."""
+
+
+class Watch:
+    """A rank's side of the monitor. limit: seconds without an answer after which this process ends.
+
+    hosts: the monitor, where it is in this process; it is closed with the watch.
+    Without an address there is nobody to tell: nothing is watched.
+    """
+
+    current: ClassVar[Watch | None] = None
+    """The watch of a process that is a rank of one run from its start to its end."""
+
+    def __init__(
+        self,
+        address: Address | None,
+        rank: int,
+        world: int,
+        *,
+        limit: float = float("inf"),
+        hosts: Monitor | None = None,
+    ) -> None:
+        self._address, self._rank, self._limit = address, rank, limit
+        self.hosts = hosts
+        self.world = world
+        self._beat = BEAT_SECONDS * max(1.0, world / CROWD)
+        self._sections: list[Callable[[], Doing]] = []
+        self._passed = 0
+        self._connection: _Connection | None = None
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="atoll-watch", daemon=True)
+        self._in_thread = threading.main_thread().ident or 0
+
+    def start(self) -> Watch:
         """Begin to watch."""
-        if self._store is not None:
+        if self._address is not None:
             self._thread.start()
         return self
 
-    def enter(self) -> None:
-        """From here on this rank may wait for others. Sections may lie inside others."""
-        self._inside += 1
-
-    def leave(self) -> None:
-        """A section is over; outside of all of them the rank waits for nobody."""
-        self._inside -= 1
-
     def stop(self) -> None:
-        """Stop watching: the process goes its own way. A thread inside torch must not meet the interpreter's end."""
+        """Stop watching: the process goes its own way. A thread must not meet the interpreter's end."""
+        if self._stop.is_set():
+            return
         self._stop.set()
         if self._thread.is_alive():
-            self._thread.join(timeout=2.0)
+            self._thread.join(timeout=2 * ANSWERED_SECONDS)
+        with contextlib.suppress(OSError, ValueError), self._lock:
+            if self._connection is not None:
+                self._connection.ask({"bye": True})
+                self._connection.close()
+        if self.hosts is not None:
+            self.hosts.close()
 
-    def _watch(self) -> None:
-        while not self._stop.wait(POLL_SECONDS):
-            error = first(self._store)
-            if error is None:
+    # ---- what this rank does
+
+    @contextmanager
+    def section(self, doing: Callable[[], Doing]) -> Iterator[None]:
+        """While in it this rank may wait for others, and ends if another one fails. Sections may lie inside others."""
+        self._sections.append(doing)
+        self._in_thread = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._sections.pop()
+            self._passed += 1
+
+    def doing(self) -> Doing:
+        """What this rank does now. Called by the watch's thread beside the one that does it."""
+        try:
+            what, waits_for, mark = self._sections[-1]()
+        except IndexError:  # outside of all sections, or it left the last one meanwhile
+            what, waits_for, mark = OUTSIDE, tuple(range(self.world)), 0
+        peers = tuple(rank for rank in waits_for if rank != self._rank) if self._is_waiting() else ()
+        return Doing(what, peers, mark)
+
+    def _is_waiting(self) -> bool:
+        """Whether this rank waits for others rather than for its own code, by where its thread is."""
+        frame = sys._current_frames().get(self._in_thread)
+        names: list[str] = []
+        while frame is not None and len(names) < NEAREST:
+            names.append(frame.f_code.co_filename)
+            frame = frame.f_back
+        if any(name.endswith(COLLECTIVES) for name in names):
+            return True
+        own = next((name for name in names if not name.endswith(WAITS)), "")
+        return own.startswith(RUNTIME) and not own.startswith(CHECKPOINT)
+
+    # ---- errors
+
+    def report(self, error: BaseException, *, key: str = KEY) -> None:
+        """Make this rank's error that of the run, unless another one came first; under another key it ends nothing."""
+        if self._address is None or isinstance(error, RankError):
+            return
+        with contextlib.suppress(OSError, ValueError):  # the monitor is gone, so everyone is leaving already
+            self._ask({"report": words_of(error, self._rank), "key": key})
+
+    def first(self, *, wait: float = 0.0, key: str = KEY) -> RankError | None:
+        """The first error that any rank reported under `key`, looked for during `wait` seconds."""
+        if self._address is None:
+            return None
+        end = time.monotonic() + wait
+        while True:
+            try:
+                found = self._ask({"first": True, "key": key})["found"]
+            except (OSError, ValueError):
+                return None
+            if found is not None:
+                return error_of(found)
+            if time.monotonic() >= end:
+                return None
+            time.sleep(0.05)
+
+    def _ask(self, words: Words) -> Words:
+        """Raises OSError or ValueError where no answer comes in time; the next call connects anew."""
+        assert self._address is not None, "somebody to ask"
+        with self._lock:
+            if self._connection is None:
+                self._connection = _Connection(self._address, self._rank)
+            try:
+                return self._connection.ask(words)
+            except BaseException:
+                self._connection.close()
+                self._connection = None
+                raise
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        answered = time.monotonic()
+        while not self._stop.wait(self._beat):
+            what, waits_for, mark = self.doing()
+            host, pid = process_of_this()
+            said = {"doing": what, "waits_for": waits_for, "mark": [mark, self._passed], "host": host, "pid": pid}
+            try:
+                answer = self._ask({"beat": said})
+                if answer.get("wants_stack"):
+                    self._ask({"stack": self._stack()})
+            except (OSError, ValueError):
+                silent = time.monotonic() - answered
+                if silent > self._limit:
+                    self._leave_alone(silent)
                 continue
-            end = time.monotonic() + GRACE_SECONDS
-            while self._inside and error.rank != self._rank and not self._stop.wait(POLL_SECONDS):
-                if time.monotonic() > end:
-                    os._exit(error.exit_code)
+            answered = time.monotonic()
+            if answer.get("closed"):
+                return
+            if answer["failure"] is not None:
+                self._meet_the_end(answer["failure"])
+
+    def _stack(self) -> str:
+        """Where the thread is that trains."""
+        frame = sys._current_frames().get(self._in_thread)
+        return "" if frame is None else "".join(traceback.format_stack(frame))[-STACK_CHARACTERS:]
+
+    def _leave_alone(self, silent: float) -> None:
+        assert self._address is not None
+        _print(
+            f"rank {self._rank} has not reached the monitor of the run on {self._address.host} for {silent:.0f} s: "
+            f"its machine or the network between is gone. This rank was in {self.doing().what}"
+        )
+        os._exit(1)
+
+    def _meet_the_end(self, failure: Words) -> None:
+        """Leave with what ended the run, once this rank had its chance to do so by itself."""
+        is_late = "ends" in failure
+        if is_late and failure["rank"] != self._rank:
+            for process in failure["ends"]:
+                _end(tuple(process))
+        end = time.monotonic() + (0.0 if is_late else GRACE_SECONDS)
+        while is_late or (self._sections and failure["rank"] != self._rank):
+            if time.monotonic() >= end:
+                if failure.get("speaker") == self._rank:
+                    _print(failure["message"])
+                os._exit(failure["exit_code"])
+            if self._stop.wait(self._beat):
+                return
+
+
+class _Connection:
+    """One connection to a monitor, of which each read takes at most `ANSWERED_SECONDS`."""
+
+    def __init__(self, address: Address, rank: int) -> None:
+        self._socket = socket.create_connection((address.host, address.port), timeout=ANSWERED_SECONDS)
+        self._file = self._socket.makefile("rb")
+        try:
+            challenge = str(self._read()["challenge"])
+            self._write({"rank": rank, "proof": proof(address.secret, challenge, rank)})
+            self._read()
+        except BaseException:
+            self.close()
+            raise
+
+    def ask(self, words: Words) -> Words:
+        self._write(words)
+        return self._read()
+
+    def _write(self, words: Words) -> None:
+        self._socket.sendall(json.dumps(words).encode() + b"\n")
+
+    def _read(self) -> Words:
+        line = self._file.readline(4 * LINE_BYTES)
+        if not line.endswith(b"\n"):
+            raise ConnectionError("the monitor closed the connection")
+        words = json.loads(line)
+        if not isinstance(words, dict):
+            raise ValueError("the monitor sent no JSON object")
+        return words
+
+    def close(self) -> None:
+        self._file.close()
+        self._socket.close()
+
+
+def words_of(error: BaseException, rank: int) -> Words:
+    """An error as the monitor keeps it."""
+    code = error.exit_code if isinstance(error, AtollError) else 1
+    kind = "" if isinstance(error, AtollError) else f"{type(error).__name__}: "
+    return {"rank": rank, "exit_code": code, "message": f"{kind}{error}"[:MESSAGE_CHARACTERS]}
+
+
+def error_of(words: Words) -> RankError:
+    """The error that every rank raises."""
+    return RankError(words["message"], rank=words["rank"], exit_code=words["exit_code"])
+
+
+@cache
+def process_of_this() -> tuple[str, int]:
+    """This process for others of its machine: the boot, the namespace of its number, when it began; and its number."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        space = os.readlink("/proc/self/ns/pid")
+    except OSError:  # no Linux: nobody else can name this process
+        return f"{socket.gethostname()} {os.urandom(8).hex()}", os.getpid()
+    return f"{boot} {space}", os.getpid()
+
+
+def _end(process: tuple[str, int]) -> None:
+    """Kill a rank of this machine that is late: it may be stopped, and cannot leave by itself."""
+    host, pid = process
+    mine, own = process_of_this()
+    if host == mine and pid != own:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _print(message: str) -> None:
+    sys.stderr.write(f"error: {message}\n")
+    sys.stderr.flush()

@@ -2,7 +2,7 @@
 
 The life of `launch_local`:
 
-    1. the parent opens the store's port on the loopback address and hosts the store itself;
+    1. the parent hosts the monitor on the loopback address, and makes a folder for the store, both for this user alone;
     2. it starts one child a rank, each in a session of its own, with the variables that torchrun would set;
     3. it waits. A first SIGINT or SIGTERM goes to every child once, as SIGTERM: they save and leave. A second kills;
     4. when a child fails, the others have `grace` seconds to leave by themselves and are then killed; for a child that
@@ -12,8 +12,12 @@ The life of `launch_local`:
 [Note: nobody outlives the parent] Each child holds the read end of a pipe whose only write end is the parent's.
 The kernel closes it however the parent ends, and `watch_parent` then ends the child.
 
-[Note: one error] The first rank to fail writes its error to the store. That rank prints it; the others find it there
-and leave with the same exit code, without a word.
+[Note: one error] The first rank to fail tells the monitor its error. That rank prints it; the others hear it there and
+leave with the same exit code, without a word.
+
+[Note: who may come in] Local ranks meet in a folder that belongs to the user, and gloo listens on the loopback
+interface. Across machines torch's store is open to whoever reaches its port: its host listens on one interface, the one
+that MASTER_ADDR names, and not on all of them. The monitor asks everyone for the secret of the run.
 """
 
 from __future__ import annotations
@@ -26,27 +30,39 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
 
 from atoll.errors import AtollError, ConfigError, RankError, RunError, UserError
-from atoll.runtime import failure
+from atoll.runtime.failure import CAUSE_SECONDS, Watch, error_of, words_of
+from atoll.runtime.monitor import Address, Monitor, family_of
 
 if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore
 
 LIFELINE = "ATOLL_LIFELINE"
+MONITOR = "ATOLL_MONITOR"
+"""Where the monitor of local ranks listens, with the secret."""
+MEETING = "ATOLL_MEETING"
+"""The file at which local ranks meet."""
+SECRET = "ATOLL_SECRET"
+"""The secret of a run across machines; without it rank 0 makes one, and gives it to who reads the store."""
 LOOPBACK = "127.0.0.1"
 POLL_SECONDS = 0.02
 SAVED_AND_LEFT = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 """How a child leaves that a signal told to."""
-STORE_HOST_SECONDS = 1.5
-"""How long a failing rank that hosts the store stays, so that the others can read why."""
+LATE_SECONDS = 2.0
+"""How long ranks have to leave once one of them is late: it is stopped, perhaps, and then killed."""
+HOST_SECONDS = 1.5
+"""How long a failing rank that hosts the monitor stays, so that the others can hear why."""
+SILENCE_SECONDS = 600.0
+"""How long a rank of a run without `parallel.timeout` may be silent, or keep another one waiting."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +102,7 @@ def launch_local(
     port: int = 0,
     threads: int | None = None,
     grace: float = 10.0,
+    limit: float = SILENCE_SECONDS,
 ) -> int:
     """Runs `command` in `ranks` local processes and returns the exit code of the run.
 
@@ -93,19 +110,21 @@ def launch_local(
     128 + signal if children left because of one, after saving, or because a second one made the parent kill them; the
     number is that of the signal that the parent got. A first failure without words, a child ended by a
     signal, raises `RankError`. `port` 0 is any free one; `threads` are OpenMP's for each rank, by default the
-    machine's cores divided by `ranks` unless OMP_NUM_THREADS is set; `grace` is in seconds.
+    machine's cores divided by `ranks` unless OMP_NUM_THREADS is set; `grace` is in seconds. `limit`: how long a
+    rank may be silent, or keep another one waiting. `port` is the monitor's.
     """
-    store = host_store(port)
-    children = _Children(store, grace=grace)
+    monitor = host_monitor(ranks, port=port, limit=limit)
+    children = _Children(monitor, grace=grace)
 
-    with _forwarded_signals(children), _lifeline() as lifeline:
+    with _forwarded_signals(children), _lifeline() as lifeline, tempfile.TemporaryDirectory(prefix="atoll-") as meeting:
         try:
             for rank in range(ranks):
-                environment = _child_environment(rank, ranks, port=store.port, threads=threads)
+                environment = _child_environment(rank, ranks, monitor.address, meeting, threads=threads)
                 children.start(command, environment, lifeline)
             children.wait()
         finally:
             children.kill()
+            monitor.close()
     return children.exit_code()
 
 
@@ -125,67 +144,104 @@ def watch_parent() -> None:
     threading.Thread(target=wait_for_the_end, name="atoll-lifeline", daemon=True).start()
 
 
-def host_store(port: int) -> TCPStore:
-    """The store at which ranks of this machine meet; `port` 0 is any free one, `ConfigError` where it is taken."""
-    from torch.distributed import TCPStore
-
-    # The socket is ours because torch would listen on every address of the machine.
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+def host_monitor(ranks: int, *, port: int, limit: float, host: str = LOOPBACK) -> Monitor:
+    """A monitor in this process; `port` 0 is any free one, `ConfigError` where it cannot be used."""
     try:
-        listener.bind((LOOPBACK, port))
-        listener.listen(512)
+        return Monitor(ranks, host=host, port=port, limit=limit, secret=os.environ.get(SECRET))
     except OSError as error:
-        listener.close()
         reason = "is taken" if error.errno == errno.EADDRINUSE else f"cannot be used ({error.strerror})"
         raise ConfigError(f"run.port = {port}: this port {reason}; choose another, or 0 for any free one") from error
     except OverflowError as error:
-        listener.close()
         raise ConfigError(f"run.port = {port}: a port is a number from 0 to 65535") from error
 
+
+def meet(rendezvous: Rendezvous, seconds: float) -> tuple[Store, Watch]:
+    """The store of all ranks, and this rank's watch, which has begun; `seconds` bounds every wait for both.
+
+    Local ranks find their store and monitor where their parent put them; otherwise launcher or rank 0 hosts the store,
+    and rank 0 the monitor.
+    """
+    from torch.distributed import FileStore, PrefixStore
+
+    monitor, meeting = os.environ.pop(MONITOR, None), os.environ.pop(MEETING, None)
+    if monitor is not None and meeting is not None:
+        watch = Watch(Address.parse(monitor), rendezvous.rank, rendezvous.world, limit=seconds).start()
+        return FileStore(meeting, rendezvous.world), watch
+    store = _tcp_store(rendezvous, seconds)
+    if rendezvous.attempt:
+        store = PrefixStore(f"attempt-{rendezvous.attempt}", store)
+    host = LOOPBACK if rendezvous.local_world == rendezvous.world else own_address(rendezvous.address)
+    return store, watch_by(store, rendezvous.rank, rendezvous.world, host=host, limit=seconds)
+
+
+def watch_by(store: Store, rank: int, world: int, *, host: str, limit: float, name: str = "run") -> Watch:
+    """A watch that has begun. Rank 0 hosts the monitor on `host`, and says in the store where; all ranks ask."""
+    key, secret = f"atoll/monitor/{name}", os.environ.get(SECRET, "")
+    if rank == 0:
+        hosted = host_monitor(world, port=0, limit=limit, host=host)
+        address = hosted.address
+        store.set(key, replace(address, secret="" if secret else address.secret).dump())
+        return Watch(address, rank, world, limit=limit, hosts=hosted).start()
+    found = Address.parse(store.get(key).decode())
+    return Watch(replace(found, secret=found.secret or secret), rank, world, limit=limit).start()
+
+
+def own_address(name: str) -> str:
+    """The address of this machine to listen on, where ranks of others know it, or its store's host, as `name`."""
+    family, _, _, _, place = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0]
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as own:
+        own.bind((place[0], 0))
+        return str(place[0])
+    with socket.socket(family, socket.SOCK_DGRAM) as towards:  # nothing is sent: this asks for the route
+        towards.connect((place[0], 9))
+        return str(towards.getsockname()[0])
+
+
+def host_store(host: str, port: int, *, world: int | None = None, seconds: float = 60.0) -> TCPStore:
+    """A store in this process that listens on one address; `port` 0 is any free one."""
+    from torch.distributed import TCPStore
+
+    # The socket is ours because torch would listen on every address of the machine.
+    listener = socket.create_server((host, port), family=family_of(host), backlog=512)
     return TCPStore(
-        LOOPBACK,
+        host,
         listener.getsockname()[1],
+        world_size=world,
         is_master=True,
         wait_for_workers=False,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=seconds),
         master_listen_fd=listener.detach(),
     )
 
 
-def meet(rendezvous: Rendezvous, seconds: float) -> Store:
-    """The store of all ranks, hosted by the launcher or by rank 0; `seconds` bounds every wait for it."""
-    from torch.distributed import PrefixStore, TCPStore
+def _tcp_store(rendezvous: Rendezvous, seconds: float) -> Store:
+    from torch.distributed import TCPStore
 
-    store = TCPStore(
-        rendezvous.address,
-        rendezvous.port,
-        world_size=rendezvous.world,
-        is_master=rendezvous.rank == 0 and not rendezvous.agent_store,
-        timeout=timedelta(seconds=seconds),
-        wait_for_workers=False,
-    )
-    return PrefixStore(f"attempt-{rendezvous.attempt}", store) if rendezvous.attempt else store
+    address, port, world = rendezvous.address, rendezvous.port, rendezvous.world
+    if rendezvous.rank == 0 and not rendezvous.agent_store:
+        return host_store(own_address(address), port, world=world, seconds=seconds)
+    limit = timedelta(seconds=seconds)
+    return TCPStore(address, port, world_size=world, is_master=False, timeout=limit, wait_for_workers=False)
 
 
-def leave(error: Exception, store: Store | None, rendezvous: Rendezvous) -> NoReturn:
+def leave(error: Exception, watch: Watch | None, rendezvous: Rendezvous) -> NoReturn:
     """End this process with the first error of any rank; see [Note: one error].
 
     At once: with peers gone, closing gloo's connections in order can wait for them for minutes.
     """
     rank = rendezvous.rank
-    # A lost connection is seen before its cause is written: the rank that caused it is given a moment.
-    first = failure.first(store, wait=0.0 if isinstance(error, UserError) else 1.0)
-    if first is None:
-        failure.report(store, error, rank)
-        first = failure.first(store) or (error if isinstance(error, RankError) else None)
+    # A lost connection is seen before its cause is told: the rank that caused it is given a moment.
+    first = None if watch is None else watch.first(wait=0.0 if isinstance(error, UserError) else CAUSE_SECONDS)
+    if first is None and watch is not None:
+        watch.report(error)
+        first = watch.first() or (error if isinstance(error, RankError) else None)
     code = error.exit_code if isinstance(error, AtollError) else 1
     if first is None or first.rank == rank:
         _print_error(error, rank)
     else:
         code = first.exit_code
-    if rank == 0 and not rendezvous.agent_store:
-        time.sleep(STORE_HOST_SECONDS)
+    if watch is not None and watch.hosts is not None:
+        time.sleep(HOST_SECONDS)
     os._exit(code)
 
 
@@ -201,8 +257,8 @@ def _print_error(error: Exception, rank: int) -> None:
 class _Children:
     """The processes of one run, in rank order, and the first of them that failed."""
 
-    def __init__(self, store: failure.Store, *, grace: float) -> None:
-        self.store = store
+    def __init__(self, monitor: Monitor, *, grace: float) -> None:
+        self.monitor = monitor
         self.processes: list[subprocess.Popen[bytes]] = []
         self.grace = grace
         self.signals: list[int] = []
@@ -236,11 +292,13 @@ class _Children:
             codes = [process.poll() for process in self.processes]
             if None not in codes:
                 break
-            if deadline is None and any(codes):
+            late = "ends" in (self.monitor.failure or {})
+            if deadline is None and (late or any(codes)):
                 self._note_failure(codes)
-                deadline = time.monotonic() + self.grace
+                deadline = time.monotonic() + (LATE_SECONDS if late else self.grace)
             if deadline is not None and time.monotonic() > deadline:
                 self.kill()
+                self._note_failure([process.returncode for process in self.processes])
                 return
             time.sleep(POLL_SECONDS)
         self._note_failure(codes)
@@ -266,7 +324,12 @@ class _Children:
         if code in SAVED_AND_LEFT:
             return code
         if code < 0:
-            raise RankError(_words_for_signal(self.first_failed, -code), rank=self.first_failed)
+            failure = self.monitor.failure
+            if failure is None:
+                raise RankError(_words_for_signal(self.first_failed, -code), rank=self.first_failed)
+            if failure.get("speaker") is None:
+                raise error_of(failure)
+            return int(failure["exit_code"])  # a rank has said why
         return 2 if code == 2 else 1
 
     def _note_failure(self, codes: Sequence[int | None]) -> None:
@@ -277,9 +340,9 @@ class _Children:
         killed = [rank for rank in failed if (codes[rank] or 0) < 0]
         self.first_failed = next(iter(killed + failed), None)
         if killed:
-            # It could not speak for itself; the others learn from the store why they lost a peer.
+            # It could not speak for itself; the others hear from the monitor why they lost a peer.
             rank = killed[0]
-            failure.report(self.store, RunError(_words_for_signal(rank, -(codes[rank] or 0))), rank)
+            self.monitor.report(words_of(RunError(_words_for_signal(rank, -(codes[rank] or 0))), rank))
 
 
 def _words_for_signal(rank: int, number: int) -> str:
@@ -318,8 +381,9 @@ def _lifeline() -> Iterator[int]:
         os.close(write_end)
 
 
-def _child_environment(rank: int, ranks: int, *, port: int, threads: int | None) -> dict[str, str]:
+def _child_environment(rank: int, ranks: int, monitor: Address, meeting: str, *, threads: int | None) -> dict[str, str]:
     environment = dict(os.environ)
+    environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)
     else:
@@ -331,8 +395,10 @@ def _child_environment(rank: int, ranks: int, *, port: int, threads: int | None)
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": LOOPBACK,
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(monitor.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
+        MONITOR: monitor.dump(),
+        MEETING: os.path.join(meeting, "store"),
     }
 
 

@@ -46,7 +46,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from atoll.errors import RankError
-from atoll.runtime.launch import LIFELINE, host_store
+from atoll.runtime.launch import LIFELINE, LOOPBACK, host_store
 from atoll.testing.worker import Case, Failure, Filter, Report, Success
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ class RankPool:
 
     def _store_port(self) -> int:
         if self._store is None:
-            self._store = host_store(0)
+            self._store = host_store(LOOPBACK, 0)
         return self._store.port
 
 

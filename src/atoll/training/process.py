@@ -23,7 +23,7 @@ from atoll.config import Config
 from atoll.cost import Cluster
 from atoll.errors import ConfigError
 from atoll.plans import Plan
-from atoll.runtime import failure
+from atoll.runtime.failure import Watch
 from atoll.runtime.launch import Rendezvous, launch_local, leave, meet, torchrun_environment, watch_parent
 from atoll.training.choosing import load_chosen
 from atoll.training.folder import RunFolder
@@ -35,6 +35,10 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     from atoll.training.session import RunResult
+
+
+SLACK = 4.0
+"""Seconds by which gloo and NCCL wait longer than a rank may keep others waiting: the monitor knows whom to blame."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,24 +70,25 @@ def train(request: Request) -> int:
     vocabulary_of(config, prepare_corpus(config, say=lambda line: _tell(line, sys.stderr)))
     # Each rank is this very command again, with the plan that was chosen; its environment makes it a rank.
     chosen = [word for override in overrides[len(request.overrides) :] for word in ("--set", override)]
-    return launch_local([sys.executable, *sys.orig_argv[1:], *chosen], config.parallel.ranks, port=config.run.port)
+    command = [sys.executable, *sys.orig_argv[1:], *chosen]
+    return launch_local(command, config.parallel.ranks, port=config.run.port, limit=config.parallel.timeout)
 
 
 def run_rank(request: Request, rendezvous: Rendezvous) -> int:
     """One rank's whole life; its exit code. Errors end the process, as `leave` says."""
     watch_parent()
     stop = StopRequest().listen()
-    store: Store | None = None
+    watch: Watch | None = None
     try:
         config, _ = load_chosen(request.path, request.overrides, world=rendezvous.world)
         plan = config.to_plan(rendezvous.world)
         _check_cluster(config)
-        store = meet(rendezvous, config.parallel.timeout)
-        watchdog = failure.Watchdog(store, rendezvous.rank).start()
+        store, watch = meet(rendezvous, config.parallel.timeout)
+        Watch.current = watch
         ending = _train(request, config, plan, rendezvous=rendezvous, store=store, stop=stop)
-        watchdog.stop()
+        watch.stop()
     except Exception as error:
-        leave(error, store, rendezvous)
+        leave(error, watch, rendezvous)
     return 0 if ending.stopped is None else exit_code(ending.stopped)
 
 
@@ -96,7 +101,7 @@ def _train(
     device = _choose_device(config, rendezvous)
     if rendezvous.rank == 0:
         RunFolder(Path(config.run.folder)).check(resume=request.resume, overwrite=config.run.overwrite)
-    transport.join(rendezvous.rank, rendezvous.world, store, device=device, timeout=config.parallel.timeout)
+    transport.join(rendezvous.rank, rendezvous.world, store, device=device, timeout=config.parallel.timeout + SLACK)
     ending = run(config, plan, device=device, resume=request.resume, stop=stop)
     if rendezvous.rank == 0:
         _conclude(request, ending)

@@ -24,6 +24,7 @@ from atoll.errors import AtollError, RunError
 from atoll.ir import Action, Op
 from atoll.models import Batch
 from atoll.program import BACKWARD, BEGINS, Do, Ending, Instruction, Part, Program, RankShape, parts_of
+from atoll.runtime.failure import Doing
 from atoll.runtime.lanes import Lane
 from atoll.runtime.mail import Mail, Wire
 from atoll.runtime.outline import Outline
@@ -42,6 +43,12 @@ Key = tuple[int, int]
 """(stage, microbatch)"""
 
 _UNNAMED: AbstractContextManager[None] = nullcontext()
+
+_TO_NEIGHBOURS = {Do.RECV_F, Do.RECV_B, Do.RECV_S, Do.RECV_T, Do.RECV_G, Do.SEND_F, Do.SEND_B, Do.JOIN, Do.PASS}
+_ALONG_THE_PIPELINE = {Do.SEND_L, Do.SEND_S, Do.SEND_T, Do.DRAIN}
+_OF_EVERYONE = {Do.VERDICT, Do.TOTAL, Do.TAKE_BACK}
+_COMPUTES = {Do.F, Do.FINISH_F, Do.START_I, Do.I, Do.FINISH_I, Do.W, Do.FINISH_W, Do.L, Do.S, Do.T, Do.G, Do.STEP}
+"""Which ranks an instruction may wait for, see `Executor.doing`. All others wait for data-parallel ranks, if any."""
 
 
 @dataclass(slots=True)
@@ -153,6 +160,7 @@ class Executor:
         self._calls: Sequence[Callable[[], None]] = ()
         self._instructions: Sequence[Instruction] = ()
         self._at = 0
+        self._is_playing = False
         self._now: Action = Action(-1, Op.F, -1)
         self._acts: dict[Do, Callable[[int, int], None]] = {
             Do.FINISH_F: self._finish_forward,
@@ -264,8 +272,12 @@ class Executor:
         for lane in self._lanes:
             lane.clock = self._clock
         self._step_number, self._first_microbatch = step, first_microbatch
-        with torch.set_grad_enabled(training), self._blocks_handed():
-            self._play()
+        self._is_playing = True
+        try:
+            with torch.set_grad_enabled(training), self._blocks_handed():
+                self._play()
+        finally:
+            self._is_playing = False
         ended, self._step = self._step, _Step((), is_training=False)
         return Outcome(self._loss_sum(ended), tuple(ended.logits), self._clock)
 
@@ -371,6 +383,36 @@ class Executor:
             at = self._at
             self._at = at + 1  # before the call: the forward of a stage goes on from here, and leaves it further on
             self._calls[at]()
+
+    def doing(self) -> Doing | None:
+        """What is played now, and the ranks that it may wait for; None between programs. Another thread may ask."""
+        at, instructions = self._at - 1, self._instructions
+        if not self._is_playing or not 0 <= at < len(instructions):
+            return None
+        instruction = instructions[at]
+        peers, along = self._awaited(instruction)
+        row = f"step {self._step_number + 1}" if self._step.is_training else "evaluation"
+        what = f"{row}, {instruction} of {instruction.action}"
+        if peers:
+            what += f" along {along}"
+        return Doing(what, peers, at)
+
+    def _awaited(self, instruction: Instruction) -> tuple[tuple[int, ...], str]:
+        """The world ranks that must act before an instruction can end, and the axes along which they lie."""
+        do, place = instruction.do, self._transport.place
+        if do in _TO_NEIGHBOURS:
+            peer = self._peer(instruction.action)
+            return (tuple(self._ranks) if peer is None else (peer,)), "pp"
+        if do in _ALONG_THE_PIPELINE:
+            return tuple(self._ranks), "pp"
+        if do in _OF_EVERYONE:
+            return tuple(range(place.mesh.world)), "every axis"
+        if do is Do.SUMS:
+            return place.peers("inter", "intra", "tp"), "inter, intra, tp"
+        if do in _COMPUTES:
+            return place.peers("tp") if place.mesh.tensor > 1 else (), "tp"
+        axes = [axis for axis in ("inter", "intra") if place.mesh.sizes[axis] > 1]
+        return place.peers(*axes) if axes else (), ", ".join(axes)
 
     def _stale(self, later: Iterable[Action]) -> list[tuple[Action, int]]:
         """Receives after the first backward of messages that were sent before the sender's first backward, and these

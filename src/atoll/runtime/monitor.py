@@ -1,0 +1,265 @@
+"""Where the ranks of a run send their heartbeats, and where the first error of one becomes the error of all.
+
+One process hosts it: the parent of local ranks, or rank 0. Each rank keeps one connection to it and says a few times a
+second what it does (`atoll.runtime.verdict`). It answers with what ended the run, once something has: the first error
+that a rank reported, a rank whose process is gone, or a verdict on who keeps the others waiting.
+
+The store that torch.distributed meets at does none of this, because a call to it has no time limit: a rank that is cut
+off from its host would wait in it for good. Here every read has one, on both sides.
+
+[Note: who may speak] The monitor sends a random challenge to whoever connects, and hears those alone who answer it with
+the run's secret (HMAC-SHA-256). What comes is JSON, bounded in length, and never unpickled. Lines are not encrypted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import secrets
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from atoll.runtime.verdict import SILENT_SECONDS, State, judge
+
+BEAT_SECONDS = 0.25
+"""Between two heartbeats of a rank, in worlds of up to `CROWD` ranks; larger ones beat as many times together."""
+CROWD = 256
+LINE_BYTES = 1 << 18
+"""The longest line that is read."""
+ANSWER_SECONDS = 5.0
+"""How long who connects has to answer the challenge, and every read of an answer takes at most."""
+STRANGERS = 64
+"""Connections that have not answered yet; further ones are closed at once."""
+GONE_SECONDS = 1.0
+"""After a connection ends without a word, how long the rank has to come back, or somebody to say why."""
+STACK_SECONDS = 1.0
+"""How long a rank that is blamed has to send its stack."""
+
+KEY = "failure"
+"""The report that ends the run. Refusals that all ranks agree on have keys of their own and end nothing."""
+
+Words = dict[str, Any]
+"""A JSON object."""
+
+
+def proof(secret: str, challenge: str, rank: int) -> str:
+    """The answer to a challenge."""
+    return hmac.new(secret.encode(), f"{challenge} {rank}".encode(), "sha256").hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a monitor listens, and the secret that it asks for."""
+
+    host: str
+    port: int
+    secret: str
+
+    def dump(self) -> str:
+        """As one word, for an environment or a store."""
+        return f"{self.secret}@{self.host}:{self.port}"
+
+    @staticmethod
+    def parse(word: str) -> Address:
+        """Read what `dump` wrote. Raises ValueError for anything else."""
+        secret, _, place = word.partition("@")
+        host, _, port = place.rpartition(":")
+        return Address(host, int(port), secret)
+
+
+class Monitor:
+    """Listens until it is closed. limit: seconds of silence, or of waiting, after which somebody is to blame."""
+
+    def __init__(self, world: int, *, host: str, limit: float, port: int = 0, secret: str | None = None) -> None:
+        self._listener = socket.create_server((host, port), family=family_of(host), backlog=1024)
+        self.address = Address(host, self._listener.getsockname()[1], secret or secrets.token_hex(16))
+        self._limit = limit
+        now = time.monotonic()
+        self._states = {rank: State("its start", (), "", 0, heard=now, since=now) for rank in range(world)}
+        self._marks: dict[int, object] = {}
+        self._writers: dict[int, asyncio.StreamWriter] = {}
+        self._reports: dict[str, Words] = {}
+        self._stacks: dict[int, str] = {}
+        self._wanted: set[int] = set()
+        self._strangers = 0
+        self._over: asyncio.Event | None = None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="atoll-monitor", daemon=True)
+        self._thread.start()
+
+    # ---- for the process that hosts it
+
+    @property
+    def failure(self) -> Words | None:
+        """What ended the run, if anything has."""
+        return self._reports.get(KEY)
+
+    def report(self, report: Words, key: str = KEY) -> None:
+        """Take a report from this process."""
+        self._reports.setdefault(key, report)
+
+    def close(self) -> None:
+        """Stop listening. Ranks that are still connected go on unwatched."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stop)
+            self._thread.join(timeout=2.0)
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._serve())
+        finally:
+            self._loop.close()
+
+    def _stop(self) -> None:
+        if self._over is not None:
+            self._over.set()
+
+    async def _serve(self) -> None:
+        self._over = asyncio.Event()
+        server = await asyncio.start_server(self._meet, sock=self._listener, limit=LINE_BYTES)
+        judging = asyncio.create_task(self._judge())
+        await self._over.wait()
+        judging.cancel()
+        server.close()
+        for writer in self._writers.values():
+            _write(writer, {"closed": True})
+        await asyncio.sleep(0)
+        for writer in self._writers.values():
+            writer.close()
+
+    async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve one connection."""
+        if self._strangers >= STRANGERS:
+            writer.close()
+            return
+        rank: int | None = None
+        self._strangers += 1
+        try:
+            rank = await self._recognise(reader, writer)
+        except (TimeoutError, OSError, ValueError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            self._strangers -= 1
+        if rank is None:
+            writer.close()
+            return
+        self._writers[rank] = writer
+        said_goodbye = False
+        try:
+            while not said_goodbye:
+                words = _read(await reader.readline())
+                said_goodbye = "bye" in words
+                _write(writer, self._answer(rank, words))
+                await writer.drain()
+        except (OSError, ValueError):
+            pass
+        finally:
+            writer.close()
+            if self._writers.get(rank) is writer:
+                del self._writers[rank]
+                if said_goodbye:
+                    self._states.pop(rank, None)
+                else:
+                    self._loop.call_later(GONE_SECONDS, self._miss, rank)
+
+    async def _recognise(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int | None:
+        challenge = secrets.token_hex(16)
+        _write(writer, {"challenge": challenge})
+        words = _read(await asyncio.wait_for(reader.readline(), ANSWER_SECONDS))
+        rank, said = words.get("rank"), words.get("proof")
+        if not isinstance(rank, int) or not isinstance(said, str) or rank not in self._states:
+            return None
+        if not hmac.compare_digest(said.encode(), proof(self.address.secret, challenge, rank).encode()):
+            return None
+        _write(writer, {"welcome": True})
+        return rank
+
+    def _answer(self, rank: int, words: Words) -> Words:
+        if "beat" in words:
+            self._hear(rank, words["beat"])
+        elif "report" in words:
+            self._reports.setdefault(str(words.get("key", KEY)), {**words["report"], "rank": rank})
+        elif "stack" in words:
+            self._stacks[rank] = str(words["stack"])
+        found = self._reports.get(str(words.get("key", KEY)))
+        return {"found": found, "failure": self.failure, "wants_stack": rank in self._wanted - set(self._stacks)}
+
+    def _hear(self, rank: int, beat: Words) -> None:
+        now = time.monotonic()
+        before = self._states.get(rank)
+        said = str(beat["doing"]), tuple(int(peer) for peer in beat["waits_for"])
+        mark = (*said, beat["mark"])
+        since = before.since if before is not None and self._marks.get(rank) == mark else now
+        self._marks[rank] = mark
+        self._states[rank] = State(*said, host=str(beat["host"]), pid=int(beat["pid"]), heard=now, since=since)
+
+    def _miss(self, rank: int) -> None:
+        """Blame a rank whose connection ended without a word, unless it came back."""
+        state = self._states.get(rank)
+        if state is None or rank in self._writers or self._over is None or self._over.is_set():
+            return
+        message = (
+            f"rank {rank} is gone: its process ended in {state.doing} without a word. Its launcher may know why; a "
+            "process that nobody killed may have run out of memory"
+        )
+        self.report({"rank": rank, "exit_code": 1, "message": message, "speaker": self._speaker((rank,))})
+
+    def _speaker(self, blamed: tuple[int, ...]) -> int | None:
+        """The rank that prints what ends the run: the first that lives and is not to blame."""
+        now = time.monotonic()
+        living = [
+            rank for rank, state in self._states.items() if rank in self._writers and now - state.heard < SILENT_SECONDS
+        ]
+        return min([rank for rank in living if rank not in blamed] or living, default=None)
+
+    async def _judge(self) -> None:
+        """Look for who is late, ask for its stack, and say so."""
+        while self.failure is None:
+            await asyncio.sleep(BEAT_SECONDS)
+            found = judge(self._states, time.monotonic(), self._limit)
+            if found is None:
+                continue
+            self._wanted = {rank for rank in found.ranks if rank in self._writers}
+            for _ in range(10):
+                if self._wanted <= set(self._stacks):
+                    break
+                await asyncio.sleep(STACK_SECONDS / 10)
+            stacks = [f"\nrank {rank}:\n{self._stacks[rank]}" for rank in found.ranks if rank in self._stacks]
+            self.report(
+                {
+                    "rank": found.ranks[0],
+                    "exit_code": 1,
+                    "message": found.message + "".join(stacks),
+                    "speaker": self._speaker(found.ranks),
+                    "ends": [[self._states[rank].host, self._states[rank].pid] for rank in found.ranks],
+                }
+            )
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    """That of an address in figures."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _write(writer: asyncio.StreamWriter, words: Words) -> None:
+    writer.write(json.dumps(words).encode() + b"\n")
+
+
+def _read(line: bytes) -> Words:
+    """Raises ValueError for anything but a JSON object on a line, and at the connection's end."""
+    if not line.endswith(b"\n"):
+        raise ValueError("the connection ended")
+    try:
+        words = json.loads(line)
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
+    if not isinstance(words, dict):
+        raise ValueError("no JSON object")
+    return words
