@@ -58,12 +58,16 @@ class RunError(AtollError):
 
 
 class RankError(RunError):
-    """The first error of one rank, as every rank reports it."""
+    """The first error of one rank, as every rank reports it.
 
-    def __init__(self, message: str, *, rank: int, exit_code: int = 1) -> None:
+    speaker: the rank that prints it, where the one to blame cannot.
+    """
+
+    def __init__(self, message: str, *, rank: int, exit_code: int = 1, speaker: int | None = None) -> None:
         super().__init__(message)
         self.rank = rank
         self.exit_code = exit_code
+        self.speaker = speaker
 
 
 class CostWarning(UserWarning):

@@ -19,12 +19,21 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
-from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 from atoll.errors import AtollError, RankError
-from atoll.runtime.monitor import BEAT_SECONDS, CROWD, GONE_SECONDS, KEY, LINE_BYTES, Address, Monitor, Words, proof
+from atoll.runtime.monitor import (
+    BEAT_SECONDS,
+    CROWD,
+    GONE_SECONDS,
+    KEY,
+    LINE_BYTES,
+    Address,
+    Monitor,
+    Words,
+    process_of_this,
+    proof,
+)
 
 GRACE_SECONDS = 3.0
 """How long a rank has to leave by itself after another one's error."""
@@ -84,7 +93,9 @@ class Watch:
         self._sections: list[Callable[[], Doing]] = []
         self._passed = 0
         self._connection: _Connection | None = None
+        self._monitors: tuple[str, int] | None = None
         self._lock = threading.Lock()
+        self._speaking, self._spoke = threading.Lock(), False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="atoll-watch", daemon=True)
         self._in_thread = threading.main_thread().ident or 0
@@ -168,12 +179,21 @@ class Watch:
                 return None
             time.sleep(0.05)
 
+    def speak(self, message: str) -> None:
+        """Print what ends the run, unless this process has."""
+        with self._speaking:
+            if not self._spoke:
+                self._spoke = True
+                sys.stderr.write(f"error: {message}\n")
+                sys.stderr.flush()
+
     def _ask(self, words: Words) -> Words:
         """Raises OSError or ValueError where no answer comes in time; the next call connects anew."""
         assert self._address is not None, "somebody to ask"
         with self._lock:
             if self._connection is None:
                 self._connection = _Connection(self._address, self._rank)
+                self._monitors = self._connection.monitors
             try:
                 return self._connection.ask(words)
             except BaseException:
@@ -211,9 +231,12 @@ class Watch:
 
     def _leave_alone(self, silent: float) -> None:
         assert self._address is not None
-        _print(
-            f"rank {self._rank} has not reached the monitor of the run on {self._address.host} for {silent:.0f} s: "
-            f"its machine or the network between is gone. This rank was in {self.doing().what}"
+        if self._monitors is not None:
+            _end(self._monitors)
+        self.speak(
+            f"rank 0, which hosts the run's monitor on {self._address.host}, did not answer rank {self._rank} for "
+            f"{silent:.0f} s: it is stopped, or its machine or the network between is gone. Rank {self._rank} was in "
+            f"{self.doing().what}"
         )
         os._exit(1)
 
@@ -227,14 +250,14 @@ class Watch:
         while is_late or (self._sections and failure["rank"] != self._rank):
             if time.monotonic() >= end:
                 if failure.get("speaker") == self._rank:
-                    _print(failure["message"])
+                    self.speak(failure["message"])
                 os._exit(failure["exit_code"])
             if self._stop.wait(self._beat):
                 return
 
 
 class _Connection:
-    """One connection to a monitor, of which each read takes at most `ANSWERED_SECONDS`."""
+    """One connection to a monitor, of which each read takes at most `ANSWERED_SECONDS`. monitors: its process."""
 
     def __init__(self, address: Address, rank: int) -> None:
         self._socket = socket.create_connection((address.host, address.port), timeout=ANSWERED_SECONDS)
@@ -242,7 +265,8 @@ class _Connection:
         try:
             challenge = str(self._read()["challenge"])
             self._write({"rank": rank, "proof": proof(address.secret, challenge, rank)})
-            self._read()
+            host, pid = self._read()["welcome"]
+            self.monitors = str(host), int(pid)
         except BaseException:
             self.close()
             raise
@@ -277,18 +301,7 @@ def words_of(error: BaseException, rank: int) -> Words:
 
 def error_of(words: Words) -> RankError:
     """The error that every rank raises."""
-    return RankError(words["message"], rank=words["rank"], exit_code=words["exit_code"])
-
-
-@cache
-def process_of_this() -> tuple[str, int]:
-    """This process for others of its machine: the boot, the namespace of its number, when it began; and its number."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        space = os.readlink("/proc/self/ns/pid")
-    except OSError:  # no Linux: nobody else can name this process
-        return f"{socket.gethostname()} {os.urandom(8).hex()}", os.getpid()
-    return f"{boot} {space}", os.getpid()
+    return RankError(words["message"], rank=words["rank"], exit_code=words["exit_code"], speaker=words.get("speaker"))
 
 
 def _end(process: tuple[str, int]) -> None:
@@ -298,8 +311,3 @@ def _end(process: tuple[str, int]) -> None:
     if host == mine and pid != own:
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
-
-
-def _print(message: str) -> None:
-    sys.stderr.write(f"error: {message}\n")
-    sys.stderr.flush()

@@ -161,14 +161,17 @@ def meet(rendezvous: Rendezvous, seconds: float) -> tuple[Store, Watch]:
     Local ranks find their store and monitor where their parent put them; otherwise launcher or rank 0 hosts the store,
     and rank 0 the monitor.
     """
-    from torch.distributed import FileStore, PrefixStore
-
     monitor, meeting = os.environ.pop(MONITOR, None), os.environ.pop(MEETING, None)
     if monitor is not None and meeting is not None:
-        watch = Watch(Address.parse(monitor), rendezvous.rank, rendezvous.world, limit=seconds).start()
+        # Without a limit: a parent that is gone ends its children, and one that the user has stopped comes back.
+        watch = Watch(Address.parse(monitor), rendezvous.rank, rendezvous.world).start()
+        from torch.distributed import FileStore
+
         return FileStore(meeting, rendezvous.world), watch
     store = _tcp_store(rendezvous, seconds)
     if rendezvous.attempt:
+        from torch.distributed import PrefixStore
+
         store = PrefixStore(f"attempt-{rendezvous.attempt}", store)
     host = LOOPBACK if rendezvous.local_world == rendezvous.world else own_address(rendezvous.address)
     return store, watch_by(store, rendezvous.rank, rendezvous.world, host=host, limit=seconds)
@@ -240,6 +243,8 @@ def leave(error: Exception, watch: Watch | None, rendezvous: Rendezvous) -> NoRe
         _print_error(error, rank)
     else:
         code = first.exit_code
+        if watch is not None and first.speaker == rank:
+            watch.speak(str(first))
     if watch is not None and watch.hosts is not None:
         time.sleep(HOST_SECONDS)
     os._exit(code)

@@ -16,11 +16,14 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import os
 import secrets
 import socket
 import threading
 import time
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from atoll.runtime.verdict import SILENT_SECONDS, State, judge
@@ -178,7 +181,7 @@ class Monitor:
             return None
         if not hmac.compare_digest(said.encode(), proof(self.address.secret, challenge, rank).encode()):
             return None
-        _write(writer, {"welcome": True})
+        _write(writer, {"welcome": process_of_this()})
         return rank
 
     def _answer(self, rank: int, words: Words) -> Words:
@@ -241,6 +244,17 @@ class Monitor:
                     "ends": [[self._states[rank].host, self._states[rank].pid] for rank in found.ranks],
                 }
             )
+
+
+@cache
+def process_of_this() -> tuple[str, int]:
+    """This process for others of its machine: the boot and the namespace of process numbers, and its own number."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        space = os.readlink("/proc/self/ns/pid")
+    except OSError:  # no Linux: nobody else can name this process
+        return f"{socket.gethostname()} {secrets.token_hex(8)}", os.getpid()
+    return f"{boot} {space}", os.getpid()
 
 
 def family_of(host: str) -> socket.AddressFamily:

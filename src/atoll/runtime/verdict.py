@@ -18,6 +18,9 @@ SILENT_SECONDS = 3.0
 """A rank that was not heard for so long is blamed before those that say what they wait for. Heartbeats are far more
 frequent; only a process that is stopped, or holds Python's interpreter, misses so many."""
 
+START_SECONDS = 60.0
+"""How long a rank has at least until its first heartbeat: a busy machine starts processes slowly."""
+
 SHOWN = 6
 """Waiting ranks that a message names."""
 
@@ -26,7 +29,10 @@ SHOWN = 6
 class State:
     """What is known of a rank. doing: where it is, as in "step 3, 0F1".  waits_for: the ranks that must act before it
     can go on, none for a rank that is busy.  host, pid: its process.  heard, since: when its last heartbeat came, and
-    since when it has said the same, in seconds of the monitor's clock."""
+    since when it has said the same, in seconds of the monitor's clock.
+
+    host: empty until the first heartbeat.
+    """
 
     doing: str
     waits_for: tuple[int, ...]
@@ -46,7 +52,10 @@ class Verdict:
 
 def judge(states: Mapping[int, State], now: float, limit: float) -> Verdict | None:
     """Say who is late, if anyone has been silent, or has waited for others, for longer than `limit` seconds."""
-    silent = sorted((state.heard, rank) for rank, state in states.items() if now - state.heard > limit)
+    starting = max(limit, START_SECONDS)
+    silent = sorted(
+        (state.heard, rank) for rank, state in states.items() if now - state.heard > (limit if state.host else starting)
+    )
     if silent:
         return _silent([rank for _, rank in silent], states, now)
     waiting = sorted(

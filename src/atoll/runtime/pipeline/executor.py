@@ -392,7 +392,9 @@ class Executor:
         instruction = instructions[at]
         peers, along = self._awaited(instruction)
         row = f"step {self._step_number + 1}" if self._step.is_training else "evaluation"
-        what = f"{row}, {instruction} of {instruction.action}"
+        what = f"{row}, {instruction}"
+        if str(instruction.action) not in what:
+            what += f" of {instruction.action}"
         if peers:
             what += f" along {along}"
         return Doing(what, peers, at)
