@@ -1,46 +1,269 @@
-"""The first error wins, in a store of one process."""
+"""The first error wins, at a monitor of this process; and strangers are not heard."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import pytest
-from torch.distributed import HashStore
 
 from atoll.errors import ConfigError, RankError
-from atoll.runtime import failure
+from atoll.runtime.failure import Watch, words_of
+from atoll.runtime.monitor import ANSWER_SECONDS, GONE_SECONDS, LINE_BYTES, STRANGERS, Address, Monitor, proof
 
 
 @pytest.fixture
-def store() -> HashStore:
-    return HashStore()
+def monitor() -> Iterator[Monitor]:
+    monitor = Monitor(4, host="127.0.0.1", limit=60.0)
+    yield monitor
+    monitor.close()
+    while WATCHES:
+        WATCHES.pop().stop()
 
 
-def test_the_first_error_is_that_of_all(store: HashStore) -> None:
-    assert failure.first(store) is None
-    failure.report(store, ValueError("the sky fell"), 3)
-    failure.report(store, ConfigError("too late"), 1)
-    found = failure.first(store)
+WATCHES: list[Watch] = []
+
+
+def watch(monitor: Monitor, rank: int) -> Watch:
+    WATCHES.append(Watch(monitor.address, rank, 4))
+    return WATCHES[-1]
+
+
+def wait_for_failure(monitor: Monitor, seconds: float = 10.0) -> dict[str, Any]:
+    end = time.monotonic() + seconds
+    while monitor.failure is None and time.monotonic() < end:
+        time.sleep(0.02)
+    assert monitor.failure is not None
+    return monitor.failure
+
+
+# ---- reports
+
+
+def test_the_first_error_is_that_of_all(monitor: Monitor) -> None:
+    assert watch(monitor, 0).first() is None
+    watch(monitor, 3).report(ValueError("the sky fell"))
+    watch(monitor, 1).report(ConfigError("too late"))
+    found = watch(monitor, 0).first()
     assert found is not None
     assert (str(found), found.rank, found.exit_code) == ("ValueError: the sky fell", 3, 1)
 
 
-def test_the_users_mistakes_keep_their_exit_code_and_their_words(store: HashStore) -> None:
-    failure.report(store, ConfigError("no such layout"), 0)
-    found = failure.first(store)
+def test_the_users_mistakes_keep_their_exit_code_and_their_words(monitor: Monitor) -> None:
+    watch(monitor, 0).report(ConfigError("no such layout"))
+    found = watch(monitor, 0).first()
     assert found is not None
     assert (str(found), found.exit_code) == ("no such layout", 2)
 
 
-def test_what_was_heard_from_another_rank_is_not_said_again(store: HashStore) -> None:
-    failure.report(store, RankError("rank 2 failed", rank=2), 0)
-    assert failure.first(store) is None
+def test_what_was_heard_from_another_rank_is_not_said_again(monitor: Monitor) -> None:
+    watch(monitor, 0).report(RankError("rank 2 failed", rank=2))
+    assert watch(monitor, 0).first() is None
 
 
-def test_refusals_do_not_end_the_run(store: HashStore) -> None:
-    failure.report(store, ConfigError("not this batch"), 0, key="atoll/refusal/7")
-    assert failure.first(store) is None
-    assert failure.first(store, key="atoll/refusal/7") is not None
+def test_refusals_do_not_end_the_run(monitor: Monitor) -> None:
+    watch(monitor, 0).report(ConfigError("not this batch"), key="refusal 7")
+    assert watch(monitor, 1).first() is None
+    found = watch(monitor, 1).first(key="refusal 7")
+    assert found is not None
+    assert found.rank == 0
 
 
-def test_without_a_store_there_is_nobody_to_tell() -> None:
-    failure.report(None, ValueError("alone"), 0)
-    assert failure.first(None) is None
+def test_a_parent_speaks_of_a_rank_that_cannot(monitor: Monitor) -> None:
+    monitor.report(words_of(ValueError("killed"), 2))
+    found = watch(monitor, 1).first()
+    assert found is not None
+    assert found.rank == 2
+
+
+def test_without_a_monitor_there_is_nobody_to_tell() -> None:
+    alone = Watch(None, 0, 1).start()
+    alone.report(ValueError("alone"))
+    assert alone.first() is None
+    alone.stop()
+
+
+# ---- processes
+
+
+RANK = """
+import sys, time
+from atoll.runtime.failure import Doing, Watch
+from atoll.runtime.monitor import Address
+rank = int(sys.argv[2])
+watch = Watch(Address.parse(sys.argv[1]), rank, 4).start()
+with watch.section(lambda: Doing("step 1, 0F0")):
+    while not watch.first(key="go"):
+        time.sleep(0.02)
+    exec(sys.argv[3])
+watch.stop()
+"""
+
+
+def start_rank(monitor: Monitor, rank: int, then: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", RANK, monitor.address.dump(), str(rank), then]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_process_that_ends_without_a_word_is_named() -> None:
+    monitor = Monitor(2, host="127.0.0.1", limit=60.0)
+    try:
+        with start_rank(monitor, 1, "import os; os._exit(0)") as process:
+            monitor.report({"rank": 0, "exit_code": 0, "message": ""}, key="go")
+            failure = wait_for_failure(monitor, 20.0)
+        assert process.returncode == 0
+    finally:
+        monitor.close()
+    assert failure["rank"] == 1
+    assert "rank 1 is gone: its process ended" in failure["message"]
+
+
+def test_a_process_that_says_goodbye_is_not_missed() -> None:
+    monitor = Monitor(1, host="127.0.0.1", limit=60.0)
+    try:
+        with start_rank(monitor, 0, "pass") as process:
+            monitor.report({"rank": 0, "exit_code": 0, "message": ""}, key="go")
+        assert process.returncode == 0
+        time.sleep(GONE_SECONDS + 0.5)
+        assert monitor.failure is None
+    finally:
+        monitor.close()
+
+
+WAITS = """
+from atoll.runtime import failure
+failure.RUNTIME = "<string>"  # this code counts as the runtime's: whoever is in it waits for others
+watch._sections.append(lambda: Doing("step 1, 1RECV_F0 along pp", (1,)))
+time.sleep(100)
+"""
+
+
+def test_a_rank_that_sleeps_is_named_with_its_stack_and_all_end() -> None:
+    monitor = Monitor(2, host="127.0.0.1", limit=2.0)
+    try:
+        with start_rank(monitor, 1, "time.sleep(100)") as late, start_rank(monitor, 0, WAITS) as other:
+            monitor.report({"rank": 0, "exit_code": 0, "message": ""}, key="go")
+            begin = time.monotonic()
+            failure = wait_for_failure(monitor, 30.0)
+            words = other.communicate(timeout=20)[1]
+            late.communicate(timeout=20)
+            seconds = time.monotonic() - begin
+    finally:
+        monitor.close()
+    assert failure["rank"] == 1
+    assert "in step 1, 0F0, where it waits for no other rank" in failure["message"]
+    assert "Waiting: rank 0 in step 1, 1RECV_F0 along pp for rank 1" in failure["message"]
+    assert "rank 1:\n" in failure["message"]  # its stack
+    assert words.startswith("error: rank 1 did not advance")
+    assert other.returncode == 1
+    assert late.returncode != 0
+    assert seconds < 2.0 + 5.0 + 3.0  # on a busy machine
+
+
+# ---- strangers
+
+
+@pytest.fixture
+def connect(monitor: Monitor) -> Iterator[Callable[[], Any]]:
+    """Connect as a stranger: the connection's lines, to read and to write."""
+    with contextlib.ExitStack() as stack:
+
+        def connected() -> Any:
+            place = monitor.address.host, monitor.address.port
+            found = stack.enter_context(socket.create_connection(place, timeout=ANSWER_SECONDS + 5))
+            lines = found.makefile("rwb", buffering=0)
+            stack.callback(lines.close)
+            return lines
+
+        yield connected
+
+
+def test_who_does_not_know_the_secret_is_not_heard(monitor: Monitor) -> None:
+    wrong = Address(monitor.address.host, monitor.address.port, "guess")
+    stranger = Watch(wrong, 1, 4)
+    stranger.report(ValueError("let me end this"))
+    time.sleep(0.2)
+    stranger.stop()
+    assert monitor.failure is None
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"\n",
+        b"garbage\n",
+        b"[]\n",
+        b'{"rank": 1}\n',
+        b'{"rank": "1", "proof": 3}\n',
+        b'{"rank": 99, "proof": "x"}\n',
+        b"[" * 100_000 + b"\n",
+        b"x" * (LINE_BYTES + 10) + b"\n",
+        b"\x80\x04K\x01.\n",
+    ],
+)
+def test_strangers_are_sent_away_and_the_run_goes_on(monitor: Monitor, connect: Callable[[], Any], said: bytes) -> None:
+    lines = connect()
+    lines.readline()
+    with contextlib.suppress(ConnectionError):
+        lines.write(said)
+        assert lines.readline() == b""
+    watch(monitor, 2).report(ValueError("still here"))
+    assert monitor.failure is not None
+    assert monitor.failure["rank"] == 2
+
+
+def answer(lines: Any, monitor: Monitor) -> bytes:
+    """Answer the challenge as rank 1; what was said."""
+    challenge = json.loads(lines.readline())["challenge"]
+    said = json.dumps({"rank": 1, "proof": proof(monitor.address.secret, challenge, 1)}).encode() + b"\n"
+    lines.write(said)
+    assert b"welcome" in lines.readline()
+    return said
+
+
+def test_an_old_answer_is_no_use(monitor: Monitor, connect: Callable[[], Any]) -> None:
+    """Each connection has a challenge of its own."""
+    said = answer(connect(), monitor)
+    again = connect()
+    again.readline()
+    again.write(said)
+    assert again.readline() == b""
+
+
+def test_strangers_that_keep_silent_do_not_keep_ranks_out(monitor: Monitor, connect: Callable[[], Any]) -> None:
+    """More than may wait: ranks come in once those have been sent away."""
+    for _ in range(STRANGERS + 8):
+        connect()
+    end = time.monotonic() + ANSWER_SECONDS + 5
+    late = watch(monitor, 2)
+    while monitor.failure is None and time.monotonic() < end:
+        late.report(ValueError("let in"))
+        time.sleep(0.1)
+    assert monitor.failure is not None
+
+
+def test_what_a_rank_says_amiss_ends_its_connection_alone(monitor: Monitor, connect: Callable[[], Any]) -> None:
+    lines = connect()
+    answer(lines, monitor)
+    lines.write(b'{"beat": {"doing": []}}\n')
+    assert lines.readline() == b""
+    assert watch(monitor, 2).first() is None
+
+
+def test_an_address_survives_an_environment() -> None:
+    address = Address("::1", 4242, "abc")
+    assert Address.parse(address.dump()) == address
+    with pytest.raises(ValueError, match="invalid literal"):
+        Address.parse("nonsense")
+
+
+def test_a_closed_monitor_leaves_no_thread(monitor: Monitor) -> None:
+    monitor.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "atoll-monitor"]

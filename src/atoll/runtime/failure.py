@@ -113,9 +113,10 @@ class Watch:
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(timeout=2 * ANSWERED_SECONDS)
-        with contextlib.suppress(OSError, ValueError), self._lock:
+        with self._lock:
             if self._connection is not None:
-                self._connection.ask({"bye": True})
+                with contextlib.suppress(OSError, ValueError):
+                    self._connection.ask({"bye": True})
                 self._connection.close()
         if self.hosts is not None:
             self.hosts.close()

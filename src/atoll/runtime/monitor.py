@@ -14,9 +14,11 @@ the run's secret (HMAC-SHA-256). What comes is JSON, bounded in length, and neve
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import json
 import os
+import queue
 import secrets
 import socket
 import threading
@@ -85,14 +87,16 @@ class Monitor:
         self._states = {rank: State("its start", (), "", 0, heard=now, since=now) for rank in range(world)}
         self._marks: dict[int, object] = {}
         self._writers: dict[int, asyncio.StreamWriter] = {}
+        self._open: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self._reports: dict[str, Words] = {}
         self._stacks: dict[int, str] = {}
         self._wanted: set[int] = set()
         self._strangers = 0
-        self._over: asyncio.Event | None = None
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="atoll-monitor", daemon=True)
+        self._over = asyncio.Event()
+        self._serves: queue.SimpleQueue[asyncio.AbstractEventLoop] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=asyncio.run, args=(self._serve(),), name="atoll-monitor", daemon=True)
         self._thread.start()
+        self._loop = self._serves.get()
 
     # ---- for the process that hosts it
 
@@ -108,24 +112,13 @@ class Monitor:
     def close(self) -> None:
         """Stop listening. Ranks that are still connected go on unwatched."""
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._stop)
+            self._loop.call_soon_threadsafe(self._over.set)
             self._thread.join(timeout=2.0)
 
     # ---- the thread
 
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        try:
-            self._loop.run_until_complete(self._serve())
-        finally:
-            self._loop.close()
-
-    def _stop(self) -> None:
-        if self._over is not None:
-            self._over.set()
-
     async def _serve(self) -> None:
-        self._over = asyncio.Event()
+        self._serves.put(asyncio.get_running_loop())
         server = await asyncio.start_server(self._meet, sock=self._listener, limit=LINE_BYTES)
         judging = asyncio.create_task(self._judge())
         await self._over.wait()
@@ -134,13 +127,26 @@ class Monitor:
         for writer in self._writers.values():
             _write(writer, {"closed": True})
         await asyncio.sleep(0)
-        for writer in self._writers.values():
+        for writer in self._open.values():
             writer.close()
+        if self._open:
+            await asyncio.wait(list(self._open), timeout=1.0)
 
     async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection."""
-        if self._strangers >= STRANGERS:
+        task = asyncio.current_task()
+        assert task is not None, "streams are served in tasks"
+        self._open[task] = writer
+        try:
+            await self._serve_one(reader, writer)
+        finally:
             writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+            del self._open[task]
+
+    async def _serve_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._strangers >= STRANGERS:
             return
         rank: int | None = None
         self._strangers += 1
@@ -151,7 +157,6 @@ class Monitor:
         finally:
             self._strangers -= 1
         if rank is None:
-            writer.close()
             return
         self._writers[rank] = writer
         said_goodbye = False
@@ -164,7 +169,6 @@ class Monitor:
         except (OSError, ValueError):
             pass
         finally:
-            writer.close()
             if self._writers.get(rank) is writer:
                 del self._writers[rank]
                 if said_goodbye:
@@ -206,7 +210,7 @@ class Monitor:
     def _miss(self, rank: int) -> None:
         """Blame a rank whose connection ended without a word, unless it came back."""
         state = self._states.get(rank)
-        if state is None or rank in self._writers or self._over is None or self._over.is_set():
+        if state is None or rank in self._writers or self._over.is_set():
             return
         message = (
             f"rank {rank} is gone: its process ended in {state.doing} without a word. Its launcher may know why; a "
