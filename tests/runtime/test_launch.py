@@ -129,16 +129,15 @@ if os.environ["RANK"] == "1":
     while not ready.exists():
         time.sleep(0.02)
     os.kill(os.getpid(), 9)
-from torch.distributed import TCPStore
-from atoll.runtime import failure
-store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+from atoll.runtime.launch import meet, torchrun_environment
+_, watch = meet(torchrun_environment(), 60)
 ready.touch()
-error = failure.first(store, wait=60)
+error = watch.first(wait=60)
 pathlib.Path(sys.argv[1]).write_text(f"{error.rank}: {error}")
 """
 
 
-def test_the_others_read_in_the_store_which_rank_was_killed(tmp_path: Path) -> None:
+def test_the_others_hear_which_rank_was_killed(tmp_path: Path) -> None:
     note = tmp_path / "note"
     with pytest.raises(RankError, match="rank 1"):
         launch_local(python(WAIT_FOR_THE_FAILURE, note, tmp_path / "ready"), 2, grace=60)
@@ -159,7 +158,7 @@ def test_a_port_out_of_range_is_the_users_mistake() -> None:
         launch_local(["true"], 1, port=70000)
 
 
-def test_the_store_listens_on_the_loopback_address_only() -> None:
+def test_the_monitor_listens_on_the_loopback_address_only() -> None:
     port_is_open = (
         "rows = [row.split() for name in ('tcp', 'tcp6') for row in list(open('/proc/net/' + name))[1:]];"
         "mine = ':%04X' % int(os.environ['MASTER_PORT']);"
@@ -167,6 +166,17 @@ def test_the_store_listens_on_the_loopback_address_only() -> None:
         "sys.exit(found != {'0100007F' + mine})"
     )
     assert launch_local(by_rank("pass", port_is_open), 1) == 0
+
+
+def test_local_ranks_meet_where_other_users_cannot(tmp_path: Path) -> None:
+    """In a folder of this user alone, which is gone afterwards; gloo listens on the loopback interface."""
+    assert launch_local(python(WRITE_ENVIRONMENT, tmp_path), 1) == 0
+    found = json.loads((tmp_path / "0").read_text())
+    folder = Path(found["ATOLL_MEETING"]).parent
+    assert found["GLOO_SOCKET_IFNAME"] == "lo"
+    assert not folder.exists()
+    modes = "import os\nsys.exit(os.stat(os.path.dirname(os.environ['ATOLL_MEETING'])).st_mode & 0o077)"
+    assert launch_local(python(f"import sys\n{modes}"), 1) == 0
 
 
 def start_parent(folder: Path, manner: str) -> subprocess.Popen[bytes]:

@@ -19,6 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 from atoll.errors import AtollError, RankError
@@ -39,6 +40,8 @@ GRACE_SECONDS = 3.0
 """How long a rank has to leave by itself after another one's error."""
 CAUSE_SECONDS = GONE_SECONDS + 0.5
 """After a connection is lost, how long its cause may take to be told."""
+HOST_SECONDS = 1.5
+"""How long a process that hosts the monitor stays after an error, so that the others can hear it."""
 ANSWERED_SECONDS = 2.0
 """How long a rank waits for the monitor's answer before it connects anew."""
 STACK_CHARACTERS = 20_000
@@ -93,6 +96,7 @@ class Watch:
         self._sections: list[Callable[[], Doing]] = []
         self._passed = 0
         self._connection: _Connection | None = None
+        self._heard: Words | None = None
         self._monitors: tuple[str, int] | None = None
         self._lock = threading.Lock()
         self._speaking, self._spoke = threading.Lock(), False
@@ -173,7 +177,7 @@ class Watch:
             try:
                 found = self._ask({"first": True, "key": key})["found"]
             except (OSError, ValueError):
-                return None
+                return None if self._heard is None or key != KEY else error_of(self._heard)
             if found is not None:
                 return error_of(found)
             if time.monotonic() >= end:
@@ -222,8 +226,9 @@ class Watch:
             answered = time.monotonic()
             if answer.get("closed"):
                 return
-            if answer["failure"] is not None:
-                self._meet_the_end(answer["failure"])
+            self._heard = answer["failure"]
+            if self._heard is not None:
+                self._meet_the_end(self._heard)
 
     def _stack(self) -> str:
         """Where the thread is that trains."""
@@ -232,7 +237,7 @@ class Watch:
 
     def _leave_alone(self, silent: float) -> None:
         assert self._address is not None
-        if self._monitors is not None:
+        if self._monitors is not None and _is_stopped(self._monitors[1]):
             _end(self._monitors)
         self.speak(
             f"rank 0, which hosts the run's monitor on {self._address.host}, did not answer rank {self._rank} for "
@@ -252,6 +257,8 @@ class Watch:
             if time.monotonic() >= end:
                 if failure.get("speaker") == self._rank:
                     self.speak(failure["message"])
+                if self.hosts is not None:
+                    time.sleep(HOST_SECONDS)
                 os._exit(failure["exit_code"])
             if self._stop.wait(self._beat):
                 return
@@ -303,6 +310,13 @@ def words_of(error: BaseException, rank: int) -> Words:
 def error_of(words: Words) -> RankError:
     """The error that every rank raises."""
     return RankError(words["message"], rank=words["rank"], exit_code=words["exit_code"], speaker=words.get("speaker"))
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a process of this machine was stopped by a signal."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return False
 
 
 def _end(process: tuple[str, int]) -> None:

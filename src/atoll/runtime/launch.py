@@ -40,7 +40,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
 
 from atoll.errors import AtollError, ConfigError, RankError, RunError, UserError
-from atoll.runtime.failure import CAUSE_SECONDS, Watch, error_of, words_of
+from atoll.runtime.failure import CAUSE_SECONDS, HOST_SECONDS, Watch, error_of, words_of
 from atoll.runtime.monitor import Address, Monitor, family_of
 
 if TYPE_CHECKING:
@@ -59,8 +59,6 @@ SAVED_AND_LEFT = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 """How a child leaves that a signal told to."""
 LATE_SECONDS = 2.0
 """How long ranks have to leave once one of them is late: it is stopped, perhaps, and then killed."""
-HOST_SECONDS = 1.5
-"""How long a failing rank that hosts the monitor stays, so that the others can hear why."""
 SILENCE_SECONDS = 600.0
 """How long a rank of a run without `parallel.timeout` may be silent, or keep another one waiting."""
 
