@@ -144,13 +144,13 @@ def watch_parent() -> None:
 
 def host_monitor(ranks: int, *, port: int, limit: float, host: str = LOOPBACK) -> Monitor:
     """A monitor in this process; `port` 0 is any free one, `ConfigError` where it cannot be used."""
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"run.port = {port}: a port is a number from 0 to 65535")
     try:
         return Monitor(ranks, host=host, port=port, limit=limit, secret=os.environ.get(SECRET))
     except OSError as error:
         reason = "is taken" if error.errno == errno.EADDRINUSE else f"cannot be used ({error.strerror})"
         raise ConfigError(f"run.port = {port}: this port {reason}; choose another, or 0 for any free one") from error
-    except OverflowError as error:
-        raise ConfigError(f"run.port = {port}: a port is a number from 0 to 65535") from error
 
 
 def meet(rendezvous: Rendezvous, seconds: float) -> tuple[Store, Watch]:
