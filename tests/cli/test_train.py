@@ -47,7 +47,7 @@ every = 2
 ATOLL = (sys.executable, "-m", "atoll")
 
 BREAKS_IN_RANK_1 = """
-import os, pathlib, signal, sys
+import os, pathlib, signal, sys, time
 from atoll.cli.main import main
 from atoll.models.decoder import Attention
 
@@ -60,8 +60,10 @@ def forward(self, hidden):
     global count
     count += self.training
     if count > 8:  # in the second step: each has 8 microbatches, and rank 1 has one layer
-        if manner == "die":
-            os.kill(os.getpid(), signal.SIGKILL)
+        if manner in ("die", "stop"):
+            os.kill(os.getpid(), signal.SIGKILL if manner == "die" else signal.SIGSTOP)
+        if manner == "sleep":
+            time.sleep(3600)
         raise ValueError("the sky fell")
     return whole(self, hidden)
 
@@ -210,10 +212,11 @@ def test_a_signal_saves_and_leaves(config: Path, number: signal.Signals, code: i
 
 
 def run_broken(config: Path, manner: str) -> subprocess.CompletedProcess[str]:
-    """A run whose rank 1 breaks in its second step; it ends long before its ranks would give up a silent peer."""
+    """A run whose rank 1 breaks in its second step; it ends long before its ranks would give up a silent peer, unless
+    rank 1 is silent itself."""
     script = config.parent / "broken.py"
     script.write_text(BREAKS_IN_RANK_1)
-    assert load(config).parallel.timeout >= 600
+    assert load(config).parallel.timeout >= 600 or manner in ("stop", "sleep")
     halves = sets("parallel.pipeline=2", "parallel.layers_per_stage=[1, 1]")
     result = atoll(sys.executable, script, config.parent, manner, "train", config, *halves)
     for rank in ("parent", "0", "1"):
@@ -245,6 +248,30 @@ def test_a_killed_rank_is_named_by_the_parent(config: Path) -> None:
     assert result.returncode == 1
     assert result.stderr.count("error:") == 1
     assert "error: rank 1 was ended by SIGKILL" in result.stderr
+
+
+def run_late(config: Path, manner: str) -> str:
+    """What a run says whose rank 1 does not get on; it ends within five seconds of its timeout."""
+    config.write_text(config.read_text().replace("[run]", "timeout = 4.0\n[run]"))
+    result = run_broken(config, manner)
+    stepped = (config.parent / "run" / "metrics.jsonl").stat().st_mtime
+    assert 4.0 < time.time() - stepped < 4.0 + 5.0 + 6.0  # the last for a busy machine
+    assert result.returncode == 1
+    assert result.stderr.count("error:") == 1
+    return result.stderr
+
+
+def test_a_stopped_rank_is_named_and_ended(config: Path) -> None:
+    words = run_late(config, "stop")
+    assert "error: rank 1 sent no heartbeat for 4 s; last heard in step " in words
+    assert "Waiting: rank 0 in step 2, " in words
+
+
+def test_a_rank_that_sleeps_in_a_forward_is_named_with_its_stack(config: Path) -> None:
+    words = run_late(config, "sleep")
+    assert "error: rank 1 did not advance for 4 s in step 2, 1F0" in words
+    assert "along pp for rank 1" in words
+    assert "broken.py" in words
 
 
 # ---- the user's mistakes

@@ -7,7 +7,6 @@ an error    inside a guarded section: the first one is told to the run's monitor
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from torch.distributed import Store
 
 from atoll.errors import AtollError, RankError, RunError
 from atoll.runtime.failure import CAUSE_SECONDS, Doing, Watch
-from atoll.runtime.launch import LOOPBACK, SILENCE_SECONDS, own_address, watch_by
+from atoll.runtime.launch import SILENCE_SECONDS, host_of_ranks, watch_by
 from atoll.runtime.transport import Later, Transport, world_store
 
 DIGESTS = 1 << 16
@@ -132,5 +131,5 @@ def _new_watch(store: Store | None, transport: Transport, name: str) -> Watch:
     rank, world = transport.place.rank, transport.place.mesh.world
     if store is None:
         return Watch(None, rank, world)
-    host = own_address(os.environ["MASTER_ADDR"]) if "MASTER_ADDR" in os.environ else LOOPBACK
+    host = host_of_ranks()
     return watch_by(store, rank, world, host=host, limit=SILENCE_SECONDS, name=name)

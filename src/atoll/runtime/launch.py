@@ -117,7 +117,7 @@ def launch_local(
     with _forwarded_signals(children), _lifeline() as lifeline, tempfile.TemporaryDirectory(prefix="atoll-") as meeting:
         try:
             for rank in range(ranks):
-                environment = _child_environment(rank, ranks, monitor.address, meeting, threads=threads)
+                environment = _child_environment(rank, ranks, monitor=monitor.address, meeting=meeting, threads=threads)
                 children.start(command, environment, lifeline)
             children.wait()
         finally:
@@ -185,6 +185,11 @@ def watch_by(store: Store, rank: int, world: int, *, host: str, limit: float, na
         return Watch(address, rank, world, limit=limit, hosts=hosted).start()
     found = Address.parse(store.get(key).decode())
     return Watch(replace(found, secret=found.secret or secret), rank, world, limit=limit).start()
+
+
+def host_of_ranks() -> str:
+    """The address for ranks that somebody else launched: the one of MASTER_ADDR, or the loopback without that."""
+    return own_address(os.environ["MASTER_ADDR"]) if "MASTER_ADDR" in os.environ else LOOPBACK
 
 
 def own_address(name: str) -> str:
@@ -384,7 +389,7 @@ def _lifeline() -> Iterator[int]:
         os.close(write_end)
 
 
-def _child_environment(rank: int, ranks: int, monitor: Address, meeting: str, *, threads: int | None) -> dict[str, str]:
+def _child_environment(rank: int, ranks: int, *, monitor: Address, meeting: str, threads: int | None) -> dict[str, str]:
     environment = dict(os.environ)
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if threads is not None:

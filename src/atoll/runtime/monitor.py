@@ -84,7 +84,9 @@ class Monitor:
         self.address = Address(host, self._listener.getsockname()[1], secret or secrets.token_hex(16))
         self._limit = limit
         now = time.monotonic()
-        self._states = {rank: State("its start", (), "", 0, heard=now, since=now) for rank in range(world)}
+        self._states = {
+            rank: State("its start", waits_for=(), host="", pid=0, heard=now, since=now) for rank in range(world)
+        }
         self._marks: dict[int, object] = {}
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._open: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
