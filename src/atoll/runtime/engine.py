@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import loss_parallel
 
 from atoll.advice import advice
-from atoll.errors import CostWarning, PlanError, RunError
+from atoll.errors import CostWarning, DamageError, PlanError, RunError
 from atoll.layouts import Footprint, WorkingMemory
 from atoll.models import Adapter, Batch, adapter_for, weights_for
 from atoll.models.adapter import IGNORED_LABEL
@@ -101,6 +101,7 @@ class Engine:
         self._seed = seed
         self._lanes: Mapping[Kind, Lane] = {}
         self._outcome: Outcome | None = None
+        self._damage: DamageError | None = None
         self._before_update: Callable[[], None] | None = None
         self._has_gradients = False
         atexit.register(_close, weakref.ref(self))
@@ -242,6 +243,7 @@ class Engine:
         other without a barrier.
         """
         begin = time.monotonic()
+        self._check_whole()
         microbatches = self.plan.schedule.microbatches
         share = self._batches.claim(batch)
         if following is not None:
@@ -303,6 +305,7 @@ class Engine:
         return outcome.logits[0] if outcome.logits else None
 
     def _run_forward(self, batches: Sequence[Batch], *, keep_logits: bool = False) -> Outcome:
+        self._check_whole()
         with self._agreement.guard(), self._split_loss():
             for stage in self._sharded.stages:
                 stage.train(False)
@@ -454,16 +457,32 @@ class Engine:
 
     # ---- checkpoints
 
-    def save(self, folder: str | Path, state: Mapping[str, Any] | None = None) -> None:
-        """Write a checkpoint that any layout, schedule and world size can load; `state` is the caller's, JSON-able."""
+    def save(
+        self,
+        folder: str | Path,
+        state: Mapping[str, Any] | None = None,
+        *,
+        identity: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Write a checkpoint that any layout, schedule and world size can load; `state` is the caller's, JSON-able.
+
+        identity: what the manifest says of the run besides its step, JSON-able.
+        """
+        self._check_whole()
         self.settle()
         with self._agreement.guard():
             scaler = None if self._end.scaler is None else asdict(self._end.scaler)
             own = {"step": self.step_number, "scaler": scaler, "caller": dict(state or {})}
-            save_state(Path(folder), self.units, self._optimizer, buffers=self._buffers(), state=own)
+            whose = {"step": self.step_number, **(identity or {})}
+            save_state(Path(folder), self.units, self._optimizer, buffers=self._buffers(), state=own, identity=whose)
 
     def load(self, folder: str | Path) -> dict[str, Any]:
-        """Read a checkpoint of the same model, whatever it ran on; gives back the caller's `state`."""
+        """Read a checkpoint of the same model, whatever it ran on; gives back the caller's `state`.
+
+        What is read is compared with its digest. Raises the same error on every rank: DamageError for a checkpoint that
+        does not hold what was written, CheckpointError for one that is missing or of another model. After a DamageError
+        an older checkpoint can be loaded; until one is, the engine refuses every step.
+        """
         self.settle()
         self._settle_parameters()
         problem: Exception | None = None
@@ -474,7 +493,13 @@ class Engine:
             problem = error
         with self._agreement.guard():
             self._agreement.agree(problem)
-            own = load_state(Path(folder), self.units, self._optimizer, buffers=self._buffers(), stored=stored)
+            try:
+                own = load_state(Path(folder), self.units, self._optimizer, buffers=self._buffers(), stored=stored)
+            except DamageError as error:
+                self._damage = error
+                self._agreement.refuse(error)
+                raise
+            self._damage = None
             for unit in self.units:
                 unit.sync_parameters()
         self.step_number = int(own["step"])
@@ -483,6 +508,11 @@ class Engine:
         caller = own["caller"]
         assert isinstance(caller, dict)
         return caller
+
+    def _check_whole(self) -> None:
+        """Raise RunError while some values are those of a checkpoint that turned out to be damaged."""
+        if self._damage is not None:
+            raise RunError(f"the last load filled the engine in part; load a whole checkpoint first: {self._damage}")
 
     def _settle_parameters(self) -> None:
         """Before an agreement behind which parameters are written: nobody reads them any more."""

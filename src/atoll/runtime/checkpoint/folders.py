@@ -1,6 +1,6 @@
 """Where checkpoints lie, and how one appears, is replaced and goes: always by a rename.
 
-    <root>/step-000100/              a checkpoint: *.distcp, .metadata, state.json (written last)
+    <root>/step-000100/              a checkpoint: *.distcp, .metadata, manifest.json, state.json (written last)
     <root>/latest                    the name of the newest one
     <root>/.saving-step-000200/      being written; if its process died, the next save removes it
     <root>/.replaced-step-000100/    a good one between two renames; counts until step-000100 is back
@@ -21,11 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from atoll.errors import CheckpointError
+from atoll.runtime.checkpoint.manifest import MANIFEST
 
 STATE = "state.json"
 METADATA = ".metadata"
 LATEST = "latest"
-FORMAT_VERSION = 1
+FIRST_VERSION, FORMAT_VERSION = 1, 2
+"""Of state.json. The first has no manifest beside it."""
 
 _STEP = re.compile(r"step-\d+")
 _SAVING, _REPLACED, _REMOVING = ".saving-", ".replaced-", ".removing-"
@@ -65,29 +67,6 @@ def prune(root: Path, keep: int) -> None:
         _remove(folder)
 
 
-def read_state(folder: Path) -> dict[str, Any]:
-    """The JSON state of the checkpoint in `folder`.
-
-    Raises CheckpointError if there is no complete checkpoint or its state cannot be read.
-    """
-    if not folder.is_dir():
-        raise CheckpointError(f"no checkpoint at {folder}")
-    if not is_complete(folder):
-        missing = [name for name in (METADATA, STATE) if not (folder / name).is_file()]
-        raise CheckpointError(
-            f"{folder} is not a complete checkpoint (without {', '.join(missing) or 'its end'}):"
-            " its save was interrupted; take an earlier one"
-        )
-    try:
-        document = json.loads((folder / STATE).read_text(encoding="utf-8"))
-        version, state = document["version"], document["state"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{folder / STATE} cannot be read: {error}") from error
-    if version != FORMAT_VERSION or not isinstance(state, dict):
-        raise CheckpointError(f"{folder / STATE} has version {version!r}; this Atoll reads {FORMAT_VERSION}")
-    return state
-
-
 def encode_state(state: Mapping[str, Any]) -> bytes:
     """`state` as the content of state.json. Raises CheckpointError for what JSON cannot say (NaN too)."""
     try:
@@ -119,12 +98,14 @@ def prepare(folder: Path) -> None:
     saving_folder(folder).mkdir()
 
 
-def publish(folder: Path, state: bytes) -> None:
-    """Complete the saving folder with `state`, give it its name, and point `latest` at it if it is a step's.
+def publish(folder: Path, manifest: bytes, state: bytes) -> None:
+    """Complete the saving folder with `manifest` and `state`, give it its name, and point `latest` at it if it is a
+    step's.
 
     At every moment either the old checkpoint of that name or the new one is there, complete.
     """
     saving = saving_folder(folder)
+    _write(saving / MANIFEST, manifest)
     _write(saving / STATE, state)
     _sync(saving)
     replaced = folder.with_name(_REPLACED + folder.name)
