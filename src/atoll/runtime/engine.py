@@ -30,7 +30,7 @@ from atoll.runtime.allocator import keep_freed_memory
 from atoll.runtime.assemble.build import build
 from atoll.runtime.assemble.holdings import held_at_rest, held_now, needed_in_a_step, shape_of
 from atoll.runtime.batches import Batches
-from atoll.runtime.checkpoint import Piece, is_complete
+from atoll.runtime.checkpoint import Archive, Piece, is_complete
 from atoll.runtime.lanes import Kind, Lane, lanes_of
 from atoll.runtime.outline import Outline
 from atoll.runtime.pipeline.deferred import Collector
@@ -476,8 +476,10 @@ class Engine:
             whose = {"step": self.step_number, **(identity or {})}
             save_state(Path(folder), self.units, self._optimizer, buffers=self._buffers(), state=own, identity=whose)
 
-    def load(self, folder: str | Path) -> dict[str, Any]:
+    def load(self, folder: str | Path, *, check: Callable[[Archive], object] | None = None) -> dict[str, Any]:
         """Read a checkpoint of the same model, whatever it ran on; gives back the caller's `state`.
+
+        check: looks at the checkpoint on this rank before anything is changed; what it raises, every rank raises.
 
         What is read is compared with its digest. Raises the same error on every rank: DamageError for a checkpoint that
         does not hold what was written, CheckpointError for one that is missing or of another model. After a DamageError
@@ -488,7 +490,10 @@ class Engine:
         problem: Exception | None = None
         stored: dict[str, dict[str, tuple[int, ...]]] = {}
         try:
-            stored = stored_states(Path(folder))
+            opened = Archive(Path(folder))
+            stored = stored_states(opened)
+            if check is not None:
+                check(opened)
         except Exception as error:
             problem = error
         with self._agreement.guard():

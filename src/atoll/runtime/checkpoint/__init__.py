@@ -16,9 +16,22 @@ A failure in any step reaches every rank as the same error, through Distributed 
 from __future__ import annotations
 
 from atoll.runtime.checkpoint.archive import Archive, read_state
-from atoll.runtime.checkpoint.folders import is_complete, latest, prune, step_folder
+from atoll.runtime.checkpoint.folders import candidates, is_complete, latest, prune, recover, set_aside, step_folder
 from atoll.runtime.checkpoint.loading import load
 from atoll.runtime.checkpoint.pieces import Piece
 from atoll.runtime.checkpoint.saving import save
 
-__all__ = ["Archive", "Piece", "is_complete", "latest", "load", "prune", "read_state", "save", "step_folder"]
+__all__ = [
+    "Archive",
+    "Piece",
+    "candidates",
+    "is_complete",
+    "latest",
+    "load",
+    "prune",
+    "read_state",
+    "recover",
+    "save",
+    "set_aside",
+    "step_folder",
+]

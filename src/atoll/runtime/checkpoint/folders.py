@@ -5,6 +5,7 @@
     <root>/.saving-step-000200/      being written; if its process died, the next save removes it
     <root>/.replaced-step-000100/    a good one between two renames; counts until step-000100 is back
     <root>/.removing-step-000050/    being deleted
+    <root>/damaged-step-000150/      set aside by a run that went back to an older one; kept until somebody deletes it
 
 No torch here.
 """
@@ -17,6 +18,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ FIRST_VERSION, FORMAT_VERSION = 1, 2
 """Of state.json. The first has no manifest beside it."""
 
 _STEP = re.compile(r"step-\d+")
-_SAVING, _REPLACED, _REMOVING = ".saving-", ".replaced-", ".removing-"
+_SAVING, _REPLACED, _REMOVING, _DAMAGED = ".saving-", ".replaced-", ".removing-", "damaged-"
 
 
 def step_folder(root: Path, step: int) -> Path:
@@ -46,14 +48,37 @@ def is_complete(folder: Path) -> bool:
 
 def latest(root: Path) -> Path | None:
     """The checkpoint that `latest` names; if that is not complete, the complete one of the highest step."""
-    found = _complete_steps(root)
-    try:
-        named = (root / LATEST).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
-        named = ""
+    found, named = _complete_steps(root), _named(root)
     if named in found:
         return found[named]
     return found[max(found, key=_step)] if found else None
+
+
+def candidates(root: Path) -> tuple[Path, ...]:
+    """The folder of every step under `root`, whole or damaged, in the order in which to try them: the one that `latest`
+    names, then the others from the highest step down. Call `recover` first."""
+    if not root.is_dir():
+        return ()
+    named = _named(root)
+    found = [path for path in root.iterdir() if _STEP.fullmatch(path.name) and path.is_dir()]
+    return tuple(sorted(found, key=lambda path: (path.name == named, _step(path.name)), reverse=True))
+
+
+def recover(root: Path) -> None:
+    """Give a checkpoint that an interrupted save left between two renames its name back. Call it on one rank."""
+    if root.is_dir():
+        for path in sorted(root.glob(f"{_REPLACED}*")):
+            final = root / path.name.removeprefix(_REPLACED)
+            if _STEP.fullmatch(final.name) and not final.exists():
+                path.rename(final)
+
+
+def set_aside(folder: Path) -> Path:
+    """Rename a damaged checkpoint, so that it no longer counts as one and its step can be saved again."""
+    names = chain([f"{_DAMAGED}{folder.name}"], (f"{_DAMAGED}{folder.name}-{number}" for number in count(2)))
+    target = next(path for path in map(folder.with_name, names) if not path.exists())
+    folder.rename(target)
+    return target
 
 
 def prune(root: Path, keep: int) -> None:
@@ -132,6 +157,14 @@ def _clear(leftover: Path, final: Path, prefix: str) -> None:
         leftover.rename(final)
     else:
         _remove(leftover)
+
+
+def _named(root: Path) -> str:
+    """What `latest` says; nothing where it cannot be read."""
+    try:
+        return (root / LATEST).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 def _complete_steps(root: Path) -> dict[str, Path]:

@@ -39,13 +39,11 @@ def save_state(
     checkpoint.save(folder, pieces, {**state, "groups": _group_options(optimizer)}, identity=identity)
 
 
-def stored_states(folder: Path) -> dict[str, dict[str, tuple[int, ...]]]:
+def stored_states(opened: checkpoint.Archive) -> dict[str, dict[str, tuple[int, ...]]]:
     """Parameter -> key of its optimizer state -> shape, as the checkpoint has them.
 
-    Raises CheckpointError where there is no checkpoint, DamageError for one whose files are damaged or whose state no
-    engine has written.
+    Raises DamageError for a checkpoint whose metadata is damaged or whose state no engine has written.
     """
-    opened = checkpoint.Archive(folder)
     _check_state(opened)
     found: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, tensor in opened.contents.tensors.items():
