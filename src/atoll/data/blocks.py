@@ -121,16 +121,18 @@ class CheckedTokens:
             ends = self._block_of(np.array([start, max(start, stop - 1)]))
             self._file.check(np.arange(ends[0], ends[1] + 1) if stop > start else np.empty(0, dtype=np.int64))
         else:
-            self._file.check(self._block_of(np.atleast_1d(at)))
+            self._file.check(self._block_of(np.atleast_1d(at) % max(1, len(self))))
         return self._array[at]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[np.integer[Any]]:
         self._file.check()
-        return np.array(self._array, dtype=dtype, copy=copy)
+        array: NDArray[np.integer[Any]] = np.array(self._array, dtype=dtype, copy=copy)
+        return array
 
     def _block_of(self, at: NDArray[np.integer[Any]]) -> NDArray[np.integer[Any]]:
         """The blocks of elements; none has an element in part, since header and blocks are multiples of its size."""
-        return (at * self._array.itemsize + self._header) // BLOCK
+        blocks: NDArray[np.integer[Any]] = (at * self._array.itemsize + self._header) // BLOCK
+        return blocks
 
 
 def _digests(path: Path) -> tuple[int, str]:

@@ -16,16 +16,28 @@ A failure in any step reaches every rank as the same error, through Distributed 
 from __future__ import annotations
 
 from atoll.runtime.checkpoint.archive import Archive, read_state
-from atoll.runtime.checkpoint.folders import candidates, is_complete, latest, prune, recover, set_aside, step_folder
+from atoll.runtime.checkpoint.folders import (
+    candidates,
+    is_complete,
+    is_one,
+    latest,
+    prune,
+    recover,
+    set_aside,
+    step_folder,
+)
 from atoll.runtime.checkpoint.loading import load
 from atoll.runtime.checkpoint.pieces import Piece
 from atoll.runtime.checkpoint.saving import save
+from atoll.runtime.checkpoint.verify import Verdict, verify
 
 __all__ = [
     "Archive",
     "Piece",
+    "Verdict",
     "candidates",
     "is_complete",
+    "is_one",
     "latest",
     "load",
     "prune",
@@ -34,4 +46,5 @@ __all__ = [
     "save",
     "set_aside",
     "step_folder",
+    "verify",
 ]

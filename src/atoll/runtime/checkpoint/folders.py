@@ -46,6 +46,11 @@ def is_complete(folder: Path) -> bool:
     return not unfinished and (folder / METADATA).is_file() and (folder / STATE).is_file()
 
 
+def is_one(folder: Path) -> bool:
+    """Whether a folder has anything of a checkpoint, whole or not."""
+    return any((folder / name).is_file() for name in (METADATA, STATE, MANIFEST))
+
+
 def latest(root: Path) -> Path | None:
     """The checkpoint that `latest` names; if that is not complete, the complete one of the highest step."""
     found, named = _complete_steps(root), _named(root)
