@@ -19,7 +19,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,7 +104,7 @@ def prepare(
     folder = cache.expanduser() / recipe.key()
     if not folder.is_dir():
         _make_once(folder, recipe, say)
-    corpus = _load(folder, say)
+    corpus = _load(folder, folder.name, say)
     corpus.check(sequence=sequence, global_batch=global_batch)
     return corpus
 
@@ -127,13 +127,13 @@ def preview(
     recipe = _Recipe.find(source, tokenizer=tokenizer, validation=validation, text_field=text_field)
     folder = cache.expanduser() / recipe.key()
     if folder.is_dir():
-        corpus = _load(folder, lambda line: None)
+        corpus = _load(folder, folder.name, lambda line: None)
     elif recipe.nbytes > PREVIEWED_BYTES:
         return None
     else:
         with tempfile.TemporaryDirectory() as made:
             _make(Path(made), recipe, lambda line: None)
-            corpus = _load(Path(made), lambda line: None)
+            corpus = _load(Path(made), recipe.key(), lambda line: None)
     corpus.check(sequence=sequence, global_batch=global_batch)
     return corpus
 
@@ -184,7 +184,7 @@ class _Recipe:
         }
 
     def key(self) -> str:
-        return hashlib.sha256(json.dumps(self.about(), sort_keys=True).encode()).hexdigest()[:32]
+        return _key(self.about())
 
     def make_tokenizer(self, say: Report) -> Tokenizer:
         if self.tokenizer_file is not None:
@@ -198,6 +198,12 @@ class _Recipe:
     @property
     def nbytes(self) -> int:
         return sum(file.stat().st_size for file in self.source.files)
+
+
+def _key(about: Mapping[str, Any]) -> str:
+    """The name of a cache's folder, from what its about.json says among other things."""
+    chosen = {name: about[name] for name in ("format", "source", "kind", "text_field", "tokenizer", "validation")}
+    return hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def _tokenizer_file(name: str) -> Path:
@@ -344,7 +350,7 @@ def verify(folder: Path) -> int:
 
     A cache from before there were digests is compared with its fingerprint. Raises DataError if it is damaged.
     """
-    _load(folder, lambda line: None)
+    _load(folder, folder.name, lambda line: None)
     blocks = _blocks(folder, lambda line: None)
     for name in blocks.files:
         blocks.open(folder / name).check()
@@ -356,12 +362,15 @@ def is_cache(folder: Path) -> bool:
     return (folder / "about.json").is_file() and (folder / "train.npy").is_file()
 
 
-def _load(folder: Path, say: Report) -> Corpus:
+def _load(folder: Path, key: str, say: Report) -> Corpus:
+    """The corpus in a folder that is to be the one of `key`. Raises DataError unless it is, undamaged."""
     try:
         blocks = _blocks(folder, say)
         about = parse_json(blocks.open(folder / "about.json").read())
         train, validation = (CheckedTokens(blocks.open(folder / name)) for name in ("train.npy", "validation.npy"))
         recorded = str(about["fingerprint"])
+        if (found := _key(about)) != key:
+            raise ValueError(f"it is the one of {found}")
         tokenizer: Tokenizer = ByteTokenizer()
         if TOKENIZER in blocks.files:
             blocks.open(folder / TOKENIZER).check()

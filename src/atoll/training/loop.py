@@ -436,10 +436,11 @@ def resumed_state(
     return state
 
 
-def _contradictions(state: Mapping[str, Any], *, step: int, of_folder: int) -> Iterator[str]:
+def _contradictions(state: Mapping[str, Any], *, step: Any, of_folder: int) -> Iterator[str]:
     """What cannot be in the state of a run after `step` steps. of_folder: the step that its folder names."""
-    if step != of_folder:
-        yield f"its state is of step {step}, its folder of {of_folder}"
+    if type(step) is not int or step != of_folder:
+        yield f"its state is of step {reprlib.repr(step)}, its folder of {of_folder}"
+        return
     position = state["position"]
     if type(position) is not int or not step <= position <= step * LARGEST_BATCH:
         yield f"position {reprlib.repr(position)} after {step} steps, each of 1 to {LARGEST_BATCH} samples"
