@@ -446,6 +446,10 @@ def test_a_missing_manifest_is_damage_and_a_checkpoint_from_before_there_were_an
         assert_equal(load_all(saved), example())
 
 
+def test_a_save_leaves_torchs_own_checksums_as_they_were(saved: Path) -> None:
+    assert torch.serialization.get_crc32_options()
+
+
 def test_the_manifest_says_whose_the_checkpoint_is(tmp_path: Path) -> None:
     save(tmp_path / "c", pieces_of(example()), {}, identity={"step": 3, "run": "a"})
     manifest = Archive(tmp_path / "c").manifest
