@@ -191,8 +191,8 @@ def report(result: Mapping[str, Any]) -> str:
         "\n".join(["| what | damage | right | refused | wrong | crashed |", "|---|---|--:|--:|--:|--:|", *rows]),
         "A checkpoint of tensors of 32 MiB, saved (fsync included) and loaded (from the page cache) with digests and "
         "without in turns, on one core. *digests*: the seconds in the digests alone, as a share of the whole; *ratio*: "
-        "the median of the rounds' ratios to a checkpoint without. Saved without digests, torch computes a CRC32 of each "
-        "box, which it does not compare when it loads; with digests that is left out. *memory*: `/dev/shm`, where "
+        "the median of the rounds' ratios to a checkpoint without. Saved without digests, torch computes a CRC32 of "
+        "each box, which it does not compare when it loads; with digests that is left out. *memory*: `/dev/shm`, where "
         "nothing waits for a disk and the share is the largest.",
         "\n".join(
             [
