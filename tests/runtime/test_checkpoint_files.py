@@ -465,14 +465,35 @@ def test_a_state_nested_too_deeply_is_damage(unsealed: Path) -> None:
         read_state(unsealed)
 
 
-def test_metadata_that_takes_long_to_print_is_refused_at_once(unsealed: Path) -> None:
-    """In 54 bytes a tuple of two tuples of two tuples: printed, 2 to the power of 25 of them."""
-    bomb = b"\x80\x04)" + b"2\x86" * 25 + b"."
-    (unsealed / ".metadata").write_bytes(bomb)
-    began = time.monotonic()
-    with pytest.raises(DamageError, match="expected Metadata, found"):
+NEST = b"2\x86"  # DUP, TUPLE2: a tuple of the last object twice
+NESTS = b"".join(b"h%ch%c\x86\x94" % (at, at) for at in range(60))  # the same from the memo
+BOMBS = {
+    "a tuple of two tuples of two tuples, printed": b"\x80\x04)" + NEST * 25 + b".",
+    "the same as a key, hashed": b"\x80\x04})\x94" + NESTS + b"Ns.",
+    "a place in a memo of 34 gigabytes": b"\x80\x04Nr\xff\xff\xff\x7f.",
+    "a long text that is not there": b"\x80\x04\x8d" + (1 << 40).to_bytes(8, "little") + b".",
+    "a number of a million digits": b"\x80\x04\x8b" + (500_000).to_bytes(4, "little") + b"\x01" * 500_000 + b".",
+    "sets": b"\x80\x04\x8f.",
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_metadata_that_would_take_long_or_much_is_refused_at_once(unsealed: Path, bomb: str) -> None:
+    """Fifty-three bytes took minutes."""
+    (unsealed / ".metadata").write_bytes(BOMBS[bomb])
+    began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(DamageError, match=r"\.metadata"):
         load_all(unsealed)
     assert time.monotonic() - began < 1.0
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # kB
+
+
+def test_what_plain_torch_writes_passes_in_every_protocol(unsealed: Path) -> None:
+    metadata = dcp.FileSystemReader(unsealed).read_metadata()
+    for protocol in (2, 3, 4, 5):
+        (unsealed / ".metadata").write_bytes(pickle.dumps(metadata, protocol=protocol))
+        with pytest.warns(UnverifiedWarning):
+            assert_equal(load_all(unsealed), example())
 
 
 # Hostile files

@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from atoll.errors import CheckpointError, ConfigError, RankError, RunError
 from atoll.testing import run_ranks
 from atoll.training.build import RateSchedule, build_model, choose_trained, learning_rates
 from atoll.training.folder import RunFolder, Start, append, read_records
+from atoll.training.lock import Holder, RunLock
 from atoll.training.samples import prepare_corpus, vocabulary_of
 from atoll.training.session import run
 from atoll.training.signals import StopRequest
@@ -259,6 +261,19 @@ def test_a_checkpoint_of_another_step_or_run_is_passed_over(tmp_path: Path, corp
     train_on_ranks(settings(folder, corpus))
     assert_same_run(folder, alone)
     assert (checkpoints / "damaged-step-000006-2").is_dir()
+
+
+def test_a_run_whose_folder_was_taken_over_ends_before_it_writes(tmp_path: Path, corpus: Path) -> None:
+    """A zombie, stopped while its job was requeued on another host."""
+    folder = tmp_path / "run"
+    config = from_dict(settings(folder, corpus))
+    folder.mkdir()
+    with RunLock(folder).held() as lock:
+        other = replace(Holder.own(), host="node9", boot="another boot")
+        (folder / ".lock").write_text(json.dumps(asdict(other)))
+        with pytest.raises(RunError, match=r"taken over by process .* on node9"):
+            run(config, config.to_plan(), device=torch.device("cpu"), start=Start.AUTO, stop=StopRequest(), lock=lock)
+    assert [path.name for path in folder.iterdir()] == [".lock"]
 
 
 def test_resuming_a_finished_run_trains_nothing(tmp_path: Path, corpus: Path, alone: Path) -> None:

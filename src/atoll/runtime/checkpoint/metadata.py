@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from atoll._torch import CHECKPOINT_RECORDS
 from atoll.errors import DamageError
+from atoll.runtime.checkpoint.opcodes import check_opcodes
 
 _DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
@@ -59,6 +60,7 @@ def read_contents(path: Path, content: bytes) -> Contents:
     Raises DamageError if it names anything outside the allow-list, or is not consistent.
     """
     try:
+        check_opcodes(content)
         return _contents(_RecordUnpickler(content).load())
     except DamageError as error:
         raise DamageError(f"{path}: {error}") from error
