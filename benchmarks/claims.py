@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from atoll.testing.families import CAUSAL, MASKED
+from benchmarks.integrity.bench import ENDS, shares
 from benchmarks.islands.judging import judged
 from benchmarks.provenance import ROOT, Raw, changed, load, raw_path
 
@@ -152,6 +153,21 @@ def planner(raw: Raw) -> Figures:
         "took": ", ".join(f"{row['name']} {max(row['search_seconds']):.0f} s" for row in raw["rows"]),
         "same": "the same answer twice" if all(row["same"] for row in raw["rows"]) else "not the same answer twice",
         "gaps": to([100 * row["gap"] for row in raw["rows"]], ".0f"),
+    }
+
+
+def integrity(raw: Raw) -> Figures:
+    total = {end: sum(row[end] for row in raw["damage"] if "without" not in row["subject"]) for end in ENDS}
+    before = [row for row in raw["damage"] if "without" in row["subject"]]
+    loading = [shares(row, "load", "load_plain", "check")[0] for row in raw["cost"]]
+    saving = [shares(row, "save", "save_plain", "digest")[1] for row in raw["cost"]]
+    return {
+        "count": sum(total.values()),
+        **total,
+        "before": sum(row["wrong"] for row in before),
+        "of": sum(row[end] for row in before for end in ENDS),
+        "loading": to(loading, ".1%"),
+        "saving": to(saving, ".2f"),
     }
 
 
@@ -586,6 +602,16 @@ ALL_CLAIMS = (
         "simulation",
         raw="slow_hop",
         figures=slow_hop,
+    ),
+    Claim(
+        what="damage to checkpoints and token caches is found",
+        how="{count:,} mutations: bits flipped, ends cut off, files exchanged, JSON edited: "
+        "[page](benchmarks/integrity/README.md)",
+        result="{wrong} read without an error as something else, {refused:,} refused, {right} read as written; without "
+        "digests {before} of {of:,} wrong. A save takes {saving} of its time before, with torch's CRC32 that nothing "
+        "compared; digests take {loading} of a load (disk and memory)",
+        raw="integrity",
+        figures=integrity,
     ),
     Claim(
         what="a plan is chosen in seconds",

@@ -36,6 +36,7 @@ SLOW = (
     "planner",
     "report",
     "choices",
+    "integrity",
     *RACES,
 )
 """Those that run when they are named; the ones with a slow link need root."""

@@ -138,7 +138,6 @@ MEANINGS: Mapping[str, str] = {
     "parallel.timeout": "seconds until a silent peer is given up",
     "run.folder": "where the run writes",
     "run.port": "of the local processes' rendezvous, 0 for any free one",
-    "run.overwrite": "replace the run that the folder holds",
     "run.tensorboard": "also write TensorBoard events, if the package is there",
     "run.cluster": "a [cluster](clusters.md) that the run is on; its prediction is recorded beside the measurement",
     "checkpoint.every": "steps between checkpoints; 0 for the last step only",

@@ -16,6 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, autograd, nn
 from torch._subclasses import FakeTensorMode
+from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -46,6 +49,37 @@ CHECKPOINT_RECORDS: Mapping[tuple[str, str], str] = MappingProxyType(
 They are names in a file: reading never imports them, each becomes an inert record
 (`runtime/checkpoint/metadata.py`). Anything else is refused.
 """
+
+
+class _Seen:
+    """A stream that shows what is written to it."""
+
+    def __init__(self, inner: Any, seen: Callable[[Any], None]) -> None:
+        self._inner = inner
+        self._seen = seen
+        self.flush, self.close = inner.flush, inner.close
+
+    def write(self, part: Any) -> int:
+        self._seen(part)
+        written: int = self._inner.write(part)
+        return written
+
+
+class SeenItems(_StorageWriterTransforms):
+    """Set as the `transforms` of a FileSystemWriter, calls `seen(item.index)` before each item is written, and what
+    that returns with each part of the item's bytes.
+
+    Private: `_StorageWriterTransforms`. The public extensions of streams leave their names in `.metadata`, and plain
+    torch then refuses to read a checkpoint without them.
+    """
+
+    def __init__(self, seen: Callable[[MetadataIndex], Callable[[Any], None]]) -> None:
+        super().__init__()
+        self._of_item = seen
+
+    def transform_save_stream(self, write_item: WriteItem, raw_stream: Any) -> tuple[Any, list[str]]:
+        stream, descriptors = super().transform_save_stream(write_item, raw_stream)
+        return _Seen(stream, self._of_item(write_item.index)), descriptors
 
 
 @contextmanager

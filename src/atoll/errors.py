@@ -7,11 +7,13 @@
     |   |-- LayoutError              a level, a layout, a precision
     |   |-- PlanError                a mesh, a split or a model that do not fit together
     |   |-- DataError                a corpus or a tokenizer
-    |   `-- CheckpointError          a checkpoint that is missing, broken or of another model
+    |   `-- CheckpointError          a checkpoint that is missing, or of another model
+    |       `-- DamageError          a checkpoint that does not hold what was written
     `-- RunError                     a run that broke
         `-- RankError                the first error of one rank, as all ranks report it
 
-A message says what, the values, where, and what to do. A CostWarning says what is right and costs more than it has to.
+A message says what, the values, where, and what to do. A CostWarning says what is right and costs more than it has to;
+an UnverifiedWarning, that nothing says whether a checkpoint is as it was written.
 """
 
 from __future__ import annotations
@@ -50,7 +52,11 @@ class DataError(UserError):
 
 
 class CheckpointError(UserError):
-    """A checkpoint that is missing, broken, or of another model."""
+    """A checkpoint that is missing, or of another model."""
+
+
+class DamageError(CheckpointError):
+    """A checkpoint that does not hold what was written; an older one may."""
 
 
 class RunError(AtollError):
@@ -72,3 +78,7 @@ class RankError(RunError):
 
 class CostWarning(UserWarning):
     """A setting that is right, and sends or holds much more than another one."""
+
+
+class UnverifiedWarning(UserWarning):
+    """A checkpoint without digests, written before there were any: damage to it may go unseen."""

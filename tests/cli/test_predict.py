@@ -342,13 +342,14 @@ def test_a_tensor_split_that_the_model_does_not_allow_is_refused(folder: Path) -
 
 def test_a_folder_with_a_run_is_refused_and_one_without_cannot_be_resumed(folder: Path) -> None:
     with pytest.raises(CheckpointError, match="no finished checkpoint to resume from"):
-        run("train", folder, "--dry-run", "--resume", cluster=False)
+        run("train", folder, "--dry-run", "--resume", "always", cluster=False)
     held = folder / "run"
     held.mkdir()
     (held / "metrics.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(ConfigError, match="holds a run already"):
-        run("train", folder, "--dry-run", cluster=False)
-    run("train", folder, "--dry-run", "--set", "run.overwrite=true", cluster=False)
+        run("train", folder, "--dry-run", "--resume", "never", cluster=False)
+    for start in ((), ("--overwrite",)):
+        run("train", folder, "--dry-run", *start, cluster=False)
     assert (held / "metrics.jsonl").is_file()
 
 

@@ -10,12 +10,17 @@ import subprocess
 import sys
 import time
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from atoll.cli.main import main
 from atoll.config import load
+from atoll.errors import ConfigError
+from atoll.training.folder import Start
+from atoll.training.lock import RunLock
+from atoll.training.process import Request
 
 CONFIG = """
 [model]
@@ -111,7 +116,7 @@ def test_a_run_leaves_its_files(finished: tuple[Path, subprocess.CompletedProces
     folder, _ = finished
     assert {path.name for path in folder.iterdir()} == {
         *("config.toml", "plan.json", "metrics.jsonl", "validation.jsonl", "trace.json", "timeline.json", "sample.txt"),
-        *("prediction.json", "timing.json", "checkpoints", "tensorboard"),
+        *("prediction.json", "timing.json", "checkpoints", "tensorboard", "run.json"),
     }
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in metrics] == [1, 2, 3, 4]
@@ -170,7 +175,7 @@ def test_torchrun_starts_ranks_and_a_local_process_resumes(config: Path) -> None
     assert "step 4: 512 tokens" in result.stdout
     assert result.stderr.count("step 4: validation loss") == 1
 
-    resumed = atoll(*ATOLL, "train", config, *sets("parallel.ranks=1", "train.steps=5"), "--resume")
+    resumed = atoll(*ATOLL, "train", config, *sets("parallel.ranks=1", "train.steps=5"))
     assert resumed.returncode == 0, resumed.stderr
     assert "4 steps, 32 samples" in resumed.stderr
     lines = (config.parent / "run" / "metrics.jsonl").read_text().splitlines()
@@ -204,8 +209,82 @@ def test_a_signal_saves_and_leaves(config: Path, number: signal.Signals, code: i
     steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
     assert (config.parent / "run" / "checkpoints" / f"step-{steps[-1]:06d}" / "state.json").exists()
     assert f"interrupted after step {steps[-1]}; saved" in words
-    assert f"atoll train {config} --set train.steps=100000 --set checkpoint.every=0 --resume" in words
+    assert f"atoll train {config} --set train.steps=100000 --set checkpoint.every=0\n" in words
     assert "error:" not in words
+
+
+# ---- one command that always continues
+
+
+def test_the_same_command_continues_after_a_kill_and_overwrite_alone_begins_again(config: Path) -> None:
+    """With run.overwrite in the config it deleted every checkpoint when it was run again after a crash."""
+    config.write_text(config.read_text().replace("tensorboard = false", "tensorboard = false\noverwrite = true"))
+    command = [*ATOLL, "train", str(config), *sets("train.steps=100000", "parallel.ranks=1")]
+    folder = config.parent / "run"
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        wait_for(lambda: (folder / "checkpoints" / "step-000004").is_dir(), process)
+        os.killpg(process.pid, signal.SIGKILL)
+        assert "run.overwrite has no effect" in process.communicate()[1]
+    kept = max(int(path.name.removeprefix("step-")) for path in folder.glob("checkpoints/step-*"))
+    wait_for(lambda: not lock_is_held(folder))
+
+    again = atoll(*command, *sets(f"train.steps={kept + 2}"))
+    assert again.returncode == 0, again.stderr
+    assert f"step-{kept:06d}: {kept} steps" in again.stderr
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, kept + 3))
+    assert not (folder / ".lock").exists()
+
+    anew = atoll(*command, *sets("train.steps=2"), "--overwrite")
+    assert anew.returncode == 0, anew.stderr
+    assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [1, 2]
+
+
+def lock_is_held(folder: Path) -> bool:
+    try:
+        with RunLock(folder).held():
+            return False
+    except ConfigError:
+        return True
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str] | None = None) -> None:
+    end = time.monotonic() + 120
+    while not condition():
+        assert process is None or process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_a_second_run_in_a_folder_is_refused_and_the_first_goes_on(config: Path) -> None:
+    folder = config.parent / "run"
+    command = [*ATOLL, "train", str(config), *sets("train.steps=100000", "checkpoint.every=0")]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            wait_for(lambda: (folder / "metrics.jsonl").exists(), process)
+            holder = json.loads((folder / ".lock").read_text())
+            for more in ((), ("--overwrite",)):
+                second = atoll(*command, *more)
+                assert second.returncode == 2
+                assert second.stderr.count("error:") == 1
+                assert f"in use by another run (process {holder['process']} on {socket.gethostname()}" in second.stderr
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=120) == 143
+        finally:
+            process.kill()
+    steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, len(steps) + 1))
+
+
+@pytest.mark.parametrize("name", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
+def test_ranks_that_a_launcher_has_restarted_continue(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher repeats the command, --overwrite with it."""
+    for each in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
+        monkeypatch.delenv(each, raising=False)
+    request = Request(Path("run.toml"), start=Start.OVERWRITE)
+    assert request.effective_start is Start.OVERWRITE
+    monkeypatch.setenv(name, "1")
+    assert request.effective_start is Start.AUTO
 
 
 # ---- failures
@@ -351,8 +430,10 @@ def test_a_run_is_not_overwritten_nor_resumed_from_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     held = f"run.folder={finished[0]}"
-    assert "holds a run already (step-000004)" in refused(capsys, monkeypatch, "train", config, "--set", held)
-    assert "no finished checkpoint" in refused(capsys, monkeypatch, "train", config, "--resume")
+    words = refused(capsys, monkeypatch, "train", config, "--set", held, "--resume", "never")
+    assert "holds a run already (step-000004)" in words
+    assert "no finished checkpoint" in refused(capsys, monkeypatch, "train", config, "--resume", "always")
+    assert "keep one" in refused(capsys, monkeypatch, "train", config, "--resume", "always", "--overwrite")
     assert tomllib.loads((finished[0] / "config.toml").read_text())["train"]["steps"] == 4
 
 
@@ -362,7 +443,7 @@ def test_a_dry_run_looks_at_the_checkpoint_that_would_be_resumed(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    dry = ("train", config, "--dry-run", "--resume", "--set", f"run.folder={finished[0]}")
+    dry = ("train", config, "--dry-run", "--set", f"run.folder={finished[0]}")
     monkeypatch.setattr(sys, "argv", ["atoll", *map(str, dry)])
     with pytest.raises(SystemExit) as left:
         main()

@@ -243,7 +243,7 @@ def test_the_promised_keys_exist() -> None:
         "weight_decay clip eval_every eval_batches sample_tokens prompt frozen",
         "lora": "rank alpha dropout targets",
         "parallel": "ranks pipeline schedule tensor intra layout zero_optimization recompute device timeout",
-        "run": "folder port overwrite tensorboard",
+        "run": "folder port tensorboard",
         "checkpoint": "every keep",
     }
     for section, keys in promised.items():
@@ -257,3 +257,11 @@ def test_lines_are_found_in_every_spelling() -> None:
     assert line_of(text, ("train", "betas", "1")) == 4
     assert line_of(text, ("data",)) == 6
     assert line_of(text, ("run", "port")) is None
+
+
+def test_a_config_cannot_ask_to_delete_a_run() -> None:
+    """It did, and the same command after a crash deleted every checkpoint. Old files still load."""
+    assert from_dict({"run": {"overwrite": False}}).notes == ()
+    (note,) = from_dict({"run": {"overwrite": True}}).notes
+    assert "run.overwrite has no effect" in note
+    assert "--overwrite" in note

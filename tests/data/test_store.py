@@ -13,8 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atoll.data import Corpus, expected_ids, prepare, preview
+from atoll.data import Corpus, batch, expected_ids, prepare, preview
+from atoll.data.blocks import BLOCK
 from atoll.data.split import split
+from atoll.data.store import verify
 from atoll.errors import DataError
 
 
@@ -77,9 +79,9 @@ def test_train_and_validation_are_the_documents(tmp_path: Path) -> None:
 def test_arrays_are_read_only_maps_of_small_integers(tmp_path: Path) -> None:
     corpus = _prepare(_folder(tmp_path), tmp_path)
     for tokens in (corpus.train, corpus.validation):
-        assert isinstance(tokens, np.memmap)
+        assert isinstance(tokens[:8], np.memmap)
         assert tokens.dtype == np.uint16
-        assert not tokens.flags.writeable
+        assert not tokens[:8].flags.writeable
 
 
 def test_bytes_need_no_end_of_text(tmp_path: Path) -> None:
@@ -106,7 +108,7 @@ def test_a_tokenizer_file_is_used(tmp_path: Path) -> None:
     first = _prepare(folder, tmp_path)
     saved = next((tmp_path / "cache").glob("*/tokenizer.json"))
     again = _prepare(folder, tmp_path, tokenizer=str(saved))
-    assert again.train.tolist() == first.train.tolist()
+    assert np.array_equal(again.train, first.train)
     assert again.fingerprint == first.fingerprint
 
 
@@ -125,7 +127,7 @@ def test_a_second_call_writes_nothing_and_gives_the_same(tmp_path: Path) -> None
     assert len(lines) == 2
     assert _entries(tmp_path) == before
     assert second.fingerprint == first.fingerprint
-    assert second.train.tolist() == first.train.tolist()
+    assert np.array_equal(second.train, first.train)
     assert not list((tmp_path / "cache").glob("*/tokens.bin"))
 
 
@@ -208,6 +210,80 @@ def test_a_damaged_cache_says_what_to_delete(tmp_path: Path) -> None:
     train.write_bytes(train.read_bytes()[:-10])
     with pytest.raises(DataError, match=r"damaged .*delete the folder"):
         _prepare(folder, tmp_path)
+
+
+def _cache(tmp_path: Path) -> Path:
+    return next((tmp_path / "cache").glob("*/about.json")).parent
+
+
+def _flip(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_flipped_byte_is_found_where_it_is_read_and_nowhere_else(tmp_path: Path) -> None:
+    """55 of 400 damaged caches gave other samples under the same fingerprint."""
+    folder = _folder(tmp_path, documents=3000)
+    _prepare(folder, tmp_path, tokenizer="bytes")
+    file = _cache(tmp_path) / "train.npy"
+    assert file.stat().st_size > 4 * BLOCK
+    _flip(file, 2 * BLOCK + 5)
+    train = _prepare(folder, tmp_path, tokenizer="bytes").train
+    per_block = BLOCK // train.dtype.itemsize
+    assert len(train[: per_block * 2 - 128]) == per_block * 2 - 128
+    assert len(batch(train, np.array([0, len(train) // 8 - 2]), 8)["labels"]) == 2
+    for broken in (slice(2 * per_block, 2 * per_block + 1), slice(None), np.array([[0, 2 * per_block]])):
+        with pytest.raises(DataError, match=rf"train\.npy: its digest does not match in bytes {2 * BLOCK}"):
+            train[broken]
+    with pytest.raises(DataError, match="does not match"):
+        np.asarray(train)
+    with pytest.raises(DataError, match="does not match"):
+        verify(_cache(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["about.json", "tokenizer.json", "manifest.json", "validation.npy", "train.npy"])
+def test_any_byte_of_a_cache_is_checked(tmp_path: Path, name: str) -> None:
+    folder = _folder(tmp_path)
+    _prepare(folder, tmp_path)
+    file = _cache(tmp_path) / name
+    read = verify(file.parent)
+    assert read == sum(path.stat().st_size for path in file.parent.iterdir() if path.name != "manifest.json")
+    for at in range(0, file.stat().st_size, max(1, file.stat().st_size // 9)):
+        _flip(file, at)
+        with pytest.raises(DataError, match=r"damaged .*delete the folder"):
+            verify(file.parent)
+        _flip(file, at)
+
+
+def test_arrays_in_each_others_place_are_damage(tmp_path: Path) -> None:
+    folder = _folder(tmp_path)
+    _prepare(folder, tmp_path)
+    train, held = (_cache(tmp_path) / name for name in ("train.npy", "validation.npy"))
+    train.rename(tmp_path / "kept")
+    held.rename(train)
+    (tmp_path / "kept").rename(held)
+    with pytest.raises(DataError, match="damaged"):
+        _prepare(folder, tmp_path)
+
+
+def test_a_cache_from_before_there_were_digests_gets_them_once_it_is_verified(tmp_path: Path) -> None:
+    folder = _folder(tmp_path)
+    first = _prepare(folder, tmp_path)
+    manifest = _cache(tmp_path) / "manifest.json"
+    made = manifest.read_bytes()
+    manifest.unlink()
+    lines: list[str] = []
+    assert _prepare(folder, tmp_path, report=lines.append).fingerprint == first.fingerprint
+    assert len(lines) == 1
+    assert "made before caches had digests" in lines[0]
+    assert manifest.read_bytes() == made
+
+    manifest.unlink()
+    _flip(manifest.with_name("train.npy"), 300)
+    with pytest.raises(DataError, match="its content has the fingerprint"):
+        _prepare(folder, tmp_path)
+    assert not manifest.exists()
 
 
 def test_a_corpus_too_small_for_one_step_says_the_sizes(tmp_path: Path) -> None:

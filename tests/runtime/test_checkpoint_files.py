@@ -14,7 +14,9 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import time
 import traceback
+import warnings
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -33,10 +35,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from atoll._torch import CHECKPOINT_RECORDS, TORCH
-from atoll.errors import AtollError, CheckpointError, RankError
-from atoll.runtime.checkpoint import Piece, is_complete, latest, load, prune, read_state, save, step_folder
+from atoll.errors import AtollError, CheckpointError, DamageError, RankError, UnverifiedWarning
+from atoll.runtime.checkpoint import Archive, Piece, is_complete, latest, load, prune, read_state, save, step_folder
 from atoll.runtime.checkpoint.collective import listing, raise_everywhere
-from atoll.runtime.checkpoint.metadata import read_contents
 
 Path_ = tuple[str, ...]
 WEIGHT = ("model", "layers.0.weight")
@@ -79,6 +80,19 @@ def assert_equal(found: Mapping[Path_, torch.Tensor], expected: Mapping[Path_, t
 def saved(tmp_path: Path) -> Path:
     folder = step_folder(tmp_path, 100)
     save(folder, pieces_of(example(), [3, 10, 24]), {"step": 100})
+    return folder
+
+
+@pytest.fixture
+def unsealed(saved: Path) -> Path:
+    """A checkpoint from before there were digests: what is changed in it has to be found without them."""
+    return without_digests(saved)
+
+
+def without_digests(folder: Path) -> Path:
+    (folder / "manifest.json").unlink()
+    document = json.loads((folder / "state.json").read_text())
+    (folder / "state.json").write_text(json.dumps({**document, "version": 1}))
     return folder
 
 
@@ -136,7 +150,7 @@ def test_a_parameter_that_requires_grad_is_saved_and_filled(tmp_path: Path) -> N
 def test_a_range_offered_twice_is_written_once(tmp_path: Path) -> None:
     tensors = example()
     save(tmp_path / "c", pieces_of(tensors, [3]) + pieces_of(tensors, [3]), {})
-    assert len(read_contents(tmp_path / "c" / ".metadata").tensors[".".join(WEIGHT)].chunks) == 3
+    assert len(Archive(tmp_path / "c").contents.tensors[".".join(WEIGHT)].chunks) == 3
     assert_equal(load_all(tmp_path / "c"), tensors)
 
 
@@ -360,24 +374,126 @@ def test_no_checkpoint_there(tmp_path: Path) -> None:
         load(tmp_path / "none", [])
 
 
-def test_a_state_of_another_version_is_refused(saved: Path) -> None:
-    (saved / "state.json").write_text(json.dumps({"version": 99, "state": {}}))
+def test_a_state_of_another_version_is_refused(unsealed: Path) -> None:
+    (unsealed / "state.json").write_text(json.dumps({"version": 99, "state": {}}))
     with pytest.raises(CheckpointError, match="version 99"):
-        load(saved, pieces_of(blank(example())))
+        load(unsealed, pieces_of(blank(example())))
 
 
 @pytest.mark.parametrize("length", [0, 200, 3000])
-def test_a_cut_off_file_is_named(saved: Path, length: int) -> None:
-    file = next(saved.glob("*.distcp"))
+def test_a_cut_off_file_is_named(unsealed: Path, length: int) -> None:
+    file = next(unsealed.glob("*.distcp"))
     os.truncate(file, length)
     with pytest.raises(CheckpointError, match=file.name):
-        load(saved, pieces_of(blank(example())))
+        load(unsealed, pieces_of(blank(example())))
 
 
 def test_an_interruption_is_passed_on() -> None:
     failure = CheckpointException("write", {1: (KeyboardInterrupt(), traceback.StackSummary())})
     with pytest.raises(KeyboardInterrupt):
         raise_everywhere(failure, "saving")
+
+
+# Digests
+
+
+def flip(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_flipped_byte_of_a_box_is_found_by_who_reads_it_alone(saved: Path) -> None:
+    """Without digests 43 of 100 flips in data files gave other values and no error."""
+    file = next(saved.glob("*.distcp"))
+    at = file.read_bytes().index(example()[MOMENT].numpy().tobytes()[14 * 8 : 21 * 8])
+    flip(file, at)
+    other = blank({WEIGHT: example()[WEIGHT]})
+    load(saved, pieces_of(other), strict=False)
+    assert_equal(other, {WEIGHT: example()[WEIGHT]})
+    with pytest.raises(DamageError, match=rf"{file.name}, \d+ bytes from \d+: the digest does not match"):
+        load_all(saved)
+
+
+@pytest.mark.parametrize("name", ["state.json", ".metadata", "manifest.json"])
+def test_any_other_byte_of_a_json_file_or_the_metadata_is_damage(saved: Path, name: str) -> None:
+    for at in range(0, (saved / name).stat().st_size, 97):
+        flip(saved / name, at)
+        with pytest.raises(DamageError, match=name):
+            load_all(saved)
+        flip(saved / name, at)
+    assert_equal(load_all(saved), example())
+
+
+def test_files_of_another_checkpoint_are_damage(saved: Path) -> None:
+    newer = step_folder(saved.parent, 200)
+    save(newer, pieces_of({path: 2 * tensor for path, tensor in example().items()}, [3, 10, 24]), {"step": 200})
+    for name in [path.name for path in saved.iterdir() if path.name != ".metadata"]:  # equal in both
+        kept = (newer / name).read_bytes()
+        (newer / name).write_bytes((saved / name).read_bytes())
+        with pytest.raises(DamageError):
+            load_all(newer)
+        (newer / name).write_bytes(kept)
+
+
+def test_a_missing_manifest_is_damage_and_a_checkpoint_from_before_there_were_any_is_not(saved: Path) -> None:
+    (saved / "manifest.json").rename(saved / "kept")
+    with pytest.raises(DamageError, match=r"manifest\.json is missing"):
+        load_all(saved)
+    (saved / "kept").rename(saved / "manifest.json")
+    without_digests(saved)
+    with pytest.warns(UnverifiedWarning, match="was not verified"):
+        assert_equal(load_all(saved), example())
+
+
+def test_a_save_leaves_torchs_own_checksums_as_they_were(saved: Path) -> None:
+    assert torch.serialization.get_crc32_options()
+
+
+def test_the_manifest_says_whose_the_checkpoint_is(tmp_path: Path) -> None:
+    save(tmp_path / "c", pieces_of(example()), {}, identity={"step": 3, "run": "a"})
+    manifest = Archive(tmp_path / "c").manifest
+    assert manifest is not None
+    assert manifest.identity == {"step": 3, "run": "a"}
+    sizes = {path.name: path.stat().st_size for path in (tmp_path / "c").iterdir() if path.name != "manifest.json"}
+    assert {name: sum(length for _, length, _ in ranges) for name, ranges in manifest.files.items()} == sizes
+
+
+def test_a_state_nested_too_deeply_is_damage(unsealed: Path) -> None:
+    (unsealed / "state.json").write_text('{"version": 1, "state": ' + "[" * 100_000 + "]" * 100_000 + "}")
+    with pytest.raises(DamageError, match="nested too deeply"):
+        read_state(unsealed)
+
+
+NEST = b"2\x86"  # DUP, TUPLE2: a tuple of the last object twice
+NESTS = b"".join(b"h%ch%c\x86\x94" % (at, at) for at in range(60))  # the same from the memo
+BOMBS = {
+    "a tuple of two tuples of two tuples, printed": b"\x80\x04)" + NEST * 25 + b".",
+    "the same as a key, hashed": b"\x80\x04})\x94" + NESTS + b"Ns.",
+    "a place in a memo of 34 gigabytes": b"\x80\x04Nr\xff\xff\xff\x7f.",
+    "a long text that is not there": b"\x80\x04\x8d" + (1 << 40).to_bytes(8, "little") + b".",
+    "a number of a million digits": b"\x80\x04\x8b" + (500_000).to_bytes(4, "little") + b"\x01" * 500_000 + b".",
+    "sets": b"\x80\x04\x8f.",
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_metadata_that_would_take_long_or_much_is_refused_at_once(unsealed: Path, bomb: str) -> None:
+    """Fifty-three bytes took minutes."""
+    (unsealed / ".metadata").write_bytes(BOMBS[bomb])
+    began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(DamageError, match=r"\.metadata"):
+        load_all(unsealed)
+    assert time.monotonic() - began < 1.0
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # kB
+
+
+def test_what_plain_torch_writes_passes_in_every_protocol(unsealed: Path) -> None:
+    metadata = dcp.FileSystemReader(unsealed).read_metadata()
+    for protocol in (2, 3, 4, 5):
+        (unsealed / ".metadata").write_bytes(pickle.dumps(metadata, protocol=protocol))
+        with pytest.warns(UnverifiedWarning):
+            assert_equal(load_all(unsealed), example())
 
 
 # Hostile files
@@ -393,33 +509,33 @@ class Trap:
         return open, (str(self.file), "w")
 
 
-def test_metadata_that_would_run_code_is_refused(saved: Path, tmp_path: Path) -> None:
+def test_metadata_that_would_run_code_is_refused(unsealed: Path, tmp_path: Path) -> None:
     trap = tmp_path / "sprung"
-    (saved / ".metadata").write_bytes(pickle.dumps(Trap(trap)))
+    (unsealed / ".metadata").write_bytes(pickle.dumps(Trap(trap)))
     with pytest.raises(CheckpointError, match=r"names io\.open, which no checkpoint needs"):
-        load(saved, pieces_of(blank(example())))
+        load(unsealed, pieces_of(blank(example())))
     assert not trap.exists()
-    pickle.loads((saved / ".metadata").read_bytes()).close()
+    pickle.loads((unsealed / ".metadata").read_bytes()).close()
     assert trap.exists()  # the trap works on whoever unpickles it
 
 
-def test_a_trap_deep_inside_honest_metadata_is_refused(saved: Path, tmp_path: Path) -> None:
-    metadata = dcp.FileSystemReader(saved).read_metadata()
+def test_a_trap_deep_inside_honest_metadata_is_refused(unsealed: Path, tmp_path: Path) -> None:
+    metadata = dcp.FileSystemReader(unsealed).read_metadata()
     metadata.planner_data["model.layers.0.bias"] = Trap(tmp_path / "sprung")
-    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+    (unsealed / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match=r"io\.open"):
-        load(saved, pieces_of(blank(example())))
+        load(unsealed, pieces_of(blank(example())))
     assert not (tmp_path / "sprung").exists()
 
 
 @pytest.mark.parametrize("file", ["../outside.distcp", "/etc/hostname", "..", ".metadata", "a\\b", "a\0b", ""])
-def test_files_outside_the_folder_are_refused(saved: Path, file: str) -> None:
-    metadata = dcp.FileSystemReader(saved).read_metadata()
+def test_files_outside_the_folder_are_refused(unsealed: Path, file: str) -> None:
+    metadata = dcp.FileSystemReader(unsealed).read_metadata()
     for info in metadata.storage_data.values():
         info.relative_path = file
-    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CheckpointError, match="is not a plain name in the folder"):
-        load(saved, pieces_of(blank(example())))
+    (unsealed / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match="not a plain name of a file in the folder"):
+        load(unsealed, pieces_of(blank(example())))
 
 
 @pytest.mark.parametrize(
@@ -432,12 +548,12 @@ def test_files_outside_the_folder_are_refused(saved: Path, file: str) -> None:
         (lambda tensor: setattr(tensor, "size", [5, 7]), r"size of .* is \[5, 7\]"),
     ],
 )
-def test_metadata_that_does_not_add_up_is_refused(saved: Path, change: Any, message: str) -> None:
-    metadata = dcp.FileSystemReader(saved).read_metadata()
+def test_metadata_that_does_not_add_up_is_refused(unsealed: Path, change: Any, message: str) -> None:
+    metadata = dcp.FileSystemReader(unsealed).read_metadata()
     change(metadata.state_dict_metadata[".".join(WEIGHT)])
-    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+    (unsealed / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match=message):
-        load(saved, pieces_of(blank(example())))
+        load(unsealed, pieces_of(blank(example())))
 
 
 def test_pickled_objects_are_refused(tmp_path: Path) -> None:
@@ -448,16 +564,16 @@ def test_pickled_objects_are_refused(tmp_path: Path) -> None:
         load(tmp_path / "c", pieces_of({("model", "w"): torch.zeros(2)}))
 
 
-def test_a_trap_in_place_of_a_tensor_is_refused(saved: Path, tmp_path: Path) -> None:
+def test_a_trap_in_place_of_a_tensor_is_refused(unsealed: Path, tmp_path: Path) -> None:
     content = io.BytesIO()
     torch.save({"x": Trap(tmp_path / "sprung")}, content)
-    metadata = dcp.FileSystemReader(saved).read_metadata()
+    metadata = dcp.FileSystemReader(unsealed).read_metadata()
     for info in metadata.storage_data.values():
         info.relative_path, info.offset, info.length = "trap.distcp", 0, len(content.getvalue())
-    (saved / "trap.distcp").write_bytes(content.getvalue())
-    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+    (unsealed / "trap.distcp").write_bytes(content.getvalue())
+    (unsealed / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match=r"trap\.distcp"):
-        load(saved, pieces_of(blank(example())))
+        load(unsealed, pieces_of(blank(example())))
     assert not (tmp_path / "sprung").exists()
 
 
@@ -469,13 +585,16 @@ def test_a_changed_byte_of_metadata_gives_the_values_or_a_checkpoint_error(at: i
     with tempfile.TemporaryDirectory() as root:
         folder = Path(root) / "c"
         save(folder, pieces_of(tensors, [2]), {})
+        without_digests(folder)
         content = bytearray((folder / ".metadata").read_bytes())
         content[at % len(content)] = value
         (folder / ".metadata").write_bytes(content)
-        try:
-            load(folder, pieces_of(found))
-        except CheckpointError:
-            return
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UnverifiedWarning)
+            try:
+                load(folder, pieces_of(found))
+            except CheckpointError:
+                return
     assert_equal(found, tensors)
 
 
@@ -562,7 +681,7 @@ def test_four_ranks(tmp_path: Path) -> None:
     assert [result["state"] for result in results] == [{"step": 1, "rank": 0}] * 4
 
     # replicas are written once, and the ranks share the work
-    assert len(read_contents(folder / ".metadata").tensors["model.replicated.0"].chunks) == 1
+    assert len(Archive(folder).contents.tensors["model.replicated.0"].chunks) == 1
     sizes = [file.stat().st_size for file in sorted(folder.glob("*.distcp"))]
     assert len(sizes) == 4
     assert all(80_000 < size < 100_000 for size in sizes), sizes
@@ -631,7 +750,7 @@ def test_private_names_are_there_in_the_supported_torch(saved: Path) -> None:
     for module, name in CHECKPOINT_RECORDS:
         if module != "pathlib._local":
             assert hasattr(import_module(module), name), (module, name)
-    assert read_contents(saved / ".metadata").tensors.keys() == {".".join(path) for path in example()}
+    assert Archive(saved).contents.tensors.keys() == {".".join(path) for path in example()}
 
 
 def test_one_problem_is_said_in_place_and_several_are_listed() -> None:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from atoll._torch import bare_copy, parameter_replaced, run_backward, version, watched_operations
+from atoll._torch import SeenItems, bare_copy, parameter_replaced, run_backward, version, watched_operations
 
 
 def test_a_backward_gives_what_the_public_function_gives() -> None:
@@ -69,3 +75,24 @@ def test_operations_are_watched_forward_and_backward() -> None:
     assert "aten::mm" in found[forward:]
     with pytest.raises(RuntimeError):
         bool((hidden == 0).all())
+
+
+def test_what_a_checkpoint_writes_of_an_item_is_seen(tmp_path: Path) -> None:
+    seen: dict[str, bytes] = {}
+
+    def watch(index: MetadataIndex) -> Callable[[bytes], None]:
+        seen[index.fqn] = b""
+
+        def add(part: bytes) -> None:
+            seen[index.fqn] += bytes(part)
+
+        return add
+
+    writer = FileSystemWriter(tmp_path)
+    writer.transforms = SeenItems(watch)
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.save({"a": torch.ones(3), "b": torch.zeros(2)}, storage_writer=writer, no_dist=True)
+    stored = dcp.FileSystemReader(tmp_path).read_metadata().storage_data
+    content = (tmp_path / "__0_0.distcp").read_bytes()
+    assert {index.fqn: content[at.offset : at.offset + at.length] for index, at in stored.items()} == seen
+    assert all(getattr(at, "transform_descriptors", None) is None for at in stored.values())

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+import shutil
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,12 +14,14 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from atoll import schedules
-from atoll.errors import CheckpointError, RankError
+from atoll.errors import CheckpointError, DamageError, RankError, RunError
 from atoll.layouts import Layout
 from atoll.models import Adapter
 from atoll.models.adapter import SequentialAdapter
 from atoll.plans import MeshShape, Plan
 from atoll.runtime.engine import Engine
+from atoll.runtime.pipeline.step_end import LossScaler
+from atoll.runtime.sharding.state import SCALER
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, History, reference, whole_parameters, worst_difference
 from atoll.testing.tiny import TinyConfig
@@ -173,5 +178,69 @@ def test_another_model_is_refused_before_anything_changes(tmp_path: Path) -> Non
 
 
 def test_a_missing_checkpoint_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RankError, match="not a finished checkpoint"):
+    with pytest.raises(RankError, match="no checkpoint at"):
         run_ranks(load_and_train, 2, Case(intra=2), str(tmp_path / "nowhere"))
+
+
+def load_the_good_one(case: Case, damaged: str, good: str) -> tuple[str, str, History]:
+    """What a rank says of a damaged checkpoint and of a step after it; and the run that goes on from a good one."""
+    engine = case.engine()
+    with pytest.raises(DamageError) as refused:
+        engine.load(damaged)
+    with pytest.raises(RunError) as stopped:
+        engine.step(case.share(engine, 0))
+    engine.load(good)
+    history = History()
+    for step in range(SAVED_AT, case.steps):
+        result = engine.step(case.share(engine, step))
+        history.losses.append(result.loss)
+        history.norms.append(result.grad_norm)
+    history.parameters = whole_parameters(engine)
+    engine.close()
+    return str(refused.value), str(stopped.value), history
+
+
+def test_after_a_damaged_checkpoint_every_rank_can_load_another(tmp_path: Path) -> None:
+    """The damage is in a box that one rank reads: all raise the same, and a good checkpoint fills everything anew."""
+    case = replace(CASE, layout="GGG", inter=2)
+    run_ranks(train_and_save, case.ranks, case, str(tmp_path / "good"))
+    shutil.copytree(tmp_path / "good", tmp_path / "damaged")
+    file = tmp_path / "damaged" / "__1_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    results = run_ranks(load_the_good_one, case.ranks, case, str(tmp_path / "damaged"), str(tmp_path / "good"))
+    assert len({refused for refused, _, _ in results}) == 1
+    assert "__1_0.distcp" in results[0][0]
+    assert all("load a whole checkpoint first" in stopped for _, stopped, _ in results)
+    wanted = reference(CASE)
+    wanted = History(wanted.losses[SAVED_AT:], wanted.norms[SAVED_AT:], wanted.parameters)
+    for _, _, history in results:
+        assert worst_difference(history, wanted)[0] <= 1e-10
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"step": -1}, "step is -1"),
+        ({"step": 10**18}, "step is 1000000000000000000"),
+        ({"groups": None}, "groups is None"),
+        ({"caller": []}, r"caller is \[\]"),
+        ({"scaler": {"scale": -2.0}}, "scaler is"),
+    ],
+)
+def test_a_state_that_no_engine_has_written_is_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    """A checkpoint without digests, whose state was edited."""
+    train_and_save(CASE, str(tmp_path / "c"))
+    document = json.loads((tmp_path / "c" / "state.json").read_text())
+    document["state"].update(changes)
+    (tmp_path / "c" / "state.json").write_text(json.dumps({**document, "version": 1}))
+    (tmp_path / "c" / "manifest.json").unlink()
+    engine = CASE.engine()
+    with pytest.raises(DamageError, match=words):
+        engine.load(tmp_path / "c")
+    engine.close()
+
+
+def test_the_names_of_a_loss_scaler_are_those_that_a_checkpoint_knows() -> None:
+    assert {field.name for field in fields(LossScaler)} == SCALER

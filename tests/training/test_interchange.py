@@ -21,13 +21,13 @@ from atoll.models import adapter_for
 from atoll.models.weights import weights_for
 from atoll.runtime.checkpoint import Piece, step_folder
 from atoll.runtime.checkpoint import save as save_checkpoint
-from atoll.runtime.checkpoint.folders import read_state
+from atoll.runtime.checkpoint.archive import read_state
 from atoll.runtime.engine import Engine
 from atoll.testing import run_ranks
 from atoll.testing.families import Family
 from atoll.testing.parity import Case, whole_parameters
 from atoll.training import interchange
-from atoll.training.folder import RunFolder
+from atoll.training.folder import RunFolder, Start
 from atoll.training.interchange import export_folder, import_folder
 from atoll.training.session import run
 from atoll.training.signals import StopRequest
@@ -147,7 +147,7 @@ def config(folder: Path, **model: Any) -> dict[str, Any]:
         "data": {"source": str(text), "tokenizer": "bytes", "sequence": 8, "cache": str(folder / "cache")},
         "train": {"steps": 2, "global_batch": 4, "microbatch": 1, "sample_tokens": 0, "precision": "fp64", "lr": 1e-2},
         "parallel": {"ranks": 4, "pipeline": 2, "intra": 2, "layout": "IIG"},
-        "run": {"folder": str(folder / "run"), "tensorboard": False, "overwrite": True},
+        "run": {"folder": str(folder / "run"), "tensorboard": False},
     }
 
 
@@ -164,8 +164,8 @@ LLAMA = {
 def train_and_look(values: dict[str, Any]) -> tuple[str, torch.Tensor | None]:
     """Train a config; the last checkpoint, and logits of an engine that starts from it."""
     found = from_dict(values)
-    RunFolder(Path(found.run.folder)).check(resume=False, overwrite=True)
-    ending = run(found, found.to_plan(), device=torch.device("cpu"), resume=False, stop=StopRequest())
+    RunFolder(Path(found.run.folder)).check(Start.OVERWRITE)
+    ending = run(found, found.to_plan(), device=torch.device("cpu"), start=Start.OVERWRITE, stop=StopRequest())
     from atoll.training.build import build_engine, build_model
 
     with warnings.catch_warnings():
@@ -236,8 +236,10 @@ def test_masked_models_train(tmp_path: Path) -> None:
 
 def train_and_look_at_nothing(values: dict[str, Any]) -> str:
     found = from_dict(values)
-    RunFolder(Path(found.run.folder)).check(resume=False, overwrite=True)
-    return str(run(found, found.to_plan(), device=torch.device("cpu"), resume=False, stop=StopRequest()).checkpoint)
+    RunFolder(Path(found.run.folder)).check(Start.OVERWRITE)
+    return str(
+        run(found, found.to_plan(), device=torch.device("cpu"), start=Start.OVERWRITE, stop=StopRequest()).checkpoint
+    )
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from atoll.config.load import from_dict
 from atoll.errors import CheckpointError, ConfigError, RankError, RunError
 from atoll.testing import run_ranks
 from atoll.training.build import RateSchedule, build_model, choose_trained, learning_rates
-from atoll.training.folder import RunFolder, append, read_records
+from atoll.training.folder import RunFolder, Start, append, read_records
+from atoll.training.lock import Holder, RunLock
 from atoll.training.samples import prepare_corpus, vocabulary_of
 from atoll.training.session import run
 from atoll.training.signals import StopRequest
@@ -49,18 +51,18 @@ def settings(folder: Path, corpus: Path, **changes: Mapping[str, Any]) -> dict[s
     return {name: {**section, **changes.get(name, {})} for name, section in base.items()}
 
 
-def in_rank(values: dict[str, dict[str, Any]], resume: bool) -> tuple[int, str | None]:
+def in_rank(values: dict[str, dict[str, Any]], start: Start) -> tuple[int, str | None]:
     """What one rank does; the step it reached and the text it generated."""
     config = from_dict(values)
     plan = config.to_plan()
-    ending = run(config, plan, device=torch.device("cpu"), resume=resume, stop=StopRequest())
+    ending = run(config, plan, device=torch.device("cpu"), start=start, stop=StopRequest())
     return ending.step, ending.sample
 
 
-def train_on_ranks(values: dict[str, dict[str, Any]], *, resume: bool = False) -> list[tuple[int, str | None]]:
+def train_on_ranks(values: dict[str, dict[str, Any]], *, start: Start = Start.AUTO) -> list[tuple[int, str | None]]:
     config = from_dict(values)
-    RunFolder(Path(config.run.folder)).check(resume=resume, overwrite=config.run.overwrite)
-    return run_ranks(in_rank, config.parallel.ranks, values, resume)
+    RunFolder(Path(config.run.folder)).check(start)
+    return run_ranks(in_rank, config.parallel.ranks, values, start)
 
 
 def assert_same(got: Path, wanted: Path, keys: tuple[str, ...]) -> None:
@@ -140,7 +142,7 @@ def test_a_resumed_run_continues_as_if_nothing_had_happened(
     tmp_path: Path, corpus: Path, alone: Path, parallel: dict[str, Any]
 ) -> None:
     folder = died_after_step_3(alone, tmp_path / "run")
-    results = train_on_ranks(settings(folder, corpus, parallel=parallel), resume=True)
+    results = train_on_ranks(settings(folder, corpus, parallel=parallel), start=Start.CONTINUE)
     assert {step for step, _ in results} == {STEPS}
     assert_same_run(folder, alone)
 
@@ -148,29 +150,143 @@ def test_a_resumed_run_continues_as_if_nothing_had_happened(
 def test_a_checkpoint_of_a_pipeline_resumes_in_one_rank(tmp_path: Path, corpus: Path, alone: Path) -> None:
     train_on_ranks(settings(tmp_path / "first", corpus, parallel=SPREAD[2]))
     folder = died_after_step_3(tmp_path / "first", tmp_path / "run")
-    train_on_ranks(settings(folder, corpus), resume=True)
+    train_on_ranks(settings(folder, corpus), start=Start.CONTINUE)
     assert_same_run(folder, alone)
 
 
 def test_another_global_batch_continues_at_the_same_sample(tmp_path: Path, corpus: Path, alone: Path) -> None:
     folder = died_after_step_3(alone, tmp_path / "run")
-    train_on_ranks(settings(folder, corpus, train={"global_batch": 16, "eval_every": 0}), resume=True)
+    train_on_ranks(settings(folder, corpus, train={"global_batch": 16, "eval_every": 0}), start=Start.CONTINUE)
     state = json.loads((folder / "checkpoints" / "step-000006" / "state.json").read_text())
     assert state["state"]["caller"]["position"] == 3 * 8 + 3 * 16
     assert [record["tokens"] for record in read_records(folder / "metrics.jsonl")] == [8 * 16] * 3 + [16 * 16] * 3
 
 
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("parallel", [{"ranks": 1}, *SPREAD[:2]])
+@pytest.mark.parametrize("harm", ["a box", "state.json", "no .metadata"])
+def test_a_damaged_checkpoint_is_passed_over_and_named(
+    tmp_path: Path, corpus: Path, alone: Path, parallel: dict[str, Any], harm: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(alone, folder)
+    newest = folder / "checkpoints" / "step-000006"
+    if harm == "no .metadata":
+        (newest / ".metadata").unlink()
+    else:
+        flip(newest / "state.json" if harm == "state.json" else next(newest.glob("*.distcp")))
+    values = settings(folder, corpus, parallel=parallel)
+    if parallel["ranks"] == 1:
+        in_rank(values, Start.AUTO)  # here, where its words can be read
+    else:
+        train_on_ranks(values)
+    assert_same_run(folder, alone)
+    assert {path.name for path in (folder / "checkpoints").iterdir()} == {
+        *("latest", "step-000003", "step-000006", "damaged-step-000006"),
+    }
+    words = capfd.readouterr().err
+    if parallel["ranks"] == 1:
+        assert "set aside as damaged-step-000006" in words
+        assert f"resumed {folder}/checkpoints/step-000003" in words
+
+
+def test_nothing_begins_where_all_checkpoints_are_damaged(tmp_path: Path, corpus: Path, alone: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(alone, folder)
+    for state in folder.glob("checkpoints/*/state.json"):
+        flip(state)
+    with pytest.raises(RankError, match=r"is whole: 2 problems(?s:.*)--overwrite"):
+        train_on_ranks(settings(folder, corpus))
+    assert_same_run(folder, alone)
+    train_on_ranks(settings(folder, corpus), start=Start.OVERWRITE)
+    assert_same_run(folder, alone)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"position": 10**18}, "position 1000000000000000000 after 3 steps"),
+        ({"position": True}, "position True after 3 steps"),
+        ({"schedule": {"last_epoch": -1}}, "its learning rates are those after -1 steps"),
+        ({"order": {"seed": -1}}, "order is {'seed': -1}"),
+    ],
+)
+def test_a_state_that_contradicts_itself_is_passed_over(
+    tmp_path: Path, corpus: Path, alone: Path, changes: dict[str, Any], words: str
+) -> None:
+    """As in a checkpoint from before there were digests, which nothing else protects."""
+    folder = died_after_step_3(alone, tmp_path / "run")
+    only = folder / "checkpoints" / "step-000003"
+    edit(only, changes)
+    with pytest.raises(RankError, match=words):
+        train_on_ranks(settings(folder, corpus))
+
+
+def edit(checkpoint: Path, changes: Mapping[str, Any]) -> None:
+    """Change what `atoll train` keeps in a state, and make the checkpoint one without digests."""
+    document = json.loads((checkpoint / "state.json").read_text())
+    document["state"]["caller"].update(changes)
+    (checkpoint / "state.json").write_text(json.dumps({**document, "version": 1}))
+    (checkpoint / "manifest.json").unlink(missing_ok=True)
+
+
+def test_a_checkpoint_without_digests_resumes_with_one_line(
+    tmp_path: Path, corpus: Path, alone: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = died_after_step_3(alone, tmp_path / "run")
+    edit(folder / "checkpoints" / "step-000003", {})
+    in_rank(settings(folder, corpus), Start.AUTO)
+    assert_same_run(folder, alone)
+    assert capfd.readouterr().err.count("was not verified: it was saved without digests") == 1
+
+
+def test_a_checkpoint_of_another_step_or_run_is_passed_over(tmp_path: Path, corpus: Path, alone: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(alone, folder)
+    checkpoints = folder / "checkpoints"
+    shutil.rmtree(checkpoints / "step-000006")
+    shutil.copytree(checkpoints / "step-000003", checkpoints / "step-000006")
+    train_on_ranks(settings(folder, corpus))
+    assert_same_run(folder, alone)
+    assert (checkpoints / "damaged-step-000006").is_dir()
+
+    train_on_ranks(settings(tmp_path / "other", corpus, train={"seed": 1}))
+    shutil.rmtree(checkpoints / "step-000006")
+    shutil.copytree(tmp_path / "other" / "checkpoints" / "step-000006", checkpoints / "step-000006")
+    train_on_ranks(settings(folder, corpus))
+    assert_same_run(folder, alone)
+    assert (checkpoints / "damaged-step-000006-2").is_dir()
+
+
+def test_a_run_whose_folder_was_taken_over_ends_before_it_writes(tmp_path: Path, corpus: Path) -> None:
+    """A zombie, stopped while its job was requeued on another host."""
+    folder = tmp_path / "run"
+    config = from_dict(settings(folder, corpus))
+    folder.mkdir()
+    with RunLock(folder).held() as lock:
+        other = replace(Holder.own(), host="node9", boot="another boot")
+        (folder / ".lock").write_text(json.dumps(asdict(other)))
+        with pytest.raises(RunError, match=r"taken over by process .* on node9"):
+            run(config, config.to_plan(), device=torch.device("cpu"), start=Start.AUTO, stop=StopRequest(), lock=lock)
+    assert [path.name for path in folder.iterdir()] == [".lock"]
+
+
 def test_resuming_a_finished_run_trains_nothing(tmp_path: Path, corpus: Path, alone: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(alone, folder)
-    train_on_ranks(settings(folder, corpus, parallel=SPREAD[0]), resume=True)
+    train_on_ranks(settings(folder, corpus, parallel=SPREAD[0]), start=Start.CONTINUE)
     assert (folder / "metrics.jsonl").read_text() == (alone / "metrics.jsonl").read_text()
     assert (folder / "validation.jsonl").read_text() == (alone / "validation.jsonl").read_text()
 
 
 def test_the_config_rules_the_learning_rate_of_a_resumed_run(tmp_path: Path, corpus: Path, alone: Path) -> None:
     folder = died_after_step_3(alone, tmp_path / "run")
-    train_on_ranks(settings(folder, corpus, train={"lr": 6e-3}), resume=True)
+    train_on_ranks(settings(folder, corpus, train={"lr": 6e-3}), start=Start.CONTINUE)
     before, after = (read_records(path / "metrics.jsonl") for path in (alone, folder))
     assert [record["lr"] for record in after[:3]] == [record["lr"] for record in before[:3]]
     assert [record["lr"] for record in after[3:]] == pytest.approx([2 * record["lr"] for record in before[3:]])
@@ -181,14 +297,14 @@ def test_another_corpus_is_refused(tmp_path: Path, alone: Path) -> None:
     other.write_text(TEXT.replace("fox", "cat"))
     folder = died_after_step_3(alone, tmp_path / "run")
     with pytest.raises(RankError, match="another corpus") as caught:
-        train_on_ranks(settings(folder, other), resume=True)
+        train_on_ranks(settings(folder, other), start=Start.CONTINUE)
     assert isinstance(caught.value.__cause__, CheckpointError)
 
 
 def test_a_checkpoint_beyond_the_last_step_is_refused(tmp_path: Path, corpus: Path, alone: Path) -> None:
     folder = died_after_step_3(alone, tmp_path / "run")
     with pytest.raises(RankError, match=r"step 3, beyond train\.steps = 2"):
-        train_on_ranks(settings(folder, corpus, train={"steps": 2}), resume=True)
+        train_on_ranks(settings(folder, corpus, train={"steps": 2}), start=Start.CONTINUE)
 
 
 def test_what_cannot_be_written_names_the_path(tmp_path: Path, corpus: Path) -> None:
@@ -208,21 +324,22 @@ def test_without_a_validation_split_nothing_is_evaluated(tmp_path: Path, corpus:
 # ---- the folder
 
 
-def test_a_folder_with_a_run_needs_a_decision(tmp_path: Path, alone: Path) -> None:
-    with pytest.raises(ConfigError, match=r"step-000006.*--resume.*run\.overwrite=true"):
-        RunFolder(alone).check(resume=False, overwrite=False)
-    RunFolder(alone).check(resume=True, overwrite=False)
-    RunFolder(alone).check(resume=False, overwrite=True)
+def test_what_a_start_leaves_alone(tmp_path: Path, alone: Path) -> None:
+    with pytest.raises(ConfigError, match=r"step-000006.*--resume never.*--overwrite"):
+        RunFolder(alone).check(Start.NEW)
+    for start in (Start.AUTO, Start.CONTINUE, Start.OVERWRITE):
+        RunFolder(alone).check(start)
 
     steps_only = RunFolder(tmp_path)
-    steps_only.check(resume=False, overwrite=False)
+    steps_only.check(Start.NEW)
     append(steps_only.validation, {"step": 0, "loss": 1.0})
-    steps_only.check(resume=False, overwrite=False)  # it died before its first step: nothing to lose
+    steps_only.check(Start.NEW)  # it died before its first step: nothing to lose
     append(steps_only.metrics, {"step": 1, "loss": 1.0})
     with pytest.raises(ConfigError, match="holds a run already"):
-        steps_only.check(resume=False, overwrite=False)
+        steps_only.check(Start.NEW)
     with pytest.raises(CheckpointError, match="no finished checkpoint"):
-        steps_only.check(resume=True, overwrite=False)
+        steps_only.check(Start.CONTINUE)
+    steps_only.check(Start.AUTO)
 
 
 def test_clearing_leaves_what_is_not_of_a_run(tmp_path: Path, alone: Path) -> None:

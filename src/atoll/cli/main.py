@@ -29,6 +29,7 @@ from atoll.cli import (
     report,
     schedule,
     train,
+    verify,
     watch,
 )
 from atoll.errors import AtollError
@@ -44,6 +45,7 @@ app.command("train")(train.command)
 app.command("plan")(plan.command)
 app.command("predict")(predict.command)
 app.command("explain")(explain.command)
+app.command("verify")(verify.command)
 app.command("compare")(compare.command)
 app.command("report")(report.command)
 app.command("watch")(watch.command)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from atoll.cli.arguments import CLUSTER, ConfigFile, Overrides, with_cluster
 from atoll.cli.predict import report
-from atoll.errors import UserError
+from atoll.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
     from atoll.training.process import Request
@@ -19,7 +19,15 @@ def command(
     config: ConfigFile,
     overrides: Overrides = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue from the newest checkpoint, on any ranks and layout.")
+        Literal["auto", "always", "never"],
+        typer.Option(
+            "--resume",
+            help="auto: continue from the newest whole checkpoint, on any ranks and layout; begin where there is none. "
+            "always: refuse to begin. never: refuse a folder that holds a run.",
+        ),
+    ] = "auto",
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Begin anew: delete the run that the folder holds.")
     ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check the run and predict it; start nothing, write nothing.")
@@ -30,6 +38,9 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON object.")] = False,
 ) -> None:
     """Train as CONFIG says, in parallel.ranks local processes, or as a rank of torchrun or Slurm.
+
+    The same command begins a run and continues it after whatever ended it. One run at a time writes to a folder. Ranks
+    that a launcher has restarted continue, whatever --resume and --overwrite say.
 
     Everything a run makes lies in run.folder: metrics.jsonl, validation.jsonl, plan.json, trace.json, prediction.json,
     timing.json, checkpoints.
@@ -44,9 +55,13 @@ def command(
     step_seconds and peak_bytes, each predicted (null where that is not known) and measured: the seconds of a typical
     step and a list of one number a pipeline rank. With --dry-run those of `atoll predict`.
     """
+    from atoll.training.folder import Start
     from atoll.training.process import Request, train
 
-    request = Request(config, tuple(with_cluster(overrides, cluster)), resume, as_json)
+    if overwrite and resume == "always":
+        raise ConfigError("--resume always continues a run and --overwrite deletes it; keep one")
+    start = Start.OVERWRITE if overwrite else Start(resume)
+    request = Request(config, tuple(with_cluster(overrides, cluster)), start, as_json)
     if dry_run:
         _dry_run(request, elsewhere=cluster is not None)
         return

@@ -19,6 +19,9 @@ from atoll.errors import ConfigError
 
 Keys = tuple[str, ...]
 
+RETIRED = {("run", "overwrite"): "a run is deleted by --overwrite on the command line alone"}
+"""Keys that configs and checkpoints of older versions have, and what to do instead. They have no effect."""
+
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read the TOML file `path`, apply `overrides` ("train.steps=5") in order and check everything.
@@ -42,6 +45,7 @@ def from_dict(
     if raw.get("parallel") == "auto":
         raw["parallel"] = {"auto": True}
     changed = _override(raw, overrides)
+    retired = _drop_retired(raw)
     notes, problems = _resolve_layout(raw)
     try:
         config = Config.model_validate(raw)
@@ -49,7 +53,7 @@ def from_dict(
         problems = [*_describe(error, text=text, changed=changed), *problems]
     if problems:
         raise ConfigError(_together(problems, source))
-    return config.with_notes(notes)
+    return config.with_notes([*notes, *retired])
 
 
 def _together(problems: Sequence[str], source: str) -> str:
@@ -116,6 +120,16 @@ def _value(text: str) -> Any:
     if len(parsed) > 1 or isinstance(value, (datetime.date, datetime.time)):
         return text
     return value
+
+
+def _drop_retired(raw: dict[str, Any]) -> list[str]:
+    """Remove the keys of RETIRED from `raw`; a note for each that asks for something."""
+    notes = []
+    for (section, key), instead in RETIRED.items():
+        table = raw.get(section)
+        if isinstance(table, dict) and table.pop(key, False):
+            notes.append(f"{section}.{key} has no effect: {instead}")
+    return notes
 
 
 def _resolve_layout(raw: dict[str, Any]) -> tuple[tuple[str, ...], list[str]]:

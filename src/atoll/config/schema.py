@@ -238,7 +238,6 @@ class Run(Section):
 
     folder: str = "runs/default"
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    overwrite: bool = False
     tensorboard: bool = True
     cluster: str | None = None
 

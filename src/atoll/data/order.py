@@ -13,9 +13,10 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from atoll.data.blocks import CheckedTokens
 from atoll.errors import DataError
 
-Tokens: TypeAlias = NDArray[np.integer[Any]]
+Tokens: TypeAlias = NDArray[np.integer[Any]] | CheckedTokens
 Batch: TypeAlias = dict[str, NDArray[np.int64]]
 """input_ids and labels, [B, S]; labels[b, t] is the token after input_ids[b, t], or -100 where none counts."""
 

@@ -5,6 +5,7 @@
         train.npy           uint16, or uint32 for more than 65536 ids
         validation.npy
         about.json          where it came from; its fingerprint
+        manifest.json       digests of the blocks of the others (`atoll.data.blocks`)
     <cache>/<key>.lock      held by the one process that makes it
 
 The folder is made under another name and renamed when it is whole: who finds it can use it, and a killed preparation
@@ -18,7 +19,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,16 +28,21 @@ from typing import Any
 import numpy as np
 from filelock import FileLock
 
+from atoll.data.blocks import MANIFEST, Blocks, CheckedTokens
 from atoll.data.corpus import Source, documents, find_source, fingerprint
 from atoll.data.order import Tokens, sample_count
 from atoll.data.split import Range, split
 from atoll.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, bpe_size, sample, train_bpe
+from atoll.digests import parse_json
 from atoll.errors import DataError
 
 FORMAT = 1
 """Raised whenever the same source and settings would give other arrays."""
 
 BYTES = "bytes"
+TOKENIZER = "tokenizer.json"
+CONTENT = (TOKENIZER, "train.npy", "validation.npy")
+"""Files whose content the fingerprint is of."""
 
 PREVIEWED_BYTES = 8 << 20
 """The largest source that `preview` makes token arrays of."""
@@ -49,13 +56,13 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Tokens to train on and tokens held back, as read-only memory maps.
+    """Tokens to train on and tokens held back, as read-only memory maps that are checked where they are read.
 
     fingerprint: a hash of both arrays and the tokenizer; equal fingerprints mean equal samples.
     """
 
-    train: Tokens
-    validation: Tokens
+    train: CheckedTokens
+    validation: CheckedTokens
     tokenizer: Tokenizer
     fingerprint: str
 
@@ -97,7 +104,7 @@ def prepare(
     folder = cache.expanduser() / recipe.key()
     if not folder.is_dir():
         _make_once(folder, recipe, say)
-    corpus = _load(folder)
+    corpus = _load(folder, folder.name, say)
     corpus.check(sequence=sequence, global_batch=global_batch)
     return corpus
 
@@ -120,13 +127,13 @@ def preview(
     recipe = _Recipe.find(source, tokenizer=tokenizer, validation=validation, text_field=text_field)
     folder = cache.expanduser() / recipe.key()
     if folder.is_dir():
-        corpus = _load(folder)
+        corpus = _load(folder, folder.name, lambda line: None)
     elif recipe.nbytes > PREVIEWED_BYTES:
         return None
     else:
         with tempfile.TemporaryDirectory() as made:
             _make(Path(made), recipe, lambda line: None)
-            corpus = _load(Path(made))
+            corpus = _load(Path(made), recipe.key(), lambda line: None)
     corpus.check(sequence=sequence, global_batch=global_batch)
     return corpus
 
@@ -177,7 +184,7 @@ class _Recipe:
         }
 
     def key(self) -> str:
-        return hashlib.sha256(json.dumps(self.about(), sort_keys=True).encode()).hexdigest()[:32]
+        return _key(self.about())
 
     def make_tokenizer(self, say: Report) -> Tokenizer:
         if self.tokenizer_file is not None:
@@ -191,6 +198,12 @@ class _Recipe:
     @property
     def nbytes(self) -> int:
         return sum(file.stat().st_size for file in self.source.files)
+
+
+def _key(about: Mapping[str, Any]) -> str:
+    """The name of a cache's folder, from what its about.json says among other things."""
+    chosen = {name: about[name] for name in ("format", "source", "kind", "text_field", "tokenizer", "validation")}
+    return hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def _tokenizer_file(name: str) -> Path:
@@ -249,7 +262,7 @@ def _make(folder: Path, recipe: _Recipe, say: Report) -> None:
     stream.unlink()
 
     if isinstance(tokenizer, FileTokenizer):
-        (folder / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
+        (folder / TOKENIZER).write_text(tokenizer.to_json(), encoding="utf-8")
     about = {
         **recipe.about(),
         "source_name": recipe.source.name,
@@ -260,6 +273,7 @@ def _make(folder: Path, recipe: _Recipe, say: Report) -> None:
         "fingerprint": _content_hash(folder),
     }
     (folder / "about.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+    _publish(folder, _digests_of(folder))
 
 
 def _encode(texts: Iterable[str], tokenizer: Tokenizer, path: Path, dtype: np.dtype[Any]) -> list[int]:
@@ -321,7 +335,7 @@ def _write(path: Path, tokens: Tokens, ranges: Sequence[Range]) -> None:
 
 def _content_hash(folder: Path) -> str:
     total = hashlib.sha256()
-    for name in ("tokenizer.json", "train.npy", "validation.npy"):
+    for name in CONTENT:
         path = folder / name
         content = b""
         if path.is_file():
@@ -331,21 +345,64 @@ def _content_hash(folder: Path) -> str:
     return total.hexdigest()
 
 
-def _load(folder: Path) -> Corpus:
+def verify(folder: Path) -> int:
+    """Compare all of the token cache in `folder` with its digests; the bytes that were read.
+
+    A cache from before there were digests is compared with its fingerprint. Raises DataError if it is damaged.
+    """
+    _load(folder, folder.name, lambda line: None)
+    blocks = _blocks(folder, lambda line: None)
+    for name in blocks.files:
+        blocks.open(folder / name).check()
+    return sum(size for size, _ in blocks.files.values())
+
+
+def is_cache(folder: Path) -> bool:
+    """Whether a folder looks like one that `prepare` made."""
+    return (folder / "about.json").is_file() and (folder / "train.npy").is_file()
+
+
+def _load(folder: Path, key: str, say: Report) -> Corpus:
+    """The corpus in a folder that is to be the one of `key`. Raises DataError unless it is, undamaged."""
     try:
-        about = json.loads((folder / "about.json").read_text(encoding="utf-8"))
-        train, validation = _map(folder / "train.npy"), _map(folder / "validation.npy")
+        blocks = _blocks(folder, say)
+        about = parse_json(blocks.open(folder / "about.json").read())
+        train, validation = (CheckedTokens(blocks.open(folder / name)) for name in ("train.npy", "validation.npy"))
         recorded = str(about["fingerprint"])
-    except (OSError, ValueError, KeyError) as error:
+        if (found := _key(about)) != key:
+            raise ValueError(f"it is the one of {found}")
+        tokenizer: Tokenizer = ByteTokenizer()
+        if TOKENIZER in blocks.files:
+            blocks.open(folder / TOKENIZER).check()
+            tokenizer = FileTokenizer.read(folder / TOKENIZER)
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"{folder}: this cached corpus is damaged ({error}); delete the folder to make it anew"
         ) from error
-    saved = folder / "tokenizer.json"
-    tokenizer: Tokenizer = FileTokenizer.read(saved) if saved.is_file() else ByteTokenizer()
     return Corpus(train, validation, tokenizer, recorded)
 
 
-def _map(path: Path) -> Tokens:
-    # An empty array cannot be mapped; numpy reads the header first in both cases.
-    array: Tokens = np.load(path, mmap_mode=None if path.stat().st_size <= 128 else "r", allow_pickle=False)
-    return array
+def _blocks(folder: Path, say: Report) -> Blocks:
+    """The digests of a cache. One from before there were any gets them, once its content is that of its fingerprint."""
+    if (folder / MANIFEST).exists():
+        return Blocks.read(folder)
+    say(f"comparing {folder} with its fingerprint, once: it was made before caches had digests")
+    recorded = parse_json((folder / "about.json").read_bytes())["fingerprint"]
+    if (found := _content_hash(folder)) != recorded:
+        raise ValueError(f"its content has the fingerprint {found}, and it was made with {recorded}")
+    blocks = _digests_of(folder)
+    with suppress(OSError):  # a cache that may only be read is compared each time
+        _publish(folder, blocks)
+    return blocks
+
+
+def _digests_of(folder: Path) -> Blocks:
+    return Blocks.of(folder, [name for name in (*CONTENT, "about.json") if (folder / name).is_file()])
+
+
+def _publish(folder: Path, blocks: Blocks) -> None:
+    """Write the manifest so that nobody sees a part of it."""
+    descriptor, draft = tempfile.mkstemp(prefix=".manifest-", dir=folder)
+    with os.fdopen(descriptor, "wb") as stream:
+        stream.write(blocks.encode())
+    os.replace(draft, folder / MANIFEST)

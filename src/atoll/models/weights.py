@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import reprlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from atoll.digests import parse_json
 from atoll.errors import PlanError
 from atoll.layouts import Box
 from atoll.models.adapter import Adapter
@@ -16,6 +17,8 @@ from atoll.models.initialise import shared_parameters
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+"""Kinds of safetensors that parameters are read from."""
 
 
 class Weights:
@@ -49,6 +52,14 @@ class Weights:
                 f"{self.folder} lacks {len(missing)} of the model's {len(names)} parameters: {', '.join(missing[:4])}"
                 f"{', ...' if len(missing) > 4 else ''}; it has {', '.join(sorted(self._files)[:4])}, .... Files of an "
                 "older form are read by `atoll import`, whole"
+            )
+        kinds = [
+            f"{name} is {kind}" for name in self._stored if (kind := str(self._slice(name).get_dtype())) not in FLOATS
+        ]
+        if kinds:
+            raise PlanError(
+                f"{self.folder} stores parameters as other than floating-point numbers, which are not cast: "
+                f"{'; '.join(kinds[:4])}. Quantized weights are not read; use those of the model they were made from"
             )
         wrong = [
             f"{name} is {tuple(self._slice(name).get_shape())} there and {shape} here"
@@ -118,15 +129,40 @@ def _open_files(folder: Path) -> dict[str, Any]:
             f"{folder} is neither a checkpoint nor a folder with {SINGLE} or {INDEX}; give one of a model that was "
             "saved as safetensors, or by Atoll"
         )
-    if (folder / INDEX).is_file():
-        listed = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
-    else:
-        listed = dict.fromkeys([SINGLE], SINGLE)
+    listed = _listed(folder / INDEX) if (folder / INDEX).is_file() else {SINGLE: None}
     opened: dict[str, Any] = {}
-    try:
-        for file in sorted(set(listed.values())):
+    for file, names in listed.items():
+        try:
             handle = safe_open(folder / file, framework="pt")
-            opened.update(dict.fromkeys(handle.keys(), handle))
-    except (OSError, SafetensorError) as error:
-        raise PlanError(f"{folder / file} cannot be read as safetensors: {error}") from error
+            held = handle.keys()
+        except (OSError, ValueError, SafetensorError) as error:
+            raise PlanError(f"{folder / file} cannot be read as safetensors: {error}") from error
+        lacking = sorted(set(names or ()) - set(held))
+        if lacking:
+            raise PlanError(
+                f"{folder / INDEX} lists {len(lacking)} tensors of {file} that it does not have, such as "
+                f"{reprlib.repr(lacking[0])}; copy index and files anew from one place"
+            )
+        opened.update(dict.fromkeys(held, handle))
     return opened
+
+
+def _listed(index: Path) -> dict[str, list[str]]:
+    """File -> names of its tensors, as an index has them. Raises PlanError for an index that is not one.
+
+    A file is a plain name in the index's folder: whoever wrote the index does not choose what else is read.
+    """
+    try:
+        listed = parse_json(index.read_bytes())["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise PlanError(
+            f"{index} is not an index of safetensors: {type(error).__name__}: {error}; copy it anew"
+        ) from error
+    if not isinstance(listed, dict) or not listed:
+        raise PlanError(f"{index}: weight_map is {reprlib.repr(listed)}, not a table of names and files")
+    found: dict[str, list[str]] = {}
+    for name, file in listed.items():
+        if not (isinstance(file, str) and file and Path(file).name == file and "\0" not in file):
+            raise PlanError(f"{index}: {reprlib.repr(name)} is in {reprlib.repr(file)}, not a file of that folder")
+        found.setdefault(file, []).append(name)
+    return dict(sorted(found.items()))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed import Store
 
-from atoll.errors import AtollError, RankError, RunError
+from atoll.errors import AtollError, DamageError, RankError, RunError
 from atoll.runtime.failure import CAUSE_SECONDS, Doing, Watch
 from atoll.runtime.launch import SILENCE_SECONDS, host_of_ranks, watch_by
 from atoll.runtime.transport import Later, Transport, world_store
@@ -77,21 +77,25 @@ class Agreement:
         key = f"engine {self._name} refusal {self._asked}"
         if problem is not None:
             self._watch.report(problem, key=key)
-        said = torch.tensor([float(problem is not None), count], dtype=torch.float64)
+        is_damage = isinstance(problem, DamageError)
+        said = torch.tensor([float(problem is not None), float(is_damage), count], dtype=torch.float64)
         return Question(key, problem, self._transport.total_later(said))
 
     def end(self, question: Question) -> float:
-        """The sum; or raise the first rank's problem on every rank.
+        """The sum; or raise the first rank's problem on every rank: a DamageError if all problems are.
 
         Nothing has been sent or changed where it raises, so the ranks go on with the next call.
         """
-        problems, count = question.totals.wait().tolist()
+        problems, damages, count = question.totals.wait().tolist()
         if not problems:
             return float(count)
         problem = question.problem
-        if problem is None:
+        only_damage = problems == damages
+        if problem is None or (isinstance(problem, DamageError) and not only_damage):
             found = self._watch.first(wait=5.0, key=question.key)
             problem = found or RunError("another rank refused without a word")
+            if only_damage:
+                problem = DamageError(str(problem))
         self.refuse(problem)
         raise problem
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import loss_parallel
 
 from atoll.advice import advice
-from atoll.errors import CostWarning, PlanError, RunError
+from atoll.errors import CostWarning, DamageError, PlanError, RunError
 from atoll.layouts import Footprint, WorkingMemory
 from atoll.models import Adapter, Batch, adapter_for, weights_for
 from atoll.models.adapter import IGNORED_LABEL
@@ -30,7 +30,7 @@ from atoll.runtime.allocator import keep_freed_memory
 from atoll.runtime.assemble.build import build
 from atoll.runtime.assemble.holdings import held_at_rest, held_now, needed_in_a_step, shape_of
 from atoll.runtime.batches import Batches
-from atoll.runtime.checkpoint import Piece, is_complete
+from atoll.runtime.checkpoint import Archive, Piece, is_complete
 from atoll.runtime.lanes import Kind, Lane, lanes_of
 from atoll.runtime.outline import Outline
 from atoll.runtime.pipeline.deferred import Collector
@@ -101,6 +101,7 @@ class Engine:
         self._seed = seed
         self._lanes: Mapping[Kind, Lane] = {}
         self._outcome: Outcome | None = None
+        self._damage: DamageError | None = None
         self._before_update: Callable[[], None] | None = None
         self._has_gradients = False
         atexit.register(_close, weakref.ref(self))
@@ -242,6 +243,7 @@ class Engine:
         other without a barrier.
         """
         begin = time.monotonic()
+        self._check_whole()
         microbatches = self.plan.schedule.microbatches
         share = self._batches.claim(batch)
         if following is not None:
@@ -307,6 +309,7 @@ class Engine:
         return outcome.logits[0] if outcome.logits else None
 
     def _run_forward(self, batches: Sequence[Batch], *, keep_logits: bool = False) -> Outcome:
+        self._check_whole()
         with self._agreement.guard("an evaluation", self._executor.doing), self._split_loss():
             for stage in self._sharded.stages:
                 stage.train(False)
@@ -458,27 +461,54 @@ class Engine:
 
     # ---- checkpoints
 
-    def save(self, folder: str | Path, state: Mapping[str, Any] | None = None) -> None:
-        """Write a checkpoint that any layout, schedule and world size can load; `state` is the caller's, JSON-able."""
+    def save(
+        self,
+        folder: str | Path,
+        state: Mapping[str, Any] | None = None,
+        *,
+        identity: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Write a checkpoint that any layout, schedule and world size can load; `state` is the caller's, JSON-able.
+
+        identity: what the manifest says of the run besides its step, JSON-able.
+        """
+        self._check_whole()
         self.settle()
         with self._agreement.guard("saving a checkpoint"):
             scaler = None if self._end.scaler is None else asdict(self._end.scaler)
             own = {"step": self.step_number, "scaler": scaler, "caller": dict(state or {})}
-            save_state(Path(folder), self.units, self._optimizer, buffers=self._buffers(), state=own)
+            whose = {"step": self.step_number, **(identity or {})}
+            save_state(Path(folder), self.units, self._optimizer, buffers=self._buffers(), state=own, identity=whose)
 
-    def load(self, folder: str | Path) -> dict[str, Any]:
-        """Read a checkpoint of the same model, whatever it ran on; gives back the caller's `state`."""
+    def load(self, folder: str | Path, *, check: Callable[[Archive], object] | None = None) -> dict[str, Any]:
+        """Read a checkpoint of the same model, whatever it ran on; gives back the caller's `state`.
+
+        check: looks at the checkpoint on this rank before anything is changed; what it raises, every rank raises.
+
+        What is read is compared with its digest. Raises the same error on every rank: DamageError for a checkpoint that
+        does not hold what was written, CheckpointError for one that is missing or of another model. After a DamageError
+        an older checkpoint can be loaded; until one is, the engine refuses every step.
+        """
         self.settle()
         self._settle_parameters()
         problem: Exception | None = None
         stored: dict[str, dict[str, tuple[int, ...]]] = {}
         try:
-            stored = stored_states(Path(folder))
+            opened = Archive(Path(folder))
+            stored = stored_states(opened)
+            if check is not None:
+                check(opened)
         except Exception as error:
             problem = error
         with self._agreement.guard("loading a checkpoint"):
             self._agreement.agree(problem)
-            own = load_state(Path(folder), self.units, self._optimizer, buffers=self._buffers(), stored=stored)
+            try:
+                own = load_state(Path(folder), self.units, self._optimizer, buffers=self._buffers(), stored=stored)
+            except DamageError as error:
+                self._damage = error
+                self._agreement.refuse(error)
+                raise
+            self._damage = None
             for unit in self.units:
                 unit.sync_parameters()
         self.step_number = int(own["step"])
@@ -487,6 +517,11 @@ class Engine:
         caller = own["caller"]
         assert isinstance(caller, dict)
         return caller
+
+    def _check_whole(self) -> None:
+        """Raise RunError while some values are those of a checkpoint that turned out to be damaged."""
+        if self._damage is not None:
+            raise RunError(f"the last load filled the engine in part; load a whole checkpoint first: {self._damage}")
 
     def _settle_parameters(self) -> None:
         """Before an agreement behind which parameters are written: nobody reads them any more."""

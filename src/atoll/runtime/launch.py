@@ -93,6 +93,12 @@ def torchrun_environment(environment: Mapping[str, str] | None = None) -> Rendez
     return None
 
 
+def restarts(environment: Mapping[str, str] | None = None) -> int:
+    """How often torchrun has restarted the ranks, or Slurm has requeued the job: the same command runs again."""
+    given = os.environ if environment is None else environment
+    return sum(_number(given, name, default="0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+
+
 def launch_local(
     command: Sequence[str],
     ranks: int,

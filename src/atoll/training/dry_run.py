@@ -8,14 +8,16 @@ from pathlib import Path
 
 from atoll.config import Config
 from atoll.cost import Cluster
+from atoll.data import Corpus
+from atoll.errors import CheckpointError, DamageError
 from atoll.models import adapter_for
 from atoll.models.weights import weights_for
 from atoll.plans import Plan
 from atoll.runtime.assemble.describe import describe
-from atoll.runtime.checkpoint import is_complete
+from atoll.runtime.checkpoint import Archive, is_complete
 from atoll.training.build import build_model
 from atoll.training.choosing import load_chosen
-from atoll.training.folder import RunFolder
+from atoll.training.folder import RunFolder, Start
 from atoll.training.loop import resumed_state
 from atoll.training.prediction import expected_vocabulary
 from atoll.training.pretrained import first_weights
@@ -52,7 +54,8 @@ def check_run(request: Request, *, elsewhere: bool = False, say: Callable[[str],
     folder = RunFolder(Path(config.run.folder))
     if config.run.cluster is not None:
         Cluster.read(config.run.cluster)
-    folder.check(resume=request.resume, overwrite=config.run.overwrite, makes=False)
+    start = request.effective_start
+    folder.check(start, makes=False)
     corpus = preview_corpus(config)
     if corpus is None:
         say("note: the corpus is not prepared yet; its length, and the tokenizer's, are checked when it is")
@@ -63,7 +66,21 @@ def check_run(request: Request, *, elsewhere: bool = False, say: Callable[[str],
     weights = first_weights(config)
     if weights is not None and not is_complete(weights):
         weights_for(adapter_for(build_model(config, vocabulary)), weights)
-    latest = folder.latest_checkpoint()
-    if request.resume and latest is not None:
-        resumed_state(config, latest, corpus)
+    if start in (Start.AUTO, Start.CONTINUE):
+        _check_continued(config, folder, corpus, say)
     return Checked(config, plan, vocabulary, device)
+
+
+def _check_continued(config: Config, folder: RunFolder, corpus: Corpus | None, say: Callable[[str], None]) -> None:
+    """Look at the checkpoint that the run would go on from, but for its tensors. Raises what the run would raise."""
+    damaged = []
+    for path in folder.candidates():
+        try:
+            resumed_state(config, Archive(path), corpus, run=folder.run_id())
+        except DamageError as error:
+            say(f"note: {error}")
+            damaged.append(path)
+        else:
+            return
+    if damaged:
+        raise CheckpointError(f"no checkpoint in {folder.checkpoints} is whole")

@@ -1,6 +1,7 @@
 """The folder of a run, and who may write to it. No torch.
 
-    <run.folder>/config.toml            the effective config
+    <run.folder>/run.json               the run's id, which its checkpoints repeat
+                 config.toml            the effective config
                  plan.json              mesh, layout, schedule, precision; what each rank does and holds
                  metrics.jsonl          one object a training step
                  validation.jsonl       one object an evaluation, the first as step 0
@@ -14,6 +15,7 @@
                  tokenizer.json         what the tokens mean, but where they are bytes
                  checkpoints/step-000100
                  tensorboard/
+                 .lock                  who writes here (`atoll.training.lock`)
 
 Only rank 0 writes. Checkpoints are written by all ranks, through `atoll.runtime.checkpoint`.
 """
@@ -28,14 +30,30 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from atoll.digests import read_sealed, seal
 from atoll.errors import CheckpointError, ConfigError, RunError
 
 WARM_UP = 3
 """Steps of a start that are slower than those that follow."""
+
+
+class Start(Enum):
+    """What a run does with what its folder holds.
+
+    AUTO: continue from the newest checkpoint that is whole; begin where there is none at all.
+    CONTINUE: the same, and refuse to begin.  NEW: begin, and refuse a folder that holds a run.
+    OVERWRITE: begin, and delete the run that the folder holds.
+    """
+
+    AUTO = "auto"
+    CONTINUE = "always"
+    NEW = "never"
+    OVERWRITE = "overwrite"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +61,11 @@ class RunFolder:
     """Paths of a run, and the few ways in which they are written."""
 
     root: Path
+
+    @property
+    def identity(self) -> Path:
+        """The run's id."""
+        return self.root / "run.json"
 
     @property
     def config(self) -> Path:
@@ -116,12 +139,12 @@ class RunFolder:
 
     # ---- before a run
 
-    def check(self, *, resume: bool, overwrite: bool, makes: bool = True) -> None:
-        """Make the folder. ConfigError if it cannot be written or holds a run that neither option gives up.
+    def check(self, start: Start, *, makes: bool = True) -> None:
+        """Make the folder. ConfigError if it cannot be written or holds a run that `start` would not leave alone.
 
         makes: if False, look only at whether it could be made.
 
-        CheckpointError if there is nothing to resume from.
+        CheckpointError if there is nothing to continue from and there has to be.
         """
         try:
             if makes:
@@ -135,16 +158,15 @@ class RunFolder:
                 f"run.folder = {str(self.root)!r}: cannot be written ({error.strerror or error}); "
                 "choose a folder that can, as in --set run.folder=runs/mine"
             ) from error
-        if resume:
-            if self.latest_checkpoint() is None:
-                raise CheckpointError(
-                    f"run.folder = {str(self.root)!r} has no finished checkpoint to resume from; start without "
-                    "--resume (and with --set run.overwrite=true if a run without checkpoints is there)"
-                )
-        elif not overwrite and (held := self._held()):
+        if start is Start.CONTINUE and not self.candidates():
+            raise CheckpointError(
+                f"run.folder = {str(self.root)!r} has no finished checkpoint to resume from; start without "
+                "--resume always, which begins a new run where there is none"
+            )
+        if start is Start.NEW and (held := self._held()):
             raise ConfigError(
-                f"run.folder = {str(self.root)!r} holds a run already ({held}); continue it with --resume, choose "
-                "another run.folder, or replace it with --set run.overwrite=true"
+                f"run.folder = {str(self.root)!r} holds a run already ({held}); continue it without --resume never, "
+                "choose another run.folder, or delete what is there with --overwrite"
             )
 
     def _look(self) -> None:
@@ -156,29 +178,41 @@ class RunFolder:
         if not os.access(nearest, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
-    def latest_checkpoint(self) -> Path | None:
-        """The newest finished checkpoint."""
-        if not self.checkpoints.is_dir():
-            return None
+    def candidates(self) -> tuple[Path, ...]:
+        """The checkpoints to continue from, in the order in which to try them; damaged ones are among them."""
         from atoll.runtime import checkpoint
 
-        return checkpoint.latest(self.checkpoints)
+        return checkpoint.candidates(self.checkpoints)
 
     def _held(self) -> str | None:
         """What would be lost: steps or checkpoints. A run that died before its first step is nothing."""
-        found = self.latest_checkpoint()
-        if found is not None:
-            return found.name
+        found = self.candidates()
+        if found:
+            return found[0].name
         lines = read_records(self.metrics)
         return f"{len(lines)} steps" if lines else None
+
+    # ---- whose it is
+
+    def run_id(self) -> str | None:
+        """The id of the run that the folder holds; None where there is none, or it cannot be read."""
+        try:
+            return str(read_sealed(self.identity)["run"])
+        except (OSError, ValueError, KeyError):
+            return None
+
+    def write_run_id(self, value: str) -> None:
+        """Say whose folder it is."""
+        write(self.identity, seal({"run": value}).decode())
 
     # ---- at its start
 
     def clear(self) -> None:
         """Remove what an earlier run left, and nothing else."""
-        written = (self.config, self.plan, self.metrics, self.validation, self.trace, self.sample, self.tokenizer)
+        written = (self.identity, self.config, self.plan, self.metrics, self.validation, self.trace)
+        generated = (self.sample, self.tokenizer)
         compared = (self.prediction, self.cluster, self.timing, self.timeline, self.calibration)
-        for path in (*written, *compared):
+        for path in (*written, *generated, *compared):
             with writing(path):
                 path.unlink(missing_ok=True)
         for folder in (self.checkpoints, self.tensorboard):

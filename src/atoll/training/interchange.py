@@ -25,7 +25,6 @@ from atoll.models import adapter_for, shared_parameters
 from atoll.models.weights import INDEX, SINGLE, Weights, has_weights, weights_for
 from atoll.runtime import checkpoint
 from atoll.runtime.checkpoint import Piece
-from atoll.runtime.checkpoint.metadata import read_contents
 from atoll.training.folder import RunFolder
 from atoll.training.pretrained import FAMILY, hugging_face_config, hugging_face_model
 
@@ -101,7 +100,7 @@ def export_folder(source: Path, target: Path, *, dtype: str | None = None) -> Mo
         raise ConfigError(f"{target} is not empty; give a new folder")
     with torch.device("meta"):
         model = hugging_face_model(config, None)
-    stored = read_contents(source / ".metadata").tensors
+    stored = checkpoint.Archive(source).contents.tensors
     names = {name.removeprefix("model."): name for name in stored if name.startswith("model.")}
     sizes = hugging_face_config(config)
     _fit_vocabulary(sizes, model, stored, names=names)

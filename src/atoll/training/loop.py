@@ -1,6 +1,6 @@
 """The loop of a training run, the same on every rank.
 
-    start       fresh: evaluate as step 0.  resumed: load the newest checkpoint, wherever it was written
+    start       fresh: evaluate as step 0.  resumed: load the newest checkpoint that is whole, wherever it was written
     each step   train; share signals and memory; write what is known (with post-validated steps, of the step before);
                 evaluate, save and stop where it is time to
     end         evaluate and save unless just done, generate a sample
@@ -11,8 +11,12 @@ is acted on, once a step, so that no rank leaves the others waiting.
 
 from __future__ import annotations
 
+import reprlib
 import signal
+import uuid
+import warnings
 from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,15 +27,19 @@ import torch
 from atoll.config import Config
 from atoll.cost import Cluster
 from atoll.data import Corpus
-from atoll.errors import CheckpointError, ConfigError, DataError, UserError
+from atoll.digests import digest
+from atoll.errors import CheckpointError, ConfigError, DamageError, DataError, UnverifiedWarning, UserError
 from atoll.layouts import Footprint
 from atoll.runtime import checkpoint
+from atoll.runtime.checkpoint.collective import listing
+from atoll.runtime.checkpoint.manifest import Manifest
 from atoll.runtime.engine import Engine, Evaluation
 from atoll.runtime.pipeline.step_end import StepResult
 from atoll.runtime.transport import Later
 from atoll.training.build import RateSchedule
 from atoll.training.display import Display
-from atoll.training.folder import RunFolder, read_records, writing
+from atoll.training.folder import RunFolder, Start, read_records, writing
+from atoll.training.lock import RunLock
 from atoll.training.measure import peak_memory, share_timeline, share_timing, share_trace
 from atoll.training.prediction import predict
 from atoll.training.record import Recorder, perplexity
@@ -72,6 +80,7 @@ class Loop:
         folder: RunFolder,
         display: Display,
         stop: StopRequest,
+        lock: RunLock | None = None,
     ) -> None:
         self.config = config
         self.corpus = corpus
@@ -81,6 +90,8 @@ class Loop:
         self.samples = Samples(config, corpus, engine.place)
         self.schedule = RateSchedule(engine.optimizer, config.train)
         self._stop = stop
+        self._lock = lock
+        self._run: str | None = None
         self._recorder: Recorder | None = None
         self._is_writer = engine.place.rank == 0
         self._evaluated = self._saved = -1
@@ -89,14 +100,13 @@ class Loop:
         self._memory = torch.zeros(engine.plan.mesh.world)
         self._last: StepResult | None = None
 
-    def run(self, *, resume: bool) -> LoopOutcome:
+    def run(self, start: Start) -> LoopOutcome:
         """Train to the last step, or until a signal."""
         self._check_same_corpus()
-        if resume:
-            self._resume()
+        is_fresh = not self._resume(start)
         first = self.engine.step_number
-        self._open(first, is_fresh=not resume)
-        if not resume:
+        self._open(first, is_fresh=is_fresh)
+        if is_fresh:
             self._evaluate()
         stopped = self._steps(first)
         if stopped is None:
@@ -164,28 +174,89 @@ class Loop:
                 "rank 0; put the corpus on a file system that all share, or copy it"
             )
 
-    def _resume(self) -> None:
-        """Load the newest checkpoint; what rank 0 sees of the folder counts, since only it writes there."""
-        step = evaluated = -1
-        if self._is_writer and (found := self.folder.latest_checkpoint()) is not None:
-            step = int(found.name.rpartition("-")[2])
+    def _resume(self, start: Start) -> bool:
+        """Load the newest checkpoint that is whole; False where there is none at all, and the run begins.
+
+        What rank 0 sees of the folder counts, since only it writes there. A checkpoint that turns out to be damaged on
+        any rank is passed over by all.
+
+        Raises CheckpointError where there are only damaged ones.
+        """
+        steps, evaluated = self._found(start)
+        if not steps:
+            if start is Start.CONTINUE:
+                raise CheckpointError(f"{self.folder.checkpoints} has no finished checkpoint to resume from")
+            return False
+        damaged: list[tuple[Path, DamageError]] = []
+        for step in steps:
+            path = checkpoint.step_folder(self.folder.checkpoints, step)
+            try:
+                self._load(path)
+            except DamageError as error:
+                damaged.append((path, error))
+                continue
+            self._saved, self._evaluated = step, min(step, evaluated)
+            self._pass_over(damaged)
+            self.display.say(f"resumed {path}: {step} steps, {self.samples.position} samples")
+            if step >= self.config.train.steps:
+                self.display.say(
+                    "note: that was the last step; to train on set train.steps to more, to begin again say --overwrite"
+                )
+            return True
+        words = listing([str(error) for _, error in damaged])
+        raise CheckpointError(
+            f"no checkpoint in {self.folder.checkpoints} is whole: {words}\n"
+            "bring one back from a copy, or begin again with --overwrite"
+        )
+
+    def _found(self, start: Start) -> tuple[list[int], int]:
+        """Steps of the checkpoints to try, in that order, and the last step that was evaluated, or -1."""
+        steps, evaluated = [], -1
+        if self._is_writer and start in (Start.AUTO, Start.CONTINUE):
+            with writing(self.folder.checkpoints):
+                checkpoint.recover(self.folder.checkpoints)
+            steps = [int(path.name.rpartition("-")[2]) for path in self.folder.candidates()]
             evaluated = max((record["step"] for record in read_records(self.folder.validation)), default=-1)
-        told = torch.tensor([step, evaluated] if self._is_writer else [0, 0], dtype=torch.float64)
-        step, evaluated = (int(value) for value in self.engine.transport.total(told))
-        if step < 0:
-            raise CheckpointError(f"{self.folder.checkpoints} has no finished checkpoint to resume from")
-        path = checkpoint.step_folder(self.folder.checkpoints, step)
-        state = resumed_state(self.config, path, self.corpus)
+        count, evaluated = self._told([len(steps), evaluated], 2)
+        return self._told(steps, count), evaluated
+
+    def _told(self, values: Sequence[int], count: int) -> list[int]:
+        """What rank 0 says, on every rank."""
+        told = torch.tensor(values if self._is_writer else [0] * count, dtype=torch.float64)
+        return [int(value) for value in self.engine.transport.total(told)]
+
+    def _load(self, path: Path) -> None:
+        """Continue from the checkpoint in `path`. Raises DamageError if it is not whole."""
+        run = self.folder.run_id() if self._is_writer else None
+        manifests: list[Manifest | None] = []
+
+        def check(opened: checkpoint.Archive) -> None:
+            resumed_state(self.config, opened, self.corpus, run=run)
+            manifests.append(opened.manifest)
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UnverifiedWarning)
+            state = self.engine.load(path, check=check)
+        (manifest,) = manifests
+        if manifest is None:
+            self.display.say(f"note: {path} was not verified: it was saved without digests")
+        self._run = run or (None if manifest is None else manifest.identity.get("run"))
         if state["order"] != order_of(self.config):
             self.display.say(
                 "note: data.sequence or the seed changed since the checkpoint, and the order of samples with it: some "
                 "may be seen twice"
             )
-        self.engine.load(path)
         self.schedule.restore(state["schedule"])
         self.samples.position = int(state["position"])
-        self._saved, self._evaluated = step, min(step, evaluated)
-        self.display.say(f"resumed {path}: {step} steps, {self.samples.position} samples")
+
+    def _pass_over(self, damaged: Sequence[tuple[Path, DamageError]]) -> None:
+        """Say what was wrong with newer checkpoints, and set them aside so that their steps can be saved again."""
+        for path, error in damaged:
+            where = ""
+            if self._is_writer:
+                with writing(path):
+                    where = f"; set aside as {checkpoint.set_aside(path).name}"
+            self.display.say(f"note: {error}{where}")
 
     def _open(self, step: int, *, is_fresh: bool) -> None:
         plan = self.engine.plan
@@ -194,7 +265,10 @@ class Loop:
         values[self.engine.place.rank] = torch.tensor([own.parameters, own.gradients, own.optimizer])
         held = [Footprint(*(int(part) for part in row)) for row in self.engine.transport.total(values).tolist()]
         if self._is_writer:
+            self._check_lock()
             self._recorder = Recorder(self.folder, self.config, self.corpus.tokenizer, step=step, is_fresh=is_fresh)
+            self._run = self._run or uuid.uuid4().hex
+            self.folder.write_run_id(self._run)
             blocks = self.engine.adapter.blocks()
             stages = [[blocks[at].name for at in run] for run in self.engine.runs]
             vocabulary = vocabulary_of(self.config, self.corpus)
@@ -236,6 +310,7 @@ class Loop:
         memory = int(totals[count:].max())
         self._memory, self._last = totals[count:], result
         self._tokens += result.tokens
+        self._check_lock()
         self.display.step(result, memory_bytes=memory)
         if self._recorder is not None:
             self._recorder.step(result, rate=rate, memory_bytes=memory)
@@ -270,19 +345,27 @@ class Loop:
         if self._recorder is not None:
             self._recorder.evaluation(step, total)
 
+    def _check_lock(self) -> None:
+        """Raise RunError where another run has taken the folder over."""
+        if self._lock is not None:
+            self._lock.check()
+
     def _save(self) -> None:
         """A checkpoint of this step, unless there is one."""
         step = self.engine.step_number
         if self._saved == step:
             return
+        config = self.config.dump()
         state = {
             "position": self.samples.position,
             "corpus": self.corpus.fingerprint,
             "order": order_of(self.config),
             "schedule": self.schedule.state(),
-            "config": self.config.dump(),
+            "config": config,
         }
-        self.engine.save(checkpoint.step_folder(self.folder.checkpoints, step), state)
+        whose = {"run": self._run, "config": digest(config.encode()), "corpus": self.corpus.fingerprint}
+        self._check_lock()
+        self.engine.save(checkpoint.step_folder(self.folder.checkpoints, step), state, identity=whose)
         self._saved = step
         if self._is_writer:
             with writing(self.folder.checkpoints):
@@ -312,21 +395,38 @@ def order_of(config: Config) -> dict[str, int]:
     return {"seed": config.data_seed, "sequence": config.data.sequence}
 
 
-def resumed_state(config: Config, path: Path, corpus: Corpus | None) -> dict[str, Any]:
-    """What the checkpoint in `path` says of its run. corpus: None where it is not known yet.
+LARGEST_BATCH = 1 << 24
+"""More samples than any step has taken: a position beyond that many a step is no position."""
 
-    Raises ConfigError for a checkpoint beyond the last step, CheckpointError for one of another corpus or program.
+
+def resumed_state(
+    config: Config, opened: checkpoint.Archive, corpus: Corpus | None, *, run: str | None = None
+) -> dict[str, Any]:
+    """What a checkpoint says of its run. corpus, run: None where they are not known.
+
+    Raises ConfigError for a checkpoint beyond the last step, CheckpointError for one of another corpus or program, and
+    DamageError for one whose state contradicts its folder's name, its manifest or itself.
     """
+    path = opened.folder
     step = int(path.name.rpartition("-")[2])
     if step > config.train.steps:
         raise ConfigError(
             f"the newest checkpoint of {config.run.folder} is of step {step}, beyond train.steps = "
             f"{config.train.steps}; set train.steps to more"
         )
-    state: dict[str, Any] = checkpoint.read_state(path)["caller"]
+    given = opened.state.get("caller")
+    state: dict[str, Any] = given if isinstance(given, dict) else {}
     missing = [key for key in ("position", "corpus", "schedule", "order") if key not in state]
     if missing:
         raise CheckpointError(f"{path} was not written by atoll train: its state has no {', '.join(missing)}")
+    whose = {} if opened.manifest is None else opened.manifest.identity
+    problems = list(_contradictions(state, step=opened.state.get("step", -1), of_folder=step))
+    if run is not None and whose.get("run", run) != run:
+        problems.append(f"it is of the run {whose['run']}, and the folder of {run}")
+    if whose.get("corpus", state["corpus"]) != state["corpus"]:
+        problems.append("the manifest names another corpus")
+    if problems:
+        raise DamageError(f"{path} is not a checkpoint of this run: {'; '.join(problems)}")
     if corpus is not None and state["corpus"] != corpus.fingerprint:
         raise CheckpointError(
             f"{path} was trained on another corpus or tokenizer than data.source = {config.data.source!r} "
@@ -334,3 +434,20 @@ def resumed_state(config: Config, path: Path, corpus: Corpus | None) -> dict[str
             "new run in another run.folder"
         )
     return state
+
+
+def _contradictions(state: Mapping[str, Any], *, step: Any, of_folder: int) -> Iterator[str]:
+    """What cannot be in the state of a run after `step` steps. of_folder: the step that its folder names."""
+    if type(step) is not int or step != of_folder:
+        yield f"its state is of step {reprlib.repr(step)}, its folder of {of_folder}"
+        return
+    position = state["position"]
+    if type(position) is not int or not step <= position <= step * LARGEST_BATCH:
+        yield f"position {reprlib.repr(position)} after {step} steps, each of 1 to {LARGEST_BATCH} samples"
+    schedule = state["schedule"]
+    done = schedule.get("last_epoch") if isinstance(schedule, dict) else None
+    if type(done) is not int or done != step:
+        yield f"its learning rates are those after {reprlib.repr(done)} steps"
+    order = state["order"]
+    if not (isinstance(order, dict) and all(type(value) is int and value >= 0 for value in order.values())):
+        yield f"order is {reprlib.repr(order)}"

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -24,9 +25,10 @@ from atoll.cost import Cluster
 from atoll.errors import ConfigError
 from atoll.plans import Plan
 from atoll.runtime.failure import Watch
-from atoll.runtime.launch import Rendezvous, launch_local, leave, meet, torchrun_environment, watch_parent
+from atoll.runtime.launch import Rendezvous, launch_local, leave, meet, restarts, torchrun_environment, watch_parent
 from atoll.training.choosing import load_chosen
-from atoll.training.folder import RunFolder
+from atoll.training.folder import RunFolder, Start
+from atoll.training.lock import RunLock
 from atoll.training.samples import prepare_corpus, vocabulary_of
 from atoll.training.signals import StopRequest, exit_code
 
@@ -47,14 +49,19 @@ class Request:
 
     path: Path
     overrides: tuple[str, ...] = ()
-    resume: bool = False
+    start: Start = Start.AUTO
     as_json: bool = False
 
     @property
     def resume_command(self) -> str:
         """What continues the run in a shell."""
         sets = [word for override in self.overrides for word in ("--set", override)]
-        return shlex.join(["atoll", "train", str(self.path), *sets, "--resume"])
+        return shlex.join(["atoll", "train", str(self.path), *sets])
+
+    @property
+    def effective_start(self) -> Start:
+        """How it starts. A launcher that restarts the ranks says the same words again: then the run goes on."""
+        return Start.AUTO if restarts() else self.start
 
 
 def train(request: Request) -> int:
@@ -66,7 +73,10 @@ def train(request: Request) -> int:
     config, overrides = load_chosen(request.path, request.overrides)
     config.to_plan()
     _check_cluster(config)
-    RunFolder(Path(config.run.folder)).check(resume=request.resume, overwrite=config.run.overwrite)
+    folder = RunFolder(Path(config.run.folder))
+    folder.check(request.effective_start)
+    with RunLock(folder.root).held(lambda line: _tell(line, sys.stderr)):
+        pass  # free; rank 0 holds it from its own start on
     vocabulary_of(config, prepare_corpus(config, say=lambda line: _tell(line, sys.stderr)))
     # Each rank is this very command again, with the plan that was chosen; its environment makes it a rank.
     chosen = [word for override in overrides[len(request.overrides) :] for word in ("--set", override)]
@@ -99,13 +109,17 @@ def _train(
     from atoll.training.session import run
 
     device = _choose_device(config, rendezvous)
-    if rendezvous.rank == 0:
-        RunFolder(Path(config.run.folder)).check(resume=request.resume, overwrite=config.run.overwrite)
-    transport.join(rendezvous.rank, rendezvous.world, store, device=device, timeout=config.parallel.timeout + SLACK)
-    ending = run(config, plan, device=device, resume=request.resume, stop=stop)
-    if rendezvous.rank == 0:
-        _conclude(request, ending)
-    transport.leave()
+    with ExitStack() as held:
+        lock: RunLock | None = None
+        if rendezvous.rank == 0:
+            folder = RunFolder(Path(config.run.folder))
+            folder.check(request.effective_start)
+            lock = held.enter_context(RunLock(folder.root).held(lambda line: _tell(line, sys.stderr)))
+        transport.join(rendezvous.rank, rendezvous.world, store, device=device, timeout=config.parallel.timeout + SLACK)
+        ending = run(config, plan, device=device, start=request.effective_start, stop=stop, lock=lock)
+        if rendezvous.rank == 0:
+            _conclude(request, ending)
+        transport.leave()
     return ending
 
 

@@ -22,7 +22,8 @@ from atoll.runtime import checkpoint
 from atoll.runtime.transport import world_rank
 from atoll.training.build import build_engine, build_model
 from atoll.training.display import Display
-from atoll.training.folder import RunFolder, read_records, typical_seconds
+from atoll.training.folder import RunFolder, Start, read_records, typical_seconds
+from atoll.training.lock import RunLock
 from atoll.training.loop import Loop
 from atoll.training.samples import prepare_corpus, vocabulary_of
 from atoll.training.signals import StopRequest
@@ -125,8 +126,19 @@ def _predicted_peaks(prediction: Mapping[str, Any]) -> list[int]:
     return [each["peak"]["total"] - each["peak"]["context"] for each in prediction["ranks"]]
 
 
-def run(config: Config, plan: Plan, *, device: torch.device, resume: bool, stop: StopRequest) -> RunResult:
-    """Train; every rank calls it after joining, and `config`'s run folder has been checked."""
+def run(
+    config: Config,
+    plan: Plan,
+    *,
+    device: torch.device,
+    start: Start,
+    stop: StopRequest,
+    lock: RunLock | None = None,
+) -> RunResult:
+    """Train; every rank calls it after joining, and `config`'s run folder has been checked.
+
+    lock: of the run folder, on rank 0; nothing is written once another run has taken it over.
+    """
     is_speaking = world_rank() == 0
     display = Display(is_speaking=is_speaking, device=device.type)
     corpus = prepare_corpus(config, say=display.say)
@@ -143,7 +155,7 @@ def run(config: Config, plan: Plan, *, device: torch.device, resume: bool, stop:
     try:
         folder = RunFolder(Path(config.run.folder))
         begin = time.monotonic()
-        outcome = Loop(config, corpus, engine, folder=folder, display=display, stop=stop).run(resume=resume)
+        outcome = Loop(config, corpus, engine, folder=folder, display=display, stop=stop, lock=lock).run(start)
         seconds = time.monotonic() - begin
         engine.transport.barrier()
     finally:

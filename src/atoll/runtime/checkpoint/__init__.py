@@ -4,17 +4,47 @@ The life of a save, the same on every rank (`saving.py`):
 
 1. each rank claims the ranges it holds; rank 0 checks that they tile every tensor and picks one writer a range;
 2. rank 0 clears what interrupted saves left and makes `.saving-<name>` beside the target;
-3. every rank writes its ranges as boxes there;
-4. rank 0 writes `.metadata`, then `state.json` (the mark of completion), renames the folder and points `latest` at it.
+3. every rank writes its ranges as boxes there, and tells rank 0 their digests;
+4. rank 0 writes `.metadata`, `manifest.json` with all digests, then `state.json` (the mark of completion), renames the
+   folder and points `latest` at it.
+
+A load compares what it reads with the manifest (`archive.py`), on each rank for itself.
 
 A failure in any step reaches every rank as the same error, through Distributed Checkpoint's own collectives.
 """
 
 from __future__ import annotations
 
-from atoll.runtime.checkpoint.folders import is_complete, latest, prune, read_state, step_folder
+from atoll.runtime.checkpoint.archive import Archive, read_state
+from atoll.runtime.checkpoint.folders import (
+    candidates,
+    is_complete,
+    is_one,
+    latest,
+    prune,
+    recover,
+    set_aside,
+    step_folder,
+)
 from atoll.runtime.checkpoint.loading import load
 from atoll.runtime.checkpoint.pieces import Piece
 from atoll.runtime.checkpoint.saving import save
+from atoll.runtime.checkpoint.verify import Verdict, verify
 
-__all__ = ["Piece", "is_complete", "latest", "load", "prune", "read_state", "save", "step_folder"]
+__all__ = [
+    "Archive",
+    "Piece",
+    "Verdict",
+    "candidates",
+    "is_complete",
+    "is_one",
+    "latest",
+    "load",
+    "prune",
+    "read_state",
+    "recover",
+    "save",
+    "set_aside",
+    "step_folder",
+    "verify",
+]

@@ -15,7 +15,7 @@ from typing import NoReturn
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from atoll.errors import CheckpointError, RankError, RunError, UserError
+from atoll.errors import CheckpointError, DamageError, RankError, RunError, UserError
 
 
 def alone() -> bool:
@@ -36,6 +36,8 @@ def picklable() -> Iterator[None]:
     """Turn any exception into a CheckpointError (the user's to mend) or a RunError, made of text alone."""
     try:
         yield
+    except DamageError as error:
+        raise DamageError(str(error)) from error
     except UserError as error:
         raise CheckpointError(str(error)) from error
     except Exception as error:
@@ -46,7 +48,7 @@ def picklable() -> Iterator[None]:
 def raise_everywhere(failure: CheckpointException, doing: str) -> NoReturn:
     """Raise what the ranks gathered: the same text on each of them.
 
-    CheckpointError if every failing rank says so, otherwise a RankError of the lowest rank that broke.
+    DamageError or CheckpointError if every failing rank says so, otherwise a RankError of the lowest rank that broke.
     An interruption (Ctrl-C on one rank) is passed on as itself.
     """
     errors = {rank: failure.failures[rank][0] for rank in sorted(failure.failures)}
@@ -58,7 +60,8 @@ def raise_everywhere(failure: CheckpointException, doing: str) -> NoReturn:
         rank, error = next(iter(broken.items()))
         raise RankError(f"{doing}: rank {rank} failed: {error}", rank=rank) from failure
     texts = list(dict.fromkeys(str(error) for error in errors.values()))
-    raise CheckpointError(f"{doing}: {listing(texts)}") from failure
+    kind = DamageError if all(isinstance(error, DamageError) for error in errors.values()) else CheckpointError
+    raise kind(f"{doing}: {listing(texts)}") from failure
 
 
 def listing(problems: Sequence[str], limit: int = 8) -> str:

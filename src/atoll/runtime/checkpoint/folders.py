@@ -1,10 +1,11 @@
 """Where checkpoints lie, and how one appears, is replaced and goes: always by a rename.
 
-    <root>/step-000100/              a checkpoint: *.distcp, .metadata, state.json (written last)
+    <root>/step-000100/              a checkpoint: *.distcp, .metadata, manifest.json, state.json (written last)
     <root>/latest                    the name of the newest one
     <root>/.saving-step-000200/      being written; if its process died, the next save removes it
     <root>/.replaced-step-000100/    a good one between two renames; counts until step-000100 is back
     <root>/.removing-step-000050/    being deleted
+    <root>/damaged-step-000150/      set aside by a run that went back to an older one; kept until somebody deletes it
 
 No torch here.
 """
@@ -17,18 +18,21 @@ import re
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
 from atoll.errors import CheckpointError
+from atoll.runtime.checkpoint.manifest import MANIFEST
 
 STATE = "state.json"
 METADATA = ".metadata"
 LATEST = "latest"
-FORMAT_VERSION = 1
+FIRST_VERSION, FORMAT_VERSION = 1, 2
+"""Of state.json. The first has no manifest beside it."""
 
 _STEP = re.compile(r"step-\d+")
-_SAVING, _REPLACED, _REMOVING = ".saving-", ".replaced-", ".removing-"
+_SAVING, _REPLACED, _REMOVING, _DAMAGED = ".saving-", ".replaced-", ".removing-", "damaged-"
 
 
 def step_folder(root: Path, step: int) -> Path:
@@ -42,16 +46,44 @@ def is_complete(folder: Path) -> bool:
     return not unfinished and (folder / METADATA).is_file() and (folder / STATE).is_file()
 
 
+def is_one(folder: Path) -> bool:
+    """Whether a folder has anything of a checkpoint, whole or not."""
+    return any((folder / name).is_file() for name in (METADATA, STATE, MANIFEST))
+
+
 def latest(root: Path) -> Path | None:
     """The checkpoint that `latest` names; if that is not complete, the complete one of the highest step."""
-    found = _complete_steps(root)
-    try:
-        named = (root / LATEST).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
-        named = ""
+    found, named = _complete_steps(root), _named(root)
     if named in found:
         return found[named]
     return found[max(found, key=_step)] if found else None
+
+
+def candidates(root: Path) -> tuple[Path, ...]:
+    """The folder of every step under `root`, whole or damaged, in the order in which to try them: the one that `latest`
+    names, then the others from the highest step down. Call `recover` first."""
+    if not root.is_dir():
+        return ()
+    named = _named(root)
+    found = [path for path in root.iterdir() if _STEP.fullmatch(path.name) and path.is_dir()]
+    return tuple(sorted(found, key=lambda path: (path.name == named, _step(path.name)), reverse=True))
+
+
+def recover(root: Path) -> None:
+    """Give a checkpoint that an interrupted save left between two renames its name back. Call it on one rank."""
+    if root.is_dir():
+        for path in sorted(root.glob(f"{_REPLACED}*")):
+            final = root / path.name.removeprefix(_REPLACED)
+            if _STEP.fullmatch(final.name) and not final.exists():
+                path.rename(final)
+
+
+def set_aside(folder: Path) -> Path:
+    """Rename a damaged checkpoint, so that it no longer counts as one and its step can be saved again."""
+    names = chain([f"{_DAMAGED}{folder.name}"], (f"{_DAMAGED}{folder.name}-{number}" for number in count(2)))
+    target = next(path for path in map(folder.with_name, names) if not path.exists())
+    folder.rename(target)
+    return target
 
 
 def prune(root: Path, keep: int) -> None:
@@ -63,29 +95,6 @@ def prune(root: Path, keep: int) -> None:
     found = sorted(others, key=lambda path: _step(path.name))
     for folder in found[: max(0, len(found) - (keep - 1))]:
         _remove(folder)
-
-
-def read_state(folder: Path) -> dict[str, Any]:
-    """The JSON state of the checkpoint in `folder`.
-
-    Raises CheckpointError if there is no complete checkpoint or its state cannot be read.
-    """
-    if not folder.is_dir():
-        raise CheckpointError(f"no checkpoint at {folder}")
-    if not is_complete(folder):
-        missing = [name for name in (METADATA, STATE) if not (folder / name).is_file()]
-        raise CheckpointError(
-            f"{folder} is not a complete checkpoint (without {', '.join(missing) or 'its end'}):"
-            " its save was interrupted; take an earlier one"
-        )
-    try:
-        document = json.loads((folder / STATE).read_text(encoding="utf-8"))
-        version, state = document["version"], document["state"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{folder / STATE} cannot be read: {error}") from error
-    if version != FORMAT_VERSION or not isinstance(state, dict):
-        raise CheckpointError(f"{folder / STATE} has version {version!r}; this Atoll reads {FORMAT_VERSION}")
-    return state
 
 
 def encode_state(state: Mapping[str, Any]) -> bytes:
@@ -119,12 +128,14 @@ def prepare(folder: Path) -> None:
     saving_folder(folder).mkdir()
 
 
-def publish(folder: Path, state: bytes) -> None:
-    """Complete the saving folder with `state`, give it its name, and point `latest` at it if it is a step's.
+def publish(folder: Path, manifest: bytes, state: bytes) -> None:
+    """Complete the saving folder with `manifest` and `state`, give it its name, and point `latest` at it if it is a
+    step's.
 
     At every moment either the old checkpoint of that name or the new one is there, complete.
     """
     saving = saving_folder(folder)
+    _write(saving / MANIFEST, manifest)
     _write(saving / STATE, state)
     _sync(saving)
     replaced = folder.with_name(_REPLACED + folder.name)
@@ -151,6 +162,14 @@ def _clear(leftover: Path, final: Path, prefix: str) -> None:
         leftover.rename(final)
     else:
         _remove(leftover)
+
+
+def _named(root: Path) -> str:
+    """What `latest` says; nothing where it cannot be read."""
+    try:
+        return (root / LATEST).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 def _complete_steps(root: Path) -> dict[str, Path]:

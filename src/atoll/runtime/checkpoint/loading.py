@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import warnings
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,11 +21,11 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from atoll.errors import AtollError, CheckpointError
+from atoll.errors import AtollError, CheckpointError, DamageError, UnverifiedWarning
 from atoll.layouts.flat import Shape
-from atoll.runtime.checkpoint import folders
+from atoll.runtime.checkpoint.archive import Archive
 from atoll.runtime.checkpoint.collective import alone, listing, picklable, quiet, raise_everywhere
-from atoll.runtime.checkpoint.metadata import Contents, Stored, read_contents
+from atoll.runtime.checkpoint.metadata import Contents, Stored
 from atoll.runtime.checkpoint.pieces import Piece
 
 
@@ -40,23 +41,28 @@ def load(
     Every rank of `process_group` calls it. A rank reads only the boxes that its pieces touch; values are cast
     to the dtype of the piece. Before any tensor is touched, all names and shapes of all ranks are compared with
     the checkpoint: names that it lacks and other shapes are errors, and if `strict` also names no rank asks for.
-    Only a file that turns out to be damaged while it is read can leave pieces half filled.
+    What is read is compared with its digest first. Only a box that turns out to be damaged can leave pieces half
+    filled. A checkpoint from before there were digests is loaded with an UnverifiedWarning on the first rank.
 
-    Raises the same error on every rank: CheckpointError for a missing, broken or different checkpoint, else RankError.
+    Raises the same error on every rank: DamageError for a damaged checkpoint, CheckpointError for a missing or
+    different one, else RankError.
     """
     folder = Path(folder).absolute()
     planner = _Planner(pieces, strict=strict)
+    reader = _Reader(folder)
     try:
         with quiet():
             dcp_load(
                 {},
-                storage_reader=_Reader(folder),
+                storage_reader=reader,
                 planner=planner,
                 process_group=process_group,
                 no_dist=alone(),
             )
     except CheckpointException as failure:
         raise_everywhere(failure, f"checkpoint {folder} was not loaded")
+    if reader.is_coordinator and reader.archive.manifest is None:
+        warnings.warn(UnverifiedWarning(f"{folder} was not verified: it was saved without digests"), stacklevel=2)
     return planner.state
 
 
@@ -147,7 +153,9 @@ class _Reader(StorageReader):
     """Reads the files of a checkpoint: metadata by the allow-list, tensors with `weights_only`."""
 
     def __init__(self, folder: Path) -> None:
+        self.is_coordinator = False
         self._folder = folder
+        self._archive: Archive | None = None
         self._contents = Contents({}, {})
         self._failure: AtollError | None = None
 
@@ -159,8 +167,8 @@ class _Reader(StorageReader):
         # would leave the other ranks in a collective: keep it for the next hook.
         try:
             with picklable():
-                folders.read_state(self._folder)
-                self._contents = read_contents(self._folder / folders.METADATA)
+                self._archive = Archive(self._folder)
+                self._contents = self._archive.contents
         except AtollError as error:
             self._failure = error
         return self._contents.metadata
@@ -169,14 +177,20 @@ class _Reader(StorageReader):
         with picklable():
             if self._failure is not None:
                 raise self._failure
+        self.is_coordinator = is_coordinator
+
+    @property
+    def archive(self) -> Archive:
+        """The checkpoint, once it is open."""
+        assert self._archive is not None
+        return self._archive
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         with picklable():
-            state = folders.read_state(self._folder)
-            return [dataclasses.replace(plan, planner_data=state) for plan in plans]
+            return [dataclasses.replace(plan, planner_data=self.archive.state) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         with picklable():
@@ -199,11 +213,11 @@ class _Reader(StorageReader):
         try:
             stream = path.open("rb")
         except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from error
+            raise DamageError(f"{path} cannot be read: {error}") from error
         with stream:
             for stored in sorted(wanted, key=lambda stored: stored.offset):
                 items = wanted[stored]
-                box = _read_box(path, stream, stored)
+                box = _tensor_of(self.archive.read(stream, path, stored), path, stored)
                 self._check_box(path, box, items[0].storage_index)
                 for item in items:
                     target = planner.resolve_tensor(item)
@@ -215,7 +229,7 @@ class _Reader(StorageReader):
         assert index.index is not None
         sizes = tensor.chunks[index.index].sizes
         if box.shape != sizes or box.dtype != tensor.properties.dtype:
-            raise CheckpointError(
+            raise DamageError(
                 f"{path} has {box.dtype} {tuple(box.shape)} where the metadata says"
                 f" {tensor.properties.dtype} {tuple(sizes)}, a box of {index.fqn!r}"
             )
@@ -225,18 +239,14 @@ class _Reader(StorageReader):
         return Path(checkpoint_id).is_dir()
 
 
-def _read_box(path: Path, stream: io.BufferedReader, stored: Stored) -> torch.Tensor:
-    """The tensor of one stored box, on the CPU. Anything else in the file is refused."""
-    stream.seek(stored.offset)
-    content = stream.read(stored.length)
-    if len(content) != stored.length:
-        raise CheckpointError(f"{path} ends inside a box: {len(content)} of {stored.length} bytes from {stored.offset}")
+def _tensor_of(content: bytes, path: Path, stored: Stored) -> torch.Tensor:
+    """The tensor of one stored box, on the CPU. Anything else is refused."""
     try:
         box = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:
-        raise CheckpointError(f"{path}, from byte {stored.offset}: {type(error).__name__}: {error}") from error
+        raise DamageError(f"{path}, from byte {stored.offset}: {type(error).__name__}: {error}") from error
     if type(box) is not torch.Tensor:
-        raise CheckpointError(f"{path}, from byte {stored.offset}: {type(box).__name__} instead of a tensor")
+        raise DamageError(f"{path}, from byte {stored.offset}: {type(box).__name__} instead of a tensor")
     return box
 
 

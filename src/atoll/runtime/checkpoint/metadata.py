@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import math
 import pickle
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -25,7 +26,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from atoll._torch import CHECKPOINT_RECORDS
-from atoll.errors import CheckpointError
+from atoll.errors import DamageError
+from atoll.runtime.checkpoint.opcodes import check_opcodes
 
 _DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
@@ -52,21 +54,18 @@ class Contents:
         return Metadata(dict(self.tensors), storage_data=dict(self.stored))
 
 
-def read_contents(path: Path) -> Contents:
-    """Read the `.metadata` file at `path`.
+def read_contents(path: Path, content: bytes) -> Contents:
+    """Read the `content` of the `.metadata` file at `path`.
 
-    Raises CheckpointError if it cannot be read, names anything outside the allow-list, or is not consistent.
+    Raises DamageError if it names anything outside the allow-list, or is not consistent.
     """
     try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    try:
+        check_opcodes(content)
         return _contents(_RecordUnpickler(content).load())
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from error
+    except DamageError as error:
+        raise DamageError(f"{path}: {error}") from error
     except Exception as error:
-        raise CheckpointError(f"{path} is not a checkpoint's metadata: {type(error).__name__}: {error}") from error
+        raise DamageError(f"{path} is not a checkpoint's metadata: {type(error).__name__}: {error}") from error
 
 
 class _Record:
@@ -94,7 +93,7 @@ class _RecordUnpickler(pickle.Unpickler):
             return _DTYPES[global_name]
         key = (module_name, global_name)
         if key not in CHECKPOINT_RECORDS:
-            raise CheckpointError(
+            raise DamageError(
                 f"names {module_name}.{global_name}, which no checkpoint needs: it may run code and was not loaded"
             )
         if key not in self._classes:
@@ -106,9 +105,9 @@ def _contents(root: Any) -> Contents:
     fields = _fields(root, "Metadata")
     tensors = {}
     for name, record in _mapping(fields.get("state_dict_metadata"), "state_dict_metadata").items():
-        _expect(isinstance(name, str), f"a tensor's name is {name!r}")
+        _expect(isinstance(name, str), "a tensor's name is", name)
         if type(record).__name__ == "BytesStorageMetadata":
-            raise CheckpointError(f"{name!r} is a pickled object; Atoll loads tensors only and did not read it")
+            raise DamageError(f"{name!r} is a pickled object; Atoll loads tensors only and did not read it")
         tensors[name] = _tensor(name, record)
     stored = {}
     for index, info in _mapping(fields.get("storage_data"), "storage_data").items():
@@ -116,19 +115,19 @@ def _contents(root: Any) -> Contents:
         stored[MetadataIndex(str(at.get("fqn")), _size(at.get("offset"), "offset"))] = _stored(info)
     for name, tensor in tensors.items():
         for chunk in tensor.chunks:
-            _expect(MetadataIndex(name, chunk.offsets) in stored, f"{name!r}: no file for box {tuple(chunk.offsets)}")
+            _expect(MetadataIndex(name, chunk.offsets) in stored, f"{name!r}: no file for box", tuple(chunk.offsets))
     return Contents(tensors, stored)
 
 
 def _tensor(name: str, record: Any) -> TensorStorageMetadata:
     fields = _fields(record, "TensorStorageMetadata")
     properties = _state(fields.get("properties"), "TensorProperties")
-    _expect(isinstance(properties, tuple) and bool(properties), f"{name!r} has no properties")
+    _expect(isinstance(properties, tuple) and bool(properties), f"{name!r} has no properties but", properties)
     dtype = properties[0]
-    _expect(isinstance(dtype, torch.dtype), f"{name!r} has dtype {dtype!r}")
+    _expect(isinstance(dtype, torch.dtype), f"{name!r} has dtype", dtype)
     shape = _size(fields.get("size"), f"size of {name!r}")
     chunks: Any = fields.get("chunks")
-    _expect(isinstance(chunks, list), f"{name!r} has no list of boxes")
+    _expect(isinstance(chunks, list), f"{name!r} has no list of boxes but", chunks)
     found = [_chunk(name, shape, chunk) for chunk in chunks]
     held = sum(math.prod(chunk.sizes) for chunk in found)
     _expect(held == math.prod(shape), f"{name!r}: boxes hold {held} of {math.prod(shape)} elements")
@@ -148,11 +147,12 @@ def _chunk(name: str, shape: torch.Size, record: Any) -> ChunkStorageMetadata:
 
 
 def _disjoint(shape: torch.Size, chunks: Sequence[ChunkStorageMetadata]) -> bool:
-    """Whether no two boxes share an element: a sweep along the longest dim, among the boxes that are open there."""
+    """Whether no two boxes share an element: a sweep along the dim that is cut most often, among the boxes that are
+    open there."""
     full = [chunk for chunk in chunks if math.prod(chunk.sizes)]
     if not shape or len(full) < 2:
         return len(full) < 2
-    dim = max(range(len(shape)), key=lambda dim: shape[dim])
+    dim = max(range(len(shape)), key=lambda dim: len({chunk.offsets[dim] for chunk in full}))
     opened: list[ChunkStorageMetadata] = []
     for chunk in sorted(full, key=lambda chunk: chunk.offsets[dim]):
         opened = [other for other in opened if other.offsets[dim] + other.sizes[dim] > chunk.offsets[dim]]
@@ -181,16 +181,16 @@ def _stored(record: Any) -> Stored:
         and file[:1] != "."
         and not set(file) & {"\\", "\0"}
     )
-    _expect(plain, f"file {file!r} is not a plain name in the folder")
-    _expect(_counts(offset) and _counts(length), f"range {offset!r}, {length!r} of {file!r}")
+    _expect(plain, "not a plain name of a file in the folder:", file)
+    _expect(_counts(offset) and _counts(length), f"range of {file!r}:", (offset, length))
     _expect(not fields.get("transform_descriptors"), f"{file!r} is transformed (compressed), which Atoll does not read")
     return Stored(file, offset, length)
 
 
 def _size(record: Any, what: str) -> torch.Size:
-    _expect(isinstance(record, _Record) and type(record).__name__ == "Size", f"{what} is {record!r}")
+    _expect(isinstance(record, _Record) and type(record).__name__ == "Size", f"{what} is", record)
     values: Any = record.arguments[0] if len(record.arguments) == 1 else None
-    _expect(isinstance(values, tuple) and all(_counts(value) for value in values), f"{what} is {values!r}")
+    _expect(isinstance(values, tuple) and all(_counts(value) for value in values), f"{what} is", values)
     return torch.Size(values)
 
 
@@ -199,7 +199,7 @@ def _counts(value: Any) -> bool:
 
 
 def _state(record: Any, kind: str) -> Any:
-    _expect(isinstance(record, _Record) and type(record).__name__ == kind, f"expected {kind}, found {record!r}")
+    _expect(isinstance(record, _Record) and type(record).__name__ == kind, f"expected {kind}, found", record)
     _expect(hasattr(record, "state"), f"{kind} without content")
     return record.state
 
@@ -209,11 +209,16 @@ def _fields(record: Any, kind: str) -> Mapping[str, Any]:
 
 
 def _mapping(value: Any, what: str) -> Mapping[Any, Any]:
-    _expect(isinstance(value, dict), f"{what} is {type(value).__name__}, not a table")
+    _expect(isinstance(value, dict), f"{what} is not a table but", value)
     table: Mapping[Any, Any] = value
     return table
 
 
-def _expect(holds: bool, otherwise: str) -> None:
+def _expect(holds: bool, otherwise: str, *found: Any) -> None:
+    """Raise DamageError unless something holds.
+
+    Of what was found a few characters are shown, and only then: sixty bytes of a pickle can hold a tuple of tuples that
+    takes minutes to print.
+    """
     if not holds:
-        raise CheckpointError(f"broken metadata: {otherwise}")
+        raise DamageError(" ".join(["broken metadata:", otherwise, *map(reprlib.repr, found)]))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from itertools import combinations
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +32,15 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
+from torch.serialization import get_crc32_options, set_crc32_options
 
+from atoll._torch import SeenItems
+from atoll.digests import Digest, digest
 from atoll.errors import CheckpointError
 from atoll.layouts.flat import Box
 from atoll.runtime.checkpoint import folders
 from atoll.runtime.checkpoint.collective import alone, listing, picklable, quiet, raise_everywhere
+from atoll.runtime.checkpoint.manifest import Manifest, Range
 from atoll.runtime.checkpoint.pieces import Claim, Piece
 
 
@@ -43,9 +49,12 @@ def save(
     pieces: Sequence[Piece],
     state: Mapping[str, Any],
     *,
+    identity: Mapping[str, Any] | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write a checkpoint of every rank's `pieces` and rank 0's `state` to `folder`, or change nothing.
+
+    identity: rank 0's, for the manifest; whose the checkpoint is, as JSON.
 
     Every rank of `process_group` (default: all ranks; without torch.distributed: this process) calls it with
     the same folder, on a file system that they share. The pieces of all ranks must cover each tensor; a range
@@ -55,7 +64,7 @@ def save(
     Raises the same error on every rank: CheckpointError for what the caller can mend, else RankError.
     """
     folder = Path(folder).absolute()
-    writer = _Writer(folder, state)
+    writer = _Writer(folder, state, identity or {})
     try:
         with quiet():
             dcp_save(
@@ -104,15 +113,29 @@ class _Planner(SavePlanner):
         return self._boxes[write_item.index].box(tuple(chunk.offsets), tuple(chunk.sizes))
 
 
+@dataclass(frozen=True)
+class _Written(WriteResult):
+    """What a rank tells rank 0 of a box, and its digest."""
+
+    digest: str
+
+
 class _Writer(FileSystemWriter):
     """Writes into the saving folder, which rank 0 makes before the data and names after it."""
 
-    def __init__(self, folder: Path, state: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, state: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
         super().__init__(folders.saving_folder(folder))
         self.is_coordinator = False
+        self.transforms = SeenItems(self._digest)
         self._folder = folder
         self._state = state
+        self._identity = identity
         self._encoded = b""
+        self._digests: dict[MetadataIndex, Digest] = {}
+
+    def _digest(self, index: MetadataIndex) -> Callable[[Any], None]:
+        self._digests[index] = Digest()
+        return self._digests[index].update
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self.is_coordinator = is_coordinator
@@ -131,15 +154,45 @@ class _Writer(FileSystemWriter):
         with picklable():
             if not Path(self.path).is_dir():
                 raise CheckpointError(f"{self.path}, made by rank 0, is not here: all ranks must share a file system")
-            return super().write_data(plan, planner)
+            with without_crc32():
+                results = super().write_data(plan, planner).wait()
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([_Written(**vars(result), digest=self._digests[result.index].value) for result in results])
+        return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         with picklable():
             super().finish(metadata, results)
-            folders.publish(self._folder, self._encoded)
+            folders.publish(self._folder, self._manifest(results).encode(), self._encoded)
+
+    def _manifest(self, results: list[list[WriteResult]]) -> Manifest:
+        content = Path(self.path, folders.METADATA).read_bytes()
+        files: dict[str, list[Range]] = {
+            folders.METADATA: [(0, len(content), digest(content))],
+            folders.STATE: [(0, len(self._encoded), digest(self._encoded))],
+        }
+        for written in chain.from_iterable(results):
+            assert isinstance(written, _Written)
+            at = written.storage_data
+            files.setdefault(at.relative_path, []).append((at.offset, at.length, written.digest))
+        return Manifest(self._identity, files)
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=self._folder.name, save_id=self.save_id)
+
+
+@contextmanager
+def without_crc32() -> Iterator[None]:
+    """A section in which `torch.save` leaves the CRC32 of its zip records out.
+
+    torch.load never compares it, and it takes several times as long as the digest, which is compared.
+    """
+    before = get_crc32_options()
+    set_crc32_options(False)
+    try:
+        yield
+    finally:
+        set_crc32_options(before)
 
 
 def _global_plan(offers: Sequence[Sequence[Claim]]) -> tuple[list[SavePlan], Metadata]:

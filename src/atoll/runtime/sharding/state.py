@@ -8,20 +8,22 @@ optim.state.<parameter>.<key>        as torch's get_optimizer_state_dict names t
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from atoll.errors import CheckpointError
+from atoll.errors import CheckpointError, DamageError
 from atoll.runtime import checkpoint
 from atoll.runtime.checkpoint import Piece
-from atoll.runtime.checkpoint.metadata import read_contents
 from atoll.runtime.sharding.optimizer import ShardedOptimizer
 from atoll.runtime.sharding.unit import Unit
 
 _STATE = ("optim", "state")
+SCALER = frozenset({"scale", "growth_steps", "good_steps"})
+"""What a checkpoint keeps of the loss scaler of fp16."""
 
 
 def save_state(
@@ -30,27 +32,52 @@ def save_state(
     optimizer: ShardedOptimizer,
     buffers: Mapping[str, torch.Tensor],
     state: Mapping[str, Any],
+    identity: Mapping[str, Any],
 ) -> None:
     """Write a checkpoint; every rank calls it."""
     pieces = [*model_pieces(units, buffers), *_optimizer_pieces(optimizer)]
-    checkpoint.save(folder, pieces, {**state, "groups": _group_options(optimizer)})
+    checkpoint.save(folder, pieces, {**state, "groups": _group_options(optimizer)}, identity=identity)
 
 
-def stored_states(folder: Path) -> dict[str, dict[str, tuple[int, ...]]]:
+def stored_states(opened: checkpoint.Archive) -> dict[str, dict[str, tuple[int, ...]]]:
     """Parameter -> key of its optimizer state -> shape, as the checkpoint has them.
 
-    Raises CheckpointError where there is no checkpoint.
+    Raises DamageError for a checkpoint whose metadata is damaged or whose state no engine has written.
     """
-    if not checkpoint.is_complete(folder):
-        raise CheckpointError(
-            f"{folder} is not a finished checkpoint; name a folder such as <run>/checkpoints/step-..."
-        )
+    _check_state(opened)
     found: dict[str, dict[str, tuple[int, ...]]] = {}
-    for name, tensor in read_contents(folder / ".metadata").tensors.items():
+    for name, tensor in opened.contents.tensors.items():
         if name.startswith("optim.state."):
             parameter, _, key = name.removeprefix("optim.state.").rpartition(".")
             found.setdefault(parameter, {})[key] = tuple(tensor.size)
     return found
+
+
+def _check_state(opened: checkpoint.Archive) -> None:
+    """Raise DamageError for a state that is not as `Engine.save` writes it."""
+    step, scaler, groups = (opened.state.get(key) for key in ("step", "scaler", "groups"))
+    problems = []
+    if type(step) is not int or not 0 <= step < 1 << 53:
+        problems.append(f"step is {reprlib.repr(step)}")
+    if not (isinstance(groups, list) and all(isinstance(group, dict) for group in groups)):
+        problems.append(f"groups is {reprlib.repr(groups)}")
+    if not isinstance(opened.state.get("caller"), dict):
+        problems.append(f"caller is {reprlib.repr(opened.state.get('caller'))}")
+    if scaler is not None and not _is_scaler(scaler):
+        problems.append(f"scaler is {reprlib.repr(scaler)}")
+    if opened.manifest is not None and opened.manifest.identity.get("step", step) != step:
+        problems.append(f"step is {step}, and {opened.manifest.identity['step']} in the manifest")
+    if problems:
+        raise DamageError(f"{opened.folder / 'state.json'} is not what an engine saves: {'; '.join(problems)}")
+
+
+def _is_scaler(values: Any) -> bool:
+    """Whether these are the fields of a loss scaler, finite numbers from 0 on."""
+    return (
+        isinstance(values, dict)
+        and values.keys() == SCALER
+        and all(type(value) in (int, float) and 0 <= value < math.inf for value in values.values())
+    )
 
 
 def load_state(

@@ -1,0 +1,143 @@
+"""Files of a token cache that are compared with their digests where they are read, block by block.
+
+    <cache>/<key>/manifest.json    {"content": {"version": 1, "block": 65536, "files": {"train.npy": [bytes, digests]}},
+                                    "digest": that of the content}
+
+`digests` has 16 hexadecimal digits of XXH3 for each block, one after the other. Samples are read in a random order, so
+a block is checked when a sample of it is taken for the first time: a whole epoch then reads each byte once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from atoll.digests import read_sealed, seal
+from atoll.errors import DataError
+
+MANIFEST = "manifest.json"
+VERSION = 1
+BLOCK = 1 << 16
+"""Bytes that have one digest: little more than a sample is read to check it, and 16 digits of 65,536 bytes are few."""
+
+_DIGITS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """The length of each file in bytes, and the digests of its blocks."""
+
+    files: Mapping[str, tuple[int, str]]
+
+    @classmethod
+    def of(cls, folder: Path, names: Iterable[str]) -> Blocks:
+        """Those of files as they are now."""
+        return cls({name: _digests(folder / name) for name in names})
+
+    @classmethod
+    def read(cls, folder: Path) -> Blocks:
+        """Those that the manifest in `folder` has. Raises OSError or ValueError where it cannot be read."""
+        content = read_sealed(folder / MANIFEST)
+        if (content["version"], content["block"]) != (VERSION, BLOCK):
+            raise ValueError(f"version {content['version']!r} with blocks of {content['block']!r} bytes")
+        return cls({name: (int(size), str(digests)) for name, (size, digests) in content["files"].items()})
+
+    def encode(self) -> bytes:
+        """The content of the manifest."""
+        return seal({"version": VERSION, "block": BLOCK, "files": dict(self.files)})
+
+    def open(self, path: Path) -> CheckedFile:
+        """A file of the folder. Raises DataError if it has another length."""
+        size, digests = self.files.get(path.name, (0, ""))
+        return CheckedFile(path, size, digests)
+
+
+class CheckedFile:
+    """A file in memory maps, whose blocks are compared with their digests before they are given out."""
+
+    def __init__(self, path: Path, size: int, digests: str) -> None:
+        self.path = path
+        self._digests = digests
+        found = path.stat().st_size
+        if found != size or len(digests) != -(-size // BLOCK) * _DIGITS:
+            raise DataError(self._damage(f"{found} bytes instead of {size}"))
+        self._bytes: NDArray[np.uint8] = (
+            np.memmap(path, dtype=np.uint8, mode="r") if size else np.empty(0, dtype=np.uint8)
+        )
+        self._is_checked = np.zeros(-(-size // BLOCK), dtype=np.bool_)
+
+    def check(self, blocks: NDArray[np.integer[Any]] | None = None) -> None:
+        """Raise DataError unless these blocks, or all, are as they were written."""
+        wanted = np.arange(len(self._is_checked)) if blocks is None else blocks
+        if self._is_checked[wanted].all():
+            return
+        for block in np.unique(wanted[~self._is_checked[wanted]]).tolist():
+            content = self._bytes[block * BLOCK : (block + 1) * BLOCK]
+            if xxhash.xxh3_64_hexdigest(content.data) != self._digests[block * _DIGITS : (block + 1) * _DIGITS]:
+                raise DataError(self._damage(f"its digest does not match in bytes {block * BLOCK} to +{len(content)}"))
+            self._is_checked[block] = True
+
+    def read(self) -> bytes:
+        """All of it."""
+        self.check()
+        return self._bytes.tobytes()
+
+    def _damage(self, words: str) -> str:
+        return (
+            f"{self.path.parent}: this cached corpus is damaged ({self.path.name}: {words}); "
+            "delete the folder to make it anew"
+        )
+
+
+class CheckedTokens:
+    """A read-only array of tokens in an .npy file, a part of which is checked when it is taken."""
+
+    def __init__(self, file: CheckedFile) -> None:
+        self._file = file
+        file.check(np.zeros(1, dtype=np.int64))  # the header, before numpy reads it
+        is_empty = file.path.stat().st_size <= 128  # an empty array cannot be mapped
+        self._array: NDArray[np.integer[Any]] = np.load(
+            file.path, mmap_mode=None if is_empty else "r", allow_pickle=False
+        )
+        self._header = file.path.stat().st_size - self._array.nbytes
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """uint16 or uint32."""
+        return self._array.dtype
+
+    def __len__(self) -> int:
+        return len(self._array)
+
+    def __getitem__(self, at: int | slice | NDArray[np.integer[Any]]) -> Any:
+        if isinstance(at, slice):
+            start, stop, _ = at.indices(len(self))
+            ends = self._block_of(np.array([start, max(start, stop - 1)]))
+            self._file.check(np.arange(ends[0], ends[1] + 1) if stop > start else np.empty(0, dtype=np.int64))
+        else:
+            self._file.check(self._block_of(np.atleast_1d(at) % max(1, len(self))))
+        return self._array[at]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[np.integer[Any]]:
+        self._file.check()
+        array: NDArray[np.integer[Any]] = np.array(self._array, dtype=dtype, copy=copy)
+        return array
+
+    def _block_of(self, at: NDArray[np.integer[Any]]) -> NDArray[np.integer[Any]]:
+        """The blocks of elements; none has an element in part, since header and blocks are multiples of its size."""
+        blocks: NDArray[np.integer[Any]] = (at * self._array.itemsize + self._header) // BLOCK
+        return blocks
+
+
+def _digests(path: Path) -> tuple[int, str]:
+    parts = []
+    with path.open("rb") as file:
+        while content := file.read(BLOCK):
+            parts.append(xxhash.xxh3_64_hexdigest(content))
+    return path.stat().st_size, "".join(parts)

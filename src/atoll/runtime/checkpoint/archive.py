@@ -1,0 +1,86 @@
+"""A checkpoint opened for reading: what it gives out is what was written, or a DamageError says what is not."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from atoll.digests import parse_json
+from atoll.errors import CheckpointError, DamageError
+from atoll.runtime.checkpoint.folders import FIRST_VERSION, FORMAT_VERSION, METADATA, STATE, is_complete
+from atoll.runtime.checkpoint.manifest import MANIFEST, Manifest
+from atoll.runtime.checkpoint.metadata import Contents, Stored, read_contents
+
+
+class Archive:
+    """The checkpoint in `folder`: its state, its tensors' metadata, and the bytes of its boxes.
+
+    manifest: None for a checkpoint from before there were digests, whose content is checked for consistency alone.
+
+    Raises CheckpointError where there is no checkpoint, DamageError where it is not complete or its manifest or state
+    is not as it was written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        if not folder.is_dir():
+            raise CheckpointError(f"no checkpoint at {folder}")
+        if not is_complete(folder):
+            missing = [name for name in (METADATA, STATE) if not (folder / name).is_file()]
+            raise DamageError(
+                f"{folder} is not a complete checkpoint (without {', '.join(missing) or 'its end'}): its save was "
+                "interrupted, or files were lost; take an earlier one"
+            )
+        self.manifest = Manifest.read(folder) if (folder / MANIFEST).exists() else None
+        self.state = self._read_state()
+
+    @cached_property
+    def contents(self) -> Contents:
+        """Which tensors there are, and where each of their boxes is. Raises DamageError."""
+        return read_contents(self.folder / METADATA, self._read_file(METADATA))
+
+    def read(self, stream: BinaryIO, path: Path, stored: Stored) -> bytes:
+        """The bytes of a box from the open file at `path`. Raises DamageError."""
+        try:
+            stream.seek(stored.offset)
+            content = stream.read(stored.length)
+        except OSError as error:
+            raise DamageError(f"{path} cannot be read from byte {stored.offset} on: {error}") from error
+        if len(content) != stored.length:
+            raise DamageError(f"{path} ends inside a box: {len(content)} of {stored.length} bytes from {stored.offset}")
+        self._check(path, stored.offset, content)
+        return content
+
+    def _read_state(self) -> dict[str, Any]:
+        path = self.folder / STATE
+        try:
+            document = parse_json(self._read_file(STATE))
+            version, state = document["version"], document["state"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise DamageError(f"{path} cannot be read: {error}") from error
+        if version not in (FIRST_VERSION, FORMAT_VERSION) or not isinstance(state, dict):
+            raise DamageError(f"{path} has version {version!r}; this Atoll reads {FIRST_VERSION} and {FORMAT_VERSION}")
+        if version == FORMAT_VERSION and self.manifest is None:
+            raise DamageError(
+                f"{self.folder / MANIFEST} is missing: it was saved with the checkpoint and has its digests"
+            )
+        return state
+
+    def _read_file(self, name: str) -> bytes:
+        path = self.folder / name
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise DamageError(f"{path} cannot be read: {error}") from error
+        self._check(path, 0, content)
+        return content
+
+    def _check(self, path: Path, offset: int, content: bytes) -> None:
+        if self.manifest is not None:
+            self.manifest.check(path, offset, content)
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """The JSON state of the checkpoint in `folder`. Raises what `Archive` raises."""
+    return Archive(folder).state

@@ -1,0 +1,204 @@
+"""The lock of a run folder: one run at a time writes to it, on whatever host.
+
+    <run.folder>/.lock    held by rank 0 from before it looks at the folder until it leaves; says who holds it
+
+Two things show that a holder lives. The kernel's lock (`flock`) ends with the process, however it ends; all processes
+of one kernel know of it, over NFS those of other hosts too, on some file systems nobody. And the holder touches the
+file every `BEAT_SECONDS`. So a run takes over
+
+    from a process of this kernel    if it gets the kernel's lock (where there is none, if the process is gone);
+    from another kernel's            if it gets the lock and the file has not been touched for `SILENCE_SECONDS`: the
+                                     host has another boot id, also after it was restarted
+
+A holder that was stopped for longer finds the name of another one when it goes on, and ends before it writes.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from atoll.digests import parse_json
+from atoll.errors import ConfigError, RunError
+
+BEAT_SECONDS = 2.0
+SILENCE_SECONDS = 10.0
+_LARGEST = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A process that holds a lock.
+
+    boot: the kernel's boot id.  started: when the process started, in the kernel's ticks since boot, so that another
+    process with the same number is not taken for it.  since: when it took the lock, in UTC.
+    """
+
+    host: str
+    boot: str
+    process: int
+    started: str
+    since: str
+
+    def __str__(self) -> str:
+        return f"process {self.process} on {self.host}, since {self.since}"
+
+    @staticmethod
+    def own() -> Holder:
+        """This process."""
+        since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+        return Holder(socket.gethostname(), _boot(), os.getpid(), _started(os.getpid()) or "", since)
+
+    @property
+    def is_of_this_kernel(self) -> bool:
+        """Whether its process number means something here."""
+        return self.boot == _boot()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the process is there; of this kernel's only."""
+        return _started(self.process) == self.started
+
+
+class RunLock:
+    """The lock of the folder `root`, free until `acquire`."""
+
+    def __init__(self, root: Path) -> None:
+        self.path = root / ".lock"
+        self._root = root
+        self._own: Holder | None = None
+        self._file: int | None = None
+        self._stop = threading.Event()
+
+    def acquire(self, say: Callable[[str], None] = lambda line: None) -> None:
+        """Take the lock. Raises ConfigError, which names the holder, while another run has it.
+
+        say: is told what takes long, or that the lock was taken over.
+        """
+        while self._file is None:
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                if self._take(descriptor, say):
+                    self._file = descriptor
+            finally:
+                if self._file is None:
+                    os.close(descriptor)
+        threading.Thread(target=self._beat, name="atoll-run-lock", daemon=True).start()
+
+    @contextmanager
+    def held(self, say: Callable[[str], None] = lambda line: None) -> Iterator[RunLock]:
+        """A section in which this process holds the lock. Raises what `acquire` raises."""
+        self.acquire(say)
+        try:
+            yield self
+        finally:
+            self.release()
+
+    def check(self) -> None:
+        """Raise RunError if another run has taken the lock over; nothing may be written then."""
+        try:
+            holder = _read(self.path)
+        except OSError:  # a file server that does not answer says nothing about who holds the lock
+            return
+        if self._own is not None and holder != self._own:
+            raise RunError(
+                f"run.folder = {str(self._root)!r} was taken over by {holder or 'nobody: its lock is gone'}; this run "
+                f"({self._own}) was silent for more than {SILENCE_SECONDS:g} seconds and ends without writing"
+            )
+
+    def release(self) -> None:
+        """Give the lock back, if it is still this run's."""
+        self._stop.set()
+        if self._file is None:
+            return
+        with suppress(OSError):
+            if _read(self.path) == self._own:
+                self.path.unlink()
+        os.close(self._file)
+        self._file = self._own = None
+
+    def _take(self, descriptor: int, say: Callable[[str], None]) -> bool:
+        """Lock the open file and write this process into it; False if the file is no longer the one at the path."""
+        has_locks = True
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                raise self._refusal(_read(self.path)) from error
+            has_locks = False
+        if not self._is_at_path(descriptor):  # its holder has just released and removed it
+            return False
+        before = _read(self.path)
+        if before is not None:
+            self._wait_for_silence(before, say, has_locks=has_locks)
+            say(f"note: took over {self._root} from {before}, which is gone")
+        self._own = Holder.own()
+        os.pwrite(descriptor, json.dumps(asdict(self._own)).encode().ljust(_LARGEST), 0)
+        os.fsync(descriptor)
+        return True
+
+    def _is_at_path(self, descriptor: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(descriptor), os.stat(self.path))
+        except FileNotFoundError:
+            return False
+
+    def _wait_for_silence(self, before: Holder, say: Callable[[str], None], *, has_locks: bool) -> None:
+        """Raise ConfigError if the holder that the file names may still write."""
+        if before.is_of_this_kernel:
+            if not has_locks and before.is_running:
+                raise self._refusal(before)
+            return
+        say(f"{self._root}: looking for {SILENCE_SECONDS:g} seconds whether {before} is still there")
+        first, end = self._touched(), time.monotonic() + SILENCE_SECONDS
+        while time.monotonic() < end:
+            time.sleep(min(BEAT_SECONDS / 2, 0.5))
+            if self._touched() != first:
+                raise self._refusal(before)
+
+    def _touched(self) -> int:
+        # Opened each time: NFS asks the server for the times of a file when it is opened.
+        with self.path.open("rb") as file:
+            return os.fstat(file.fileno()).st_mtime_ns
+
+    def _refusal(self, holder: Holder | None) -> ConfigError:
+        return ConfigError(
+            f"run.folder = {str(self._root)!r} is in use by another run ({holder or 'which has not said who it is'}); "
+            "wait for its end, end it, or choose another run.folder"
+        )
+
+    def _beat(self) -> None:
+        while not self._stop.wait(BEAT_SECONDS):
+            with suppress(OSError):
+                if _read(self.path) == self._own:
+                    os.utime(self.path)
+
+
+def _read(path: Path) -> Holder | None:
+    """Who the lock file names; None where there is no file, or one that was cut off while it was written."""
+    try:
+        return Holder(**parse_json(path.read_bytes()[:_LARGEST]))
+    except (FileNotFoundError, ValueError, TypeError):
+        return None
+
+
+def _boot() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+
+def _started(process: int) -> str | None:
+    """When a process started, in ticks since boot; None if there is none or it is only waited for."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] == "Z" else fields[19]

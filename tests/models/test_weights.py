@@ -1,0 +1,80 @@
+"""Folders of safetensors that are not what they should be: one PlanError that names the file."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from atoll.errors import PlanError
+from atoll.models.weights import INDEX, SINGLE, Weights
+
+NAMES = {"a": (2, 3), "b": (4,)}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two files and their index."""
+    for name, shape in NAMES.items():
+        save_file({name: torch.ones(shape)}, tmp_path / f"{name}.safetensors")
+    index = {"metadata": {}, "weight_map": {name: f"{name}.safetensors" for name in NAMES}}
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    return tmp_path
+
+
+def test_weights_are_found_by_the_index(folder: Path) -> None:
+    assert torch.equal(Weights(folder, NAMES).whole("a"), torch.ones(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", "is not an index"),
+        ("[" * 100_000, "nested too deeply"),
+        ("[]", "is not an index"),
+        ('{"weight_map": [1]}', r"weight_map is \[1\]"),
+        ('{"weight_map": {}}', "weight_map is"),
+        ('{"weight_map": {"a": 3}}', "'a' is in 3, not a file"),
+        ('{"weight_map": {"a": "../a.safetensors"}}', "not a file of that folder"),
+        ('{"weight_map": {"a": "/etc/passwd"}}', "not a file of that folder"),
+        ('{"weight_map": {"a": "none.safetensors"}}', r"none\.safetensors cannot be read"),
+        ('{"weight_map": {"a": "\\ud800"}}', "cannot be read"),
+        ('{"weight_map": {"a": "a.safetensors", "b": "a.safetensors"}}', "1 tensors of a.safetensors that it does not"),
+    ],
+)
+def test_an_index_that_is_wrong_is_named(folder: Path, content: str, words: str) -> None:
+    """4,088 of 5,000 damaged ones were not one clear error."""
+    (folder / INDEX).write_text(content)
+    with pytest.raises(PlanError, match=words):
+        Weights(folder, NAMES)
+
+
+def test_an_index_with_random_damage_gives_the_weights_or_one_error(folder: Path) -> None:
+    chance = random.Random(0)
+    whole = (folder / INDEX).read_bytes()
+    refused = 0
+    for _ in range(500):
+        content = bytearray(whole)
+        for _ in range(chance.randint(1, 4)):
+            content[chance.randrange(len(content))] = chance.randrange(256)
+        (folder / INDEX).write_bytes(content[: chance.choice((len(content), chance.randrange(len(content))))])
+        try:
+            found = Weights(folder, NAMES)
+        except PlanError:
+            refused += 1
+            continue
+        assert all(torch.equal(found.whole(name), torch.ones(shape)) for name, shape in NAMES.items())
+    assert refused > 250
+
+
+@pytest.mark.parametrize("kind", [torch.int32, torch.int8, torch.bool, torch.float8_e4m3fn])
+def test_parameters_that_are_no_floats_are_not_cast(tmp_path: Path, kind: Any) -> None:
+    """Weights stored as I32 became floats of the same numbers, without a word."""
+    save_file({"a": torch.ones(2, 3).to(kind), "b": torch.ones(4)}, tmp_path / SINGLE)
+    with pytest.raises(PlanError, match=r"other than floating-point numbers.*a is"):
+        Weights(tmp_path, NAMES)
