@@ -74,6 +74,8 @@ def test_a_long_step_is_extended_from_two_shorter_ones(row: Published) -> None:
 
 
 def test_programs_of_megatron_reduce_behind_their_backward(row: Published) -> None:
+    """With sequence parallelism, under which all programs send the same messages."""
+    row = replace(row, use=replace(row.use, sequence_parallel=True))
     prediction = plans.prediction_of(row, microbatches=4)
     for program in prediction.ranks.programs.ranks:
         done = [each.do for each in program.instructions]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from atoll.cost import Prediction
+from atoll.cost import Exchange, Prediction
 from atoll.plans import MeshShape
 from atoll.program import Do
 from benchmarks.published import plans, rows
@@ -74,6 +74,21 @@ def test_bloom_on_two_levels_of_links() -> None:
     assert (found.step_seconds, found.gradient_bytes, found.fits, found.bytes_of) == (113.54, 2, True, "device")
     assert found.tokens_per_second_per_gpu == pytest.approx(2048 * 2048 / 384 / 113.54)
     assert found.peak_bytes == 38_000 * 2**20
+
+
+def test_tensor_parallel_ranks_send_parts_which_the_next_stage_gathers() -> None:
+    model = {"size": "181B", "layers": 72, "hidden": 14336}
+    plan = {"tp": 4, "pp": 12, "dp": 8, "microbatch": 2}
+    found = rows.parse(bloom(model, plan, {"step_s": 113.54, "tflops_per_gpu": 141.99, "mem_gb": 38.0}, line=802))
+    theirs = plans.prediction_of(found, microbatches=24)
+    ours = Prediction(found.model.workload, theirs.plan, theirs.cluster, found.use)
+    whole = 2 * 2048 * 14336 * 2
+    assert (ours.message_bytes, theirs.message_bytes) == (whole, whole // 4)
+    gather = Exchange("all-gather", whole)
+    for run in theirs.ranks.runs:
+        for at in run:
+            assert theirs.ranks.works[at].forward.count(gather) == (at == run.start > 0)
+            assert theirs.ranks.works[at].backward.count(gather) == (at == run.stop - 1 < 73)
 
 
 def test_bloom_with_ends_that_count_as_layers_out_of_memory() -> None:

@@ -1,5 +1,6 @@
-"""Fits constants to published steps: `python benchmarks/published/fit.py FOLDER`.
+"""Fits constants to published steps: `python benchmarks/published/fit.py FOLDER [SOURCE ...]`.
 
+    SOURCE       fits steps of these sources alone; constants of others stay as they are
     --devices    fits those of the presets that come with Atoll instead, by device over all sources
 
 FOLDER is that of `run.py published`. Writes `constants.json`, by source and hardware, which predictions of rows of the
@@ -66,15 +67,16 @@ def main() -> None:
         (HERE / "presets.json").write_text(json.dumps(fits, indent=1) + "\n", encoding="utf-8")
         PRESETS.write_text(shipped(PRESETS.read_text(encoding="utf-8"), fits), encoding="utf-8")
         return
-    kinds = {}
-    for kind, own in _by(plans.kind_of, timed).items():
+    path, sources = HERE / "constants.json", sys.argv[2:]
+    kinds = json.loads(path.read_text(encoding="utf-8")) if sources else {}
+    for kind, own in _by(plans.kind_of, [row for row in timed if not sources or row.source in sources]).items():
         steps = _steps(own, MOST)
         if len(steps) < LEAST:
             continue
         fitted = calibrate(steps)
         kinds[kind] = {"steps": len(steps), "error": round(fitted.error, 4), "constants": _rounded(fitted)}
         print(f"{kind}: {len(steps)} steps, {fitted.error:.1%} left", flush=True)
-        (HERE / "constants.json").write_text(json.dumps(kinds, indent=1) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(dict(sorted(kinds.items())), indent=1) + "\n", encoding="utf-8")
 
 
 # ---- presets

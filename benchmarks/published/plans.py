@@ -6,14 +6,17 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 
 from atoll import schedules
 from atoll.cost import Cluster, Efficiency, Prediction, Workload
 from atoll.cost.calibration import Step, changed
+from atoll.cost.kernels import Exchange
+from atoll.cost.ranks import Ranks
 from atoll.cost.slices import VocabularySlices
 from atoll.cost.vocabulary import LookedUp, Scored
+from atoll.cost.work import Work
 from atoll.layouts import Precision
 from atoll.plans import Plan
 from atoll.program import Do, Instruction, Program, Programs
@@ -21,6 +24,10 @@ from benchmarks.published.record import Published
 
 REDUCES_LAST = ("megatron", "megatron-deepspeed")
 """Programs that reduce gradients after the last backward, and not while it runs."""
+
+SCATTERS = ("megatron", "megatron-deepspeed")
+"""Programs whose tensor-parallel ranks each send their part of a message between stages, which the ranks of the next
+stage gather inside the node: Megatron by default (arXiv 2104.04473, section 4.1), DeepSpeed's pipeline always."""
 
 GATHERS_LATE = ("deepspeed",)
 """Programs that gather parameters when they are needed and not before."""
@@ -94,6 +101,8 @@ def prediction_of(row: Published, cluster: Cluster | None = None, microbatches: 
     found = Prediction(workload_of(row), plan, cluster_of(row) if cluster is None else cluster, row.use)
     if isinstance(found.ranks.slices, VocabularySlices):
         found.ranks.__dict__["slices"] = Collectives(plan, row.use, found.ranks.slices.vocabulary)
+    if row.system in SCATTERS and row.use.tensor > row.use.parts:
+        found.ranks.__dict__["works"] = scattered(found.ranks)
     if row.system in REDUCES_LAST and row.mesh.data > 1:
         programs = found.ranks.programs
         ranks = tuple(reduced_last(program) for program in programs.ranks)
@@ -119,6 +128,18 @@ def workload_of(row: Published) -> Workload:
         return replace(found, blocks=(LookedUp(first.name, row.model, 1), *layers, Scored(last.name, row.model, 1)))
 
     return replace(row.model.workload, split=split)
+
+
+def scattered(ranks: Ranks) -> tuple[Work, ...]:
+    """Of each block where tensor-parallel ranks send parts of messages: what is received is gathered first."""
+    tensor, runs = ranks.use.tensor, ranks.runs
+    found = [replace(work, wire=work.wire // tensor) for work in ranks.works]
+    for before, after in pairwise(runs):
+        sent, received = before.stop - 1, after.start
+        gather = Exchange("all-gather", ranks.works[sent].wire)
+        found[sent] = replace(found[sent], backward=(gather, *found[sent].backward))
+        found[received] = replace(found[received], forward=(gather, *found[received].forward))
+    return tuple(found)
 
 
 def reduced_last(program: Program) -> Program:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from atoll.cost import Attention, Clock, Device, Efficiency, Exchange, Pass, Product, collective
@@ -22,6 +24,12 @@ BIG = Product(4096, 4096, 8192)
 def test_a_large_product_takes_its_operations() -> None:
     assert clock().of(BIG) == pytest.approx(BIG.flops / 1e14)
     assert clock(products=0.5).of(BIG) == pytest.approx(2 * BIG.flops / 1e14)
+
+
+def test_a_share_of_the_rate_is_that_of_the_gradients_too() -> None:
+    slow = replace(BIG, share=0.25)
+    for product in (slow, slow.swapped, slow.learnt):
+        assert clock().of(product) == pytest.approx(4 * BIG.flops / 1e14)
 
 
 def test_a_product_of_a_thin_matrix_takes_its_bytes() -> None:

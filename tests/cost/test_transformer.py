@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 
 from atoll.cost import Attention, Kernel, Pass, Product, Transformer, Use, Work
+from atoll.cost.implementation import DECODER, MEGATRON, Implementation
+from atoll.cost.transformer import UNALIGNED
 from atoll.errors import ConfigError
 
 GPT3 = Transformer.gpt(layers=96, hidden=12288, heads=96, vocabulary=51200, positions=2048)
@@ -112,6 +115,21 @@ def test_megatrons_softmax_is_one_kernel_for_a_multiple_of_four() -> None:
         return sum(each.kernels for each in work.forward if isinstance(each, Pass))
 
     assert kernels(1) == kernels(2) + 4
+
+
+def test_heads_that_begin_off_16_bytes_are_not_taken_by_tensor_cores() -> None:
+    """14336 over 128 heads is 112 elements of two bytes, 13824 over 128 is 108; Atoll's own attention is not judged."""
+
+    def shares(hidden: int, implementation: Implementation = MEGATRON) -> set[float]:
+        sizes = Transformer.gpt(layers=1, hidden=hidden, heads=128, vocabulary=50304, positions=1024)
+        sizes = replace(sizes, implementation=implementation)
+        work = sizes.workload.blocks[1].work(Use(samples=1, sequence=1024, compute="float16", attention="eager"))
+        kernels = (*work.forward, *work.backward)
+        return {each.share for each in kernels if isinstance(each, Product) and each.count > 1}
+
+    assert shares(14336) == {1.0}
+    assert shares(13824) == {UNALIGNED}
+    assert shares(13824, DECODER) == {1.0}
 
 
 def test_bert_has_the_parameters_of_both_of_its_heads() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from atoll.cost.cluster import Device
@@ -22,12 +22,16 @@ TILE = (128, 256)
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """`count` products of matrices, [rows, inner] x [inner, columns] each."""
+    """`count` products of matrices, [rows, inner] x [inner, columns] each.
+
+    share: what they reach of the rate of others, as where tensor cores do not take them.
+    """
 
     rows: int
     inner: int
     columns: int
     count: int = 1
+    share: float = 1.0
 
     @property
     def flops(self) -> float:
@@ -42,12 +46,12 @@ class Product:
     @property
     def swapped(self) -> Product:
         """The gradient of the left factor: [rows, columns] x [columns, inner]."""
-        return Product(self.rows, self.columns, self.inner, self.count)
+        return replace(self, inner=self.columns, columns=self.inner)
 
     @property
     def learnt(self) -> Product:
         """The gradient of the right factor: [inner, rows] x [rows, columns]."""
-        return Product(self.inner, self.rows, self.columns, self.count)
+        return replace(self, rows=self.inner, inner=self.rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +127,8 @@ class Clock:
         tiles = math.ceil(product.rows / TILE[0]) * math.ceil(product.columns / TILE[1]) * product.count
         waves = tiles / self.device.units
         lost = efficiency.waves * (math.ceil(waves) / waves - 1.0)
-        return product.flops * (1.0 + lost) / (self.device.rate(self.dtype) * efficiency.products * deep)
+        rate = self.device.rate(self.dtype) * product.share
+        return product.flops * (1.0 + lost) / (rate * efficiency.products * deep)
 
 
 def collective(kind: str, nbytes: float, *, ranks: int, link: Speed) -> float:
