@@ -12,13 +12,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from atoll.cli.plan import SHOWN, describe
-from atoll.config import load
-from atoll.cost import Cluster
+import atoll
 from atoll.cost.breakdown import busiest_rank
 from atoll.planner import Answer, choices, settings
+from atoll.planner.text import SHOWN
 from atoll.toml import nested_to_toml
-from atoll.training.choosing import choose
 from atoll.units import format_bytes, format_seconds
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,12 +27,10 @@ PART = re.compile(r"(<!-- planned: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 def planned(name: str) -> str:
     """The part of a recipe."""
-    config = load(RECIPES / f"{name}.toml")
-    assert config.run.cluster is not None, f"{name} names no cluster"
-    answer = choose(config, Cluster.read(ROOT / config.run.cluster))
+    answer = atoll.plan(RECIPES / f"{name}.toml")
     parts = [
         f"```console\n$ atoll plan configs/recipes/{name}.toml\n```",
-        "```text\n" + "\n".join(describe(answer)) + "\n```",
+        f"```text\n{answer}\n```",
         " ".join(reasons(answer)),
         "```ini\n" + nested_to_toml(settings(answer.best)).strip() + "\n```",
     ]

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import atoll
 from atoll.cost import Cluster, Transformer
-from atoll.planner import Goal, Space, choices, plan
+from atoll.planner import EFFORT, Goal, choices
 from benchmarks.islands import tables
 
 
@@ -42,13 +43,13 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Ask every question twice."""
     rows = []
     for question in QUESTIONS[:1] if arguments.quick else QUESTIONS:
-        rows.append(asked(question, effort=10_000 if arguments.quick else None))
+        rows.append(asked(question, effort=10_000 if arguments.quick else EFFORT))
         print(_line(rows[-1]), flush=True)
     return {"rows": rows}
 
 
-def asked(question: Question, *, effort: int | None = None) -> dict[str, Any]:
-    """Ask one question twice. effort: that of `atoll.planner.plan`; its default if None."""
+def asked(question: Question, *, effort: int = EFFORT) -> dict[str, Any]:
+    """Ask one question twice. effort: as `atoll.plan` has it."""
     cluster = Cluster.of(
         {
             "nodes": question.nodes,
@@ -58,11 +59,10 @@ def asked(question: Question, *, effort: int | None = None) -> dict[str, Any]:
         }
     )
     goal = Goal(global_batch=question.global_batch, sequence=question.sequence)
-    options = {} if effort is None else {"effort": effort}
     took, answers = [], []
     for _ in range(2):
         began = time.process_time()
-        answers.append(plan(question.model.workload, cluster, goal, Space(), **options))
+        answers.append(atoll.plan(question.model, cluster, goal, effort=effort))
         took.append(time.process_time() - began)
     one, other = answers
     return {

@@ -15,7 +15,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from atoll import config, data, ir, layouts, models, plans, program, runtime, schedules, sim, testing, trace
+    from atoll import (
+        config,
+        data,
+        ir,
+        layouts,
+        models,
+        planner,
+        plans,
+        program,
+        runtime,
+        schedules,
+        sim,
+        testing,
+        trace,
+    )
     from atoll.errors import AtollError
     from atoll.ir.action import Action, Op
     from atoll.ir.placement import Placement
@@ -27,6 +41,7 @@ if TYPE_CHECKING:
     from atoll.runtime.engine import Engine
     from atoll.sim import Costs, Rates, Speed, simulate
     from atoll.trace import Trace
+    from atoll.training.choosing import plan
 
 __version__ = "0.1.0"
 
@@ -45,6 +60,7 @@ _HOMES = {
     "Schedule": "atoll.ir",
     "Speed": "atoll.sim",
     "Trace": "atoll.trace",
+    "plan": "atoll.training.choosing",
     "programs_of": "atoll.runtime.assemble.describe",
     "simulate": "atoll.sim",
 }
@@ -57,6 +73,7 @@ _MODULES = (
     "ir",
     "layouts",
     "models",
+    "planner",
     "plans",
     "program",
     "runtime",
@@ -88,6 +105,8 @@ __all__ = [
     "ir",
     "layouts",
     "models",
+    "plan",
+    "planner",
     "plans",
     "program",
     "programs_of",

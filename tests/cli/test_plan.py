@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import atoll
 from atoll.cli.main import app
 from atoll.config import load
 from atoll.cost import Cluster
 from atoll.errors import ConfigError
-from atoll.training.choosing import choose, load_chosen, space_of
+from atoll.planner import Answer
+from atoll.training.choosing import load_chosen, question, space_of
 
 CONFIG = """
 {parallel}
@@ -134,17 +136,17 @@ def test_what_is_written_is_kept(write: Any) -> None:
 def test_ranks_are_those_of_the_launcher_then_the_config_then_the_cluster(write: Any) -> None:
     path = write("[parallel]\nauto = true\nranks = 2", nodes=4)
     cluster = Cluster.read(load(path).run.cluster or "")
-    assert choose(load(path), cluster).prediction.plan.mesh.world == 2
-    assert choose(load(path), cluster, world=4).prediction.plan.mesh.world == 4
+    assert Answer.of(question(load(path), cluster)).prediction.plan.mesh.world == 2
+    assert Answer.of(question(load(path), cluster, world=4)).prediction.plan.mesh.world == 4
     free = write(nodes=4)
-    assert choose(load(free), cluster).prediction.plan.mesh.world == 8
+    assert Answer.of(question(load(free), cluster)).prediction.plan.mesh.world == 8
 
 
 def test_a_slow_network_gets_a_plan_that_sends_less_over_it(write: Any) -> None:
     sent = {}
     for rate in (1e6, 1e11):
         config = load(write(nodes=2, rate=rate))
-        answer = choose(config, Cluster.read(config.run.cluster or ""))
+        answer = atoll.plan(config)
         programs = answer.prediction.ranks.programs.ranks
         mesh = answer.prediction.plan.mesh
         sent[rate] = max(program.sent["inter"] for program in programs) if mesh.inter > 1 else 0
@@ -166,7 +168,7 @@ def test_a_batch_that_no_mesh_divides(write: Any) -> None:
 def test_without_a_cluster(write: Any, tmp_path: Path) -> None:
     path = write()
     path.write_text(path.read_text(encoding="utf-8").replace("cluster = ", "# "), encoding="utf-8")
-    with pytest.raises(ConfigError, match="parallel = 'auto' needs a cluster"):
+    with pytest.raises(ConfigError, match="a plan needs a cluster"):
         load_chosen(path)
     with pytest.raises(ConfigError, match=r"parallel.auto: the plan is not chosen yet"):
         load(path).to_plan()

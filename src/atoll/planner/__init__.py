@@ -1,7 +1,8 @@
 """Chooses a plan for a workload on a cluster, and says why."""
 
-from atoll.planner.answer import Answer, Change, Undone, choices, plan, settings
-from atoll.planner.search import EFFORT, Candidate, Found, Search
+from atoll.planner.answer import Answer, Change, Undone
+from atoll.planner.candidate import Candidate, choices, settings
+from atoll.planner.search import EFFORT, Found, Search
 from atoll.planner.space import Goal, Order, Space
 
 __all__ = [
@@ -16,6 +17,5 @@ __all__ = [
     "Space",
     "Undone",
     "choices",
-    "plan",
     "settings",
 ]

@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from atoll.cost import Cluster, Prediction, Workload
+from atoll.cost import Cluster, Prediction
 from atoll.errors import ConfigError
-from atoll.planner.search import EFFORT, Candidate, Found, Search
+from atoll.planner import text
+from atoll.planner.candidate import Candidate, choices
+from atoll.planner.search import Found, Search
 from atoll.planner.simpler import simplest_first
-from atoll.planner.space import Goal, Space, world_of
+from atoll.planner.space import world_of
 
 MAIN = ("mesh", "microbatch", "recompute", "schedule", "layout")
 """The choices in which plans look different to a person."""
@@ -51,10 +53,20 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class Answer:
-    """The fastest plan that was found, and why."""
+    """The fastest plan that was found, and why. `print` shows what `atoll plan` does."""
 
     search: Search
     found: Found
+
+    @staticmethod
+    def of(search: Search) -> Answer:
+        """Search. Raises ConfigError where the goal and the cluster do not fit, and where no plan does."""
+        found = Answer(search, search.run())
+        _ = found.best
+        return found
+
+    def __str__(self) -> str:
+        return "\n".join(text.describe(self))
 
     @cached_property
     def best(self) -> Candidate:
@@ -159,83 +171,9 @@ class Answer:
         return Change(what, same, best)
 
 
-def plan(
-    workload: Workload,
-    cluster: Cluster,
-    goal: Goal,
-    space: Space | None = None,
-    *,
-    reads_in_place: bool = False,
-    effort: int = EFFORT,
-) -> Answer:
-    """Choose the plan with the fewest predicted seconds a step that fits every rank.
-
-    space: the choices; all of them if not given.  reads_in_place: whether the ranks of a group read each other's
-    memory, as they do on one host's CPUs.  effort: instructions that are played at most; where it is not enough to
-    prove the plan the best, `Answer.gap` says how much faster another may be.
-
-    The same question has the same answer. Raises ConfigError where goal and cluster do not fit, and where no plan does.
-    """
-    search = Search(workload, cluster, goal, space or Space(), reads_in_place, effort)
-    answer = Answer(search, search.run())
-    _ = answer.best
-    return answer
-
-
-def choices(candidate: Candidate) -> dict[str, str]:
-    """The choices of a plan, by name, as a person reads them."""
-    frame, order, travel = candidate.frame, candidate.order, candidate.travel
-    mesh = frame.mesh
-    sizes = " x ".join(f"{axis} {size}" for axis, size in mesh.sizes.items() if size > 1) or "1 rank"
-    chunks = "" if order.chunks is None else f" of {order.chunks} stages a rank"
-    return {
-        "mesh": sizes,
-        "microbatch": f"{frame.microbatch} x {frame.microbatches}",
-        "recompute": frame.recompute,
-        "schedule": f"{order.name}{chunks}",
-        "layout": travel.layout.name,
-        "residency": travel.residency,
-        "reduction": travel.reduction,
-        "unit": str(travel.unit),
-        "prefetch": "as needed" if travel.prefetch is None else str(travel.prefetch),
-        "post-validation": _yes(travel.post_validation),
-        "sequence parallel": _yes(frame.sequence_parallel),
-        "split vocabulary": _yes(frame.vocabulary_parallel),
-    }
-
-
-def settings(candidate: Candidate) -> dict[str, dict[str, Any]]:
-    """The sections and keys of a config that make a plan."""
-    frame, order, travel = candidate.frame, candidate.order, candidate.travel
-    parallel = {
-        "ranks": frame.mesh.world,
-        "pipeline": frame.mesh.pipeline,
-        "tensor": frame.mesh.tensor,
-        "intra": frame.mesh.intra,
-        "order": list(frame.mesh.order),
-        "schedule": order.name,
-        "chunks": order.chunks,
-        "layout": travel.layout.name,
-        "residency": travel.residency,
-        "reduction": travel.reduction,
-        "unit": travel.unit,
-        "prefetch": travel.prefetch,
-        "recompute": frame.recompute,
-        "post_validation": travel.post_validation,
-        "sequence_parallel": frame.sequence_parallel,
-        "vocabulary": frame.vocabulary_parallel,
-    }
-    known = {name: value for name, value in parallel.items() if value is not None}
-    return {"parallel": known, "train": {"microbatch": frame.microbatch}}
-
-
 def _differing(one: Candidate, other: Candidate) -> list[str]:
     a, b = choices(one), choices(other)
     return [name for name in MAIN if a[name] != b[name]]
-
-
-def _yes(value: bool) -> str:
-    return "yes" if value else "no"
 
 
 def _gib(nbytes: float) -> str:

@@ -17,7 +17,7 @@ would not fit. They are late, not left out.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import heappop, heappush
 from itertools import count
@@ -29,6 +29,7 @@ from atoll.errors import UserError
 from atoll.ir import Schedule
 from atoll.layouts import ITEM_BYTES, Layout, Precision
 from atoll.planner.bounds import Least, Skeleton
+from atoll.planner.candidate import Candidate
 from atoll.planner.space import Frame, Goal, Order, Space, Travel
 from atoll.plans import MeshShape, Plan
 
@@ -44,17 +45,6 @@ LATER = 1.05
 
 A_CELL = 0.2
 """What an action of a schedule counts when its bound is found, in instructions that are lowered and played."""
-
-
-class Candidate(NamedTuple):
-    """A plan that was predicted. seconds: of a step.  peak: bytes of its fullest rank; None where it was too slow to
-    be asked for."""
-
-    frame: Frame
-    order: Order
-    travel: Travel
-    seconds: float
-    peak: int | None
 
 
 class Found(NamedTuple):
@@ -103,13 +93,14 @@ class _Node(NamedTuple):
 class Search:
     """The plans of a workload on a cluster.
 
-    reads_in_place: whether the ranks of a group read each other's memory, as they do on one host's CPUs.
+    space: the choices; all of them if not given.  reads_in_place: whether the ranks of a group read each other's
+    memory, as they do on one host's CPUs.  effort: instructions that are played at most.
     """
 
     workload: Workload
     cluster: Cluster
     goal: Goal
-    space: Space
+    space: Space = field(default_factory=Space)
     reads_in_place: bool = False
     effort: int = EFFORT
 

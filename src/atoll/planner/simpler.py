@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from atoll.layouts import Level
-from atoll.planner.search import Candidate
+from atoll.planner.candidate import Candidate
 from atoll.planner.space import Space
 
 EQUAL = 0.001

@@ -1,0 +1,69 @@
+"""One plan of a search: its choices, in words and as settings."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from atoll.planner.space import Frame, Order, Travel
+
+
+class Candidate(NamedTuple):
+    """A plan that was predicted. seconds: of a step.  peak: bytes of its fullest rank; None where it was too slow to
+    be asked for."""
+
+    frame: Frame
+    order: Order
+    travel: Travel
+    seconds: float
+    peak: int | None
+
+
+def choices(candidate: Candidate) -> dict[str, str]:
+    """The choices of a plan, by name, as a person reads them."""
+    frame, order, travel = candidate.frame, candidate.order, candidate.travel
+    mesh = frame.mesh
+    sizes = " x ".join(f"{axis} {size}" for axis, size in mesh.sizes.items() if size > 1) or "1 rank"
+    chunks = "" if order.chunks is None else f" of {order.chunks} stages a rank"
+    return {
+        "mesh": sizes,
+        "microbatch": f"{frame.microbatch} x {frame.microbatches}",
+        "recompute": frame.recompute,
+        "schedule": f"{order.name}{chunks}",
+        "layout": travel.layout.name,
+        "residency": travel.residency,
+        "reduction": travel.reduction,
+        "unit": str(travel.unit),
+        "prefetch": "as needed" if travel.prefetch is None else str(travel.prefetch),
+        "post-validation": _yes(travel.post_validation),
+        "sequence parallel": _yes(frame.sequence_parallel),
+        "split vocabulary": _yes(frame.vocabulary_parallel),
+    }
+
+
+def settings(candidate: Candidate) -> dict[str, dict[str, Any]]:
+    """The sections and keys of a config that make a plan."""
+    frame, order, travel = candidate.frame, candidate.order, candidate.travel
+    parallel = {
+        "ranks": frame.mesh.world,
+        "pipeline": frame.mesh.pipeline,
+        "tensor": frame.mesh.tensor,
+        "intra": frame.mesh.intra,
+        "order": list(frame.mesh.order),
+        "schedule": order.name,
+        "chunks": order.chunks,
+        "layout": travel.layout.name,
+        "residency": travel.residency,
+        "reduction": travel.reduction,
+        "unit": travel.unit,
+        "prefetch": travel.prefetch,
+        "recompute": frame.recompute,
+        "post_validation": travel.post_validation,
+        "sequence_parallel": frame.sequence_parallel,
+        "vocabulary": frame.vocabulary_parallel,
+    }
+    known = {name: value for name, value in parallel.items() if value is not None}
+    return {"parallel": known, "train": {"microbatch": frame.microbatch}}
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
