@@ -135,7 +135,7 @@ MEANINGS: Mapping[str, str] = {
     "parallel.recompute": 'activations made again in backward: "block" all of a block\'s, "selective" all but the '
     "results of its matrix products",
     "parallel.device": '"auto" takes a GPU for each rank of the machine if there are enough, else the CPU',
-    "parallel.timeout": "seconds until a silent peer is given up",
+    "parallel.timeout": "seconds that a rank may be silent, or keep another one waiting, before all end",
     "run.folder": "where the run writes",
     "run.port": "of the local processes' rendezvous, 0 for any free one",
     "run.tensorboard": "also write TensorBoard events, if the package is there",

@@ -201,7 +201,7 @@ class Parallel(Section):
     vocabulary: the rows of embedding and head are split over the pipeline's ranks.
     sequence_parallel: what lies between the parts split by `tensor` works on a part of the sequence.
     layers_per_stage: how many layers each stage gets; as even as can be if not given.
-    timeout: seconds until a silent peer is given up.
+    timeout: seconds that a rank may be silent, or keep another one waiting, before all ranks end and it is named.
     A file may give `zero_optimization`, DeepSpeed's words, instead of `layout`.
     """
 
