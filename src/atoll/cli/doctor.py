@@ -156,24 +156,28 @@ def examine() -> Examination:
     )
 
 
+EXCHANGE_SECONDS = 20.0
+"""How long one of the two processes waits for the other."""
+
+
 def exchange() -> None:
     """What each of the two processes runs: joins the other, adds up one number with it, leaves."""
     import torch
-    from torch.distributed import TCPStore
 
     from atoll.plans import MeshShape
     from atoll.runtime import transport
-    from atoll.runtime.launch import torchrun_environment, watch_parent
+    from atoll.runtime.launch import meet, torchrun_environment, watch_parent
 
     watch_parent()
     here = torchrun_environment()
     assert here is not None, "started by atoll.runtime.launch"
 
-    store = TCPStore(here.address, here.port, is_master=False)
+    store, watch = meet(here, EXCHANGE_SECONDS)
     device = torch.device("cpu")
-    transport.join(here.rank, here.world, store, device=device, timeout=20.0)
+    transport.join(here.rank, here.world, store, device=device, timeout=EXCHANGE_SECONDS)
     total = transport.connect(MeshShape(intra=here.world).place(here.rank), device).total(torch.tensor([here.rank + 1]))
     transport.leave()
+    watch.stop()
     if total.tolist() != [3]:
         raise RuntimeError(f"1 + 2 came out as {total.tolist()}")
 
