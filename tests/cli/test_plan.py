@@ -134,11 +134,11 @@ def test_what_is_written_is_kept(write: Any) -> None:
 
 
 def test_ranks_are_those_of_the_launcher_then_the_config_then_the_cluster(write: Any) -> None:
-    path = write("[parallel]\nauto = true\nranks = 2", nodes=4)
+    path = write(f"{FEW}pipeline = 1\nranks = 2", nodes=4)
     cluster = Cluster.read(load(path).run.cluster or "")
     assert Answer.of(question(load(path), cluster)).prediction.plan.mesh.world == 2
     assert Answer.of(question(load(path), cluster, world=4)).prediction.plan.mesh.world == 4
-    free = write(nodes=4)
+    free = write(f"{FEW}pipeline = 1", nodes=4)
     assert Answer.of(question(load(free), cluster)).prediction.plan.mesh.world == 8
 
 

@@ -19,13 +19,13 @@ less as may be whole at once.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-from atoll.cost import Prediction
+from atoll.cost import Cluster, Prediction
 from atoll.cost.prediction import NEAR
 from atoll.ir import Op, Schedule
 from atoll.ir.action import COMPUTE_CODES
@@ -46,6 +46,7 @@ from atoll.layouts import (
 from atoll.planner.space import Travel
 from atoll.plans import MeshShape, Place
 from atoll.program.instruction import Phase
+from atoll.sim import Speed
 
 USES = (Op.F, Op.I, Op.B)
 
@@ -71,17 +72,23 @@ class Skeleton:
     base: Prediction
 
     def least(self, travels: Sequence[Travel], mesh: MeshShape) -> Least:
-        """Of plans with these choices, of which all have one layout, residency and reduction."""
+        """Of plans with these choices, of which all have one layout, residency and reduction.
+
+        Likely is that a use of a stage gathers all but the unit at the turn, that the first microbatch waits in each
+        stage for what its forward does not hide, and that a rank's last reduction and the optimizer's moves are hidden
+        by no more than one microbatch.
+        """
         travel = travels[0]
-        once, each = self._loads(travel, mesh, unit=max(other.unit for other in travels))
+        once, each = self._loads(travel, mesh, live=3 * max(other.unit for other in travels))
         alone = self.alone(mesh)
         overlaps = any(other.post_validation for other in travels)
         computed = alone.seconds if overlaps else alone.likely
         carried = max((once[at] + each[at] for at in once), default=0.0)
-        exposed = max((once[at] - self._window for at in once), default=0.0)
         is_apart = all(other.post_validation for other in travels)
         nbytes = max(self._held(travel._replace(post_validation=is_apart), mesh))
-        return Least(max(computed, carried), nbytes, max(alone.likely, carried) + max(0.0, exposed))
+        once, each = self._loads(travel, mesh, live=min(other.unit for other in travels))
+        likely = max(alone.likely, max((once[at] + each[at] for at in once), default=0.0))
+        return Least(max(computed, carried), nbytes, likely + self._exposed(travel, mesh, once))
 
     def alone(self, mesh: MeshShape) -> Least:
         """What is computed, and kept. Steps that end at once take what is likely at least."""
@@ -254,22 +261,44 @@ class Skeleton:
 
     # ---- what is sent
 
-    def _loads(self, travel: Travel, mesh: MeshShape, *, unit: int) -> tuple[dict[_Link, float], dict[_Link, float]]:
-        """Seconds by rank and axis that its links carry at least: once a step, and with the microbatches."""
+    def _exposed(self, travel: Travel, mesh: MeshShape, once: Mapping[_Link, float]) -> float:
+        """Seconds at the begin and the end of a step that no computation is likely to hide; `once` as in `_loads`."""
+        precision = self.base.plan.precision
+        gather, reduce = GATHER_PARAMETER[travel.layout.parameters], REDUCE_GRADIENT[travel.layout.gradients]
+        window = self._window
+        begin, end = 0.0, 0.0
+        for rank, stages in enumerate(self._travelling(travel, live=0)):
+            for stage, sent in stages.items():
+                gathered, reduced = (
+                    {
+                        axis: link.seconds(count * _along(axis, moves) * part_of(axis, mesh))
+                        for axis, link in data_links(self.base.given, mesh).items()
+                    }
+                    for count, moves in (
+                        (ITEM_BYTES[precision.compute] * sent.parameters, gather),
+                        (ITEM_BYTES[precision.reduce] * sent.trained, reduce),
+                    )
+                )
+                begin += max(0.0, max(gathered.values(), default=0.0) - self._takes[stage][F])
+                end = max([end, *(reduced[axis] + once[rank, axis] - window for axis in reduced)])
+        return begin + end
+
+    def _loads(self, travel: Travel, mesh: MeshShape, *, live: int) -> tuple[dict[_Link, float], dict[_Link, float]]:
+        """Seconds by rank and axis that its links carry: once a step, and with the microbatches, where so many blocks
+        may be whole at once."""
         plan, layout = self.base.plan, travel.layout
-        links = {axis: self.base.given.along(mesh, axis) for axis in ("inter", "intra") if mesh.sizes[axis] > 1}
+        links = data_links(self.base.given, mesh)
         p, g, os = layout.parameters, layout.gradients, layout.optimizer
         precision = plan.precision
         compute, gradient, reduce = (
             ITEM_BYTES[each] for each in (precision.compute, precision.gradient, precision.reduce)
         )
-        parts = {"intra": 1.0 - 1.0 / mesh.intra, "inter": (1.0 - 1.0 / mesh.inter) / mesh.intra}
         once: dict[_Link, float] = {}
         each: dict[_Link, float] = {}
-        for rank, stages in enumerate(self._travelling(travel, unit)):
-            gathered = compute * sum(stage.parameters * stage.gathers for stage in stages)
-            reduced = reduce * sum(stage.trained * stage.reductions for stage in stages)
-            trained = sum(stage.trained for stage in stages)
+        for rank, stages in enumerate(self._travelling(travel, live)):
+            gathered = compute * sum(stage.parameters * stage.gathers for stage in stages.values())
+            reduced = reduce * sum(stage.trained * stage.reductions for stage in stages.values())
+            trained = sum(stage.trained for stage in stages.values())
             for axis in links:
                 synced = trained * (
                     gradient * _along(axis, SYNC_GRADIENT[g, os]) + compute * _along(axis, SYNC_PARAMETER[os, p])
@@ -277,17 +306,17 @@ class Skeleton:
                 # What a link carries at once after a pause may stand for as much of a step's load.
                 spared = links[axis].burst / links[axis].rate
                 sent = gathered * _along(axis, GATHER_PARAMETER[p]) + reduced * _along(axis, REDUCE_GRADIENT[g])
-                once[rank, axis] = links[axis].seconds(synced * parts[axis])
-                each[rank, axis] = links[axis].seconds(sent * parts[axis]) - spared
+                once[rank, axis] = links[axis].seconds(synced * part_of(axis, mesh))
+                each[rank, axis] = links[axis].seconds(sent * part_of(axis, mesh)) - spared
         return once, each
 
-    def _travelling(self, travel: Travel, unit: int) -> list[list[_Sent]]:
-        """By rank, what its stages send."""
+    def _travelling(self, travel: Travel, live: int) -> list[dict[int, _Sent]]:
+        """By rank, what its stages send. live: blocks that may be whole at once."""
         ranks, works, found = self.base.ranks, self.base.ranks.works, []
-        live = 3 * unit * max((work.parameters for work in works), default=0)
+        whole = live * max((work.parameters for work in works), default=0)
         for rank, stages in enumerate(self._uses):
             often = self._kept_runs[rank] if travel.residency == "run" and len(stages) > 1 else {}
-            own = []
+            own = {}
             for stage, uses in stages.items():
                 run = ranks.runs[stage]
                 shared = ranks.model.shared if any(map(self._is_shared, (run[0], run[-1]))) else 0
@@ -295,11 +324,11 @@ class Skeleton:
                 trained = max(0, parameters - sum(works[at].frozen for at in run))
                 gathers = 1.0
                 if travel.residency == "unit" and parameters:
-                    gathers = max(1.0, uses.all - uses.following * min(1.0, live / parameters))
+                    gathers = max(1.0, uses.all - uses.following * min(1.0, whole / parameters))
                 elif travel.residency == "run":
                     gathers = float(often.get(stage, 1))
                 ends = {"microbatch": uses.ends, "run": uses.runs, "step": 1}[travel.reduction]
-                own.append(_Sent(parameters, trained, gathers, ends))
+                own[stage] = _Sent(parameters, trained, gathers, ends)
             found.append(own)
         return found
 
@@ -352,6 +381,16 @@ class _Sent(NamedTuple):
     trained: int
     gathers: float
     reductions: int
+
+
+def data_links(cluster: Cluster, mesh: MeshShape) -> dict[str, Speed]:
+    """Between data-parallel ranks, by axis."""
+    return {axis: cluster.along(mesh, axis) for axis in ("inter", "intra") if mesh.sizes[axis] > 1}
+
+
+def part_of(axis: str, mesh: MeshShape) -> float:
+    """Of a buffer, what a rank sends in one move along an axis."""
+    return 1.0 - 1.0 / mesh.intra if axis == "intra" else (1.0 - 1.0 / mesh.inter) / mesh.intra
 
 
 def _along(axis: str, moves: Moves) -> int:

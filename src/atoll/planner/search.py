@@ -2,10 +2,10 @@
 
 [Note: branch and bound]
 A node is a set of plans: those of a mesh and a microbatch, of a schedule on it, or one alone. A heap gives the node
-that may be the fastest; it is opened into its parts, or predicted where it is one plan. What cannot be faster than the
-best plan that fits, or holds more than there is, is left out: by a bound, so no better plan is lost. The search ends
-when nothing is left, or when it has played as many instructions as it may; then the smallest bound that is left says
-how much faster a plan could be at most. Both are counts and not seconds, so the same question has the same answer.
+that is likely to be the fastest; it is opened into its parts, or predicted where it is one plan. What cannot be faster
+than the best plan that fits, or holds more than there is, is left out: by a bound, so no better plan is lost. The search
+ends when nothing is left, or when it has played as many instructions as it may; then the smallest bound that is left
+says how much faster a plan could be at most. Both are counts and not seconds, so the same question has the same answer.
 
 [Note: plans that are unlikely to fit]
 The bound on bytes leaves out what passes within an operation, what is gathered and what is in flight. The difference
@@ -17,6 +17,7 @@ would not fit. They are late, not left out.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import heappop, heappush
@@ -28,22 +29,22 @@ from atoll.cost import Cluster, Prediction, Use, Workload
 from atoll.errors import UserError
 from atoll.ir import Schedule
 from atoll.layouts import ITEM_BYTES, Layout, Precision
-from atoll.planner.bounds import Least, Skeleton
+from atoll.planner.bounds import Least, Skeleton, data_links, part_of
 from atoll.planner.candidate import Candidate
 from atoll.planner.space import Frame, Goal, Order, Space, Travel
 from atoll.plans import MeshShape, Plan
 
-EFFORT = 800_000
+EFFORT = 1_600_000
 """What a search may play, in instructions, unless it is done before."""
 
 AT_MOST = 4
 """How many times as long it goes on until something fits."""
 
-LATER = 1.05
-"""How much longer a frame's next schedule is taken to be than the one before it, when it is decided what to open next.
-"""
+LATER = 1.02
+"""How much longer a frame's next schedule, or the next plan with one schedule, is taken to be than the one before it,
+when it is decided what to open next: so that the search looks elsewhere before it plays plans that hardly differ."""
 
-A_CELL = 0.2
+A_CELL = 1.0
 """What an action of a schedule counts when its bound is found, in instructions that are lowered and played."""
 
 
@@ -67,19 +68,21 @@ PLAIN = Travel(Layout("NNN"), "unit", "microbatch", 1, None, False)
 
 
 class _Total(NamedTuple):
-    """Seconds of a microbatch through all blocks, and through the layers; of these its kept bytes, and their state."""
+    """Seconds of a microbatch through all blocks, and through each layer, the shortest first; of the layers its kept
+    bytes, their state, and the elements that are trained."""
 
     seconds: float
-    layers: float
+    layers: tuple[float, ...]
     kept: int
     state: int
+    trained: int
 
 
 class _Node(NamedTuple):
     """Plans that are not told apart yet. least: what all of them take at least.
 
     orders: schedules that are left of a frame, travels: what is left of a frame and a schedule, alike in their bound;
-    all that there are if empty.
+    all that there are if empty.  turn: plans with this frame and schedule that were played when `least` was found.
     """
 
     least: Least
@@ -87,6 +90,7 @@ class _Node(NamedTuple):
     order: Order | None = None
     travels: tuple[Travel, ...] = ()
     orders: tuple[Order, ...] = ()
+    turn: int = 0
 
 
 @dataclass(frozen=True)
@@ -137,6 +141,7 @@ class Search:
         nearest: Candidate | None = None
         best, work, predicted = math.inf, 0.0, 0
         unseen: dict[Use, float] = {}  # bytes that the bound of a use leaves out, at least
+        played_of: Counter[tuple[Frame, Order]] = Counter()  # plans with one schedule that were played
 
         def aim(least: Least) -> float:
             return least.seconds if fastest else least.nbytes
@@ -178,10 +183,15 @@ class Search:
                 for travels in self.space.travels(node.frame, chunks=skeleton.chunks):
                     least = skeleton.least(travels, node.frame.mesh)
                     push(_Node(least, node.frame, node.order, travels), is_late=is_late)
+            elif node.turn < played_of[node.frame, node.order]:
+                turn = played_of[node.frame, node.order]
+                likely = node.least.likely * LATER ** (turn - node.turn)
+                push(node._replace(least=node.least._replace(likely=likely), turn=turn), is_late=is_late)
             else:
                 candidate, played = self._played(node, best if fastest else math.inf)
                 work += played
                 predicted += 1
+                played_of[node.frame, node.order] += 1
                 if candidate is None:
                     continue
                 for travel in node.travels[1:]:  # they will take about as long
@@ -277,18 +287,25 @@ class Search:
     def _least_of(self, frame: Frame) -> Least | None:
         """What all plans of a frame take at least; None where the model cannot be run so.
 
-        The mean of what its ranks compute, and of what they hold when the first microbatch has passed all stages and
-        no backward has begun, with their state spread as far as it can be. Likely is half of the bubble of 1F1B.
+        Seconds: the mean of what its ranks compute; and as layers are whole, one rank has at least their mean number,
+        rounded up. Bytes: the mean of what ranks hold when the first microbatch has passed all stages and no
+        backward has begun, with their state spread as far as it can be. Likely are half of the bubble of 1F1B, and
+        gradients and parameters that travel once a step, of which one microbatch hides its seconds.
         """
         total = self._total(frame)
         if total is None:
             return None
         mesh, microbatches = frame.mesh, frame.microbatches
         # Slices of a vocabulary have kernels of their own, which are likely to take what the whole head's do.
-        bound = total.layers if frame.vocabulary_parallel else total.seconds
+        mean = (sum(total.layers) if frame.vocabulary_parallel else total.seconds) / mesh.pipeline
+        most = sum(total.layers[: -(-len(total.layers) // mesh.pipeline)])
         nbytes = (total.kept + total.state / mesh.data) / mesh.pipeline + self.cluster.device.context
-        likely = total.seconds * (microbatches + 0.5 * (mesh.pipeline - 1)) / mesh.pipeline
-        return Least(bound * microbatches / mesh.pipeline, nbytes, likely)
+        likely = max(total.seconds / mesh.pipeline, most) * (microbatches + 0.5 * (mesh.pipeline - 1))
+        item = ITEM_BYTES[self.precision.reduce] + ITEM_BYTES[self.precision.compute]
+        sent = item * total.trained / mesh.pipeline
+        moves = (link.seconds(sent * part_of(axis, mesh)) for axis, link in data_links(self.cluster, mesh).items())
+        exposed = max(0.0, max(moves, default=0.0) - total.seconds / mesh.pipeline)
+        return Least(max(mean, most) * microbatches, nbytes, likely + exposed)
 
     def _in_flight(self, frame: Frame) -> float:
         """Bytes of a rank of 1F1B's pipeline, whose first rank keeps as many microbatches as there are ranks. Most
@@ -316,8 +333,9 @@ class Search:
             trained = sum(work.parameters for work in layers) - frozen
             # The master and two states of Adam; frozen parameters alone.
             state = 3 * ITEM_BYTES[precision.master] * trained + ITEM_BYTES[precision.compute] * frozen
-            seconds, own = (sum(sum(prediction.parts(work)) for work in some) for some in (works, layers))
-            self._totals[use] = _Total(seconds, own, sum(work.kept for work in layers), state)
+            seconds = sum(sum(prediction.parts(work)) for work in works)
+            own = sorted(sum(prediction.parts(work)) for work in layers)
+            self._totals[use] = _Total(seconds, tuple(own), sum(work.kept for work in layers), state, trained)
         return self._totals[use]
 
     @cached_property

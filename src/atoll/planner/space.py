@@ -185,14 +185,17 @@ class Space:
             is_whole = layout.parameters is Level.N
             units = self.unit[:1] if mesh.data == 1 else self.unit
             prefetch = self.prefetch[:1] if mesh.data == 1 else self.prefetch
-            for often in product(
+            for residency, reduction in product(
                 self.residency[:1] if is_whole or not several else _distinct(self.residency, chunks),
                 self.reduction[:1] if layout.gradients is Level.N or not several else _distinct(self.reduction, chunks),
             ):
-                yield tuple(
-                    Travel(placed, *often, unit, ahead, is_validated)
-                    for unit, ahead, is_validated in product(units, prefetch, validated)
-                )
+                # Of a larger unit more stays whole between two uses of a stage.
+                is_apart = residency == "unit" and not is_whole and several
+                for alike in [(unit,) for unit in units] if is_apart else [units]:
+                    yield tuple(
+                        Travel(placed, residency, reduction, unit, ahead, is_validated)
+                        for unit, ahead, is_validated in product(alike, prefetch, validated)
+                    )
 
 
 def world_of(goal: Goal, cluster: Cluster) -> int:
