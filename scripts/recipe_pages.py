@@ -55,8 +55,9 @@ def reasons(answer: Answer) -> Iterator[str]:
         other = answer.runners_up[0]
         own, theirs = choices(best), choices(other)
         differs = ", ".join(f"{key} {theirs[key]}" for key in own if theirs[key] != own[key])
-        more = other.seconds / best.seconds - 1.0
-        yield f"The nearest plan that differs in two main choices ({differs}) takes {more:.1%} longer."
+        more = f"{other.seconds / best.seconds - 1.0:.1%}"
+        longer = "as long" if more == "0.0%" else f"{more} longer"
+        yield f"The nearest plan that differs in two main choices ({differs}) takes {longer}."
     for change in answer.changes:
         if change.same is not None and change.same > 1.001 * best.seconds:
             yield f"With {change.what}, the plan takes {format_seconds(change.same)}."

@@ -15,7 +15,7 @@ from atoll.cli.main import app
 from atoll.config import load
 from atoll.cost import Cluster
 from atoll.errors import ConfigError
-from atoll.planner import Answer
+from atoll.planner import Answer, settings
 from atoll.training.choosing import load_chosen, question, space_of
 
 CONFIG = """
@@ -92,7 +92,8 @@ def run(*words: str) -> str:
 
 def test_what_is_printed(write: Any) -> None:
     text = run("plan", str(write(nodes=2)))
-    assert "on 4 devices, 8 samples of 32 tokens a step, fp32" in text
+    assert "on 4 devices, 8 samples of 32 tokens a step" in text
+    assert "\nprecision          fp32\n" in text
     for line in ("mesh ", "schedule ", "layout ", "a step  ", "memory  ", "binds   ", "proof   "):
         assert f"\n{line}" in text
     assert "the slow link half as fast" in text
@@ -131,6 +132,18 @@ def test_what_is_written_is_kept(write: Any) -> None:
     assert (config.parallel.layout, config.parallel.pipeline, config.train.microbatch) == ("NNG", 2, 2)
     assert not config.parallel.auto
     assert config.to_plan().mesh.world == 4
+
+
+def test_a_precision_that_is_written_is_kept_and_else_chosen(write: Any) -> None:
+    alone = f"{FEW}pipeline = 1\ntensor = 1"
+    path = write(alone)
+    cluster = Cluster.read(load(path).run.cluster or "")
+    fast = cluster.device.model_copy(update={"rates": {"float32": 5e10, "bfloat16": 4e11}})
+    for train, known, chosen in (("", cluster, "fp32"), ("", None, "bf16"), ("precision = 'fp32'", None, "fp32")):
+        found = atoll.plan(load(write(alone, train=train)), known or cluster.model_copy(update={"device": fast}))
+        assert settings(found.best)["train"]["precision"] == chosen
+    with pytest.raises(ConfigError, match="the device has no rate for bfloat16"):
+        atoll.plan(load(write(alone, train="precision = 'bf16'")), cluster)
 
 
 def test_ranks_are_those_of_the_launcher_then_the_config_then_the_cluster(write: Any) -> None:

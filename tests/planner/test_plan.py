@@ -56,7 +56,7 @@ global_batch = 8
 
 MODEL = Transformer.llama(layers=6, hidden=64, heads=4, ffn=160, vocabulary=1000)
 FEW = Space(schedules=(Order("1f1b"),), recompute=("none",), unit=(1,), prefetch=(0,))
-GOAL = Goal(global_batch=8, sequence=32, precision="fp32")
+GOAL = Goal(global_batch=8, sequence=32)
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ sys.modules["torch"] = None  # importing it fails from here on
 import atoll
 from atoll.cost import Transformer
 model = Transformer.llama(layers=2, hidden=64, heads=4, ffn=160, vocabulary=1000)
-goal = atoll.planner.Goal(global_batch=8, sequence=32, precision="fp32")
+goal = atoll.planner.Goal(global_batch=8, sequence=32)
 print(atoll.plan(model, {str(cluster)!r}, goal, effort=2000).best.frame.mesh.world)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

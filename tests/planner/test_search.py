@@ -68,6 +68,7 @@ def space_of(draw: random.Random) -> dict[str, tuple[Any, ...]]:
         "unit": (1, 2),
         "prefetch": (None, 0),
         "recompute": ("none", "block", "selective"),
+        "precision": ("fp32", "bf16"),
         "post_validation": (False, True),
         "sequence_parallel": (False, True),
         "vocabulary_parallel": (False, True),
@@ -90,7 +91,7 @@ def plans_of(goal: Goal, space: dict[str, tuple[Any, ...]], world: int, devices:
         if rest or data % intra or tensor > devices or intra > max(1, devices // inside) or goal.global_batch % data:
             continue
         names = ("microbatch", "layouts", "residency", "reduction", "unit", "prefetch", "recompute")
-        names += ("post_validation", "sequence_parallel", "vocabulary_parallel", "schedules")
+        names += ("precision", "post_validation", "sequence_parallel", "vocabulary_parallel", "schedules")
         for values in product(*(space[name] for name in names)):
             given = dict(zip(names, values, strict=True))
             schedule = given.pop("schedules")
@@ -110,7 +111,7 @@ def plans_of(goal: Goal, space: dict[str, tuple[Any, ...]], world: int, devices:
                 built = schedules.build(
                     schedule.name, ranks=pipeline, microbatches=microbatches, chunks=schedule.chunks
                 )
-                yield Plan(mesh, layout, built, precision=Precision.preset(goal.precision), **given)
+                yield Plan(mesh, layout, built, **given | {"precision": Precision.preset(given["precision"])})
             except UserError:
                 continue
 
@@ -120,8 +121,9 @@ def predictions_of(search: Search, space: dict[str, tuple[Any, ...]]) -> list[tu
     found = []
     cluster, goal = search.cluster, search.goal
     for plan in plans_of(goal, space, cluster.nodes * cluster.node.devices, cluster.node.devices):
-        use = Use(samples=plan.microbatch, sequence=goal.sequence, tensor=plan.mesh.tensor, compute="float32",
-                  sequence_parallel=plan.sequence_parallel, recompute=plan.recompute)  # fmt: skip
+        use = Use(samples=plan.microbatch, sequence=goal.sequence, tensor=plan.mesh.tensor,
+                  sequence_parallel=plan.sequence_parallel, compute=plan.precision.compute,
+                  recompute=plan.recompute)  # fmt: skip
         prediction = Prediction(search.workload, plan, cluster, use)
         try:
             peak = max(prediction.peak(rank).total for rank in range(plan.mesh.pipeline))
@@ -136,7 +138,7 @@ def test_no_plan_is_better_than_the_one_that_is_found(part: int) -> None:
     met = 0
     for number in range(part * CASES // 10, (part + 1) * CASES // 10):
         draw = random.Random(number)
-        goal = Goal(global_batch=draw.choice([4, 8, 12]), sequence=32, precision="fp32", headroom=0.0)
+        goal = Goal(global_batch=draw.choice([4, 8, 12]), sequence=32, headroom=0.0)
         space = space_of(draw)
         roomy = Search(model_of(draw).workload, cluster_of(draw), goal, Space(**space), effort=10**9)
         every = predictions_of(roomy, space)

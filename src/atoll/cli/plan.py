@@ -27,8 +27,9 @@ def command(
     """Choose mesh, layout, schedule, microbatch and all else of [parallel] for a model on a cluster.
 
     The plan is for parallel.ranks, or all devices of the cluster if that is not written, with train.global_batch,
-    data.sequence and train.precision as they are. Where parallel.auto is true, what is written beside it is kept, and
-    so is train.microbatch; else [parallel] is a plan of its own, which is shown beside.
+    and data.sequence as they are. Where parallel.auto is true, what is written beside it is kept, and so are
+    train.microbatch and train.precision; else train.precision is kept, and [parallel] is a plan of its own, which is
+    shown beside.
 
     Keys of the JSON object: plan, its choices; settings, by section of a config; seconds of a step; gap, the share by
     which another plan may be faster at most; tokens_per_second; predicted, how many plans were played, and frames, how

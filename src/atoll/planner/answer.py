@@ -27,7 +27,7 @@ TRIED = 24
 """Slower plans that are looked at, until one fits."""
 
 EASIER = 8
-"""How many times less is searched where the question changes."""
+"""How many times less effort a search has where the question changes."""
 
 
 class Undone(NamedTuple):
@@ -43,7 +43,7 @@ class Change(NamedTuple):
     """What happens to the step when the cluster or the goal changes.
 
     same: seconds of the same plan; None where it does not fit, or has another batch or mesh.  best: the fastest plan
-    found then.
+    found then, with an eighth of the effort; None where none was found that fits, though there may be one.
     """
 
     what: str

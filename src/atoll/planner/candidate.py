@@ -28,6 +28,7 @@ def choices(candidate: Candidate) -> dict[str, str]:
         "mesh": sizes,
         "microbatch": f"{frame.microbatch} x {frame.microbatches}",
         "recompute": frame.recompute,
+        "precision": frame.precision,
         "schedule": f"{order.name}{chunks}",
         "layout": travel.layout.name,
         "residency": travel.residency,
@@ -62,7 +63,7 @@ def settings(candidate: Candidate) -> dict[str, dict[str, Any]]:
         "vocabulary": frame.vocabulary_parallel,
     }
     known = {name: value for name, value in parallel.items() if value is not None}
-    return {"parallel": known, "train": {"microbatch": frame.microbatch}}
+    return {"parallel": known, "train": {"microbatch": frame.microbatch, "precision": frame.precision}}
 
 
 def _yes(value: bool) -> str:

@@ -3,9 +3,9 @@
 [Note: branch and bound]
 A node is a set of plans: those of a mesh and a microbatch, of a schedule on it, or one alone. A heap gives the node
 that is likely to be the fastest; it is opened into its parts, or predicted where it is one plan. What cannot be faster
-than the best plan that fits, or holds more than there is, is left out: by a bound, so no better plan is lost. The search
-ends when nothing is left, or when it has played as many instructions as it may; then the smallest bound that is left
-says how much faster a plan could be at most. Both are counts and not seconds, so the same question has the same answer.
+than the best plan that fits, or holds more than there is, is left out: by a bound, so no better plan is lost. It ends
+when nothing is left, or when it has played as many instructions as it may; then the smallest bound that is left says
+how much faster a plan could be at most. Both are counts and not seconds, so the same question has the same answer.
 
 [Note: plans that are unlikely to fit]
 The bound on bytes leaves out what passes within an operation, what is gathered and what is in flight. The difference
@@ -108,11 +108,6 @@ class Search:
     reads_in_place: bool = False
     effort: int = EFFORT
 
-    @cached_property
-    def precision(self) -> Precision:
-        """Of all plans."""
-        return Precision.preset(self.goal.precision)
-
     @property
     def limit(self) -> float:
         """Bytes that a rank may hold."""
@@ -159,7 +154,7 @@ class Search:
             is_late, _, _, node = heappop(heap)
             if aim(node.least) >= best:
                 continue
-            use = node.frame.use(self.goal, self.precision.compute)
+            use = node.frame.use(self.goal)
             excess = node.least.nbytes + unseen.get(use, 0.0) - self.limit
             if fastest and node.travels and excess > 0 and not is_late:
                 heappush(heap, (True, excess, next(numbers), node))
@@ -237,7 +232,7 @@ class Search:
             layout=travel.layout,
             schedule=self._schedule(order, frame.mesh.pipeline, frame.microbatches),
             microbatch=frame.microbatch,
-            precision=self.precision,
+            precision=Precision.preset(frame.precision),
             residency=travel.residency,
             reduction=travel.reduction,
             unit=travel.unit,
@@ -249,7 +244,7 @@ class Search:
         )
 
     def _prediction(self, frame: Frame, order: Order, travel: Travel) -> Prediction:
-        use = frame.use(self.goal, self.precision.compute)
+        use = frame.use(self.goal)
         plan = self.plan(frame, order, travel)
         return Prediction(self.workload, plan, self.cluster, use, self.reads_in_place)
 
@@ -301,7 +296,8 @@ class Search:
         most = sum(total.layers[: -(-len(total.layers) // mesh.pipeline)])
         nbytes = (total.kept + total.state / mesh.data) / mesh.pipeline + self.cluster.device.context
         likely = max(total.seconds / mesh.pipeline, most) * (microbatches + 0.5 * (mesh.pipeline - 1))
-        item = ITEM_BYTES[self.precision.reduce] + ITEM_BYTES[self.precision.compute]
+        precision = Precision.preset(frame.precision)
+        item = ITEM_BYTES[precision.reduce] + ITEM_BYTES[precision.compute]
         sent = item * total.trained / mesh.pipeline
         moves = (link.seconds(sent * part_of(axis, mesh)) for axis, link in data_links(self.cluster, mesh).items())
         exposed = max(0.0, max(moves, default=0.0) - total.seconds / mesh.pipeline)
@@ -318,11 +314,11 @@ class Search:
 
     def _total(self, frame: Frame) -> _Total | None:
         """Of one microbatch through all blocks."""
-        use = frame.use(self.goal, self.precision.compute)
+        use = frame.use(self.goal)
         if use not in self._totals:
-            alone = Frame(MeshShape(tensor=use.tensor), use.samples, 1, use.recompute, use.sequence_parallel, False)
+            alone = frame._replace(mesh=MeshShape(tensor=use.tensor), microbatches=1, vocabulary_parallel=False)
             prediction = self._prediction(alone, Order("1f1b"), PLAIN)
-            workload, precision = self.workload, self.precision
+            workload, precision = self.workload, Precision.preset(frame.precision)
             try:
                 works = prediction.ranks.works
             except UserError:

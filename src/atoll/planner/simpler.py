@@ -1,6 +1,9 @@
 """Of plans that take about as long, the one with the fewest special choices.
 
-A prediction is not exact to a thousandth, so a special choice that gains less is not worth its line in a config.
+A prediction is not exact to a thousandth, so a special choice that gains less is not worth its line in a config. Simple
+and not small: in the eight measured races of benchmarks/choices, the simplest of the plans that are predicted to be
+equally fast is at most 5 % over the fastest measured one in six, 9.9 % at worst; the one that holds the fewest bytes in
+five, 22.8 % at worst.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from atoll.planner.space import Space
 EQUAL = 0.001
 """Share of a step's seconds up to which plans count as equally fast."""
 
-OF_A_FRAME = ("recompute", "sequence_parallel", "vocabulary_parallel")
+OF_A_FRAME = ("recompute", "precision", "sequence_parallel", "vocabulary_parallel")
 OF_A_TRAVEL = ("residency", "reduction", "unit", "prefetch", "post_validation")
 
 

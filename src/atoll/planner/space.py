@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 from atoll.cost import Cluster, Use
 from atoll.errors import ConfigError
 from atoll.ir.residency import REDUCTIONS, RESIDENCIES, Reduction, Residency
-from atoll.layouts import EFFECTIVE, Layout, Level
+from atoll.layouts import EFFECTIVE, Layout, Level, Precision
 from atoll.plans import AXES, ORDERS, RECOMPUTE, MeshShape
 
 Word = TypeVar("Word", bound=str)
@@ -21,8 +21,7 @@ class Goal:
     """What a step has to do.
 
     global_batch: samples of a step, of `sequence` tokens each.  ranks: devices; all of the cluster's if not given.
-    precision: a preset of `atoll.Precision`.  headroom: share of a device's memory that a plan has to leave free, for
-    what a prediction may be off by.
+    headroom: share of a device's memory that a plan has to leave free, for what a prediction may be off by.
 
     Raises ConfigError for sizes that cannot be.
     """
@@ -30,7 +29,6 @@ class Goal:
     global_batch: int
     sequence: int
     ranks: int | None = None
-    precision: str = "bf16"
     headroom: float = 0.05
 
     def __post_init__(self) -> None:
@@ -75,17 +73,18 @@ class Frame(NamedTuple):
     microbatch: int
     microbatches: int
     recompute: str
+    precision: str
     sequence_parallel: bool
     vocabulary_parallel: bool
 
-    def use(self, goal: Goal, compute: str) -> Use:
+    def use(self, goal: Goal) -> Use:
         """How a rank runs the model."""
         return Use(
             samples=self.microbatch,
             sequence=goal.sequence,
             tensor=self.mesh.tensor,
             sequence_parallel=self.sequence_parallel,
-            compute=compute,
+            compute=Precision.preset(self.precision).compute,
             recompute=self.recompute,
         )
 
@@ -108,7 +107,7 @@ class Space:
     pipeline, tensor, intra: ranks along these axes; all divisors if not given. A group lies within a node, and
     tensor-parallel ranks too.  order: of the mesh's axes over the ranks.  schedules: of a pipeline, those of
     `atoll.planner.space.ORDERS_OF_A_PIPELINE` if not given.  microbatch: samples; all divisors of a rank's share if not
-    given.
+    given.  precision: presets of `atoll.Precision`; those for whose dtype the device has no rate are left out.
     """
 
     pipeline: tuple[int, ...] | None = None
@@ -123,6 +122,7 @@ class Space:
     unit: tuple[int, ...] = (1, 2, 4)
     prefetch: tuple[int | None, ...] = (None, 0)
     recompute: tuple[str, ...] = RECOMPUTE
+    precision: tuple[str, ...] = ("fp32", "bf16")
     post_validation: tuple[bool, ...] = (False, True)
     sequence_parallel: tuple[bool, ...] = (False, True)
     vocabulary_parallel: tuple[bool, ...] = (False, True)
@@ -130,8 +130,13 @@ class Space:
     def frames(self, goal: Goal, cluster: Cluster, *, blocks: int) -> Iterator[Frame]:
         """Every mesh with the microbatches that it allows. blocks: of the model; a pipeline is no longer.
 
-        Meshes that lie alike on the network come once, in the first order of `order`.
+        Meshes that lie alike on the network come once, in the first order of `order`. Raises ConfigError where the
+        device has no rate for any of the precisions.
         """
+        computes = {name: Precision.preset(name).compute for name in self.precision}
+        precisions = [name for name, compute in computes.items() if compute in cluster.device.rates]
+        if not precisions:
+            cluster.device.rate(computes[self.precision[0]])
         for mesh in self.meshes(world_of(goal, cluster), cluster, blocks=blocks):
             share, rest = divmod(goal.global_batch, mesh.data)
             if rest:
@@ -139,9 +144,11 @@ class Space:
             sizes = _chosen(self.microbatch, share)
             spread = (False,) if mesh.tensor == 1 else self.sequence_parallel
             sliced = (False,) if mesh.pipeline == 1 else self.vocabulary_parallel
-            for size, recompute, is_spread, is_sliced in product(sizes, self.recompute, spread, sliced):
+            for size, recompute, precision, is_spread, is_sliced in product(
+                sizes, self.recompute, precisions, spread, sliced
+            ):
                 if not is_spread or goal.sequence % mesh.tensor == 0:
-                    yield Frame(mesh, size, share // size, recompute, is_spread, is_sliced)
+                    yield Frame(mesh, size, share // size, recompute, precision, is_spread, is_sliced)
 
     def meshes(self, world: int, cluster: Cluster, *, blocks: int) -> Iterator[MeshShape]:
         """Every mesh of so many ranks."""
@@ -172,8 +179,10 @@ class Space:
     def travels(self, frame: Frame, *, chunks: int) -> Iterator[tuple[Travel, ...]]:
         """What may be stored and sent, each way that differs once; in one tuple those that send about as much.
 
-        chunks: stages of a rank. A rank of one stage stays on it for the step.
+        chunks: stages of a rank. A rank of one stage stays on it for the step, unless its slice of the vocabulary needs
+        the room.
         """
+        stays = chunks == 1 and not frame.vocabulary_parallel
         mesh, several = frame.mesh, frame.microbatches > 1 or frame.mesh.pipeline > 1
         validated = (False,) if mesh.pipeline == 1 else self.post_validation
         seen = set()
@@ -186,8 +195,8 @@ class Space:
             units = self.unit[:1] if mesh.data == 1 else self.unit
             prefetch = self.prefetch[:1] if mesh.data == 1 else self.prefetch
             for residency, reduction in product(
-                self.residency[:1] if is_whole or not several else _distinct(self.residency, chunks),
-                self.reduction[:1] if layout.gradients is Level.N or not several else _distinct(self.reduction, chunks),
+                self.residency[:1] if is_whole or not several else _distinct(self.residency, stays),
+                self.reduction[:1] if layout.gradients is Level.N or not several else _distinct(self.reduction, stays),
             ):
                 # Of a larger unit more stays whole between two uses of a stage.
                 is_apart = residency == "unit" and not is_whole and several
@@ -215,9 +224,9 @@ def _chosen(given: tuple[int, ...] | None, share: int) -> list[int]:
     return [size for size in candidates if share % size == 0]
 
 
-def _distinct(words: tuple[Word, ...], chunks: int) -> tuple[Word, ...]:
-    """Without "step" where "run" is there and a rank has one stage."""
-    return tuple(word for word in words if chunks > 1 or word != "step" or "run" not in words)
+def _distinct(words: tuple[Word, ...], stays: bool) -> tuple[Word, ...]:
+    """Without "step" where "run" is there and a rank stays on its stage."""
+    return tuple(word for word in words if not stays or word != "step" or "run" not in words)
 
 
 def _placed(layout: Layout, mesh: MeshShape) -> Layout:

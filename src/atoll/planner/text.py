@@ -46,12 +46,12 @@ def describe(answer: Answer, own: Prediction | None = None) -> Iterator[str]:
             if each.seconds is not None or each.choice == "layout"
         ]
     )
-    yield from ("", "if the question changes", *_table(list(_changes(answer))))
+    yield from ("", "if the question changes (found with less effort)", *_table(list(_changes(answer))))
 
 
 def _batch(answer: Answer) -> str:
     goal = answer.search.goal
-    return f"{goal.global_batch} samples of {goal.sequence} tokens a step, {goal.precision}"
+    return f"{goal.global_batch} samples of {goal.sequence} tokens a step"
 
 
 def _memory(prediction: Prediction) -> str:
@@ -94,7 +94,7 @@ def _changes(answer: Answer) -> Iterator[tuple[str, ...]]:
     for each in answer.changes:
         same = "" if each.same is None else f"this plan {format_seconds(each.same)}"
         if each.best is None:
-            yield each.what, same or "this plan does not fit", "no plan fits"
+            yield each.what, same, "no plan was found that fits"
             continue
         own = choices(each.best)
         other = [f"{name} {value}" for name, value in own.items() if value != best[name]]

@@ -48,7 +48,7 @@ def plan(
     model: the sizes of a transformer; a workload, which `atoll.models.count` makes of a module; or a config or the path
     of its TOML file.
     cluster: what the plan runs on, or the path of its TOML file; run.cluster of a config if not given.
-    goal: samples and tokens of a step, ranks, precision; those of a config if not given.
+    goal: samples and tokens of a step, and ranks; those of a config if not given.
     space: the values to choose between. If not given, all that there are, and for a config with `parallel.auto` those
     that it leaves open.
     effort: instructions that are played at most. Where they are not enough to prove the plan the best, `Answer.gap`
@@ -104,8 +104,8 @@ def load_chosen(path: Path, overrides: Sequence[str] = (), *, world: int | None 
 def question(config: Config, cluster: Cluster, *, world: int | None = None) -> Search:
     """The search for a plan for a config's model, batch and sequence.
 
-    Where the config leaves it to a planner, what is written beside `parallel.auto` is kept, and so is
-    train.microbatch.  world: ranks; parallel.ranks, or those of the cluster, if not given.
+    Where the config leaves it to a planner, what is written beside `parallel.auto` is kept, and so are
+    train.microbatch and train.precision.  world: ranks; parallel.ranks, or those of the cluster, if not given.
 
     Raises ConfigError where a key cannot be kept.
     """
@@ -117,11 +117,10 @@ def question(config: Config, cluster: Cluster, *, world: int | None = None) -> S
         global_batch=config.train.global_batch,
         sequence=config.data.sequence,
         ranks=ranks,
-        precision=config.train.precision,
     )
     on_cpu = is_on_cpu(config, cluster)
     workload = workload_of(config, expected_vocabulary(config), on_cpu=on_cpu)
-    space = space_of(config) if config.parallel.auto else Space()
+    space = space_of(config) if config.parallel.auto else Space(precision=(config.train.precision,))
     return Search(workload, cluster, goal, space, on_cpu)
 
 
@@ -142,8 +141,9 @@ def space_of(config: Config) -> Space:
         given["layouts"] = (Layout(parallel.layout),)
     if _is_written(config, "schedule"):
         given["schedules"] = (Order(parallel.schedule, parallel.chunks),)
-    if "microbatch" in config.train.model_fields_set:
-        given["microbatch"] = (config.train.microbatch,)
+    for name in ("microbatch", "precision"):
+        if name in config.train.model_fields_set:
+            given[name] = (getattr(config.train, name),)
     return Space(**given)
 
 
