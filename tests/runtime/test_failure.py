@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from atoll.errors import ConfigError, RankError
-from atoll.runtime.failure import Watch, words_of
+from atoll.runtime.failure import Watch, frames_of, words_of
 from atoll.runtime.monitor import ANSWER_SECONDS, GONE_SECONDS, LINE_BYTES, STRANGERS, Address, Monitor, proof
 
 
@@ -267,3 +267,25 @@ def test_an_address_survives_an_environment() -> None:
 def test_a_closed_monitor_leaves_no_thread(monitor: Monitor) -> None:
     monitor.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "atoll-monitor"]
+
+
+def test_frames_of_a_thread_that_runs_are_read_beside_it() -> None:
+    is_over = threading.Event()
+
+    def recur(depth: int) -> None:
+        recur(depth - 1) if depth else is_over.wait(0.001)
+
+    def run() -> None:
+        while not is_over.is_set():
+            recur(20)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        names = [[name for _, _, name in frames_of(thread.ident or 0)] for _ in range(300)]
+    finally:
+        is_over.set()
+        thread.join()
+    assert all("run" in found for found in names), "the frames of another thread, or a part of them"
+    assert any(found.count("recur") > 10 for found in names)
+    assert not frames_of(thread.ident or 0), "it has ended"

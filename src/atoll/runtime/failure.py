@@ -9,11 +9,14 @@ interrupt a wait. A rank that cannot reach the monitor for as long as a rank may
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
+import re
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -46,6 +49,33 @@ ANSWERED_SECONDS = 2.0
 """How long a rank waits for the monitor's answer before it connects anew."""
 STACK_CHARACTERS = 20_000
 MESSAGE_CHARACTERS = 20_000
+
+
+FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+
+
+def frames_of(thread: int) -> list[tuple[str, int, str]]:
+    """File, line and function of each frame of a thread, the innermost first; none where there is no such thread.
+
+    [Note: stacks of a running thread] faulthandler writes them in one go, while it holds the interpreter. Frame objects
+    from `sys._current_frames` are walked while their thread runs on, and Python 3.11 crashed in `f_back` of one.
+    """
+    try:
+        with tempfile.TemporaryFile() as file:
+            faulthandler.dump_traceback(file)
+            file.seek(0)
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:  # a full disk must not end the watch
+        return []
+    # "Thread 0x00007f2832235b80 (most recent call first):" begins the frames of each.
+    frames: list[tuple[str, int, str]] = []
+    is_here = False
+    for line in lines:
+        if line.endswith("(most recent call first):"):
+            is_here = int(re.findall("0x[0-9a-f]+", line)[0], 16) == thread
+        elif is_here and (found := FRAME.fullmatch(line)):
+            frames.append((found[1], int(found[2]), found[3]))
+    return frames
 
 
 class Doing(NamedTuple):
@@ -144,16 +174,20 @@ class Watch:
             what, waits_for, mark = self._sections[-1]()
         except IndexError:  # outside of all sections, or it left the last one meanwhile
             what, waits_for, mark = OUTSIDE, tuple(range(self.world)), 0
-        peers = tuple(rank for rank in waits_for if rank != self._rank) if self._is_waiting() else ()
-        return Doing(what, peers, mark)
+        return Doing(what, tuple(rank for rank in waits_for if rank != self._rank), mark)
+
+    def _beat_of(self, before: Words | None) -> Words:
+        """What to tell the monitor. A rank that got on since `before` waits for nobody: its stack is left alone."""
+        what, waits_for, mark = self.doing()
+        at = [mark, self._passed]
+        is_still = before is not None and before["mark"] == at
+        host, pid = process_of_this()
+        waits_for = waits_for if is_still and self._is_waiting() else ()
+        return {"doing": what, "waits_for": waits_for, "mark": at, "host": host, "pid": pid}
 
     def _is_waiting(self) -> bool:
         """Whether this rank waits for others rather than for its own code, by where its thread is."""
-        frame = sys._current_frames().get(self._in_thread)
-        names: list[str] = []
-        while frame is not None and len(names) < NEAREST:
-            names.append(frame.f_code.co_filename)
-            frame = frame.f_back
+        names = [file for file, _, _ in frames_of(self._in_thread)[:NEAREST]]
         if any(name.endswith(COLLECTIVES) for name in names):
             return True
         own = next((name for name in names if not name.endswith(WAITS)), "")
@@ -210,10 +244,9 @@ class Watch:
 
     def _run(self) -> None:
         answered = time.monotonic()
+        said: Words | None = None
         while not self._stop.wait(self._beat):
-            what, waits_for, mark = self.doing()
-            host, pid = process_of_this()
-            said = {"doing": what, "waits_for": waits_for, "mark": [mark, self._passed], "host": host, "pid": pid}
+            said = self._beat_of(said)
             try:
                 answer = self._ask({"beat": said})
                 if answer.get("wants_stack"):
@@ -232,8 +265,10 @@ class Watch:
 
     def _stack(self) -> str:
         """Where the thread is that trains."""
-        frame = sys._current_frames().get(self._in_thread)
-        return "" if frame is None else "".join(traceback.format_stack(frame))[-STACK_CHARACTERS:]
+        summary = traceback.StackSummary.from_list(
+            [traceback.FrameSummary(*frame) for frame in reversed(frames_of(self._in_thread))]
+        )
+        return "".join(summary.format())[-STACK_CHARACTERS:]
 
     def _leave_alone(self, silent: float) -> None:
         assert self._address is not None
