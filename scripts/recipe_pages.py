@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import atoll
+from atoll.config import load
 from atoll.cost.breakdown import busiest_rank
 from atoll.planner import Answer, choices, settings
 from atoll.planner.text import SHOWN
@@ -27,7 +28,9 @@ PART = re.compile(r"(<!-- planned: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 def planned(name: str) -> str:
     """The part of a recipe."""
-    answer = atoll.plan(RECIPES / f"{name}.toml")
+    config = load(RECIPES / f"{name}.toml")
+    assert config.run.cluster is not None, f"{name} names no cluster"
+    answer = atoll.plan(config, ROOT / config.run.cluster)
     parts = [
         f"```console\n$ atoll plan configs/recipes/{name}.toml\n```",
         f"```text\n{answer}\n```",
