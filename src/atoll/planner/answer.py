@@ -61,7 +61,7 @@ class Answer:
     @staticmethod
     def of(search: Search) -> Answer:
         """Search. Raises ConfigError where the goal and the cluster do not fit, and where no plan does."""
-        found = Answer(search, search.run())
+        found = Answer(search, search.with_made(search.run()))
         _ = found.best
         return found
 

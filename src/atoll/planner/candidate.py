@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from atoll.ir.text import to_text
 from atoll.planner.space import Frame, Order, Travel
 
 
@@ -50,8 +51,9 @@ def settings(candidate: Candidate) -> dict[str, dict[str, Any]]:
         "tensor": frame.mesh.tensor,
         "intra": frame.mesh.intra,
         "order": list(frame.mesh.order),
-        "schedule": order.name,
+        "schedule": order.name if order.made is None else to_text(order.made.schedule),
         "chunks": order.chunks,
+        "layers_per_stage": None if order.made is None else list(order.made.layers_per_stage),
         "layout": travel.layout.name,
         "residency": travel.residency,
         "reduction": travel.reduction,
