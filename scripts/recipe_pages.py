@@ -11,10 +11,12 @@ import argparse
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import atoll
 from atoll.config import load
 from atoll.cost.breakdown import busiest_rank
+from atoll.ir.text import to_csv
 from atoll.planner import Answer, choices, settings
 from atoll.planner.text import SHOWN
 from atoll.toml import nested_to_toml
@@ -35,9 +37,19 @@ def planned(name: str) -> str:
         f"```console\n$ atoll plan configs/recipes/{name}.toml\n```",
         f"```text\n{answer}\n```",
         " ".join(reasons(answer)),
-        "```ini\n" + nested_to_toml(settings(answer.best)).strip() + "\n```",
+        "```ini\n" + nested_to_toml(written(answer, RECIPES / f"{name}.csv")).strip() + "\n```",
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def written(answer: Answer, path: Path) -> dict[str, dict[str, Any]]:
+    """The settings of the plan. An order that was made for it goes to a file, which they name."""
+    found, made = settings(answer.best), answer.best.order.made
+    path.unlink(missing_ok=True)
+    if made is not None:
+        path.write_text(to_csv(made.schedule), encoding="utf-8")
+        found["parallel"]["schedule"] = str(path.relative_to(ROOT))
+    return found
 
 
 def reasons(answer: Answer) -> Iterator[str]:

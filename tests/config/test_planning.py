@@ -114,7 +114,11 @@ def test_parts_of_a_sequence_are_of_one_size() -> None:
         odd.to_plan()
 
 
-ORDER = "# mine: line, ranks 2, chunks 1, microbatches 4\n0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3\n1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3\n"
+ORDER = """\
+# mine: line, ranks 2, chunks 1, microbatches 4
+0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3
+1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3
+"""
 
 
 def test_an_order_is_given_as_text_or_in_a_file(tmp_path: Path) -> None:

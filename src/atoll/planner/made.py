@@ -1,8 +1,8 @@
 """Orders made for one plan: its split, placement and order searched together, for its seconds, links and memory.
 
 The schedules of the catalogue know no seconds. Where stages are unequal or one link is slow, an order that does is
-faster (`atoll.joint`). It is searched for the meshes and microbatches of the fastest plans alone, since it takes as long
-as predicting many plans.
+faster (`atoll.joint`). It is searched for the meshes and microbatches of the fastest plans alone, since it takes as
+long as predicting many plans.
 """
 
 from __future__ import annotations

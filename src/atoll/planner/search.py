@@ -161,7 +161,7 @@ class Search:
             made = made_for(prediction, self.limit - over)
             if made is None:
                 return None
-            found = base._replace(order=Order("joint", made.schedule.chunks, made))
+            found = base._replace(order=Order(made.schedule.name, made=made))
             try:
                 own = self.predict(found)
                 peak = max(own.peak(rank).total for rank in range(base.frame.mesh.pipeline))

@@ -116,7 +116,8 @@ class Space:
     pipeline, tensor, intra: ranks along these axes; all divisors if not given. A group lies within a node, and
     tensor-parallel ranks too.  order: of the mesh's axes over the ranks.  schedules: of a pipeline, those of
     `atoll.planner.space.ORDERS_OF_A_PIPELINE` if not given, and orders made for the fastest plans.  microbatch:
-    samples; all divisors of a rank's share if not given.  precision: presets of `atoll.Precision`; those for whose dtype the device has no rate are left out.
+    samples; all divisors of a rank's share if not given.  precision: presets of `atoll.Precision`; those for whose
+    dtype the device has no rate are left out.
     """
 
     pipeline: tuple[int, ...] | None = None
