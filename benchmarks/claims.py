@@ -623,8 +623,8 @@ ALL_CLAIMS = (
     ),
     Claim(
         what="— for known models on known clusters, with the reasons",
-        how="[recipes](docs/recipes.md): Llama 7B, 70B and adapters for 65B, a GPT of 39B, a BERT of 5B, two islands, a "
-        "laptop; the plan on the page is predicted anew and dry-run",
+        how="[recipes](docs/recipes.md): Llama 7B, 70B and adapters for 65B, a GPT of 39B, a BERT of 5B, two islands, "
+        "a laptop; the plan on the page is predicted anew and dry-run",
         result="it fits, in the seconds and bytes that the page states",
         tests=["tests/test_recipes.py"],
     ),

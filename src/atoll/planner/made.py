@@ -11,11 +11,9 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from atoll.cost import Prediction
-from atoll.cost.prediction import NEAR
 from atoll.errors import PlanError
 from atoll.joint import PLAYED, Layer, split_and_order
 from atoll.planner.space import Made
-from atoll.schedules import Link, Links
 
 EFFORT = PLAYED // 5
 """Actions that are played while splits are moved: a fifth of what `split_and_order` plays."""
@@ -45,7 +43,7 @@ def made_for(base: Prediction, limit: float) -> Made | None:
             [_layer(base, part, state) for part in parts],
             ranks=len(ranks),
             microbatches=base.plan.schedule.microbatches,
-            hop=_links(base),
+            hop=base.hops,
             limit=room,
             effort=EFFORT,
         )
@@ -77,15 +75,3 @@ def _layer(base: Prediction, part: range, state: float) -> Layer:
         pending=sum(work.kept_for_weights for work in works),
         static=state * sum(work.parameters for work in works),
     )
-
-
-def _links(base: Prediction) -> Links:
-    """Between the pipeline ranks."""
-    hops = {
-        name: Link(speed.latency, speed.seconds(base.message_bytes))
-        for name, speed in base.links.items()
-        if name in ("pp", NEAR)
-    }
-    ranks = range(base.plan.mesh.pipeline)
-    near = {(rank, other): hops[NEAR] for rank in ranks for other in base.near(rank)} if NEAR in hops else {}
-    return Links(near, hops["pp"])
