@@ -31,7 +31,6 @@ from atoll.ir import Schedule
 from atoll.layouts import ITEM_BYTES, Layout, Precision
 from atoll.planner.bounds import Least, Skeleton, data_links, part_of
 from atoll.planner.candidate import Candidate
-from atoll.planner.made import made_for
 from atoll.planner.space import Frame, Goal, Order, Space, Travel
 from atoll.plans import MeshShape, Plan
 
@@ -156,6 +155,8 @@ class Search:
 
     def _made(self, base: Candidate) -> Candidate | None:
         """The plan with an order made for it; None where none fits."""
+        from atoll.planner.made import made_for  # with numba, if that is there
+
         prediction, over = self.predict(base), 0.0
         for _ in range(ROUNDS):
             made = made_for(prediction, self.limit - over)
@@ -304,8 +305,9 @@ class Search:
             return order.made.schedule
         key = order, ranks, microbatches
         if key not in self._schedules:
-            sizes = {"ranks": ranks, "microbatches": microbatches, "chunks": order.chunks}
-            self._schedules[key] = schedules.build(order.name, **sizes)
+            self._schedules[key] = schedules.build(
+                order.name, ranks=ranks, microbatches=microbatches, chunks=order.chunks
+            )
         return self._schedules[key]
 
     @cached_property
