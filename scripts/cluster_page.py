@@ -42,6 +42,8 @@ MEANINGS: Mapping[str, str] = {
     "link.burst": "bytes that it carries at once after a pause, as a token bucket does; they count against its rate",
     "link.busy": "share of the time of what it carries during which the device computes nothing: 1 where its own "
     "processor copies, as between ranks on one CPU",
+    "link.shared": "bytes a second of gathers and reductions in a group whose ranks read each other's memory, as on "
+    "one CPU; not given where they exchange messages",
     "link.source": "where the figures are from",
 }
 

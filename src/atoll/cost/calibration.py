@@ -60,6 +60,7 @@ LIMITS: Mapping[str, Range] = {
     "device.efficiency.dispatch": Range(1e-7, 1e-3, 1.5),
     "device.efficiency.pause": Range(1e-6, 1e-1, 2.0),
     "node.link.reach": Range(0.02, 1.0, 0.3),
+    "node.link.shared": Range(1e6, 1e14, 0.3),
     "node.link.latency": Range(1e-7, 1e-2, 1.0),
     "network.reach": Range(0.02, 1.0, 0.3),
     "network.latency": Range(1e-7, 1e-2, 1.0),

@@ -86,7 +86,10 @@ def _link_row(name: str, link: Link | None) -> list[tuple[str, str]]:
     if link is None:
         return []
     rate = format_bytes(link.rate, decimal=True)
-    return [(name, f"{rate}/s, {format_seconds(link.latency)} a hop, collectives reach {link.reach:.0%}")]
+    words = f"{rate}/s, {format_seconds(link.latency)} a hop, collectives reach {link.reach:.0%}"
+    if link.shared is not None:
+        words += f", {format_bytes(link.shared, decimal=True)}/s in memory that ranks share"
+    return [(name, words)]
 
 
 def _mean(own: Reading, transport: Transport) -> Reading:
