@@ -26,6 +26,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from atoll.cost import Cluster, Prediction
+from atoll.cost.prediction import NEAR
 from atoll.ir import Op, Schedule
 from atoll.ir.action import COMPUTE_CODES
 from atoll.ir.residency import counts, insert_sharding
@@ -44,7 +45,7 @@ from atoll.layouts import (
 )
 from atoll.planner.space import Travel
 from atoll.plans import MeshShape, Place
-from atoll.program.instruction import Phase
+from atoll.program.instruction import Do, Phase
 from atoll.schedules.links import Hops
 from atoll.sim import Speed
 from atoll.sim.schedules import last_end
@@ -88,7 +89,7 @@ class Skeleton:
         is_apart = all(other.post_validation for other in travels)
         nbytes = max(self._held(travel._replace(post_validation=is_apart), mesh))
         once, each = self._loads(travel, mesh, live=min(other.unit for other in travels))
-        likely = max(alone.likely, max((once[at] + each[at] for at in once), default=0.0))
+        likely = max(alone.likely, self._sliced(mesh), max((once[at] + each[at] for at in once), default=0.0))
         return Least(max(computed, carried), nbytes, likely + self._exposed(travel, mesh, once))
 
     def alone(self, mesh: MeshShape) -> Least:
@@ -182,6 +183,24 @@ class Skeleton:
         if hops not in self._makespans:
             self._makespans[hops] = last_end(self._schedule, self._takes, self._gives, hops)
         return self._makespans[hops]
+
+    def _sliced(self, mesh: MeshShape) -> float:
+        """Seconds for which the busiest rank's link is likely to carry what goes to the slices of a vocabulary on other
+        nodes, and from them."""
+        schedule, found = self._schedule, 0.0
+        if not schedule.has_vocabulary:
+            return found
+        real = replace(self.base, plan=replace(self.base.plan, mesh=mesh))
+        links = real.links
+        for rank in range(mesh.pipeline):
+            sent = sum(
+                count
+                for (do, at), count in self.base.ranks.slices.sent(rank).items()
+                if do in (Do.SEND_L, Do.SEND_S) or schedule.placement.rank_of(at) == rank
+            )
+            away = 1.0 - len(real.near(rank)) / (mesh.pipeline - 1) if NEAR in links else 1.0
+            found = max(found, links["pp"].seconds(sent * away) * schedule.microbatches)
+        return found
 
     @cached_property
     def _makespans(self) -> dict[Hops, float]:
