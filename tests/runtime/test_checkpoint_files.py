@@ -15,7 +15,6 @@ import sys
 import tempfile
 import textwrap
 import time
-import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -29,15 +28,25 @@ import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from atoll._torch import CHECKPOINT_RECORDS, TORCH
 from atoll.errors import AtollError, CheckpointError, DamageError, RankError, UnverifiedWarning
-from atoll.runtime.checkpoint import Archive, Piece, is_complete, latest, load, prune, read_state, save, step_folder
-from atoll.runtime.checkpoint.collective import listing, raise_everywhere
+from atoll.runtime.checkpoint import (
+    Archive,
+    Piece,
+    folders,
+    is_complete,
+    latest,
+    load,
+    prune,
+    read_state,
+    save,
+    step_folder,
+)
+from atoll.runtime.checkpoint.meeting import listing
 
 Path_ = tuple[str, ...]
 WEIGHT = ("model", "layers.0.weight")
@@ -388,10 +397,13 @@ def test_a_cut_off_file_is_named(unsealed: Path, length: int) -> None:
         load(unsealed, pieces_of(blank(example())))
 
 
-def test_an_interruption_is_passed_on() -> None:
-    failure = CheckpointException("write", {1: (KeyboardInterrupt(), traceback.StackSummary())})
+def test_an_interruption_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(folder: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(folders, "prepare", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        raise_everywhere(failure, "saving")
+        save(tmp_path / "one", pieces_of(example()), {})
 
 
 # Digests

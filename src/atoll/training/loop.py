@@ -31,8 +31,8 @@ from atoll.digests import digest
 from atoll.errors import CheckpointError, ConfigError, DamageError, DataError, UnverifiedWarning, UserError
 from atoll.layouts import Footprint
 from atoll.runtime import checkpoint
-from atoll.runtime.checkpoint.collective import listing
 from atoll.runtime.checkpoint.manifest import Manifest
+from atoll.runtime.checkpoint.meeting import listing
 from atoll.runtime.engine import Engine, Evaluation
 from atoll.runtime.pipeline.step_end import StepResult
 from atoll.runtime.transport import Later
