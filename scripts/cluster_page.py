@@ -26,6 +26,8 @@ MEANINGS: Mapping[str, str] = {
     "device.efficiency.waves": "share of the time of a last, partly filled wave of tiles that is lost",
     "device.efficiency.attention": "share of the rate that fused attention reaches",
     "device.efficiency.memory": "share of the bandwidth that everything else reaches",
+    "device.efficiency.half": "share of that which kernels on elements of two bytes reach; less than 1 on a CPU, which "
+    "converts them",
     "device.efficiency.update": "bytes that the optimizer reads and writes for a parameter, with a master in fp32",
     "device.efficiency.launch": "seconds of the shortest kernel",
     "device.efficiency.dispatch": "seconds that the host needs to launch a kernel",

@@ -55,6 +55,7 @@ LIMITS: Mapping[str, Range] = {
     "device.efficiency.waves": Range(1e-3, 1.0, 0.5),
     "device.efficiency.attention": Range(0.05, 1.0, 0.3),
     "device.efficiency.memory": Range(0.1, 1.0, 0.3),
+    "device.efficiency.half": Range(0.1, 1.0, 0.3),
     "device.efficiency.update": Range(4.0, 400.0, 0.5),
     "device.efficiency.launch": Range(1e-7, 1e-4, 1.0),
     "device.efficiency.dispatch": Range(1e-7, 1e-3, 1.5),

@@ -54,6 +54,7 @@ class Efficiency(_Table):
     waves: share of the time of a last, partly filled wave of tiles that is lost.
     attention: share of the peak that fused attention reaches.
     memory: share of the memory's bandwidth that everything else reaches.
+    half: share of that which kernels on elements of two bytes reach; less than 1 on a CPU, which converts them.
     update: bytes that the optimizer reads and writes for a parameter, as Adam's step with a master in fp32.
     launch: seconds of the shortest kernel on the device.
     dispatch: seconds that the host needs to launch a kernel. A block takes no less than that for all of its kernels.
@@ -69,6 +70,7 @@ class Efficiency(_Table):
     waves: Annotated[float, Field(ge=0, le=1)] = 0.8
     attention: Share = 0.5
     memory: Share = 0.7
+    half: Share = 1.0
     update: NotBelow = 30.0
     launch: NotBelow = 2e-6
     dispatch: NotBelow = 1e-5

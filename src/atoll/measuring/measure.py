@@ -69,7 +69,7 @@ def describe(cluster: Cluster) -> str:
         ("depth", f"{reached.depth:.3g}: inner size of a product that reaches half of that"),
         ("attention", f"{reached.attention:.0%} of it, forward and backward"),
         ("bandwidth", f"{format_bytes(device.bandwidth, decimal=True)}/s"),
-        ("other kernels", f"{reached.memory:.0%} of it"),
+        ("other kernels", f"{reached.memory:.0%} of it, {reached.memory * reached.half:.0%} on elements of two bytes"),
         ("optimizer", f"{reached.update:.3g} bytes a parameter"),
         ("shortest kernel", f"{format_seconds(reached.launch)}, {format_seconds(reached.dispatch)} to launch it"),
         *(_link_row("node's link", cluster.node.link)),
