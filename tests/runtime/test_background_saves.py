@@ -182,7 +182,7 @@ def test_who_does_not_listen_is_warned(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(folders, "publish", fail)
     saver = Background()
     saver.begin(tmp_path / "one", [piece(1)], {}, identity=None)
-    with pytest.warns(RuntimeWarning, match="given up after 1 attempt"):
+    with pytest.warns(RuntimeWarning, match="given up after attempt 1"):
         saver.wait()
     with pytest.raises(RankError, match="No space left"):
         saver.finish()
