@@ -67,17 +67,17 @@ def load_and_train(case: Case, folder: str) -> History:
         {"layout": "NNN", "inter": 2},
         {"layout": "IIG", "inter": 2, "intra": 2},
         {"layout": "GGG", "intra": 2, "pipeline": 2, "schedule": "zb-v"},
-        {"layout": "NII", "intra": 2, "tensor": 2},
+        {"layout": "NII", "intra": 2, "tensor": 2, "model": TinyConfig()},
     ],
-    ids=lambda changes: "-".join(map(str, changes.values())) or "one rank",
+    ids=["one rank", "NNN", "IIG", "GGG, pipeline", "NII, tensor"],
 )
 def test_steps_beside_a_save_change_nothing_in_it(changes: dict[str, Any], tmp_path: Path) -> None:
     case, folder = replace(CASE, **changes), str(tmp_path / "step-3")
-    assert all(run_ranks(train_on_while_it_is_saved, case.ranks, case, folder, timeout=180))
+    assert run_ranks(train_on_while_it_is_saved, case.ranks, case, folder, timeout=180)[0], "rank 0 publishes"
     assert not verify(Path(folder)).problems
-    wanted = reference(CASE)
+    wanted = reference(replace(CASE, model=case.model))
     wanted = History(wanted.losses[SAVED_AT:], wanted.norms[SAVED_AT:], wanted.parameters)
-    for history in run_ranks(load_and_train, 2, replace(CASE, layout="GGG", intra=2), folder, timeout=180):
+    for history in run_ranks(load_and_train, 2, replace(CASE, layout="GGG", intra=2, model=case.model), folder):
         worst, where = worst_difference(history, wanted)
         assert worst <= 1e-10, f"{worst:.3g} at {where}"
 
@@ -127,7 +127,7 @@ def test_a_save_that_fails_is_tried_again_and_ends_nothing(failures: int, tmp_pa
 
 
 def piece(value: float, numel: int = 1000) -> Piece:
-    return Piece(("model", "w"), (numel,), 0, stop=numel, tensor=torch.full((numel,), value))
+    return Piece(("model", "w"), (numel,), 0, stop=numel, tensor=torch.full((numel,), float(value)))
 
 
 def test_a_save_waits_for_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,8 +181,8 @@ def test_who_does_not_listen_is_warned(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(folders, "publish", fail)
     saver = Background()
-    saver.begin(tmp_path / "one", [piece(1)], {}, identity=None)
-    with pytest.warns(RuntimeWarning, match="given up after attempt 1"):
+    with pytest.warns(RuntimeWarning, match="given up after 1 attempt"):
+        saver.begin(tmp_path / "one", [piece(1)], {}, identity=None)
         saver.wait()
     with pytest.raises(RankError, match="No space left"):
         saver.finish()

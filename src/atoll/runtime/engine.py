@@ -507,6 +507,11 @@ class Engine:
                 self._agreement.refuse(error)
                 raise
 
+    @property
+    def saving_bytes(self) -> int:
+        """Host memory in which this rank keeps a copy of what it saves in the background; 0 before the first time."""
+        return self._background.nbytes
+
     def load(self, folder: str | Path, *, check: Callable[[Archive], object] | None = None) -> dict[str, Any]:
         """Read a checkpoint of the same model, whatever it ran on; gives back the caller's `state`.
 

@@ -49,6 +49,11 @@ class Background:
         self._failed: Exception | None = None
         self._lost: BaseException | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """Of the copy that it keeps."""
+        return self._buffer.numel()
+
     def begin(
         self,
         folder: Path,
