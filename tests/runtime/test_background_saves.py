@@ -181,8 +181,12 @@ def test_who_does_not_listen_is_warned(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(folders, "publish", fail)
     saver = Background()
-    with pytest.warns(RuntimeWarning, match="given up after 1 attempt"):
+
+    def save_and_wait() -> None:
         saver.begin(tmp_path / "one", [piece(1)], {}, identity=None)
         saver.wait()
+
+    with pytest.warns(RuntimeWarning, match="given up after 1 attempt"):
+        save_and_wait()
     with pytest.raises(RankError, match="No space left"):
         saver.finish()
