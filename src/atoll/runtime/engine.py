@@ -493,7 +493,9 @@ class Engine:
             scaler = None if self._end.scaler is None else asdict(self._end.scaler)
             own = {"step": self.step_number, "scaler": scaler, "caller": dict(state or {})}
             whose = {"step": self.step_number, **(identity or {})}
-            save_state(Path(folder), self.units, self._optimizer, self._buffers(), state=own, identity=whose, save=save)
+            save_state(
+                Path(folder), self.units, self._optimizer, buffers=self._buffers(), state=own, identity=whose, save=save
+            )
 
     def finish_saving(self) -> None:
         """Wait for the checkpoint that is written in the background, if any. Every rank calls it.

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from atoll.errors import CheckpointError, RankError
 from atoll.runtime.checkpoint.meeting import Meeting
@@ -70,7 +69,7 @@ class Background:
         """
         self.wait()
         if self._meeting is None:
-            self._meeting = Meeting(_own_group())
+            self._meeting = Meeting.apart(LONGEST)
         saving = Saving(folder, pieces, state, identity=identity, meeting=self._meeting)
         copies = self._copied(saving.owned)
         self._failed = None
@@ -144,10 +143,3 @@ def _written(saving: Saving, copies: Sequence[Piece], told: Told) -> Exception |
 def _warn(failure: str | None) -> None:
     if failure is not None:
         warnings.warn(failure, RuntimeWarning, stacklevel=2)
-
-
-def _own_group() -> dist.ProcessGroup | None:
-    """A group of all ranks on gloo, in which files' bytes never travel; None without torch.distributed."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return None
-    return dist.new_group(backend="gloo", timeout=LONGEST)

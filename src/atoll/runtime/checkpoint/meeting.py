@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
@@ -36,6 +37,13 @@ class Meeting:
             self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
             if dist.get_backend(group) == dist.Backend.NCCL:
                 self._device = torch.device("cuda", torch.cuda.current_device())
+
+    @classmethod
+    def apart(cls, timeout: timedelta) -> Meeting:
+        """All ranks, on a gloo group of their own, for a thread beside the one that trains. Every rank calls it."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return cls()
+        return cls(dist.new_group(backend="gloo", timeout=timeout))
 
     def round(
         self, lost: str, act: Callable[[], Any], decide: Callable[[list[Any]], Sequence[Any]] | None = None
