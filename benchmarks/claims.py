@@ -642,6 +642,20 @@ ALL_CLAIMS = (
         figures=planner,
     ),
     Claim(
+        what="— for known models on known clusters, with the reasons",
+        how="[recipes](docs/recipes.md): Llama 7B, 70B and adapters for 65B, a GPT of 39B, a BERT of 5B, two islands, "
+        "a laptop; the plan on the page is predicted anew and dry-run",
+        result="it fits, in the seconds and bytes that the page states",
+        tests=["tests/test_recipes.py"],
+    ),
+    Claim(
+        what="— with an order made for it where the catalogue's schedules lose time",
+        how="a link between nodes that takes as long as the devices compute; the config holds the order, and makes the "
+        "same plan",
+        result="predicted faster than every plan with a schedule of the catalogue",
+        tests=["tests/planner/test_made.py"],
+    ),
+    Claim(
         what="models of uneven layers (**simulated**)",
         how="split, placement and order chosen together for {models} models on 4 and 8 ranks, beside interleaved 1F1B "
         "with as many layers in each stage: [page](benchmarks/uneven/README.md)",

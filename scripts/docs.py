@@ -107,7 +107,7 @@ MEANINGS: Mapping[str, str] = {
     "lora.targets": 'ends of names of the layers that get them, or "all-linear"',
     "parallel.ranks": "local processes; under a launcher its world decides",
     "parallel.pipeline": "pipeline ranks",
-    "parallel.schedule": "a name of the [catalogue](schedules.md)",
+    "parallel.schedule": "a name of the [catalogue](schedules.md), a CSV file in torch's format, or an order's text",
     "parallel.chunks": "stages of each rank, for schedules that take them",
     "parallel.layers_per_stage": "how many layers each stage gets, as in `[3, 5, 5, 3]`; spread evenly if not given",
     "parallel.post_validation": "take the optimizer step without waiting for the global norm, and check it afterwards",

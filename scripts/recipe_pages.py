@@ -11,9 +11,12 @@ import argparse
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import atoll
+from atoll.config import load
 from atoll.cost.breakdown import busiest_rank
+from atoll.ir.text import to_csv
 from atoll.planner import Answer, choices, settings
 from atoll.planner.text import SHOWN
 from atoll.toml import nested_to_toml
@@ -27,14 +30,26 @@ PART = re.compile(r"(<!-- planned: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 def planned(name: str) -> str:
     """The part of a recipe."""
-    answer = atoll.plan(RECIPES / f"{name}.toml")
+    config = load(RECIPES / f"{name}.toml")
+    assert config.run.cluster is not None, f"{name} names no cluster"
+    answer = atoll.plan(config, ROOT / config.run.cluster)
     parts = [
         f"```console\n$ atoll plan configs/recipes/{name}.toml\n```",
         f"```text\n{answer}\n```",
         " ".join(reasons(answer)),
-        "```ini\n" + nested_to_toml(settings(answer.best)).strip() + "\n```",
+        "```ini\n" + nested_to_toml(written(answer, RECIPES / f"{name}.csv")).strip() + "\n```",
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def written(answer: Answer, path: Path) -> dict[str, dict[str, Any]]:
+    """The settings of the plan. An order that was made for it goes to a file, which they name."""
+    found, made = settings(answer.best), answer.best.order.made
+    path.unlink(missing_ok=True)
+    if made is not None:
+        path.write_text(to_csv(made.schedule), encoding="utf-8")
+        found["parallel"]["schedule"] = str(path.relative_to(ROOT))
+    return found
 
 
 def reasons(answer: Answer) -> Iterator[str]:

@@ -40,7 +40,8 @@ def test_every_recipe_is_on_the_page() -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_is_as_its_page_says(name: str) -> None:
+def test_a_recipe_is_as_its_page_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
     config = chosen(name)
     assert config.run.cluster is not None
     assert load(ROOT / "configs" / "recipes" / f"{name}.toml").parallel.auto

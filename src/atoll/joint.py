@@ -95,11 +95,13 @@ def split_and_order(
     hop: float | Links = 0.0,
     limit: float | Sequence[float] | None = None,
     placements: Sequence[Placement] | None = None,
+    effort: int = PLAYED,
 ) -> Joint:
     """The split, the placement and the order with the shortest step that is found: see the note above.
 
     limit: bytes that a rank may hold, one number or one a rank.  placements: those to choose from; by default a line,
-    a V, and loops of 2 to 4 stages a rank, as far as the layers go.
+    a V, and loops of 2 to 4 stages a rank, as far as the layers go.  effort: actions that are played while splits are
+    moved, at most.
 
     Raises PlanError where there are fewer layers than ranks, or no split fits the limit.
     """
@@ -109,7 +111,7 @@ def split_and_order(
     found = [
         search
         for placement in chosen
-        if (search := _Split(layers, placement, microbatches, hop, limit, PLAYED // len(chosen))).has_order
+        if (search := _Split(layers, placement, microbatches, hop, limit, effort // len(chosen))).has_order
     ]
     if not found:
         raise PlanError(

@@ -46,5 +46,12 @@ def value_to_toml(value: bool | int | float | str | list[Any] | tuple[Any, ...] 
         return f"[{', '.join(value_to_toml(item) for item in value)}]"
     if isinstance(value, str):
         # JSON escapes the same characters in the same way, except DEL, which TOML does not allow bare.
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        return _in_lines(text) if "\n" in value else text
     return repr(value)
+
+
+def _in_lines(text: str) -> str:
+    """A string of one line as one of several, whose first line break TOML leaves out."""
+    parts = text.split("\\\\")  # between them, what is an escape is one
+    return '""' + "\\\\".join(part.replace("\\n", "\n") for part in parts).replace('"', '"\n', 1) + '""'

@@ -21,6 +21,7 @@ from atoll.program import Do
 from atoll.training.folder import RunFolder, read_records, typical_seconds
 from atoll.training.measurements import read_rows, read_run
 from atoll.training.sheet import RunReader
+from tests.clusters import TWO_CPUS
 
 CONFIG = """
 [model]
@@ -49,16 +50,6 @@ cluster = "{folder}/cluster.toml"
 tensorboard = false
 """
 
-CLUSTER = """
-[device]
-memory = 8_000_000_000
-bandwidth = 1e10
-rates = { float32 = 3e10 }
-[node]
-devices = 2
-link = { rate = 1e9, latency = 2e-5 }
-"""
-
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
@@ -66,7 +57,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     folder = tmp_path_factory.mktemp("finished")
     (folder / "text.txt").write_text("".join(f"line {number} of the corpus\n" for number in range(500)))
     (folder / "tiny.toml").write_text(CONFIG.format(folder=folder))
-    (folder / "cluster.toml").write_text(CLUSTER)
+    (folder / "cluster.toml").write_text(TWO_CPUS)
     command = [sys.executable, "-m", "atoll", "train", str(folder / "tiny.toml"), "--json"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0, result.stderr

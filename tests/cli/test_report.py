@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from atoll.cli.main import app
 from atoll.errors import ConfigError
 from atoll.training.sheet import RunReader
+from tests.clusters import TWO_CPUS
 from tests.report.sheets import RANKS
 from tests.report.test_report import data_of
 
@@ -36,22 +37,12 @@ device = "cpu"
 folder = "run"
 """
 
-CLUSTER = """
-[device]
-memory = 8_000_000_000
-bandwidth = 1e10
-rates = { float32 = 3e10 }
-[node]
-devices = 2
-link = { rate = 1e9, latency = 2e-5 }
-"""
-
 
 def run_folder(root: Path, *, is_over: bool = True) -> Path:
     """What `atoll train` leaves, with made-up measurements; before its last step without those."""
     root.mkdir()
     (root / "config.toml").write_text(CONFIG)
-    (root / "cluster.toml").write_text(CLUSTER)
+    (root / "cluster.toml").write_text(TWO_CPUS)
     plan = {
         "mesh": {"pp": 2, "inter": 1, "intra": 1, "tp": 1},
         "vocabulary": 300,
@@ -91,7 +82,7 @@ def atoll(*words: object) -> Any:
 
 def test_a_config_with_a_cluster_is_a_page(tmp_path: Path) -> None:
     (tmp_path / "tiny.toml").write_text(CONFIG)
-    (tmp_path / "cluster.toml").write_text(CLUSTER)
+    (tmp_path / "cluster.toml").write_text(TWO_CPUS)
     page = tmp_path / "page.html"
     result = atoll("report", tmp_path / "tiny.toml", "--cluster", tmp_path / "cluster.toml", "-o", page)
     assert result.exit_code == 0, result.output
@@ -150,7 +141,7 @@ def test_the_prediction_is_played_again_only_if_its_files_change(tmp_path: Path)
     again = reader.sheet()
     assert again.timelines[0] is first.timelines[0]
     assert len(again.curves.training["loss"]) == 6
-    (run / "cluster.toml").write_text(CLUSTER.replace("3e10", "6e10"))
+    (run / "cluster.toml").write_text(TWO_CPUS.replace("3e10", "6e10"))
     assert reader.sheet().timelines[0].seconds < first.timelines[0].seconds
 
 

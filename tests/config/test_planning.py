@@ -1,13 +1,19 @@
 """Config -> Plan: sizes that fit, and what to change where they do not."""
 
+import re
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from atoll.config import Config, from_dict
 from atoll.errors import ConfigError
+from atoll.ir import lower
+from atoll.ir.text import from_text, to_csv
 from atoll.layouts import Layout, Precision
 from atoll.plans import MeshShape
+from atoll.toml import value_to_toml
 
 
 def _config(*, layers: int = 8, batch: int = 16, microbatch: int = 2, **parallel: Any) -> Config:
@@ -106,3 +112,54 @@ def test_parts_of_a_sequence_are_of_one_size() -> None:
     odd = config.model_copy(update={"data": config.data.model_copy(update={"sequence": 33})})
     with pytest.raises(ConfigError, match=r"data.sequence = 33 is not a multiple of parallel.tensor = 2.* use 32"):
         odd.to_plan()
+
+
+ORDER = """\
+# mine: line, ranks 2, chunks 1, microbatches 4
+0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3
+1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3
+"""
+
+
+def test_an_order_is_given_as_text_or_in_a_file(tmp_path: Path) -> None:
+    order = from_text(ORDER)
+    plan = _config(ranks=4, pipeline=2, schedule=ORDER).to_plan()
+    assert plan.schedule == order
+    path = tmp_path / "mine.csv"
+    for written in (order, lower(order)):  # what a plan adds is left out
+        path.write_text(to_csv(written), encoding="utf-8")
+        read = _config(ranks=4, pipeline=2, schedule=str(path)).to_plan().schedule
+        assert (read.name, read.placement, read.actions) == (str(path), order.placement, order.actions)
+
+
+def test_a_config_with_an_order_is_read_back() -> None:
+    config = _config(ranks=4, pipeline=2, schedule=ORDER)
+    assert from_dict(tomllib.loads(config.dump())) == config
+    assert load_override(config, ORDER).to_plan() == config.to_plan()
+
+
+def load_override(config: Config, order: str) -> Config:
+    """The config with its order as `--set` gives it."""
+    values = tomllib.loads(config.dump())
+    values["parallel"]["schedule"] = "1f1b"
+    return from_dict(values, overrides=[f"parallel.schedule={value_to_toml(order)}"])
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (_config(ranks=4, pipeline=4, schedule=ORDER), "is for 2 pipeline ranks, parallel.pipeline makes 4"),
+        (_config(ranks=2, pipeline=2, schedule=ORDER), "is for 4 microbatches, train.global_batch makes 8"),
+        (_config(ranks=4, pipeline=2, chunks=2, schedule=ORDER), "is for 1 stages a rank, parallel.chunks makes 2"),
+        (
+            _config(ranks=4, pipeline=2, schedule=ORDER.replace("mine", "1f1b")),
+            "has the name of a schedule that Atoll builds; give it another",
+        ),
+        (_config(ranks=4, pipeline=2, schedule="nowhere.csv"), "cannot read the schedule nowhere.csv"),
+        (_config(ranks=4, pipeline=2, schedule=ORDER.replace("1B3", "")), "1B3"),
+    ],
+)
+def test_an_order_that_does_not_fit_is_refused(config: Config, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
+        config.to_plan()
+    assert "parallel.schedule: " in str(caught.value)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atoll import schedules
 from atoll.errors import ConfigError, PlanError, UserError
-from atoll.ir import Schedule
+from atoll.ir import Op, Schedule
+from atoll.ir.text import from_csv, from_text
 from atoll.layouts import Layout, Precision
 from atoll.plans import MeshShape, Plan
 from atoll.stages import BlockWeight, split_blocks
 
 if TYPE_CHECKING:
-    from atoll.config.schema import Config
+    from atoll.config.schema import Config, Parallel
 
 
 def plan_of(config: Config, world: int | None = None) -> Plan:
@@ -30,9 +32,7 @@ def plan_of(config: Config, world: int | None = None) -> Plan:
     microbatches = train.global_batch // (train.microbatch * data) if fits else parallel.pipeline
 
     try:
-        schedule = schedules.build(
-            parallel.schedule, ranks=parallel.pipeline, microbatches=microbatches, chunks=parallel.chunks
-        )
+        schedule = _schedule(parallel, microbatches, fits=fits)
     except UserError as error:
         problems.append(f"parallel.schedule: {error}")
     else:
@@ -65,6 +65,42 @@ def plan_of(config: Config, world: int | None = None) -> Plan:
         vocabulary_parallel=parallel.vocabulary,
         layers_per_stage=parallel.layers_per_stage,
     )
+
+
+def _schedule(parallel: Parallel, microbatches: int, *, fits: bool) -> Schedule:
+    """The schedule that is named or given. fits: whether the batch has so many microbatches."""
+    given = parallel.schedule
+    if not _is_given(given):
+        return schedules.build(given, ranks=parallel.pipeline, microbatches=microbatches, chunks=parallel.chunks)
+    schedule = from_text(given) if "\n" in given else _read(given)
+    problems = [
+        f"is for {own} {what}, {key} makes {asked}"
+        for what, key, own, asked in (
+            ("pipeline ranks", "parallel.pipeline", schedule.ranks, parallel.pipeline),
+            ("stages a rank", "parallel.chunks", schedule.chunks, parallel.chunks or schedule.chunks),
+            ("microbatches", "train.global_batch", schedule.microbatches, microbatches if fits else None),
+        )
+        if asked not in (own, None)
+    ]
+    if schedule.name in schedules.CATALOGUE:
+        problems.append("has the name of a schedule that Atoll builds; give it another")
+    if problems:
+        raise ConfigError(f"the order {schedule.name!r} {', and '.join(problems)}")
+    return schedule
+
+
+def _is_given(schedule: str) -> bool:
+    """Whether it is an order, or the file of one, and no name."""
+    return "\n" in schedule or schedule.endswith(".csv")
+
+
+def _read(path: str) -> Schedule:
+    """An order from torch's CSV, without messages and sharding actions, which a plan adds itself."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the schedule {path}: {error}") from error
+    return from_csv(text, name=path).only((Op.F, Op.I, Op.W, Op.B))
 
 
 def _world_problems(config: Config, ranks: int, *, launched: bool) -> list[str]:

@@ -191,7 +191,9 @@ class Parallel(Section):
     auto: a planner chooses for run.cluster what is not written here, and train.microbatch if it is not written;
     `parallel = "auto"` leaves everything to it.
     ranks: local processes; under torchrun the world decides.  intra: ranks of a group along data parallel; groups
-    follow as ranks / (pipeline * tensor * intra).  chunks: stages of each rank, for schedules that take them.
+    follow as ranks / (pipeline * tensor * intra).  schedule: a name of the catalogue, a CSV file in torch's format, or
+    the text of an order (`atoll.ir.text.to_text`), for as many ranks and microbatches as the plan has.
+    chunks: stages of each rank, for schedules that take them.
     post_validation: take the optimizer step before the global norm is known, and check afterwards.
     prefetch: bytes of parameters that may be gathered before they are used; 0 takes the least memory, and the backward
     then waits for each reduction too.

@@ -20,6 +20,7 @@ from atoll.layouts import ITEM_BYTES, Level
 from atoll.plans import Plan
 from atoll.program import Do, Instruction
 from atoll.program.memory import held_after
+from atoll.schedules import Link, Links
 from atoll.sim import Played, Rates, Speed, play
 from atoll.trace import Trace
 
@@ -125,6 +126,25 @@ class Prediction:
         """The other pipeline ranks on the node of one."""
         mesh, others = self.plan.mesh, range(self.plan.mesh.pipeline)
         return [other for other in others if other != rank and self.given.share_nodes(mesh, rank, other)]
+
+    @property
+    def hops(self) -> Links:
+        """What messages between the pipeline ranks take at least, each pair's link carrying one at a time.
+
+        A link with a burst may carry what has gathered at once, so its messages do not wait for each other here.
+        """
+        hops = {name: self._hop(speed) for name, speed in self.links.items() if name in ("pp", NEAR)}
+        if not hops:
+            return Links()
+        ranks = range(self.plan.mesh.pipeline)
+        near = {(rank, other): hops[NEAR] for rank in ranks for other in self.near(rank)} if NEAR in hops else {}
+        return Links(near, hops["pp"])
+
+    def _hop(self, speed: Speed) -> Link:
+        seconds = speed.seconds(self.message_bytes)
+        if speed.burst:
+            return Link(speed.latency + max(0.0, seconds - speed.burst / speed.rate))
+        return Link(speed.latency, seconds)
 
     def rates_of(
         self,

@@ -71,14 +71,14 @@ def rebuilt(
         raise PlanError(
             f"a global batch of {batch} is no multiple of {microbatch} samples x {mesh.data} data-parallel ranks"
         )
-    if chunks is None and name == plan.schedule.name and "chunks" in CATALOGUE[name].options:
+    if chunks is None and name == plan.schedule.name and _takes_chunks(name):
         chunks = plan.schedule.chunks
     same = name, mesh.pipeline, microbatches, chunks or plan.schedule.chunks
     built = plan.schedule
     if same != (built.name, built.ranks, built.microbatches, built.chunks):
         if name not in FIXED:
             raise PlanError(
-                f"the order of {name!r} is searched for each size; name it in the config to have it searched"
+                f"the order of {name!r} is made for one size; name a schedule in the config that is built for this one"
             )
         built = schedules.build(name, ranks=mesh.pipeline, microbatches=microbatches, chunks=chunks)
     return replace(
@@ -168,9 +168,12 @@ def _has_tensor_ranks(plan: Plan) -> bool:
     return plan.mesh.tensor > 1
 
 
+def _takes_chunks(name: str) -> bool:
+    return name in FIXED and "chunks" in CATALOGUE[name].options
+
+
 def _chunks(plan: Plan) -> Iterator[str]:
-    name = plan.schedule.name
-    return _around(plan.schedule.chunks) if name in FIXED and "chunks" in CATALOGUE[name].options else iter(())
+    return _around(plan.schedule.chunks) if _takes_chunks(plan.schedule.name) else iter(())
 
 
 _CHOICES = (

@@ -43,7 +43,8 @@ class Change(NamedTuple):
     """What happens to the step when the cluster or the goal changes.
 
     same: seconds of the same plan; None where it does not fit, or has another batch or mesh.  best: the fastest plan
-    found then, with an eighth of the effort; None where none was found that fits, though there may be one.
+    found then, with an eighth of the effort, the runners-up among them; None where none was found that fits, though
+    there may be one.
     """
 
     what: str
@@ -61,7 +62,7 @@ class Answer:
     @staticmethod
     def of(search: Search) -> Answer:
         """Search. Raises ConfigError where the goal and the cluster do not fit, and where no plan does."""
-        found = Answer(search, search.run())
+        found = Answer(search, search.with_made(search.run()))
         _ = found.best
         return found
 
@@ -159,16 +160,16 @@ class Answer:
         """is_same: whether the plan is one of the changed question too."""
         easier = replace(search, effort=search.effort // EASIER)
         fitting = easier.run().fitting
-        same = None
-        if is_same:
-            prediction = self.prediction.on(search.cluster)
-            ranks = range(prediction.plan.mesh.pipeline)
-            if all(prediction.peak(rank).total <= search.limit for rank in ranks):
-                same = prediction.seconds
-        best = fitting[0] if fitting else None
-        if best is not None and same is not None and same < best.seconds:
-            best = self.best._replace(seconds=same)
-        return Change(what, same, best)
+        known = [self._again(each, search) for each in (self.best, *self.runners_up)] if is_same else [None]
+        best = min((*filter(None, known), *fitting[:1]), key=lambda each: each.seconds, default=None)
+        return Change(what, None if known[0] is None else known[0].seconds, best)
+
+    def _again(self, candidate: Candidate, search: Search) -> Candidate | None:
+        """A plan where the cluster has changed; None where it does not fit."""
+        known = self.prediction if candidate is self.best else self.search.predict(candidate)
+        prediction = known.on(search.cluster)
+        peak = max(prediction.peak(rank).total for rank in range(prediction.plan.mesh.pipeline))
+        return candidate._replace(seconds=prediction.seconds, peak=peak) if peak <= search.limit else None
 
 
 def _differing(one: Candidate, other: Candidate) -> list[str]:

@@ -26,12 +26,11 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from atoll.cost import Cluster, Prediction
-from atoll.cost.prediction import NEAR
 from atoll.ir import Op, Schedule
 from atoll.ir.action import COMPUTE_CODES
 from atoll.ir.residency import counts, insert_sharding
 from atoll.ir.table import B as FULL
-from atoll.ir.table import F, G, I, L, S, T, Table, W
+from atoll.ir.table import F, G, I, L, S, T, W
 from atoll.layouts import (
     GATHER_PARAMETER,
     ITEM_BYTES,
@@ -46,7 +45,9 @@ from atoll.layouts import (
 from atoll.planner.space import Travel
 from atoll.plans import MeshShape, Place
 from atoll.program.instruction import Phase
+from atoll.schedules.links import Hops
 from atoll.sim import Speed
+from atoll.sim.schedules import last_end
 
 USES = (Op.F, Op.I, Op.B)
 
@@ -137,6 +138,14 @@ class Skeleton:
         return tuple(map(tuple, found))
 
     @cached_property
+    def _gives(self) -> list[list[float]]:
+        """As `_takes`, until what is made can be sent: a full backward goes on with the weights' gradients."""
+        found = [list(takes) for takes in self._takes]
+        for takes in found:
+            takes[FULL] = takes[I]
+        return found
+
+    @cached_property
     def _busy(self) -> tuple[float, ...]:
         """Seconds of each rank's row before the optimizer's step, at least."""
         table, takes = self._schedule.table, self._takes
@@ -168,18 +177,14 @@ class Skeleton:
     def _makespan(self, mesh: MeshShape) -> float:
         """From the first start to the last end."""
         real = replace(self.base, plan=replace(self.base.plan, mesh=mesh))
-        links, count = real.links, self.base.message_bytes
-        hops = {name: links[name].latency + links[name].seconds(count) for name in ("pp", NEAR) if name in links}
-        near = tuple(tuple(real.near(rank)) for rank in range(mesh.pipeline)) if NEAR in links else ()
-        key = tuple(hops.values()), near
-        if key not in self._makespans:
-            ranks = range(mesh.pipeline)
-            hop = [[hops.get(NEAR if near and other in near[rank] else "pp", 0.0) for other in ranks] for rank in ranks]
-            self._makespans[key] = _played(self._schedule.table, self._takes, hop)
-        return self._makespans[key]
+        # What slices of a vocabulary send between ranks that are no neighbours takes no time.
+        hops = replace(Hops.of(self._schedule.placement, real.hops), far=0.0)
+        if hops not in self._makespans:
+            self._makespans[hops] = last_end(self._schedule, self._takes, self._gives, hops)
+        return self._makespans[hops]
 
     @cached_property
-    def _makespans(self) -> dict[object, float]:
+    def _makespans(self) -> dict[Hops, float]:
         return {}
 
     @cached_property
@@ -395,32 +400,3 @@ def part_of(axis: str, mesh: MeshShape) -> float:
 
 def _along(axis: str, moves: Moves) -> int:
     return sum(move.axis.value == axis for move in moves)
-
-
-def _played(table: Table, takes: Sequence[Sequence[float]], hop: Sequence[Sequence[float]]) -> float:
-    """When the last cell of a compute-only schedule ends. hop: seconds of a message from one rank to another."""
-    code, need, crosses, cells = table.code, table.need, table.crosses, table.cells
-    released = [-1.0] * len(code)
-    position, clock = table.offset[:-1], [0.0] * (len(table.offset) - 1)
-    waiters: dict[int, list[int]] = {}
-    ready = list(range(len(clock)))
-    while ready:
-        rank = ready.pop()
-        now = clock[rank]
-        for cell in range(position[rank], table.offset[rank + 1]):
-            needs = (need[cell], *table.others.get(cell, ())) if need[cell] >= 0 else table.others.get(cell, ())
-            missing = next((other for other in needs if released[other] < 0.0), -1)
-            if missing >= 0:
-                waiters.setdefault(missing, []).append(rank)
-                position[rank] = cell
-                break
-            for other in needs:
-                is_message = crosses[cell] and other == need[cell]
-                now = max(now, released[other] + (hop[table.rank[other]][rank] if is_message else 0.0))
-            kind, own = code[cell], takes[cells[cell].stage]
-            # The input's gradient of a full backward leaves before the weights' gradients are made.
-            released[cell] = now + (own[I] if kind == FULL else own[kind])
-            now += own[kind]
-            ready += waiters.pop(cell, ())
-        clock[rank] = now
-    return max(clock)

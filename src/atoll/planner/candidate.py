@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from atoll.ir.text import to_text
 from atoll.planner.space import Frame, Order, Travel
 
 
@@ -23,13 +24,12 @@ def choices(candidate: Candidate) -> dict[str, str]:
     frame, order, travel = candidate.frame, candidate.order, candidate.travel
     mesh = frame.mesh
     sizes = " x ".join(f"{axis} {size}" for axis, size in mesh.sizes.items() if size > 1) or "1 rank"
-    chunks = "" if order.chunks is None else f" of {order.chunks} stages a rank"
     return {
         "mesh": sizes,
         "microbatch": f"{frame.microbatch} x {frame.microbatches}",
         "recompute": frame.recompute,
         "precision": frame.precision,
-        "schedule": f"{order.name}{chunks}",
+        "schedule": _in_words(order),
         "layout": travel.layout.name,
         "residency": travel.residency,
         "reduction": travel.reduction,
@@ -50,8 +50,9 @@ def settings(candidate: Candidate) -> dict[str, dict[str, Any]]:
         "tensor": frame.mesh.tensor,
         "intra": frame.mesh.intra,
         "order": list(frame.mesh.order),
-        "schedule": order.name,
+        "schedule": order.name if order.made is None else to_text(order.made.schedule),
         "chunks": order.chunks,
+        "layers_per_stage": None if order.made is None else list(order.made.layers_per_stage),
         "layout": travel.layout.name,
         "residency": travel.residency,
         "reduction": travel.reduction,
@@ -64,6 +65,14 @@ def settings(candidate: Candidate) -> dict[str, dict[str, Any]]:
     }
     known = {name: value for name, value in parallel.items() if value is not None}
     return {"parallel": known, "train": {"microbatch": frame.microbatch, "precision": frame.precision}}
+
+
+def _in_words(order: Order) -> str:
+    name, chunks = order.name, order.chunks
+    if order.made is not None:
+        placement = order.made.schedule.placement
+        name, chunks = f"{name} on a {placement.kind}", placement.chunks if placement.chunks > 1 else None
+    return name if chunks is None else f"{name} of {chunks} stages a rank"
 
 
 def _yes(value: bool) -> str:

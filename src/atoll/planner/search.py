@@ -44,6 +44,18 @@ LATER = 1.02
 """How much longer a frame's next schedule, or the next plan with one schedule, is taken to be than the one before it,
 when it is decided what to open next: so that the search looks elsewhere before it plays plans that hardly differ."""
 
+MADE = 2
+"""Meshes with microbatches for which an order is made."""
+
+NEAR = 1.1
+"""How many times as long as the best plan a plan may take for whose mesh an order is made."""
+
+ROUNDS = 3
+"""Times that an order is made for less memory, until what is predicted fits."""
+
+WORTH = 0.01
+"""Share of the seconds that an order has to gain to be taken. A made order is written into the config in full."""
+
 A_CELL = 1.0
 """What an action of a schedule counts when its bound is found, in instructions that are lowered and played."""
 
@@ -121,6 +133,45 @@ class Search:
         least = self._search(fastest=False)
         nearest = min(filter(None, (found.nearest, least.nearest)), key=lambda each: each.peak or 0, default=None)
         return least._replace(nearest=nearest, bound=found.bound)
+
+    def with_made(self, found: Found) -> Found:
+        """What was found, and with it orders made for the fastest plans of a pipeline, where schedules are free.
+
+        Only for meshes on which an order can gain `WORTH`, as far as their bounds tell, and where it does.
+        """
+        if self.space.schedules is not None or not found.fitting:
+            return found
+        best = found.fitting[0].seconds
+        bases: dict[Frame, Candidate] = {}
+        for each in found.fitting:
+            least = self._least_of(each.frame)
+            is_open = least is not None and least.seconds < best * (1.0 - WORTH) and each.seconds < best * NEAR
+            if each.frame.mesh.pipeline > 1 and not each.frame.vocabulary_parallel and is_open:
+                bases.setdefault(each.frame, each)
+        made = filter(None, map(self._made, list(bases.values())[:MADE]))
+        better = [each for each in made if each.seconds < best * (1.0 - WORTH)]
+        fitting = sorted((*better, *found.fitting), key=lambda each: each.seconds)
+        return found._replace(fitting=tuple(fitting), predicted=found.predicted + min(MADE, len(bases)))
+
+    def _made(self, base: Candidate) -> Candidate | None:
+        """The plan with an order made for it; None where none fits."""
+        from atoll.planner.made import made_for  # with numba, if that is there
+
+        prediction, over = self.predict(base), 0.0
+        for _ in range(ROUNDS):
+            made = made_for(prediction, self.limit - over)
+            if made is None:
+                return None
+            found = base._replace(order=Order(made.schedule.name, made=made))
+            try:
+                own = self.predict(found)
+                peak = max(own.peak(rank).total for rank in range(base.frame.mesh.pipeline))
+            except UserError:
+                return None
+            if peak <= self.limit:
+                return found._replace(seconds=own.seconds, peak=peak)
+            over += peak - self.limit
+        return None
 
     def predict(self, candidate: Candidate) -> Prediction:
         """The prediction of a plan that was found."""
@@ -231,6 +282,7 @@ class Search:
             mesh=frame.mesh,
             layout=travel.layout,
             schedule=self._schedule(order, frame.mesh.pipeline, frame.microbatches),
+            layers_per_stage=None if order.made is None else order.made.layers_per_stage,
             microbatch=frame.microbatch,
             precision=Precision.preset(frame.precision),
             residency=travel.residency,
@@ -249,10 +301,13 @@ class Search:
         return Prediction(self.workload, plan, self.cluster, use, self.reads_in_place)
 
     def _schedule(self, order: Order, ranks: int, microbatches: int) -> Schedule:
+        if order.made is not None:
+            return order.made.schedule
         key = order, ranks, microbatches
         if key not in self._schedules:
-            name, chunks = order
-            self._schedules[key] = schedules.build(name, ranks=ranks, microbatches=microbatches, chunks=chunks)
+            self._schedules[key] = schedules.build(
+                order.name, ranks=ranks, microbatches=microbatches, chunks=order.chunks
+            )
         return self._schedules[key]
 
     @cached_property

@@ -25,7 +25,7 @@ def specials(candidate: Candidate, space: Space) -> int:
     """How many choices of a plan are special.
 
     One for each of: a pipeline, tensor parallelism, several groups of data-parallel ranks, each state that is sharded,
-    and each choice that is not the first of its values in the space.
+    an order that was made, and each choice that is not the first of its values in the space.
     """
     frame, order, travel = candidate.frame, candidate.order, candidate.travel
     mesh, layout = frame.mesh, travel.layout
@@ -33,7 +33,8 @@ def specials(candidate: Candidate, space: Space) -> int:
     sharded = [level is not Level.N for level in (layout.parameters, layout.gradients, layout.optimizer)]
     of_a_frame = [getattr(frame, name) != getattr(space, name)[0] for name in OF_A_FRAME]
     of_a_travel = [getattr(travel, name) != getattr(space, name)[0] for name in OF_A_TRAVEL]
-    return sum((*axes, order != space.orders(frame)[0], *sharded, *of_a_frame, *of_a_travel))
+    of_an_order = (order != space.orders(frame)[0], order.made is not None)
+    return sum((*axes, *of_an_order, *sharded, *of_a_frame, *of_a_travel))
 
 
 def simplest_first(found: Sequence[Candidate], space: Space) -> list[Candidate]:

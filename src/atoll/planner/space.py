@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeVar
 
 from atoll.cost import Cluster, Use
 from atoll.errors import ConfigError
+from atoll.ir import Schedule
 from atoll.ir.residency import REDUCTIONS, RESIDENCIES, Reduction, Residency
 from atoll.layouts import EFFECTIVE, Layout, Level, Precision
 from atoll.plans import AXES, ORDERS, RECOMPUTE, MeshShape
@@ -40,11 +41,19 @@ class Goal:
             raise ConfigError(f"goal: headroom = {self.headroom}; it is a share of the memory, from 0 to below 1")
 
 
+class Made(NamedTuple):
+    """An order that was made for one plan, and how many layers each of its stages has."""
+
+    schedule: Schedule
+    layers_per_stage: tuple[int, ...]
+
+
 class Order(NamedTuple):
-    """A schedule by name, and its stages a rank if it takes a number."""
+    """A schedule by name, and its stages a rank if it takes a number; or one that was made, under a name of its own."""
 
     name: str
     chunks: int | None = None
+    made: Made | None = None
 
 
 ORDERS_ALONE = (Order("1f1b"), Order("breadth-first"))
@@ -106,8 +115,9 @@ class Space:
 
     pipeline, tensor, intra: ranks along these axes; all divisors if not given. A group lies within a node, and
     tensor-parallel ranks too.  order: of the mesh's axes over the ranks.  schedules: of a pipeline, those of
-    `atoll.planner.space.ORDERS_OF_A_PIPELINE` if not given.  microbatch: samples; all divisors of a rank's share if not
-    given.  precision: presets of `atoll.Precision`; those for whose dtype the device has no rate are left out.
+    `atoll.planner.space.ORDERS_OF_A_PIPELINE` if not given, and orders made for the fastest plans.  microbatch:
+    samples; all divisors of a rank's share if not given.  precision: presets of `atoll.Precision`; those for whose
+    dtype the device has no rate are left out.
     """
 
     pipeline: tuple[int, ...] | None = None

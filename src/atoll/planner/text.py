@@ -77,6 +77,8 @@ def _binding(prediction: Prediction) -> str:
 def _proof(answer: Answer) -> str:
     found = answer.found
     tried = f"{found.predicted} plans played, of {found.frames} meshes with microbatches"
+    if answer.best.order.made is not None:
+        return f"its order was made for it, after {tried}; how much faster another plan can be is not known"
     if answer.gap < 1e-9:
         return f"no plan is faster: {tried}, bounds rule out the rest"
     return f"another plan is at most {answer.gap:.1%} faster: {tried}, bounds rule out what is slower"

@@ -166,6 +166,15 @@ def simulate(schedule: Schedule, costs: Costs, memory: Memory | None = None) -> 
     return Trace(spans, schedule.ranks, schedule.chunks, tuple(samples), tuple(waits))
 
 
+def last_end(
+    schedule: Schedule, duration: Sequence[Sequence[float]], release: Sequence[Sequence[float]], hops: Hops
+) -> float:
+    """When a compute-only schedule ends, whose actions take `duration` and give their result after `release`, both by
+    stage and code. A rank's slice of a vocabulary has the name of its first stage."""
+    _, end, _ = _play_any(schedule.table, duration, release, hops, [(0.0, 0.0)] * schedule.ranks)
+    return max(end)
+
+
 _as_span: Callable[[tuple[int, str, Action, float, float]], Span] = partial(tuple.__new__, Span)
 """Span._make without a Python frame a span."""
 
@@ -306,8 +315,8 @@ def _gathered(needs: Sequence[int], released: Sequence[float]) -> tuple[int, flo
 
 def _play_any(
     table: Table,
-    duration: list[list[float]],
-    release: list[list[float]],
+    duration: Sequence[Sequence[float]],
+    release: Sequence[Sequence[float]],
     hops: Hops,
     travel: Sequence[tuple[float, float]],
 ) -> tuple[list[float], list[float], list[float]]:
