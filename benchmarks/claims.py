@@ -20,6 +20,7 @@ from atoll.testing.families import CAUSAL, MASKED
 from benchmarks.integrity.bench import ENDS, shares
 from benchmarks.islands.judging import judged
 from benchmarks.provenance import ROOT, Raw, changed, load, raw_path
+from benchmarks.saving.bench import added
 
 PART = re.compile(r"(<!-- evidence -->\n).*?(<!-- end -->)", re.DOTALL)
 """The part of the README that is written here."""
@@ -168,6 +169,16 @@ def integrity(raw: Raw) -> Figures:
         "of": sum(row[end] for row in before for end in ENDS),
         "loading": to(loading, ".1%"),
         "saving": to(saving, ".2f"),
+    }
+
+
+def saving(raw: Raw) -> Figures:
+    real, emulated = raw["rows"]
+    return {
+        "emulated": f"{added(emulated):.1%}",
+        "real": f"{added(real):.1%}",
+        "begun": to([1e3 * median(row["begun"]) for row in raw["rows"]], ".0f"),
+        "waited": to([1e3 * median(row["waited"]) for row in raw["rows"]], ".0f"),
     }
 
 
@@ -612,6 +623,15 @@ ALL_CLAIMS = (
         "compared; digests take {loading} of a load (disk and memory)",
         raw="integrity",
         figures=integrity,
+    ),
+    Claim(
+        what="saving goes on beside training",
+        how="two ranks of NNG; the steps that begin while a checkpoint is written, over as many without: "
+        "[page](benchmarks/saving/README.md)",
+        result="{emulated} longer on an emulated device, {real} where training and writing share the processors. "
+        "Training waits for {begun} ms, and for {waited} ms without",
+        raw="saving",
+        figures=saving,
     ),
     Claim(
         what="a plan is chosen in seconds",

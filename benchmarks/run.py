@@ -37,6 +37,7 @@ SLOW = (
     "report",
     "choices",
     "integrity",
+    "saving",
     *RACES,
 )
 """Those that run when they are named; the ones with a slow link need root."""

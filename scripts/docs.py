@@ -142,6 +142,10 @@ MEANINGS: Mapping[str, str] = {
     "run.cluster": "a [cluster](clusters.md) that the run is on; its prediction is recorded beside the measurement",
     "checkpoint.every": "steps between checkpoints; 0 for the last step only",
     "checkpoint.keep": "how many of the newest are kept",
+    "checkpoint.keep_hours": "one of every so many hours is kept too",
+    "checkpoint.keep_best": "so many of the lowest validation loss are kept too, of those that were evaluated at their "
+    "step",
+    "checkpoint.background": "write while training goes on, from a copy in host memory",
 }
 
 DEFAULTS: Mapping[str, str] = {

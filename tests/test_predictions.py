@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from benchmarks.islands.allocations import library
-from benchmarks.predictions import bench
+from benchmarks.predictions import bench, runs
 from benchmarks.predictions.rows import EMULATED, LAYOUTS, REAL, Row
 
 PEAK = 0.03
@@ -51,6 +53,17 @@ def test_peaks_of_real_runs_are_predicted(ranks: int) -> None:
         described = bench.described(row, found, bench.predicted(row, None, found))
         for error in bench.byte_errors([described]):
             assert abs(error) < PEAK, row.name
+
+
+@pytest.mark.parametrize("changes", [("parallel.layout=NNG",), ("parallel.layout=NNN", "train.precision=bf16")])
+def test_the_copy_for_saving_in_the_background_is_predicted(changes: tuple[str, ...], tmp_path: Path) -> None:
+    _skip_without_compiler()
+    row = Row("small", 2, changes)
+    with bench.started(2) as ranks:
+        reads_in_place = ranks.ask(runs.build, row)[0]
+        copied = ranks.ask(runs.copied, str(tmp_path / "step"))
+    said = bench.predicted(row, None, {"reads_in_place": reads_in_place}).saved(0)
+    assert max(copied) == pytest.approx(said, rel=COMPONENT)
 
 
 def test_state_of_every_layout_is_predicted_by_component() -> None:

@@ -93,6 +93,14 @@ def take(rank: Rank, steps: int, sleeps: Sequence[Mapping[tuple[Do, int], float]
     return [after - before for before, after in pairwise(ends)]
 
 
+def copied(rank: Rank, folder: str) -> int:
+    """All ranks: bytes that the engine copies to save in the background."""
+    running: Running = rank.contenders["engine"]
+    running.engine.save(folder, background=True)
+    running.engine.finish_saving()
+    return running.engine.saving_bytes
+
+
 def close(rank: Rank) -> None:
     """Close the engine and free it."""
     rank.contenders.pop("engine").engine.close()

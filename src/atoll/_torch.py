@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, autograd, nn
 from torch._subclasses import FakeTensorMode
-from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
+from torch.distributed.checkpoint.filesystem import _StorageInfo, _StorageWriterTransforms
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
@@ -80,6 +80,14 @@ class SeenItems(_StorageWriterTransforms):
     def transform_save_stream(self, write_item: WriteItem, raw_stream: Any) -> tuple[Any, list[str]]:
         stream, descriptors = super().transform_save_stream(write_item, raw_stream)
         return _Seen(stream, self._of_item(write_item.index)), descriptors
+
+
+def written_box(file: str, offset: int, length: int) -> Any:
+    """What a FileSystemWriter gives as the `storage_data` of a box that it wrote; other ranks send it as JSON.
+
+    Private: `_StorageInfo`.
+    """
+    return _StorageInfo(file, offset, length)
 
 
 @contextmanager

@@ -120,6 +120,7 @@ def test_json_adds_up(folder: Path) -> None:
         for when in ("peak", "rest"):
             assert set(rank[when]) == {*Held._fields, "total"}
             assert sum(rank[when].values()) == 2 * rank[when]["total"]
+        assert rank["saved_bytes"] > 0
         assert rank["margin_bytes"] == 85_029_158_912 - rank["peak"]["total"]
         assert rank["peak"]["total"] > rank["rest"]["total"]
     assert found["margin_bytes"] == min(rank["margin_bytes"] for rank in found["ranks"])

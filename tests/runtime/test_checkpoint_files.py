@@ -15,7 +15,6 @@ import sys
 import tempfile
 import textwrap
 import time
-import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -29,15 +28,25 @@ import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from atoll._torch import CHECKPOINT_RECORDS, TORCH
 from atoll.errors import AtollError, CheckpointError, DamageError, RankError, UnverifiedWarning
-from atoll.runtime.checkpoint import Archive, Piece, is_complete, latest, load, prune, read_state, save, step_folder
-from atoll.runtime.checkpoint.collective import listing, raise_everywhere
+from atoll.runtime.checkpoint import (
+    Archive,
+    Piece,
+    folders,
+    is_complete,
+    latest,
+    load,
+    prune,
+    read_state,
+    save,
+    step_folder,
+)
+from atoll.runtime.checkpoint.meeting import listing
 
 Path_ = tuple[str, ...]
 WEIGHT = ("model", "layers.0.weight")
@@ -280,6 +289,32 @@ def test_latest_and_prune(tmp_path: Path) -> None:
         prune(tmp_path, keep=0)
 
 
+def saved_at(root: Path, hours: Mapping[int, float], losses: Mapping[int, float]) -> None:
+    for step, hour in hours.items():
+        identity = {"time": 1e9 + hour * 3600, "validation_loss": losses.get(step)}
+        save(step_folder(root, step), pieces_of(example()), {}, identity=identity)
+
+
+def steps_in(root: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in root.glob("step-*"))
+
+
+def test_one_of_every_so_many_hours_is_kept_too(tmp_path: Path) -> None:
+    hours = {1: 0.0, 2: 0.9, 3: 2.1, 4: 3.0, 5: 4.2, 6: 4.3, 7: 4.4}
+    for step, hour in hours.items():
+        saved_at(tmp_path, {step: hour}, {})
+        prune(tmp_path, keep=1, hours=2.0)
+    assert steps_in(tmp_path) == [1, 3, 5, 7]
+
+
+def test_those_of_the_lowest_loss_are_kept_too(tmp_path: Path) -> None:
+    losses = {1: 3.0, 2: 1.5, 4: 1.2, 5: 1.2, 6: 2.0}
+    for step in range(1, 8):
+        saved_at(tmp_path, {step: 0.0}, losses)
+        prune(tmp_path, keep=2, best=2)
+    assert steps_in(tmp_path) == [4, 5, 6, 7]
+
+
 @pytest.mark.parametrize("lost", ["state.json", ".metadata"])
 def test_latest_passes_over_an_incomplete_folder(saved: Path, lost: str) -> None:
     newer = step_folder(saved.parent, 200)
@@ -388,10 +423,13 @@ def test_a_cut_off_file_is_named(unsealed: Path, length: int) -> None:
         load(unsealed, pieces_of(blank(example())))
 
 
-def test_an_interruption_is_passed_on() -> None:
-    failure = CheckpointException("write", {1: (KeyboardInterrupt(), traceback.StackSummary())})
+def test_an_interruption_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(folder: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(folders, "prepare", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        raise_everywhere(failure, "saving")
+        save(tmp_path / "one", pieces_of(example()), {})
 
 
 # Digests

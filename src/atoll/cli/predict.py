@@ -28,8 +28,9 @@ def command(
 
     Keys of the JSON object: parameters; world; seconds of a step, and interval, the least and the most;
     tokens_per_second, tokens_per_second_per_device; mfu; breakdown, with busiest_rank, and the seconds by part of that
-    rank and the mean of all; ranks, one object a pipeline rank with rank, peak and rest (bytes by component), fits,
-    margin_bytes and breakdown; fits and margin_bytes of the fullest rank.
+    rank and the mean of all; ranks, one object a pipeline rank with rank, peak and rest (bytes by component),
+    saved_bytes (of host memory, for saving in the background), fits, margin_bytes and breakdown; fits and
+    margin_bytes of the fullest rank.
     """
     from atoll.training.choosing import load_chosen
     from atoll.training.prediction import predict_on
@@ -65,6 +66,8 @@ def describe(prediction: Prediction) -> Iterator[str]:
     ranks = range(prediction.plan.mesh.pipeline)
     yield from ("", *_components("bytes at the peak, of each pipeline rank", [prediction.peak(rank) for rank in ranks]))
     yield from ("", *_components("bytes between steps", [prediction.rest(rank) for rank in ranks]))
+    saved = max(map(prediction.saved, ranks))
+    yield from ("", f"host memory for saving in the background: {format_bytes(saved)} a rank at most")
     if prediction.cluster is not None:
         yield from ("", _fit(prediction))
 

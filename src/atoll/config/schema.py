@@ -245,10 +245,17 @@ class Run(Section):
 
 
 class Checkpoint(Section):
-    """[checkpoint]: every `every` steps (0: none but the last), the newest `keep` are kept."""
+    """[checkpoint]: every `every` steps (0: none but the last), the newest `keep` are kept.
+
+    keep_hours: one of every so many hours is kept too.  keep_best: so many of the lowest validation loss are kept too.
+    background: training goes on while they are written, from a copy in host memory.
+    """
 
     every: Natural = 100
     keep: Positive = 2
+    keep_hours: Annotated[float, Field(gt=0)] | None = None
+    keep_best: Natural = 0
+    background: bool = True
 
 
 class Config(Section):

@@ -384,6 +384,10 @@ class Prediction:
         """What a pipeline rank holds between steps."""
         return next(self.held(rank))
 
+    def saved(self, rank: int) -> int:
+        """Bytes of host memory that a pipeline rank keeps for saving in the background."""
+        return self.ranks.saved(rank)
+
     def margin(self, rank: int) -> int:
         """Bytes of the device's memory that a pipeline rank leaves at its peak; below 0 where it does not fit."""
         return self.device.memory - self.peak(rank).total

@@ -20,6 +20,7 @@ from atoll.layouts import (
     ITEM_BYTES,
     FlatMap,
     Footprint,
+    Layout,
     SegmentShape,
     WorkingMemory,
     footprint,
@@ -235,6 +236,13 @@ class Ranks:
         """Bytes of the state that a pipeline rank holds; `states` as in `atoll.layouts.footprint`."""
         own = [segment for segments in self.segments(rank).values() for segment in segments]
         return footprint(own, self.plan.sharding(self.place(rank)), states=states)
+
+    def saved(self, rank: int) -> int:
+        """Bytes that a pipeline rank writes of a checkpoint, and keeps a copy of in host memory when it saves in the
+        background: masters and the optimizer's state, divided by all ranks that hold them."""
+        own = [segment for segments in self.segments(rank).values() for segment in segments]
+        found = footprint(own, replace(self.plan, layout=Layout("GGG")).sharding(self.place(rank)))
+        return found.parameters + found.optimizer
 
     def sharded_gradients(self, rank: int) -> dict[tuple[int, Phase | None], int]:
         """Bytes of a pipeline rank's gradients where they rest, by unit and by the phase that makes them."""

@@ -31,6 +31,7 @@ def summary(prediction: Prediction) -> dict[str, Any]:
             "rank": rank,
             "peak": bytes_of(prediction.peak(rank)),
             "rest": bytes_of(prediction.rest(rank)),
+            "saved_bytes": prediction.saved(rank),
             "fits": prediction.margin(rank) >= 0 if is_timed else None,
             "margin_bytes": prediction.margin(rank) if is_timed else None,
             "breakdown": prediction.breakdown[rank]._asdict() if is_timed else None,

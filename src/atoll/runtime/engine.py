@@ -8,8 +8,9 @@ import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -19,18 +20,19 @@ from torch import nn
 from torch.distributed.tensor.parallel import loss_parallel
 
 from atoll.advice import advice
-from atoll.errors import CostWarning, DamageError, PlanError, RunError
+from atoll.errors import CheckpointError, CostWarning, DamageError, PlanError, RankError, RunError
 from atoll.layouts import Footprint, WorkingMemory
 from atoll.models import Adapter, Batch, adapter_for, weights_for
 from atoll.models.adapter import IGNORED_LABEL
 from atoll.plans import Plan
 from atoll.program import Do, Instruction, Program
+from atoll.runtime import checkpoint
 from atoll.runtime.agreement import Agreement
 from atoll.runtime.allocator import keep_freed_memory
 from atoll.runtime.assemble.build import build
 from atoll.runtime.assemble.holdings import held_at_rest, held_now, needed_in_a_step, shape_of
 from atoll.runtime.batches import Batches
-from atoll.runtime.checkpoint import Archive, Piece, is_complete
+from atoll.runtime.checkpoint import Archive, Background, Piece, Told, is_complete
 from atoll.runtime.lanes import Kind, Lane, lanes_of
 from atoll.runtime.outline import Outline
 from atoll.runtime.pipeline.deferred import Collector
@@ -102,6 +104,7 @@ class Engine:
         self._lanes: Mapping[Kind, Lane] = {}
         self._outcome: Outcome | None = None
         self._damage: DamageError | None = None
+        self._background = Background()
         self._before_update: Callable[[], None] | None = None
         self._has_gradients = False
         atexit.register(_close, weakref.ref(self))
@@ -467,18 +470,49 @@ class Engine:
         state: Mapping[str, Any] | None = None,
         *,
         identity: Mapping[str, Any] | None = None,
+        background: bool = False,
+        told: Told | None = None,
     ) -> None:
         """Write a checkpoint that any layout, schedule and world size can load; `state` is the caller's, JSON-able.
 
         identity: what the manifest says of the run besides its step, JSON-able.
+        background: return once what this rank writes is copied to host memory, and write while training goes on. The
+        next save and `finish_saving` wait for it. Where it fails it is tried again; what it failed with in the end is
+        raised by `finish_saving` alone.
+        told: called on this rank, in the thread that writes, with what an attempt failed with, and with None once the
+        checkpoint is published. By default failures are warnings.
         """
         self._check_whole()
         self.settle()
         with self._agreement.guard("saving a checkpoint"):
+            save: Callable[..., None] = checkpoint.save
+            if background:
+                save = partial(self._background.begin, told=told)
+            else:
+                self._background.wait()
             scaler = None if self._end.scaler is None else asdict(self._end.scaler)
             own = {"step": self.step_number, "scaler": scaler, "caller": dict(state or {})}
             whose = {"step": self.step_number, **(identity or {})}
-            save_state(Path(folder), self.units, self._optimizer, buffers=self._buffers(), state=own, identity=whose)
+            save_state(
+                Path(folder), self.units, self._optimizer, buffers=self._buffers(), state=own, identity=whose, save=save
+            )
+
+    def finish_saving(self) -> None:
+        """Wait for the checkpoint that is written in the background, if any. Every rank calls it.
+
+        Raises what it failed with, the same on every rank: CheckpointError or RankError.
+        """
+        with self._agreement.guard("waiting for a checkpoint to be written"):
+            try:
+                self._background.finish()
+            except (CheckpointError, RankError) as error:  # which training need not mind
+                self._agreement.refuse(error)
+                raise
+
+    @property
+    def saving_bytes(self) -> int:
+        """Host memory in which this rank keeps a copy of what it saves in the background; 0 before the first time."""
+        return self._background.nbytes
 
     def load(self, folder: str | Path, *, check: Callable[[Archive], object] | None = None) -> dict[str, Any]:
         """Read a checkpoint of the same model, whatever it ran on; gives back the caller's `state`.
@@ -549,7 +583,10 @@ class Engine:
             return float(self.transport.total(torch.tensor([value], dtype=torch.float64)))
 
     def close(self) -> None:
-        """Stop the engine's threads; called before the process group is destroyed, and at the interpreter's end."""
+        """Wait for a checkpoint that is being written, and stop the engine's threads; called before the process group
+        is destroyed, and at the interpreter's end."""
+        with suppress(Exception):  # finish_saving tells
+            self._background.wait()
         self._agreement.close()
         for lane in self._lanes.values():
             lane.close()

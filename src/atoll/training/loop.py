@@ -11,8 +11,10 @@ is acted on, once a step, so that no rank leaves the others waiting.
 
 from __future__ import annotations
 
+import math
 import reprlib
 import signal
+import time
 import uuid
 import warnings
 from collections import deque
@@ -31,8 +33,8 @@ from atoll.digests import digest
 from atoll.errors import CheckpointError, ConfigError, DamageError, DataError, UnverifiedWarning, UserError
 from atoll.layouts import Footprint
 from atoll.runtime import checkpoint
-from atoll.runtime.checkpoint.collective import listing
 from atoll.runtime.checkpoint.manifest import Manifest
+from atoll.runtime.checkpoint.meeting import listing
 from atoll.runtime.engine import Engine, Evaluation
 from atoll.runtime.pipeline.step_end import StepResult
 from atoll.runtime.transport import Later
@@ -95,6 +97,7 @@ class Loop:
         self._recorder: Recorder | None = None
         self._is_writer = engine.place.rank == 0
         self._evaluated = self._saved = -1
+        self._validation_loss: float | None = None
         self._tokens = 0
         self._unrecorded: deque[tuple[float, Later]] = deque()
         self._memory = torch.zeros(engine.plan.mesh.world)
@@ -112,6 +115,7 @@ class Loop:
         if stopped is None:
             self._evaluate()
         self._save()
+        self.engine.finish_saving()
         sample = None if stopped else self._sample()
         if self._recorder is not None:
             self._recorder.close()
@@ -340,7 +344,7 @@ class Loop:
             return
         parts = [self.engine.evaluate(batch) for batch in self.samples.validation()]
         total = Evaluation(sum(part.loss_sum for part in parts), sum(part.tokens for part in parts))
-        self._evaluated = step
+        self._evaluated, self._validation_loss = step, total.loss
         self.display.say(f"step {step}: validation loss {total.loss:.4f}, perplexity {perplexity(total.loss):.4g}")
         if self._recorder is not None:
             self._recorder.evaluation(step, total)
@@ -363,13 +367,40 @@ class Loop:
             "schedule": self.schedule.state(),
             "config": config,
         }
-        whose = {"run": self._run, "config": digest(config.encode()), "corpus": self.corpus.fingerprint}
+        whose = {
+            "run": self._run,
+            "config": digest(config.encode()),
+            "corpus": self.corpus.fingerprint,
+            "time": time.time(),
+            "validation_loss": self._loss_of(step),
+        }
         self._check_lock()
-        self.engine.save(checkpoint.step_folder(self.folder.checkpoints, step), state, identity=whose)
+        self.engine.save(
+            checkpoint.step_folder(self.folder.checkpoints, step),
+            state,
+            identity=whose,
+            background=True,
+            told=self._told_of_save,
+        )
         self._saved = step
-        if self._is_writer:
-            with writing(self.folder.checkpoints):
-                checkpoint.prune(self.folder.checkpoints, self.config.checkpoint.keep)
+        if not self.config.checkpoint.background:
+            self.engine.finish_saving()
+
+    def _loss_of(self, step: int) -> float | None:
+        """The validation loss after `step` steps, if it is known and a number."""
+        loss = self._validation_loss if self._evaluated == step else None
+        return loss if loss is not None and math.isfinite(loss) else None
+
+    def _told_of_save(self, failure: str | None) -> None:
+        """A save that may be going on beside training has come to an end. Called in the thread that wrote."""
+        if failure is not None:
+            self.display.say(f"note: {failure}")
+        elif self._is_writer:
+            keep = self.config.checkpoint
+            try:
+                checkpoint.prune(self.folder.checkpoints, keep.keep, hours=keep.keep_hours, best=keep.keep_best)
+            except OSError as error:
+                self.display.say(f"note: old checkpoints were not deleted: {error}")
 
     # ---- the end
 

@@ -10,12 +10,15 @@ The life of a save, the same on every rank (`saving.py`):
 
 A load compares what it reads with the manifest (`archive.py`), on each rank for itself.
 
-A failure in any step reaches every rank as the same error, through Distributed Checkpoint's own collectives.
+Files are written and cut by Distributed Checkpoint, and plain torch reads them. What ranks tell each other is JSON
+(`meeting.py`), and a failure in any step reaches every rank as the same error. Step 3 and 4 may go on in a thread, from
+copies, while training goes on (`background.py`).
 """
 
 from __future__ import annotations
 
 from atoll.runtime.checkpoint.archive import Archive, read_state
+from atoll.runtime.checkpoint.background import Background, Told
 from atoll.runtime.checkpoint.folders import (
     candidates,
     is_complete,
@@ -33,7 +36,9 @@ from atoll.runtime.checkpoint.verify import Verdict, verify
 
 __all__ = [
     "Archive",
+    "Background",
     "Piece",
+    "Told",
     "Verdict",
     "candidates",
     "is_complete",

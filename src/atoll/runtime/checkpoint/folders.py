@@ -13,6 +13,7 @@ No torch here.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -22,8 +23,8 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-from atoll.errors import CheckpointError
-from atoll.runtime.checkpoint.manifest import MANIFEST
+from atoll.errors import CheckpointError, DamageError
+from atoll.runtime.checkpoint.manifest import MANIFEST, Manifest
 
 STATE = "state.json"
 METADATA = ".metadata"
@@ -86,15 +87,53 @@ def set_aside(folder: Path) -> Path:
     return target
 
 
-def prune(root: Path, keep: int) -> None:
-    """Delete all but the `keep` newest checkpoints and the one that `latest` names. Call it on one rank."""
+def prune(root: Path, keep: int, *, hours: float | None = None, best: int = 0) -> None:
+    """Delete checkpoints, but not the `keep` newest, nor the one that `latest` names. Call it on one rank.
+
+    hours: one of every so many hours stays too, by the time in its manifest, from the oldest on.
+    best: so many of the lowest validation loss stay too, by that in the manifest.
+    """
     if keep < 1:
         raise CheckpointError(f"checkpoints to keep: {keep}; at least 1")
     newest = latest(root)
     others = [path for path in _complete_steps(root).values() if path != newest]
     found = sorted(others, key=lambda path: _step(path.name))
-    for folder in found[: max(0, len(found) - (keep - 1))]:
-        _remove(folder)
+    kept = set(found[len(found) - (keep - 1) :]) if keep > 1 else set()
+    if hours is not None or best:
+        known = {path: _identity(path) for path in [*found, *([newest] if newest else [])]}
+        kept |= _spaced(known, hours) | _lowest(known, best)
+    for folder in found:
+        if folder not in kept:
+            _remove(folder)
+
+
+def _identity(folder: Path) -> Mapping[str, Any]:
+    """What a checkpoint's manifest says of it; nothing where it has none that can be read."""
+    try:
+        return Manifest.read(folder).identity
+    except DamageError:
+        return {}
+
+
+def _spaced(known: Mapping[Path, Mapping[str, Any]], hours: float | None) -> set[Path]:
+    """One of every so many hours."""
+    kept: set[Path] = set()
+    if hours is None:
+        return kept
+    times = ((found.get("time"), path) for path, found in known.items())
+    last = -math.inf
+    for time, path in sorted((time, path) for time, path in times if isinstance(time, int | float)):
+        if time - last >= hours * 3600:
+            kept.add(path)
+            last = time
+    return kept
+
+
+def _lowest(known: Mapping[Path, Mapping[str, Any]], count: int) -> set[Path]:
+    """Those of the lowest validation loss; of equals the earlier one."""
+    losses = ((found.get("validation_loss"), path) for path, found in known.items())
+    judged = [(loss, _step(path.name), path) for loss, path in losses if isinstance(loss, int | float)]
+    return {path for _, _, path in sorted(judged)[:count]}
 
 
 def encode_state(state: Mapping[str, Any]) -> bytes:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -73,6 +75,19 @@ class Claim:
     stop: int
     dtype: torch.dtype
     within: Box
+
+    @staticmethod
+    def of(words: Sequence[Any]) -> Claim:
+        """The claim whose `words` they are."""
+        path, shape, start, stop, dtype, offsets, sizes = words
+        within = Box(tuple(shape), tuple(offsets), tuple(sizes))
+        return Claim(tuple(path), tuple(shape), start, stop=stop, dtype=getattr(torch, dtype), within=within)
+
+    @property
+    def words(self) -> list[Any]:
+        """All of it as JSON, for other ranks."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return [self.path, self.shape, self.start, self.stop, dtype, self.within.offsets, self.within.sizes]
 
     @property
     def name(self) -> str:

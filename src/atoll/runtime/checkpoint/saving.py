@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import chain, combinations
+from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -22,25 +22,17 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from atoll._torch import SeenItems
+from atoll._torch import SeenItems, written_box
 from atoll.digests import Digest, digest
 from atoll.errors import CheckpointError
 from atoll.layouts.flat import Box
 from atoll.runtime.checkpoint import folders
-from atoll.runtime.checkpoint.collective import alone, listing, picklable, quiet, raise_everywhere
 from atoll.runtime.checkpoint.manifest import Manifest, Range
+from atoll.runtime.checkpoint.meeting import Meeting, listing
 from atoll.runtime.checkpoint.pieces import Claim, Piece
 
 
@@ -59,126 +51,161 @@ def save(
     Every rank of `process_group` (default: all ranks; without torch.distributed: this process) calls it with
     the same folder, on a file system that they share. The pieces of all ranks must cover each tensor; a range
     that several ranks hold is written by one of them. A checkpoint of that name is replaced in the end.
-    A group whose backend is NCCL sends the plans through the current CUDA device.
 
     Raises the same error on every rank: CheckpointError for what the caller can mend, else RankError.
     """
-    folder = Path(folder).absolute()
-    writer = _Writer(folder, state, identity or {})
-    try:
-        with quiet():
-            dcp_save(
-                {},
-                storage_writer=writer,
-                planner=_Planner(pieces),
-                process_group=process_group,
-                no_dist=alone(),
-            )
-    except CheckpointException as failure:
-        if writer.is_coordinator:
-            folders.discard(folder)
-        raise_everywhere(failure, f"checkpoint {folder} was not saved")
+    Saving(folder, pieces, state, identity=identity, meeting=Meeting(process_group)).write()
 
 
-class _Planner(SavePlanner):
-    """Offers this rank's claims; on rank 0 chooses who writes what; hands out boxes as views."""
+class Saving:
+    """A checkpoint whose ranks have agreed on who writes what, and which is not written yet.
+
+    owned: the pieces that this rank writes. They are read when they are written: who goes on meanwhile gives copies of
+    them to `write_from`.
+
+    Every rank makes it and writes it. Both raise what `save` raises.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        pieces: Sequence[Piece],
+        state: Mapping[str, Any],
+        *,
+        identity: Mapping[str, Any] | None,
+        meeting: Meeting,
+    ) -> None:
+        self.folder = Path(folder).absolute()
+        self._lost = f"checkpoint {self.folder} was not saved"
+        self._meeting = meeting
+        self._state, self._identity = state, identity or {}
+        self._encoded = b""
+        self._metadata = Metadata({})
+        self._items: list[list[WriteItem]] = []  # of every rank, on rank 0
+        offered = {piece.claim: piece for piece in pieces}
+        claims = [claim for claim in offered if claim.says_something]
+        mine = meeting.round(self._lost, lambda: [claim.words for claim in claims], self._begin)
+        self.owned = [offered[claims[at]] for at, _ in mine]
+        self._first_chunks = [first for _, first in mine]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank writes."""
+        return sum(piece.claim.nbytes for piece in self.owned)
+
+    def write(self) -> None:
+        """Write what this rank owns; rank 0 publishes the whole."""
+        self.write_from(self.owned)
+
+    def write_from(self, owned: Sequence[Piece]) -> None:
+        """The same from copies of what it owns, in that order."""
+        try:
+            self._meeting.round(self._lost, lambda: self._write(owned), self._end)
+        except BaseException:
+            if self._meeting.rank == 0:
+                folders.discard(self.folder)
+            raise
+
+    def again(self) -> None:
+        """Make the saving folder anew after `write_from` failed, to write once more."""
+        self._meeting.round(self._lost, self._prepare)
+
+    # ---- on every rank
+
+    def _write(self, owned: Sequence[Piece]) -> list[list[Any]]:
+        """For each box that was written: its number, file, offset, length and digest."""
+        writer = _Writer(self.folder)
+        if not Path(writer.path).is_dir():
+            raise CheckpointError(f"{writer.path}, made by rank 0, is not here: all ranks must share a file system")
+        items = [
+            item
+            for piece, first in zip(owned, self._first_chunks, strict=True)
+            for item in _write_items(piece.claim, first)
+        ]
+        numbers = {item.index: number for number, item in enumerate(items)}
+        found = []
+        for result in writer.write(items, owned, rank=self._meeting.rank):
+            at = result.storage_data
+            found.append([numbers[result.index], at.relative_path, at.offset, at.length, writer.digest(result.index)])
+        return found
+
+    # ---- on rank 0
+
+    def _begin(self, offers: list[Any]) -> list[Any]:
+        """Check that the offers make up whole tensors; each rank's answer is what it writes, and the number of its
+        first chunk."""
+        claims = [[Claim.of(words) for words in offer] for offer in offers]
+        shares, self._metadata = _shares(claims)
+        self._items = [
+            [item for at, first in share for item in _write_items(claims[rank][at], first)]
+            for rank, share in enumerate(shares)
+        ]
+        self._encoded = folders.encode_state(self._state)
+        folders.prepare(self.folder)
+        return shares
+
+    def _prepare(self) -> None:
+        if self._meeting.rank == 0:
+            folders.prepare(self.folder)
+
+    def _end(self, written: list[Any]) -> list[None]:
+        writer = _Writer(self.folder)
+        files: dict[str, list[Range]] = {}
+        results: list[list[WriteResult]] = []
+        for items, boxes in zip(self._items, written, strict=True):
+            results.append([])
+            for number, file, offset, length, value in boxes:
+                results[-1].append(WriteResult(items[number].index, length, written_box(file, offset, length)))
+                files.setdefault(file, []).append((offset, length, value))
+        writer.finish(replace(self._metadata), results)
+        content = Path(writer.path, folders.METADATA).read_bytes()
+        files[folders.METADATA] = [(0, len(content), digest(content))]
+        files[folders.STATE] = [(0, len(self._encoded), digest(self._encoded))]
+        folders.publish(self.folder, Manifest(self._identity, files).encode(), self._encoded)
+        return [None] * len(written)
+
+
+class _Writer(FileSystemWriter):
+    """Writes boxes into the saving folder of a checkpoint, and takes their digests on the way."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folders.saving_folder(folder))
+        self.transforms = SeenItems(self._of_item)
+        self._folder = folder
+        self._digests: dict[MetadataIndex, Digest] = {}
+        self.set_up_storage_writer(is_coordinator=False)
+
+    def write(self, items: list[WriteItem], owned: Sequence[Piece], *, rank: int) -> list[WriteResult]:
+        """Write the boxes of pieces to the files of a rank."""
+        plans = self.prepare_global_plan([SavePlan(items)] * (rank + 1))
+        with without_crc32():
+            return self.write_data(plans[rank], _Boxes(owned)).wait()
+
+    def digest(self, index: MetadataIndex) -> str:
+        """Of a box that was written."""
+        return self._digests[index].value
+
+    def _of_item(self, index: MetadataIndex) -> Callable[[Any], None]:
+        self._digests[index] = Digest()
+        return self._digests[index].update
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(checkpoint_id=self._folder.name, save_id=self.save_id)
+
+
+class _Boxes(DefaultSavePlanner):
+    """Gives the writer the boxes of pieces, as views."""
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
-        self._pieces = pieces
-        self._boxes: dict[MetadataIndex, Piece] = {}
-
-    def set_up_planner(
-        self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
-    ) -> None:
-        """Nothing: the pieces came with the constructor."""
-
-    def create_local_plan(self) -> SavePlan:
-        with picklable():
-            offered = {piece.claim: piece for piece in self._pieces}
-            for claim, piece in offered.items():
-                for offsets, _ in claim.boxes:
-                    self._boxes[MetadataIndex(claim.name, offsets)] = piece
-            return SavePlan([], planner_data=[claim for claim in offered if claim.says_something])
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        with picklable():
-            return _global_plan([plan.planner_data for plan in all_plans])
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        return new_plan
+        super().__init__()
+        self._pieces = {
+            MetadataIndex(piece.name, offsets): piece for piece in pieces for offsets, _ in piece.claim.boxes
+        }
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
         assert write_item.tensor_data is not None
         chunk = write_item.tensor_data.chunk
-        return self._boxes[write_item.index].box(tuple(chunk.offsets), tuple(chunk.sizes))
-
-
-@dataclass(frozen=True)
-class _Written(WriteResult):
-    """What a rank tells rank 0 of a box, and its digest."""
-
-    digest: str
-
-
-class _Writer(FileSystemWriter):
-    """Writes into the saving folder, which rank 0 makes before the data and names after it."""
-
-    def __init__(self, folder: Path, state: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-        super().__init__(folders.saving_folder(folder))
-        self.is_coordinator = False
-        self.transforms = SeenItems(self._digest)
-        self._folder = folder
-        self._state = state
-        self._identity = identity
-        self._encoded = b""
-        self._digests: dict[MetadataIndex, Digest] = {}
-
-    def _digest(self, index: MetadataIndex) -> Callable[[Any], None]:
-        self._digests[index] = Digest()
-        return self._digests[index].update
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        self.is_coordinator = is_coordinator
-        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        with picklable():
-            self._encoded = folders.encode_state(self._state)
-            folders.prepare(self._folder)
-            return super().prepare_global_plan(plans)
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        with picklable():
-            if not Path(self.path).is_dir():
-                raise CheckpointError(f"{self.path}, made by rank 0, is not here: all ranks must share a file system")
-            with without_crc32():
-                results = super().write_data(plan, planner).wait()
-        done: Future[list[WriteResult]] = Future()
-        done.set_result([_Written(**vars(result), digest=self._digests[result.index].value) for result in results])
-        return done
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        with picklable():
-            super().finish(metadata, results)
-            folders.publish(self._folder, self._manifest(results).encode(), self._encoded)
-
-    def _manifest(self, results: list[list[WriteResult]]) -> Manifest:
-        content = Path(self.path, folders.METADATA).read_bytes()
-        files: dict[str, list[Range]] = {
-            folders.METADATA: [(0, len(content), digest(content))],
-            folders.STATE: [(0, len(self._encoded), digest(self._encoded))],
-        }
-        for written in chain.from_iterable(results):
-            assert isinstance(written, _Written)
-            at = written.storage_data
-            files.setdefault(at.relative_path, []).append((at.offset, at.length, written.digest))
-        return Manifest(self._identity, files)
-
-    def storage_meta(self) -> StorageMeta:
-        return StorageMeta(checkpoint_id=self._folder.name, save_id=self.save_id)
+        return self._pieces[write_item.index].box(tuple(chunk.offsets), tuple(chunk.sizes))
 
 
 @contextmanager
@@ -195,8 +222,9 @@ def without_crc32() -> Iterator[None]:
         set_crc32_options(before)
 
 
-def _global_plan(offers: Sequence[Sequence[Claim]]) -> tuple[list[SavePlan], Metadata]:
-    """Each rank's write items, and the metadata of the whole."""
+def _shares(offers: Sequence[Sequence[Claim]]) -> tuple[list[list[tuple[int, int]]], Metadata]:
+    """For each rank, which of its claims it writes, with the number of each one's first chunk; and the metadata of the
+    whole."""
     by_name: dict[str, dict[Claim, list[int]]] = {}
     for rank, claims in enumerate(offers):
         for claim in claims:
@@ -205,20 +233,20 @@ def _global_plan(offers: Sequence[Sequence[Claim]]) -> tuple[list[SavePlan], Met
     if problems:
         raise CheckpointError(listing(problems))
     owner = _owners({claim: ranks for claims in by_name.values() for claim, ranks in claims.items()}, len(offers))
-    plans = [SavePlan([]) for _ in offers]
+    numbers = [{claim: number for number, claim in enumerate(claims)} for claims in offers]
+    shares: list[list[tuple[int, int]]] = [[] for _ in offers]
     tensors = {}
     for name, holders in by_name.items():
         chunks: list[ChunkStorageMetadata] = []
         for claim in sorted(holders, key=lambda claim: (claim.within.offsets, claim.start)):
-            for item in _write_items(claim, first=len(chunks)):
-                plans[owner[claim]].items.append(item)
-                assert item.tensor_data is not None
-                chunks.append(item.tensor_data.chunk)
+            rank = owner[claim]
+            shares[rank].append((numbers[rank][claim], len(chunks)))
+            chunks.extend(ChunkStorageMetadata(torch.Size(at), torch.Size(sizes)) for at, sizes in claim.boxes)
         any_claim = next(iter(holders))
         properties = TensorProperties(dtype=any_claim.dtype)
         tensors[name] = TensorStorageMetadata(properties, torch.Size(any_claim.shape), chunks)
     paths = {name: next(iter(claims)).path for name, claims in by_name.items()}
-    return plans, Metadata(dict(tensors), planner_data=paths)
+    return shares, Metadata(dict(tensors), planner_data=paths)
 
 
 def _problems(claims: Sequence[Claim]) -> list[str]:

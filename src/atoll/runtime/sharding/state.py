@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,12 @@ def save_state(
     buffers: Mapping[str, torch.Tensor],
     state: Mapping[str, Any],
     identity: Mapping[str, Any],
+    *,
+    save: Callable[..., None] = checkpoint.save,
 ) -> None:
-    """Write a checkpoint; every rank calls it."""
+    """Write a checkpoint; every rank calls it. save: `checkpoint.save`, or what begins it."""
     pieces = [*model_pieces(units, buffers), *_optimizer_pieces(optimizer)]
-    checkpoint.save(folder, pieces, {**state, "groups": _group_options(optimizer)}, identity=identity)
+    save(folder, pieces, {**state, "groups": _group_options(optimizer)}, identity=identity)
 
 
 def stored_states(opened: checkpoint.Archive) -> dict[str, dict[str, tuple[int, ...]]]:

@@ -1,0 +1,145 @@
+"""Saves while training goes on: the caller waits for the plan and for a copy to host memory, a thread does the rest.
+
+[Note: two threads that agree] The thread's rounds go over a process group of its own, on gloo: what it sends and what
+training sends meet nowhere. The plan is agreed on in the caller's thread, over the same group, which nobody uses then,
+because a save waits for the one before.
+
+[Note: a save that failed] All ranks learn of it in the same round, wait as long, and try again. A run goes on without
+a checkpoint that could not be written. An error that is not agreed on, such as a lost connection, is no failed save:
+it is raised where the caller waits next.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from atoll.errors import CheckpointError, RankError
+from atoll.runtime.checkpoint.meeting import Meeting
+from atoll.runtime.checkpoint.pieces import Piece
+from atoll.runtime.checkpoint.saving import Saving
+
+PAUSES = (1.0, 5.0)
+"""Seconds before each further attempt of a save that failed."""
+LONGEST = timedelta(days=1)
+"""How long ranks wait for the slowest writer: a disk may take long. Ranks that are gone are noticed at once, and those
+that are silent by the run's watch."""
+ALIGNMENT = 64
+
+Told = Callable[[str | None], object]
+"""Is told, on this rank and in the thread that writes, what a save failed with, or None once it is published."""
+
+
+class Background:
+    """Writes one checkpoint at a time. It keeps a host buffer of what this rank writes from its first save on."""
+
+    def __init__(self) -> None:
+        self._meeting: Meeting | None = None
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._thread: threading.Thread | None = None
+        self._failed: Exception | None = None
+        self._lost: BaseException | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Of the copy that it keeps."""
+        return self._buffer.numel()
+
+    def begin(
+        self,
+        folder: Path,
+        pieces: Sequence[Piece],
+        state: Mapping[str, Any],
+        *,
+        identity: Mapping[str, Any] | None,
+        told: Told | None = None,
+    ) -> None:
+        """Begin to write a checkpoint, once the one before has ended in whatever way; pieces may change afterwards.
+
+        Every rank calls it. Raises the same error on every rank where the pieces are no checkpoint or `folder` is no
+        place for one, and an error that ended the thread's agreement.
+        """
+        self.wait()
+        if self._meeting is None:
+            self._meeting = Meeting.apart(LONGEST)
+        saving = Saving(folder, pieces, state, identity=identity, meeting=self._meeting)
+        copies = self._copied(saving.owned)
+        self._failed = None
+        self._thread = threading.Thread(
+            target=self._run, args=(saving, copies, told or _warn), name="atoll-save", daemon=True
+        )
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is being written. Raises what it failed with in the end, the same on every
+        rank."""
+        self.wait()
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            raise failed
+
+    def wait(self) -> None:
+        """Wait for the checkpoint that is being written, whatever becomes of it."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._lost is not None:
+            raise self._lost
+
+    def _copied(self, owned: Sequence[Piece]) -> list[Piece]:
+        """The pieces, on copies in host memory."""
+        places, end = [], 0
+        for piece in owned:
+            places.append(end)
+            end += -(-piece.claim.nbytes // ALIGNMENT) * ALIGNMENT
+        on_gpu = any(piece.tensor.is_cuda for piece in owned)
+        if self._buffer.numel() < end:
+            self._buffer = torch.empty(end, dtype=torch.uint8, pin_memory=on_gpu)
+        copies = []
+        for piece, at in zip(owned, places, strict=True):
+            copy = self._buffer[at : at + piece.claim.nbytes].view(piece.tensor.dtype)
+            copies.append(replace(piece, tensor=copy.copy_(piece.tensor.detach(), non_blocking=on_gpu)))
+        if on_gpu:
+            torch.cuda.current_stream().synchronize()
+        return copies
+
+    # ---- in the thread
+
+    def _run(self, saving: Saving, copies: Sequence[Piece], told: Told) -> None:
+        try:
+            self._failed = _written(saving, copies, told)
+        except BaseException as error:
+            self._lost = error
+
+
+def _written(saving: Saving, copies: Sequence[Piece], told: Told) -> Exception | None:
+    """Write a checkpoint, in several attempts if need be; returns what the last one failed with."""
+    attempts = 1 + len(PAUSES)
+    for attempt in range(attempts):
+        try:
+            if attempt:
+                saving.again()
+            saving.write_from(copies)
+        except (CheckpointError, RankError) as error:
+            if attempt == len(PAUSES):
+                told(f"{error}; given up after {attempts} attempt{'s' * (attempts > 1)}")
+                return error
+            told(f"{error}; tried again in {PAUSES[attempt]:.0f} s")
+            time.sleep(PAUSES[attempt])
+        else:
+            told(None)
+            return None
+    raise AssertionError("the last attempt returns")
+
+
+def _warn(failure: str | None) -> None:
+    if failure is not None:
+        warnings.warn(failure, RuntimeWarning, stacklevel=2)
