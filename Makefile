@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN = .venv/bin
 
-.PHONY: train test check bench bench-islands bench-machine bench-islands-quick bench-machine-quick bench-low-rank bench-sharded-pipeline bench-vocabulary matrix mutants gpu docs evidence stale clean
+.PHONY: train test check bench bench-islands bench-machine bench-islands-quick bench-machine-quick bench-low-rank bench-sharded-pipeline bench-vocabulary matrix mutants chaos gpu docs evidence stale clean
 
 train: .venv/.stamp
 	$(BIN)/atoll train configs/quickstart.toml
@@ -50,6 +50,10 @@ matrix: .venv/.stamp
 # Damages copies of the source and runs the tests that should notice: about an hour, and goes on where it was.
 mutants: .venv/.mutants
 	$(BIN)/python benchmarks/run.py mutants --jobs 2
+
+# Kills and stops ranks and launchers at random moments: more than an hour.
+chaos: .venv/.stamp
+	$(BIN)/python benchmarks/run.py chaos
 
 gpu: .venv/.stamp
 	$(BIN)/python -m pytest tests/gpu -q

@@ -137,6 +137,8 @@ MEANINGS: Mapping[str, str] = {
     "parallel.device": '"auto" takes a GPU for each rank of the machine if there are enough, else the CPU',
     "parallel.timeout": "seconds that a rank may be silent, or keep another one waiting, before all end",
     "run.folder": "where the run writes",
+    "run.restarts": "how often local ranks are started again after one failed, from the newest checkpoint; counted "
+    "anew after each checkpoint",
     "run.port": "of the local processes' rendezvous, 0 for any free one",
     "run.tensorboard": "also write TensorBoard events, if the package is there",
     "run.cluster": "a [cluster](clusters.md) that the run is on; its prediction is recorded beside the measurement",

@@ -11,8 +11,10 @@ import sys
 import time
 import tomllib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 
 from atoll.cli.main import main
@@ -45,6 +47,7 @@ device = "cpu"
 [run]
 folder = "{folder}/run"
 tensorboard = false
+restarts = 0
 [checkpoint]
 every = 2
 """
@@ -327,6 +330,51 @@ def test_a_killed_rank_is_named_by_the_parent(config: Path) -> None:
     assert result.returncode == 1
     assert result.stderr.count("error:") == 1
     assert "error: rank 1 was ended by SIGKILL" in result.stderr
+
+
+def losses_of(folder: Path) -> list[float]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line["loss"] for line in lines]
+
+
+def boxes_of(folder: Path) -> dict[str, list[str]]:
+    """Digests of what the newest checkpoint's data files hold."""
+    newest = folder / "checkpoints" / (folder / "checkpoints" / "latest").read_text().strip()
+    files = json.loads((newest / "manifest.json").read_text())["content"]["files"]
+    return {name: [value for _, _, value in ranges] for name, ranges in files.items() if name.endswith(".distcp")}
+
+
+def has_taken(folder: Path, steps: int) -> bool:
+    return (folder / "metrics.jsonl").exists() and len(losses_of(folder)) > steps
+
+
+def ranks_of(process: int) -> list[psutil.Process]:
+    return [each for each in psutil.Process(process).children() if "RANK" in each.environ()]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_lost_ranks_are_started_again_and_the_run_is_that_without(config: Path, number: signal.Signals) -> None:
+    text = config.read_text().replace("restarts = 0", "restarts = 3").replace("[run]", "timeout = 4.0\n[run]")
+    config.write_text(text)
+    shared = sets("train.steps=40", "train.precision=fp64", "checkpoint.keep=1")
+    undisturbed = atoll(*ATOLL, "train", config, *shared, *sets(f"run.folder={config.parent / 'other'}"))
+    assert undisturbed.returncode == 0, undisturbed.stderr
+
+    folder = config.parent / "run"
+    command = [*ATOLL, "train", str(config), *shared]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        for rank, step in ((0, 5), (1, 15)):
+            wait_for(partial(has_taken, folder, step), process)
+            victim = next(each for each in ranks_of(process.pid) if each.environ()["RANK"] == str(rank))
+            victim.send_signal(number)
+            if number == signal.SIGSTOP:
+                victim.wait(60)
+        _, words = process.communicate(timeout=240)
+    assert process.returncode == 0, words
+    assert words.count("note: the ranks are started again from step-") == 2
+    assert losses_of(folder) == losses_of(config.parent / "other")
+    assert boxes_of(folder) == boxes_of(config.parent / "other")
+    assert not [each for each in psutil.process_iter(["cmdline"]) if str(config) in (each.info["cmdline"] or ())]
 
 
 def run_late(config: Path, manner: str) -> str:

@@ -236,9 +236,11 @@ class Run(Section):
 
     port: of the rendezvous, 0 for any free one.
     cluster: a TOML file of what the run is on; its predicted seconds are then recorded beside the measured ones.
+    restarts: how often local ranks are started again after a failure, counted anew after each checkpoint.
     """
 
     folder: str = "runs/default"
+    restarts: Natural = 3
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     tensorboard: bool = True
     cluster: str | None = None

@@ -99,6 +99,21 @@ def restarts(environment: Mapping[str, str] | None = None) -> int:
     return sum(_number(given, name, default="0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
 
 
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How local ranks ended. code: the exit code of the run.
+
+    rank: the first that failed; None where none did, or a signal to the parent ended them.
+    was_lost: it was ended, stopped or silent, or did not get on; else an error in it was the first.
+    error: where no rank could say why it failed, for the caller to raise.
+    """
+
+    code: int
+    rank: int | None = None
+    was_lost: bool = False
+    error: AtollError | None = None
+
+
 def launch_local(
     command: Sequence[str],
     ranks: int,
@@ -117,6 +132,24 @@ def launch_local(
     machine's cores divided by `ranks` unless OMP_NUM_THREADS is set; `grace` is in seconds. `limit`: how long a
     rank may be silent, or keep another one waiting. `port` is the monitor's.
     """
+    ending = run_local(command, ranks, port=port, threads=threads, grace=grace, limit=limit)
+    if ending.error is not None:
+        raise ending.error
+    return ending.code
+
+
+def run_local(
+    command: Sequence[str],
+    ranks: int,
+    *,
+    port: int = 0,
+    threads: int | None = None,
+    grace: float = 10.0,
+    limit: float = SILENCE_SECONDS,
+    attempt: int = 0,
+) -> Ending:
+    """As `launch_local`, and says how the run ended. attempt: how often the ranks were started before, which they find
+    where torchrun says it."""
     monitor = host_monitor(ranks, port=port, limit=limit)
     children = _Children(monitor, grace=grace)
 
@@ -124,12 +157,13 @@ def launch_local(
         try:
             for rank in range(ranks):
                 environment = _child_environment(rank, ranks, monitor=monitor.address, meeting=meeting, threads=threads)
+                environment["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
                 children.start(command, environment, lifeline)
             children.wait()
         finally:
             children.kill()
             monitor.close()
-    return children.exit_code()
+    return children.ending()
 
 
 def watch_parent() -> None:
@@ -326,25 +360,29 @@ class _Children:
         for process in self.processes:
             process.wait()
 
-    def exit_code(self) -> int:
+    def ending(self) -> Ending:
         if len(self.signals) > 1:
-            return 128 + self.signals[-1]
-        if self.first_failed is None:
-            return 0
+            return Ending(128 + self.signals[-1])
+        first = self.first_failed
+        if first is None:
+            return Ending(0)
 
-        code = self.processes[self.first_failed].returncode
+        code = self.processes[first].returncode
         if self.signals and code in (-signal.SIGTERM, 128 + signal.SIGTERM):
-            return 128 + self.signals[0]
+            return Ending(128 + self.signals[0])
         if code in SAVED_AND_LEFT:
-            return code
+            return Ending(code)
+        failure = self.monitor.failure
+        if code < 0 and (failure is None or failure.get("speaker") is None):
+            words = _words_for_signal(first, -code)
+            error = RankError(words, rank=first) if failure is None else error_of(failure)
+            return Ending(error.exit_code, first, was_lost=True, error=error)
+        if failure is None:
+            return Ending(2 if code == 2 else 1, first)
+        was_lost = code < 0 or "ends" in failure
         if code < 0:
-            failure = self.monitor.failure
-            if failure is None:
-                raise RankError(_words_for_signal(self.first_failed, -code), rank=self.first_failed)
-            if failure.get("speaker") is None:
-                raise error_of(failure)
-            return int(failure["exit_code"])  # a rank has said why
-        return 2 if code == 2 else 1
+            code = int(failure["exit_code"])  # a rank has said why
+        return Ending(2 if code == 2 else 1, failure["rank"], was_lost=was_lost)
 
     def _note_failure(self, codes: Sequence[int | None]) -> None:
         if self.first_failed is not None:

@@ -5,7 +5,8 @@ The life of a run:
     1. the parent checks config, plan, folder and corpus, and starts the ranks; torchrun and Slurm start them themselves
     2. a rank meets the others at the store, and watches it for their errors from then on
     3. it prepares the same corpus (cached by the first), builds its part of the model, and trains
-    4. it leaves: 0, 130 or 143 after a signal and a save, 2 for the user's mistakes, 1 for failures
+    4. the parent starts local ranks again after a failure (`restarts.py`); torchrun does so with --max-restarts
+    5. it leaves: 0, 130 or 143 after a signal and a save, 2 for the user's mistakes, 1 for failures
 
 No torch is imported before a rank needs it.
 """
@@ -25,10 +26,11 @@ from atoll.cost import Cluster
 from atoll.errors import ConfigError
 from atoll.plans import Plan
 from atoll.runtime.failure import Watch
-from atoll.runtime.launch import Rendezvous, launch_local, leave, meet, restarts, torchrun_environment, watch_parent
+from atoll.runtime.launch import Rendezvous, leave, meet, restarts, run_local, torchrun_environment, watch_parent
 from atoll.training.choosing import load_chosen
 from atoll.training.folder import RunFolder, Start
 from atoll.training.lock import RunLock
+from atoll.training.restarts import start_ranks
 from atoll.training.samples import prepare_corpus, vocabulary_of
 from atoll.training.signals import StopRequest, exit_code
 
@@ -81,7 +83,18 @@ def train(request: Request) -> int:
     # Each rank is this very command again, with the plan that was chosen; its environment makes it a rank.
     chosen = [word for override in overrides[len(request.overrides) :] for word in ("--set", override)]
     command = [sys.executable, *sys.orig_argv[1:], *chosen]
-    return launch_local(command, config.parallel.ranks, port=config.run.port, limit=config.parallel.timeout)
+    return start_ranks(
+        lambda attempt: run_local(
+            command,
+            config.parallel.ranks,
+            port=config.run.port,
+            limit=config.parallel.timeout,
+            attempt=restarts() + attempt,
+        ),
+        folder,
+        most=config.run.restarts,
+        say=lambda line: _tell(line, sys.stderr),
+    )
 
 
 def run_rank(request: Request, rendezvous: Rendezvous) -> int:

@@ -1,0 +1,119 @@
+"""Starts the ranks of a run again after a failure; they go on from the newest checkpoint that is whole.
+
+    a mistake of the user's (exit code 2), a signal to the parent    never again
+    an error in Python before any step was taken                     never again: it would come back
+    the same rank fails in the same step, twice in a row             never again: the cause is in the step
+    anything else: a rank killed, silent, stopped or cut off         again, `most` times without a new checkpoint
+
+[Note: the step of a failure] is the one after the last that this attempt has written down. A failure before that has no
+step: what the folder says then is of the attempt before.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from atoll.errors import RankError
+from atoll.runtime.launch import Ending
+from atoll.training.folder import RunFolder, read_records
+
+PAUSES = (0.0, 1.0, 5.0, 15.0, 30.0)
+"""Seconds before the first, second, ... start without a new checkpoint, and before all further ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What is known of an attempt that failed. step: in which it did, None before the first.
+
+    was_lost: ended, stopped or silent; else an error was raised there.
+    """
+
+    rank: int | None
+    step: int | None
+    was_lost: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """Attempts since the last new checkpoint. most: starts allowed in a row.  last: the failure before."""
+
+    most: int
+    tries: int = 0
+    checkpoint: str = ""
+    last: Failure | None = None
+
+    def after(self, failure: Failure, checkpoint: str) -> Count | str:
+        """The count with one more start, or why there is none. checkpoint: the newest one's name."""
+        if failure.step is None and not failure.was_lost:
+            return ""
+        if failure.step is not None and failure == self.last:
+            return (
+                f"not started again: rank {failure.rank} failed in step {failure.step} twice in a row, so the cause is "
+                "in that step: its data, its numbers or the memory that it needs"
+            )
+        tries = 1 if checkpoint != self.checkpoint else self.tries + 1
+        if tries > self.most:
+            if not self.most:
+                return ""
+            return f"not started again: {self.most} starts in a row brought no new checkpoint (run.restarts)"
+        return replace(self, tries=tries, checkpoint=checkpoint, last=failure)
+
+    @property
+    def pause(self) -> float:
+        """Seconds before the next start."""
+        return PAUSES[min(self.tries, len(PAUSES)) - 1]
+
+
+def start_ranks(
+    start: Callable[[int], Ending], folder: RunFolder, *, most: int, say: Callable[[str], None] = lambda line: None
+) -> int:
+    """Start ranks, and again after failures; the exit code of the run.
+
+    start: starts them and waits for their end; is told how often they were started before.  most: see `Count`.
+
+    Raises the error of ranks that could not say why they failed, once they are not started again.
+    """
+    count = Count(most, checkpoint=_newest(folder))
+    attempt = 0
+    while True:
+        before = _written(folder.metrics)
+        ending = start(attempt)
+        if ending.rank is None or ending.code == 2:
+            return ending.code
+        step = None
+        if _written(folder.metrics) != before:
+            records = read_records(folder.metrics)
+            step = records[-1]["step"] + 1 if records else None
+        found = count.after(Failure(ending.rank, step, ending.was_lost), _newest(folder))
+        if isinstance(found, str):
+            if ending.error is not None:
+                raise RankError(f"{ending.error}\n{found}".strip(), rank=ending.rank) from ending.error
+            if found:
+                say(f"error: {found}")
+            return ending.code
+        count, attempt = found, attempt + 1
+        if ending.error is not None:
+            say(f"note: {ending.error}")
+        whence = f"from {count.checkpoint}" if count.checkpoint else "from the beginning"
+        say(f"note: the ranks are started again {whence} ({count.tries} of {most} without a new checkpoint)")
+        time.sleep(count.pause)
+
+
+def _newest(folder: RunFolder) -> str:
+    """The name of the newest checkpoint; no torch is needed to look."""
+    try:
+        return (folder.checkpoints / "latest").read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _written(path: Path) -> tuple[int, int]:
+    """Changes whenever a file does."""
+    try:
+        found = path.stat()
+    except OSError:
+        return 0, 0
+    return found.st_mtime_ns, found.st_size
