@@ -284,18 +284,19 @@ def report(result: Mapping[str, Any]) -> str:
                 worst = f"{median(times):.1f} | {max(times):.1f}" if times else "- | -"
                 lines.append(f"| {kind} | {launcher} | {len(own)} | {worst} |")
     bad = [row for row in rounds if row["problems"]]
+    count = sum(len(row["disturbances"]) for row in rounds)
     return "\n\n".join(
         [
             "# Chaos",
-            "Written by `python benchmarks/run.py chaos` (`make chaos`). Runs of four local ranks in float64 are disturbed "
-            f"at random moments, their start included; seed {result['seed']}, a timeout of {result['timeout']:g} s. "
+            "Written by `python benchmarks/run.py chaos` (`make chaos`). Runs of four local ranks in float64 are "
+            f"disturbed at random moments, their start included; seed {result['seed']}, a timeout of {result['timeout']:g} s. "
             "Each must end with the losses and the final checkpoint of the same run undisturbed, bit for bit, leave no "
             "process, and every checkpoint must be whole. *next step*: seconds from the disturbance to the next step "
             "that is written down, the time that a stopped rank is waited for among them, on two cores.",
             tables.measured_in(result["environment"]) if "environment" in result else "",
-            f"{len(rounds)} runs over {len({row['configuration'] for row in rounds})} configurations, "
-            f"{sum(len(row['disturbances']) for row in rounds)} disturbances of the {result['wanted']} that a whole run "
-            f"makes: {len(rounds) - len(bad)} runs as undisturbed, {len(bad)} not.",
+            f"{len(rounds)} runs over {len({row['configuration'] for row in rounds})} configurations with {count} "
+            f"disturbances ({result['wanted']} in a whole run): {len(rounds) - len(bad)} runs as undisturbed, "
+            f"{len(bad)} not.",
             "\n".join(
                 ["| what | launcher | times | next step s, median | longest |", "|---|---|--:|--:|--:|", *lines]
             ),
