@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -96,22 +98,26 @@ class Seen:
     results: list[StepResult]
 
 
-def engine_of(case: Case, policy: str) -> Engine:
+@contextmanager
+def engine_of(case: Case, policy: str) -> Iterator[Engine]:
+    """An engine that is closed: jobs that it leaves behind would talk in the next case's group."""
     engine = case.engine()
     engine.bad_steps = Policy.parse(policy)
-    return engine
+    try:
+        yield engine
+    finally:
+        engine.close()
 
 
 def train_on(case: Case, policy: str = "skip") -> Seen:
-    engine = engine_of(case, policy)
-    history, found = History(), []
-    for result in results(case, engine):
-        history.losses.append(result.loss)
-        history.norms.append(result.grad_norm)
-        found.append(result)
-    history.parameters = whole_parameters(engine)
-    engine.close()
-    return Seen(history, found)
+    with engine_of(case, policy) as engine:
+        history, found = History(), []
+        for result in results(case, engine):
+            history.losses.append(result.loss)
+            history.norms.append(result.grad_norm)
+            found.append(result)
+        history.parameters = whole_parameters(engine)
+        return Seen(history, found)
 
 
 def finite(history: History) -> History:
@@ -188,20 +194,20 @@ def test_ranks_of_a_tensor_parallel_group_agree() -> None:
 
 def stop(case: Case) -> tuple[str, Fault, bool, int, bool]:
     """Train until a step is bad; what was said, whether parameters are as they were, and whether it can go on."""
-    engine = engine_of(case, "stop")
-    before: dict[str, Tensor] = {}
-    step = 0
-    try:
-        for step in range(case.steps):
-            before = whole_parameters(engine)
-            engine.step(case.share(engine, step))
-    except BadStepError as error:
-        after = whole_parameters(engine)
-        same = all(torch.equal(before[name], after[name]) for name in before)
-        number = engine.step_number
-        good = engine.step(case.share(engine, step + 1))
-        return str(error), error.fault, same, number, math.isfinite(good.grad_norm)
-    raise AssertionError("no step was bad")
+    with engine_of(case, "stop") as engine:
+        before: dict[str, Tensor] = {}
+        step = 0
+        try:
+            for step in range(case.steps):
+                before = whole_parameters(engine)
+                engine.step(case.share(engine, step))
+        except BadStepError as error:
+            after = whole_parameters(engine)
+            same = all(torch.equal(before[name], after[name]) for name in before)
+            number = engine.step_number
+            good = engine.step(case.share(engine, step + 1))
+            return str(error), error.fault, same, number, math.isfinite(good.grad_norm)
+        raise AssertionError("no step was bad")
 
 
 @pytest.mark.parametrize("post_validation", [False, True])
@@ -223,20 +229,20 @@ def test_a_run_that_stops_says_where_and_can_go_on(precision: str, post_validati
 
 def stop_late(case: Case) -> tuple[str, int, History]:
     """Submit steps without waiting; the bad one is known when the next is under way. Then go on behind it."""
-    engine = engine_of(case, "stop")
-    history, said, number = History(), "", -1
-    for step in range(case.steps):
-        try:
-            result = engine.submit(case.share(engine, step))
-        except BadStepError as error:
-            said, number = str(error), engine.step_number
-            result = None
-        if result is not None:
-            history.losses.append(result.loss)
-    last = engine.settle()
-    assert last is not None
-    history.losses.append(last.loss)
-    return said, number, history
+    with engine_of(case, "stop") as engine:
+        history, said, number = History(), "", -1
+        for step in range(case.steps):
+            try:
+                result = engine.submit(case.share(engine, step))
+            except BadStepError as error:
+                said, number = str(error), engine.step_number
+                result = None
+            if result is not None:
+                history.losses.append(result.loss)
+        last = engine.settle()
+        assert last is not None
+        history.losses.append(last.loss)
+        return said, number, history
 
 
 def test_a_step_behind_a_bad_one_is_forgotten_with_it() -> None:
@@ -259,16 +265,16 @@ def test_what_does_not_happen_again_is_said_to_be_no_fault_of_the_samples() -> N
 
 
 def break_a_parameter(case: Case, policy: str) -> tuple[str, Fault]:
-    engine = engine_of(case, policy)
-    engine.step(case.share(engine, 0))
-    with engine.full_parameters("3.up.weight") as values:
-        for value in values.values():
-            value.view(-1)[-1] = torch.inf
-    try:
-        engine.step(case.share(engine, 1))
-    except BadStepError as error:
-        return str(error), error.fault
-    raise AssertionError("it did not raise")
+    with engine_of(case, policy) as engine:
+        engine.step(case.share(engine, 0))
+        with engine.full_parameters("3.up.weight") as values:
+            for value in values.values():
+                value.view(-1)[-1] = torch.inf
+        try:
+            engine.step(case.share(engine, 1))
+        except BadStepError as error:
+            return str(error), error.fault
+        raise AssertionError("it did not raise")
 
 
 @pytest.mark.parametrize("policy", ["stop", "skip"])
@@ -289,24 +295,24 @@ def test_steps_are_not_skipped_for_ever() -> None:
 
 
 def skip_until_it_stops(case: Case) -> tuple[str, int]:
-    engine = engine_of(case, "skip")
-    for step in range(case.steps):
-        try:
-            engine.step(case.share(engine, step))
-        except BadStepError as error:
-            return str(error), step
-    raise AssertionError("it did not stop")
+    with engine_of(case, "skip") as engine:
+        for step in range(case.steps):
+            try:
+                engine.step(case.share(engine, step))
+            except BadStepError as error:
+                return str(error), step
+        raise AssertionError("it did not stop")
 
 
 def overflow(case: Case, scale: float) -> list[tuple[bool, float]]:
-    engine = engine_of(case, "skip")
-    engine._end.scaler = LossScaler(scale=scale)
-    found = []
-    for step in range(case.steps):
-        result = engine.step(case.share(engine, step))
-        found.append((result.fault is not None, engine._end.scaler.scale))
-        assert result.skipped == (step == 1)
-    return found
+    with engine_of(case, "skip") as engine:
+        engine._end.scaler = LossScaler(scale=scale)
+        found = []
+        for step in range(case.steps):
+            result = engine.step(case.share(engine, step))
+            found.append((result.fault is not None, engine._end.scaler.scale))
+            assert result.skipped == (step == 1)
+        return found
 
 
 @pytest.mark.parametrize(("scale", "is_fault", "after"), [(1024.0, False, 512.0), (1.0, True, 1.0)])
@@ -324,34 +330,33 @@ def test_a_loss_scale_that_cannot_fall_any_more_is_no_overflow(scale: float, is_
 def roll_back(case: Case, folder: str, policy: str, every: int) -> tuple[list[tuple[int, int]], str, dict[str, Tensor]]:
     """Train on the samples of steps 0, 1, ... whatever happens; save every `every` steps. Of each result the step, and
     the step it went back to or -1; what ended the run; the parameters."""
-    engine = engine_of(case, policy)
-    found, said = [], ""
-    for taken in range(case.steps):
-        try:
-            result = engine.submit(case.share(engine, taken))
-            if every and engine.step_number % every == 0:
-                result = engine.settle() or result
-        except BadStepError as error:
-            said = str(error)
-            break
-        if result is not None:
-            found.append((result.step, -1 if result.rollback is None else result.rollback.step))
-        if result is None or result.rollback is None:
-            if every and engine.step_number % every == 0:
-                engine.save(Path(folder) / f"step-{engine.step_number:06d}", {"at": engine.step_number})
-        else:
-            assert result.rollback.state == {"at": result.rollback.step}
-    values = whole_parameters(engine)
-    engine.close()
-    return found, said, values
+    with engine_of(case, policy) as engine:
+        found, said = [], ""
+        for taken in range(case.steps):
+            try:
+                result = engine.submit(case.share(engine, taken))
+                if every and engine.step_number % every == 0:
+                    result = engine.settle() or result
+            except BadStepError as error:
+                said = str(error)
+                break
+            if result is not None:
+                found.append((result.step, -1 if result.rollback is None else result.rollback.step))
+            if result is None or result.rollback is None:
+                if every and engine.step_number % every == 0:
+                    engine.save(Path(folder) / f"step-{engine.step_number:06d}", {"at": engine.step_number})
+            else:
+                assert result.rollback.state == {"at": result.rollback.step}
+        values = whole_parameters(engine)
+        return found, said, values
 
 
 def train_by_hand(case: Case, samples: list[int], undone: int) -> dict[str, Tensor]:
     """Train on the samples of these steps; forget what follows the first `undone`, which the caller leaves out."""
-    engine = case.engine()
-    for step in samples:
-        engine.step(case.share(engine, step))
-    return whole_parameters(engine)
+    with engine_of(case, "stop") as engine:
+        for step in samples:
+            engine.step(case.share(engine, step))
+        return whole_parameters(engine)
 
 
 @pytest.mark.parametrize("layout", ["NNG", "GGG"])
@@ -416,5 +421,5 @@ def test_causes_come_before_effects() -> None:
         Sighting(Made.GRADIENT, 2, 4, block=4),
         Sighting(Made.OUTPUT, 0, 5, block=0),
     ]
-    assert sorted(reversed(seen), key=lambda sighting: sighting.order) == seen
+    assert sorted(seen[::-1], key=lambda sighting: sighting.order) == seen
     assert [Sighting.decode(each.encode()) for each in seen] == seen
