@@ -26,6 +26,8 @@ MEANINGS: Mapping[str, str] = {
     "device.efficiency.waves": "share of the time of a last, partly filled wave of tiles that is lost",
     "device.efficiency.attention": "share of the rate that fused attention reaches",
     "device.efficiency.memory": "share of the bandwidth that everything else reaches",
+    "device.efficiency.half": "share of that which kernels on elements of two bytes reach; less than 1 on a CPU, which "
+    "converts them",
     "device.efficiency.update": "bytes that the optimizer reads and writes for a parameter, with a master in fp32",
     "device.efficiency.launch": "seconds of the shortest kernel",
     "device.efficiency.dispatch": "seconds that the host needs to launch a kernel",
@@ -42,6 +44,8 @@ MEANINGS: Mapping[str, str] = {
     "link.burst": "bytes that it carries at once after a pause, as a token bucket does; they count against its rate",
     "link.busy": "share of the time of what it carries during which the device computes nothing: 1 where its own "
     "processor copies, as between ranks on one CPU",
+    "link.shared": "bytes a second of gathers and reductions in a group whose ranks read each other's memory, as on "
+    "one CPU; not given where they exchange messages",
     "link.source": "where the figures are from",
 }
 

@@ -1,8 +1,7 @@
 """Predictions beside our own runs on this machine's CPUs: `python benchmarks/run.py predictions`.
 
-The machine is measured as `atoll doctor --measure` does it, by as many ranks at once as then run. Its
-constants are calibrated as `atoll calibrate` does it, on the steps of some configurations, and the seconds of all
-others are judged. Bytes need neither.
+The machine is measured as `atoll doctor --measure` does it, the constants are calibrated as `atoll calibrate` does it,
+on the steps of some configurations, and the seconds of all others are judged. Bytes need neither.
 """
 
 from __future__ import annotations
@@ -49,36 +48,16 @@ def run(arguments: argparse.Namespace) -> Found:
     """Measure the machine, run all configurations, calibrate, predict."""
     quick = arguments.quick
     real, emulated, layouts = (rows[::14] if quick else rows for rows in (REAL, EMULATED, LAYOUTS))
-    # Cores share memory and heat: one alone computes faster than beside others.
-    by_count = [timed_rows([each for each in real if each.ranks == count], count) for count in (1, 2)]
-    given = on_emulated(measured_cluster(4))
-    return {
-        "clusters": [found["cluster"] for found in by_count],
-        "constants": [found["constants"] for found in by_count],
-        "real": [row for found in by_count for row in found["real"]],
-        "links": given.tables()["node"],
-        "emulated": [
-            {"name": row.name, "measured_seconds": found["seconds"], "steps": found["steps"],
-             "predicted_seconds": predicted(row, given, found).seconds}
-            for row, found in run_all(emulated, timed=True, on=given)
-        ],
-        "layouts": [described(row, found, predicted(row, None, found)) for row, found in run_all(layouts)],
-    }  # fmt: skip
-
-
-def timed_rows(rows: Sequence[Row], ranks: int) -> Found:
-    """Rows of so many ranks, on this machine as that many measure it, with its constants calibrated on some of them."""
-    cluster = measured_cluster(ranks)
-    ran = run_all(rows, timed=True)
+    cluster = measured_cluster(2)
+    ran = [row for count in (1, 2) for row in run_all([each for each in real if each.ranks == count], timed=True)]
     steps = [Step(((1.0, predicted(row, cluster, found)),), found["seconds"], row.name) for row, found in ran]
     fitted = calibrate(step for (row, _), step in zip(ran, steps, strict=True) if row.fitted)
+    given = on_emulated(measured_cluster(4))
     return {
         "cluster": cluster.tables(),
-        "constants": {
-            "ranks": ranks,
-            "before": dict(fitted.before),
-            "after": dict(fitted.constants),
-        },
+        "constants": [
+            {"name": name, "before": fitted.before[name], "after": after} for name, after in fitted.constants.items()
+        ],
         "real": [
             {
                 **described(row, found, step.played[0][1]),
@@ -89,7 +68,14 @@ def timed_rows(rows: Sequence[Row], ranks: int) -> Found:
             }
             for (row, found), step in zip(ran, steps, strict=True)
         ],
-    }
+        "links": given.tables()["node"],
+        "emulated": [
+            {"name": row.name, "measured_seconds": found["seconds"], "steps": found["steps"],
+             "predicted_seconds": predicted(row, given, found).seconds}
+            for row, found in run_all(emulated, timed=True, on=given)
+        ],
+        "layouts": [described(row, found, predicted(row, None, found)) for row, found in run_all(layouts)],
+    }  # fmt: skip
 
 
 def measured_cluster(ranks: int) -> Cluster:
@@ -241,10 +227,9 @@ def report(result: Mapping[str, Any]) -> str:
         ),
         "## Real steps",
         "*measured*: median of the steps. *as measured*: predicted with the cluster that `atoll doctor --measure` "
-        "wrote for as many ranks. *calibrated*: with its constants fitted to the steps of the rows with *fit* and as "
-        "many ranks, as `atoll calibrate` fits them; these rows are not judged. *peak*: bytes of the fullest pipeline "
-        "rank, counted by the C library's allocator on all threads and in memory that ranks share; the error is of "
-        "that rank.",
+        "wrote. *calibrated*: with its constants fitted to the steps of the rows with *fit*, as `atoll calibrate` fits "
+        "them; these rows are not judged. *peak*: bytes of the fullest pipeline rank, counted by the C library's "
+        "allocator on all threads and in memory that ranks share; the error is of that rank.",
         "\n".join(
             [
                 "| configuration | | measured s | as measured | calibrated | peak MB | peak |",
@@ -252,7 +237,9 @@ def report(result: Mapping[str, Any]) -> str:
                 *map(_real_line, real),
             ]
         ),
-        "\n".join(map(_constants_line, result["constants"])),
+        "Constants: "
+        + ", ".join(f"{each['name']} {each['before']:.4g} → {each['after']:.4g}" for each in result["constants"])
+        + ".",
         "## On an emulated device",
         "Four ranks on two cores. An instruction sleeps until the seconds are over that the prediction has for it on a "
         "given device, what it really computes among them; messages, gathers, reductions and waiting are real. What is "
@@ -278,11 +265,6 @@ def _real_line(row: Mapping[str, Any]) -> str:
     cells = [row["name"], fit, f"{row['measured_seconds']:.3f}", f"{before:+.1%}", f"{after:+.1%}"]
     cells += [f"{fullest['counted_peak'] / 1e6:.1f}", f"{off:+.1%}"]
     return f"| {' | '.join(cells)} |"
-
-
-def _constants_line(found: Mapping[str, Any]) -> str:
-    changes = (f"{name} {found['before'][name]:.4g} → {after:.4g}" for name, after in found["after"].items())
-    return f"* Constants of {found['ranks']} at once: {', '.join(changes)}."
 
 
 def _seconds_line(row: Mapping[str, Any]) -> str:

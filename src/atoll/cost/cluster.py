@@ -54,6 +54,7 @@ class Efficiency(_Table):
     waves: share of the time of a last, partly filled wave of tiles that is lost.
     attention: share of the peak that fused attention reaches.
     memory: share of the memory's bandwidth that everything else reaches.
+    half: share of that which kernels on elements of two bytes reach; less than 1 on a CPU, which converts them.
     update: bytes that the optimizer reads and writes for a parameter, as Adam's step with a master in fp32.
     launch: seconds of the shortest kernel on the device.
     dispatch: seconds that the host needs to launch a kernel. A block takes no less than that for all of its kernels.
@@ -69,6 +70,7 @@ class Efficiency(_Table):
     waves: Annotated[float, Field(ge=0, le=1)] = 0.8
     attention: Share = 0.5
     memory: Share = 0.7
+    half: Share = 1.0
     update: NotBelow = 30.0
     launch: NotBelow = 2e-6
     dispatch: NotBelow = 1e-5
@@ -122,6 +124,8 @@ class Link(_Table):
     burst: bytes that it carries at once after a pause, as a token bucket does; they count against its rate.
     busy: share of the time of what it carries during which the device computes nothing: 1 where the processor that
     computes copies, as between ranks on one CPU, 0 where a card does.
+    shared: bytes a second of gathers and reductions in a group whose ranks read each other's memory, as on one CPU;
+    None where they exchange messages.
     """
 
     rate: Above
@@ -129,7 +133,13 @@ class Link(_Table):
     reach: Share = 1.0
     burst: NotBelow = 0.0
     busy: Annotated[float, Field(ge=0, le=1)] = 0.0
+    shared: Above | None = None
     source: str = ""
+
+    def times(self, factor: float) -> Link:
+        """The same with as many times the bytes a second."""
+        shared = None if self.shared is None else self.shared * factor
+        return self.model_copy(update={"rate": self.rate * factor, "shared": shared})
 
     @property
     def goodput(self) -> float:
@@ -209,7 +219,10 @@ class Cluster(_Table):
         near = 1 if inner >= self.node.devices else min(sizes[axis], self.node.devices // inner)
         inside = self.node.link
         if near == sizes[axis]:
-            return self.inside()
+            found = self.inside()
+            if inside is None or inside.shared is None or axis != "intra":
+                return found
+            return replace(found, rate=inside.shared)
         if self.network is None:
             raise ConfigError(
                 f"ranks along {axis!r} are {inner * sizes[axis]} apart, a node has {self.node.devices} devices and the "

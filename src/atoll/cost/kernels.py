@@ -113,7 +113,8 @@ class Clock:
                     kernel.flops / (self.device.rate(self.dtype) * efficiency.attention), self._memory(kernel.nbytes)
                 )
             case Pass():
-                return max(self._memory(kernel.nbytes), efficiency.launch * kernel.kernels)
+                reached = efficiency.half if self.item == 2 else 1.0
+                return max(self._memory(kernel.nbytes) / reached, efficiency.launch * kernel.kernels)
             case Exchange():
                 return collective(kernel.kind, kernel.nbytes, ranks=self.ranks, link=self.link)
         return max(own, efficiency.launch)

@@ -221,7 +221,7 @@ class Explanation:
 
 
 def _scaled(link: Link, times: float) -> Link:
-    return link.model_copy(update={"rate": link.rate * times, "latency": link.latency / times})
+    return link.times(times).model_copy(update={"latency": link.latency / times})
 
 
 def _with_link(cluster: Cluster, times: float) -> Cluster:

@@ -32,14 +32,15 @@ SHORT_CALLS = 200
 class Reading:
     """What a rank measured of its device.
 
-    rates: FLOP/s of products by dtype.  bandwidth: bytes a second.  depth, memory, attention, update, launch, dispatch:
-    as in `Efficiency`.  context: bytes.
+    rates: FLOP/s of products by dtype.  bandwidth: bytes a second.  depth, memory, half, attention, update, launch,
+    dispatch: as in `Efficiency`.  context: bytes.
     """
 
     rates: Mapping[str, float]
     bandwidth: float
     depth: float
     memory: float
+    half: float
     attention: float
     update: float
     launch: float
@@ -53,7 +54,10 @@ def read_device(stopwatch: Stopwatch, together: Callable[[], None]) -> Reading:
     together()
     bandwidth = bench.bandwidth()
     together()
-    memory = min(1.0, bench.passes() / bandwidth)
+    passes = bench.passes(bench.dtype)
+    memory = min(1.0, passes / bandwidth)
+    together()
+    half = 1.0 if bench.dtype.itemsize == 2 else min(1.0, bench.passes(torch.bfloat16) / passes)
     together()
     depth = bench.depth(bandwidth)
     rates: dict[str, float] = {}
@@ -73,6 +77,7 @@ def read_device(stopwatch: Stopwatch, together: Callable[[], None]) -> Reading:
         bandwidth=bandwidth,
         depth=depth,
         memory=memory,
+        half=half,
         attention=min(1.0, attention),
         update=update,
         launch=launch,
@@ -92,6 +97,7 @@ def to_device(reading: Reading, device: torch.device, *, local_ranks: int, sourc
         depth=reading.depth,
         attention=reading.attention,
         memory=reading.memory,
+        half=reading.half,
         update=reading.update,
         launch=reading.launch,
         dispatch=reading.dispatch,
@@ -134,9 +140,9 @@ class _Bench:
         triad = self.stopwatch.seconds(lambda: torch.add(a, b, alpha=0.5, out=c))
         return max(2 * a.nbytes / self.stopwatch.seconds(copy), 3 * a.nbytes / triad)
 
-    def passes(self) -> float:
+    def passes(self, dtype: torch.dtype) -> float:
         """Bytes a second that a sum, a norm and an activation reach together, each of inputs and outputs once."""
-        a, b, c = (each.view(-1, 1024) for each in self._buffers(self.copy[0], self.dtype))
+        a, b, c = (each.view(-1, 1024) for each in self._buffers(self.copy[0], dtype))
         calls: tuple[tuple[int, Call], ...] = (
             (3, lambda: torch.add(a, b, out=c)),
             (2, lambda: F.layer_norm(a, (1024,))),

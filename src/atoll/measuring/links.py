@@ -56,10 +56,16 @@ def read_links(shape: MeshShape, *, rank: int, device: torch.device, budget: flo
     if local > 1:
         line = _Ranks(connect(MeshShape(pipeline=shape.world).place(rank), device), budget)
         wire = line.exchange_messages({0: 1, 1: 0}.get(rank))
-        node = _link(wire, islands.gather("intra", wire), share=1.0, source=source)
-        # Ranks on the CPU copy for each other with the processors that compute.
-        node = node.model_copy(update={"busy": 1.0}) if device.type == "cpu" else node
         line.transport.close()
+        within = islands.gather("intra", wire)
+        if device.type == "cpu":
+            apart = _Ranks(connect(MeshShape(pipeline=nodes, inter=local).place(rank), device), budget)
+            node = _link(wire, apart.gather("inter", wire), share=1.0, source=source)
+            # Ranks on the CPU copy for each other with the processors that compute.
+            node = node.model_copy(update={"busy": 1.0, "shared": within})
+            apart.transport.close()
+        else:
+            node = _link(wire, within, share=1.0, source=source)
     if nodes > 1:
         line = _Ranks(connect(MeshShape(pipeline=nodes, intra=local).place(rank), device), budget)
         at, own = divmod(rank, local)
@@ -71,8 +77,7 @@ def read_links(shape: MeshShape, *, rank: int, device: torch.device, budget: flo
 
 
 def _link(wire: Wire, goodput: float, *, share: float, source: str) -> Link:
-    """share: cards' rate over a rank's. Collectives may be faster than messages, where ranks read each other's memory:
-    then the rate is theirs."""
+    """share: cards' rate over a rank's. Where collectives are faster than messages, the rate is theirs."""
     rate = max(wire.rate, goodput)
     return Link(rate=rate * share, latency=wire.latency, reach=goodput / rate, source=source)
 

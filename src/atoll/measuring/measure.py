@@ -69,7 +69,7 @@ def describe(cluster: Cluster) -> str:
         ("depth", f"{reached.depth:.3g}: inner size of a product that reaches half of that"),
         ("attention", f"{reached.attention:.0%} of it, forward and backward"),
         ("bandwidth", f"{format_bytes(device.bandwidth, decimal=True)}/s"),
-        ("other kernels", f"{reached.memory:.0%} of it"),
+        ("other kernels", f"{reached.memory:.0%} of it, {reached.memory * reached.half:.0%} on elements of two bytes"),
         ("optimizer", f"{reached.update:.3g} bytes a parameter"),
         ("shortest kernel", f"{format_seconds(reached.launch)}, {format_seconds(reached.dispatch)} to launch it"),
         *(_link_row("node's link", cluster.node.link)),
@@ -86,7 +86,10 @@ def _link_row(name: str, link: Link | None) -> list[tuple[str, str]]:
     if link is None:
         return []
     rate = format_bytes(link.rate, decimal=True)
-    return [(name, f"{rate}/s, {format_seconds(link.latency)} a hop, collectives reach {link.reach:.0%}")]
+    words = f"{rate}/s, {format_seconds(link.latency)} a hop, collectives reach {link.reach:.0%}"
+    if link.shared is not None:
+        words += f", {format_bytes(link.shared, decimal=True)}/s in memory that ranks share"
+    return [(name, words)]
 
 
 def _mean(own: Reading, transport: Transport) -> Reading:

@@ -183,12 +183,11 @@ def _gib(nbytes: float) -> str:
 def _slower(cluster: Cluster) -> Cluster:
     """With the slowest link half as fast: that between nodes, or inside where there is one node."""
     if cluster.network is not None and cluster.nodes > 1:
-        network = cluster.network.model_copy(update={"rate": cluster.network.rate / 2})
-        return cluster.model_copy(update={"network": network})
+        return cluster.model_copy(update={"network": cluster.network.times(0.5)})
     link = cluster.node.link
     if link is None:
         return cluster
-    node = cluster.node.model_copy(update={"link": link.model_copy(update={"rate": link.rate / 2})})
+    node = cluster.node.model_copy(update={"link": link.times(0.5)})
     return cluster.model_copy(update={"node": node})
 
 
