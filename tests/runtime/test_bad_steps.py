@@ -421,5 +421,6 @@ def test_causes_come_before_effects() -> None:
         Sighting(Made.GRADIENT, 2, 4, block=4),
         Sighting(Made.OUTPUT, 0, 5, block=0),
     ]
-    assert sorted(seen[::-1], key=lambda sighting: sighting.order) == seen
+    mixed = [*seen[1::2], *seen[::2]]
+    assert sorted(mixed, key=lambda sighting: sighting.order) == seen
     assert [Sighting.decode(each.encode()) for each in seen] == seen

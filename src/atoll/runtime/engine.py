@@ -488,6 +488,11 @@ class Engine:
         """The torch optimizer of this rank's slices, for learning-rate schedules."""
         return self._optimizer.torch
 
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds that this rank computed in the last training step."""
+        return self._end.busy
+
     def memory(self) -> Footprint:
         """Bytes of parameters, gradients and optimizer state that this rank holds now."""
         return held_now(self.units, self._optimizer.state_tensors())

@@ -140,6 +140,7 @@ class StepEnd:
     The two tables say what an instruction of a unit, or of all, calls. SUMS is given what the row gave: `add_up`.
 
     was_right: whether the parameters were right up to the last verdict.
+    busy: seconds that this rank computed in the last step.
     """
 
     def __init__(
@@ -167,6 +168,7 @@ class StepEnd:
         self._refused: Refused | None = None
         self._look: Callable[[], None] | None = None
         self.was_right = True
+        self.busy = 0.0
         self.of_unit: Mapping[Do, Callable[[Unit], None]] = {
             Do.SYNCED: self._settle,
             Do.UNSCALE: self._unscale,
@@ -275,7 +277,8 @@ class StepEnd:
             partials[[unit.spec.index for unit in self._units]] = norms
         loss = 0.0 if loss_sum is None else float(loss_sum)
         # The norms have just waited for the device.
-        idle = 1.0 - busy() / max(time.monotonic() - self._now.begin, 1e-9)
+        self.busy = busy()
+        idle = 1.0 - self.busy / max(time.monotonic() - self._now.begin, 1e-9)
         head = torch.tensor([loss, idle], dtype=torch.float64)
         names = [(unit, name) for unit in self._units for name, _ in unit.trained()]
         flags = torch.tensor([name in unit.touched for unit, name in names], dtype=torch.float64)
