@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import loss_parallel
 
 from atoll.advice import advice
-from atoll.errors import BadStepError, CostWarning, DamageError, PlanError, RunError
+from atoll.errors import BadStepError, CostWarning, DamageError, PlanError, ReplicaError, RunError
 from atoll.faults import ROLLBACKS, SKIPS_IN_A_ROW, Answer, Fault, Made, Policy, Rollback, Sighting
 from atoll.layouts import Footprint, WorkingMemory
 from atoll.models import Adapter, Batch, adapter_for, weights_for
@@ -40,10 +40,12 @@ from atoll.runtime.pipeline.probe import Probe, bad_parameter, first_of_all, pla
 from atoll.runtime.pipeline.step_end import LossScaler, Refused, StepEnd, StepResult
 from atoll.runtime.sharding.access import Edit, chosen_names, differing, whole_gradients
 from atoll.runtime.sharding.optimizer import GroupOptions, OptimizerFactory, ShardedOptimizer
+from atoll.runtime.sharding.replicas import differences, holdings, share
 from atoll.runtime.sharding.segment import Surroundings
 from atoll.runtime.sharding.state import load_state, load_values, model_pieces, save_state, stored_states
 from atoll.runtime.sharding.tensor_parallel import tensor_parallel
 from atoll.runtime.transport import Peers, connect, world_rank
+from atoll.runtime.verdict import SHOWN
 from atoll.trace import Trace
 
 
@@ -113,6 +115,7 @@ class Engine:
         self._played: dict[int, tuple[Share, Outcome]] = {}
         self._answered: StepResult | None = None
         self._skips = self._rollbacks = self._furthest = 0
+        self._compared = 0
         self._damage: DamageError | None = None
         self._before_update: Callable[[], None] | None = None
         self._has_gradients = False
@@ -558,6 +561,30 @@ class Engine:
         Each comes before those that were played within it; empty unless the step was taken in the context of `timing`.
         """
         return [] if self._outcome is None else self._outcome.clock.instructions()
+
+    def check_replicas(self) -> None:
+        """Compare what ranks hold alike, bit by bit: parameters and optimizer state. Every rank calls it.
+
+        Raises ReplicaError on every rank where they differ; it names the ranks that differ from most, and the blocks.
+        """
+        self._settle()
+        self._settle_parameters()
+        with self._agreement.guard("comparing replicas"):
+            own = list(holdings(self.units, self._optimizer.states(), self.place.tp))
+            found = differences(share(own, self.transport))
+        if not found:
+            self._compared = self.step_number
+            return
+        names = [spec.name for spec in self._sharded.specs]
+        lines = [each.describe(names) for each in found[:SHOWN]]
+        if len(found) > SHOWN:
+            lines.append(f"and {len(found) - SHOWN} more differences")
+        raise ReplicaError(
+            f"after step {self.step_number}: {'; '.join(lines)}. Memory, a device or a link has changed bits, or code "
+            f"wrote on some ranks alone. What was equal last was step {self._compared}: go on from a checkpoint of "
+            "that step or before, without the machine that is named",
+            ranks=tuple(sorted({rank for each in found for rank in each.ranks})),
+        )
 
     # ---- what users read and edit
 

@@ -157,7 +157,8 @@ class Loop:
                     continue  # it went back
                 is_due = train.eval_every and step % train.eval_every == 0
                 is_kept = every and step % every == 0
-                if stop is not None or is_due or is_kept or step in (traced, train.steps):
+                is_compared = train.check_replicas and step % train.check_replicas == 0
+                if stop is not None or is_due or is_kept or is_compared or step in (traced, train.steps):
                     with self._naming_samples():
                         result = self.engine.settle()
                     stop = self._record(result) or stop
@@ -169,6 +170,8 @@ class Loop:
                         self._recorder.trace(trace)
                 if step == train.steps:
                     self._record_timing()
+                if is_compared:
+                    self.engine.check_replicas()
                 if is_due:
                     self._evaluate()
                 if stop is not None and self.engine.step_number < train.steps:
