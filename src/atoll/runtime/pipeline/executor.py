@@ -378,7 +378,7 @@ class Executor:
                 nth += 1
         except AtollError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a model's sys.exit would leave the other ranks waiting
             if self._now.op is Op.STEP:  # the optimizer's, or the caller's own: it stays what it is
                 raise
             raise self._failure(self._now, error) from error
@@ -449,7 +449,7 @@ class Executor:
             return
         yield self._placement.rank_of(stage - 1), Action(stage - 1, Op.SEND_F, microbatch)
 
-    def _failure(self, action: Action, error: Exception) -> RunError:
+    def _failure(self, action: Action, error: BaseException) -> RunError:
         place = self._transport.place
         where = f"rank {place.rank} ({', '.join(f'{axis} {at}' for axis, at in place.coordinates.items())})"
         what = f"step {self._step_number + 1}, action {action}"
