@@ -101,6 +101,9 @@ MEANINGS: Mapping[str, str] = {
     "train.frozen": "name patterns with `*` and `?` of parameters that are not trained, as in `embed.*`",
     "train.objective": '"causal" predicts the next token, "masked" those that were hidden, as BERT does',
     "train.mask_ratio": 'share of the tokens that "masked" chooses: of ten eight are hidden, one is replaced',
+    "train.bad_steps": 'about steps whose loss or gradients are not finite: "stop", "skip", or "rollback N" to a '
+    "checkpoint at least N steps older: [training.md](training.md#numbers-gone-bad)",
+    "train.check_replicas": "steps between comparisons of what ranks hold alike, bit by bit; 0 for none",
     "lora.rank": "of low-rank adapters on a frozen model, 0 for none; they need `peft`",
     "lora.alpha": "what the adapters give is multiplied by alpha / rank",
     "lora.dropout": "on what goes into them",

@@ -10,6 +10,8 @@
     |   `-- CheckpointError          a checkpoint that is missing, or of another model
     |       `-- DamageError          a checkpoint that does not hold what was written
     `-- RunError                     a run that broke
+        |-- BadStepError             a step whose loss or gradients are not finite
+        |-- ReplicaError             ranks that should hold the same values, and do not
         `-- RankError                the first error of one rank, as all ranks report it
 
 A message says what, the values, where, and what to do. A CostWarning says what is right and costs more than it has to;
@@ -17,6 +19,11 @@ an UnverifiedWarning, that nothing says whether a checkpoint is as it was writte
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from atoll.faults import Fault
 
 
 class AtollError(Exception):
@@ -61,6 +68,22 @@ class DamageError(CheckpointError):
 
 class RunError(AtollError):
     """A run that broke after it started."""
+
+
+class BadStepError(RunError):
+    """A step whose loss or gradients are not finite, on every rank. Nothing was updated, and the engine can go on."""
+
+    def __init__(self, message: str, *, fault: Fault) -> None:
+        super().__init__(message)
+        self.fault = fault
+
+
+class ReplicaError(RunError):
+    """Ranks hold different values of what should be the same.  ranks: those that differ from most."""
+
+    def __init__(self, message: str, *, ranks: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.ranks = ranks
 
 
 class RankError(RunError):

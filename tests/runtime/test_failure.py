@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -289,3 +291,62 @@ def test_frames_of_a_thread_that_runs_are_read_beside_it() -> None:
     assert all("run" in found for found in names), "the frames of another thread, or a part of them"
     assert any(found.count("recur") > 10 for found in names)
     assert not frames_of(thread.ident or 0), "it has ended"
+
+
+SCRIPT = """
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from atoll.errors import AtollError
+from atoll.testing.parity import Case
+from atoll.testing.tiny import TinyConfig
+dist.init_process_group("gloo")
+case = Case(layout="GGG", intra=2, steps=4)
+engine = case.engine()
+for step in range(4):
+    if step == 2 and dist.get_rank() == 1:
+        engine.model[3].register_forward_pre_hook(lambda *_: sys.exit(0))
+    try:
+        engine.step(case.share(engine, step))
+    except AtollError as error:
+        print(f"rank {dist.get_rank()} heard: {error}", flush=True)
+        import os
+        os._exit(1)
+"""
+
+
+def test_a_rank_that_others_wait_for_may_not_say_goodbye() -> None:
+    """As by sys.exit between two steps."""
+    monitor = Monitor(2, host="127.0.0.1", limit=60.0)
+    try:
+        with start_rank(monitor, 1, "pass") as leaver, start_rank(monitor, 0, WAITS) as waiter:
+            monitor.report({"rank": 0, "exit_code": 0, "message": ""}, key="go")
+            failure = wait_for_failure(monitor, 20.0)
+            waiter.kill()
+        assert leaver.returncode == 0
+    finally:
+        monitor.close()
+    assert failure["rank"] == 1
+    assert "rank 1 left the run while rank 0 waits for it in step 1, 1RECV_F0 along pp" in failure["message"]
+
+
+def test_a_rank_that_calls_sys_exit_in_a_step_is_named(tmp_path: Path) -> None:
+    """It was a connection that closed, for the others; and exit code 0 for the one that left."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = []
+    for rank in range(2):
+        own = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
+        environment = {**os.environ, **own, "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, str(script)]
+        ranks.append(
+            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        )
+    outputs = [rank.communicate(timeout=90)[0] for rank in ranks]
+    assert "rank 1 (pp 0, inter 0, intra 1, tp 0), step 3, action 0F0" in outputs[0], outputs
+    assert "SystemExit: 0" in outputs[0]
+    assert [rank.returncode for rank in ranks] == [1, 1]

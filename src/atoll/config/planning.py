@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from atoll import schedules
 from atoll.errors import ConfigError, PlanError, UserError
+from atoll.faults import Policy
 from atoll.ir import Op, Schedule
 from atoll.ir.text import from_csv, from_text
 from atoll.layouts import Layout, Precision
@@ -39,6 +40,7 @@ def plan_of(config: Config, world: int | None = None) -> Plan:
         if config.model.is_builtin:
             problems += _stage_problems(config, schedule)
     problems += _length_problems(config)
+    problems += _rollback_problems(config)
     if problems:
         raise ConfigError("\n  ".join(problems if len(problems) == 1 else [f"{len(problems)} problems", *problems]))
     return Plan(
@@ -136,6 +138,18 @@ def _batch_problems(config: Config, data: int) -> list[str]:
     return [
         f"train.global_batch = {batch} is not a multiple of train.microbatch * data-parallel ranks = "
         f"{microbatch} * {data} = {part}; {hint}"
+    ]
+
+
+def _rollback_problems(config: Config) -> list[str]:
+    """A rollback needs a checkpoint that is old enough to be kept until then."""
+    steps, kept = Policy.parse(config.train.bad_steps).steps, config.checkpoint
+    if steps <= kept.every * (kept.keep - 1):
+        return []
+    return [
+        f"train.bad_steps = {config.train.bad_steps!r} needs a checkpoint that is {steps} steps old, and those that "
+        f"are kept (checkpoint.every = {kept.every}, checkpoint.keep = {kept.keep}) are only sure to reach "
+        f"{kept.every * (kept.keep - 1)} steps back; raise one of them, or roll back less far"
     ]
 
 

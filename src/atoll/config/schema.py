@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 
-from atoll.errors import LayoutError
+from atoll.errors import LayoutError, PlanError
+from atoll.faults import Policy
 from atoll.layouts import Layout
 from atoll.plans import AXES, ORDERS, Plan
 from atoll.toml import to_toml
@@ -32,6 +33,13 @@ def _as_layout(value: Any) -> Any:
     try:
         return Layout.parse(value).name
     except LayoutError as error:
+        raise ValueError(str(error)) from error
+
+
+def _as_policy(value: str) -> str:
+    try:
+        return str(Policy.parse(value))
+    except PlanError as error:
         raise ValueError(str(error)) from error
 
 
@@ -148,6 +156,8 @@ class Train(Section):
     sample_tokens: length of the text generated at the end, 0 for none.
     trainable, frozen: name patterns with * and ?; with `trainable` nothing else is trained, what is `frozen` is not.
     objective: "causal" predicts the next token, "masked" those that were hidden, `mask_ratio` of them.
+    bad_steps: what is done about steps whose loss or gradients are not finite: "stop", "skip" or "rollback N".
+    check_replicas: steps between comparisons of what ranks hold alike; 0 for none.
     """
 
     steps: Positive = 300
@@ -171,6 +181,8 @@ class Train(Section):
     frozen: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ()
     objective: Literal["causal", "masked"] = "causal"
     mask_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.15
+    bad_steps: Annotated[str, AfterValidator(_as_policy)] = "stop"
+    check_replicas: Natural = 0
 
 
 class Lora(Section):

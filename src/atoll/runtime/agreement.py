@@ -18,6 +18,7 @@ from atoll.errors import AtollError, DamageError, RankError, RunError
 from atoll.runtime.failure import CAUSE_SECONDS, Doing, Watch
 from atoll.runtime.launch import SILENCE_SECONDS, host_of_ranks, watch_by
 from atoll.runtime.transport import Later, Transport, world_store
+from atoll.runtime.verdict import named
 
 DIGESTS = 1 << 16
 """Digests are below it, so that sums of their squares over many ranks are exact in float64."""
@@ -62,6 +63,14 @@ class Agreement:
                 yield
         except BaseException as error:
             if error is self._refusal:
+                raise
+            if isinstance(error, (SystemExit, KeyboardInterrupt)):
+                # Nobody may leave alone, whatever exit code was asked for.
+                left = RunError(f"rank {self._rank} left in {what}: {type(error).__name__}: {error}")
+                self._watch.report(left)
+                self.close()
+                if isinstance(error, SystemExit):
+                    raise left from error
                 raise
             other = None
             if isinstance(error, Exception) and not isinstance(error, RankError):
@@ -126,6 +135,14 @@ class Agreement:
             earlier = self._watch.first(wait=CAUSE_SECONDS)
             if earlier is not None and earlier.rank != self._rank:
                 return earlier
+            left = self._watch.left() if "Connection" in str(error) else []
+            if left:
+                error = RunError(
+                    f"{named(left)} left the run while rank {self._rank} waits for all: its program ended, as by "
+                    f"sys.exit. All ranks leave behind the same step ({error})"
+                )
+                self._watch.report(error)
+                return error
         self._watch.report(error)
         return None
 

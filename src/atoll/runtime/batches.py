@@ -50,7 +50,11 @@ class Batches:
     def claim(self, batch: Mapping[str, Any]) -> Share:
         """A training step's share, which may have been announced with the one before."""
         announced, self._announced = self._announced, None
-        if announced is None or announced.batch is not batch:
+        if announced is not None and announced.batch is not batch:
+            with self._agreement.guard("forgetting an announced batch"):
+                announced.question.totals.wait()  # its messages are under way, and have the tags of the next ones
+            announced = None
+        if announced is None:
             announced = self._ask(batch, exactly=self._plan.schedule.microbatches)
         return self._conclude(announced)
 

@@ -9,7 +9,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -20,7 +20,17 @@ from torch import nn
 from torch.distributed.tensor.parallel import loss_parallel
 
 from atoll.advice import advice
-from atoll.errors import CheckpointError, CostWarning, DamageError, PlanError, RankError, RunError
+from atoll.errors import (
+    BadStepError,
+    CheckpointError,
+    CostWarning,
+    DamageError,
+    PlanError,
+    RankError,
+    ReplicaError,
+    RunError,
+)
+from atoll.faults import ROLLBACKS, SKIPS_IN_A_ROW, Answer, Fault, Made, Policy, Rollback, Sighting
 from atoll.layouts import Footprint, WorkingMemory
 from atoll.models import Adapter, Batch, adapter_for, weights_for
 from atoll.models.adapter import IGNORED_LABEL
@@ -31,19 +41,22 @@ from atoll.runtime.agreement import Agreement
 from atoll.runtime.allocator import keep_freed_memory
 from atoll.runtime.assemble.build import build
 from atoll.runtime.assemble.holdings import held_at_rest, held_now, needed_in_a_step, shape_of
-from atoll.runtime.batches import Batches
+from atoll.runtime.batches import Batches, Share
 from atoll.runtime.checkpoint import Archive, Background, Piece, Told, is_complete
 from atoll.runtime.lanes import Kind, Lane, lanes_of
 from atoll.runtime.outline import Outline
 from atoll.runtime.pipeline.deferred import Collector
 from atoll.runtime.pipeline.executor import Executor, Outcome
-from atoll.runtime.pipeline.step_end import LossScaler, StepEnd, StepResult
+from atoll.runtime.pipeline.probe import Probe, bad_parameter, first_of_all, places_of
+from atoll.runtime.pipeline.step_end import LossScaler, Refused, StepEnd, StepResult
 from atoll.runtime.sharding.access import Edit, chosen_names, differing, whole_gradients
 from atoll.runtime.sharding.optimizer import GroupOptions, OptimizerFactory, ShardedOptimizer
+from atoll.runtime.sharding.replicas import differences, holdings, share
 from atoll.runtime.sharding.segment import Surroundings
 from atoll.runtime.sharding.state import load_state, load_values, model_pieces, save_state, stored_states
 from atoll.runtime.sharding.tensor_parallel import tensor_parallel
 from atoll.runtime.transport import Peers, connect, world_rank
+from atoll.runtime.verdict import SHOWN
 from atoll.trace import Trace
 
 
@@ -68,11 +81,15 @@ class Engine:
     groups: (name, shape) -> options of the parameter's group, such as {"weight_decay": 0.0}.
     clip: largest global gradient norm, above 0; None leaves gradients alone.
     weights: a folder that the model starts from, of safetensors or a checkpoint; each rank reads what it keeps.
+    bad_steps: what is done about steps whose loss or gradients are not finite: "stop", "skip" or "rollback N"; see
+    `atoll.faults`.
 
     torch.distributed must have been initialised with as many ranks as the plan's mesh, unless that is one.
     Raises PlanError, on every rank, where model and plan do not fit.
 
     program: what this rank plays in a step.
+    checkpoints: folders that a rollback may go back to, by step: those that this engine has saved and loaded, and what
+    the caller adds on every rank. Rank 0 looks which of them are still there.
     """
 
     program: Program
@@ -89,10 +106,13 @@ class Engine:
         seed: int = 0,
         device: torch.device | str | None = None,
         weights: Path | str | None = None,
+        bad_steps: Policy | str = "stop",
     ) -> None:
         self.plan = plan
         self.model = model
         self.clip = clip
+        self.bad_steps = bad_steps if isinstance(bad_steps, Policy) else Policy.parse(bad_steps)
+        self.checkpoints: dict[int, Path] = {}
         self.step_number = 0
         self.place = plan.mesh.place(world_rank())
         self.device = torch.device(device) if device is not None else _default_device()
@@ -103,6 +123,10 @@ class Engine:
         self._seed = seed
         self._lanes: Mapping[Kind, Lane] = {}
         self._outcome: Outcome | None = None
+        self._played: dict[int, tuple[Share, Outcome]] = {}
+        self._answered: StepResult | None = None
+        self._skips = self._rollbacks = self._furthest = 0
+        self._compared = 0
         self._damage: DamageError | None = None
         self._background = Background()
         self._before_update: Callable[[], None] | None = None
@@ -247,30 +271,53 @@ class Engine:
         """
         begin = time.monotonic()
         self._check_whole()
-        microbatches = self.plan.schedule.microbatches
         share = self._batches.claim(batch)
         if following is not None:
             self._batches.announce(following)
         if share.tokens == 0:
             raise RunError(f"step {self.step_number + 1} has no token that counts: every label is {IGNORED_LABEL}")
+        look = None if self._before_update is None else self._show_gradients
+        self._outcome = self._play(share, self.step_number, since=begin, look=look)
+        self.step_number += 1
+        # With a post-validated step, the verdict that has just been heard is on the one before.
+        self._played = {at: played for at, played in self._played.items() if at == self.step_number - 1}
+        self._played[self.step_number] = share, self._outcome
+        refused = self._end.take_refused()
+        if refused is None:
+            answered, self._answered = self._answered, None
+            return self._count(self._end.take_result()) or answered
+        result = self._answer(refused)
+        if refused.result.step < self.step_number:  # it has seen a step behind it, which is played anew
+            self._outcome = self._play(share, self.step_number - 1, since=begin, look=look)
+            self._played[self.step_number] = share, self._outcome
+        return result
+
+    def _play(
+        self,
+        share: Share,
+        step: int,
+        *,
+        since: float | None = None,
+        look: Callable[[], None] | None = None,
+        is_rehearsal: bool = False,
+    ) -> Outcome:
+        """Play the program of the step behind `step`."""
+        since = time.monotonic() if since is None else since
         with (
-            self._agreement.guard(f"step {self.step_number + 1}", self._executor.doing),
+            self._agreement.guard(f"step {step + 1}", self._executor.doing),
             _keeping_random_state(self.device),
             self._split_loss(),
         ):
             for stage in self._sharded.stages:
                 stage.train(True)
-            look = None if self._before_update is None else self._show_gradients
-            self._end.begin(step=self.step_number + 1, tokens=share.tokens, since=begin, look=look)
-            self._outcome = self._executor.run(
+            self._end.begin(step=step + 1, tokens=share.tokens, since=since, look=look, is_rehearsal=is_rehearsal)
+            return self._executor.run(
                 share.pieces,
-                step=self.step_number,
-                first_microbatch=self.place.data * microbatches,
+                step=step,
+                first_microbatch=self.place.data * self.plan.schedule.microbatches,
                 scale=lambda: self._end.loss_scale / share.tokens,
                 training=True,
             )
-            self.step_number += 1
-        return self._end.take_result()
 
     def _show_gradients(self) -> None:
         """Call the step's `before_update`. Where it raises, the step has not been: its gradients are forgotten."""
@@ -286,11 +333,144 @@ class Engine:
 
     def settle(self) -> StepResult | None:
         """Wait for the verdict on the last step and make it true; None where no step is outstanding."""
+        self._settle()
+        answered, self._answered = self._answered, None
+        return answered
+
+    def _settle(self) -> None:
+        """The same, and keep the result for the next call of `settle` or `submit`."""
         if not self._end.is_outstanding:
-            return None
+            return
         with self._agreement.guard("the verdict on a step"):
             self._end.settle()
-        return self._end.take_result()
+        refused = self._end.take_refused()
+        self._answered = self._count(self._end.take_result()) if refused is None else self._answer(refused)
+
+    # ---- bad steps
+
+    def _count(self, result: StepResult | None) -> StepResult | None:
+        """Note that a step was taken."""
+        if result is not None and not result.skipped:
+            self._skips = 0
+            if result.step > self._furthest:
+                self._rollbacks = 0
+        return result
+
+    def _answer(self, refused: Refused) -> StepResult:
+        """Do about a bad step what the policy says: its result, with the fault. Raises BadStepError on every rank where
+        the run is to stop; the engine is then as it was before the step."""
+        step = refused.result.step
+        self._end.cancel()
+        fault = self._find(refused)
+        result = replace(refused.result, fault=fault)
+        why = "Nothing was updated"
+        if self.bad_steps.answer is Answer.SKIP:
+            self._skips += 1
+            if fault.is_of_parameters:
+                why = "Nothing was updated; skipping steps does not mend parameters"
+            elif self._skips > SKIPS_IN_A_ROW:
+                why = f"Nothing was updated in the {SKIPS_IN_A_ROW} steps before either, which were skipped"
+            else:
+                return result
+        if self.bad_steps.answer is Answer.ROLLBACK:
+            self._rollbacks += 1
+            self._furthest = max(self._furthest, step)
+            if self._rollbacks > ROLLBACKS:
+                why = f"Nothing was updated; {ROLLBACKS} rollbacks did not bring the run beyond step {self._furthest}"
+            elif rollback := self._go_back(step - self.bad_steps.steps):
+                return replace(result, rollback=rollback)
+            else:
+                why = f"There is no whole checkpoint of step {max(0, step - self.bad_steps.steps)} or before"
+        self.step_number = step - 1
+        narrow = ", or use precision fp32" if self.plan.precision.compute in ("float16", "bfloat16") else ""
+        others = [f'"{each}"' for each in ("skip", "rollback N") if not each.startswith(self.bad_steps.answer)]
+        raise BadStepError(
+            f"{fault.describe()}\n{why}. Lower the learning rate, clip the gradient norm{narrow}; or go on past such "
+            f"steps with bad_steps = {' or '.join(others)}",
+            fault=fault,
+        )
+
+    def _find(self, refused: Refused) -> Fault:
+        """Where the numbers of a step went bad: in the parameters, or where the step, played again, first shows it."""
+        step, specs = refused.result.step, self._sharded.specs
+        share, outcome = self._played[step]
+        count = self.plan.schedule.microbatches
+        first, total = self.place.data * count, count * self.plan.mesh.data
+        names = places_of(specs)
+        # The losses of the step itself tell more than those of a rehearsal that does not show the fault again.
+        probe = Probe(self.place.rank, first=first, size=self.plan.microbatch, names=names)
+        last = len(self.adapter.blocks()) - 1
+        for microbatch, loss in outcome.losses.items():
+            probe.look(Made.LOSS, [loss], last, microbatch)
+        with self._agreement.guard(f"looking for the fault of step {step}", self._executor.doing):
+            bad = bad_parameter(self.units, self.place.rank, names)
+            of_step, marked = first_of_all([*probe.seen, *([bad] if bad else [])], self.transport, total)
+        was_repeated, cause = True, of_step
+        if of_step is None or of_step.made is not Made.PARAMETER:
+            self._executor.probe = probe = Probe(self.place.rank, first=first, size=self.plan.microbatch, names=names)
+            try:
+                self._play(share, step - 1, is_rehearsal=True)
+            finally:
+                self._executor.probe = None
+            with self._agreement.guard(f"looking for the fault of step {step}"):
+                self._end.settle()
+                again = self._end.take_refused()
+                assert again is not None, "a rehearsal is refused"
+                was_repeated = not again.is_finite
+                cause, seen = first_of_all(probe.seen, self.transport, total)
+            marked = seen or marked
+        return self._describe(refused, cause if was_repeated else None, marked, was_repeated=was_repeated)
+
+    def _describe(
+        self, refused: Refused, cause: Sighting | None, marked: Sequence[int], *, was_repeated: bool
+    ) -> Fault:
+        specs, size = self._sharded.specs, self.plan.microbatch
+        blocks = [block.name for block in self.adapter.blocks()]
+        fault = Fault(
+            refused.result.step,
+            refused.result.loss,
+            refused.result.grad_norm,
+            units=tuple(specs[at].name for at in refused.units),
+            microbatches=tuple(marked),
+            was_repeated=was_repeated,
+        )
+        if cause is None:
+            return fault
+        names = [name for spec in specs for name in spec.names]
+        block = blocks[cause.block] if cause.block >= 0 else "vocabulary"
+        coordinates = self.plan.mesh.place(cause.rank).coordinates.items()
+        held = f"rank {cause.rank} ({', '.join(f'{axis} {at}' for axis, at in coordinates)})"
+        name = names[cause.name] if cause.name >= 0 else ""
+        if cause.made is Made.PARAMETER:
+            what = f"parameter {name} on {held}, before the step: an earlier update or a load wrote it"
+            return replace(fault, rank=cause.rank, block=block, what=what, is_of_parameters=True)
+        at = cause.microbatch * size
+        samples = range(at, at + size) if cause.sample < 0 else range(at + cause.sample, at + cause.sample + 1)
+        said = {
+            Made.INPUT: f"what block {block} received in the forward",
+            Made.OUTPUT: f"the output of block {block}",
+            Made.LOSS: "the loss, from a finite output of the model",
+            Made.GRADIENT: f"the gradient that the backward of block {block} began with",
+            Made.WEIGHT_GRADIENT: f"the gradient of {name}",
+            Made.INPUT_GRADIENT: f"the gradient of the input of block {block}",
+        }[cause.made]
+        which = f"sample {samples[0]}" if len(samples) == 1 else f"one of samples {samples[0]} to {samples[-1]}"
+        what = f"{said}, in microbatch {cause.microbatch} on {held}; {which} of the step"
+        return replace(fault, rank=cause.rank, block=block, microbatch=cause.microbatch, samples=samples, what=what)
+
+    def _go_back(self, step: int) -> Rollback | None:
+        """Load the newest whole checkpoint of `step` or before; None, on every rank, where there is none."""
+        with self._agreement.guard("waiting for a checkpoint to be written"):
+            self._background.wait()
+        while True:
+            known = [at for at, folder in self.checkpoints.items() if at <= step and is_complete(folder)]
+            found = round(self.agree(max(known, default=-1) if self.place.rank == 0 else 0))
+            if found < 0:
+                return None
+            try:
+                return Rollback(found, self.checkpoints[found], self._load(self.checkpoints[found]))
+            except DamageError:
+                del self.checkpoints[found]
 
     # ---- evaluation
 
@@ -299,7 +479,7 @@ class Engine:
 
         Every data-parallel rank must bring as many samples; the last may be padded with labels of -100.
         """
-        self.settle()
+        self._settle()
         share = self._batches.take(batch)
         outcome = self._run_forward(share.pieces)
         loss = torch.zeros((), dtype=torch.float64) if outcome.loss_sum is None else outcome.loss_sum.double().cpu()
@@ -307,7 +487,7 @@ class Engine:
 
     def logits(self, batch: Mapping[str, Any]) -> torch.Tensor | None:
         """The model's output for one microbatch: [B, S, vocabulary] on the last stage's ranks, None elsewhere."""
-        self.settle()
+        self._settle()
         outcome = self._run_forward([self._batches.take_one(batch)], keep_logits=True)
         return outcome.logits[0] if outcome.logits else None
 
@@ -324,6 +504,11 @@ class Engine:
     def optimizer(self) -> torch.optim.Optimizer:
         """The torch optimizer of this rank's slices, for learning-rate schedules."""
         return self._optimizer.torch
+
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds that this rank computed in the last training step."""
+        return self._end.busy
 
     def memory(self) -> Footprint:
         """Bytes of parameters, gradients and optimizer state that this rank holds now."""
@@ -391,6 +576,30 @@ class Engine:
         """
         return [] if self._outcome is None else self._outcome.clock.instructions()
 
+    def check_replicas(self) -> None:
+        """Compare what ranks hold alike, bit by bit: parameters and optimizer state. Every rank calls it.
+
+        Raises ReplicaError on every rank where they differ; it names the ranks that differ from most, and the blocks.
+        """
+        self._settle()
+        self._settle_parameters()
+        with self._agreement.guard("comparing replicas"):
+            own = list(holdings(self.units, self._optimizer.states(), self.place.tp))
+            found = differences(share(own, self.transport))
+        if not found:
+            self._compared = self.step_number
+            return
+        names = [spec.name for spec in self._sharded.specs]
+        lines = [each.describe(names) for each in found[:SHOWN]]
+        if len(found) > SHOWN:
+            lines.append(f"and {len(found) - SHOWN} more differences")
+        raise ReplicaError(
+            f"after step {self.step_number}: {'; '.join(lines)}. Memory, a device or a link has changed bits, or code "
+            f"wrote on some ranks alone. What was equal last was step {self._compared}: go on from a checkpoint of "
+            "that step or before, without the machine that is named",
+            ranks=tuple(sorted({rank for each in found for rank in each.ranks})),
+        )
+
     # ---- what users read and edit
 
     @contextmanager
@@ -401,7 +610,7 @@ class Engine:
         optimizer's, in the master's dtype. Every rank of the mesh enters with the same names, and makes the same edits
         to the parameters that it shares with others; PlanError on every rank, and nothing changed, where they differ.
         """
-        self.settle()
+        self._settle()
         chosen = self._agreed_names(names)
         with self._agreement.guard("reading parameters"):
             edit = Edit.of(self.units, set(chosen))
@@ -427,7 +636,7 @@ class Engine:
         if whole:
             with self.full_parameters() as values:
                 return {**values, **{name: buffer.clone() for name, buffer in self._buffers().items()}}
-        self.settle()
+        self._settle()
         found: dict[str, list[Piece]] = {}
         for piece in model_pieces(self.units, self._buffers()):
             found.setdefault(".".join(piece.path[1:]), []).append(piece)
@@ -483,7 +692,7 @@ class Engine:
         checkpoint is published. By default failures are warnings.
         """
         self._check_whole()
-        self.settle()
+        self._settle()
         with self._agreement.guard("saving a checkpoint"):
             save: Callable[..., None] = checkpoint.save
             if background:
@@ -496,6 +705,7 @@ class Engine:
             save_state(
                 Path(folder), self.units, self._optimizer, buffers=self._buffers(), state=own, identity=whose, save=save
             )
+        self.checkpoints[self.step_number] = Path(folder)
 
     def finish_saving(self) -> None:
         """Wait for the checkpoint that is written in the background, if any. Every rank calls it.
@@ -523,12 +733,16 @@ class Engine:
         does not hold what was written, CheckpointError for one that is missing or of another model. After a DamageError
         an older checkpoint can be loaded; until one is, the engine refuses every step.
         """
-        self.settle()
+        self._settle()
+        self._answered = None
+        return self._load(Path(folder), check=check)
+
+    def _load(self, folder: Path, *, check: Callable[[Archive], object] | None = None) -> dict[str, Any]:
         self._settle_parameters()
         problem: Exception | None = None
         stored: dict[str, dict[str, tuple[int, ...]]] = {}
         try:
-            opened = Archive(Path(folder))
+            opened = Archive(folder)
             stored = stored_states(opened)
             if check is not None:
                 check(opened)
@@ -537,7 +751,7 @@ class Engine:
         with self._agreement.guard("loading a checkpoint"):
             self._agreement.agree(problem)
             try:
-                own = load_state(Path(folder), self.units, self._optimizer, buffers=self._buffers(), stored=stored)
+                own = load_state(folder, self.units, self._optimizer, buffers=self._buffers(), stored=stored)
             except DamageError as error:
                 self._damage = error
                 self._agreement.refuse(error)
@@ -546,6 +760,7 @@ class Engine:
             for unit in self.units:
                 unit.sync_parameters()
         self.step_number = int(own["step"])
+        self.checkpoints[self.step_number] = folder
         if self._end.scaler is not None and own.get("scaler") is not None:
             self._end.scaler = LossScaler(**own["scaler"])
         caller = own["caller"]

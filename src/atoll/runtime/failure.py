@@ -38,6 +38,7 @@ from atoll.runtime.monitor import (
     process_of_this,
     proof,
 )
+from atoll.runtime.verdict import OUTSIDE
 
 GRACE_SECONDS = 3.0
 """How long a rank has to leave by itself after another one's error."""
@@ -88,8 +89,6 @@ class Doing(NamedTuple):
     waits_for: tuple[int, ...] = ()
     mark: int = 0
 
-
-OUTSIDE = "code outside the engine"
 
 RUNTIME = os.path.dirname(__file__) + os.sep
 CHECKPOINT = RUNTIME + "checkpoint"
@@ -217,6 +216,15 @@ class Watch:
             if time.monotonic() >= end:
                 return None
             time.sleep(0.05)
+
+    def left(self) -> list[int]:
+        """Ranks that said goodbye to the monitor: their programs have ended."""
+        if self._address is None:
+            return []
+        try:
+            return [int(rank) for rank in self._ask({"first": True, "key": KEY})["left"]]
+        except (OSError, ValueError):
+            return []
 
     def speak(self, message: str) -> None:
         """Print what ends the run, unless this process has."""

@@ -28,7 +28,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from atoll.runtime.verdict import SILENT_SECONDS, State, judge
+from atoll.runtime.verdict import OUTSIDE, SILENT_SECONDS, State, judge, named
 
 BEAT_SECONDS = 0.25
 """Between two heartbeats of a rank, in worlds of up to `CROWD` ranks; larger ones beat as many times together."""
@@ -88,6 +88,7 @@ class Monitor:
             rank: State("its start", waits_for=(), host="", pid=0, heard=now, since=now) for rank in range(world)
         }
         self._marks: dict[int, object] = {}
+        self._left: dict[int, float] = {}
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._open: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self._reports: dict[str, Words] = {}
@@ -175,6 +176,7 @@ class Monitor:
                 del self._writers[rank]
                 if said_goodbye:
                     self._states.pop(rank, None)
+                    self._left[rank] = time.monotonic()
                 else:
                     self._loop.call_later(GONE_SECONDS, self._miss, rank)
 
@@ -198,7 +200,8 @@ class Monitor:
         elif "stack" in words:
             self._stacks[rank] = str(words["stack"])
         found = self._reports.get(str(words.get("key", KEY)))
-        return {"found": found, "failure": self.failure, "wants_stack": rank in self._wanted - set(self._stacks)}
+        wants_stack = rank in self._wanted - set(self._stacks)
+        return {"found": found, "failure": self.failure, "wants_stack": wants_stack, "left": sorted(self._left)}
 
     def _hear(self, rank: int, beat: Words) -> None:
         now = time.monotonic()
@@ -208,6 +211,7 @@ class Monitor:
         since = before.since if before is not None and self._marks.get(rank) == mark else now
         self._marks[rank] = mark
         self._states[rank] = State(*said, host=str(beat["host"]), pid=int(beat["pid"]), heard=now, since=since)
+        self._part(rank, self._states[rank])
 
     def _miss(self, rank: int) -> None:
         """Blame a rank whose connection ended without a word, unless it came back."""
@@ -219,6 +223,16 @@ class Monitor:
             "process that nobody killed may have run out of memory"
         )
         self.report({"rank": rank, "exit_code": 1, "message": message, "speaker": self._speaker((rank,))})
+
+    def _part(self, rank: int, state: State) -> None:
+        """Blame a rank that left in order, as by `sys.exit` between two steps, where `rank` waits for it."""
+        gone = [peer for peer in state.waits_for if state.heard - self._left.get(peer, state.heard) > GONE_SECONDS / 2]
+        if gone and state.doing != OUTSIDE:
+            message = (
+                f"{named(gone)} left the run while rank {rank} waits for it in {state.doing}: its program ended, as by "
+                "sys.exit. All ranks leave behind the same step"
+            )
+            self.report({"rank": gone[0], "exit_code": 1, "message": message, "speaker": self._speaker((gone[0],))})
 
     def _speaker(self, blamed: tuple[int, ...]) -> int | None:
         """The rank that prints what ends the run: the first that lives and is not to blame."""

@@ -21,6 +21,9 @@ frequent; only a process that is stopped, or holds Python's interpreter, misses 
 START_SECONDS = 60.0
 """How long a rank has at least until its first heartbeat: a busy machine starts processes slowly."""
 
+OUTSIDE = "code outside the engine"
+"""What a rank does that is in none of the engine's calls."""
+
 SHOWN = 6
 """Waiting ranks that a message names."""
 

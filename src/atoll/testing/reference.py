@@ -15,6 +15,7 @@ The two seeds are those of DESIGN.md, "Same result".
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -73,7 +74,7 @@ def train_alone(
     lr: float,
     clip: float | None,
 ) -> History:
-    """Train the unsplit model in this process, microbatch after microbatch."""
+    """Train the unsplit model in this process, microbatch after microbatch; bad steps are skipped."""
     with torch.random.fork_rng(devices=[]):
         model = start(recipe, seed).to(device=device, dtype=dtype)
         seeding = Seeding(recipe, model, seed)
@@ -98,7 +99,8 @@ def train_alone(
                 found = {name: parameter.grad for name, parameter in trained.items()}
                 history.gradients = {name: value.clone() for name, value in found.items() if value is not None}
             norm = nn.utils.clip_grad_norm_(decayed + others, float("inf") if clip is None else clip)
-            optimizer.step()
+            if math.isfinite(total) and bool(norm.isfinite()):  # else the step is skipped, as `bad_steps = "skip"` does
+                optimizer.step()
             history.losses.append(total / tokens)
             history.norms.append(float(norm))
     history.parameters = {name: value.detach().clone() for name, value in named_parameters(model).items()}

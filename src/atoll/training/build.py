@@ -93,6 +93,7 @@ def build_engine(model: nn.Module, plan: Plan, config: Config, device: torch.dev
         seed=train.seed,
         device=device,
         weights=first_weights(config),
+        bad_steps=train.bad_steps,
     )
 
 

@@ -5,6 +5,7 @@
                  plan.json              mesh, layout, schedule, precision; what each rank does and holds
                  metrics.jsonl          one object a training step
                  validation.jsonl       one object an evaluation, the first as step 0
+                 incidents.jsonl        one object a bad step that was skipped or rolled back; never rewound
                  trace.json             one measured step, for chrome://tracing or Perfetto
                  prediction.json        what `atoll predict --json` prints of the run
                  cluster.toml           what it is predicted on, where run.cluster names it
@@ -86,6 +87,11 @@ class RunFolder:
     def validation(self) -> Path:
         """A line an evaluation."""
         return self.root / "validation.jsonl"
+
+    @property
+    def incidents(self) -> Path:
+        """A line a bad step."""
+        return self.root / "incidents.jsonl"
 
     @property
     def trace(self) -> Path:
@@ -209,7 +215,7 @@ class RunFolder:
 
     def clear(self) -> None:
         """Remove what an earlier run left, and nothing else."""
-        written = (self.identity, self.config, self.plan, self.metrics, self.validation, self.trace)
+        written = (self.identity, self.config, self.plan, self.metrics, self.validation, self.incidents, self.trace)
         generated = (self.sample, self.tokenizer)
         compared = (self.prediction, self.cluster, self.timing, self.timeline, self.calibration)
         for path in (*written, *generated, *compared):
@@ -221,11 +227,15 @@ class RunFolder:
                     shutil.rmtree(folder)
 
     def rewind(self, step: int) -> None:
-        """Drop the lines of steps after `step`, which will be run again, and lines cut short by a crash; and what was
-        predicted and timed of an earlier start, whose plan may have been another."""
+        """Forget what follows `step`, and what was predicted and timed of an earlier start, whose plan may have been
+        another."""
         for path in (self.prediction, self.cluster, self.timing, self.timeline, self.calibration):
             with writing(path):
                 path.unlink(missing_ok=True)
+        self.forget(step)
+
+    def forget(self, step: int) -> None:
+        """Drop the lines of steps after `step`, which will be run again, and lines cut short by a crash."""
         for path in (self.metrics, self.validation):
             if not path.is_file():
                 continue

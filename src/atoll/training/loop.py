@@ -19,7 +19,7 @@ import uuid
 import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,16 @@ from atoll.config import Config
 from atoll.cost import Cluster
 from atoll.data import Corpus
 from atoll.digests import digest
-from atoll.errors import CheckpointError, ConfigError, DamageError, DataError, UnverifiedWarning, UserError
+from atoll.errors import (
+    BadStepError,
+    CheckpointError,
+    ConfigError,
+    DamageError,
+    DataError,
+    UnverifiedWarning,
+    UserError,
+)
+from atoll.faults import Fault, Rollback
 from atoll.layouts import Footprint
 from atoll.runtime import checkpoint
 from atoll.runtime.checkpoint.manifest import Manifest
@@ -43,6 +52,7 @@ from atoll.training.display import Display
 from atoll.training.folder import RunFolder, Start, read_records, writing
 from atoll.training.lock import RunLock
 from atoll.training.measure import peak_memory, share_timeline, share_timing, share_trace
+from atoll.training.oddities import SLOW, Spikes, straggler
 from atoll.training.prediction import predict
 from atoll.training.record import Recorder, perplexity
 from atoll.training.samples import Samples, vocabulary_of
@@ -102,6 +112,8 @@ class Loop:
         self._unrecorded: deque[tuple[float, Later]] = deque()
         self._memory = torch.zeros(engine.plan.mesh.world)
         self._last: StepResult | None = None
+        self._positions: dict[int, int] = {}
+        self._spikes = {"loss": Spikes(1.2), "grad_norm": Spikes(3.0)}
 
     def run(self, start: Start) -> LoopOutcome:
         """Train to the last step, or until a signal."""
@@ -133,28 +145,40 @@ class Loop:
         traced = min(first + TRACED_STEP, train.steps)
         self.display.begin(first, train.steps)
         try:
-            for step in range(first + 1, train.steps + 1):
+            while self.engine.step_number < train.steps:
+                step = self.engine.step_number + 1
                 rate = self.schedule.rate
+                self._positions[step] = self.samples.position
+                self._positions.pop(step - 2, None)
                 batch = self.samples.take()
                 following = self.samples.peek() if step < train.steps else None
-                with nullcontext() if step < train.steps else self.engine.timing():
+                with self._naming_samples(), nullcontext() if step < train.steps else self.engine.timing():
                     result = self.engine.submit(batch, following)
                 self.schedule.advance()
                 self._unrecorded.append((rate, self._share()))
                 stop = self._record(result)
+                if self.engine.step_number != step and stop is None:
+                    continue  # it went back
                 is_due = train.eval_every and step % train.eval_every == 0
                 is_kept = every and step % every == 0
-                if stop is not None or is_due or is_kept or step in (traced, train.steps):
-                    stop = self._record(self.engine.settle()) or stop
+                is_compared = train.check_replicas and step % train.check_replicas == 0
+                if stop is not None or is_due or is_kept or is_compared or step in (traced, train.steps):
+                    with self._naming_samples():
+                        result = self.engine.settle()
+                    stop = self._record(result) or stop
+                    if self.engine.step_number != step and stop is None:
+                        continue
                 if step == traced:
                     trace = share_trace(self.engine)
                     if self._recorder is not None and trace is not None:
                         self._recorder.trace(trace)
                 if step == train.steps:
                     self._record_timing()
+                if is_compared:
+                    self.engine.check_replicas()
                 if is_due:
                     self._evaluate()
-                if stop is not None and step < train.steps:
+                if stop is not None and self.engine.step_number < train.steps:
                     return stop
                 if is_kept:
                     self._save()
@@ -192,6 +216,7 @@ class Loop:
                 raise CheckpointError(f"{self.folder.checkpoints} has no finished checkpoint to resume from")
             return False
         damaged: list[tuple[Path, DamageError]] = []
+        known = {step: checkpoint.step_folder(self.folder.checkpoints, step) for step in steps}
         for step in steps:
             path = checkpoint.step_folder(self.folder.checkpoints, step)
             try:
@@ -200,6 +225,7 @@ class Loop:
                 damaged.append((path, error))
                 continue
             self._saved, self._evaluated = step, min(step, evaluated)
+            self.engine.checkpoints |= {at: folder for at, folder in known.items() if at < step}
             self._pass_over(damaged)
             self.display.say(f"resumed {path}: {step} steps, {self.samples.position} samples")
             if step >= self.config.train.steps:
@@ -251,7 +277,15 @@ class Loop:
                 "may be seen twice"
             )
         self.schedule.restore(state["schedule"])
-        self.samples.position = int(state["position"])
+        self.samples.go_to(self._position_of(self.engine.step_number, int(state["position"])))
+
+    def _position_of(self, step: int, position: int) -> int:
+        """Where the run is in the data after `step`. See [Note: skipped samples]."""
+        if self._is_writer:
+            for record in read_records(self.folder.incidents):
+                if record.get("rolled_back_to") == step and isinstance(record.get("position"), int):
+                    position = max(position, record["position"])
+        return self._told([position], 1)[0]
 
     def _pass_over(self, damaged: Sequence[tuple[Path, DamageError]]) -> None:
         """Say what was wrong with newer checkpoints, and set them aside so that their steps can be saved again."""
@@ -301,7 +335,9 @@ class Loop:
         signals = torch.tensor([self._stop.received is number for number in StopRequest.numbers], dtype=torch.float64)
         memory = torch.zeros(self.engine.plan.mesh.world, dtype=torch.float64)
         memory[self.engine.place.rank] = peak_memory(self.engine.device)
-        return self.engine.transport.total_later(torch.cat([signals, memory]))
+        busy = torch.zeros_like(memory)
+        busy[self.engine.place.rank] = self.engine.busy_seconds
+        return self.engine.transport.total_later(torch.cat([signals, memory, busy]))
 
     def _record(self, result: StepResult | None) -> signal.Signals | None:
         """Write down a step whose result is known; the signal that a rank had got by then, if any."""
@@ -311,14 +347,79 @@ class Loop:
         totals = later.wait()
         count = len(StopRequest.numbers)
         asked = [number for number, ranks in zip(StopRequest.numbers, totals[:count], strict=True) if ranks]
-        memory = int(totals[count:].max())
-        self._memory, self._last = totals[count:], result
+        self._memory, busy = totals[count:].chunk(2)
+        self._last = result
+        memory = int(self._memory.max())
         self._tokens += result.tokens
         self._check_lock()
         self.display.step(result, memory_bytes=memory)
         if self._recorder is not None:
-            self._recorder.step(result, rate=rate, memory_bytes=memory)
+            self._recorder.step(result, rate=rate, memory_bytes=memory, odd=self._odd(result, busy.tolist()))
+        if result.fault is not None:
+            self._go_on(result)
         return asked[0] if asked else None
+
+    def _odd(self, result: StepResult, busy: Sequence[float]) -> dict[str, float]:
+        """Spikes, and the rank that its peers wait for."""
+        found: dict[str, float] = {}
+        if not result.skipped:
+            for name, spikes in self._spikes.items():
+                ratio = spikes.ratio(getattr(result, name))
+                if ratio is not None:
+                    found[f"{name}_spike"] = ratio
+                    self.display.say(
+                        f"note: step {result.step}: {name} {getattr(result, name):.4g} is {ratio:.1f} times the usual"
+                    )
+        rank, ratio = straggler(busy, self.engine.plan.mesh)
+        return found | ({"straggler": rank, "straggler_ratio": ratio} if ratio > SLOW else {})
+
+    # ---- bad steps
+
+    @contextmanager
+    def _naming_samples(self) -> Iterator[None]:
+        """An error of a bad step also says which sequences of the corpus it had."""
+        try:
+            yield
+        except BadStepError as error:
+            raise BadStepError(f"{error}{self._sequences_of(error.fault)[1]}", fault=error.fault) from error
+
+    def _sequences_of(self, fault: Fault) -> tuple[list[int], str]:
+        """The sequences of the corpus among which the first bad one is, and words for them."""
+        if fault.samples is None:
+            return [], ""
+        begin = self._positions[fault.step]
+        found = self.samples.sequences(begin, fault.samples)
+        several = "s" if len(found) > 1 else ""
+        at = begin + fault.samples.start
+        return found, f"\n  position {at} of the run's samples: sequence{several} {', '.join(map(str, found))}"
+
+    def _go_on(self, result: StepResult) -> None:
+        """Behind a bad step: with the samples after its own, from the checkpoint that the engine went back to, if it
+        did. [Note: skipped samples] A checkpoint says where its run was in the data; of one that was gone back to the
+        incident says it."""
+        fault = result.fault
+        assert fault is not None, "asked about a bad step"
+        sequences, words = self._sequences_of(fault)
+        position = self._positions[result.step] + self.config.train.global_batch
+        if self._recorder is not None:
+            self._recorder.incident(result, position=position, sequences=sequences)
+        done = "skipped"
+        if result.rollback is not None:
+            done = f"back to step {result.rollback.step}, on with the samples from position {position}"
+            self._return_to(result.rollback, position)
+        self.display.say(f"note: {fault.describe()}{words}\n  {done}")
+
+    def _return_to(self, rollback: Rollback, position: int) -> None:
+        while self._unrecorded:
+            self._unrecorded.popleft()[1].wait()
+        self.schedule.restore(rollback.state["schedule"])
+        self.samples.go_to(position)
+        self._evaluated, self._saved = min(self._evaluated, rollback.step), rollback.step
+        for step in [step for step in self.engine.checkpoints if step > rollback.step]:
+            path = self.engine.checkpoints.pop(step)
+            if self._is_writer and path.exists():
+                with writing(path):
+                    checkpoint.set_aside(path)
 
     def _record_timing(self) -> None:
         """Write down what the instructions of the last step took."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -79,8 +79,11 @@ class Recorder:
         """When a step's instructions were played on each pipeline rank, as `share_timeline` gives it."""
         files.write(self.folder.timeline, json.dumps({"step": result.step, "ranks": ranks}) + "\n")
 
-    def step(self, result: StepResult, *, rate: float, memory_bytes: int) -> None:
-        """A training step. loss and grad_norm (before clipping) are the step's, over all ranks."""
+    def step(self, result: StepResult, *, rate: float, memory_bytes: int, odd: Mapping[str, float]) -> None:
+        """A training step. loss and grad_norm (before clipping) are the step's, over all ranks.
+
+        odd: what `atoll.training.oddities` finds of it.
+        """
         record: dict[str, Any] = {
             "step": result.step,
             "loss": _finite(result.loss),
@@ -91,11 +94,35 @@ class Recorder:
             "lr": rate,
             "bubble": result.bubble,
             "memory_bytes": memory_bytes,
+            **odd,
         }
         if result.skipped:
             record["skipped"] = True
         files.append(self.folder.metrics, record)
         self._scalars("train", record)
+
+    def incident(self, result: StepResult, *, position: int, sequences: Sequence[int]) -> None:
+        """A bad step that did not end the run. position: of the samples behind its own, where the run goes on.
+
+        sequences: of the corpus, among which the first bad one is.
+        """
+        fault = result.fault
+        assert fault is not None, "an incident has a fault"
+        record = {
+            "step": result.step,
+            "loss": _finite(result.loss),
+            "grad_norm": _finite(result.grad_norm),
+            "rank": fault.rank,
+            "block": fault.block,
+            "microbatch": fault.microbatch,
+            "sequences": list(sequences),
+            "what": fault.what,
+            "rolled_back_to": None if result.rollback is None else result.rollback.step,
+            "position": position,
+        }
+        files.append(self.folder.incidents, record)
+        if result.rollback is not None:
+            self.folder.forget(result.rollback.step)
 
     def evaluation(self, step: int, result: Evaluation) -> None:
         """An evaluation after `step` steps."""

@@ -82,6 +82,14 @@ class Samples:
         self.position += self._batch
         return taken
 
+    def go_to(self, position: int) -> None:
+        """Take the samples from `position` on next."""
+        self.position, self._next = position, None
+
+    def sequences(self, position: int, samples: range) -> list[int]:
+        """Which sequences of the corpus a step that begins at `position` takes as its `samples`."""
+        return [int(index) for index in self._order.take(position + samples.start, len(samples))]
+
     def peek(self) -> Batch:
         """What `take` will give."""
         if self._next is None:

@@ -142,7 +142,7 @@ class LocalBlock:
     def _made(self, output: Any) -> list[Tensor]:
         """The tensors of a forward's output; for a block with an end, the input of that end alone."""
         if self._end is None:
-            return list(_tensors(output))
+            return list(tensors_of(output))
         assert self._end.given is not None, "the block runs its end"
         return [self._end.given]
 
@@ -153,7 +153,7 @@ class LocalBlock:
             self._end.given = leaves[0] if leaves else self._end.given
             return output, leaves
         handed = _replace(output, {id(tensor): leaf for tensor, leaf in zip(made, leaves, strict=True)})
-        there = {id(tensor) for tensor in _tensors(handed)}.intersection(map(id, leaves))
+        there = {id(tensor) for tensor in tensors_of(handed)}.intersection(map(id, leaves))
         if len(there) < len({id(tensor) for tensor in made}):
             raise RunError(
                 f"{type(self.module).__name__} gives a {type(output).__name__}, in which gradients cannot be cut off; "
@@ -184,7 +184,7 @@ class LocalBlock:
 
     def _again(self, given: Arguments, draw: Draw) -> tuple[list[Tensor], dict[int, tuple[Tensor, Tensor]]]:
         """The forward once more, from leaves that stand for what it was given."""
-        outers = [tensor for tensor in _tensors(given) if tensor.requires_grad]
+        outers = [tensor for tensor in tensors_of(given) if tensor.requires_grad]
         inner = {id(outer): (outer, outer.detach().requires_grad_()) for outer in outers}
         by = {key: leaf for key, (_, leaf) in inner.items()}
         args, kwargs = _replace(given, by)
@@ -206,16 +206,16 @@ def pass_on(tensor: Tensor, gradient: Tensor | None) -> None:
         tensor.grad = gradient if tensor.grad is None else tensor.grad + gradient
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_of(value: Any) -> Iterator[Tensor]:
     """Every tensor in nested tuples, lists and mappings."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from _tensors(item)
+            yield from tensors_of(item)
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_of(item)
 
 
 def _replace(value: Any, by: Mapping[int, Tensor]) -> Any:

@@ -21,16 +21,18 @@ from torch.profiler import record_function
 
 from atoll._torch import is_profiling, local_part
 from atoll.errors import AtollError, RunError
+from atoll.faults import Made
 from atoll.ir import Action, Op
 from atoll.models import Batch
-from atoll.program import BACKWARD, BEGINS, Do, Ending, Instruction, Part, Program, RankShape, parts_of
+from atoll.program import BACKWARD, BEGINS, Do, Ending, Instruction, Part, Phase, Program, RankShape, parts_of
 from atoll.runtime.failure import Doing
 from atoll.runtime.lanes import Lane
 from atoll.runtime.mail import Mail, Wire
 from atoll.runtime.outline import Outline
-from atoll.runtime.pipeline.block import Arguments, Draw, LocalBlock, Passage, pass_on
+from atoll.runtime.pipeline.block import Arguments, Draw, LocalBlock, Passage, pass_on, tensors_of
 from atoll.runtime.pipeline.clock import Clock, clock_of
 from atoll.runtime.pipeline.deferred import Collector, Pending, compute_weights
+from atoll.runtime.pipeline.probe import Probe
 from atoll.runtime.pipeline.stage import Sharded
 from atoll.runtime.pipeline.step_end import StepEnd
 from atoll.runtime.sharding.tensors import like_parameter, whole_output
@@ -69,7 +71,7 @@ class _Step:
     gradients: dict[Key, torch.Tensor | None] = field(default_factory=dict)
     pending: dict[Key, Pending] = field(default_factory=dict)
     received: dict[Key, list[tuple[torch.Tensor, Wire]]] = field(default_factory=dict)
-    losses: list[torch.Tensor] = field(default_factory=list)
+    losses: dict[int, torch.Tensor] = field(default_factory=dict)
     logits: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -78,9 +80,11 @@ class Outcome:
     """What a program gave on this rank: the sum of its losses, its outputs where asked for, its clock.
 
     loss_sum: on the last stage, of one rank of a tensor-parallel group: all of them have the same.
+    losses: on the last stage, of each of this rank's microbatches.
     """
 
     loss_sum: torch.Tensor | None
+    losses: Mapping[int, torch.Tensor]
     logits: tuple[torch.Tensor, ...]
     clock: Clock
 
@@ -116,6 +120,7 @@ class Executor:
     lanes: what travels beside the programs, which is noted on their clock.
 
     is_timed: whether each instruction is noted on the clock, and not just each action.
+    probe: what looks at the values of the next program, if anything does.
     """
 
     def __init__(
@@ -155,6 +160,7 @@ class Executor:
             self._vocabulary = SplitVocabulary(vocabulary, self._mail, self._placement, ranks=self._ranks)
         self._step = _Step((), is_training=False)
         self.is_timed = False
+        self.probe: Probe | None = None
         self._scale: Callable[[], float] | None = None
         self._score: _Score | None = None
         self._calls: Sequence[Callable[[], None]] = ()
@@ -279,7 +285,7 @@ class Executor:
         finally:
             self._is_playing = False
         ended, self._step = self._step, _Step((), is_training=False)
-        return Outcome(self._loss_sum(ended), tuple(ended.logits), self._clock)
+        return Outcome(self._loss_sum(ended), ended.losses, logits=tuple(ended.logits), clock=self._clock)
 
     def _use(self, microbatches: int, end: Ending | None) -> _Score:
         """Play this program from here on."""
@@ -297,7 +303,7 @@ class Executor:
 
     def _loss_sum(self, step: _Step) -> torch.Tensor | None:
         counts = self._transport.place.tp == 0
-        return torch.stack(step.losses).sum() if step.losses and counts else None
+        return torch.stack(list(step.losses.values())).sum() if step.losses and counts else None
 
     def _drain(self) -> None:
         """Let go of everything but what the step gives."""
@@ -372,7 +378,7 @@ class Executor:
                 nth += 1
         except AtollError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a model's sys.exit would leave the other ranks waiting
             if self._now.op is Op.STEP:  # the optimizer's, or the caller's own: it stays what it is
                 raise
             raise self._failure(self._now, error) from error
@@ -443,7 +449,7 @@ class Executor:
             return
         yield self._placement.rank_of(stage - 1), Action(stage - 1, Op.SEND_F, microbatch)
 
-    def _failure(self, action: Action, error: Exception) -> RunError:
+    def _failure(self, action: Action, error: BaseException) -> RunError:
         place = self._transport.place
         where = f"rank {place.rank} ({', '.join(f'{axis} {at}' for axis, at in place.coordinates.items())})"
         what = f"step {self._step_number + 1}, action {action}"
@@ -479,6 +485,7 @@ class Executor:
         first = self._at - 1
         self._at = first  # what is played next is the first block's forward, where the model calls it
         hidden = self._step.inputs.get(key)
+        self._look(Made.INPUT, [hidden], self._stages[stage].run.start, microbatch)
         self._step.outputs[key] = self._stages[stage].forward(hidden, self._step.batches[microbatch])
         self._at = max(self._at, first + 1)
 
@@ -505,6 +512,7 @@ class Executor:
         output, passage = block.forward(given, Draw(self._seed, self._step_number, self._first_microbatch + microbatch))
         if self.is_timed:
             self._clock.took(instructions[at], start)
+        self._look(Made.OUTPUT, tensors_of(output), block.index, microbatch)
         while instructions[self._at].do in BEGINS:
             self._at += 1
             calls[self._at - 1]()
@@ -529,7 +537,8 @@ class Executor:
             return
         if at.is_last:
             output = whole_output(at.adapter.loss(output, step.batches[microbatch]))
-            step.losses.append(output.detach())
+            step.losses[microbatch] = output.detach()
+            self._look(Made.LOSS, [output], at.run.stop - 1, microbatch)
         if step.is_training or not at.is_last:
             step.outputs[key] = output
         if not at.is_last and self._is_here(stage + 1):
@@ -560,6 +569,11 @@ class Executor:
         if passage is None:
             return
         pending = self._step.pending[key]
+        if self.probe is not None:
+            # What the block behind has given back, or what was received: in the last block of a stage.
+            is_last = block.index == self._stages[key[0]].run.stop - 1
+            made, of = (Made.GRADIENT, block.index) if is_last else (Made.INPUT_GRADIENT, block.index + 1)
+            self._look(made, [leaf.grad for leaf in passage.leaves], of, key[1])
         with self._collector.collecting() as collected:
             block.backward(passage)
         for unit, name, kept in collected:
@@ -576,6 +590,8 @@ class Executor:
                         unit.room(name, "I").add(own)
                     else:
                         pending.setdefault(unit, []).append((name, own))
+        if self.probe is not None:
+            self._look_at_gradients(block.units, "I", block.index, key[1])
 
     def _finish_input_backward(self, stage: int, microbatch: int) -> None:
         """What the stage before is owed. One whose output does not depend on its input still owes it a gradient."""
@@ -587,9 +603,30 @@ class Executor:
         if hidden is not None and hidden.requires_grad:
             owed = hidden.grad if hidden.grad is not None else torch.zeros_like(hidden)
             step.gradients[stage - 1, microbatch] = owed
+            self._look(Made.INPUT_GRADIENT, [owed], at.run.start, microbatch)
 
     def _weights(self, unit: Unit, key: Key) -> None:
         compute_weights(unit, self._step.pending[key].pop(unit, []))
+        if self.probe is not None:
+            block = next(at for at in unit.spec.blocks if at in self._stages[key[0]].run)
+            self._look_at_gradients([unit], "W", block, key[1])
+
+    def _look_at_gradients(self, units: Iterable[Unit], phase: Phase, block: int, microbatch: int) -> None:
+        for unit in units:
+            for name, _ in unit.trained():
+                self._look(Made.WEIGHT_GRADIENT, [unit.gradient(name, phase)], block, microbatch, name=name)
+
+    def _look(
+        self,
+        made: Made,
+        values: Iterable[torch.Tensor | None],
+        block: int,
+        microbatch: int,
+        *,
+        name: str | None = None,
+    ) -> None:
+        if self.probe is not None and self._step.is_training:
+            self.probe.look(made, values, block, microbatch, name=name)
 
     def _finish_weights(self, stage: int, microbatch: int) -> None:
         """Nothing of the microbatch is left: what it has received is room for others."""
@@ -645,7 +682,11 @@ class Executor:
         """The loss and what the last stage's backward begins with; or the logits."""
         step, key = self._step, (split.last_stage, microbatch)
         found, gradient = split.receive_scores(microbatch)
-        (step.logits if step.keeps_logits else step.losses).append(found)
+        if step.keeps_logits:
+            step.logits.append(found)
+        else:
+            step.losses[microbatch] = found
+            self._look(Made.LOSS, [found], self._stages[split.last_stage].run.stop - 1, microbatch)
         if step.is_training and gradient is not None:
             step.gradients[key] = gradient.mul_(step.scale).to(step.outputs[key].dtype)
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from atoll.errors import RunError
+from atoll.faults import Fault, Rollback
 from atoll.program import Do, Ending
 from atoll.runtime.sharding.optimizer import ShardedOptimizer
 from atoll.runtime.sharding.unit import Unit, UnitSpec
@@ -32,7 +32,8 @@ from atoll.runtime.transport import Channel, Exchange, Later, Tag, Transport
 class LossScaler:
     """Keeps half gradients in range: losses are scaled up by a power of two, gradients back down.
 
-    A step that overflows is skipped and halves the scale; `growth_steps` good ones in a row double it.
+    A step that overflows is skipped and halves the scale; `growth_steps` good ones in a row double it. A loss that is
+    not finite, or gradients that are not where the scale is 1 already, are no overflow: no scale would help.
     """
 
     scale: float = 2.0**16
@@ -54,7 +55,8 @@ class StepResult:
 
     loss: mean over the step's tokens.  grad_norm: before clipping.  seconds: wall time on this rank.
     bubble: share of the step that the pipeline's ranks on average did not compute, up to the optimizer.
-    skipped: whether the step changed nothing because fp16 overflowed.
+    skipped: whether the step changed nothing, because fp16 overflowed or as the engine's policy for bad steps says.
+    fault: where a bad step's numbers went bad.  rollback: the checkpoint that the engine went back to after it.
     """
 
     step: int
@@ -64,6 +66,8 @@ class StepResult:
     seconds: float
     bubble: float
     skipped: bool = False
+    fault: Fault | None = None
+    rollback: Rollback | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -99,6 +103,7 @@ class _Unsettled:
     sums, touched: of this rank's stage, then of the ranks before it too; the parameters that have gradients.
     ahead: the parameters that it was stepped ahead with, where it was.
     everyone: the sums of all ranks, where they are under way.  verdict: what they say.
+    is_rehearsal: whether it is played for its sums alone, and never taken.
     """
 
     step: int
@@ -110,6 +115,23 @@ class _Unsettled:
     ahead: frozenset[str] | None = None
     everyone: Later | None = None
     verdict: _Sums | None = None
+    is_rehearsal: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A step that was not taken, as its loss or gradients are not finite.
+
+    result: what is known of it.  units: places of the units whose gradients are not finite.
+    """
+
+    result: StepResult
+    units: tuple[int, ...]
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether its numbers are finite all the same: those of a rehearsal."""
+        return math.isfinite(self.result.loss) and math.isfinite(self.result.grad_norm)
 
 
 class StepEnd:
@@ -118,6 +140,7 @@ class StepEnd:
     The two tables say what an instruction of a unit, or of all, calls. SUMS is given what the row gave: `add_up`.
 
     was_right: whether the parameters were right up to the last verdict.
+    busy: seconds that this rank computed in the last step.
     """
 
     def __init__(
@@ -142,8 +165,10 @@ class StepEnd:
         self._now = _Unsettled(0, 0, 0.0, options=[], sums=_Sums(torch.zeros(2)))
         self._outstanding: _Unsettled | None = None
         self._result: StepResult | None = None
+        self._refused: Refused | None = None
         self._look: Callable[[], None] | None = None
         self.was_right = True
+        self.busy = 0.0
         self.of_unit: Mapping[Do, Callable[[Unit], None]] = {
             Do.SYNCED: self._settle,
             Do.UNSCALE: self._unscale,
@@ -163,12 +188,21 @@ class StepEnd:
 
     # ---- between programs
 
-    def begin(self, *, step: int, tokens: int, since: float, look: Callable[[], None] | None = None) -> None:
+    def begin(
+        self,
+        *,
+        step: int,
+        tokens: int,
+        since: float,
+        look: Callable[[], None] | None = None,
+        is_rehearsal: bool = False,
+    ) -> None:
         """A step's program is about to be played. since: when the step began, of the monotonic clock.  look: called
-        when the gradients are complete."""
+        when the gradients are complete.  is_rehearsal: it is refused whatever it gives."""
         options: list[dict[str, Any]] = []
         self._optimizer.remember_options(options)
-        self._now = _Unsettled(step, tokens, since, options=options, sums=_Sums(torch.zeros(2)))
+        sums = _Sums(torch.zeros(2))
+        self._now = _Unsettled(step, tokens, since, options=options, sums=sums, is_rehearsal=is_rehearsal)
         self._look = look
 
     @property
@@ -207,6 +241,18 @@ class StepEnd:
         for unit in self._units:
             unit.clear_gradients()
 
+    def cancel(self) -> None:
+        """Forget the step that waits for its verdict, and what it has written ahead of that; all ranks do."""
+        if self._outstanding is not None:
+            self.forget()
+            for unit in self._units:
+                unit.sync_parameters()
+
+    def take_refused(self) -> Refused | None:
+        """The step that was refused last, if it has not been taken yet."""
+        refused, self._refused = self._refused, None
+        return refused
+
     def take_result(self) -> StepResult | None:
         """The result of the step that was settled last, if it has not been taken yet."""
         result, self._result = self._result, None
@@ -231,7 +277,8 @@ class StepEnd:
             partials[[unit.spec.index for unit in self._units]] = norms
         loss = 0.0 if loss_sum is None else float(loss_sum)
         # The norms have just waited for the device.
-        idle = 1.0 - busy() / max(time.monotonic() - self._now.begin, 1e-9)
+        self.busy = busy()
+        idle = 1.0 - self.busy / max(time.monotonic() - self._now.begin, 1e-9)
         head = torch.tensor([loss, idle], dtype=torch.float64)
         names = [(unit, name) for unit in self._units for name, _ in unit.trained()]
         flags = torch.tensor([name in unit.touched for unit, name in names], dtype=torch.float64)
@@ -303,7 +350,8 @@ class StepEnd:
     def _allow(self) -> None:
         """Whether a step along the chain is taken, by what is known so far."""
         if self._is_post_validated and self._usual is None:
-            self._now.ahead = self._now.touched if self._is_right(self._now.sums) else None
+            is_taken = self._is_right(self._now.sums) and not self._now.is_rehearsal
+            self._now.ahead = self._now.touched if is_taken else None
 
     def _step_ahead(self, unit: Unit) -> None:
         if self._now.ahead is not None:
@@ -325,16 +373,26 @@ class StepEnd:
             return
         sums = step.verdict
         assert sums is not None, "VERDICT comes before STEP"
-        self.was_right = self._is_right(sums)
         is_finite = _is_finite(sums)
-        self._usual = step.touched if self._is_post_validated and self.was_right else None
-        if not is_finite and self.scaler is None:
-            if step.ahead is not None:
-                self.take_back()  # so that nothing was updated when the error is read
-            raise RunError(
-                f"step {step.step}: loss {sums.loss} (sum over tokens), gradient norm {sums.norm}: not finite. "
-                f"Nothing was updated. Lower the learning rate, set train.clip, or use precision fp32"
-            )
+        result = StepResult(
+            step.step,
+            sums.loss / step.tokens,
+            sums.norm,
+            tokens=step.tokens,
+            seconds=0.0,
+            bubble=sums.idle / self._transport.place.mesh.world,
+            skipped=not is_finite,
+        )
+        # A rehearsal has stepped ahead nowhere, so the parameters are right.
+        self.was_right = step.is_rehearsal or self._is_right(sums)
+        self._usual = step.touched if self._is_post_validated and self._is_right(sums) else None
+        has_overflowed = not is_finite and self._can_overflow and math.isfinite(sums.loss)
+        if step.is_rehearsal or not (is_finite or has_overflowed):
+            bad = tuple(at for at, norm in enumerate(sums.values[2:].tolist()) if not math.isfinite(norm))
+            self._refused = Refused(replace(result, seconds=time.monotonic() - step.begin), bad)
+            for unit in self._units:
+                unit.clear_gradients()
+            return
         # The optimizer writes where the way back of an earlier step may still read: p and master can be one storage.
         for unit in self._units:
             unit.settle_parameters()
@@ -344,15 +402,12 @@ class StepEnd:
             unit.clear_gradients()
         if self.scaler is not None:
             self.scaler.update(is_finite=is_finite)
-        self._result = StepResult(
-            step.step,
-            sums.loss / step.tokens,
-            sums.norm,
-            tokens=step.tokens,
-            seconds=time.monotonic() - step.begin,
-            bubble=sums.idle / self._transport.place.mesh.world,
-            skipped=not is_finite,
-        )
+        self._result = replace(result, seconds=time.monotonic() - step.begin)
+
+    @property
+    def _can_overflow(self) -> bool:
+        """Whether a smaller loss scale could bring gradients back into range."""
+        return self.scaler is not None and self.scaler.scale > 1.0
 
     def _give_back(self, unit: Unit) -> None:
         """Nothing was written where the step was skipped."""

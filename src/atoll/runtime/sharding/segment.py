@@ -423,6 +423,10 @@ class Segment:
         written.add(name)
         return Room(self._flow_views[phase][name], is_empty)
 
+    def gradient(self, name: str, phase: Phase) -> torch.Tensor | None:
+        """What `room` has been filled with, None where nobody has asked for it since the last reduction."""
+        return self._flow_views[phase][name] if name in self._written.get(phase, ()) else None
+
     def _open_flow(self, phase: Phase) -> None:
         """The whole buffer that a phase accumulates in, with anything in it, where it is not there yet."""
         if phase not in self._flow_views:

@@ -165,6 +165,10 @@ class Unit:
         """Where the gradient of a parameter is made in a phase."""
         return self._by_name[name].room(name, phase)
 
+    def gradient(self, name: str, phase: Phase) -> torch.Tensor | None:
+        """What has been made of a parameter's gradient in a phase since the last reduction, if anything has."""
+        return self._by_name[name].gradient(name, phase)
+
     def reduce_gradients(self, phase: Phase) -> None:
         """Begin to reduce one microbatch's gradients of a phase to where they rest, touched or not: others may have."""
         for segment in self.segments:

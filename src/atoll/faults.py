@@ -1,0 +1,164 @@
+"""Steps whose loss or gradients are not finite: what a run does about them, and where the first such value was made.
+
+    stop          raise BadStepError on every rank; nothing was updated
+    skip          go on with the next step's samples as if the step's gradients had been zero: parameters and optimizer
+                  state stay, the number of the step counts
+    rollback N    load the newest checkpoint that is at least N steps older, and go on from there with the samples
+                  behind those of the bad step (PaLM, arXiv 2204.02311, section 5.1)
+
+Neither of the last two goes on for ever: see `SKIPS_IN_A_ROW` and `ROLLBACKS`. No torch here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+from pathlib import Path
+from typing import Any
+
+from atoll.errors import PlanError
+
+SKIPS_IN_A_ROW = 10
+"""Steps that are skipped one after the other; the next bad one stops the run."""
+
+ROLLBACKS = 3
+"""Rollbacks that do not bring a run beyond the last bad step; the next one stops it."""
+
+
+class Answer(StrEnum):
+    """What is done about a bad step."""
+
+    STOP = "stop"
+    SKIP = "skip"
+    ROLLBACK = "rollback"
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """An answer, and how many steps a rollback goes back at least."""
+
+    answer: Answer = Answer.STOP
+    steps: int = 0
+
+    @staticmethod
+    def parse(text: str) -> Policy:
+        """Read "stop", "skip" or "rollback N". Raises PlanError for anything else."""
+        found = re.fullmatch(r"\s*(stop|skip|rollback\s+([1-9]\d{0,8}))\s*", text)
+        if found is None:
+            raise PlanError(f'{text!r} is no policy for bad steps; it is "stop", "skip" or "rollback N", N from 1 on')
+        return Policy(Answer(found[1].split()[0]), int(found[2] or 0))
+
+    def __str__(self) -> str:
+        return f"{self.answer} {self.steps}" if self.answer is Answer.ROLLBACK else str(self.answer)
+
+
+class Made(IntEnum):
+    """What was seen not to be finite, in the order in which one is the cause of the next."""
+
+    PARAMETER = 0
+    INPUT = 1
+    OUTPUT = 2
+    LOSS = 3
+    GRADIENT = 4
+    WEIGHT_GRADIENT = 5
+    INPUT_GRADIENT = 6
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether it is made in the backward, which visits the last block first."""
+        return self >= Made.GRADIENT
+
+
+@dataclass(frozen=True, slots=True)
+class Sighting:
+    """The first value of one rank that is not finite.
+
+    microbatch: of the step's global batch, -1 for a parameter, which is bad before the first.  block: its place in the
+    model, -1 for a slice of the vocabulary.  name: the place of a parameter among the model's, -1 without one.
+    sample: the first row of the microbatch that is bad, -1 where rows are mixed.
+    """
+
+    made: Made
+    rank: int
+    microbatch: int
+    block: int
+    name: int = -1
+    sample: int = -1
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Sorts causes before effects: within a microbatch as it runs, forward and then backward."""
+        at = -self.block if self.made.is_backward else self.block
+        is_late = 2 if self.made.is_backward else int(self.made is Made.LOSS)
+        return self.microbatch, is_late, at, self.made, self.rank
+
+    def encode(self) -> tuple[int, ...]:
+        """As numbers, of which the first is 1."""
+        return 1, self.made, self.rank, self.microbatch, self.block, self.name, self.sample
+
+    @staticmethod
+    def decode(numbers: Sequence[float]) -> Sighting | None:
+        """What `encode` gave; None where the first number is 0."""
+        there, made, rank, microbatch, block, name, sample = (int(number) for number in numbers)
+        return Sighting(Made(made), rank, microbatch, block, name=name, sample=sample) if there else None
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A step whose loss or gradients were not finite, and where that began; the same on every rank.
+
+    loss: mean of a token.  units: those whose gradients were not finite.
+    rank, block, microbatch, samples: where the first such value was made when the step's microbatches were computed
+    again; None where nothing was found.  samples: positions in the step's global batch, one where it is known.
+    microbatches: all that had such values, then or, where they were finite then, in the step's own losses.
+    is_of_parameters: a parameter was not finite before the step.  was_repeated: it was not finite the second time.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    units: tuple[str, ...] = ()
+    rank: int | None = None
+    block: str | None = None
+    microbatch: int | None = None
+    samples: range | None = None
+    microbatches: tuple[int, ...] = ()
+    what: str = ""
+    is_of_parameters: bool = False
+    was_repeated: bool = True
+
+    def describe(self) -> str:
+        """What is known, in some lines."""
+        lines = [f"step {self.step}: loss {self.loss:g}, gradient norm {self.grad_norm:g}: not finite"]
+        if self.what:
+            lines.append(f"the first value that is not finite: {self.what}")
+        elif self.was_repeated:
+            lines.append(
+                "each microbatch's own values are finite on every rank: a sum over microbatches or ranks overflowed"
+            )
+        else:
+            lines.append(
+                "the same microbatches gave finite values when they were computed again: neither the samples nor the "
+                "parameters explain it. Suspect the hardware, or code that gives another result each time"
+            )
+        if self.microbatches and (len(self.microbatches) > 1 or self.microbatch is None):
+            lines.append(f"microbatches with such values: {_some(self.microbatches)}")
+        if self.units and not self.is_of_parameters:
+            lines.append(f"blocks whose gradients are not finite: {_some(self.units)}")
+        return "\n  ".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Rollback:
+    """A return to a checkpoint. step: its own.  state: what the caller had saved with it."""
+
+    step: int
+    folder: Path
+    state: dict[str, Any] = field(default_factory=dict)
+
+
+def _some(values: Sequence[object], most: int = 8) -> str:
+    more = f" and {len(values) - most} more" if len(values) > most else ""
+    return ", ".join(map(str, values[:most])) + more

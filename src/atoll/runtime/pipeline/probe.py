@@ -1,0 +1,114 @@
+"""Finds the first value of a step that is not finite, by looking at everything while its program is played again.
+
+Nothing is looked at in the step itself: that its loss or norm is not finite is known at its end anyway, and samples,
+parameters and random numbers are still those it began with. So healthy steps pay nothing, and a bad one takes twice as
+long. What is looked at, in the order in which it is made:
+
+    forward    what a stage received, the output of each block, the loss
+    backward   the gradient that a stage received; of each block, the gradients of its parameters and of its input
+
+Parameters are looked at first, where they rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from atoll._torch import local_part
+from atoll.faults import Made, Sighting
+from atoll.runtime.sharding.unit import Unit, UnitSpec
+from atoll.runtime.transport import Transport
+
+FIELDS = len(Sighting(Made.LOSS, 0, 0, 0).encode())
+
+
+class Probe:
+    """What one rank sees. first: the global number of its first microbatch.  size: samples of one.
+
+    names: the place of each parameter among the model's.
+    """
+
+    def __init__(self, rank: int, *, first: int, size: int, names: Mapping[str, int]) -> None:
+        self._rank, self._first, self._size = rank, first, size
+        self._names = names
+        self._bad: set[str] = set()
+        self.seen: list[Sighting] = []
+
+    def look(
+        self,
+        made: Made,
+        values: Iterable[torch.Tensor | None],
+        block: int,
+        microbatch: int,
+        *,
+        name: str | None = None,
+    ) -> None:
+        """Note the first of `values` that is not finite.
+
+        name: of the parameter that they are the gradient of, summed over microbatches: it is noted once.
+        """
+        if name in self._bad:
+            return
+        for value in values:
+            sample = None if value is None else self._bad_row(value)
+            if sample is None:
+                continue
+            at = -1 if name is None else self._names[name]
+            number = self._first + microbatch
+            row = -1 if name is not None else sample
+            self.seen.append(Sighting(made, self._rank, number, block=block, name=at, sample=row))
+            if name is not None:
+                self._bad.add(name)
+            return
+
+    def _bad_row(self, value: torch.Tensor) -> int | None:
+        """The first sample with a number that is not finite, -1 where rows are no samples; None if all are finite."""
+        value = local_part(value).detach()
+        if not (value.is_floating_point() or value.is_complex()):
+            return None
+        bad = ~value.isfinite()
+        if not bool(bad.any()):
+            return None
+        if value.dim() < 2 or value.shape[0] != self._size:
+            return -1
+        return int(bad.reshape(self._size, -1).any(dim=1).nonzero()[0])
+
+
+def bad_parameter(units: Sequence[Unit], rank: int, names: Mapping[str, int]) -> Sighting | None:
+    """The first parameter that is not finite where it rests on this rank."""
+    for unit in units:
+        block = unit.spec.blocks[0] if unit.spec.blocks else -1
+        for segment in unit.segments:
+            for held in (segment.master, segment.rest):
+                if held is None or bool(held.isfinite().all()):
+                    continue
+                level = segment.layout.optimizer if held is segment.master else segment.layout.parameters
+                for part in segment.map.slices(segment.range(level)):
+                    if not bool(held.narrow(0, part.offset, part.stop - part.start).isfinite().all()):
+                        return Sighting(Made.PARAMETER, rank, -1, block=block, name=names[part.name])
+    return None
+
+
+def places_of(specs: Sequence[UnitSpec]) -> dict[str, int]:
+    """The place of each parameter among the model's, the same on every rank."""
+    return {name: at for at, name in enumerate(name for spec in specs for name in spec.names)}
+
+
+def first_of_all(own: Sequence[Sighting], transport: Transport, microbatches: int) -> tuple[Sighting | None, list[int]]:
+    """The cause of what all ranks have seen, and the global microbatches that any saw; every rank calls it."""
+    place = transport.place
+    table = torch.zeros(place.mesh.world, FIELDS, dtype=torch.float64)
+    marks = torch.zeros(microbatches, dtype=torch.float64)
+    if own:
+        first = min(own, key=lambda sighting: sighting.order)
+        table[place.rank] = torch.tensor(first.encode(), dtype=torch.float64)
+    for sighting in own:
+        if sighting.microbatch >= 0:
+            marks[sighting.microbatch] = 1.0
+    told = transport.total(torch.cat([table.reshape(-1), marks]))
+    rows = told[: table.numel()].reshape(table.shape).tolist()
+    found = [sighting for sighting in map(Sighting.decode, rows) if sighting is not None]
+    cause = min(found, key=lambda sighting: sighting.order, default=None)
+    return cause, [at for at, count in enumerate(told[table.numel() :].tolist()) if count]

@@ -1,0 +1,130 @@
+"""Whether ranks that should hold the same values do, bit by bit: finds what memory, device or link has corrupted.
+
+Compared is what rests: masters, parameters and optimizer state. Ranks hold the same where a level repeats along an axis
+(N everywhere, I across groups), where pipeline stages share a parameter, and where a tensor-parallel group does not
+split it. What lies at G alone has no replica, and is not compared. Each rank digests what it holds; the digests travel,
+the values do not. See the runs of silent corruption in Llama 3 (arXiv 2407.21783, section 3.3.4).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from atoll.digests import Digest, digest
+from atoll.runtime.sharding.segment import Segment
+from atoll.runtime.sharding.tensors import Spread
+from atoll.runtime.sharding.unit import Unit
+from atoll.runtime.transport import Transport
+from atoll.runtime.verdict import named
+
+KINDS = ("master weights", "parameters", "optimizer state")
+AT_A_TIME = 1 << 26
+"""Bytes that are copied from a device at once."""
+_DIGITS = 12
+"""Hexadecimal digits of a digest that travel: as many bits as a float64 holds exactly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What one rank holds of one thing. key: the same on all ranks that should hold the same.  value: of its bytes.
+
+    unit: its place in the model.  kind: its place in `KINDS`.
+    """
+
+    key: int
+    value: int
+    unit: int
+    kind: int
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Ranks that hold something else than most. others: those that agree; where no value has a majority, all do not."""
+
+    unit: int
+    kind: int
+    ranks: tuple[int, ...]
+    others: tuple[int, ...]
+
+    def describe(self, names: Sequence[str]) -> str:
+        """One line; names: of the units."""
+        what = f"{KINDS[self.kind]} of {names[self.unit]}"
+        if not self.others:
+            return f"{named(self.ranks)} hold different {what}, and none is in the majority"
+        verb = "hold" if len(self.ranks) > 1 else "holds"
+        return f"{named(self.ranks)} {verb} other {what} than {named(self.others)}"
+
+
+def holdings(units: Iterable[Unit], states: Mapping[str, Mapping[str, Any]], tp: int) -> Iterator[Holding]:
+    """What this rank holds. states: of the optimizer, by parameter name and key.  tp: its tensor-parallel position."""
+    for unit in units:
+        for part, segment in enumerate(unit.segments):
+            layout = segment.layout
+            own = [state for name in segment.parameters for state in _tensors(states.get(name, {}))]
+            rest = [] if segment.rest is None or segment.shares else [segment.rest]
+            master = [] if segment.master is None else [segment.master]
+            levels = (layout.optimizer, layout.parameters, layout.optimizer)
+            for kind, (level, tensors) in enumerate(zip(levels, (master, rest, own), strict=True)):
+                if tensors:
+                    held = segment.range(level)
+                    key = unit.spec.index, part, kind, held.start, held.stop, _position(segment, tp)
+                    yield Holding(_short(digest(repr(key).encode())), _value(tensors), unit.spec.index, kind)
+
+
+def _position(segment: Segment, tp: int) -> int:
+    return tp if segment.spread is Spread.SPLIT else -1
+
+
+def _tensors(state: Mapping[str, Any]) -> list[torch.Tensor]:
+    return [value for _, value in sorted(state.items()) if isinstance(value, torch.Tensor)]
+
+
+def _value(tensors: Iterable[torch.Tensor]) -> int:
+    found = Digest()
+    for tensor in tensors:
+        raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        for piece in raw.split(AT_A_TIME):
+            found.update(memoryview(piece.cpu().numpy()))
+    return _short(found.value)
+
+
+def _short(hexadecimal: str) -> int:
+    return int(hexadecimal[:_DIGITS], 16)
+
+
+def share(own: Sequence[Holding], transport: Transport) -> list[list[Holding]]:
+    """What each rank holds; every rank calls it."""
+    world, rank = transport.place.mesh.world, transport.place.rank
+    counts = torch.zeros(world, dtype=torch.float64)
+    counts[rank] = len(own)
+    counts = transport.total(counts)
+    table = torch.zeros(world, int(counts.max()), 4, dtype=torch.float64)
+    for at, each in enumerate(own):
+        table[rank, at] = torch.tensor([each.key, each.value, each.unit, each.kind], dtype=torch.float64)
+    rows = transport.total(table.reshape(-1)).reshape(table.shape).tolist()
+    return [
+        [Holding(*map(int, row)) for row in held[: int(count)]]
+        for held, count in zip(rows, counts.tolist(), strict=True)
+    ]
+
+
+def differences(held: Sequence[Sequence[Holding]]) -> list[Difference]:
+    """Where ranks differ, in the model's order. held: by rank."""
+    values: dict[tuple[int, int, int], dict[int, int]] = {}
+    for rank, found in enumerate(held):
+        for each in found:
+            values.setdefault((each.unit, each.kind, each.key), {})[rank] = each.value
+    differing = []
+    for (unit, kind, _), by_rank in sorted(values.items()):
+        (common, count), *rest = Counter(by_rank.values()).most_common()
+        if not rest:
+            continue
+        most = common if 2 * count > len(by_rank) else None
+        others = tuple(rank for rank, value in by_rank.items() if value == most)
+        differing.append(Difference(unit, kind, tuple(rank for rank in by_rank if rank not in others), others))
+    return differing
