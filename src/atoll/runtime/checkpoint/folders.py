@@ -98,7 +98,7 @@ def prune(root: Path, keep: int, *, hours: float | None = None, best: int = 0) -
     newest = latest(root)
     others = [path for path in _complete_steps(root).values() if path != newest]
     found = sorted(others, key=lambda path: _step(path.name))
-    kept = set(found[len(found) - (keep - 1) :]) if keep > 1 else set()
+    kept = set(found[max(0, len(found) - (keep - 1)) :])
     if hours is not None or best:
         known = {path: _identity(path) for path in [*found, *([newest] if newest else [])]}
         kept |= _spaced(known, hours) | _lowest(known, best)
