@@ -290,9 +290,10 @@ def report(result: Mapping[str, Any]) -> str:
             "# Chaos",
             "Written by `python benchmarks/run.py chaos` (`make chaos`). Runs of four local ranks in float64 are "
             f"disturbed at random moments, their start included; seed {result['seed']}, a timeout of "
-            f"{result['timeout']:g} s. Each must end with the losses and the final checkpoint of the same run undisturbed, bit for "
-            "bit, leave no process, and every checkpoint must be whole. *next step*: seconds from the disturbance to the next step "
-            "that is written down, the time that a stopped rank is waited for among them, on two cores.",
+            f"{result['timeout']:g} s. Each must end with the losses and the final checkpoint of the same run "
+            "undisturbed, bit for bit, leave no process, and every checkpoint must be whole. *next step*: seconds from "
+            "the disturbance to the next step that is written down, the time that a stopped rank is waited for among "
+            "them, on two cores.",
             tables.measured_in(result["environment"]) if "environment" in result else "",
             f"{len(rounds)} runs over {len({row['configuration'] for row in rounds})} configurations with {count} "
             f"disturbances ({result['wanted']} in a whole run): {len(rounds) - len(bad)} runs as undisturbed, "
