@@ -460,6 +460,8 @@ class Engine:
 
     def _go_back(self, step: int) -> Rollback | None:
         """Load the newest whole checkpoint of `step` or before; None, on every rank, where there is none."""
+        with suppress(CheckpointError, RankError):  # a save that failed is not there to go back to
+            self.finish_saving()
         with self._agreement.guard("waiting for a checkpoint to be written"):
             self._background.wait()
         while True:
