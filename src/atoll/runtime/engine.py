@@ -401,7 +401,7 @@ class Engine:
         probe = Probe(self.place.rank, first=first, size=self.plan.microbatch, names=names)
         last = len(self.adapter.blocks()) - 1
         for microbatch, loss in outcome.losses.items():
-            probe.look(Made.LOSS, [loss], last, microbatch)
+            probe.look(Made.LOSS, [loss], last, microbatch=microbatch)
         with self._agreement.guard(f"looking for the fault of step {step}", self._executor.doing):
             bad = bad_parameter(self.units, self.place.rank, names)
             of_step, marked = first_of_all([*probe.seen, *([bad] if bad else [])], self.transport, total)
@@ -462,8 +462,6 @@ class Engine:
         """Load the newest whole checkpoint of `step` or before; None, on every rank, where there is none."""
         with suppress(CheckpointError, RankError):  # a save that failed is not there to go back to
             self.finish_saving()
-        with self._agreement.guard("waiting for a checkpoint to be written"):
-            self._background.wait()
         while True:
             known = [at for at, folder in self.checkpoints.items() if at <= step and is_complete(folder)]
             found = round(self.agree(max(known, default=-1) if self.place.rank == 0 else 0))

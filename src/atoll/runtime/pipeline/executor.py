@@ -485,7 +485,7 @@ class Executor:
         first = self._at - 1
         self._at = first  # what is played next is the first block's forward, where the model calls it
         hidden = self._step.inputs.get(key)
-        self._look(Made.INPUT, [hidden], self._stages[stage].run.start, microbatch)
+        self._look(Made.INPUT, [hidden], self._stages[stage].run.start, microbatch=microbatch)
         self._step.outputs[key] = self._stages[stage].forward(hidden, self._step.batches[microbatch])
         self._at = max(self._at, first + 1)
 
@@ -512,7 +512,7 @@ class Executor:
         output, passage = block.forward(given, Draw(self._seed, self._step_number, self._first_microbatch + microbatch))
         if self.is_timed:
             self._clock.took(instructions[at], start)
-        self._look(Made.OUTPUT, tensors_of(output), block.index, microbatch)
+        self._look(Made.OUTPUT, tensors_of(output), block.index, microbatch=microbatch)
         while instructions[self._at].do in BEGINS:
             self._at += 1
             calls[self._at - 1]()
@@ -538,7 +538,7 @@ class Executor:
         if at.is_last:
             output = whole_output(at.adapter.loss(output, step.batches[microbatch]))
             step.losses[microbatch] = output.detach()
-            self._look(Made.LOSS, [output], at.run.stop - 1, microbatch)
+            self._look(Made.LOSS, [output], at.run.stop - 1, microbatch=microbatch)
         if step.is_training or not at.is_last:
             step.outputs[key] = output
         if not at.is_last and self._is_here(stage + 1):
@@ -573,7 +573,7 @@ class Executor:
             # What the block behind has given back, or what was received: in the last block of a stage.
             is_last = block.index == self._stages[key[0]].run.stop - 1
             made, of = (Made.GRADIENT, block.index) if is_last else (Made.INPUT_GRADIENT, block.index + 1)
-            self._look(made, [leaf.grad for leaf in passage.leaves], of, key[1])
+            self._look(made, [leaf.grad for leaf in passage.leaves], of, microbatch=key[1])
         with self._collector.collecting() as collected:
             block.backward(passage)
         for unit, name, kept in collected:
@@ -591,7 +591,7 @@ class Executor:
                     else:
                         pending.setdefault(unit, []).append((name, own))
         if self.probe is not None:
-            self._look_at_gradients(block.units, "I", block.index, key[1])
+            self._look_at_gradients(block.units, "I", block.index, microbatch=key[1])
 
     def _finish_input_backward(self, stage: int, microbatch: int) -> None:
         """What the stage before is owed. One whose output does not depend on its input still owes it a gradient."""
@@ -603,18 +603,18 @@ class Executor:
         if hidden is not None and hidden.requires_grad:
             owed = hidden.grad if hidden.grad is not None else torch.zeros_like(hidden)
             step.gradients[stage - 1, microbatch] = owed
-            self._look(Made.INPUT_GRADIENT, [owed], at.run.start, microbatch)
+            self._look(Made.INPUT_GRADIENT, [owed], at.run.start, microbatch=microbatch)
 
     def _weights(self, unit: Unit, key: Key) -> None:
         compute_weights(unit, self._step.pending[key].pop(unit, []))
         if self.probe is not None:
             block = next(at for at in unit.spec.blocks if at in self._stages[key[0]].run)
-            self._look_at_gradients([unit], "W", block, key[1])
+            self._look_at_gradients([unit], "W", block, microbatch=key[1])
 
     def _look_at_gradients(self, units: Iterable[Unit], phase: Phase, block: int, microbatch: int) -> None:
         for unit in units:
             for name, _ in unit.trained():
-                self._look(Made.WEIGHT_GRADIENT, [unit.gradient(name, phase)], block, microbatch, name=name)
+                self._look(Made.WEIGHT_GRADIENT, [unit.gradient(name, phase)], block, microbatch=microbatch, name=name)
 
     def _look(
         self,
@@ -626,7 +626,7 @@ class Executor:
         name: str | None = None,
     ) -> None:
         if self.probe is not None and self._step.is_training:
-            self.probe.look(made, values, block, microbatch, name=name)
+            self.probe.look(made, values, block, microbatch=microbatch, name=name)
 
     def _finish_weights(self, stage: int, microbatch: int) -> None:
         """Nothing of the microbatch is left: what it has received is room for others."""
@@ -686,7 +686,7 @@ class Executor:
             step.logits.append(found)
         else:
             step.losses[microbatch] = found
-            self._look(Made.LOSS, [found], self._stages[split.last_stage].run.stop - 1, microbatch)
+            self._look(Made.LOSS, [found], self._stages[split.last_stage].run.stop - 1, microbatch=microbatch)
         if step.is_training and gradient is not None:
             step.gradients[key] = gradient.mul_(step.scale).to(step.outputs[key].dtype)
 

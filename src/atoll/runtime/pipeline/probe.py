@@ -21,7 +21,7 @@ from atoll.faults import Made, Sighting
 from atoll.runtime.sharding.unit import Unit, UnitSpec
 from atoll.runtime.transport import Transport
 
-FIELDS = len(Sighting(Made.LOSS, 0, 0, 0).encode())
+FIELDS = len(Sighting(Made.LOSS, 0, 0, block=0).encode())
 
 
 class Probe:

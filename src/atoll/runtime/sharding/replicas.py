@@ -73,7 +73,7 @@ def holdings(units: Iterable[Unit], states: Mapping[str, Mapping[str, Any]], tp:
                 if tensors:
                     held = segment.range(level)
                     key = unit.spec.index, part, kind, held.start, held.stop, _position(segment, tp)
-                    yield Holding(_short(digest(repr(key).encode())), _value(tensors), unit.spec.index, kind)
+                    yield Holding(_short(digest(repr(key).encode())), _value(tensors), unit.spec.index, kind=kind)
 
 
 def _position(segment: Segment, tp: int) -> int:
@@ -126,5 +126,5 @@ def differences(held: Sequence[Sequence[Holding]]) -> list[Difference]:
             continue
         most = common if 2 * count > len(by_rank) else None
         others = tuple(rank for rank, value in by_rank.items() if value == most)
-        differing.append(Difference(unit, kind, tuple(rank for rank in by_rank if rank not in others), others))
+        differing.append(Difference(unit, kind, tuple(rank for rank in by_rank if rank not in others), others=others))
     return differing
