@@ -139,8 +139,9 @@ def constants_of(measured: Sequence[Row]) -> dict[str, float]:
     for name in LIMITS:
         table, _, constant = name.rpartition(".")
         owner = attrgetter(table)(cluster)
-        if owner is not None:
-            found[name] = float(getattr(owner, constant))
+        value = None if owner is None else getattr(owner, constant)
+        if value is not None:
+            found[name] = float(value)
     return found
 
 
