@@ -113,13 +113,14 @@ def test_it_reads_and_leaves_no_file(served: ThreadingHTTPServer, tmp_path: Path
 
 def test_the_command_prints_its_address_and_ends_with_ctrl_c(tmp_path: Path) -> None:
     run_folder(tmp_path / "run")
-    command = [sys.executable, "-m", "atoll", "watch", str(tmp_path / "run")]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ})
-    assert process.stdout is not None
-    address = process.stdout.readline().strip()
-    assert address.startswith("http://127.0.0.1:")
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=30)
+    # A shell's background jobs ignore Ctrl-C, and so would what they start.
+    command = ["env", "--default-signal=INT", sys.executable, "-m", "atoll", "watch", str(tmp_path / "run")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        address = process.stdout.readline().strip()
+        assert address.startswith("http://127.0.0.1:")
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=30)
     assert (process.returncode, said) == (0, "stopped\n")
 
 

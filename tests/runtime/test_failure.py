@@ -293,6 +293,41 @@ def test_frames_of_a_thread_that_runs_are_read_beside_it() -> None:
     assert not frames_of(thread.ident or 0), "it has ended"
 
 
+NATIVE_THREADS = """
+import ctypes, threading, time
+from atoll.runtime.failure import frames_of
+
+library = ctypes.CDLL(None)
+
+@ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
+def nothing(_):
+    return None
+
+def begin_and_end():
+    thread = ctypes.c_ulong()
+    while True:
+        if library.pthread_create(ctypes.byref(thread), None, nothing, None) == 0:
+            library.pthread_join(thread, None)
+
+for _ in range(3):
+    threading.Thread(target=begin_and_end, daemon=True).start()
+ends = time.monotonic() + 5.0
+while time.monotonic() < ends:
+    for thread in threading.enumerate():
+        frames_of(thread.ident)
+    time.sleep(0.0005)
+print("read", flush=True)
+import os
+os._exit(0)
+"""
+
+
+def test_stacks_are_read_while_native_code_begins_threads() -> None:
+    """faulthandler crashed here within five seconds: it saw threads that were not set up yet."""
+    result = subprocess.run([sys.executable, "-c", NATIVE_THREADS], capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout) == (0, "read\n"), result.stderr
+
+
 SCRIPT = """
 import sys
 import torch

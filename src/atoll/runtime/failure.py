@@ -9,14 +9,11 @@ interrupt a wait. A rank that cannot reach the monitor for as long as a rank may
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import json
 import os
-import re
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -52,31 +49,31 @@ STACK_CHARACTERS = 20_000
 MESSAGE_CHARACTERS = 20_000
 
 
-FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
-
-
 def frames_of(thread: int) -> list[tuple[str, int, str]]:
     """File, line and function of each frame of a thread, the innermost first; none where there is no such thread.
 
-    [Note: stacks of a running thread] faulthandler writes them in one go, while it holds the interpreter. Frame objects
-    from `sys._current_frames` are walked while their thread runs on, and Python 3.11 crashed in `f_back` of one.
+    [Note: stacks of a running thread] While frames are walked their thread must not run: in Python 3.11 `f_back` of a
+    frame that returns meanwhile reads freed memory. The walk never blocks, so it keeps the interpreter as long as
+    nobody may ask for it, which is what the switch interval says. faulthandler is no way out: it reads the list of
+    threads without that list's lock, and crashes where native code (autograd, gloo) is adding a thread to it.
     """
-    try:
-        with tempfile.TemporaryFile() as file:
-            faulthandler.dump_traceback(file)
-            file.seek(0)
-            lines = file.read().decode(errors="replace").splitlines()
-    except OSError:  # a full disk must not end the watch
-        return []
-    # "Thread 0x00007f2832235b80 (most recent call first):" begins the frames of each.
     frames: list[tuple[str, int, str]] = []
-    is_here = False
-    for line in lines:
-        if line.endswith("(most recent call first):"):
-            is_here = int(re.findall("0x[0-9a-f]+", line)[0], 16) == thread
-        elif is_here and (found := FRAME.fullmatch(line)):
-            frames.append((found[1], int(found[2]), found[3]))
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(WALK_SECONDS)
+    try:
+        frame = sys._current_frames().get(thread)
+        while frame is not None:
+            frames.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+            frame = frame.f_back
+    finally:
+        sys.setswitchinterval(interval)
     return frames
+
+
+WALK_SECONDS = 1.0
+"""For how long no other thread may ask for the interpreter while a stack is read, which takes microseconds.
+
+A thread that begins to wait for it then asks after this time at the latest, so it is not long."""
 
 
 class Doing(NamedTuple):
