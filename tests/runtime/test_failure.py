@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -291,6 +291,49 @@ def test_frames_of_a_thread_that_runs_are_read_beside_it() -> None:
     assert all("run" in found for found in names), "the frames of another thread, or a part of them"
     assert any(found.count("recur") > 10 for found in names)
     assert not frames_of(thread.ident or 0), "it has ended"
+
+
+def test_no_thread_runs_while_its_stack_is_read() -> None:
+    """Ranks crashed: a generator that had yielded meanwhile led to a caller's frame that was gone."""
+    is_over = threading.Event()
+
+    def yields() -> Generator[None, None, None]:
+        sum(range(10))
+        yield
+
+    def begins() -> Generator[None, None, None]:
+        generator = yields()
+        next(generator)
+        return generator
+
+    def recur(depth: int) -> None:
+        recur(depth - 1) if depth else sum(range(1000))
+
+    def run() -> None:
+        while not is_over.is_set():
+            generator = begins()
+            recur(5)
+            generator.close()
+
+    thread = threading.Thread(target=run)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread.start()
+    try:
+        ends, stacks = time.monotonic() + 4.0, set()
+        while time.monotonic() < ends:
+            stacks.add(tuple(name for _, _, name in frames_of(thread.ident or 0)))
+    finally:
+        sys.setswitchinterval(interval)
+        is_over.set()
+        thread.join()
+    ways = {stack[: stack.index("run") + 1] if "run" in stack else stack for stack in stacks}
+    assert ("yields", "begins", "run") in ways
+    called = {"yields": {"begins", "run"}, "begins": {"run"}, "recur": {"recur", "run"}}
+    wrong = [
+        way for way in ways for name, by in zip(way, [*way[1:], ""], strict=True) if by not in called.get(name, {by})
+    ]
+    assert not wrong
 
 
 NATIVE_THREADS = """

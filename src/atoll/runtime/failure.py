@@ -9,6 +9,7 @@ interrupt a wait. A rank that cannot reach the monitor for as long as a rank may
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -19,8 +20,10 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import accumulate, chain, repeat
+from operator import attrgetter, getitem
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from atoll.errors import AtollError, RankError
 from atoll.runtime.monitor import (
@@ -49,31 +52,32 @@ STACK_CHARACTERS = 20_000
 MESSAGE_CHARACTERS = 20_000
 
 
+FRAME = attrgetter("f_code.co_filename", "f_lineno", "f_code.co_name")
+
+
 def frames_of(thread: int) -> list[tuple[str, int, str]]:
     """File, line and function of each frame of a thread, the innermost first; none where there is no such thread.
 
-    [Note: stacks of a running thread] While frames are walked their thread must not run: in Python 3.11 `f_back` of a
-    frame that returns meanwhile reads freed memory. The walk never blocks, so it keeps the interpreter as long as
-    nobody may ask for it, which is what the switch interval says. faulthandler is no way out: it reads the list of
-    threads without that list's lock, and crashes where native code (autograd, gloo) is adding a thread to it.
+    [Note: stacks of a running thread] The thread must not run while its frames are read: Python 3.11 crashes in
+    `f_back` once a generator on the way has returned to a caller that has ended. Only C code reads them here, in one
+    call, so the interpreter's lock is not handed over between two frames: a loop in Python hands it over whenever
+    another thread asks. The garbage collector is off because it may run Python code. faulthandler is no way out: it
+    reads the list of threads without that list's lock, and crashes while native code (autograd, gloo) adds a thread.
     """
     frames: list[tuple[str, int, str]] = []
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(WALK_SECONDS)
+    current = map(getitem, iter(sys._current_frames, None), (thread,))
+    get: Callable[[Any, Any], Any] = getattr
+    callers = accumulate(chain(current, repeat("f_back")), get)  # the last one is None, which has no f_code
+    collects = gc.isenabled()
+    gc.disable()
     try:
-        frame = sys._current_frames().get(thread)
-        while frame is not None:
-            frames.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
-            frame = frame.f_back
+        frames.extend(map(FRAME, callers))  # what came before an error stays
+    except (KeyError, AttributeError):
+        pass
     finally:
-        sys.setswitchinterval(interval)
+        if collects:
+            gc.enable()
     return frames
-
-
-WALK_SECONDS = 1.0
-"""For how long no other thread may ask for the interpreter while a stack is read, which takes microseconds.
-
-A thread that begins to wait for it then asks after this time at the latest, so it is not long."""
 
 
 class Doing(NamedTuple):

@@ -60,6 +60,10 @@ LEAVE_SECONDS = 2.0
 """How long the other ranks may take to leave a broken case before they are killed."""
 
 
+WRITTEN_CHARACTERS = 4000
+"""How much of the beginning, and of the end, of what a process wrote an error shows."""
+
+
 def run_ranks(
     function: Callable[..., Result],
     ranks: int,
@@ -244,8 +248,13 @@ class _Worker:
             return  # it has died; what it reported, or its death, is already known
 
     def written(self) -> str:
-        """What the process has written in this case, its last 4,000 characters."""
-        return self.log.read_bytes()[self.log_start :].decode(errors="replace")[-4000:].strip()
+        """What the process has written in this case: all, or the first and last characters.
+
+        A crash says first which thread met it, and below its stacks which modules were loaded."""
+        text = self.log.read_bytes()[self.log_start :].decode(errors="replace").strip()
+        if len(text) <= 2 * WRITTEN_CHARACTERS:
+            return text
+        return f"{text[:WRITTEN_CHARACTERS]}\n[...]\n{text[-WRITTEN_CHARACTERS:]}"
 
     def stack(self) -> str:
         """Where every thread of the process is."""
