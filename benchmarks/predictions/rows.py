@@ -125,6 +125,8 @@ def _split() -> Iterator[Row]:
     yield Row("small", 2, ("parallel.tensor=2",))
     yield Row("wide", 2, ("parallel.tensor=2",), fitted=True)
     yield Row("wide", 2, ("parallel.tensor=2", "parallel.sequence_parallel=true"))
+    yield Row("gpt2", 2, ("parallel.tensor=2",))
+    yield Row("gpt2", 2, ("parallel.tensor=2", "parallel.recompute=block"))
 
 
 REAL = (*_alone(), *_sharded(), *_staged(), *_split())

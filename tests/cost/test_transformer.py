@@ -9,6 +9,7 @@ import pytest
 
 from atoll.cost import Attention, Kernel, Pass, Product, Transformer, Use, Work
 from atoll.cost.implementation import DECODER, MEGATRON, Implementation
+from atoll.cost.kernels import Exchange
 from atoll.cost.transformer import UNALIGNED
 from atoll.errors import ConfigError
 
@@ -53,6 +54,39 @@ def test_operations_are_those_of_megatron(tensor: int) -> None:
     head = work(GPT3, -1, recompute="block", tensor=tensor)
     own = [flops((*each.forward, *each.backward, *each.weights)) for each in (layer, head)]
     assert tensor * (layers * own[0] + own[1]) == pytest.approx(expected, rel=1e-12)
+
+
+def test_layers_split_by_outputs_alone_gather_each_of_them_and_keep_what_one_rank_keeps() -> None:
+    """As models without a plan for tensor parallelism are run: GPT-2 in transformers."""
+    model = replace(GPT3, implementation=replace(MEGATRON, splits="gathered"))
+    one, two = work(model), work(model, tensor=2)
+    assert two.kept == one.kept
+    norms = 4 * GPT3.hidden
+    assert 2 * (two.parameters - norms) == one.parameters - norms
+
+    linear = 2.0 * 4096 * model.workload.blocks[1].matrices  # type: ignore[attr-defined]
+    assert flops(one.forward) - flops(two.forward) == flops(one.backward) - flops(two.backward) == linear / 2
+    assert flops(two.weights) == linear / 2
+
+    outputs, inputs = 3 + 1 + 4 + 1, 1 + 1 + 1 + 4  # of queries, keys and values; their end; up; down
+    element = 2 * 4096 * GPT3.hidden
+    assert exchanged(two.forward) == {"all-gather": outputs * element}
+    assert exchanged(two.backward) == {"all-reduce": inputs * element}
+    assert exchanged(one.forward) == exchanged(one.backward) == {}
+
+    again = work(model, tensor=2, recompute="block")
+    assert exchanged(again.backward) == {**exchanged(two.forward), **exchanged(two.backward)}
+    with pytest.raises(ConfigError, match="sequence_parallel"):
+        work(model, tensor=2, sequence_parallel=True)
+
+
+def exchanged(kernels: Iterable[Kernel]) -> dict[str, int]:
+    """Bytes by kind of collective."""
+    found: dict[str, int] = {}
+    for kernel in kernels:
+        if isinstance(kernel, Exchange):
+            found[kernel.kind] = found.get(kernel.kind, 0) + kernel.nbytes
+    return found
 
 
 def test_fused_causal_attention_takes_half_the_operations_and_the_backward_two_and_a_half_times_those() -> None:

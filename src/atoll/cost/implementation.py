@@ -31,6 +31,8 @@ class Implementation:
     "half" precisions, as CUDA's kernels, or "all", as the CPU's.
     keeps_angles: whether each layer saves rotary angles of its own.
     waits: whether the gradients of the layers' weights are made in W.
+    splits: how tensor parallelism splits linear layers: "paired", one by its outputs and the next by its inputs, so
+    that what lies between is split as well, or each by its outputs, which are "gathered" at once.
     ends: "parts" where the tables of the embedding, the last norm and the logits' product are blocks of their own, so
     that what passes between them is kept.
     """
@@ -46,6 +48,7 @@ class Implementation:
     copies: Literal["half", "all"] = "half"
     keeps_angles: bool = False
     waits: bool = True
+    splits: Literal["paired", "gathered"] = "paired"
     ends: Literal["whole", "parts"] = "whole"
 
     def saved_by_norm(self, use: Use, name: str, elements: int, width: int, *, is_kept: bool) -> Iterator[Saved]:
@@ -76,11 +79,12 @@ DECODER_ON_CPU = replace(DECODER, norms="precise", copies="all")
 LLAMA = Implementation(norms="parts", statistics=1, results=1, softmax="fp32", repeats_keys=True, ends="parts")
 """Llama and its kin in transformers."""
 
-GPT2 = Implementation(statistics=2, results=3, waits=False, ends="parts")
-"""GPT-2 in transformers: its activation is computed in steps, and its `Conv1D` is no linear layer that waits for W."""
+GPT2 = Implementation(statistics=2, results=3, waits=False, splits="gathered", ends="parts")
+"""GPT-2 in transformers: its activation is computed in steps, its `Conv1D` is no linear layer that waits for W, and it
+has no plan for tensor parallelism."""
 
 GPT_NEOX = Implementation(statistics=2, softmax="fp32", is_fused=True, heads="outer", ends="parts")
 """GPT-NeoX in transformers."""
 
-BERT = Implementation(statistics=2)
-"""BERT in transformers."""
+BERT = Implementation(statistics=2, splits="gathered")
+"""BERT in transformers, which has no plan for tensor parallelism."""

@@ -183,9 +183,14 @@ class TransformerLayer:
     def work(self, use: Use) -> Work:
         """See `Work`."""
         sizes = self.sizes
-        for size, what in ((sizes.heads, "heads"), (sizes.keys, "kv_heads x width"), (sizes.ffn, "ffn")):
-            _check(size, use.tensor, what)
         how = sizes.implementation
+        if self._is_gathered and use.parts > 1:
+            raise ConfigError(
+                f"sequence_parallel needs layers that are split by outputs and then by inputs; those of {sizes.name} "
+                "are gathered one by one. Turn it off"
+            )
+        for size, what in ((sizes.heads, "heads"), (sizes.keys, "kv_heads x width"), (sizes.ffn, "ffn")):
+            _check(size, self._inside(use), what)
         forward = tuple(self._forward(use))
         backward = tuple(self._backward(use))
         products = self._products(use)
@@ -209,7 +214,7 @@ class TransformerLayer:
             saved, again = ([replace(each, until="I") for each in kept] for kept in (saved, again))
         return Work(
             parameters=self.parameters(use.tensor),
-            matrices=self.matrices // use.tensor if how.waits else 0,
+            matrices=-(-self.matrices // use.tensor) if how.waits else 0,
             forward=forward,
             backward=backward,
             weights=weights,
@@ -224,8 +229,10 @@ class TransformerLayer:
         s = self.sizes
         split = {True: s.queries + 2 * s.keys + s.up, "qkv": s.queries + 2 * s.keys, False: 0}[s.biases]
         whole = 2 * s.hidden if s.biases is True else 0
+        if self._is_gathered:  # the biases of all linear layers go with their outputs
+            split, whole = split + whole, 0
         norms = 2 * s.norm * (s.hidden + (s.head_width if s.head_norms else 0))
-        return (self.matrices + split) // tensor + whole + norms
+        return -(-(self.matrices + split) // tensor) + whole + norms
 
     @property
     def matrices(self) -> int:
@@ -233,22 +240,55 @@ class TransformerLayer:
         s = self.sizes
         return s.hidden * (s.queries + 2 * s.keys) + s.queries * s.hidden + s.hidden * s.up + s.ffn * s.hidden
 
+    @property
+    def _linear(self) -> dict[str, tuple[int, int]]:
+        """Inputs and outputs of the linear layers before they are split."""
+        s = self.sizes
+        return {
+            "qkv": (s.hidden, s.queries + 2 * s.keys),
+            "out": (s.queries, s.hidden),
+            "up": (s.hidden, s.up),
+            "down": (s.ffn, s.hidden),
+        }
+
     def _products(self, use: Use) -> dict[str, Product]:
         """The linear layers."""
-        s, rows, t = self.sizes, use.tokens, use.tensor
+        by_inputs = () if self._is_gathered else ("out", "down")
         return {
-            "qkv": Product(rows, s.hidden, (s.queries + 2 * s.keys) // t),
-            "out": Product(rows, s.queries // t, s.hidden),
-            "up": Product(rows, s.hidden, s.up // t),
-            "down": Product(rows, s.ffn // t, s.hidden),
+            name: Product(use.tokens, inputs // use.tensor, outputs)
+            if name in by_inputs
+            else Product(use.tokens, inputs, -(-outputs // use.tensor))
+            for name, (inputs, outputs) in self._linear.items()
         }
+
+    @property
+    def _is_gathered(self) -> bool:
+        return self.sizes.implementation.splits == "gathered"
+
+    def _inside(self, use: Use) -> int:
+        """Over how many ranks heads and the feed-forward's width are split, between the linear layers."""
+        return 1 if self._is_gathered else use.tensor
+
+    def _multiply(self, use: Use, name: str) -> Iterator[Kernel]:
+        """A linear layer, forward."""
+        yield self._products(use)[name]
+        yield from self._exchange(use, "all-gather", self._linear[name][1])
+
+    def _multiply_back(self, use: Use, name: str) -> Iterator[Kernel]:
+        """The gradient of a linear layer's input."""
+        yield self._products(use)[name].swapped
+        yield from self._exchange(use, "all-reduce", self._linear[name][0])
+
+    def _exchange(self, use: Use, kind: Literal["all-gather", "all-reduce"], width: int) -> Iterator[Kernel]:
+        if use.tensor > 1 and self._is_gathered:
+            yield Exchange(kind, use.tokens * width * use.item)
 
     def _scores(self, use: Use) -> Iterator[Kernel]:
         """Attention between its two linear layers, forward."""
         s, i = self.sizes, use.item
-        heads, length = use.samples * s.heads // use.tensor, use.sequence
+        heads, length = use.samples * s.heads // self._inside(use), use.sequence
         if use.attention == "flash":
-            width = (2 * s.queries + 2 * s.keys) // use.tensor
+            width = (2 * s.queries + 2 * s.keys) // self._inside(use)
             share = 0.5 if s.causal else 1.0
             flops = 4.0 * share * heads * length * length * s.head_width
             yield Attention(flops, i * use.tokens * width)
@@ -272,22 +312,21 @@ class TransformerLayer:
     def _forward(self, use: Use) -> Iterator[Kernel]:
         s, i, tokens = self.sizes, use.item, use.tokens
         hidden = tokens * s.hidden // use.parts
-        product = self._products(use)
         masks = hidden if s.dropout else 0
         yield Pass(2.0 * i * hidden)
         yield from self._enter(use)
-        yield product["qkv"]
+        yield from self._multiply(use, "qkv")
         if s.rotary:
-            yield Pass(2.0 * i * tokens * (s.queries + s.keys) / use.tensor)
+            yield Pass(2.0 * i * tokens * (s.queries + s.keys) / self._inside(use))
         yield from self._scores(use)
-        yield product["out"]
+        yield from self._multiply(use, "out")
         yield from self._leave(use)
         yield Pass(3.0 * i * hidden + masks)
         yield Pass(2.0 * i * hidden)
         yield from self._enter(use)
-        yield product["up"]
-        yield Pass(i * tokens * (s.up + s.ffn) / use.tensor)
-        yield product["down"]
+        yield from self._multiply(use, "up")
+        yield Pass(i * tokens * (s.up + s.ffn) / self._inside(use))
+        yield from self._multiply(use, "down")
         yield from self._leave(use)
         yield Pass(3.0 * i * hidden + masks)
 
@@ -295,24 +334,23 @@ class TransformerLayer:
         """I: the gradients of what comes in."""
         s, i, tokens = self.sizes, use.item, use.tokens
         hidden = tokens * s.hidden // use.parts
-        product = self._products(use)
         masks = hidden if s.dropout else 0
         if s.dropout:
             yield Pass(2.0 * i * hidden + masks)
         yield from self._enter(use)
-        yield product["down"].swapped
-        yield Pass(i * tokens * (2 * s.up + s.ffn) / use.tensor)
-        yield product["up"].swapped
+        yield from self._multiply_back(use, "down")
+        yield Pass(i * tokens * (2 * s.up + s.ffn) / self._inside(use))
+        yield from self._multiply_back(use, "up")
         yield from self._leave(use)
         yield Pass(4.0 * i * hidden)
         if s.dropout:
             yield Pass(2.0 * i * hidden + masks)
         yield from self._enter(use)
-        yield product["out"].swapped
+        yield from self._multiply_back(use, "out")
         yield from self._scores_backward(use)
         if s.rotary:
-            yield Pass(2.0 * i * tokens * (s.queries + s.keys) / use.tensor)
-        yield product["qkv"].swapped
+            yield Pass(2.0 * i * tokens * (s.queries + s.keys) / self._inside(use))
+        yield from self._multiply_back(use, "qkv")
         yield from self._leave(use)
         yield Pass(4.0 * i * hidden)
 
@@ -326,17 +364,17 @@ class TransformerLayer:
                     yield kernel.swapped
                     yield kernel.learnt
                 case Pass():
-                    scores = use.samples * s.heads // use.tensor * use.sequence**2
+                    scores = use.samples * s.heads // self._inside(use) * use.sequence**2
                     yield Pass(kernel.nbytes + i * scores, kernel.kernels)
 
     def _enter(self, use: Use) -> Iterator[Kernel]:
         """The hidden state comes to modules split by outputs; in the backward, to those split by inputs."""
-        if use.tensor > 1 and use.sequence_parallel:
+        if self._inside(use) > 1 and use.sequence_parallel:
             yield Exchange("all-gather", use.tokens * self.sizes.hidden * use.item)
 
     def _leave(self, use: Use) -> Iterator[Kernel]:
         """What modules split by inputs give is added up."""
-        if use.tensor > 1:
+        if self._inside(use) > 1:
             kind = "reduce-scatter" if use.sequence_parallel else "all-reduce"
             yield Exchange(kind, use.tokens * self.sizes.hidden * use.item)  # type: ignore[arg-type]
 
@@ -344,7 +382,7 @@ class TransformerLayer:
 
     def _saved(self, use: Use) -> Iterator[Saved]:
         """The input, which the runtime keeps, and what the kernels save."""
-        s, i, tokens, t = self.sizes, use.item, use.tokens, use.tensor
+        s, i, tokens, t = self.sizes, use.item, use.tokens, self._inside(use)
         hidden = tokens * s.hidden // use.parts
         norm = partial(s.implementation.saved_by_norm, use)
         is_post = s.order == "post"
@@ -369,7 +407,7 @@ class TransformerLayer:
 
     def _saved_by_attention(self, use: Use) -> Iterator[Saved]:
         """Between its two linear layers."""
-        s, i, tokens, t = self.sizes, use.item, use.tokens, use.tensor
+        s, i, tokens, t = self.sizes, use.item, use.tokens, self._inside(use)
         how, is_eager = s.implementation, use.attention == "eager"
         if s.head_norms:
             for name, width in (("queries", s.queries), ("keys", s.keys)):
@@ -396,7 +434,10 @@ class TransformerLayer:
 
     def _outputs(self, use: Use) -> tuple[Saved, ...]:
         """What the products of linear layers give; what else is saved under the same name is the same tensor."""
-        s, i, tokens, t = self.sizes, use.item, use.tokens, use.tensor
+        s, i, tokens, t = self.sizes, use.item, use.tokens, self._inside(use)
+        if use.tensor > t:  # parts are kept, and gathered again
+            products = self._products(use).items()
+            return tuple(Saved(f"{name}'s product", i * tokens * each.columns, "I") for name, each in products)
         hidden = i * tokens * s.hidden // use.parts
         queries, keys = i * tokens * s.queries // t, i * tokens * s.keys // t
         is_copied = self._is_copied(use)
@@ -428,7 +469,7 @@ class TransformerLayer:
 
     def _gradients(self, use: Use) -> tuple[Saved, ...]:
         """Of the linear layers' outputs, which I makes and W needs."""
-        s, i, tokens, t = self.sizes, use.item, use.tokens, use.tensor
+        s, i, tokens, t = self.sizes, use.item, use.tokens, self._inside(use)
         out = (Saved("out's gradient", i * tokens * s.hidden // use.parts, "W"),)
         return (
             Saved("down's gradient", i * tokens * s.hidden // use.parts, "W"),
