@@ -24,7 +24,7 @@ import torch
 
 from atoll.config import Config, from_dict
 from atoll.data import prepare
-from atoll.errors import AtollError, UnverifiedWarning
+from atoll.errors import AtollError, DataError, UnverifiedWarning
 from atoll.runtime.checkpoint import Archive, Piece, load, save, step_folder
 from atoll.training.loop import resumed_state
 
@@ -91,17 +91,22 @@ class Cache:
         shutil.copytree(self.whole, self.folder.parent)
 
     def is_right(self) -> bool:
-        """Read all of its samples. Raises what that raises."""
-        train, validation, fingerprint = self._read("text")
-        return (
+        """Read all of its samples. Raises what that raises, or what was said of a cache that was made anew."""
+        lines: list[str] = []
+        train, validation, fingerprint = self._read("text", lines.append)
+        is_right = (
             np.array_equal(train, self.train)
             and np.array_equal(validation, self.validation)
             and fingerprint == self.fingerprint
         )
+        found = [line for line in lines if "was damaged" in line]
+        if is_right and found:
+            raise DataError(found[0])
+        return is_right
 
-    def _read(self, name: str) -> tuple[Any, Any, str]:
+    def _read(self, name: str, report: Callable[[str], None] | None = None) -> tuple[Any, Any, str]:
         source, cache = str(self.root / f"{name}.txt"), self.root / "cache"
-        corpus = prepare(source, tokenizer="bpe-300", cache=cache, sequence=16, validation=0.1)
+        corpus = prepare(source, tokenizer="bpe-300", cache=cache, sequence=16, validation=0.1, report=report)
         return np.asarray(corpus.train), np.asarray(corpus.validation), corpus.fingerprint
 
 

@@ -203,13 +203,44 @@ def test_a_failed_preparation_leaves_no_folder(tmp_path: Path) -> None:
     assert [entry.suffix for entry in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
-def test_a_damaged_cache_says_what_to_delete(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["about.json", "tokenizer.json", "manifest.json", "train.npy", "validation.npy"])
+def test_a_cache_whose_files_are_short_is_made_anew(tmp_path: Path, name: str) -> None:
     folder = _folder(tmp_path)
-    _prepare(folder, tmp_path)
-    train = next((tmp_path / "cache").glob("*/train.npy"))
-    train.write_bytes(train.read_bytes()[:-10])
-    with pytest.raises(DataError, match=r"damaged .*delete the folder"):
-        _prepare(folder, tmp_path)
+    before = _prepare(folder, tmp_path)
+    arrays = np.array(before.train, copy=True), np.array(before.validation, copy=True)
+    file = _cache(tmp_path) / name
+    content = file.read_bytes()
+    file.write_bytes(content[:-10])
+    lines: list[str] = []
+    after = _prepare(folder, tmp_path, report=lines.append)
+    assert f"{file.parent}: this cached corpus was damaged" in lines[0]
+    assert all(np.array_equal(*pair) for pair in zip(arrays, (after.train, after.validation), strict=True))
+    assert after.fingerprint == before.fingerprint
+    assert file.read_bytes() == content
+    assert not list((tmp_path / "cache").glob("*.part-*"))
+
+
+def test_a_block_that_a_run_found_damaged_is_made_anew_by_the_next(tmp_path: Path) -> None:
+    folder = _folder(tmp_path, documents=3000)
+    _prepare(folder, tmp_path, tokenizer="bytes")
+    file = _cache(tmp_path) / "train.npy"
+    content = file.read_bytes()
+    _flip(file, 2 * BLOCK + 5)
+    lines: list[str] = []
+    run = _prepare(folder, tmp_path, tokenizer="bytes", report=lines.append)
+    assert not lines, "nobody has read so far"
+    with pytest.raises(DataError, match=r"damaged \(train\.npy: its digest .*the next run makes it anew"):
+        np.asarray(run.train)
+    assert _preview(folder, tmp_path) is not None
+    assert file.read_bytes() != content, "a preview writes nothing"
+    _prepare(folder, tmp_path, tokenizer="bytes", report=lines.append)
+    assert "does not match" in lines[0]
+    assert file.read_bytes() == content
+    assert verify(file.parent) > 0
+
+
+def _preview(folder: Path, tmp_path: Path) -> object:
+    return preview(str(folder), tokenizer="bytes", cache=tmp_path / "cache", sequence=8)
 
 
 def _cache(tmp_path: Path) -> Path:
@@ -251,7 +282,7 @@ def test_any_byte_of_a_cache_is_checked(tmp_path: Path, name: str) -> None:
     assert read == sum(path.stat().st_size for path in file.parent.iterdir() if path.name != "manifest.json")
     for at in range(0, file.stat().st_size, max(1, file.stat().st_size // 9)):
         _flip(file, at)
-        with pytest.raises(DataError, match=r"damaged .*delete the folder"):
+        with pytest.raises(DataError, match="this cached corpus is damaged"):
             verify(file.parent)
         _flip(file, at)
 
@@ -264,7 +295,7 @@ def test_arrays_in_each_others_place_are_damage(tmp_path: Path) -> None:
     held.rename(train)
     (tmp_path / "kept").rename(held)
     with pytest.raises(DataError, match="damaged"):
-        _prepare(folder, tmp_path)
+        verify(held.parent)
 
 
 def test_a_cache_from_before_there_were_digests_gets_them_once_it_is_verified(tmp_path: Path) -> None:
@@ -282,8 +313,10 @@ def test_a_cache_from_before_there_were_digests_gets_them_once_it_is_verified(tm
     manifest.unlink()
     _flip(manifest.with_name("train.npy"), 300)
     with pytest.raises(DataError, match="its content has the fingerprint"):
-        _prepare(folder, tmp_path)
+        verify(manifest.parent)
     assert not manifest.exists()
+    assert _prepare(folder, tmp_path).fingerprint == first.fingerprint
+    assert manifest.read_bytes() == made
 
 
 def test_a_corpus_too_small_for_one_step_says_the_sizes(tmp_path: Path) -> None:

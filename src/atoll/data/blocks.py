@@ -10,6 +10,7 @@ a block is checked when a sample of it is taken for the first time: a whole epoc
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,18 @@ VERSION = 1
 BLOCK = 1 << 16
 """Bytes that have one digest: little more than a sample is read to check it, and 16 digits of 65,536 bytes are few."""
 
+MARK = "damaged"
+"""The file that says what damage a run has met."""
+
 _DIGITS = 16
+
+
+class DamagedCorpusError(DataError):
+    """A token cache that does not hold what was written. reason: which file, and what is wrong with it."""
+
+    def __init__(self, folder: Path, reason: object) -> None:
+        super().__init__(f"{folder}: this cached corpus is damaged ({reason}); start again: the next run makes it anew")
+        self.reason = reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,21 +64,28 @@ class Blocks:
         """The content of the manifest."""
         return seal({"version": VERSION, "block": BLOCK, "files": dict(self.files)})
 
-    def open(self, path: Path) -> CheckedFile:
-        """A file of the folder. Raises DataError if it has another length."""
+    def open(self, path: Path, *, marks: bool = False) -> CheckedFile:
+        """A file of the folder. Raises DamagedCorpusError if it has another length.
+
+        marks: see `CheckedFile`.
+        """
         size, digests = self.files.get(path.name, (0, ""))
-        return CheckedFile(path, size, digests)
+        return CheckedFile(path, size, digests, marks=marks)
 
 
 class CheckedFile:
-    """A file in memory maps, whose blocks are compared with their digests before they are given out."""
+    """A file in memory maps, whose blocks are compared with their digests before they are given out.
 
-    def __init__(self, path: Path, size: int, digests: str) -> None:
+    marks: whether damage that is found is noted in the folder, so that who opens it next knows before reading so far.
+    """
+
+    def __init__(self, path: Path, size: int, digests: str, *, marks: bool = False) -> None:
         self.path = path
         self._digests = digests
+        self._marks = marks
         found = path.stat().st_size
         if found != size or len(digests) != -(-size // BLOCK) * _DIGITS:
-            raise DataError(self._damage(f"{found} bytes instead of {size}"))
+            raise self._damage(f"{found} bytes instead of {size}")
         self._bytes: NDArray[np.uint8] = (
             np.memmap(path, dtype=np.uint8, mode="r") if size else np.empty(0, dtype=np.uint8)
         )
@@ -80,7 +99,7 @@ class CheckedFile:
         for block in np.unique(wanted[~self._is_checked[wanted]]).tolist():
             content = self._bytes[block * BLOCK : (block + 1) * BLOCK]
             if xxhash.xxh3_64_hexdigest(content.data) != self._digests[block * _DIGITS : (block + 1) * _DIGITS]:
-                raise DataError(self._damage(f"its digest does not match in bytes {block * BLOCK} to +{len(content)}"))
+                raise self._damage(f"its digest does not match in bytes {block * BLOCK} to +{len(content)}")
             self._is_checked[block] = True
 
     def read(self) -> bytes:
@@ -88,11 +107,12 @@ class CheckedFile:
         self.check()
         return self._bytes.tobytes()
 
-    def _damage(self, words: str) -> str:
-        return (
-            f"{self.path.parent}: this cached corpus is damaged ({self.path.name}: {words}); "
-            "delete the folder to make it anew"
-        )
+    def _damage(self, words: str) -> DamagedCorpusError:
+        reason = f"{self.path.name}: {words}"
+        if self._marks:
+            with suppress(OSError):  # a cache that may only be read
+                (self.path.parent / MARK).write_text(reason, encoding="utf-8")
+        return DamagedCorpusError(self.path.parent, reason)
 
 
 class CheckedTokens:

@@ -6,6 +6,7 @@
         validation.npy
         about.json          where it came from; its fingerprint
         manifest.json       digests of the blocks of the others (`atoll.data.blocks`)
+        damaged             what a run found to differ from them; the next one makes the folder anew
     <cache>/<key>.lock      held by the one process that makes it
 
 The folder is made under another name and renamed when it is whole: who finds it can use it, and a killed preparation
@@ -28,7 +29,7 @@ from typing import Any
 import numpy as np
 from filelock import FileLock
 
-from atoll.data.blocks import MANIFEST, Blocks, CheckedTokens
+from atoll.data.blocks import MANIFEST, MARK, Blocks, CheckedTokens, DamagedCorpusError
 from atoll.data.corpus import Source, documents, find_source, fingerprint
 from atoll.data.order import Tokens, sample_count
 from atoll.data.split import Range, split
@@ -95,6 +96,9 @@ def prepare(
 ) -> Corpus:
     """The token arrays of a source; made if the cache lacks them, by one process whatever the number that ask.
 
+    Arrays that are known to be damaged are made anew: files that are missing, short or unreadable, and blocks that an
+    earlier run found to differ from their digests.
+
     source, text_field: see `atoll.data.corpus`. tokenizer: "bytes", "bpe-N" or the path of a tokenizer.json.
     validation: fraction of the tokens to hold back. sequence, global_batch: only checked, see `Corpus.check`.
     Raises DataError for a source, a tokenizer or a cache that cannot be used.
@@ -104,7 +108,12 @@ def prepare(
     folder = cache.expanduser() / recipe.key()
     if not folder.is_dir():
         _make_once(folder, recipe, say)
-    corpus = _load(folder, folder.name, say)
+    try:
+        corpus = _load(folder, folder.name, say, marks=True)
+    except DamagedCorpusError as error:
+        say(f"{folder}: this cached corpus was damaged ({error.reason}); making it anew")
+        _make_once(folder, recipe, say)
+        corpus = _load(folder, folder.name, say, marks=True)
     corpus.check(sequence=sequence, global_batch=global_batch)
     return corpus
 
@@ -126,11 +135,13 @@ def preview(
     """
     recipe = _Recipe.find(source, tokenizer=tokenizer, validation=validation, text_field=text_field)
     folder = cache.expanduser() / recipe.key()
+    corpus = None
     if folder.is_dir():
-        corpus = _load(folder, folder.name, lambda line: None)
-    elif recipe.nbytes > PREVIEWED_BYTES:
-        return None
-    else:
+        with suppress(DamagedCorpusError):
+            corpus = _load(folder, folder.name, lambda line: None)
+    if corpus is None:
+        if recipe.nbytes > PREVIEWED_BYTES:
+            return None
         with tempfile.TemporaryDirectory() as made:
             _make(Path(made), recipe, lambda line: None)
             corpus = _load(Path(made), recipe.key(), lambda line: None)
@@ -223,7 +234,7 @@ def _make_once(folder: Path, recipe: _Recipe, say: Report) -> None:
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with FileLock(cache / f"{folder.name}.lock"):
-            if folder.is_dir():
+            if folder.is_dir() and not _set_aside(folder):
                 return
             for abandoned in cache.glob(f"{folder.name}.part-*"):
                 shutil.rmtree(abandoned, ignore_errors=True)
@@ -240,6 +251,19 @@ def _make_once(folder: Path, recipe: _Recipe, say: Report) -> None:
             f"data.cache = {cache}: cannot be written ({reason}); set data.cache to a folder that can, with room for "
             "two to four bytes a token"
         ) from error
+
+
+def _set_aside(folder: Path) -> bool:
+    """Take a damaged folder out of the way; False for a whole one, which another process may have just made.
+
+    Who has its files open reads on in them.
+    """
+    try:
+        _load(folder, folder.name, lambda line: None)
+    except DamagedCorpusError:
+        os.replace(folder, tempfile.mkdtemp(prefix=f"{folder.name}.part-", dir=folder.parent))
+        return True
+    return False
 
 
 def _make(folder: Path, recipe: _Recipe, say: Report) -> None:
@@ -348,7 +372,7 @@ def _content_hash(folder: Path) -> str:
 def verify(folder: Path) -> int:
     """Compare all of the token cache in `folder` with its digests; the bytes that were read.
 
-    A cache from before there were digests is compared with its fingerprint. Raises DataError if it is damaged.
+    A cache from before there were digests is compared with its fingerprint. Raises DamagedCorpusError if it is damaged.
     """
     _load(folder, folder.name, lambda line: None)
     blocks = _blocks(folder, lambda line: None)
@@ -362,12 +386,16 @@ def is_cache(folder: Path) -> bool:
     return (folder / "about.json").is_file() and (folder / "train.npy").is_file()
 
 
-def _load(folder: Path, key: str, say: Report) -> Corpus:
-    """The corpus in a folder that is to be the one of `key`. Raises DataError unless it is, undamaged."""
+def _load(folder: Path, key: str, say: Report, *, marks: bool = False) -> Corpus:
+    """The corpus in a folder that is to be the one of `key`. Raises DamagedCorpusError unless it is, undamaged."""
     try:
+        if (mark := folder / MARK).exists():
+            raise ValueError(mark.read_text(encoding="utf-8")[:200])
         blocks = _blocks(folder, say)
         about = parse_json(blocks.open(folder / "about.json").read())
-        train, validation = (CheckedTokens(blocks.open(folder / name)) for name in ("train.npy", "validation.npy"))
+        train, validation = (
+            CheckedTokens(blocks.open(folder / name, marks=marks)) for name in ("train.npy", "validation.npy")
+        )
         recorded = str(about["fingerprint"])
         if (found := _key(about)) != key:
             raise ValueError(f"it is the one of {found}")
@@ -375,10 +403,10 @@ def _load(folder: Path, key: str, say: Report) -> Corpus:
         if TOKENIZER in blocks.files:
             blocks.open(folder / TOKENIZER).check()
             tokenizer = FileTokenizer.read(folder / TOKENIZER)
+    except DamagedCorpusError:
+        raise
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"{folder}: this cached corpus is damaged ({error}); delete the folder to make it anew"
-        ) from error
+        raise DamagedCorpusError(folder, error) from error
     return Corpus(train, validation, tokenizer, recorded)
 
 
