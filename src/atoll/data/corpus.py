@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import json
 import os
 import sysconfig
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from atoll.documents import parse_json
 from atoll.errors import DataError
 
 STDLIB = "stdlib"
@@ -156,7 +156,7 @@ def _jsonl(path: Path, text_field: str) -> Iterator[str]:
                 continue
             where = f"{path}, line {number}"
             try:
-                record = json.loads(line)
+                record = parse_json(line)
             except ValueError as error:
                 raise DataError(f"{where}: not JSON ({error}); a JSONL file has one object a line") from error
             if not isinstance(record, dict):

@@ -12,17 +12,18 @@ what a row is called in tables.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from atoll import documents
 from atoll.config import Config, from_dict, load
 from atoll.cost import Cluster, Prediction
 from atoll.cost.calibration import Step
 from atoll.cost.comparison import Taken, Timed
+from atoll.documents import LARGEST_JSON, parse_json, read_text
 from atoll.errors import ConfigError, UserError
 from atoll.program import Do
 from atoll.training.folder import RunFolder, typical_seconds
@@ -129,13 +130,13 @@ def read_run(root: Path) -> Run:
 def read_rows(path: Path) -> list[Measured]:
     """The rows of a JSON or JSONL file. Raises ConfigError, with the number of every row that is wrong and why."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_text(path, limit=LARGEST_JSON)
+    except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read the rows {path}: {error}") from error
     found, problems = [], []
     for number, row in enumerate(_split(text), start=1):
         try:
-            found.append(_read_row(json.loads(row) if isinstance(row, str) else row, path.parent, number))
+            found.append(_read_row(parse_json(row) if isinstance(row, str) else row, path.parent, number))
         except (UserError, ValueError) as error:
             problems.append(f"row {number}: {error}")
     _raise(path, problems)
@@ -167,7 +168,7 @@ def _raise(path: Path, problems: list[str]) -> None:
 def _split(text: str) -> list[Any]:
     """The rows of a JSON list, of a single object, or the lines of JSONL, which are text still."""
     try:
-        whole = json.loads(text)
+        whole = parse_json(text)
     except ValueError:
         return [line for line in text.splitlines() if line.strip()]
     return whole if isinstance(whole, list) else [whole]
@@ -215,6 +216,6 @@ def _timed(rank: Mapping[str, Any]) -> Timed:
 def read_json(path: Path) -> Any:
     """A file of a run folder. Raises ConfigError where it is missing or damaged."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return documents.read_json(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path}, which `atoll train` writes: {error}") from error
