@@ -369,11 +369,7 @@ PARSERS: Mapping[str, Callable[[Path], Parser]] = {
     "run, timing": _run("timing.json", json.dumps(TIMING).encode()),
     "run, metrics": _run("metrics.jsonl", METRICS),
     "run, lock": _of_file(".lock", [HOLDER], read_holder),
-        ".lock", [b'{"host": "a", "boot": "b", "process": 3, "started": "4", "since": "x"}'], read_holder
-    ),
     "measured rows": _of_file("rows.json", [ROW], read_rows),
-        "rows.json", [b'{"config": {"model": {"layers": 4}}, "seconds": 1.5, "set": ["train.steps=5"]}'], read_rows
-    ),
     "trace": _trace,
     "monitor": _monitor,
 }
