@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.fuzz.changes import change
@@ -18,7 +18,7 @@ def test_a_changed_document_is_read_or_refused(name: str, tmp_path: Path) -> Non
     parser = PARSERS[name](tmp_path)
     assert {end_of(parser, seed) for seed in parser.seeds} == {"read"}
 
-    @settings(derandomize=True, max_examples=150, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=150)
     @given(st.sampled_from(parser.seeds), st.integers(0, 2**32))
     def check(seed: bytes, number: int) -> None:
         assert end_of(parser, change(seed, random.Random(number))) in ("read", "refused")
