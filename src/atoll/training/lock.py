@@ -85,7 +85,14 @@ class RunLock:
         say: is told what takes long, or that the lock was taken over.
         """
         while self._file is None:
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            # Nobody else may open it: who can read a file can take its `flock`, and the run could not go on.
+            try:
+                descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            except PermissionError as error:
+                raise ConfigError(
+                    f"run.folder = {str(self._root)!r}: its lock {self.path.name} cannot be written; it belongs to "
+                    "another user, or the folder may only be read. Choose another run.folder"
+                ) from error
             try:
                 if self._take(descriptor, say):
                     self._file = descriptor
