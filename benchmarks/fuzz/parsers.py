@@ -23,7 +23,7 @@ from atoll.data.corpus import documents, find_source
 from atoll.data.store import prepare
 from atoll.data.tokenizer import FileTokenizer, train_bpe
 from atoll.digests import digest
-from atoll.documents import read_json
+from atoll.documents import parse_json, read_json
 from atoll.errors import AtollError
 from atoll.ir.text import from_csv, from_text, to_csv, to_text
 from atoll.models.weights import INDEX, SINGLE, Weights
@@ -87,7 +87,7 @@ name = "wan"
 BLOCKS = (
     {"stage": 3, "mics_shard_size": 2, "overlap_comm": True},
     {"stage": 2, "reduce_bucket_size": 5e8},
-    {"paro_strategy": "IIG", "intra": 2},
+    {"stage": 3, "zero_hpz_partition_size": 2},
 )
 ORDERS = [
     schedules.build(name, ranks=2, microbatches=3, chunks=chunks)
@@ -137,8 +137,8 @@ def _overridden(text: str) -> object:
 
 def _block(content: bytes) -> object:
     try:
-        words = json.loads(content)
-    except (ValueError, RecursionError):
+        words = parse_json(content)
+    except ValueError:
         return None  # of a config it is TOML, which is another parser's
     return from_dict({"parallel": {"zero_optimization": words}})
 
@@ -173,7 +173,7 @@ def _weights(folder: Path, name: str, seed: bytes) -> Parser:
 
 
 def _metadata(folder: Path) -> Parser:
-    seed = (Checkpoints(folder).whole / "step-00000200" / ".metadata").read_bytes()
+    seed = (_Checkpoint(folder).folder / ".metadata").read_bytes()
     return Parser([seed], lambda content: read_contents(folder / ".metadata", content))
 
 
@@ -194,16 +194,15 @@ class _Checkpoint:
 
 def _state(folder: Path) -> Parser:
     made = _Checkpoint(folder)
-    seed = (made.folder / "state.json").read_bytes()
-    values = json.loads(seed)
-    values["state"]["caller"]["config"] = CONFIG.decode().replace("[model]", '[model]\nsource = "transformers:llama"')
+    values = read_json(made.folder / "state.json")
+    values["state"]["caller"]["config"] = '[model]\nsource = "transformers:llama"\n[train]\nsteps = 5\n'
 
     def read(content: bytes) -> object:
         made.put("state.json", content)
         resumed_state(made.config, Archive(made.folder), None, run="a" * 32)
         return config_of(made.folder)
 
-    return Parser([seed, json.dumps(values).encode()], read)
+    return Parser([json.dumps(values).encode()], read)
 
 
 def _manifest(folder: Path) -> Parser:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 import tomllib
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ LARGEST_STREAM = 64 << 20
 """Bytes that are read of what is no file, such as a pipe, whose size is not known beforehand."""
 DEEPEST = 100
 """Tables and lists within each other."""
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 INTEGERS = range(-(1 << 63), 1 << 64)
 """Those of 64 bits, with a sign or without."""
 
@@ -58,7 +60,7 @@ def read(path: str | Path, *, limit: int) -> bytes:
 
 
 def parse_json(document: str | bytes, *, limit: int = LARGEST_JSON) -> Any:
-    """The value of a JSON document.
+    """The value of a JSON document. Half of a surrogate pair, which no encoding of text has, becomes a "?".
 
     Raises ValueError for one that is not JSON, is larger than `limit`, is nested too deeply, or has an integer of more
     than 64 bits.
@@ -70,6 +72,8 @@ def parse_json(document: str | bytes, *, limit: int = LARGEST_JSON) -> Any:
     except RecursionError:
         raise _too_deep() from None
     _check_depth(value)
+    if _SURROGATE.search(document if isinstance(document, str) else document.decode("latin-1")):
+        value = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
     return value
 
 

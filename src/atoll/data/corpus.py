@@ -179,13 +179,18 @@ def _field(record: dict[str, Any], text_field: str, where: str) -> str:
 
 def _parquet(path: Path, text_field: str) -> Iterator[str]:
     parquet = _optional("pyarrow.parquet", "pyarrow", path)
-    with parquet.ParquetFile(path) as table:
-        columns = list(table.schema_arrow.names)
-        if text_field not in columns:
-            raise DataError(f"{path}: no column {text_field!r} (it has {', '.join(columns)}); set data.text_field")
-        for batch in table.iter_batches(columns=[text_field]):
-            for value in batch.column(0).to_pylist():
-                yield _field({text_field: value}, text_field, str(path))
+    try:
+        with parquet.ParquetFile(path) as table:
+            columns = list(table.schema_arrow.names)
+            if text_field not in columns:
+                raise DataError(f"{path}: no column {text_field!r} (it has {', '.join(columns)}); set data.text_field")
+            for batch in table.iter_batches(columns=[text_field]):
+                for value in batch.column(0).to_pylist():
+                    yield _field({text_field: value}, text_field, str(path))
+    except DataError:
+        raise
+    except Exception as error:  # of several kinds, and OSError for what is no fault of the disk
+        raise DataError(f"{path}: cannot be read as parquet ({error}); write it anew") from error
 
 
 def _saved_dataset(source: Source) -> Iterator[str]:

@@ -20,7 +20,7 @@ from torch import nn
 from atoll.config import Config, from_dict
 from atoll.data.tokenizer import FileTokenizer
 from atoll.documents import parse_toml
-from atoll.errors import CheckpointError, ConfigError
+from atoll.errors import CheckpointError, ConfigError, DamageError
 from atoll.models import adapter_for, shared_parameters
 from atoll.models.weights import INDEX, SINGLE, Weights, has_weights, weights_for
 from atoll.runtime import checkpoint
@@ -122,13 +122,18 @@ def config_of(folder: Path) -> Config:
         raise CheckpointError(
             f"{folder} is not a finished checkpoint; name a folder such as <run>/checkpoints/step-..."
         )
-    text = checkpoint.read_state(folder).get("caller", {}).get("config")
-    if text is None:
+    caller = checkpoint.read_state(folder).get("caller")
+    text = caller.get("config") if isinstance(caller, dict) else None
+    if not isinstance(text, str):
         raise CheckpointError(
             f"{folder} does not say which model it is of: only checkpoints of atoll train and atoll import can be "
             "exported"
         )
-    config = from_dict(parse_toml(text))
+    try:
+        values = parse_toml(text)
+    except ValueError as error:
+        raise DamageError(f"{folder}: the config of its run cannot be read: {error}") from error
+    config = from_dict(values, source=f"{folder}, the config of its run")
     if config.model.is_builtin:
         raise CheckpointError(f"{folder} is of the built-in decoder, which is no model of transformers")
     return config

@@ -112,6 +112,8 @@ def read_run(root: Path) -> Run:
         blocks = tuple(name for names in plan["stages"] for name in names)
     except KeyError as error:
         raise ConfigError(f"{folder.plan} has no {error}: it is of an older version; run it again") from None
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{folder.plan} is not what a run writes: {error}; run it again") from error
     if seconds is None:
         raise ConfigError(f"{folder.metrics} has no steps of the last start; let the run take some")
     cluster = folder.cluster if folder.cluster.is_file() else None
