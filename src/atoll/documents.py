@@ -67,12 +67,13 @@ def parse_json(document: str | bytes, *, limit: int = LARGEST_JSON) -> Any:
     """
     if len(document) > limit:
         raise ValueError(f"{len(document)} bytes of JSON; at most {limit} are read")
+    text = document if isinstance(document, str) else document.decode("utf-8-sig")
     try:
-        value = json.loads(document, parse_int=_integer)
+        value = json.loads(text, parse_int=_integer)
     except RecursionError:
         raise _too_deep() from None
     _check_depth(value)
-    if _SURROGATE.search(document if isinstance(document, str) else document.decode("latin-1")):
+    if _SURROGATE.search(text):
         value = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
     return value
 
@@ -108,10 +109,9 @@ def _check_depth(value: Any) -> None:
     """Level by level: a function that calls itself would need the depth that is to be found out."""
     level = [value] if isinstance(value, (dict, list)) else []
     for _ in range(DEEPEST):
-        if not level:
-            return
         level = [child for each in level for child in _children(each) if isinstance(child, (dict, list))]
-    raise _too_deep()
+    if level:
+        raise _too_deep()
 
 
 def _leaves(value: Any) -> Iterator[Any]:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from atoll.config.schema import Config, Parallel
 
 
-MOST_FORWARDS = 1_000_000
-"""Of all ranks in a step: schedules of more take minutes to make and check."""
+MOST_FORWARDS = 500_000
+"""Of all ranks in a step: schedules of more take longer than seconds to make and check."""
 
 
 def plan_of(config: Config, world: int | None = None) -> Plan:

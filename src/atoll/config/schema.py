@@ -69,7 +69,7 @@ class Model(Section):
     source: str = "builtin"
     config: dict[str, Any] = Field(default_factory=dict)
     weights: str | None = None
-    layers: Annotated[int, Field(ge=1, le=10_000)] = 8
+    layers: Annotated[int, Field(ge=1, le=1000)] = 8
     hidden: Positive = 128
     heads: Positive = 4
     kv_heads: Positive = 4

@@ -405,7 +405,7 @@ def load_cache(folder: Path, key: str, say: Report, *, marks: bool = False) -> C
             tokenizer = FileTokenizer.read(folder / TOKENIZER)
     except DamagedCorpusError:
         raise
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise DamagedCorpusError(folder, error) from error
     return Corpus(train, validation, tokenizer, recorded)
 

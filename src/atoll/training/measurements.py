@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,7 @@ def read_run(root: Path) -> Run:
     plan = read_json(folder.plan)
     try:
         seconds = typical_seconds(folder.metrics, plan["first_step"])
-        world = math.prod(plan["mesh"].values())
+        world = math.prod(map(index, plan["mesh"].values()))
         known = plan["vocabulary"], plan["reads_in_place"], plan["device"]
         blocks = tuple(name for names in plan["stages"] for name in names)
     except KeyError as error:
