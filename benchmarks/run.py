@@ -37,6 +37,7 @@ SLOW = (
     "report",
     "choices",
     "integrity",
+    "fuzz",
     "chaos",
     "saving",
     *RACES,
@@ -59,7 +60,9 @@ def main() -> None:
     parser.add_argument("--against", metavar="COMMIT", help="of paired: the older commit")
     parser.add_argument("--rows", metavar="FOLDER", help="of published: where its rows lie")
     parser.add_argument("--minutes", type=float, metavar="N", help="of chaos, after how many no round begins")
-    parser.add_argument("--jobs", type=int, metavar="N", help="of mutants, how many at once (default: one a core)")
+    parser.add_argument(
+        "--jobs", type=int, metavar="N", help="of mutants and fuzz, how many at once (default: one a core)"
+    )
     arguments = parser.parse_args()
     known = (*BENCHMARKS, *SLOW)
     unknown = sorted(set(arguments.names) - set(known))

@@ -13,11 +13,11 @@ from typing import Any, TypeAlias
 
 import xxhash
 
+from atoll import documents
+
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 ALGORITHM = "xxh3-128"
-LARGEST_JSON = 1 << 30
-"""Bytes of the largest JSON file that is read."""
 
 _HEAD, _MIDDLE, _END = b'{"content": ', b', "digest": "', b'"}\n'
 
@@ -55,20 +55,10 @@ def unseal(document: bytes) -> dict[str, Any]:
     body = document[len(_HEAD) : end - len(_MIDDLE)]
     if document != _HEAD + body + _MIDDLE + digest(body).encode() + _END:
         raise ValueError("its content does not match its digest")
-    content: dict[str, Any] = parse_json(body)
+    content: dict[str, Any] = documents.parse_json(body)
     return content
-
-
-def parse_json(document: bytes) -> Any:
-    """The value of a JSON document. Raises ValueError for one that is not JSON, nested too deeply or too large."""
-    if len(document) > LARGEST_JSON:
-        raise ValueError(f"{len(document)} bytes of JSON; at most {LARGEST_JSON} are read")
-    try:
-        return json.loads(document)
-    except RecursionError:
-        raise ValueError("JSON that is nested too deeply") from None
 
 
 def read_sealed(path: Path) -> dict[str, Any]:
     """What the file at `path` seals. Raises OSError if it cannot be read, ValueError if its digest does not match."""
-    return unseal(path.read_bytes())
+    return unseal(documents.read(path, limit=documents.LARGEST_JSON))

@@ -15,6 +15,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple, Protocol, TypeVar
 
+from atoll.documents import parse_json
 from atoll.errors import UserError
 from atoll.ir.action import Action, Op
 
@@ -326,7 +327,7 @@ def to_chrome(trace: Trace) -> str:
 def from_chrome(text: str) -> Trace:
     """The trace that `to_chrome` has written, in seconds from its earliest span. Raises UserError for other files."""
     try:
-        found = json.loads(text)
+        found = parse_json(text)
         about, events = found.get("otherData", {}), found["traceEvents"]
         timed = [event for event in events if event["ph"] == "X"]
         spans = [

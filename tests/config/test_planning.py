@@ -1,6 +1,7 @@
 """Config -> Plan: sizes that fit, and what to change where they do not."""
 
 import re
+import time
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -163,3 +164,22 @@ def test_an_order_that_does_not_fit_is_refused(config: Config, message: str) -> 
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:
         config.to_plan()
     assert "parallel.schedule: " in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"model": {"layers": 1_000_000}}, "model.layers = 1000000: must be less than or equal to 1000"),
+        (
+            {"parallel": {"ranks": 65536, "pipeline": 65536}, "train": {"global_batch": 65536, "microbatch": 1}},
+            "has 4,294,967,296 forwards a step",
+        ),
+        ({"train": {"global_batch": 10**15, "microbatch": 3}}, "global_batch = 1000000000000000: must be less than"),
+        ({"train": {"global_batch": 2**31 - 1, "microbatch": 2}}, "is not a multiple of train.microbatch"),
+    ],
+)
+def test_sizes_that_would_compute_for_long_are_refused_at_once(sections: dict[str, Any], words: str) -> None:
+    begun = time.monotonic()
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        from_dict(sections).to_plan()
+    assert time.monotonic() - begun < 5

@@ -64,3 +64,22 @@ def test_errors_name_the_row() -> None:
         from_text("")
     with pytest.raises(ScheduleError, match="no action"):
         from_csv("\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("0F0\r1F0", "the schedule is no CSV"),
+        ("0F" + "9" * 5000, "is not an action"),
+        ("0F9999999", "too few for 1 stages and 10000000 microbatches"),
+        ("9999999F0", "no placement"),
+    ],
+)
+def test_a_csv_that_names_more_than_it_has_is_refused_at_once(text: str, words: str) -> None:
+    with pytest.raises(ScheduleError, match=words):
+        from_csv(text)
+
+
+def test_a_grid_that_names_more_than_it_has_is_refused_at_once() -> None:
+    with pytest.raises(ScheduleError, match="has 1 actions, too few for 9999999 stages and 9999999 microbatches"):
+        from_text("# a: loop, ranks 1, chunks 9999999, microbatches 9999999\n0F0")

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -49,6 +50,37 @@ def test_a_lock_is_there_while_it_is_held(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     with RunLock(tmp_path).held():
         pass
+
+
+AS_NOBODY = """
+import os, sys
+from pathlib import Path
+from atoll.errors import ConfigError
+from atoll.training.lock import RunLock
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+try:
+    os.open(Path(sys.argv[1]) / ".lock", os.O_RDONLY)
+except PermissionError:
+    print("closed")
+try:
+    RunLock(Path(sys.argv[1])).acquire()
+except ConfigError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
+def test_another_user_cannot_hold_the_lock() -> None:
+    """A file that can be read can be locked: the run would not start again after a crash."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o777)
+        with RunLock(Path(folder)).held():
+            command = [sys.executable, "-c", AS_NOBODY, folder]
+            said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert said.startswith("closed\n")
+    assert f"run.folder = '{folder}': its lock .lock cannot be written; it belongs to another user" in said
 
 
 def test_a_second_run_is_refused_and_told_who_holds_the_folder(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import difflib
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from pydantic_core import ErrorDetails
 
 from atoll.config.deepspeed import translate
 from atoll.config.schema import Config, Section
+from atoll.documents import LARGEST_TOML, parse_toml, read_text
 from atoll.errors import ConfigError
 
 Keys = tuple[str, ...]
@@ -31,8 +31,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """
     text = _read(Path(path))
     try:
-        raw = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        raw = parse_toml(text)
+    except ValueError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     return from_dict(raw, overrides=overrides, source=str(path), text=text)
 
@@ -64,12 +64,12 @@ def _together(problems: Sequence[str], source: str) -> str:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_text(path, limit=LARGEST_TOML)
     except FileNotFoundError:
         near = difflib.get_close_matches(path.name, sorted(item.name for item in _siblings(path)), n=1)
         hint = f"; did you mean {path.with_name(near[0])}?" if near else ""
         raise ConfigError(f"no config at {path}{hint}") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read the config {path}: {error}") from error
 
 
@@ -112,8 +112,8 @@ def _drop_replaced(raw: dict[str, Any], changed: Sequence[Keys]) -> None:
 
 def _value(text: str) -> Any:
     try:
-        parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+        parsed = parse_toml(f"value = {text}")
+    except ValueError:
         return text
     value = parsed["value"]
     # No key takes a date: a folder called 2026-11-20 is a name.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import math
 from typing import TYPE_CHECKING
 
 from atoll import schedules
+from atoll.documents import LARGEST_JSON, read_text
 from atoll.errors import ConfigError, PlanError, UserError
 from atoll.faults import Policy
 from atoll.ir import Op, Schedule
@@ -16,6 +17,10 @@ from atoll.stages import BlockWeight, split_blocks
 
 if TYPE_CHECKING:
     from atoll.config.schema import Config, Parallel
+
+
+MOST_FORWARDS = 500_000
+"""Of all ranks in a step: schedules of more take longer than seconds to make and check."""
 
 
 def plan_of(config: Config, world: int | None = None) -> Plan:
@@ -73,6 +78,13 @@ def _schedule(parallel: Parallel, microbatches: int, *, fits: bool) -> Schedule:
     """The schedule that is named or given. fits: whether the batch has so many microbatches."""
     given = parallel.schedule
     if not _is_given(given):
+        forwards = parallel.pipeline * (parallel.chunks or 1) * microbatches
+        if forwards > MOST_FORWARDS:
+            raise ConfigError(
+                f"{given!r} on parallel.pipeline = {parallel.pipeline} with {microbatches} microbatches has "
+                f"{forwards:,} forwards a step; schedules of up to {MOST_FORWARDS:,} are planned: use a larger "
+                "microbatch, or more data-parallel ranks"
+            )
         return schedules.build(given, ranks=parallel.pipeline, microbatches=microbatches, chunks=parallel.chunks)
     schedule = from_text(given) if "\n" in given else _read(given)
     problems = [
@@ -99,8 +111,8 @@ def _is_given(schedule: str) -> bool:
 def _read(path: str) -> Schedule:
     """An order from torch's CSV, without messages and sharding actions, which a plan adds itself."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_text(path, limit=LARGEST_JSON)
+    except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read the schedule {path}: {error}") from error
     return from_csv(text, name=path).only((Op.F, Op.I, Op.W, Op.B))
 
@@ -179,4 +191,5 @@ def _stage_problems(config: Config, schedule: Schedule) -> list[str]:
 
 
 def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]
+    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return sorted({*small, *(number // size for size in small)})

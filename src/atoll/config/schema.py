@@ -17,8 +17,8 @@ from atoll.layouts import Layout
 from atoll.plans import AXES, ORDERS, Plan
 from atoll.toml import to_toml
 
-Positive = Annotated[int, Field(ge=1)]
-Natural = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1, le=(1 << 31) - 1)]
+Natural = Annotated[int, Field(ge=0, le=(1 << 63) - 1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Probability = Annotated[float, Field(ge=0, lt=1)]
 
@@ -69,7 +69,7 @@ class Model(Section):
     source: str = "builtin"
     config: dict[str, Any] = Field(default_factory=dict)
     weights: str | None = None
-    layers: Positive = 8
+    layers: Annotated[int, Field(ge=1, le=1000)] = 8
     hidden: Positive = 128
     heads: Positive = 4
     kv_heads: Positive = 4

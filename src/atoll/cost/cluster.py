@@ -20,7 +20,6 @@ A key beside `preset` replaces the preset's, one of `efficiency` that of its tab
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -30,6 +29,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from atoll.documents import parse_toml, read_toml
 from atoll.errors import ConfigError
 from atoll.layouts import ITEM_BYTES
 from atoll.plans import MeshShape
@@ -180,8 +180,8 @@ class Cluster(_Table):
     def read(path: str | Path) -> Cluster:
         """Read a TOML file. Raises ConfigError, with every problem, where it is not a cluster."""
         try:
-            values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            values = read_toml(path)
+        except (OSError, ValueError) as error:
             raise ConfigError(f"cannot read the cluster {path}: {error}") from error
         return Cluster.of(values, source=str(path))
 
@@ -259,7 +259,7 @@ class Cluster(_Table):
 def presets() -> Mapping[str, Mapping[str, Any]]:
     """Presets by kind ("devices" and "links") and name, as the tables that they stand for."""
     text = files("atoll.cost").joinpath("presets.toml").read_text(encoding="utf-8")
-    return tomllib.loads(text)
+    return parse_toml(text)
 
 
 def _with_presets(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -122,9 +122,14 @@ class CheckedTokens:
         self._file = file
         file.check(np.zeros(1, dtype=np.int64))  # the header, before numpy reads it
         is_empty = file.path.stat().st_size <= 128  # an empty array cannot be mapped
-        self._array: NDArray[np.integer[Any]] = np.load(
-            file.path, mmap_mode=None if is_empty else "r", allow_pickle=False
-        )
+        try:
+            self._array: NDArray[np.integer[Any]] = np.load(
+                file.path, mmap_mode=None if is_empty else "r", allow_pickle=False
+            )
+        except Exception as error:  # the header is Python's text, whose tokenizer has errors of its own
+            raise ValueError(f"{file.path.name} is no array: {error}") from error
+        if self._array.ndim != 1 or self._array.dtype not in (np.uint16, np.uint32):
+            raise ValueError(f"{file.path.name} is an array of shape {self._array.shape} and {self._array.dtype}")
         self._header = file.path.stat().st_size - self._array.nbytes
 
     @property

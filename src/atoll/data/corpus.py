@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import json
 import os
 import sysconfig
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from atoll.documents import parse_json
 from atoll.errors import DataError
 
 STDLIB = "stdlib"
@@ -156,7 +156,7 @@ def _jsonl(path: Path, text_field: str) -> Iterator[str]:
                 continue
             where = f"{path}, line {number}"
             try:
-                record = json.loads(line)
+                record = parse_json(line)
             except ValueError as error:
                 raise DataError(f"{where}: not JSON ({error}); a JSONL file has one object a line") from error
             if not isinstance(record, dict):
@@ -179,13 +179,18 @@ def _field(record: dict[str, Any], text_field: str, where: str) -> str:
 
 def _parquet(path: Path, text_field: str) -> Iterator[str]:
     parquet = _optional("pyarrow.parquet", "pyarrow", path)
-    with parquet.ParquetFile(path) as table:
-        columns = list(table.schema_arrow.names)
-        if text_field not in columns:
-            raise DataError(f"{path}: no column {text_field!r} (it has {', '.join(columns)}); set data.text_field")
-        for batch in table.iter_batches(columns=[text_field]):
-            for value in batch.column(0).to_pylist():
-                yield _field({text_field: value}, text_field, str(path))
+    try:
+        with parquet.ParquetFile(path) as table:
+            columns = list(table.schema_arrow.names)
+            if text_field not in columns:
+                raise DataError(f"{path}: no column {text_field!r} (it has {', '.join(columns)}); set data.text_field")
+            for batch in table.iter_batches(columns=[text_field]):
+                for value in batch.column(0).to_pylist():
+                    yield _field({text_field: value}, text_field, str(path))
+    except DataError:
+        raise
+    except Exception as error:  # of several kinds, and OSError for what is no fault of the disk
+        raise DataError(f"{path}: cannot be read as parquet ({error}); write it anew") from error
 
 
 def _saved_dataset(source: Source) -> Iterator[str]:

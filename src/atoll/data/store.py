@@ -34,7 +34,7 @@ from atoll.data.corpus import Source, documents, find_source, fingerprint
 from atoll.data.order import Tokens, sample_count
 from atoll.data.split import Range, split
 from atoll.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, bpe_size, sample, train_bpe
-from atoll.digests import parse_json
+from atoll.documents import parse_json, read_json
 from atoll.errors import DataError
 
 FORMAT = 1
@@ -109,11 +109,11 @@ def prepare(
     if not folder.is_dir():
         _make_once(folder, recipe, say)
     try:
-        corpus = _load(folder, folder.name, say, marks=True)
+        corpus = load_cache(folder, folder.name, say, marks=True)
     except DamagedCorpusError as error:
         say(f"{folder}: this cached corpus was damaged ({error.reason}); making it anew")
         _make_once(folder, recipe, say)
-        corpus = _load(folder, folder.name, say, marks=True)
+        corpus = load_cache(folder, folder.name, say, marks=True)
     corpus.check(sequence=sequence, global_batch=global_batch)
     return corpus
 
@@ -138,13 +138,13 @@ def preview(
     corpus = None
     if folder.is_dir():
         with suppress(DamagedCorpusError):
-            corpus = _load(folder, folder.name, lambda line: None)
+            corpus = load_cache(folder, folder.name, lambda line: None)
     if corpus is None:
         if recipe.nbytes > PREVIEWED_BYTES:
             return None
         with tempfile.TemporaryDirectory() as made:
             _make(Path(made), recipe, lambda line: None)
-            corpus = _load(Path(made), recipe.key(), lambda line: None)
+            corpus = load_cache(Path(made), recipe.key(), lambda line: None)
     corpus.check(sequence=sequence, global_batch=global_batch)
     return corpus
 
@@ -259,7 +259,7 @@ def _set_aside(folder: Path) -> bool:
     Who has its files open reads on in them.
     """
     try:
-        _load(folder, folder.name, lambda line: None)
+        load_cache(folder, folder.name, lambda line: None)
     except DamagedCorpusError:
         os.replace(folder, tempfile.mkdtemp(prefix=f"{folder.name}.part-", dir=folder.parent))
         return True
@@ -374,7 +374,7 @@ def verify(folder: Path) -> int:
 
     A cache from before there were digests is compared with its fingerprint. Raises DamagedCorpusError if it is damaged.
     """
-    _load(folder, folder.name, lambda line: None)
+    load_cache(folder, folder.name, lambda line: None)
     blocks = _blocks(folder, lambda line: None)
     for name in blocks.files:
         blocks.open(folder / name).check()
@@ -386,7 +386,7 @@ def is_cache(folder: Path) -> bool:
     return (folder / "about.json").is_file() and (folder / "train.npy").is_file()
 
 
-def _load(folder: Path, key: str, say: Report, *, marks: bool = False) -> Corpus:
+def load_cache(folder: Path, key: str, say: Report, *, marks: bool = False) -> Corpus:
     """The corpus in a folder that is to be the one of `key`. Raises DamagedCorpusError unless it is, undamaged."""
     try:
         if (mark := folder / MARK).exists():
@@ -405,7 +405,7 @@ def _load(folder: Path, key: str, say: Report, *, marks: bool = False) -> Corpus
             tokenizer = FileTokenizer.read(folder / TOKENIZER)
     except DamagedCorpusError:
         raise
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise DamagedCorpusError(folder, error) from error
     return Corpus(train, validation, tokenizer, recorded)
 
@@ -415,7 +415,7 @@ def _blocks(folder: Path, say: Report) -> Blocks:
     if (folder / MANIFEST).exists():
         return Blocks.read(folder)
     say(f"comparing {folder} with its fingerprint, once: it was made before caches had digests")
-    recorded = parse_json((folder / "about.json").read_bytes())["fingerprint"]
+    recorded = read_json(folder / "about.json")["fingerprint"]
     if (found := _content_hash(folder)) != recorded:
         raise ValueError(f"its content has the fingerprint {found}, and it was made with {recorded}")
     blocks = _digests_of(folder)

@@ -19,6 +19,7 @@ import tokenizers
 from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from atoll.documents import LARGEST_JSON, read_text
 from atoll.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -113,8 +114,10 @@ class FileTokenizer:
     def read(path: Path) -> FileTokenizer:
         """Read a tokenizer.json."""
         try:
-            return FileTokenizer(tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8")))
-        except Exception as error:  # the library raises bare Exception for a file it cannot parse
+            return FileTokenizer(tokenizers.Tokenizer.from_str(read_text(path, limit=LARGEST_JSON)))
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the library raises bare Exception, and panics with what is not even that
             raise DataError(f"{path}: cannot be read as a tokenizer.json ({error})") from error
 
     def to_json(self) -> str:

@@ -106,7 +106,7 @@ SHARDING = (Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD)
 
 _OF_SLICE = frozenset({*VOCABULARY, *VOCABULARY_MESSAGES} - {Op.SEND_T})
 
-_NOTATION = re.compile(r"(\d+)([A-Z_]+?)(\d*)")
+_NOTATION = re.compile(r"(\d{1,7})([A-Z_]+?)(\d{0,7})", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,8 @@ from atoll.ir.table import Table
 from atoll.ir.validate import check
 
 Rows = tuple[tuple[Action, ...], ...]
+CHECKED_PLACES = 100_000
+"""Stages times microbatches up to which a schedule that lacks actions is told which."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,18 @@ class Schedule:
             raise ScheduleError(
                 f"schedule {self.name!r} has {len(self.actions)} rows of actions for {self.placement.ranks} ranks"
             )
+        self._check_size()
         check(self.name, self.table)
+
+    def _check_size(self) -> None:
+        """Before there is a table, whose size is that of the pipeline: a few actions may name a huge one."""
+        places = self.placement.stages * self.microbatches
+        actions = sum(map(len, self.actions))
+        if places > max(actions, CHECKED_PLACES):
+            raise ScheduleError(
+                f"schedule {self.name!r} has {actions} actions, too few for {self.placement.stages} stages and "
+                f"{self.microbatches} microbatches: each stage has an F for each microbatch"
+            )
 
     @cached_property
     def table(self) -> Table:

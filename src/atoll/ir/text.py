@@ -12,7 +12,7 @@ from atoll.ir.draw import IDLE, layout_rows
 from atoll.ir.placement import KINDS, Kind, Placement
 from atoll.ir.schedule import Rows, Schedule
 
-_HEADER = re.compile(r"# (.+): (line|loop|v), ranks (\d+), chunks (\d+), microbatches (\d+)")
+_HEADER = re.compile(r"# (.+): (line|loop|v), ranks (\d{1,7}), chunks (\d{1,7}), microbatches (\d{1,7})", re.ASCII)
 
 
 def to_text(schedule: Schedule) -> str:
@@ -54,7 +54,10 @@ def from_csv(text: str, *, name: str = "csv", placement: Placement | None = None
     The format has no header: without `placement` the first that fits the stages of each row is taken (line, v, loop),
     and the number of microbatches is the largest one named. Raises ScheduleError where none fits.
     """
-    lines = [line for line in csv.reader(io.StringIO(text)) if line]
+    try:
+        lines = [line for line in csv.reader(io.StringIO(text)) if line]
+    except csv.Error as error:
+        raise ScheduleError(f"the schedule is no CSV: {error}") from error
     rows = tuple(_parse_row(rank, line) for rank, line in enumerate(lines))
     if not any(rows):
         raise ScheduleError("the CSV of a schedule has a line of actions a rank, and this one has no action")

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from atoll.digests import parse_json
+from atoll.documents import read_json
 from atoll.errors import PlanError
 from atoll.layouts import Box
 from atoll.models.adapter import Adapter
@@ -153,7 +153,7 @@ def _listed(index: Path) -> dict[str, list[str]]:
     A file is a plain name in the index's folder: whoever wrote the index does not choose what else is read.
     """
     try:
-        listed = parse_json(index.read_bytes())["weight_map"]
+        listed = read_json(index)["weight_map"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise PlanError(
             f"{index} is not an index of safetensors: {type(error).__name__}: {error}; copy it anew"

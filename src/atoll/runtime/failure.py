@@ -25,6 +25,7 @@ from operator import attrgetter, getitem
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+from atoll.documents import parse_json
 from atoll.errors import AtollError, RankError
 from atoll.runtime.monitor import (
     BEAT_SECONDS,
@@ -334,7 +335,7 @@ class _Connection:
         line = self._file.readline(4 * LINE_BYTES)
         if not line.endswith(b"\n"):
             raise ConnectionError("the monitor closed the connection")
-        words = json.loads(line)
+        words = parse_json(line)
         if not isinstance(words, dict):
             raise ValueError("the monitor sent no JSON object")
         return words

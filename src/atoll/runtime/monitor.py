@@ -28,6 +28,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from atoll.documents import parse_json
 from atoll.runtime.verdict import OUTSIDE, SILENT_SECONDS, State, judge, named
 
 BEAT_SECONDS = 0.25
@@ -165,9 +166,9 @@ class Monitor:
         said_goodbye = False
         try:
             while not said_goodbye:
-                words = _read(await reader.readline())
+                words = read_words(await reader.readline())
                 said_goodbye = "bye" in words
-                _write(writer, self._answer(rank, words))
+                _write(writer, self.answer(rank, words))
                 await writer.drain()
         except (OSError, ValueError):
             pass
@@ -183,7 +184,7 @@ class Monitor:
     async def _recognise(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int | None:
         challenge = secrets.token_hex(16)
         _write(writer, {"challenge": challenge})
-        words = _read(await asyncio.wait_for(reader.readline(), ANSWER_SECONDS))
+        words = read_words(await asyncio.wait_for(reader.readline(), ANSWER_SECONDS))
         rank, said = words.get("rank"), words.get("proof")
         if not isinstance(rank, int) or not isinstance(said, str) or rank not in self._states:
             return None
@@ -192,16 +193,24 @@ class Monitor:
         _write(writer, {"welcome": process_of_this()})
         return rank
 
-    def _answer(self, rank: int, words: Words) -> Words:
-        if "beat" in words:
-            self._hear(rank, words["beat"])
-        elif "report" in words:
-            self._reports.setdefault(str(words.get("key", KEY)), {**words["report"], "rank": rank})
-        elif "stack" in words:
-            self._stacks[rank] = str(words["stack"])
+    def answer(self, rank: int, words: Words) -> Words:
+        """Take what a rank says; what it is told. Raises ValueError for what no rank says."""
+        try:
+            if "beat" in words:
+                self._hear(rank, words["beat"])
+            elif "report" in words:
+                self._take(rank, words["report"], key=str(words.get("key", KEY)))
+            elif "stack" in words:
+                self._stacks[rank] = str(words["stack"])
+        except (LookupError, TypeError, OverflowError) as error:
+            raise ValueError(f"not what a rank says: {error}") from error
         found = self._reports.get(str(words.get("key", KEY)))
         wants_stack = rank in self._wanted - set(self._stacks)
         return {"found": found, "failure": self.failure, "wants_stack": wants_stack, "left": sorted(self._left)}
+
+    def _take(self, rank: int, report: Words, key: str) -> None:
+        words = {"exit_code": int(report["exit_code"]), "message": str(report["message"])}
+        self._reports.setdefault(key, {**report, **words, "rank": rank})
 
     def _hear(self, rank: int, beat: Words) -> None:
         now = time.monotonic()
@@ -286,14 +295,11 @@ def _write(writer: asyncio.StreamWriter, words: Words) -> None:
     writer.write(json.dumps(words).encode() + b"\n")
 
 
-def _read(line: bytes) -> Words:
+def read_words(line: bytes) -> Words:
     """Raises ValueError for anything but a JSON object on a line, and at the connection's end."""
     if not line.endswith(b"\n"):
         raise ValueError("the connection ended")
-    try:
-        words = json.loads(line)
-    except RecursionError as error:
-        raise ValueError("nested too deep") from error
+    words = parse_json(line)
     if not isinstance(words, dict):
         raise ValueError("no JSON object")
     return words

@@ -23,12 +23,12 @@ them. A message to a stage on the same rank takes no time.
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from atoll.documents import read_toml
 from atoll.errors import ConfigError
 from atoll.ir.placement import Placement
 
@@ -74,8 +74,8 @@ class Links:
     def read(path: str | Path) -> Links:
         """Read the TOML of the note above. Raises ConfigError, with every problem, where it is not one."""
         try:
-            tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            tables = read_toml(path)
+        except (OSError, ValueError) as error:
             raise ConfigError(f"cannot read the links {path}: {error}") from error
         problems: list[str] = []
         rows = tables.pop("link", [])

@@ -37,6 +37,7 @@ from statistics import median
 from typing import Any
 
 from atoll.digests import read_sealed, seal
+from atoll.documents import parse_json
 from atoll.errors import CheckpointError, ConfigError, RunError
 
 WARM_UP = 3
@@ -250,7 +251,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     found = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            record = json.loads(line)
+            record = parse_json(line)
         except ValueError:
             continue
         if isinstance(record, dict) and isinstance(record.get("step"), int):

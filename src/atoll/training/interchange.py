@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,8 @@ from torch import nn
 
 from atoll.config import Config, from_dict
 from atoll.data.tokenizer import FileTokenizer
-from atoll.errors import CheckpointError, ConfigError
+from atoll.documents import parse_toml
+from atoll.errors import CheckpointError, ConfigError, DamageError
 from atoll.models import adapter_for, shared_parameters
 from atoll.models.weights import INDEX, SINGLE, Weights, has_weights, weights_for
 from atoll.runtime import checkpoint
@@ -95,7 +95,7 @@ def export_folder(source: Path, target: Path, *, dtype: str | None = None) -> Mo
     dtype: of the tensors; if not given what config.json says, else that of the checkpoint.
     Raises CheckpointError for a checkpoint that does not say which model it is of.
     """
-    config = _config_of(source)
+    config = config_of(source)
     if target.exists() and any(target.iterdir()):
         raise ConfigError(f"{target} is not empty; give a new folder")
     with torch.device("meta"):
@@ -116,19 +116,24 @@ def export_folder(source: Path, target: Path, *, dtype: str | None = None) -> Mo
     return moved
 
 
-def _config_of(folder: Path) -> Config:
+def config_of(folder: Path) -> Config:
     """The config that a checkpoint was trained with."""
     if not checkpoint.is_complete(folder):
         raise CheckpointError(
             f"{folder} is not a finished checkpoint; name a folder such as <run>/checkpoints/step-..."
         )
-    text = checkpoint.read_state(folder).get("caller", {}).get("config")
-    if text is None:
+    caller = checkpoint.read_state(folder).get("caller")
+    text = caller.get("config") if isinstance(caller, dict) else None
+    if not isinstance(text, str):
         raise CheckpointError(
             f"{folder} does not say which model it is of: only checkpoints of atoll train and atoll import can be "
             "exported"
         )
-    config = from_dict(tomllib.loads(text))
+    try:
+        values = parse_toml(text)
+    except ValueError as error:
+        raise DamageError(f"{folder}: the config of its run cannot be read: {error}") from error
+    config = from_dict(values, source=f"{folder}, the config of its run")
     if config.model.is_builtin:
         raise CheckpointError(f"{folder} is of the built-in decoder, which is no model of transformers")
     return config

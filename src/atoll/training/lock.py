@@ -27,7 +27,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from atoll.digests import parse_json
+from atoll.documents import parse_json
 from atoll.errors import ConfigError, RunError
 
 BEAT_SECONDS = 2.0
@@ -85,7 +85,14 @@ class RunLock:
         say: is told what takes long, or that the lock was taken over.
         """
         while self._file is None:
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            # Nobody else may open it: who can read a file can take its `flock`, and the run could not go on.
+            try:
+                descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            except PermissionError as error:
+                raise ConfigError(
+                    f"run.folder = {str(self._root)!r}: its lock {self.path.name} cannot be written; it belongs to "
+                    "another user, or the folder may only be read. Choose another run.folder"
+                ) from error
             try:
                 if self._take(descriptor, say):
                     self._file = descriptor
@@ -106,7 +113,7 @@ class RunLock:
     def check(self) -> None:
         """Raise RunError if another run has taken the lock over; nothing may be written then."""
         try:
-            holder = _read(self.path)
+            holder = read_holder(self.path)
         except OSError:  # a file server that does not answer says nothing about who holds the lock
             return
         if self._own is not None and holder != self._own:
@@ -121,7 +128,7 @@ class RunLock:
         if self._file is None:
             return
         with suppress(OSError):
-            if _read(self.path) == self._own:
+            if read_holder(self.path) == self._own:
                 self.path.unlink()
         os.close(self._file)
         self._file = self._own = None
@@ -133,11 +140,11 @@ class RunLock:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                raise self._refusal(_read(self.path)) from error
+                raise self._refusal(read_holder(self.path)) from error
             has_locks = False
         if not self._is_at_path(descriptor):  # its holder has just released and removed it
             return False
-        before = _read(self.path)
+        before = read_holder(self.path)
         if before is not None:
             self._wait_for_silence(before, say, has_locks=has_locks)
             say(f"note: took over {self._root} from {before}, which is gone")
@@ -179,11 +186,11 @@ class RunLock:
     def _beat(self) -> None:
         while not self._stop.wait(BEAT_SECONDS):
             with suppress(OSError):
-                if _read(self.path) == self._own:
+                if read_holder(self.path) == self._own:
                     os.utime(self.path)
 
 
-def _read(path: Path) -> Holder | None:
+def read_holder(path: Path) -> Holder | None:
     """Who the lock file names; None where there is no file, or one that was cut off while it was written."""
     try:
         return Holder(**parse_json(path.read_bytes()[:_LARGEST]))

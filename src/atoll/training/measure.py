@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from atoll.documents import parse_json
 from atoll.ir import Action
 from atoll.runtime.engine import Engine
 from atoll.runtime.transport import world_store
@@ -85,4 +86,4 @@ def _share(engine: Engine, name: str, own: Any) -> list[Any] | None:
     engine.transport.barrier()
     if place.rank:
         return None
-    return [json.loads(store.get(f"atoll/{name}/{rank}")) for rank in range(place.mesh.pipeline)]
+    return [parse_json(store.get(f"atoll/{name}/{rank}")) for rank in range(place.mesh.pipeline)]

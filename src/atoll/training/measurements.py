@@ -12,17 +12,19 @@ what a row is called in tables.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import index
 from pathlib import Path
 from typing import Any
 
+from atoll import documents
 from atoll.config import Config, from_dict, load
 from atoll.cost import Cluster, Prediction
 from atoll.cost.calibration import Step
 from atoll.cost.comparison import Taken, Timed
+from atoll.documents import LARGEST_JSON, parse_json, read_text
 from atoll.errors import ConfigError, UserError
 from atoll.program import Do
 from atoll.training.folder import RunFolder, typical_seconds
@@ -106,11 +108,13 @@ def read_run(root: Path) -> Run:
     plan = read_json(folder.plan)
     try:
         seconds = typical_seconds(folder.metrics, plan["first_step"])
-        world = math.prod(plan["mesh"].values())
+        world = math.prod(map(index, plan["mesh"].values()))
         known = plan["vocabulary"], plan["reads_in_place"], plan["device"]
         blocks = tuple(name for names in plan["stages"] for name in names)
     except KeyError as error:
         raise ConfigError(f"{folder.plan} has no {error}: it is of an older version; run it again") from None
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{folder.plan} is not what a run writes: {error}; run it again") from error
     if seconds is None:
         raise ConfigError(f"{folder.metrics} has no steps of the last start; let the run take some")
     cluster = folder.cluster if folder.cluster.is_file() else None
@@ -129,13 +133,13 @@ def read_run(root: Path) -> Run:
 def read_rows(path: Path) -> list[Measured]:
     """The rows of a JSON or JSONL file. Raises ConfigError, with the number of every row that is wrong and why."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_text(path, limit=LARGEST_JSON)
+    except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read the rows {path}: {error}") from error
     found, problems = [], []
     for number, row in enumerate(_split(text), start=1):
         try:
-            found.append(_read_row(json.loads(row) if isinstance(row, str) else row, path.parent, number))
+            found.append(_read_row(parse_json(row) if isinstance(row, str) else row, path.parent, number))
         except (UserError, ValueError) as error:
             problems.append(f"row {number}: {error}")
     _raise(path, problems)
@@ -167,7 +171,7 @@ def _raise(path: Path, problems: list[str]) -> None:
 def _split(text: str) -> list[Any]:
     """The rows of a JSON list, of a single object, or the lines of JSONL, which are text still."""
     try:
-        whole = json.loads(text)
+        whole = parse_json(text)
     except ValueError:
         return [line for line in text.splitlines() if line.strip()]
     return whole if isinstance(whole, list) else [whole]
@@ -215,6 +219,6 @@ def _timed(rank: Mapping[str, Any]) -> Timed:
 def read_json(path: Path) -> Any:
     """A file of a run folder. Raises ConfigError where it is missing or damaged."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return documents.read_json(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path}, which `atoll train` writes: {error}") from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import time
 import warnings
@@ -16,6 +15,7 @@ from torch import nn
 
 from atoll.config import Config
 from atoll.data import Corpus
+from atoll.documents import read_json
 from atoll.errors import CostWarning
 from atoll.plans import Plan
 from atoll.runtime import checkpoint
@@ -59,7 +59,7 @@ class RunResult:
     def prediction(self) -> dict[str, Any] | None:
         """What `atoll predict --json` prints of the run; None where it cannot be predicted."""
         path = self.folder.prediction
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        return read_json(path) if path.is_file() else None
 
     @property
     def checkpoint(self) -> Path:

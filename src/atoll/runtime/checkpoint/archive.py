@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from atoll.digests import parse_json
+from atoll.documents import LARGEST_JSON, parse_json, read
 from atoll.errors import CheckpointError, DamageError
 from atoll.runtime.checkpoint.folders import FIRST_VERSION, FORMAT_VERSION, METADATA, STATE, is_complete
 from atoll.runtime.checkpoint.manifest import MANIFEST, Manifest
@@ -70,8 +70,8 @@ class Archive:
     def _read_file(self, name: str) -> bytes:
         path = self.folder / name
         try:
-            content = path.read_bytes()
-        except OSError as error:
+            content = read(path, limit=LARGEST_JSON)
+        except (OSError, ValueError) as error:
             raise DamageError(f"{path} cannot be read: {error}") from error
         self._check(path, 0, content)
         return content

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from atoll.digests import parse_json
+from atoll.documents import parse_json
 from atoll.errors import CheckpointError, DamageError, RankError, UserError
 
 Failure = tuple[str, str]

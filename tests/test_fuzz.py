@@ -1,0 +1,26 @@
+"""Documents from outside are read or refused: a sample of `benchmarks/fuzz`, whose page has the whole."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.fuzz.changes import change
+from benchmarks.fuzz.parsers import PARSERS, end_of
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_a_changed_document_is_read_or_refused(name: str, tmp_path: Path) -> None:
+    parser = PARSERS[name](tmp_path)
+    assert {end_of(parser, seed) for seed in parser.seeds} == {"read"}
+
+    @settings(max_examples=150)
+    @given(st.sampled_from(parser.seeds), st.integers(0, 2**32))
+    def check(seed: bytes, number: int) -> None:
+        assert end_of(parser, change(seed, random.Random(number))) in ("read", "refused")
+
+    check()
