@@ -1,4 +1,4 @@
-"""Documents from outside are read or refused: a sample of `benchmarks/fuzz`, whose page has the whole."""
+"""Mutated documents are accepted or refused with a documented error: a small run of `benchmarks/fuzz`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of changed documents in every parser: `make bench` does not run it.
+"""Fuzzes every parser with mutated documents. `make bench` does not run it.
 
 Each parser of `parsers.py` gets 100,000 inputs from atheris (libFuzzer), which follows the branches that they take in
 Atoll's code; one process a parser. It needs `pip install "atoll[fuzz]"`.

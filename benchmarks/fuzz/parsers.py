@@ -1,4 +1,4 @@
-"""What reads documents from outside: each parser with documents that it accepts, to be changed.
+"""The parsers of untrusted documents, each with valid seed documents for the fuzzer.
 
 A parser gets the bytes of one document and reads them as the program does. It accepts them, or raises one of the errors
 that it documents; anything else is a defect.
@@ -320,7 +320,7 @@ def _run(name: str, seed: bytes) -> Callable[[Path], Parser]:
 
 
 def _monitor(folder: Path) -> Parser:
-    """What ranks say, those with the secret of the run: who has none is dropped before."""
+    """Messages of authenticated ranks. Connections without the secret are dropped before this point."""
     monitors = [Monitor(2, host="127.0.0.1", limit=1e9)]
     count = itertools.count(1)
     beat = {"beat": {"doing": "F0", "waits_for": [1], "mark": 3, "host": "a", "pid": 1}}
@@ -375,7 +375,7 @@ PARSERS: Mapping[str, Callable[[Path], Parser]] = {
 
 
 def end_of(parser: Parser, content: bytes) -> str:
-    """What becomes of a document: "read", "refused", or the name and words of an error that nobody documents."""
+    """Parse a document; returns "read", "refused", or the name and message of an undocumented exception."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

@@ -28,7 +28,7 @@ KEPT = 20
 
 
 class Count:
-    """What became of the inputs so far. Writes the file and ends the process with the last one."""
+    """Counts the outcomes. Writes the result file and exits after the last input."""
 
     def __init__(self, parser: Any, inputs: int, out: Path) -> None:
         self._parser, self._wanted, self._out = parser, inputs, out

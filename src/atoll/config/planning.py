@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 MOST_FORWARDS = 500_000
-"""Of all ranks in a step: schedules of more take longer than seconds to make and check."""
+"""The most forward actions of a step, over all ranks. Larger schedules take too long to build and validate."""
 
 
 def plan_of(config: Config, world: int | None = None) -> Plan:

@@ -117,7 +117,7 @@ class FileTokenizer:
             return FileTokenizer(tokenizers.Tokenizer.from_str(read_text(path, limit=LARGEST_JSON)))
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # the library raises bare Exception, and panics with what is not even that
+        except BaseException as error:  # Rust panics do not derive from Exception
             raise DataError(f"{path}: cannot be read as a tokenizer.json ({error})") from error
 
     def to_json(self) -> str:
