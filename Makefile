@@ -1,12 +1,16 @@
 PYTHON ?= python3
 BIN = .venv/bin
 
-.PHONY: train test check bench bench-islands bench-machine bench-islands-quick bench-machine-quick bench-low-rank bench-sharded-pipeline bench-vocabulary matrix mutants chaos gpu docs evidence stale clean
+.PHONY: train test test-all check bench bench-islands bench-machine bench-islands-quick bench-machine-quick bench-low-rank bench-sharded-pipeline bench-vocabulary matrix mutants chaos hangs gpu docs site evidence stale clean
 
-train: .venv/.stamp
+train: .venv/.run
 	$(BIN)/atoll train configs/quickstart.toml
 
+# Every pair of settings, and every feature in a few cases.
 test: check
+	$(BIN)/python -m pytest -q --quick
+
+test-all: check
 	$(BIN)/python -m pytest -q
 
 check: .venv/.stamp
@@ -55,11 +59,20 @@ mutants: .venv/.mutants
 chaos: .venv/.stamp
 	$(BIN)/python benchmarks/run.py chaos
 
+# Stops ranks and cuts links at chosen instructions, and reads what is said: a quarter of an hour, and root.
+hangs: .venv/.stamp
+	$(BIN)/python benchmarks/run.py hangs
+
 gpu: .venv/.stamp
 	$(BIN)/python -m pytest tests/gpu -q
 
 docs: .venv/.stamp
 	$(BIN)/python scripts/docs.py
+
+# The pages and a reference of every public name as HTML, in build/site. A dead link is an error.
+site: .venv/.stamp
+	$(BIN)/python scripts/site/gather.py
+	$(BIN)/mkdocs build --strict
 
 # The README's figures, docs/evidence.md and the benchmarks' pages, from the raw files; measures nothing.
 evidence: .venv/.stamp
@@ -73,10 +86,16 @@ clean:
 	rm -rf .venv build dist src/*.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# Runs once, and again when what it installs has changed.
-.venv/.stamp: pyproject.toml constraints.txt
+# These run once, and again when what they install has changed. What a run needs, without developer tools:
+.venv/.run: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@echo "Installing Atoll and what it needs into .venv (1 GB, most of it torch); this takes a minute or two."
+	$(BIN)/pip install --disable-pip-version-check --progress-bar off -c constraints.txt -e .
+	touch $@
+
+.venv/.stamp: .venv/.run
+	@echo "Installing what the tests need into .venv."
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,site]"
 	touch $@
 
 # The peers that benchmarks are measured against.

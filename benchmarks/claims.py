@@ -1,7 +1,7 @@
-"""What the README says that works, and the raw file or the test that each row stands on.
+"""The rows of docs/evidence.md, each with the raw file or the tests that support it.
 
-A `Claim` is a row. Its figures are taken from a raw file each time that the pages are written, so that no page can say
-anything else. `make evidence` writes them; a test compares. To add a row: a `Claim` in `ALL_CLAIMS`.
+A `Claim` is a row. Its figures are read from a raw file whenever the pages are written, so no page can state anything
+else. `make evidence` writes them; a test compares. To add a row: a `Claim` in `ALL_CLAIMS`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from atoll.testing.families import CAUSAL, MASKED
+from benchmarks import first_screen
+from benchmarks.chaos.bench import kills
 from benchmarks.integrity.bench import ENDS, shares
 from benchmarks.islands.judging import judged
 from benchmarks.provenance import ROOT, Raw, changed, load, raw_path
 from benchmarks.saving.bench import added
 
 PART = re.compile(r"(<!-- evidence -->\n).*?(<!-- end -->)", re.DOTALL)
-"""The part of the README that is written here."""
+"""The part of the README that is generated."""
 
 MOST_FILES = 5
 """Named of those that have changed since."""
@@ -33,10 +35,12 @@ Figures = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """A row of the README: what works, how that is checked, what came out.
+    """A row of the page: what is claimed, how it is checked, the result.
 
     `how` and `result` have places for what `figures` finds in the raw file of the benchmark `raw`. A claim without one
-    is held by tests, which are named instead; it states no measured figure.
+    is supported by tests, which are named instead; it states no measured figure.
+
+    starts: the heading of the section that begins with this row.
     """
 
     what: str
@@ -45,16 +49,18 @@ class Claim:
     raw: str = ""
     figures: Callable[[Raw], Figures] = lambda raw: {}
     tests: Sequence[str] = ()
+    starts: str = ""
 
     def row(self) -> list[str]:
         """The cells, with the figures in their places."""
         found = self.figures(load(self.raw) if self.raw else {})
         if self.raw:
-            source = f"[measured](docs/evidence.md#{self.raw})"
+            source = f"[measured](#{self.raw})"
         else:
             source = ", ".join(f"[test]({path})" for path in self.tests)
         cells = [self.what, self.how.format(**found), self.result.format(**found), source]
-        return [re.sub(r"(\d)%", r"\1 %", cell) for cell in cells]
+        percents = [re.sub(r"(\d)%", r"\1 %", cell) for cell in cells]
+        return [re.sub(r"\]\((docs/)?(?!#)", lambda link: "](" if link[1] else "](../", cell) for cell in percents]
 
 
 # ---- what is taken from the raw files
@@ -88,6 +94,15 @@ def precision(raw: Raw) -> Figures:
         "their_ten": found["torch autocast"]["largest_of_ten_steps"],
         "their_all": found["torch autocast"]["all_steps"],
         "steps": raw["job"]["steps"],
+    }
+
+
+def hangs(raw: Raw) -> Figures:
+    return {
+        "blows": len(raw["rows"]),
+        "right": sum(not row["problems"] for row in raw["rows"]),
+        "timeout": raw["timeout"],
+        "longest": max(row["seconds"] for row in raw["rows"] if row["manner"] != "stop store"),
     }
 
 
@@ -182,6 +197,56 @@ def saving(raw: Raw) -> Figures:
     }
 
 
+NEXT_STEP = 15
+"""Seconds within which a run should go on after a rank was killed."""
+
+
+def _stopped(rounds: list[Any]) -> str:
+    """Runs that ended at `run.restarts`: killed again and again before their next checkpoint."""
+    found = [row for row in rounds if any("(run.restarts)" in problem for problem in row["problems"])]
+    limits = sorted({row["restarts"] for row in found})
+    return (
+        f"; {len(found)} stopped at its `run.restarts` of {limits[0]} starts without a new checkpoint" if found else ""
+    )
+
+
+def chaos(raw: Raw) -> Figures:
+    done = [each for row in raw["rounds"] for each in row["disturbances"]]
+    back = [
+        each["recovered"]
+        for row in raw["rounds"]
+        for each in row["disturbances"]
+        if each["kind"] == "rank killed" and row["ranks"] == 4 and row["launcher"] != "two nodes"
+        if each["recovered"] is not None
+    ]
+    return {
+        "runs": len(raw["rounds"]),
+        "configurations": len({row["configuration"] for row in raw["rounds"]}),
+        "kinds": len({each["kind"] for each in done}),
+        "count": len(done),
+        "kills": kills(raw["rounds"]),
+        "right": sum(not row["problems"] for row in raw["rounds"]),
+        "stopped": _stopped(raw["rounds"]),
+        "soon": sum(seconds < NEXT_STEP for seconds in back),
+        "aim": NEXT_STEP,
+        "of": len(back),
+        "median": f"{median(back):.1f}",
+        "longest": f"{max(back):.1f}",
+    }
+
+
+def fuzzed(raw: Raw) -> Figures:
+    rows = raw["rows"]
+    return {
+        "parsers": len(rows),
+        "all": raw["parsers"],
+        "inputs": min(row["inputs"] for row in rows),
+        "uncaught": sum(row["uncaught"] for row in rows),
+        "seconds": max(row["seconds"] for row in rows),
+        "megabytes": max(row["bytes"] for row in rows) / 1e6,
+    }
+
+
 def low_rank(raw: Raw) -> Figures:
     races = [seconds(race["rows"]) for race in raw["races"]]
     return {
@@ -205,8 +270,8 @@ def raced(raw: Raw) -> Figures:
             is_faster = f": **{best['ratio']:.2f} times as fast**"
         told.append(
             f"{course}: {ours}, the fastest peer {best['peer']} {costs(rows[best['peer']])}{is_faster}"
-            + (f"; at every memory at which a peer runs {to(ratios, '.2f')} times" if ratios else "")
-            + (f", but {unmet} of its settings run in less than any of ours" if unmet else "")
+            + (f"; {to(ratios, '.2f')} times at every memory budget that a peer meets" if ratios else "")
+            + (f", but {unmet} of its settings use less memory than any of ours" if unmet else "")
         )
         alike.append(f"{course}: {_alike(verdict['like_for_like'], rows)}")
     visited = sum(len(race["visited"]) for race in raw["races"].values())
@@ -337,7 +402,8 @@ def report(raw: Raw) -> Figures:
 
 ALL_CLAIMS = (
     Claim(
-        what="same loss, gradient norm and parameters as one process, in float64",
+        starts="Numerical correctness",
+        what="loss, gradient norm and parameters match one process in float64",
         how="{cases} cases: 27 layouts on 1×1, 1×2, 2×1 and 2×2 ranks",
         result=FLOAT64,
         raw="parity",
@@ -373,12 +439,12 @@ ALL_CLAIMS = (
     ),
     Claim(
         what="— any two settings together, with residency, reduction, unit and split vocabulary",
-        how="a sample in which each pair of values meets, in every `make test`",
+        how="a sample that contains each pair of values, in every `make test`",
         result="within 1e-10",
         tests=[f"{RUNTIME}/test_matrix.py"],
     ),
     Claim(
-        what="Hugging Face models train like the unsplit ones, which transformers and torch run alone",
+        what="Hugging Face models match the unsplit model that transformers and torch run alone",
         how="{families} families of tiny random models, pipeline 2 × IIG and, but for one, pipeline 2 × tensor 2, in "
         "float64: logits, gradients, loss, norm, parameters",
         result="within 1e-10; 5e-5 where a model computes in fp32",
@@ -392,92 +458,105 @@ ALL_CLAIMS = (
         tests=["tests/training/test_interchange.py"],
     ),
     Claim(
-        what="memory at rest and traffic are as predicted",
-        how="bytes held: 27 layouts, fp32 and bf16; bytes sent: 14 effective layouts on 2×2 ranks",
-        result="equal to the byte",
-        tests=[f"{RUNTIME}/test_memory_and_traffic.py"],
+        what="right gradients where a pipeline meets sharding",
+        how="torch's schedules with FSDP2 and DDP, DeepSpeed's pipeline with ZeRO, by one judge: "
+        "[page](benchmarks/who_gets_it_right/README.md)",
+        result="Atoll right in {right} of {cases}; FSDP2 right in {kept} of {of_kept} if parameters stay gathered; if "
+        "resharded, wrong in {wrong} of {resharded}, by {off} % and without an error, under split backwards",
+        raw="who_gets_it_right",
+        figures=who,
     ),
     Claim(
-        what="a step is one program, known before it runs (`atoll program`)",
-        how="programs described without memory beside those that ranks play: two levels, pipelines, a split "
-        "vocabulary, a tensor-parallel group; bytes that ranks send beside their program's, 14 effective layouts",
-        result="the same instructions, equal to the byte",
-        tests=[f"{RUNTIME}/test_describe.py", f"{RUNTIME}/test_memory_and_traffic.py"],
-    ),
-    Claim(
-        what="peak memory is as predicted",
-        how="the C library's allocator on all threads, NNG, IIG and GGG on 2×2 ranks",
-        result="within the bound that the test states",
-        tests=["tests/test_benchmarks.py"],
-    ),
-    Claim(
-        what="prefetch, overlap and shared memory change no bit",
+        what="prefetch, overlap and shared memory do not change results",
         how="sharded layouts under 1F1B and ZB-V; paths that change from step to step",
         result="equal to the last bit",
         tests=[f"{RUNTIME}/test_overlap.py", f"{RUNTIME}/test_shared_memory.py"],
     ),
     Claim(
-        what="a post-validated optimizer step gives what waiting gives",
-        how="14 layouts, every schedule, fp16, bf16, fp32; steps taken back; inf and NaN at chosen stages",
+        what="a post-validated optimizer step equals one that waits",
+        how="14 layouts, every schedule, fp16, bf16, fp32; steps rolled back; inf and NaN at chosen stages",
         result="equal to the last bit",
         tests=[f"{RUNTIME}/test_post_validation.py"],
     ),
     Claim(
         what="bf16 with an fp32 master follows fp32",
         how="{steps} steps of a small decoder on real text, loss against fp32",
-        result="means of ten steps differ by up to {ten:.2%}, the mean of all by {all:.2%}; torch's autocast on the "
-        "same job {their_ten:.2%} and {their_all:.2%}",
+        result="ten-step means differ by up to {ten:.2%}, the mean over all steps by {all:.2%}; with torch's autocast "
+        "{their_ten:.2%} and {their_all:.2%}",
         raw="precision",
         figures=precision,
     ),
     Claim(
+        starts="Pipeline schedules",
         what="the simulator agrees with published bubble rates",
         how="profiled costs of the Zero Bubble paper: 1F1B, ZB-H1, ZB-H2, interleaved",
         result="equal to 4 digits",
         tests=["tests/test_sim.py", "tests/schedules/test_published.py"],
     ),
     Claim(
-        what="automatic schedules are near a lower bound",
-        how="{instances} random instances, {ranks} ranks, limits that differ by rank, simulated. The search starts "
-        "from the fixed schedules, so it is never worse than one that fits",
+        what="automatic schedules are close to a lower bound",
+        how="{instances} random instances, {ranks} ranks, memory limits that differ by rank, simulated. The search "
+        "starts from the fixed schedules, so it is never worse than one that fits",
         result="median {median:.3f} of the bound, worst {worst:.2f}; on {small} small instances at most {optimum:.2f} "
         "of an exact solver's result",
         raw="schedules",
         figures=automatic,
     ),
     Claim(
-        what="— with room for 0.75 p microbatches on the first rank",
+        what="— with memory for 0.75 p microbatches on the first rank",
         how="{tight} random instances with unequal stages",
         result="at most {tight_worst:.3f} of the bound",
         raw="schedules",
         figures=automatic,
     ),
     Claim(
-        what="schedules lose little between their actions",
+        what="ranks lose little time between actions",
         how="1F1B, interleaved, ZB-H1 and ZB-V on an **emulated device** (compute sleeps, messages are real), 4 and 8 "
         "ranks on two cores",
-        result="{replay} % over a replay of the measured actions; {simulation} % over a simulation with measured costs",
+        result="{replay} % more than a replay of the measured actions; {simulation} % more than a simulation with "
+        "measured costs",
         raw="emulated",
         figures=emulated,
     ),
     Claim(
         what="— beside torch's own runtime",
         how="the same emulated device, `torch.distributed.pipelining` with the same schedules, gradients compared",
-        result="of its time: 1F1B {1f1b}, interleaved {interleaved}, ZB-V {zbv}",
+        result="1F1B takes {1f1b}x the time of torch's runtime, interleaved {interleaved}x, ZB-V {zbv}x",
         raw="emulated",
         figures=emulated,
     ),
     Claim(
         what="— ZB-H2 with post-validation beside ZB-H1",
         how="ten steps back to back on the same emulated device",
-        result="of its time: {four:.3f} on 4 ranks (simulated {four_said:.3f}), {eight:.3f} on 8 ({eight_said:.3f})",
+        result="{four:.3f}x the time of ZB-H1 on 4 ranks (simulated {four_said:.3f}x), {eight:.3f}x on 8 "
+        "({eight_said:.3f}x)",
         raw="emulated",
         figures=emulated,
     ),
     Claim(
-        what="a step's seconds are predicted",
-        how="{runs} configurations on this machine's CPUs: models, layouts, schedules, precisions, recomputing. The "
-        "steps of {fitted} calibrate, {judged} are judged: [page](benchmarks/predictions/README.md)",
+        starts="Prediction accuracy",
+        what="memory between steps and traffic match the prediction",
+        how="bytes held: 27 layouts, fp32 and bf16; bytes sent: 14 effective layouts on 2×2 ranks",
+        result="equal to the byte",
+        tests=[f"{RUNTIME}/test_memory_and_traffic.py"],
+    ),
+    Claim(
+        what="the program of a step is known before it runs (`atoll program`)",
+        how="programs computed without allocating the model, compared with those that ranks execute: two levels, "
+        "pipelines, a split vocabulary, a tensor-parallel group; bytes sent, 14 effective layouts",
+        result="the same instructions, equal to the byte",
+        tests=[f"{RUNTIME}/test_describe.py", f"{RUNTIME}/test_memory_and_traffic.py"],
+    ),
+    Claim(
+        what="peak memory matches the prediction",
+        how="the C library's allocator on all threads, NNG, IIG and GGG on 2×2 ranks",
+        result="within the bound that the test states",
+        tests=["tests/test_benchmarks.py"],
+    ),
+    Claim(
+        what="step time is predicted",
+        how="{runs} configurations on this machine's CPUs: models, layouts, schedules, precisions, recomputing. "
+        "{fitted} of them calibrate the model, {judged} test it: [page](benchmarks/predictions/README.md)",
         result="median error {seconds_median:.1%}, worst {seconds_worst:.1%}",
         raw="predictions",
         figures=predictions,
@@ -491,42 +570,43 @@ ALL_CLAIMS = (
     ),
     Claim(
         what="— peak memory",
-        how="bytes counted by the allocator in the same runs, and the 14 effective layouts on 2×2 ranks by component",
-        result="median error {bytes_median:.1%}, worst {bytes_worst:.1%}; of the layouts {layouts_median:.1%} and "
+        how="bytes counted by the allocator in the same runs, and by component for 14 effective layouts on 2×2 ranks",
+        result="median error {bytes_median:.1%}, worst {bytes_worst:.1%}; for the layouts {layouts_median:.1%} and "
         "{layouts_worst:.1%}",
         raw="predictions",
         figures=predictions,
     ),
     Claim(
-        what="— the plan that is predicted to be the fastest is among the fastest",
-        how="{races} measured sweeps on two islands and on one machine. Some of the settings calibrate, {judged} are "
-        "judged: [page](benchmarks/choices/README.md)",
-        result="slower than the fastest measured one by {best_median:.1%} in the median, {best_worst:.1%} at worst, by "
-        "at most a twentieth in {best_near} of {races}; at {limits} limits of memory by {within_median:.1%}, "
-        "{within_worst:.0%} and in {within_near}, where {large} choices hold more than the limit",
+        what="— the plan with the lowest predicted time is among the fastest",
+        how="{races} measured sweeps on two islands and on one machine. Some settings calibrate the model, {judged} "
+        "test it: [page](benchmarks/choices/README.md)",
+        result="median {best_median:.1%} slower than the fastest measured plan, worst {best_worst:.1%}, within a "
+        "twentieth in {best_near} of {races}. At {limits} memory limits: median {within_median:.1%}, worst "
+        "{within_worst:.0%}, within a twentieth in {within_near}; {large} choices exceed the limit",
         raw="choices",
         figures=choices,
     ),
     Claim(
+        starts="Speed and memory beside other systems",
         what="two islands of two ranks beside FSDP2, HSDP, DDP and DeepSpeed (**emulated network**)",
-        how="a chain of 9.5 million parameters, {visited} settings of all found by a search, seconds against peak "
-        "memory; what is near a front raced in turns, the rest counts by its visit: "
-        "[page](benchmarks/two_islands/README.md). FSDP2 also races with a true "
+        how="a chain of 9.5 million parameters, {visited} settings of all systems found by a search, step time "
+        "against peak memory. Settings near a front race in turns; the others count by one visit: "
+        "[page](benchmarks/two_islands/README.md). FSDP2 also runs with a true "
         "reduce-scatter, which gloo lacks; on CPUs FSDP2 waits for its reductions",
         result="{told}",
         raw="two_islands",
         figures=raced,
     ),
     Claim(
-        what="— like for like: one batch with prefetch, as many gathers and reductions",
+        what="— like for like: same batch, prefetch and number of gathers and reductions",
         how="the same race",
         result="{alike}",
         raw="two_islands",
         figures=raced,
     ),
     Claim(
-        what="— a model of 7 billion parameters on two nodes of eight A100, in small (**emulated device and network**)",
-        how="the same race with {visited} settings; the link's time is in proportion to that of compute: "
+        what="— 7 billion parameters on two nodes of eight A100, scaled down (**emulated device and network**)",
+        how="the same race with {visited} settings; network time relative to compute time is that of the nodes: "
         "[page](benchmarks/two_islands_a100/README.md)",
         result="{told}",
         raw="two_islands_a100",
@@ -555,7 +635,7 @@ ALL_CLAIMS = (
         figures=raced,
     ),
     Claim(
-        what="— a model of 7 billion parameters on one node of A100, in small (**emulated device**)",
+        what="— a model of 7 billion parameters on one node of A100, scaled down (**emulated device**)",
         how="the same race with {visited} settings: [page](benchmarks/one_machine_a100/README.md)",
         result="{told}",
         raw="one_machine_a100",
@@ -579,28 +659,28 @@ ALL_CLAIMS = (
     ),
     Claim(
         what="sharded parameters in a pipeline on a limited link (**emulated device and link**)",
-        how="{layers} layers on 4 × 2 ranks, {compute:.2f} s of compute, a link that needs twice as long for 1F1B with "
-        "GGG, beside torch's pipelining with FSDP2: settings of both found by a search, seconds against peak memory: "
+        how="{layers} layers on 4 × 2 ranks, {compute:.2f} s of compute, a link that takes twice as long for 1F1B with "
+        "GGG, beside torch's pipelining with FSDP2: settings of both found by a search, step time against peak memory: "
         "[page](benchmarks/sharded_pipeline/README.md). torch gets a true reduce-scatter, which gloo lacks; on CPUs "
         "FSDP2 waits for its reductions",
-        result="{limited_ours}; torch's best {limited_peer}: {limited_ratio:.2f} times as fast; at every memory at "
-        "which torch runs {limited_every} times; like for like, 1F1B gathered and reduced once a step, "
-        "{limited_like:.2f} times",
+        result="{limited_ours}; torch's best {limited_peer}: {limited_ratio:.2f} times as fast; {limited_every} "
+        "times at every memory budget that torch meets; {limited_like:.2f} times like for like, 1F1B with one gather "
+        "and one reduction a step",
         raw="sharded_pipeline",
         figures=sharded_pipeline,
     ),
     Claim(
-        what="— on a link that can be hidden",
-        how="the same search; the link needs half of the time of compute",
-        result="{hidden_ours}; torch's best {hidden_peer}: {hidden_ratio:.2f} times as fast; at every memory at which "
-        "torch runs {hidden_every} times; like for like {hidden_like:.2f} times",
+        what="— on a link that compute can hide",
+        how="the same search; the link takes half as long as compute",
+        result="{hidden_ours}; torch's best {hidden_peer}: {hidden_ratio:.2f} times as fast; {hidden_every} times at "
+        "every memory budget that torch meets; {hidden_like:.2f} times like for like",
         raw="sharded_pipeline",
         figures=sharded_pipeline,
     ),
     Claim(
-        what="— a step that is simulated",
-        how="the programs of the settings that raced, on both links, played with what their instructions and messages "
-        "took in one step",
+        what="— the simulated step time",
+        how="the programs of the settings that raced, on both links, simulated with the durations of their "
+        "instructions and messages in one step",
         result="{played} settings: {simulated} of the measured seconds",
         raw="sharded_pipeline",
         figures=sharded_pipeline,
@@ -609,87 +689,111 @@ ALL_CLAIMS = (
         what="a pipeline over two islands with a slow hop (**emulated device and network**)",
         how="{ranks} ranks, half on each island, {latencies} ms between them; orders searched for the measured links "
         "beside the better of 1F1B and ZB-V: [page](benchmarks/slow_hop/README.md)",
-        result="{same} times as fast in 1F1B's memory, {more} times in at most twice that; at most {over:.1%} over the "
-        "simulation",
+        result="{same} times as fast in the memory of 1F1B, {more} times in at most twice that; at most {over:.1%} "
+        "more than simulated",
         raw="slow_hop",
         figures=slow_hop,
     ),
     Claim(
-        what="damage to checkpoints and token caches is found",
+        what="a head of twice a rank's layers, split over 4 pipeline ranks (**emulated device**)",
+        how="1F1B, ZB-H1 and ZB-H2: [page](benchmarks/vocabulary/README.md)",
+        result="{even} times as fast as layers spread evenly, {cost} times as layers spread by cost; peak memory "
+        "of the fullest rank is {even_bytes}x and {cost_bytes}x; at most {over:.1%} more than simulated",
+        raw="vocabulary",
+        figures=vocabulary,
+    ),
+    Claim(
+        what="— matches one process",
+        how="every schedule, layouts, pipelines of 2, 3 and 4, and families of transformers, in float64",
+        result="within 1e-10; 1e-5 where a model computes in fp32",
+        tests=[f"{RUNTIME}/test_vocabulary.py", f"{RUNTIME}/test_families.py"],
+    ),
+    Claim(
+        starts="Failures",
+        what="damage to checkpoints and token caches is detected",
         how="{count:,} mutations: bits flipped, ends cut off, files exchanged, JSON edited: "
         "[page](benchmarks/integrity/README.md)",
-        result="{wrong} read without an error as something else, {refused:,} refused, {right} read as written; without "
-        "digests {before} of {of:,} wrong. A save takes {saving} of its time before, with torch's CRC32 that nothing "
-        "compared; digests take {loading} of a load (disk and memory)",
+        result="{wrong} read wrong values without an error, {refused:,} refused, {right} read as written; without "
+        "digests {before} of {of:,} wrong. A save takes {saving}x its time before, when torch wrote a CRC32 that "
+        "nothing compared; digests take {loading} of a load (disk and memory)",
         raw="integrity",
         figures=integrity,
     ),
     Claim(
-        what="saving goes on beside training",
-        how="two ranks of NNG; the steps that begin while a checkpoint is written, over as many without: "
+        what="a disturbed run ends like an undisturbed one",
+        how="{runs} runs of two and four ranks over {configurations} configurations, under `atoll train`, torchrun and "
+        "torchrun on two nodes (**emulated**), {count} disturbances of {kinds} kinds at random moments, {kills} of "
+        "them kills of ranks, launchers and nodes: [page](benchmarks/chaos/README.md)",
+        result="{right} of {runs} recover without help and end with the losses and the final checkpoint of the "
+        "undisturbed run, bit for bit{stopped}. From a killed rank to the next step of four local ranks: median "
+        "{median} s, {soon} of {of} under {aim} s, worst {longest} s with the back-off after failures in a row, on two "
+        "cores",
+        raw="chaos",
+        figures=chaos,
+    ),
+    Claim(
+        what="hangs and broken links are diagnosed, and end the run",
+        how="{blows} runs of four ranks, each with a fault at a chosen instruction: a rank stopped, killed, asleep or "
+        "stuck in C, a link cut, messages lost, a machine gone (**emulated network**): "
+        "[page](benchmarks/hangs/README.md)",
+        result="the report names the right rank, instruction and waiting ranks in {right} of {blows}; with a timeout "
+        "of {timeout:g} s the last rank exits within {longest:.1f} s",
+        raw="hangs",
+        figures=hangs,
+    ),
+    Claim(
+        what="untrusted files are read or refused, within bounds",
+        how="{parsers} of {all} parsers, {inputs:,} inputs each from atheris (libFuzzer): "
+        "[page](benchmarks/fuzz/README.md)",
+        result="{uncaught} uncaught errors; an input took at most {seconds:.1f} s of CPU time and {megabytes:.0f} MB",
+        raw="fuzz",
+        figures=fuzzed,
+    ),
+    Claim(
+        what="checkpoints are saved in the background",
+        how="two ranks of NNG; the steps that begin while a checkpoint is written against as many without: "
         "[page](benchmarks/saving/README.md)",
-        result="{emulated} longer on an emulated device, {real} where training and writing share the processors. "
-        "Training waits for {begun} ms, and for {waited} ms without",
+        result="steps take {emulated} longer on an emulated device, {real} where training and writing share the CPUs. "
+        "Training is blocked for {begun} ms, for {waited} ms without background saves",
         raw="saving",
         figures=saving,
     ),
     Claim(
-        what="a plan is chosen in seconds",
-        how="all choices free, one core; a brute force over every plan agrees on 200 small cases: "
+        starts="Planning",
+        what="the planner chooses a plan in seconds",
+        how="all settings open, one core; brute force over every plan agrees on 200 small cases: "
         "[test](tests/planner/test_search.py), [page](benchmarks/planner/README.md)",
-        result="{took}; {same}; where the search stops before its end, another plan is at most {gaps} % faster",
+        result="{took}; {same}; where the search stops early, no plan is more than {gaps} % faster",
         raw="planner",
         figures=planner,
     ),
     Claim(
         what="— for known models on known clusters, with the reasons",
         how="[recipes](docs/recipes.md): Llama 7B, 70B and adapters for 65B, a GPT of 39B, a BERT of 5B, two islands, "
-        "a laptop; the plan on the page is predicted anew and dry-run",
-        result="it fits, in the seconds and bytes that the page states",
+        "a laptop; the plan on the page is predicted again and dry-run",
+        result="it fits, with the predicted step time and memory on the page",
         tests=["tests/test_recipes.py"],
     ),
     Claim(
-        what="— with an order made for it where the catalogue's schedules lose time",
-        how="a link between nodes that takes as long as the devices compute; the config holds the order, and makes the "
-        "same plan",
+        what="— with a schedule searched for the plan where those of the catalogue lose time",
+        how="a link between nodes that takes as long as compute; the config contains the schedule and reproduces the "
+        "plan",
         result="predicted faster than every plan with a schedule of the catalogue",
         tests=["tests/planner/test_made.py"],
     ),
     Claim(
-        what="models of uneven layers (**simulated**)",
-        how="split, placement and order chosen together for {models} models on 4 and 8 ranks, beside interleaved 1F1B "
+        what="models with uneven layers (**simulated**)",
+        how="stages, placement and order chosen together for {models} models on 4 and 8 ranks, beside interleaved 1F1B "
         "with as many layers in each stage: [page](benchmarks/uneven/README.md)",
-        result="{within:.2f} times as fast in the mean in no more memory, {least:.2f} to {most:.2f}; {equal:.2f} with "
-        "memory for any order; {best} times the best of the catalogue on an even split; a search takes at most "
-        "{seconds:.0f} s",
+        result="{within:.2f} times as fast on average in no more memory ({least:.2f} to {most:.2f}); {equal:.2f} times "
+        "with memory for any order; {best} times as fast as the best of the catalogue on an even split; a search takes "
+        "at most {seconds:.0f} s",
         raw="uneven",
         figures=uneven,
     ),
     Claim(
-        what="a head of twice a rank's layers, split over 4 pipeline ranks (**emulated device**)",
-        how="1F1B, ZB-H1 and ZB-H2: [page](benchmarks/vocabulary/README.md)",
-        result="{even} times as fast as layers spread evenly, {cost} times as layers spread by cost; the fullest rank "
-        "holds {even_bytes} and {cost_bytes} of the bytes; at most {over:.1%} over the simulation",
-        raw="vocabulary",
-        figures=vocabulary,
-    ),
-    Claim(
-        what="— trains like one process",
-        how="every schedule, layouts, pipelines of 2, 3 and 4, and families of transformers, in float64",
-        result="within 1e-10; 1e-5 where a model computes in fp32",
-        tests=[f"{RUNTIME}/test_vocabulary.py", f"{RUNTIME}/test_families.py"],
-    ),
-    Claim(
-        what="right gradients where a pipeline meets sharding",
-        how="torch's schedules with FSDP2 and DDP, DeepSpeed's pipeline with ZeRO, by one judge: "
-        "[page](benchmarks/who_gets_it_right/README.md)",
-        result="Atoll right in {right} of {cases}; FSDP2 right in {kept} of {of_kept} if parameters stay gathered; if "
-        "resharded, wrong in {wrong} of {resharded}, by {off} % and without an error, under split backwards",
-        raw="who_gets_it_right",
-        figures=who,
-    ),
-    Claim(
-        what="a large page of a plan or a run opens and moves without stutter",
+        starts="Reports",
+        what="a large report opens, scrolls and zooms without stutter",
         how="[`atoll report`](docs/report.md) of {ranks} pipeline ranks with {bars:,} bars, at least {least:,} in the "
         "program of each rank, in headless Chromium without a GPU: [page](benchmarks/report/README.md)",
         result="{size:.1f} MB, opened in {opened:.2f} s at most, scrolled at {scroll:.0f} and zoomed at {zoom:.0f} "
@@ -698,8 +802,8 @@ ALL_CLAIMS = (
         figures=report,
     ),
     Claim(
-        what="— is read by pointer, keyboard, touch, on a phone, in the dark and on paper",
-        how="clicked and pressed in headless Chromium; contrast of words, names of controls, hostile names",
+        what="— works with pointer, keyboard, touch, on a phone, in dark mode and in print",
+        how="driven in headless Chromium; text contrast, names of controls, hostile names",
         result="holds",
         tests=("tests/report/test_page.py",),
     ),
@@ -722,7 +826,10 @@ def wanted_pages() -> dict[Path, str]:
             pages |= {folder / path: text for path, text in _published(bench.publish, load(name)).items()}
         pages[folder / "README.md"] = bench.report(load(name))
     readme = ROOT / "README.md"
-    pages[readme] = PART.sub(lambda part: f"{part[1]}{what_works()}{part[2]}", readme.read_text(encoding="utf-8"))
+    pages[readme] = PART.sub(
+        lambda part: f"{part[1]}{first_screen.figures()}{part[2]}", readme.read_text(encoding="utf-8")
+    )
+    pages[ROOT / first_screen.NAME] = first_screen.chart()
     pages[ROOT / "docs" / "evidence.md"] = evidence()
     return pages
 
@@ -741,30 +848,33 @@ def raw_names() -> list[str]:
     return sorted(path.parts[-3] for path in ROOT.glob("benchmarks/*/results/latest.json") if path.parts[-3] != "gpu")
 
 
-def what_works() -> str:
-    """The README's table."""
-    older = [name for name in raw_names() if not is_current(name)]
-    rows = [claim.row() for claim in CLAIMS]
-    return (
-        "Each row is checked by a test or taken from a raw measurement. [Evidence](docs/evidence.md) lists the raw "
-        "file, command,\ncommit and date of every figure. "
-        f"{len(older)} of {len(raw_names())} results are older than some of the code they measured.\n\n"
-        + _table(["what", "how it is checked", "result", "source"], rows)
-    )
-
-
 def evidence() -> str:
-    """The page: where each figure comes from, and how old it is."""
+    """The page: what is claimed, and where each figure comes from."""
+    older = [name for name in raw_names() if not is_current(name)]
+    state = f"{len(older)} of {len(raw_names())} results are older than some of the code they measured."
+    parts = [_HEAD + state]
+    for heading, claims in _sections():
+        rows = [claim.row() for claim in claims]
+        parts += [f"## {heading}", _table(["claim", "how it is checked", "result", "source"], rows)]
     rows = []
     for name in raw_names():
         measured_in = load(name)["environment"]
         link = f"[{name}](#{name})"
         rows.append([link, measured_in["date"][:10], f"`{measured_in['commit'][:8]}`", _state(name)])
-    parts = [_HEAD, _table(["result", "measured", "commit", "state"], rows)]
+    parts += ["## Raw files", _STATES, _table(["result", "measured", "commit", "state"], rows)]
     for name in raw_names():
-        parts += [f"## {name}", _provenance(name), _sentences(claim for claim in CLAIMS if claim.raw == name)]
-    parts += ["## Held by tests", _sentences(claim for claim in CLAIMS if not claim.raw)]
-    return "\n\n".join(part.strip() for part in parts if part) + "\n"
+        parts += [f"### {name}", _provenance(name)]
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def _sections() -> list[tuple[str, list[Claim]]]:
+    """Headings with their claims."""
+    found: list[tuple[str, list[Claim]]] = []
+    for claim in CLAIMS:
+        if claim.starts:
+            found.append((claim.starts, []))
+        found[-1][1].append(claim)
+    return found
 
 
 def states() -> str:
@@ -801,27 +911,13 @@ def _provenance(name: str) -> str:
     if measured_in.get("migrated"):
         lines.append("- list of files: reconstructed from the commit")
     if all(claim.raw != name for claim in CLAIMS):
-        lines.append("- not in the README")
+        lines.append("- in no row above")
     return "\n".join(lines)
 
 
 def _some(paths: Sequence[str]) -> str:
     more = len(paths) - MOST_FILES
     return ", ".join(f"`{path}`" for path in paths[:MOST_FILES]) + (f" and {more} more" if more > 0 else "")
-
-
-def _sentences(claims: Iterable[Claim]) -> str:
-    """The claims as a table whose links start at `docs`; what continues another row says so."""
-    rows = [[_in_full(claim), *claim.row()[1:]] for claim in claims]
-    text = _table(["what", "how it is checked", "result", "source"], rows) if rows else ""
-    return re.sub(r"\]\((docs/)?", lambda link: "](" if link[1] else "](../", text)
-
-
-def _in_full(claim: Claim) -> str:
-    """What a row says, with what the rows before it began."""
-    before = CLAIMS[: CLAIMS.index(claim) + 1]
-    head = next(each.what for each in reversed(before) if not each.what.startswith("—"))
-    return head if head == claim.what else f"{head} {claim.what}"
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -832,9 +928,16 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 _HEAD = """\
 # Evidence
 
-Where each figure of the [README](../README.md#what-works) comes from. `make evidence` writes this page from the raw
-files. `make test` fails if this page, the README's table or a benchmark's page says anything else.
+Each row is checked by a test or taken from a raw measurement. `make evidence` writes this page from the raw files, and
+`make test` fails if this page, the README or a benchmark's page states anything else.
 
+All figures were measured on CPUs over gloo, on machines with two cores; none on a GPU. On an **emulated device**
+compute sleeps: such a figure shows how long ranks wait, not how fast they compute. An **emulated network** is a link
+between network namespaces of one machine, with a limited bandwidth.
+
+"""
+
+_STATES = """\
 - **current**: no file the result depends on has changed since the measurement.
 - **older than n files**: n of these files have changed. The figure may still hold, but it has not been measured again.
   Changes to comments, docstrings and formatting do not count.

@@ -39,6 +39,7 @@ SLOW = (
     "integrity",
     "fuzz",
     "chaos",
+    "hangs",
     "saving",
     *RACES,
 )
@@ -59,9 +60,12 @@ def main() -> None:
     )
     parser.add_argument("--against", metavar="COMMIT", help="of paired: the older commit")
     parser.add_argument("--rows", metavar="FOLDER", help="of published: where its rows lie")
-    parser.add_argument("--minutes", type=float, metavar="N", help="of chaos, after how many no round begins")
     parser.add_argument(
-        "--jobs", type=int, metavar="N", help="of mutants and fuzz, how many at once (default: one a core)"
+        "--minutes", type=float, metavar="N", help="of chaos, fuzz and hangs, after how many none begins"
+    )
+    parser.add_argument("--add", action="store_true", help="of chaos and fuzz, to what their raw files have")
+    parser.add_argument(
+        "--jobs", type=int, metavar="N", help="of mutants, fuzz and hangs, how many at once (default: one a core)"
     )
     arguments = parser.parse_args()
     known = (*BENCHMARKS, *SLOW)

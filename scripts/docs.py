@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ from atoll.layouts import (
 from atoll.schedules import CATALOGUE, build
 from atoll.sim import Costs, simulate
 from atoll.testing.families import CAUSAL, MASKED
+from atoll.testing.tasks import CLASSIFIERS, IMAGES, LISTENERS, TRANSLATORS
 from atoll.toml import value_to_toml
 from atoll.training.prediction import predict
 from atoll.units import format_bytes
@@ -58,99 +59,126 @@ PART = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTAL
 MEANINGS: Mapping[str, str] = {
     "model.source": '"builtin", the decoder of `atoll.models`; "transformers:llama" or another family, from scratch; '
     "or the folder of a Hugging Face model: [models.md](models.md)",
-    "model.config": "values of the `transformers` configuration, for sources that have one",
-    "model.weights": 'a folder of safetensors or a checkpoint to start from, or "initial"; by default those of the '
-    "source's folder if it has any",
-    "model.layers": "transformer layers; with embedding and head at least as many as pipeline stages",
-    "model.hidden": "width of the hidden state, a multiple of `heads` with an even quotient",
+    "model.config": "values that override the `transformers` configuration; not for the builtin model",
+    "model.weights": 'a folder of safetensors or a checkpoint to start from, or "initial" for random weights; by '
+    "default the weights in the source's folder if it has any",
+    "model.layers": "number of transformer layers; with embedding and head, at least as many blocks as stages",
+    "model.hidden": "width of the hidden state; `hidden` / `heads` must be an even whole number",
     "model.heads": "attention heads",
-    "model.kv_heads": "key and value heads, a divisor of `heads`: grouped queries",
-    "model.ffn": "inner width of the SwiGLU",
-    "model.dropout": "on attention and on both branches of a layer",
-    "model.tie_embeddings": "the head uses the embedding's weight",
-    "model.rope_theta": "base of the rotary positions",
+    "model.kv_heads": "key and value heads (grouped-query attention), a divisor of `heads`",
+    "model.ffn": "inner width of the SwiGLU feed-forward",
+    "model.dropout": "dropout probability, on the attention weights and on both branches of a layer",
+    "model.tie_embeddings": "share one weight between embedding and head",
+    "model.rope_theta": "base of the rotary position embedding",
     "model.norm_eps": "epsilon of the RMSNorms",
-    "model.vocabulary": "ids that the model knows, at least the tokenizer's",
-    "data.source": '"stdlib", or a file or folder: [data.md](data.md)',
+    "model.vocabulary": "vocabulary size, at least the tokenizer's",
+    "data.source": '"stdlib", or a file or folder, or a list of these: [data.md](data.md)',
+    "data.streaming": "encode the sources during the run: [data.md](data.md#streaming)",
+    "data.shard": "bytes of a source to encode at a time, with data.streaming",
+    "data.weights": "shares of the samples to draw from each source of a list: [data.md](data.md#several-sources)",
     "data.tokenizer": '"bytes" (256 ids, none special), "bpe-N" (trained on the corpus), or a tokenizer.json; "auto" '
-    "is that of the model's folder if it has one, else bpe-4096",
-    "data.sequence": "tokens of a sample",
-    "data.validation": "share of the corpus that is held back",
-    "data.text_field": "key or column of the text in JSONL, parquet and datasets",
-    "data.cache": "folder for tokenizers and token arrays",
+    "takes the tokenizer in the model's folder if it has one, else bpe-4096",
+    "data.format": '"text", or "chat" for [conversations and instructions](data.md#conversations)',
+    "data.chat_template": "file with a Jinja template that replaces the tokenizer's own",
+    "data.answers_only": "compute the loss on the assistant's answers only; false: on all tokens of a conversation",
+    "data.sequence": "sequence length: tokens in a sample",
+    "data.packing": 'what a sample contains: a block of joined documents ("blocks"), several whole documents '
+    '("documents"), or one document with padding ("pad"); "auto" is "documents" for chat and "blocks" for text: '
+    "[data.md](data.md#samples)",
+    "data.too_long": '"split", "drop" or "truncate" documents longer than a sample; "auto" drops conversations and '
+    "splits text",
+    "data.validation": "share of the corpus held out for validation, from 0 to 0.5, or a separate file or folder",
+    "data.text_field": "key or column that contains the text in JSONL, parquet and datasets",
+    "data.cache": "folder in which tokenizers and token arrays are cached",
     "data.seed": "seed of the sample order",
-    "train.steps": "updates of the optimizer, from the start of the run",
-    "train.global_batch": "sequences a step, over all ranks",
-    "train.microbatch": "sequences of a microbatch, on one data-parallel rank",
+    "train.steps": "number of optimizer steps, counted from the start of the run",
+    "train.epochs": "passes over the corpus, instead of train.steps: [data.md](data.md#epochs)",
+    "train.global_batch": "sequences per step, over all ranks",
+    "train.microbatch": "sequences per microbatch, on one data-parallel rank",
     "train.precision": "bf16 and fp16 keep master weights, optimizer state, gradients and reductions in fp32; fp16 "
     "scales the loss and skips steps that overflow",
-    "train.seed": "of initial weights, dropout and samples",
-    "train.lr": "largest learning rate",
-    "train.min_lr_ratio": "rate of the last step, as a share of `lr`",
-    "train.warmup": "steps in which the rate rises linearly from 0 to `lr`",
-    "train.lr_schedule": "how it falls after the warm-up",
-    "train.betas": "of AdamW",
-    "train.eps": "of AdamW",
-    "train.weight_decay": "of matrices; vectors (norms, biases) are not decayed",
-    "train.clip": "largest global gradient norm, 0 for none",
-    "train.eval_every": "steps between validations; 0 for the start and the end only",
-    "train.eval_batches": "validation batches at most, each as large as a step",
-    "train.sample_tokens": "tokens generated at the end, 0 for none; none with the masked objective",
-    "train.prompt": "what the generated text begins with",
-    "train.trainable": "name patterns with `*` and `?`: nothing else is trained, as in `*.mlp.*`",
-    "train.frozen": "name patterns with `*` and `?` of parameters that are not trained, as in `embed.*`",
-    "train.objective": '"causal" predicts the next token, "masked" those that were hidden, as BERT does',
-    "train.mask_ratio": 'share of the tokens that "masked" chooses: of ten eight are hidden, one is replaced',
-    "train.bad_steps": 'about steps whose loss or gradients are not finite: "stop", "skip", or "rollback N" to a '
-    "checkpoint at least N steps older: [training.md](training.md#numbers-gone-bad)",
-    "train.check_replicas": "steps between comparisons of what ranks hold alike, bit by bit; 0 for none",
-    "lora.rank": "of low-rank adapters on a frozen model, 0 for none; they need `peft`",
-    "lora.alpha": "what the adapters give is multiplied by alpha / rank",
-    "lora.dropout": "on what goes into them",
-    "lora.targets": 'ends of names of the layers that get them, or "all-linear"',
-    "parallel.ranks": "local processes; under a launcher its world decides",
-    "parallel.pipeline": "pipeline ranks",
-    "parallel.schedule": "a name of the [catalogue](schedules.md), a CSV file in torch's format, or an order's text",
-    "parallel.chunks": "stages of each rank, for schedules that take them",
-    "parallel.layers_per_stage": "how many layers each stage gets, as in `[3, 5, 5, 3]`; spread evenly if not given",
+    "train.seed": "seed of initial weights, dropout and sample order",
+    "train.lr": "peak learning rate",
+    "train.min_lr_ratio": 'learning rate of the last step, as a share of `lr`; ignored by "constant" and by functions',
+    "train.warmup": "steps over which the learning rate rises linearly from 0 to `lr`",
+    "train.lr_schedule": 'schedule after the warm-up: "cosine", "constant", "linear", "wsd" (constant, then a linear '
+    'decay over the last `decay` steps), or "module:function": [Learning rates](#learning-rates)',
+    "train.decay": 'number of last steps over which "wsd" decays',
+    "train.optimizer": 'name of an optimizer of torch.optim, or "module:factory": [Optimizers](#optimizers)',
+    "train.optimizer_options": "further arguments of the optimizer, as `{ momentum = 0.9 }`",
+    "train.optimizer_states": 'state tensors per parameter of a "module:factory" optimizer, for predictions',
+    "train.betas": "`betas` of optimizers that have them; the optimizer's own default if not given",
+    "train.eps": "`eps` of the optimizer; its own default if not given",
+    "train.weight_decay": "weight decay of matrices; vectors (norms, biases) are not decayed. If not given, the "
+    "optimizer's own default applies to both",
+    "train.clip": "maximum global gradient norm; 0: no clipping",
+    "train.eval_every": "steps between validations; 0: at the start and the end only",
+    "train.eval_batches": "maximum number of validation batches, each of `global_batch` sequences",
+    "train.patience": "early stopping: end the run after so many consecutive validations without a lower loss; 0: off: "
+    "[Best checkpoint](training.md#best-checkpoint)",
+    "train.sample_tokens": "tokens to generate at the end of the run; 0: none. The masked objective generates none",
+    "train.prompt": "prompt of the generated text",
+    "train.trainable": "name patterns (`*`, `?`) of the only parameters to train, as in `*.mlp.*`",
+    "train.frozen": "name patterns (`*`, `?`) of parameters not to train, as in `embed.*`",
+    "train.objective": '"causal" predicts the next token; "masked" predicts masked tokens, as BERT does',
+    "train.mask_ratio": 'share of tokens that "masked" predicts: of these 80 % are masked, 10 % are replaced by a '
+    "random token, 10 % are kept",
+    "train.bad_steps": 'action after a step whose loss or gradients are not finite: "stop", "skip", or "rollback N" to '
+    "a checkpoint at least N steps older: [training.md](training.md#numbers-gone-bad)",
+    "train.check_replicas": "steps between bitwise comparisons of replicated state across ranks; 0: none",
+    "lora.rank": "rank of low-rank adapters on a frozen model; 0: no adapters. Needs `peft`",
+    "lora.alpha": "the adapters' output is multiplied by alpha / rank",
+    "lora.dropout": "dropout probability on the adapters' input",
+    "lora.targets": 'name suffixes of the layers that get adapters, or "all-linear"',
+    "parallel.ranks": "number of local processes; under a launcher, its world size applies instead",
+    "parallel.min_ranks": "smallest world size the run may continue with: [Fewer ranks](training.md#fewer-ranks)",
+    "parallel.pipeline": "number of pipeline ranks",
+    "parallel.schedule": "name of a schedule in the [catalogue](schedules.md), a CSV file in torch's format, or an "
+    "order as text",
+    "parallel.chunks": "stages per rank, for schedules with several",
+    "parallel.layers_per_stage": "number of layers of each stage, as in `[3, 5, 5, 3]`; split evenly if not given",
     "parallel.post_validation": "take the optimizer step without waiting for the global norm, and check it afterwards",
-    "parallel.prefetch": "bytes of parameters that may be gathered before they are used; what a block needs for each "
-    "link that a gather crosses if not given. 0 takes the least memory: nothing is gathered ahead, and a block's "
-    "gradients are reduced before the next block's are made",
-    "parallel.residency": "how long gathered parameters stay whole: each block for its use, the stages that there is "
-    "room for, or all for the step",
-    "parallel.reduction": "how often gradients are reduced to where they rest: each microbatch, before those of "
-    "another stage, or once a step",
-    "parallel.unit": "blocks that are gathered and reduced together: fewer and larger messages, more memory",
-    "parallel.resident": "bytes of whole parameters that residency `run` may keep on a rank; its largest stage if not "
-    "given",
-    "parallel.compile": '"block" compiles each block with torch.compile; "block-eager" traces them only and needs '
-    "no compiler",
-    "parallel.tensor": "ranks that split each layer and the vocabulary: [models.md](models.md)",
-    "parallel.vocabulary": "each pipeline rank has a slice of embedding and head, and looks up and scores every "
-    "microbatch: [Vocabulary parallelism](models.md#vocabulary-parallelism)",
-    "parallel.auto": "a planner chooses for `run.cluster` what is not written: [plan.md](plan.md)",
-    "parallel.order": "the axes of the mesh over the ranks, outermost first: `pp` first sends a pipeline's messages "
-    'between nodes, `["inter", "intra", "pp", "tp"]` keeps them inside',
-    "parallel.sequence_parallel": "between the split parts of a layer each of them works on a part of the sequence",
-    "parallel.intra": "ranks of a group; there are ranks / (pipeline · tensor · intra) groups",
+    "parallel.prefetch": "bytes of parameters that may be prefetched; if not given, the bytes of one block for each "
+    "link that a gather crosses. 0 uses the least memory: no prefetch, and each block's gradients are reduced before "
+    "the next block's backward",
+    "parallel.residency": "how long gathered parameters are kept: `unit` for one action, `run` while the stage fits "
+    "in `resident` bytes, `step` for the whole step",
+    "parallel.reduction": "how often gradients are reduced to their shards: after each microbatch, before another "
+    "stage's backward, or once a step",
+    "parallel.unit": "number of blocks that are gathered and reduced together: more means fewer, larger messages and "
+    "more memory",
+    "parallel.resident": "bytes of gathered parameters that residency `run` may keep on a rank; its largest stage if "
+    "not given",
+    "parallel.compile": '"block" compiles each block with torch.compile; "block-eager" only traces it and needs no '
+    "compiler",
+    "parallel.tensor": "number of tensor-parallel ranks, which split each layer and the vocabulary: "
+    "[models.md](models.md)",
+    "parallel.vocabulary": "split the rows of embedding and head over the pipeline ranks: "
+    "[Vocabulary parallelism](models.md#vocabulary-parallelism)",
+    "parallel.auto": "let the planner choose the keys that are not written, for `run.cluster`: [plan.md](plan.md)",
+    "parallel.order": "axes of the mesh, outermost first: `pp` first sends pipeline messages between nodes, "
+    '`["inter", "intra", "pp", "tp"]` keeps them inside',
+    "parallel.sequence_parallel": "shard activations along the sequence between the tensor-parallel parts of a layer",
+    "parallel.intra": "data-parallel ranks of a group; there are ranks / (pipeline · tensor · intra) groups",
     "parallel.layout": "three levels, or an alias such as `zero-2`: [layouts.md](layouts.md)",
-    "parallel.recompute": 'activations made again in backward: "block" all of a block\'s, "selective" all but the '
-    "results of its matrix products",
-    "parallel.device": '"auto" takes a GPU for each rank of the machine if there are enough, else the CPU',
-    "parallel.timeout": "seconds that a rank may be silent, or keep another one waiting, before all end",
-    "run.folder": "where the run writes",
-    "run.restarts": "how often local ranks are started again after one failed, from the newest checkpoint; counted "
-    "anew after each checkpoint",
-    "run.port": "of the local processes' rendezvous, 0 for any free one",
-    "run.tensorboard": "also write TensorBoard events, if the package is there",
-    "run.cluster": "a [cluster](clusters.md) that the run is on; its prediction is recorded beside the measurement",
-    "checkpoint.every": "steps between checkpoints; 0 for the last step only",
-    "checkpoint.keep": "how many of the newest are kept",
-    "checkpoint.keep_hours": "one of every so many hours is kept too",
-    "checkpoint.keep_best": "so many of the lowest validation loss are kept too, of those that were evaluated at their "
-    "step",
-    "checkpoint.background": "write while training goes on, from a copy in host memory",
+    "parallel.recompute": 'activations to recompute in the backward: "block" all of a block\'s, "selective" all but '
+    "the outputs of matrix products",
+    "parallel.device": '"auto" uses one GPU per local rank if there are enough, else the CPU',
+    "parallel.timeout": "seconds that a rank may be silent, or keep another waiting, before all ranks end; derived "
+    "from measured step times if not given: [timeout](#timeout)",
+    "run.folder": "output folder of the run",
+    "run.restarts": "maximum number of restarts of local ranks from the newest checkpoint after a failure; the count "
+    "resets at each checkpoint",
+    "run.port": "port of the local rendezvous; 0: any free port",
+    "run.tensorboard": "also write TensorBoard events, if the package is installed",
+    "run.loggers": 'further loggers of metrics: "wandb", "mlflow", or "module:function": [Loggers](#loggers)',
+    "run.cluster": "file of the [cluster](clusters.md) the run is on; the prediction is recorded with the measurements",
+    "checkpoint.every": "steps between checkpoints; 0: after the last step only",
+    "checkpoint.keep": "number of newest checkpoints to keep",
+    "checkpoint.keep_hours": "also keep one checkpoint for every so many hours",
+    "checkpoint.keep_best": "also keep this many checkpoints with the lowest validation loss, and save after each "
+    "validation that is the best so far: [Best checkpoint](training.md#best-checkpoint)",
+    "checkpoint.background": "write in the background while training continues, from a copy in host memory",
 }
 
 DEFAULTS: Mapping[str, str] = {
@@ -160,6 +188,12 @@ DEFAULTS: Mapping[str, str] = {
     "model.weights": "those of the source",
     "data.cache": "`$XDG_CACHE_HOME/atoll` or `~/.cache/atoll`",
     "data.seed": "`train.seed`",
+    "data.weights": "as many as each has",
+    "train.epochs": "none: `train.steps`",
+    "train.decay": "a tenth of `steps`",
+    "train.betas": "`[0.9, 0.95]` of AdamW",
+    "train.eps": "`1e-08` of AdamW",
+    "train.weight_decay": "`0.1` of AdamW",
 }
 """Defaults that depend on something else."""
 
@@ -194,7 +228,7 @@ def _type_of(schema: Mapping[str, Any]) -> str:
         return " or ".join(_type_of(each) for each in schema["anyOf"] if each.get("type") != "null")
     if schema["type"] == "array":
         items = schema.get("prefixItems")
-        kinds = {"string": "strings", "integer": "whole numbers"}
+        kinds = {"string": "strings", "integer": "whole numbers", "number": "numbers"}
         return f"{len(items)} numbers" if items else f"list of {kinds[schema['items']['type']]}"
     bounds = [
         f"{sign} {schema[word]:g}"
@@ -268,27 +302,27 @@ GROUPS, GROUP_RANKS = 2, 4
 
 
 def overview_svg() -> str:
-    """A step of 1F1B above, and below where each state of one pipeline rank rests under IIG on two groups of four."""
+    """A step of 1F1B above, and below where one pipeline rank stores each state under IIG on two nodes of four."""
     layout = Layout("IIG")
     schedule = build("1f1b", ranks=RANKS, microbatches=MICROBATCHES)
-    title = f"Order of work: 1F1B, {RANKS} pipeline ranks, {MICROBATCHES} microbatches"
+    title = f"Schedule: 1F1B, {RANKS} pipeline ranks, {MICROBATCHES} microbatches"
     timeline = draw_svg(simulate(schedule, Costs()), width=960, title=title).replace(SVG_STYLE, "")
     height = 470
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 960 {height}" width="960" height="{height}">',
-        "<title>A plan: the order of work of every pipeline rank, and where its model state rests</title>",
+        "<title>A plan: the schedule of each pipeline rank, and where its model state is stored</title>",
         SVG_STYLE,
         f'<rect class="page" width="960" height="{height}" rx="6"/>',
         timeline.strip(),
-        f'<text class="head" x="8" y="240">Where state rests: layout {layout}, each pipeline rank on {GROUPS} groups '
-        f"of {GROUP_RANKS}</text>",
+        f'<text class="head" x="8" y="240">Layout {layout}: where a stage stores its state, on {GROUPS} nodes of '
+        f"{GROUP_RANKS} ranks</text>",
     ]
     for group, x in enumerate((8, 542)):
         parts += _group(layout, group, x=x, y=254)
     parts += [
         '<path d="M434 346 H526 M444 339 L432 346 L444 353 M516 339 L528 346 L516 353" fill="none" stroke="#59636e" '
         'stroke-width="2"/>',
-        '<text x="480" y="325" text-anchor="middle">slow link</text>',
+        '<text x="480" y="325" text-anchor="middle">slow network</text>',
         '<text class="quiet" x="480" y="374" text-anchor="middle">once a step</text>',
         "</svg>",
     ]
@@ -302,7 +336,7 @@ def _group(layout: Layout, group: int, *, x: int, y: int) -> list[str]:
     cell, pitch, blocks = 13, 116, GROUPS * GROUP_RANKS
     parts = [
         f'<rect class="lane" x="{x}" y="{y}" width="410" height="206" rx="6"/>',
-        f'<text x="{x + 12}" y="{y + 24}" font-weight="600">group {group}: fast links inside</text>',
+        f'<text x="{x + 12}" y="{y + 24}" font-weight="600">node {group}: fast interconnect</text>',
     ]
     for column, (state, level) in enumerate(levels.items()):
         left = x + 64 + column * pitch
@@ -314,9 +348,7 @@ def _group(layout: Layout, group: int, *, x: int, y: int) -> list[str]:
                 place = f'x="{left + block * cell}" y="{y + 60 + j * 28}" width="{cell - 1}" height="20"'
                 parts.append(f"<rect {place} {look}/>")
     parts += [f'<text x="{x + 12}" y="{y + 75 + j * 28}">rank {j}</text>' for j in range(GROUP_RANKS)]
-    parts.append(
-        f'<text class="quiet" x="{x + 12}" y="{y + 192}">each microbatch: parameters gathered, gradients reduced</text>'
-    )
+    parts.append(f'<text class="quiet" x="{x + 12}" y="{y + 192}">each microbatch: all-gather, reduce-scatter</text>')
     return parts
 
 
@@ -360,7 +392,15 @@ def error_table() -> str:
 
 def families() -> str:
     """Families that the tests train, by what they predict."""
-    rows = [["next token", ", ".join(sorted(CAUSAL))], ["hidden tokens", ", ".join(sorted(MASKED))]]
+    kinds: Mapping[str, Iterable[str]] = {
+        "next token": CAUSAL,
+        "hidden tokens": MASKED,
+        "classes of samples, classes of tokens": CLASSIFIERS,
+        "classes of images": IMAGES,
+        "text from text": TRANSLATORS,
+        "text from sound": LISTENERS,
+    }
+    rows = [[what, ", ".join(sorted(names))] for what, names in kinds.items()]
     return markdown_table(["predicts", "families, as transformers calls them"], rows)
 
 

@@ -38,14 +38,14 @@ def whole() -> str:
 
 
 def slow() -> str:
-    """What binds and why which layout, where nodes have one card of 25 Gb/s each."""
+    """Return the bottleneck and the layouts for nodes with one card of 25 Gb/s each."""
     own, fast = config(), explanation().prediction.given
     node = fast.node.model_copy(update={"cards": 1})
     cluster = Cluster.of(
         {"device": fast.device.model_dump(), "node": node.model_dump(), "network": {"preset": NETWORK}}
     )
     found = Explanation(predict(own, own.to_plan(), cluster))
-    return fenced([*text.SECTIONS["What binds"](found), "", *text.SECTIONS["Why this layout"](found)])
+    return fenced([*text.SECTIONS["Bottleneck"](found), "", *text.SECTIONS["Layouts"](found)])
 
 
 def questions() -> str:

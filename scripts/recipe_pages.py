@@ -1,8 +1,8 @@
 """Plans the recipes of configs/recipes and writes docs/recipes.md: `python scripts/recipe_pages.py [NAME ...]`.
 
-Planning takes up to a minute a recipe, so the page keeps what it was: without names all recipes are planned anew, with
-names those alone. A part lies between `<!-- planned: name -->` and `<!-- end -->`: what `atoll plan` prints, why, and
-the settings of the plan, which tests/test_recipes.py predicts again.
+Planning takes up to a minute per recipe, so `make docs` does not rebuild the page. Without names all recipes are
+planned again, with names only those. A part lies between `<!-- planned: name -->` and `<!-- end -->`: the output of
+`atoll plan`, its reasons, and the settings of the plan, which tests/test_recipes.py predicts again.
 """
 
 from __future__ import annotations
@@ -63,9 +63,10 @@ def reasons(answer: Answer) -> Iterator[str]:
     share = getattr(parts, name) / parts.total
     yield f"The busiest rank computes for {computed:.1%} of the step."
     if share >= SHOWN:
-        yield f"What takes most of the rest, {share:.1%}, is waiting for {waits[name]}."
+        yield f"The largest wait, {share:.1%}, is for {waits[name]}."
     margin = min(map(prediction.margin, range(prediction.plan.mesh.pipeline)))
-    yield f"The fullest rank leaves {format_bytes(margin)} of {format_bytes(prediction.device.memory)} free."
+    memory = format_bytes(prediction.device.memory)
+    yield f"The rank with the highest peak leaves {format_bytes(margin)} of {memory} free."
     if answer.runners_up:
         other = answer.runners_up[0]
         own, theirs = choices(best), choices(other)

@@ -433,7 +433,7 @@ def gathers_table() -> str:
         chunks = schedule_of(each).chunks
         rows.append([each.name, f"{gathers:g}", f"{reductions:g}", "all" if chunks == 1 else f"1/{chunks}"])
     rows.append([ANY, f"{2 * MICROBATCHES}", f"{MICROBATCHES}", "one block's"])
-    return markdown_table(["schedule", "gathers", "reductions", "of the rank's parameters whole at a time"], rows)
+    return markdown_table(["schedule", "gathers", "reductions", "share of parameters gathered at a time"], rows)
 
 
 PICTURES: Mapping[str, Callable[[], str]] = {

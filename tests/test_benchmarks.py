@@ -240,6 +240,7 @@ def test_shared_bytes_are_those_of_the_files_that_are_mapped() -> None:
     assert shared_bytes() == before
 
 
+@pytest.mark.slow
 def test_ranks_hold_what_is_predicted() -> None:
     """Peak and rest of real runs, by the allocator, against footprint and working memory.
 
@@ -356,6 +357,7 @@ def test_torch_has_every_schedule_of_the_race() -> None:
             assert get_schedule_class(setting.schedule).__name__ == f"Schedule{setting.schedule}"
 
 
+@pytest.mark.slow
 def test_both_sides_of_the_race_compute_what_one_process_does() -> None:
     """torch with a reduce-scatter of its own, which gives what gloo's does; ours with a step validated afterwards."""
     wrong = Theirs(schedule="ZBVZeroBubble", is_kept=False, microbatches=8)

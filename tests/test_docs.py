@@ -1,4 +1,4 @@
-"""The pages are up to date, and what they say can be done can be done."""
+"""The pages are up to date, and what they say of schedules is so. What is fenced in them: tests/test_pages.py."""
 
 from __future__ import annotations
 
@@ -8,39 +8,19 @@ import shlex
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from atoll.cli.main import app
-from atoll.config import from_dict, load
-from atoll.cost import Cluster
 from atoll.ir import Placement
-from atoll.schedules import CATALOGUE, Links, Memory, Problem, build, lower_bound
+from atoll.schedules import CATALOGUE, Memory, Problem, build, lower_bound
 from atoll.sim import Costs, simulate
 from atoll.testing import run_ranks
-
-ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
-
-
-def blocks(page: Path, *languages: str) -> list[str]:
-    """The fenced blocks of a page in some languages."""
-    found = re.findall(r"^```(\w+)\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
-    return [text for language, text in found if language in languages]
-
-
-def name_of(page: Path) -> str:
-    return page.relative_to(ROOT).as_posix()
-
-
-def pages_with(*languages: str) -> list[Any]:
-    return [pytest.param(page, id=name_of(page)) for page in PAGES if blocks(page, *languages)]
+from tests.pages import PAGES, ROOT, blocks, name_of
 
 
 def commands(page: Path) -> list[list[str]]:
@@ -50,6 +30,7 @@ def commands(page: Path) -> list[list[str]]:
     return [each[1:] for each in words if each and Path(each[0]).name == "atoll"]
 
 
+@pytest.mark.slow
 def test_generated_parts_and_pictures_are_up_to_date() -> None:
     command = [sys.executable, str(ROOT / "scripts" / "docs.py"), "--check"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -77,27 +58,6 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(found), f"{name_of(page)} links to {target}"
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Tiny operations on several threads wait for one another more than they compute."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize("page", pages_with("python"))
-@pytest.mark.usefixtures("one_thread")
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # torch's own tools say so without ranks
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # transformers looks at whatever is installed
-def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of a page, in order and in one namespace."""
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {"__name__": name_of(page)}
-    for text in blocks(page, "python"):
-        exec(compile(text, name_of(page), "exec"), names)
-
-
 def run_the_example(text: str) -> float:
     """The README's example in this rank; its last loss."""
     names: dict[str, Any] = {"__name__": "readme"}
@@ -115,38 +75,6 @@ def test_the_readmes_example_gives_the_same_loss_on_four_ranks() -> None:
     assert four in page.read_text()
     alone = run_ranks(run_the_example, 1, text)
     assert run_ranks(run_the_example, 4, text.replace(one, four)) == pytest.approx(alone * 4, rel=1e-4)
-
-
-@pytest.mark.parametrize("page", pages_with("toml"))
-def test_toml_blocks_are_configs_clusters_or_links(page: Path, tmp_path: Path) -> None:
-    for text in blocks(page, "toml"):
-        values = tomllib.loads(text)
-        if "device" in values:
-            Cluster.of(values, source=name_of(page))
-        elif "link" in values:
-            (tmp_path / "links.toml").write_text(text)
-            assert Links.read(tmp_path / "links.toml").each
-        else:
-            config = from_dict(values, source=name_of(page), text=text)
-            if not config.parallel.auto:
-                config.to_plan()
-
-
-@pytest.mark.parametrize("page", pages_with("sh"))
-def test_commands_work(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pure commands are run; of a training only the config is made, since the run is `make train`."""
-    monkeypatch.chdir(tmp_path)
-    for command, *words in commands(page):
-        if command == "train":
-            config, *options = words
-            overrides = [word for flag, word in pairwise(options) if flag == "--set"]
-            load(ROOT / config, overrides).to_plan()
-        else:
-            words = [str(ROOT / word) if (ROOT / word).is_file() else word for word in words]
-            if command == "program":  # without the minutes that a tokenizer takes to learn
-                words += ["--set", 'data.tokenizer="bytes"']
-            result = CliRunner().invoke(app, [command, *words])
-            assert result.exit_code == 0, f"atoll {command} {shlex.join(words)}: {result.output}"
 
 
 SCHEDULE_PAGES = ROOT / "docs" / "schedules"
@@ -314,7 +242,7 @@ def test_metrics_keys_are_documented() -> None:
     (record,) = re.findall(r"def step\(.*?record: [^=]* = \{(.*?)\}", source, flags=re.DOTALL)
     page = (ROOT / "docs" / "training.md").read_text()
     table = page.partition("Keys of `metrics.jsonl`")[2].partition("Keys of `validation.jsonl`")[0]
-    oddities = {"loss_spike", "grad_norm_spike", "straggler", "straggler_ratio"}  # which few steps have
+    oddities = {"loss_spike", "grad_norm_spike", "straggler", "straggler_ratio", "mfu"}  # which few steps have
     assert first_column(table) == set(re.findall(r'"(\w+)":', record)) | oddities
 
 

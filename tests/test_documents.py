@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from pathlib import Path
 
 import pytest
 
-from atoll.documents import DEEPEST, parse_json, parse_toml, read, read_json, read_text, read_toml
+from atoll.digests import digest, read_sealed
+from atoll.documents import (
+    DEEPEST,
+    count,
+    finite,
+    parse_json,
+    parse_toml,
+    parse_yaml,
+    read,
+    read_json,
+    read_text,
+    read_toml,
+    string,
+)
+from atoll.errors import ConfigError
+from atoll.training.folder import RunFolder
 
 
 @pytest.mark.parametrize(
@@ -42,6 +58,24 @@ def test_json_within_the_depth_and_of_64_bits_is_read() -> None:
     assert value == 2**64 - 1
 
 
+@pytest.mark.parametrize("body", [b"true", b"null", b"[]", b'"run"'])
+def test_what_is_sealed_is_an_object(tmp_path: Path, body: bytes) -> None:
+    """With the right digest `true` was let through, and a run that looked for its id failed with a TypeError."""
+    folder = RunFolder(tmp_path)
+    folder.identity.write_bytes(b'{"content": ' + body + b', "digest": "' + digest(body).encode() + b'"}\n')
+    with pytest.raises(ValueError, match="not an object"):
+        read_sealed(folder.identity)
+    assert folder.run_id() is None
+    folder.write_run_id("a")
+    assert folder.run_id() == "a"
+
+
+def test_every_error_can_be_printed() -> None:
+    """Packages that read JSON themselves quote half of a surrogate pair, and the message of the error could not be
+    printed."""
+    assert str(ConfigError("no family '\ud800é'")) == "no family '?é'"
+
+
 def test_half_of_a_surrogate_pair_is_a_question_mark() -> None:
     assert parse_json(r'{"\ud800": "a\udc00b", "pair": "\ud83d\ude00"}') == {"?": "a?b", "pair": "\U0001f600"}
 
@@ -58,6 +92,28 @@ def test_half_of_a_surrogate_pair_is_a_question_mark() -> None:
 def test_what_is_no_bounded_toml_is_refused(text: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         parse_toml(text)
+
+
+@pytest.mark.parametrize("value", [1, -2.5, 2**63])
+def test_finite_numbers(value: float) -> None:
+    assert finite(value) == value
+
+
+@pytest.mark.parametrize("value", [True, None, "1", [], float("nan"), float("inf")])
+def test_what_is_no_finite_number_is_shown(value: object) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(repr(value))} is no finite number"):
+        finite(value)
+
+
+def test_counts_and_strings() -> None:
+    assert [count(0), count(7, limit=7), count(-1, least=-1), string("a")] == [0, 7, -1, "a"]
+    for value in (-1, 8, 1.0, True, None, "1"):
+        with pytest.raises(ValueError, match="is no whole number from 0 to 7"):
+            count(value, limit=7)
+    with pytest.raises(ValueError, match=r"^'aaa.*\.\.\..*a' is no whole number"):  # of a megabyte some is shown
+        count("a" * 1_000_000)
+    with pytest.raises(ValueError, match="7 is no string"):
+        string(7)
 
 
 def test_a_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
@@ -84,3 +140,12 @@ def test_a_pipe_is_read_up_to_its_limit(tmp_path: Path) -> None:
             with pytest.raises(ValueError, match="at most 10 are read"):
                 read(path, limit=limit)
         writer.join()
+
+
+def test_yaml_of_60000_brackets_is_refused() -> None:
+    """libyaml's loader recursed on them in C until the process ended; fuzzing found it."""
+    pytest.importorskip("yaml")
+    for text in ("[" * 60_000, "[" * 30_000 + "]" * 30_000, "- " * 30_000 + "a", "{a: " * 15_000):
+        with pytest.raises(ValueError, match="nested too deeply; at most 100 levels"):
+            parse_yaml(text)
+    assert parse_yaml("a:\n- b: [1, {c: 2}]\n") == {"a": [{"b": [1, {"c": 2}]}]}

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.fuzz.changes import change
-from benchmarks.fuzz.parsers import PARSERS, end_of
+from benchmarks.fuzz.parsers import PARSERS
+from benchmarks.fuzz.reading import end_of
 
 
 @pytest.mark.parametrize("name", PARSERS)

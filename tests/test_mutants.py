@@ -57,9 +57,10 @@ def test_the_page_counts_and_shows_what_lives() -> None:
     assert "1 more are drawn and have not been run yet." in page
     assert "| sim | 3 | 1 | 1 | 1 | 66.7% |" in page
     assert "| all | 4 | 1 | 1 | 2 | 50.0% |" in page
-    assert "- `sim.py` line 8, `play`\n\n  ```diff\n  - a = 1\n  + a = 2\n  ```\n\n  It changes no result." in page
+    shown = "    ```diff\n    - a = 1\n    + a = 2\n    ```\n\n    It changes no result."
+    assert f"- `sim.py` line 8, `play`\n\n{shown}" in page
     assert "**Not explained.**" in page
-    assert "- `sim.py`\n  No clock." in page
+    assert "- `sim.py`\n    No clock." in page
 
 
 def test_an_entry_speaks_of_a_whole_class_or_of_one_change() -> None:

@@ -46,6 +46,7 @@ def _skip_without_compiler() -> None:
             pytest.skip("no C compiler")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_peaks_of_real_runs_are_predicted(ranks: int) -> None:
     _skip_without_compiler()
@@ -76,6 +77,7 @@ def test_state_of_every_layout_is_predicted_by_component() -> None:
                 assert abs(error) < COMPONENT, (row.name, component)
 
 
+@pytest.mark.slow
 def test_seconds_on_an_emulated_device_are_predicted() -> None:
     """The limit is wide: where cores are short, ranks wake up late from their sleep."""
     _skip_without_compiler()

@@ -67,6 +67,7 @@ def test_a_recipe_would_start(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "fits: " in result.output
 
 
+@pytest.mark.slow
 def test_the_laptop_trains(tmp_path: Path) -> None:
     """Planned when it starts, in a process of its own, on a small corpus."""
     import subprocess

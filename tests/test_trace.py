@@ -171,6 +171,26 @@ def test_other_files_are_no_trace(text: str) -> None:
         from_chrome(text)
 
 
+@pytest.mark.parametrize(
+    ("event", "about"),
+    [
+        ({}, {"ranks": 10**12}),  # a list for each rank was made first
+        ({"pid": 0.5}, {}),
+        ({"pid": True}, {}),
+        ({"cat": None}, {}),
+        ({"dur": -2.0}, {}),
+        ({"ts": float("nan")}, {}),
+        ({"ts": 1e308, "dur": 1e308}, {}),
+    ],
+)
+def test_traces_are_bounded(event: dict[str, object], about: dict[str, object]) -> None:
+    """What a report made of them took gigabytes, or failed where it was drawn."""
+    plain = {"ph": "X", "name": "0F0", "cat": "compute", "pid": 0, "ts": 1.0, "dur": 2.0}
+    assert from_chrome(json.dumps({"traceEvents": [plain], "otherData": {"ranks": 1, "chunks": 1}})).ranks == 1
+    with pytest.raises(UserError, match="not a trace that atoll has written"):
+        from_chrome(json.dumps({"traceEvents": [plain | event], "otherData": about}))
+
+
 def test_impossible_traces_are_refused() -> None:
     with pytest.raises(UserError, match="no measures"):
         Trace.from_spans([])

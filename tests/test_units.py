@@ -2,7 +2,7 @@
 
 import pytest
 
-from atoll.units import format_bytes, format_count, format_rate, format_seconds
+from atoll.units import format_bytes, format_count, format_rate, format_seconds, parse_count
 
 
 @pytest.mark.parametrize(
@@ -21,6 +21,20 @@ def test_decimal_bytes() -> None:
 @pytest.mark.parametrize(("count", "text"), [(0, "0"), (950, "950"), (7200, "7.2k"), (2.5e6, "2.5M"), (7e9, "7B")])
 def test_counts(count: float, text: str) -> None:
     assert format_count(count) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("7e9", 7e9), ("7b", 7e9), ("7B", 7e9), ("350m", 350e6), ("1.5T", 1.5e12), ("2k", 2000), ("0", 0), ("1000", 1000)],
+)
+def test_counts_are_read_as_people_write_them(text: str, count: float) -> None:
+    assert parse_count(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "b", "7 x", "7bb", "seven", "7,5b"])
+def test_what_is_no_count_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="such as 7e9, 7b or 350m"):
+        parse_count(text)
 
 
 def test_rate() -> None:

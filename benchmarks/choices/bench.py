@@ -106,7 +106,7 @@ def report(result: Mapping[str, Any]) -> str:
     """Write the page."""
     parts = [
         "# Choices",
-        "Written by `python benchmarks/run.py choices`. A planner is asked for the fastest plan of a sweep whose plans "
+        "Written by `python benchmarks/run.py choices`. A planner chooses the fastest plan of a sweep whose plans "
         "were all measured. Nothing is run: the measured seconds and peaks are those of the races, of which this page "
         "reads the raw files.",
         tables.measured_in(result["environment"]) if "environment" in result else "",

@@ -194,8 +194,8 @@ def report(result: dict[str, Any]) -> str:
         "of losses. Gradients of the first step are compared with one process.",
         *map(_table, result["races"]),
         "## Beside the operations",
-        "Microseconds of Atoll's actions that are not the sleeping operation, with everything that a processor does "
-        "slowly after a sleep; the median, and of receives, which wait for their message, the shortest.",
+        "Microseconds of Atoll's actions outside the sleeping operation, including slow first instructions after a "
+        "sleep; the median, and for receives, which wait for their message, the minimum.",
         _beside_table(result["races"]),
         "## Ten steps back to back",
         "\n".join(chains),

@@ -19,16 +19,16 @@ NETWORK_WORDS = (
 )
 
 DEVICE_WORDS = (
-    "**The device is emulated**: compute sleeps for as long as a device would take in proportion to the bytes, and "
-    "keeps as many activations in proportion to the parameters (`Sleeping` in `benchmarks/islands/work.py`)."
+    "**The device is emulated**: compute sleeps, with the ratio of compute time to bytes and of activations to "
+    "parameters of a real device (`Sleeping` in `benchmarks/islands/work.py`)."
 )
 
 DENIED = (
-    "What this machine denies a peer: gloo's reduce-scatter sends the bytes of an all-reduce, so FSDP2 races a second "
-    "time with a reduce-scatter by direct messages (`set_custom_reduce_scatter`); on CPUs FSDP2 and DeepSpeed wait for "
-    "their reductions, which NCCL would run beside the backward. DeepSpeed's buckets are sized in blocks, since its "
-    "defaults are larger than these models. All processes run with one thread, the same allocator thresholds and the "
-    "same fused AdamW."
+    "Disadvantages of the peers on this machine: gloo's reduce-scatter sends the bytes of an all-reduce, so FSDP2 runs "
+    "a second time with a reduce-scatter by direct messages (`set_custom_reduce_scatter`); on CPUs FSDP2 and DeepSpeed "
+    "wait for reductions, which NCCL would overlap with the backward. DeepSpeed's buckets are sized in blocks, since "
+    "its defaults are larger than these models. All processes run with one thread, the same allocator thresholds and "
+    "the same fused AdamW."
 )
 
 
@@ -57,10 +57,10 @@ def report(page: Page, result: Mapping[str, Any]) -> str:
         parts += _told(name, found)
     if "layouts" in result:
         parts += [
-            "## What a rank sends and holds, by layout",
-            f"{ACCUMULATED} microbatches one after the other. The formula lets everything travel; the block at which a "
-            "pass turns round is not gathered again, so layouts with parameters at G send less. The predicted peak is "
-            "footprint, working memory, the batch and what autograd keeps.",
+            "## Traffic and memory of a rank by layout",
+            f"{ACCUMULATED} microbatches, accumulated. The formula counts every gather; the last block of a forward "
+            "stays gathered for its backward, so layouts with parameters at G send less. The predicted peak is "
+            "footprint, working memory, the batch and autograd's activations.",
             _layout_table(result["layouts"]),
         ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -69,16 +69,16 @@ def report(page: Page, result: Mapping[str, Any]) -> str:
 def _setup(work: Mapping[str, Any]) -> str:
     samples = work["samples"]
     divided = (
-        f"{samples} samples a rank and step, which a setting divides into microbatches (`x4`: four of them)"
+        f"{samples} samples per rank and step, which a setting divides into microbatches (`x4`: four of them)"
         if samples > 1
-        else "one sample a rank and step, so that nobody accumulates"
+        else "one sample per rank and step, so without gradient accumulation"
     )
     return (
-        f"{work['parameters']:,} parameters in {work['units']} blocks, {divided}. Settings are found by a search that "
-        "begins where experts begin and goes on from each side's front; what lies near a front is then built "
-        "again in turns, each alone on the machine, for two timed steps a turn. Losses of every step are compared. "
-        "Peak memory is the C library's allocator's on all threads, and memory that ranks share; bytes across are of "
-        "one island and step, by the interface's counters."
+        f"{work['parameters']:,} parameters in {work['units']} blocks, {divided}. A search starts from common settings "
+        "and continues from each side's Pareto front; settings near a front are then timed in turns, each alone on the "
+        "machine, for two steps per turn. Losses of every step are compared. Peak memory is counted by the C library's "
+        "allocator on all threads, plus memory that ranks share; bytes across are of one island and step, by the "
+        "interface's counters."
     )
 
 
@@ -93,23 +93,22 @@ def _told(name: str, found: Mapping[str, Any]) -> list[str]:
     verdict, compute = judged(found), found["compute"]
     best = verdict["best_against_best"]
     lines = [
-        f"- Compute alone takes {compute['one_rank']:.3f} s for one rank alone, {compute['all_ranks']:.3f} s for all "
-        "at once.",
+        f"- Compute alone takes {compute['one_rank']:.3f} s on one rank, {compute['all_ranks']:.3f} s on all at once.",
         f"- Best against best: `{best['ours']}` is **{best['ratio']:.2f} times as fast** as `{best['peer']}`, within "
         f"its peak of {best['budget_bytes'] / 1e6:.0f} MB."
         if best["ratio"] is not None
-        else f"- Nothing of Atoll fits the peak of the fastest peer, {best['budget_bytes'] / 1e6:.0f} MB.",
+        else f"- No setting of Atoll fits the peak of the fastest peer, {best['budget_bytes'] / 1e6:.0f} MB.",
         *(f"- Like for like, {words}: {ratio:.2f} times as fast." for words, ratio in verdict["like_for_like"].items()),
     ]
     return [
         f"## {name}",
         f"![seconds against peak memory](results/{slug(name)}.svg)",
         "\n".join(lines),
-        "At every peak memory at which a peer is the fastest of the peers that fit:",
+        "At every peak memory at which one peer is the fastest that fits:",
         tables.verdicts(verdict["verdicts"]),
-        f"What raced, Atoll in bold. {len(found['visited'])} settings were visited before, for a step or a few, and "
-        f"count above by it if they did not race; those that take {SLOW:g} times as long as their side's fastest never "
-        "do:",
+        f"Settings timed in turns, Atoll in bold. The search timed {len(found['visited'])} settings for one or a few "
+        f"steps; those without turns count above with these times, unless they took {SLOW:g} times as long as their "
+        "side's fastest:",
         tables.race(found["rows"]),
         _recounted(found),
         _visited_elsewhere(found),
@@ -123,7 +122,7 @@ def _recounted(found: Mapping[str, Any]) -> str:
         return ""
     return (
         f"The memory of {len(found['recounted'])} settings was counted again after the race, at the same commit: other "
-        "work on the machine had shared memory while it was counted first. The raw file has both counts."
+        "processes on the machine had used shared memory during the first count. The raw file has both counts."
     )
 
 
@@ -134,8 +133,8 @@ def _visited_elsewhere(found: Mapping[str, Any]) -> str:
     later = ", ".join(f"`{name}`" for name in found["raced_later"])
     return (
         f"The search ran on {found['visited_on']}, before it was interrupted; the race, and the figures above, are of "
-        "one run on the machine named at the top, at the same code. So that no peer is left out for what the other "
-        f"machine is slow at, {later} raced there too, right after the others."
+        "one run on the machine named at the top, with the same code. To include peers that the other machine is slow "
+        f"at, {later} raced on it too, right after the others."
     )
 
 

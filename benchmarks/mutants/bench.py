@@ -218,17 +218,19 @@ def _counts(rows: Sequence[Mapping[str, Any]], by: str) -> str:
 
 def _life(row: Mapping[str, Any]) -> str:
     where = f", `{row['within']}`" if row["within"] else ""
-    return f"- `{row['module']}` line {row['line']}{where}\n{_change(row)}\n\n  {row['why'] or '**Not explained.**'}\n"
+    return (
+        f"- `{row['module']}` line {row['line']}{where}\n{_change(row)}\n\n    {row['why'] or '**Not explained.**'}\n"
+    )
 
 
 def _exclusion(entry: Mapping[str, Any]) -> str:
     where = f", `{entry['within']}`" if "within" in entry else ""
     change = f"\n{_change(entry)}\n" if "was" in entry else ""
-    return f"- `{entry['module']}`{where}{change}\n  {entry['why']}\n"
+    return f"- `{entry['module']}`{where}{change}\n    {entry['why']}\n"
 
 
 def _change(entry: Mapping[str, Any]) -> str:
-    return f"\n  ```diff\n  - {entry['was']}\n  + {entry['now']}\n  ```"
+    return f"\n    ```diff\n    - {entry['was']}\n    + {entry['now']}\n    ```"
 
 
 def _source() -> str:

@@ -70,6 +70,8 @@ TABLE: dict[str, tuple[str, ...]] = {
     "runtime/places.py": ("tests/runtime/test_places.py",),
     "runtime/launch.py": ("tests/runtime/test_launch.py", "tests/testing/test_pool.py"),
     "training/signals.py": ("tests/cli/test_train.py::test_a_signal_saves_and_leaves",),
+    "runtime/verdict.py": ("tests/runtime/test_verdict.py",),
+    "runtime/page.py": ("tests/runtime/test_page.py", "tests/runtime/test_failure.py"),
     "runtime/failure.py": (
         "tests/runtime/test_failure.py",
         "tests/cli/test_train.py",

@@ -99,8 +99,8 @@ def report(result: dict[str, Any]) -> str:
         f"A decoder of {job['layers']} layers, hidden size {job['hidden']}, {job['microbatches']} microbatches of "
         f"{job['microbatch']} × {job['sequence']} tokens, fp32, one thread a rank. Steps of both alternate. *median* "
         "is the median of each round's ratio (below 1, the first is faster); *cpu* is that of the processor seconds of "
-        "all ranks; *μs* is what a step takes longer, a block and microbatch. Atoll cuts blocks in autograd, so that "
-        "each has a backward of its own; the second row is what that costs by itself.",
+        "all ranks; *μs* is the additional time of a step per block and microbatch. Atoll gives each block its own "
+        "autograd graph; the second row is the cost of that alone.",
         "\n".join(["| contender | ranks | median s | fastest s | last loss |", "|---|--:|--:|--:|--:|", *rows]),
         "\n".join(
             [

@@ -215,8 +215,8 @@ def report(result: Mapping[str, Any]) -> str:
     parts = [
         "# Predictions beside our own runs",
         "Written by `python benchmarks/run.py predictions`. Configurations of several models, layouts, schedules, "
-        "precisions and ways to recompute run on this machine's CPUs, one thread a rank and no more ranks than cores. "
-        "Their steps and peaks are held against what `atoll predict` says of them.",
+        "precisions and recompute modes run on this machine's CPUs, one thread per rank and no more ranks than cores. "
+        "Their step times and peaks are compared with the output of `atoll predict`.",
         tables.measured_in(result["environment"]) if "environment" in result else "",
         "\n".join(
             [
@@ -228,8 +228,8 @@ def report(result: Mapping[str, Any]) -> str:
         "## Real steps",
         "*measured*: median of the steps. *as measured*: predicted with the cluster that `atoll doctor --measure` "
         "wrote. *calibrated*: with its constants fitted to the steps of the rows with *fit*, as `atoll calibrate` fits "
-        "them; these rows are not judged. *peak*: bytes of the fullest pipeline rank, counted by the C library's "
-        "allocator on all threads and in memory that ranks share; the error is of that rank.",
+        "them; these rows are not judged. *peak*: bytes of the pipeline rank with the highest peak, counted by the C "
+        "library's allocator on all threads and in memory that ranks share; the error is of that rank.",
         "\n".join(
             [
                 "| configuration | | measured s | as measured | calibrated | peak MB | peak |",
@@ -241,17 +241,17 @@ def report(result: Mapping[str, Any]) -> str:
         + ", ".join(f"{each['name']} {each['before']:.4g} → {each['after']:.4g}" for each in result["constants"])
         + ".",
         "## On an emulated device",
-        "Four ranks on two cores. An instruction sleeps until the seconds are over that the prediction has for it on a "
-        "given device, what it really computes among them; messages, gathers, reductions and waiting are real. What is "
-        "judged is how instructions follow each other. The links are as measured by four ranks.",
+        "Four ranks on two cores. Each instruction sleeps up to its predicted seconds on a given device, including its "
+        "real computation; messages, gathers, reductions and waits are real. This tests the order and overlap of "
+        "instructions. The links are as measured by four ranks.",
         "\n".join(
             ["| configuration | measured s | predicted s | error |", "|---|--:|--:|--:|", *map(_seconds_line, emulated)]
         ),
         "## Bytes by component",
         "The 14 effective layouts on two groups of two ranks: MB of a rank, predicted / counted, the most of each "
-        "component within a step. State, gathered copies, whole gradients and what waits for W are counted from the "
-        "engine's tensors; activations are everything else that the allocator has given out between instructions, so "
-        "what arrives for a reduction is counted there. *passing*: within an instruction.",
+        "component within a step. State, gathered copies, full gradients and tensors kept for W are counted from the "
+        "engine's tensors; activations are everything else that is allocated between instructions, including receive "
+        "buffers of reductions. *passing*: within an instruction.",
         _components(layouts),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"

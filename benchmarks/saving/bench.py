@@ -161,11 +161,11 @@ def report(result: Mapping[str, Any]) -> str:
         [
             "# Saving in the background",
             f"Written by `python benchmarks/run.py saving`. {RANKS} ranks train {job['blocks']} linear blocks of width "
-            f"{job['width']} with NNG. *begin*: what training waits for, the plan and a copy to host memory; *write*: "
-            "what a thread then takes until the checkpoint is published, fsync included; *beside*: what that adds to "
-            "the steps that begin meanwhile, all of them together over as many steps alone; *waited*: a save that "
-            "training waits for, from begin to end. On the processors the thread takes time from what computes; on the "
-            "emulated device blocks sleep, as a processor does that waits for a GPU. Medians, but for *beside*.",
+            f"{job['width']} with NNG. *begin*: time that training waits, for the plan and a copy to host memory; "
+            "*write*: time of the background thread until the checkpoint is published, fsync included; *beside*: time "
+            "added to the steps that start during the write, in total, relative to as many steps without a save; "
+            "*waited*: a blocking save, from begin to end. On CPUs the thread takes time from compute; on the emulated "
+            "device blocks sleep, like a CPU that waits for a GPU. Medians, except *beside*.",
             tables.measured_in(result["environment"]) if "environment" in result else "",
             "\n".join(
                 [

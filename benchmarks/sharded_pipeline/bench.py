@@ -170,24 +170,25 @@ def report(result: Mapping[str, Any]) -> str:
     work = result["work"]
     parts = [
         "# Sharded parameters in a pipeline",
-        "Which schedule, layout and residency trains fastest in a given memory, when the data-parallel ranks of a "
-        "pipeline are joined by a slow link? Atoll and torch's pipelining with FSDP2, each in every setting that a "
-        "search found worth a race.",
+        "Which schedule, layout and residency is fastest within a given memory, if the network between the "
+        "data-parallel ranks of a pipeline is slow? Atoll and torch's pipelining with FSDP2, each in every setting "
+        "that a search found worth a race.",
         "Written by `make bench-sharded-pipeline`. **The device and the network are emulated**: compute sleeps, and "
         "the data-parallel ranks sit in two namespaces of one machine, joined by a veth pair with a token bucket on "
         "both ends. Messages, autograd, the optimizer and memory are real. Trust ratios, not seconds.",
         tables.measured_in(result["environment"]) if "environment" in result else "",
         result.get("carried_over", ""),
         f"{work['layers']} layers of {work['layer_bytes'] / 1e3:.0f} kB on {PIPELINE} pipeline × {DATA} data-parallel "
-        f"ranks, float64, SGD. A step takes the same samples however they are cut: with m = {work['microbatches']} "
-        f"microbatches, F, I and W of a rank sleep {1000 * work['operation_seconds']:.0f} ms each and a layer keeps "
+        f"ranks, float64, SGD. A step has the same samples for any number of microbatches: with m = "
+        f"{work['microbatches']} microbatches, F, I and W of a rank sleep {1000 * work['operation_seconds']:.0f} ms "
+        f"each and a layer keeps "
         f"{work['kept_bytes'] / 1e3:.0f} kB of a microbatch until its W is done, as much as its parameters; with half "
         f"as many, each is twice as long and as large. A rank computes {work['compute_seconds']:.2f} s a step. Layers "
         "keep by autograd's saved tensors, the same on both sides.",
         "*s*: seconds from the end of one step to the end of the next, over all ranks, median of a race in turns. "
         "*peak*: bytes that the C library's allocator gave out on all threads, above what there was before the "
-        "contender was built, on the fullest rank. *across*: what an island sends a step. Gradients of the first step "
-        "are compared with one process; who is off by more than 1e-10 cannot win.",
+        "contender was built, on the rank with the highest peak. *across*: bytes that an island sends per step. "
+        "Gradients of the first step are compared with one process; a difference above 1e-10 disqualifies a setting.",
         _SETTINGS,
     ]
     for question, found in result["races"].items():
@@ -199,20 +200,19 @@ def report(result: Mapping[str, Any]) -> str:
 
 
 _SETTINGS = """\
-**Settings.** Atoll: schedule and stages a rank, layout, for `GGG` residency/reduction, for `NGG` reduction, \
-microbatches (m), layers a unit; *posted* is the post-validated optimizer step. torch: schedule and stages a rank, \
-`reshard_after_forward` False (*kept*) or True (*resharded*), microbatches, layers a unit. torch's pipelining reduces \
-gradients once a step, after a stage's last backward, and offers no other time."""
+**Settings.** Atoll: schedule and stages per rank, layout, for `GGG` residency/reduction, for `NGG` reduction, \
+microbatches (m), layers per unit; *posted* is the post-validated optimizer step. torch: schedule and stages per rank, \
+`reshard_after_forward` False (*kept*) or True (*resharded*), microbatches, layers per unit. torch's pipelining \
+reduces gradients once per step, after a stage's last backward, and has no other option."""
 
 _DENIED = """\
-## What the CPU and gloo deny the peer, and what it was given
+## Disadvantages of torch on CPUs with gloo, and how they are compensated
 
-On CPUs FSDP2 blocks while it reduces, and gloo's reduce-scatter sends an all-reduce's bytes. So torch gets a \
-reduce-scatter of its own (`FSDPModule.set_custom_reduce_scatter`): a direct exchange of what each rank owns, in the \
-background, waited for before the optimizer's step, as a stream of NCCL's would be. Rows with *gloo's reduction* go \
-without. On a line torch gathers when a unit's first forward comes; here everything is gathered as the step begins, \
-except in rows with *gathered late*. Neither side clips gradients; Atoll computes their norm and checks it each step, \
-torch does not."""
+On CPUs FSDP2 blocks during a reduction, and gloo's reduce-scatter sends an all-reduce's bytes. So torch gets a custom \
+reduce-scatter (`FSDPModule.set_custom_reduce_scatter`): a direct exchange of each rank's shards, in the background, \
+waited for before the optimizer's step, like a stream of NCCL. Rows with *gloo's reduction* do not use it. On a line \
+torch gathers a unit at its first forward; here everything is gathered at the start of the step, except in rows with \
+*gathered late*. Neither side clips gradients; Atoll computes and checks their norm each step, torch does not."""
 
 _TITLES = {
     "limited": "A limited link: twice the time of compute",
@@ -229,20 +229,20 @@ def _section(question: str, found: Mapping[str, Any], compute_seconds: float) ->
     bound = next(row["median_seconds"] for row in rows if row["name"] == best["peer"]) / compute_seconds
     return [
         f"## {_TITLES[question]}",
-        f"{bits / 1e6:.0f} Mbit/s each way: what 1F1B with `GGG` would send if every unit were gathered twice and "
-        f"reduced once a microbatch takes {found['share']:g} times as long as a rank computes.",
+        f"{bits / 1e6:.0f} Mbit/s each way: the traffic of 1F1B with `GGG`, with two gathers and one reduction of "
+        f"every unit per microbatch, takes {found['share']:g} times as long as a rank computes.",
         f"![seconds against peak memory](results/{question}.svg)",
         "At every memory in which a peer runs, both sides' best:",
         _verdicts(found["verdicts"], {row["name"]: row for row in rows}),
         f"**Best against best**: torch's time over Atoll's is {_ratio(best['ratio'])} (`{best['peer']}` against "
-        f"`{best['ours']}`); over compute alone, with no bubble and no message, it is {_ratio(bound)}.",
-        f"**Like for like**, one order, one gather and one reduction a step in the same units: "
+        f"`{best['ours']}`); torch's time over compute alone, without bubble and messages, is {_ratio(bound)}.",
+        f"**Like for like**, one order, one gather and one reduction per step in the same units: "
         f"{_ratio(like['ratio'])} (`{like['peer']}` against `{like['ours']}`).",
-        "Those that raced, and what a reader may ask for; bold is on its side's front. *link*: how long what was sent "
-        "takes at the link's rate. *steps*: how many were timed; one is a visit's. *simulated*: the step's programs, "
-        "played by `atoll.simulate` with the seconds that their instructions took in one step, on a link with that "
-        "burst and the rate at which it carried a large message; and what that differs by. *said*: MB across by the "
-        "programs, without headers of packets.",
+        "Settings timed in turns, and some for comparison; bold ones are on their side's front. *link*: transfer time "
+        "of the bytes at the link's rate. *steps*: number of timed steps; one for a setting of the search only. "
+        "*simulated*: the step's programs, simulated by `atoll.simulate` with their instructions' measured seconds of "
+        "one step, on a link with that burst and the measured rate of a large message; and the difference. *said*: MB "
+        "across according to the programs, without packet headers.",
         _table(_shown(rows, members), members, bits),
     ]
 
@@ -300,14 +300,14 @@ def _line(races: Mapping[str, Any], compute_seconds: float) -> str:
     return "\n\n".join(
         [
             "## 1F1B with everything sharded, on the limited link",
-            "With one stage a rank, each microbatch passes all parameters of the rank twice, so `unit` residency with "
-            "a reduction each microbatch sends more than the link carries in the "
-            f"{compute_seconds:.2f} s of compute. The link is busy without a pause, so no order and no prefetch makes "
-            "this faster; sending less does. torch sends less because its pipelining reduces once a step and, "
-            "resharded or not, keeps parameters whole through the backward. The same is a setting here:",
+            "With one stage per rank, each microbatch uses all parameters of the rank twice, so `unit` residency with "
+            "a reduction per microbatch sends more than the link can transfer in the "
+            f"{compute_seconds:.2f} s of compute. The link is always busy, so neither the order nor prefetch makes "
+            "this faster, only less traffic. torch sends less because its pipelining reduces once per step and, "
+            "resharded or not, keeps parameters gathered through the backward. In Atoll this is a setting:",
             "\n".join(lines),
-            "`step/step` is the answer where whole parameters and gradients of a rank fit; where they do not, a V "
-            "schedule that keeps fewer microbatches (`zb-v`, `v-half`, `v-min`) buys the room.",
+            "Use `step/step` if full parameters and gradients of a rank fit in memory; otherwise use a V schedule that "
+            "keeps fewer microbatches (`zb-v`, `v-half`, `v-min`).",
         ]
     )
 

@@ -144,8 +144,8 @@ def report(result: Mapping[str, Any]) -> str:
         raise RuntimeError(f"losses differ by {apart:.2g}")
     lines = [
         "# A head of twice a rank's layers",
-        "Written by `make bench-vocabulary`. **The device is emulated**: compute sleeps, messages and everything else "
-        "are real; what is measured is who waits for whom. Raw values: [results/latest.json](results/latest.json).",
+        "Written by `make bench-vocabulary`. **The device is emulated**: compute sleeps; messages and everything else "
+        "are real, so waits between ranks are measured. Raw values: [results/latest.json](results/latest.json).",
         tables.measured_in(result["environment"]) if "environment" in result else "",
         f"{result['ranks']} ranks, {result['microbatches']} microbatches; F, I and W of a rank's layers take "
         f"{result['seconds'] * 1e3:g} ms each, of the whole head {2e3 * result['seconds']:g} ms; hop "
@@ -177,7 +177,7 @@ def _ratios(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         own = {row["name"]: row for row in rows if row["schedule"] == split["schedule"]}
         parts = [
             f"{own[name]['median_seconds'] / split['median_seconds']:.2f} (simulated "
-            f"{own[name]['simulated_seconds'] / split['simulated_seconds']:.2f}) times the split's step {words}"
+            f"{own[name]['simulated_seconds'] / split['simulated_seconds']:.2f}) times the split's step time {words}"
             for name, words in (("layers even", "with even layers"), ("layers by cost", "with layers by cost"))
         ]
         found.append(f"- {split['schedule']}: {', '.join(parts)}")

@@ -107,7 +107,7 @@ def pretended_ranks(rank: int, world: int) -> Iterator[None]:
 
 
 def is_profiling() -> bool:
-    """Whether a profiler records. Private: `torch.autograd._profiler_enabled`; the public way to name a range costs
+    """True if a profiler records. Private: `torch.autograd._profiler_enabled`; the public way to name a range costs
     microseconds an action even when nobody records."""
     return bool(autograd._profiler_enabled())
 
@@ -165,7 +165,7 @@ def version(tensor: Tensor) -> int:
 
 @contextmanager
 def parameter_replaced(module: nn.Module, name: str, tensor: Tensor) -> Iterator[None]:
-    """A section in which a tensor of any kind stands in the place of a module's parameter.
+    """Context in which a tensor of any kind replaces a module's parameter.
 
     Private: `Module._parameters`. `torch.func.functional_call` does the same and then calls the module, whose forward
     may be the one that asks for this.
@@ -191,6 +191,17 @@ def bare_copy(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> nn.M
         key: torch.empty_like(buffer, device="cpu") for key, buffer in module._buffers.items() if buffer is not None
     }
     return made
+
+
+def reset_of(module: nn.Module) -> Callable[[], None] | None:
+    """What gives a module the values that torch starts it with: its `reset_parameters`; None where it has none.
+
+    Private: `nn.MultiheadAttention._reset_parameters`, which torch calls when one is built, and has no public name.
+    """
+    reset: Any = getattr(module, "reset_parameters", None)
+    if reset is None and isinstance(module, nn.MultiheadAttention):
+        reset = module._reset_parameters
+    return reset if callable(reset) else None
 
 
 def run_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:

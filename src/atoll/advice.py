@@ -1,4 +1,4 @@
-"""What a plan costs more than it has to: combinations that are right and wasteful, each with a better setting.
+"""Advice on wasteful settings of a plan, each with a better one.
 
 A pipeline adds gradients up over many microbatches, and a layout that shards them reduces them each time unless it is
 told otherwise; a V placement goes to and fro between its stages, so that a stage which stays whole as long as a rank
@@ -17,7 +17,7 @@ from atoll.plans import Plan
 from atoll.units import format_bytes
 
 WORTH = 1.5
-"""How many times less a better setting has to send to be worth a word."""
+"""Factor by which a better setting must reduce traffic to be mentioned."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,12 +50,14 @@ def seal(content: Mapping[str, Any]) -> bytes:
 
 
 def unseal(document: bytes) -> dict[str, Any]:
-    """What `seal` was given. Raises ValueError unless every byte of the document is as `seal` wrote it."""
+    """What `seal` was given. Raises ValueError unless every byte of the document is as `seal` writes an object."""
     end = len(document) - len(_END) - 32
     body = document[len(_HEAD) : end - len(_MIDDLE)]
     if document != _HEAD + body + _MIDDLE + digest(body).encode() + _END:
         raise ValueError("its content does not match its digest")
-    content: dict[str, Any] = documents.parse_json(body)
+    content = documents.parse_json(body)
+    if not isinstance(content, dict):
+        raise ValueError(f"its content is a {type(content).__name__}, not an object")
     return content
 
 

@@ -1,4 +1,4 @@
-"""Documents that come from outside, JSON and TOML: of a bounded size and depth, or one ValueError.
+"""Documents that come from outside, JSON, TOML and YAML: of a bounded size and depth, or one ValueError.
 
 What is within the bounds can be walked by recursive functions, printed, and turned into floats. Whether it says what
 its reader expects is for the reader to check.
@@ -7,11 +7,13 @@ its reader expects is for the reader to check.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
+import reprlib
 import stat
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,13 @@ LARGEST_TOML = 16 << 20
 """Bytes of the largest TOML document that is read."""
 LARGEST_STREAM = 64 << 20
 """Bytes that are read of what is no file, such as a pipe, whose size is not known beforehand."""
+LARGEST_YAML = 1 << 16
+"""Characters of the largest YAML document that is read, of which a megabyte takes many seconds."""
 DEEPEST = 100
 """Tables and lists within each other."""
+LARGEST_COUNT = (1 << 31) - 1
+"""Up to which things are counted: ranks, stages, steps."""
+LARGEST_BYTES = (1 << 63) - 1
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 INTEGERS = range(-(1 << 63), 1 << 64)
 """Those of 64 bits, with a sign or without."""
@@ -91,11 +98,75 @@ def parse_toml(text: str) -> dict[str, Any]:
     except RecursionError:
         raise _too_deep() from None
     _check_depth(tables)
-    # Hexadecimal ones have no limit in Python, and then cannot be printed.
-    for value in _leaves(tables):
-        if isinstance(value, int) and value not in INTEGERS:
-            raise ValueError(f"an integer of {value.bit_length()} bits; TOML has those of 64")
+    _check_integers(tables)
     return tables
+
+
+def parse_yaml(text: str) -> Any:
+    """The value of a YAML document of plain values.
+
+    Raises ValueError for one that is not YAML, is larger than `LARGEST_YAML`, is nested too deeply, or refers to parts
+    of itself; ImportError without PyYAML.
+    """
+    import yaml
+
+    if len(text) > LARGEST_YAML:
+        raise ValueError(f"{len(text)} characters of YAML; at most {LARGEST_YAML} are read")
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    try:
+        _check_tokens(yaml.scan(text, loader))
+        value = yaml.load(text, loader)
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # also dates and numbers that are none
+        raise ValueError(str(error)) from error
+    except RecursionError:
+        raise _too_deep() from None
+    _check_depth(value)
+    _check_integers(value)
+    if not _has_words(value):
+        raise ValueError("a key that is no string")
+    return value
+
+
+def _check_tokens(tokens: Iterable[Any]) -> None:
+    """Raise ValueError for what must not be loaded.
+
+    A document that refers to itself may stand for far more than it holds, and libyaml's loader recurses in C without a
+    limit: one of 60,000 brackets ends the process.
+    """
+    depth = 0
+    for token in tokens:
+        name = type(token).__name__
+        if name in {"AnchorToken", "AliasToken"}:
+            raise ValueError("anchors and aliases are not read; write the values out")
+        depth += name.endswith(("SequenceStartToken", "MappingStartToken"))
+        depth -= name.endswith(("SequenceEndToken", "MappingEndToken", "BlockEndToken"))
+        if depth > DEEPEST:
+            raise _too_deep()
+
+
+def finite(value: Any) -> float:
+    """A finite number of a document. Raises ValueError for what is none."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ValueError(f"{_shown(value)} is no finite number")
+    return float(value)
+
+
+def count(value: Any, *, least: int = 0, limit: int = LARGEST_COUNT) -> int:
+    """A whole number of a document from `least` to `limit`. Raises ValueError for what is none."""
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= limit:
+        raise ValueError(f"{_shown(value)} is no whole number from {least} to {limit}")
+    return value
+
+
+def string(value: Any) -> str:
+    """A string of a document. Raises ValueError for what is none."""
+    if not isinstance(value, str):
+        raise ValueError(f"{_shown(value)} is no string")
+    return value
+
+
+def _shown(value: Any) -> str:
+    return reprlib.repr(value)
 
 
 def _integer(digits: str) -> int:
@@ -103,6 +174,13 @@ def _integer(digits: str) -> int:
     if value is None or value not in INTEGERS:
         raise ValueError(f"an integer of {len(digits)} digits; those of 64 bits are read")
     return value
+
+
+def _check_integers(value: Any) -> None:
+    """Hexadecimal ones have no limit in Python, and then cannot be printed."""
+    for leaf in _leaves(value):
+        if isinstance(leaf, int) and leaf not in INTEGERS:
+            raise ValueError(f"an integer of {leaf.bit_length()} bits; those of 64 bits are read")
 
 
 def _check_depth(value: Any) -> None:
@@ -120,6 +198,13 @@ def _leaves(value: Any) -> Iterator[Any]:
             yield from _leaves(child)
     else:
         yield value
+
+
+def _has_words(value: Any) -> bool:
+    """Return True if all keys are strings; YAML takes anything."""
+    if isinstance(value, dict) and not all(isinstance(key, str) for key in value):
+        return False
+    return not isinstance(value, (dict, list)) or all(map(_has_words, _children(value)))
 
 
 def _children(value: dict[str, Any] | list[Any]) -> Any:

@@ -1,21 +1,21 @@
 """Everything Atoll raises.
 
     AtollError                       exit code 1: something failed
-    |-- UserError                    exit code 2: what was asked for cannot be done
+    |-- UserError                    exit code 2: the request cannot be fulfilled
     |   |-- ConfigError              a key, a value or a size of a config
-    |   |-- ScheduleError            an order of actions that breaks a law
+    |   |-- ScheduleError            an order of actions that violates a law
     |   |-- LayoutError              a level, a layout, a precision
-    |   |-- PlanError                a mesh, a split or a model that do not fit together
+    |   |-- PlanError                a mesh, a split and a model that do not match
     |   |-- DataError                a corpus or a tokenizer
     |   `-- CheckpointError          a checkpoint that is missing, or of another model
-    |       `-- DamageError          a checkpoint that does not hold what was written
-    `-- RunError                     a run that broke
+    |       `-- DamageError          a checkpoint whose content differs from what was written
+    `-- RunError                     a run that failed
         |-- BadStepError             a step whose loss or gradients are not finite
-        |-- ReplicaError             ranks that should hold the same values, and do not
+        |-- ReplicaError             ranks whose replicas differ
         `-- RankError                the first error of one rank, as all ranks report it
 
-A message says what, the values, where, and what to do. A CostWarning says what is right and costs more than it has to;
-an UnverifiedWarning, that nothing says whether a checkpoint is as it was written.
+A message states the problem, the values, where it occurred, and what to do. A CostWarning reports a correct setting
+that costs more than necessary; an UnverifiedWarning reports a checkpoint without digests.
 """
 
 from __future__ import annotations
@@ -27,51 +27,55 @@ if TYPE_CHECKING:
 
 
 class AtollError(Exception):
-    """Root of every error that Atoll raises on purpose."""
+    """Base class of all errors that Atoll raises."""
 
     exit_code = 1
 
+    def __str__(self) -> str:
+        """The message. Half of a surrogate pair of a document, which cannot be printed, is a "?"."""
+        return super().__str__().encode(errors="replace").decode()
+
 
 class UserError(AtollError):
-    """What was asked for cannot be done; nothing was started or changed."""
+    """The request cannot be fulfilled; nothing was started or changed."""
 
     exit_code = 2
 
 
 class ConfigError(UserError):
-    """A key, a value or a size of a config."""
+    """A config has an invalid key, value or size."""
 
 
 class ScheduleError(UserError):
-    """An order of actions that breaks a law of schedules."""
+    """An order of actions violates a law of schedules."""
 
 
 class LayoutError(UserError):
-    """A level, a layout or a precision that does not exist."""
+    """A level, a layout or a precision does not exist."""
 
 
 class PlanError(UserError):
-    """A mesh, a split or a model that do not fit together."""
+    """A mesh, a split and a model do not match."""
 
 
 class DataError(UserError):
-    """A corpus or a tokenizer that cannot be read."""
+    """A corpus or a tokenizer cannot be read."""
 
 
 class CheckpointError(UserError):
-    """A checkpoint that is missing, or of another model."""
+    """A checkpoint is missing, or of another model."""
 
 
 class DamageError(CheckpointError):
-    """A checkpoint that does not hold what was written; an older one may."""
+    """The content of a checkpoint differs from what was written; an older checkpoint may be intact."""
 
 
 class RunError(AtollError):
-    """A run that broke after it started."""
+    """A run failed after it started."""
 
 
 class BadStepError(RunError):
-    """A step whose loss or gradients are not finite, on every rank. Nothing was updated, and the engine can go on."""
+    """The loss or gradients of a step are not finite. Nothing was updated; the engine can continue on every rank."""
 
     def __init__(self, message: str, *, fault: Fault) -> None:
         super().__init__(message)
@@ -79,7 +83,10 @@ class BadStepError(RunError):
 
 
 class ReplicaError(RunError):
-    """Ranks hold different values of what should be the same.  ranks: those that differ from most."""
+    """Replicas on different ranks differ.
+
+    ranks: those that differ from the majority.
+    """
 
     def __init__(self, message: str, *, ranks: tuple[int, ...]) -> None:
         super().__init__(message)
@@ -87,9 +94,9 @@ class ReplicaError(RunError):
 
 
 class RankError(RunError):
-    """The first error of one rank, as every rank reports it.
+    """The first error of one rank, raised on every rank.
 
-    speaker: the rank that prints it, where the one to blame cannot.
+    speaker: the rank that prints it, if the failing rank cannot.
     """
 
     def __init__(self, message: str, *, rank: int, exit_code: int = 1, speaker: int | None = None) -> None:
@@ -100,8 +107,8 @@ class RankError(RunError):
 
 
 class CostWarning(UserWarning):
-    """A setting that is right, and sends or holds much more than another one."""
+    """A setting is correct, but sends or stores much more than another one."""
 
 
 class UnverifiedWarning(UserWarning):
-    """A checkpoint without digests, written before there were any: damage to it may go unseen."""
+    """A checkpoint has no digests, so damage may go undetected."""

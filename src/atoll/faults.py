@@ -28,7 +28,7 @@ ROLLBACKS = 3
 
 
 class Answer(StrEnum):
-    """What is done about a bad step."""
+    """The policy for bad steps."""
 
     STOP = "stop"
     SKIP = "skip"
@@ -55,7 +55,7 @@ class Policy:
 
 
 class Made(IntEnum):
-    """What was seen not to be finite, in the order in which one is the cause of the next."""
+    """Kinds of non-finite values, in causal order."""
 
     PARAMETER = 0
     INPUT = 1
@@ -67,7 +67,7 @@ class Made(IntEnum):
 
     @property
     def is_backward(self) -> bool:
-        """Whether it is made in the backward, which visits the last block first."""
+        """True if it is made in the backward, which visits the last block first."""
         return self >= Made.GRADIENT
 
 

@@ -1,4 +1,4 @@
-"""Which layers each stage has, which rank each stage, and in which order the ranks work: chosen together.
+"""Joint choice of the layers of each stage, the placement of stages, and the order of work.
 
 For models whose layers are unequal, as with a large vocabulary, or dense and sparse blocks. Splits that are even leave
 gaps in some orders and fill those of others, so that the best split depends on the order, and the order on the split.
@@ -83,7 +83,7 @@ class Joint:
 
     @property
     def placement(self) -> Placement:
-        """Which rank has which stage."""
+        """The placement of stages."""
         return self.schedule.placement
 
 
@@ -161,7 +161,7 @@ class _Split:
 
     @property
     def has_order(self) -> bool:
-        """Whether an order fits."""
+        """True if an order fits."""
         return math.isfinite(self.makespan)
 
     def result(self) -> Joint:
@@ -196,7 +196,7 @@ class _Split:
                     goes_on = True
 
     def costs(self, way: Way) -> Costs:
-        """Of each stage."""
+        """Return the costs of each stage."""
         forward, input_grad, weight_grad = self._stages(way)
         return Costs(forward, input_grad, weight_grad, hop=self.hop)
 

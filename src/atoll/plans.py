@@ -1,4 +1,4 @@
-"""The record that the engine executes and the planner produces."""
+"""Plans: what the engine executes and the planner returns."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ AXES = ("pp", "inter", "intra", "tp")
 """The axes of a mesh in their usual order, outermost first."""
 
 ORDERS = (AXES, ("inter", "pp", "intra", "tp"), ("inter", "intra", "pp", "tp"))
-"""How they may lie on the network: a pipeline across the nodes, or inside them as far as it fits."""
+"""Allowed orders of the axes: the pipeline between nodes, or inside them as far as it fits."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeshShape:
     """Ranks along each mesh axis.
 
-    order: the axes over the ranks of the world, outermost first: ranks along inner axes follow each other, and share a
-    node as far as it has room. `pp` may be first, before `intra` or after it; `inter` comes before `intra`, and `tp`
+    order: the axes over the ranks of the world, outermost first. Ranks along inner axes are consecutive, so they share
+    a node as far as possible. `pp` may be first, before `intra` or after it; `inter` comes before `intra`, and `tp`
     last.
 
     Raises PlanError for an axis without ranks, and for any other order.
@@ -67,7 +67,7 @@ class MeshShape:
         return self.pipeline * self.data * self.tensor
 
     def place(self, rank: int) -> Place:
-        """Where the world rank `rank` sits."""
+        """Return the place of the world rank `rank`."""
         if not 0 <= rank < self.world:
             raise PlanError(f"rank {rank} is outside a mesh of {self.world} ranks {self.sizes}")
         at = {}
@@ -119,24 +119,26 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to run: mesh, layout, schedule, precision, recompute and microbatches.
+    """A plan: mesh, layout, schedule, precision, recompute and microbatches.
 
     microbatch: samples of one microbatch. Microbatches a rank and step: `schedule.microbatches`.
-    residency: how long gathered parameters stay whole: `unit`, each block for its use; `run`, stages that there is room
-    for; `step`.  resident: bytes of whole parameters that `run` may keep on a rank between actions; as much as its
-    largest stage if not given.
+    residency: how long gathered parameters are kept: `unit`, each block while it is used; `run`, stages while they fit
+    in memory; `step`.  resident: bytes of gathered parameters that `run` may keep on a rank between actions; the size
+    of its largest stage if not given.
     unit: blocks that are gathered and reduced together, where they follow each other in a stage and are of one class.
-    reduction: how often gradients go to where they rest: `microbatch`, `run` (before those of another stage), `step`.
+    reduction: how often gradients are reduced to their shards: `microbatch`, `run` (before another stage's), `step`.
     compile: `block` compiles each block with torch.compile; `block-eager` traces the same graphs and runs them without
     generating code, which needs no compiler.
     post_validation: stages take the optimizer step without waiting for the global norm, which is checked afterwards.
-    sequence_parallel: with tensor parallelism, what lies between the split modules works on a part of the sequence.
+    sequence_parallel: with tensor parallelism, modules between the split ones compute a part of the sequence.
     vocabulary_parallel: each pipeline rank has a slice of embedding and head, looks up and scores every microbatch.
     With tensor parallelism, each rank of its group has a part of that slice.
-    prefetch: bytes of parameters that may be gathered before they are used; what a block needs for each link that a
-    gather crosses if not given. 0 takes the least memory: nothing is gathered ahead, and a block's gradients are
-    reduced before the next block's are made.
-    layers_per_stage: how many layers each stage gets; as even as can be if not given (atoll.stages).
+    prefetch: bytes of parameters that may be prefetched; the size of a block for each link that a gather crosses if not
+    given. 0 uses the least memory: nothing is prefetched, and a block's gradients are reduced before those of the next
+    block are computed.
+    layers_per_stage: the number of layers of each stage; as even as possible if not given (atoll.stages).
+    states: tensors that the optimizer keeps of every parameter besides the master (Adam 2, momentum 1, SGD 0), for
+    predicted bytes.
     """
 
     mesh: MeshShape
@@ -155,6 +157,7 @@ class Plan:
     sequence_parallel: bool = False
     vocabulary_parallel: bool = False
     layers_per_stage: tuple[int, ...] | None = None
+    states: int = 2
 
     def __post_init__(self) -> None:
         if self.schedule.ranks != self.mesh.pipeline:
@@ -200,7 +203,7 @@ class Plan:
 
     def sharding(self, place: Place) -> Sharding:
         """The layout on the rank at `place`."""
-        return Sharding(self.layout, self.precision, place.nest, keeps_apart=self.post_validation)
+        return Sharding(self.layout, self.precision, place.nest, keeps_apart=self.post_validation, states=self.states)
 
     @property
     def global_batch(self) -> int:

@@ -1,4 +1,4 @@
-"""Which blocks each stage has.
+"""The split of blocks into stages.
 
     5 layers that cost 2 each, between an embedding of cost 0 and a head of cost 3
 
@@ -37,7 +37,7 @@ TRIES = 6_000
 
 @dataclass(frozen=True, slots=True)
 class BlockWeight:
-    """What a block asks of the rank that has it.
+    """Cost and memory of a block.
 
     kind: what blocks of the same sort have in common, such as their class.  cost: time of a microbatch, in any unit.
     memory: bytes.  is_joined: whether it stays on the stage of the block before it.
@@ -86,7 +86,7 @@ def split_blocks(
 
 
 def layers_of(blocks: Sequence[BlockWeight]) -> range:
-    """Which blocks are layers: the first of the commonest kind, the last of it, and what lies between.
+    """Return the blocks that are layers: from the first to the last of the most common kind.
 
     Joined blocks are one with the block before them. Where no kind comes twice, all but the first and the last block.
     """
@@ -133,7 +133,7 @@ def _by_hand(
 
 
 Way = tuple[int, ...]
-"""How many parts each stage gets."""
+"""The number of parts of each stage."""
 
 _Amounts = tuple[float, ...]
 _Weight = tuple[float, _Amounts, _Amounts, _Amounts, _Amounts, Way]
@@ -219,7 +219,7 @@ class _Search:
         )
 
     def _turns(self, sums: Sequence[float], way: Way) -> list[list[float]]:
-        """What the stages of each turn have, rank by rank."""
+        """Return the work of each turn's stages, rank by rank."""
         ranks = self._placement.ranks
         at = [sums[part] for part in accumulate(way, initial=0)]
         stages = [last - first for first, last in pairwise(at)]

@@ -1,4 +1,4 @@
-"""What happened when: spans of every rank, and what is measured on them.
+"""Spans of every rank, and measures of them.
 
 The simulator and a real run make the same type, so every measure works from the spans alone. Times are seconds from
 any common origin (or whatever unit the costs of a simulation have).
@@ -15,7 +15,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple, Protocol, TypeVar
 
-from atoll.documents import parse_json
+from atoll.documents import count, finite, parse_json, string
 from atoll.errors import UserError
 from atoll.ir.action import Action, Op
 
@@ -38,6 +38,10 @@ def lane_of(op: Op) -> str:
     return SEND_LANE if op.startswith("SEND") else RECEIVE_LANE
 
 
+MOST_RANKS = 1 << 16
+"""Pipeline ranks of a trace that is read."""
+
+
 class Span(NamedTuple):
     """An action of a rank from `start` to `end`. A receive's span is the wait for it."""
 
@@ -49,7 +53,7 @@ class Span(NamedTuple):
 
 
 class MemorySample(NamedTuple):
-    """Bytes held by a rank from `time` on."""
+    """Bytes that a rank holds from `time` on."""
 
     rank: int
     time: float
@@ -57,7 +61,7 @@ class MemorySample(NamedTuple):
 
 
 class Idle(NamedTuple):
-    """Where a rank's bubble lies, by cause.
+    """The bubble of a rank, by cause.
 
     before    nothing has arrived yet
     waiting   between actions: a peer is late
@@ -133,22 +137,22 @@ class Trace:
 
     @cached_property
     def finish(self) -> float:
-        """When the last action of any kind is over: gradients may be reduced after the last compute."""
+        """End of the last action of any kind: gradients may be reduced after the last compute."""
         return max(span.end for span in self.spans)
 
     @cached_property
     def start(self) -> float:
-        """When the first rank starts."""
+        """Start of the first rank."""
         return min(row[0].start for row in self._rows if row)
 
     @cached_property
     def end(self) -> float:
-        """When the last rank has finished."""
+        """End of the last rank."""
         return max(span.end for row in self._rows for span in row)
 
     @property
     def makespan(self) -> float:
-        """From the first start of any rank to the last end of any."""
+        """Seconds from the first start of any rank to the last end of any."""
         return self.end - self.start
 
     @cached_property
@@ -332,20 +336,26 @@ def from_chrome(text: str) -> Trace:
         timed = [event for event in events if event["ph"] == "X"]
         spans = [
             Span(
-                event["pid"],
-                event["cat"],
+                count(event["pid"], limit=MOST_RANKS - 1),
+                string(event["cat"]),
                 Action.parse(event["name"]),
-                event["ts"] / 1e6,
-                (event["ts"] + event["dur"]) / 1e6,
+                finite(event["ts"]) / 1e6,
+                (event["ts"] + finite(event["dur"])) / 1e6,
             )
             for event in timed
         ]
         memory = tuple(
-            MemorySample(event["pid"], event["ts"] / 1e6, event["args"]["bytes"])
+            MemorySample(
+                count(event["pid"], limit=MOST_RANKS - 1),
+                finite(event["ts"]) / 1e6,
+                finite(event["args"]["bytes"]),
+            )
             for event in events
             if event["ph"] == "C"
         )
+        if not all(span.start <= span.end < math.inf for span in spans):
+            raise ValueError("an event that ends before it begins, or never")
         ranks = about.get("ranks", 1 + max((span.rank for span in spans), default=-1))
-        return Trace(tuple(spans), ranks, about.get("chunks", 1), memory)
+        return Trace(tuple(spans), count(ranks, limit=MOST_RANKS), count(about.get("chunks", 1)), memory)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"not a trace that atoll has written: {type(error).__name__}: {error}") from error

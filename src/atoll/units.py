@@ -22,6 +22,19 @@ def format_count(count: float) -> str:
     return f"{_digits(value)}{name}"
 
 
+def parse_count(text: str) -> float:
+    """A number of things as people write it: "7e9", "7b", "7B" (a billion), "70m", "1.5T".
+
+    Raises ValueError for what is no number.
+    """
+    scale = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}.get(text[-1:].lower(), 1.0)
+    number = text[:-1] if scale > 1.0 else text
+    try:
+        return float(number) * scale
+    except ValueError:
+        raise ValueError(f"{text!r} is no number of things such as 7e9, 7b or 350m") from None
+
+
 def format_rate(per_second: float, unit: str) -> str:
     """`per_second` of `unit`: "7.2k tokens/s"."""
     return f"{format_count(per_second)} {unit}/s"

@@ -53,6 +53,13 @@ def test_trainable_defaults_to_all() -> None:
     assert _rows(*SEVEN_BILLION) == _rows("--parameters", "7e9", "--intra", "8", "--inter", "4", "--microbatches", "10")
 
 
+def test_a_size_is_written_as_people_write_it() -> None:
+    assert _rows("--parameters", "7b", "--inter", "4") == _rows("--parameters", "7e9", "--inter", "4")
+    result = _run("--parameters", "7x")
+    assert result.exit_code == 2
+    assert "such as 7e9, 7b or 350m" in " ".join(result.output.split())
+
+
 def test_frozen_parameters_stay_stored() -> None:
     row = _rows("--parameters", "1000", "--trainable", "100", "--intra", "2", "--inter", "1")["III"]
     assert row["bytes_per_rank"] == {

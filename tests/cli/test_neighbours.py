@@ -21,7 +21,10 @@ import pytest
 
 from tests.cli.test_train import ATOLL, sets, write_config
 
-pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user"),
+]
 
 ATTACKER = r"""
 import contextlib, ctypes, encodings.idna, glob, hmac, json, os, signal, socket, sys

@@ -133,7 +133,7 @@ def test_json_adds_up(folder: Path) -> None:
 
 def test_the_report_says_what_json_says(folder: Path) -> None:
     found, text = predicted(folder), run("predict", folder).stdout
-    parts = text.split("where a step goes")[1].split("\n\n")[0]
+    parts = text.split("time of a step")[1].split("\n\n")[0]
     shares = [float(share) for share in re.findall(r"([\d.]+)%", parts)]
     assert sum(shares[0::2]) == pytest.approx(100, abs=1)
     assert sum(shares[1::2]) == pytest.approx(100, abs=1)
@@ -156,7 +156,7 @@ def test_a_plan_that_does_not_fit_says_by_how_much(folder: Path) -> None:
     assert found["margin_bytes"] < 0
     fullest = min(found["ranks"], key=lambda rank: rank["margin_bytes"])["rank"]
     share = -found["margin_bytes"] / 1_001_000_000
-    assert text.splitlines()[-1].startswith(f"does not fit: rank {fullest}, the fullest, needs ")
+    assert text.splitlines()[-1].startswith(f"does not fit: rank {fullest} has the highest peak and needs ")
     assert f"{share:.1%}, more than" in text.splitlines()[-1]
 
 
@@ -358,7 +358,7 @@ def test_a_run_that_would_start_and_is_not_predicted_is_no_error(folder: Path) -
     frozen = ["--set", "train.frozen=['embed.*']", "--set", "parallel.tensor=2", "--set", "parallel.layout=NNN"]
     result = run("train", folder, "--dry-run", *frozen, cluster=False)
     assert result.stdout == ""
-    assert "note: the run would start, and is not predicted: " in result.stderr
+    assert "note: the run can start but cannot be predicted: " in result.stderr
 
 
 def test_a_large_corpus_that_is_not_prepared_is_not_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

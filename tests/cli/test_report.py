@@ -11,6 +11,8 @@ from typer.testing import CliRunner
 
 from atoll.cli.main import app
 from atoll.errors import ConfigError
+from atoll.report import page
+from atoll.training.folder import LARGEST_LINE
 from atoll.training.sheet import RunReader
 from tests.clusters import TWO_CPUS
 from tests.report.sheets import RANKS
@@ -155,6 +157,62 @@ def test_damaged_files_are_named(tmp_path: Path, name: str) -> None:
     except ConfigError as error:
         notes = str(error)
     assert name in notes
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        ("plan.json", {"mesh": 1}),
+        ("plan.json", {"mesh": {"pp": "../../etc/passwd"}}),
+        ("plan.json", {"mesh": {"pp": 2**62, "inter": 2**62}}),
+        ("plan.json", {"first_step": {}}),
+        ("plan.json", {"vocabulary": "many"}),
+        ("timing.json", {"ranks": []}),
+        ("timing.json", {"ranks": [{"peak_bytes": -1, "instructions": []}]}),
+        ("timing.json", {"seconds": None}),
+    ],
+)
+def test_what_a_run_does_not_write_is_named(tmp_path: Path, name: str, changed: dict[str, Any]) -> None:
+    """They were tracebacks: the report took what it read for what a run had written."""
+    run = run_folder(tmp_path / "run")
+    (run / name).write_text(json.dumps(json.loads((run / name).read_text()) | changed))
+    with pytest.raises(ConfigError, match=f"{name} is not what a run writes"):
+        RunReader(run).sheet()
+
+
+@pytest.mark.parametrize(
+    "travel",
+    [
+        ["0UNSHARD", 1e18, 1.4],  # its end before its beginning: the page's columns of 32 bits could not hold it
+        ["0UNSHARD", 1.0, float("inf")],
+        [None, 1.0, 1.4],
+    ],
+)
+def test_a_timeline_that_is_none_is_a_note(tmp_path: Path, travel: list[Any]) -> None:
+    run = run_folder(tmp_path / "run")
+    (run / "timeline.json").write_text(json.dumps({"step": 5, "ranks": [{**RANKS[0], "travels": [travel]}]}))
+    sheet = RunReader(run).sheet()
+    assert [each.title for each in sheet.timelines] == ["predicted"]
+    assert "The measured timeline cannot be read" in sheet.notes[-1]
+    page([sheet])
+
+
+def test_a_trace_that_is_no_text_is_a_note(tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "run", is_over=False)
+    (run / "trace.json").write_bytes(b"\xff")
+    assert "cannot read" in RunReader(run).sheet().notes[-1]
+
+
+def test_records_without_what_is_drawn_are_left_out(tmp_path: Path) -> None:
+    """A line without seconds, or whose loss is text, was a KeyError and a TypeError."""
+    run = run_folder(tmp_path / "run")
+    odd = [{"step": 6, "loss": 1.0}, {**step(7), "loss": "low"}, {**step(8), "seconds": True}, {"step": -9}, step(10)]
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write("".join(f"{json.dumps(each)}\n" for each in odd))
+        file.write("[" * (LARGEST_LINE + 5) + "\n")
+    sheet = RunReader(run).sheet()
+    assert list(sheet.curves.training["step"]) == [1, 2, 3, 4, 5, 6, 10]
+    assert sheet.figures["step"][1] == "50 ms, median"  # of 4, 5 and 10
 
 
 def test_what_is_neither_run_nor_config_is_refused(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -64,7 +65,7 @@ folder, manner = pathlib.Path(sys.argv.pop(1)), sys.argv.pop(1)
 whole = Attention.forward
 count = 0
 
-def forward(self, hidden):
+def forward(self, hidden, *others):
     global count
     count += self.training
     if count > 8:  # in the second step: each has 8 microbatches, and rank 1 has one layer
@@ -73,7 +74,7 @@ def forward(self, hidden):
         if manner == "sleep":
             time.sleep(3600)
         raise ValueError("the sky fell")
-    return whole(self, hidden)
+    return whole(self, hidden, *others)
 
 if os.environ.get("RANK") == "1":
     Attention.forward = forward
@@ -151,7 +152,7 @@ def test_results_are_on_stdout_and_progress_on_stderr(
     summary = json.loads(result.stdout)
     assert set(summary) == {
         *("folder", "step", "stopped", "tokens", "seconds", "validation_loss", "checkpoint", "sample"),
-        *("step_seconds", "peak_bytes"),
+        *("step_seconds", "peak_bytes", "best_checkpoint"),
     }
     assert summary["step_seconds"]["predicted"] is None
     assert summary["step_seconds"]["measured"] > 0
@@ -166,11 +167,12 @@ def test_results_are_on_stdout_and_progress_on_stderr(
     assert after < before
 
     assert "step 0: validation loss" in result.stderr
-    assert "step 4/4  loss" in result.stderr
+    assert re.search(r"step 4/4  epoch 0\.0\d+  loss \d", result.stderr)
     # IGI holds more than a layout that sends no more: the config's reader is told, once.
     assert result.stderr.count("note: parallel.layout = 'IGI' is dominated") == 1
 
 
+@pytest.mark.slow
 def test_torchrun_starts_ranks_and_a_local_process_resumes(config: Path) -> None:
     command = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", free_port())
     result = atoll(*command, "-m", "atoll", "train", config, *sets("parallel.ranks=64", "parallel.pipeline=2"))
@@ -181,6 +183,7 @@ def test_torchrun_starts_ranks_and_a_local_process_resumes(config: Path) -> None
     resumed = atoll(*ATOLL, "train", config, *sets("parallel.ranks=1", "train.steps=5"))
     assert resumed.returncode == 0, resumed.stderr
     assert "4 steps, 32 samples" in resumed.stderr
+    assert (config.parent / "run" / "metrics.jsonl").is_file(), result.stderr
     lines = (config.parent / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5]
 
@@ -259,6 +262,7 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str] | Non
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_second_run_in_a_folder_is_refused_and_the_first_goes_on(config: Path) -> None:
     folder = config.parent / "run"
     command = [*ATOLL, "train", str(config), *sets("train.steps=100000", "checkpoint.every=0")]
@@ -298,11 +302,12 @@ def run_broken(config: Path, manner: str) -> subprocess.CompletedProcess[str]:
     rank 1 is silent itself."""
     script = config.parent / "broken.py"
     script.write_text(BREAKS_IN_RANK_1)
-    assert load(config).parallel.timeout >= 600 or manner in ("stop", "sleep")
+    assert load(config).parallel.timeout is None or manner in ("stop", "sleep")
     halves = sets("parallel.pipeline=2", "parallel.layers_per_stage=[1, 1]")
     result = atoll(sys.executable, script, config.parent, manner, "train", config, *halves)
     for rank in ("parent", "0", "1"):
         assert not is_running(int((config.parent / f"pid-{rank}").read_text())), f"{rank} is still there"
+    assert (config.parent / "run" / "metrics.jsonl").is_file(), result.stderr
     lines = (config.parent / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1]
     return result
@@ -352,6 +357,7 @@ def ranks_of(process: int) -> list[psutil.Process]:
     return [each for each in psutil.Process(process).children() if "RANK" in each.environ()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_lost_ranks_are_started_again_and_the_run_is_that_without(config: Path, number: signal.Signals) -> None:
     text = config.read_text().replace("restarts = 0", "restarts = 3").replace("[run]", "timeout = 4.0\n[run]")
@@ -390,14 +396,16 @@ def run_late(config: Path, manner: str) -> str:
 
 def test_a_stopped_rank_is_named_and_ended(config: Path) -> None:
     words = run_late(config, "stop")
-    assert "error: rank 1 sent no heartbeat for 4 s; last heard in " in words  # up to a quarter of a second before
+    assert "error: rank 1 is stopped in step 2, 1F0" in words
+    assert "and sent no heartbeat for 4 s" in words
     assert "Waiting: rank 0 in step 2, " in words
 
 
+@pytest.mark.slow
 def test_a_rank_that_sleeps_in_a_forward_is_named_with_its_stack(config: Path) -> None:
     words = run_late(config, "sleep")
     assert "error: rank 1 did not advance for 4 s in step 2, 1F0" in words
-    assert "along pp for rank 1" in words
+    assert "along pp on the pipeline lane for rank 1" in words
     assert "broken.py" in words
 
 

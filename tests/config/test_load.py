@@ -1,6 +1,8 @@
 """Reading a config: defaults, overrides, and every problem at once with its place."""
 
 import pickle
+import re
+import time
 import tomllib
 from pathlib import Path
 
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from atoll.config import Config, from_dict, known_keys, load
+from atoll.config.foreign import WORDS
 from atoll.config.load import line_of
 from atoll.errors import ConfigError
 from atoll.toml import to_toml
@@ -194,7 +197,8 @@ def test_derived_sizes_follow_what_they_derive_from() -> None:
 
 def test_a_dominated_layout_is_noted() -> None:
     config = from_dict({"parallel": {"layout": "GGN"}})
-    assert config.notes == ("parallel.layout = 'GGN' is dominated by 'GGG', which holds less and sends no more",)
+    note = "parallel.layout = 'GGN' is dominated by 'GGG', which uses less memory and no more traffic"
+    assert config.notes == (note,)
 
 
 def test_the_data_seed_is_the_training_seed_unless_given() -> None:
@@ -265,3 +269,36 @@ def test_a_config_cannot_ask_to_delete_a_run() -> None:
     (note,) = from_dict({"run": {"overwrite": True}}).notes
     assert "run.overwrite has no effect" in note
     assert "--overwrite" in note
+
+
+@pytest.mark.parametrize(("key", "says"), [
+    ("train.gradient_accumulation_steps", "train.global_batch is the number of sequences per step"),
+    ("train.per_device_train_batch_size", "train.microbatch"),
+    ("parallel.fsdp", 'full_shard is "GGG"'),
+    ("parallel.zero_stage", 'stage 1 is "NNG"'),
+    ("tensor_parallel_degree", "parallel.tensor"),
+    ("train.max-steps", "train.steps"),
+])  # fmt: skip
+def test_a_word_of_another_system_is_answered(tmp_path: Path, key: str, says: str) -> None:
+    """In a file, and on the command line."""
+    head, _, name = key.rpartition(".")
+    text = f'[{head}]\n"{name}" = 2\n' if head else f"{name} = 2\n"
+    assert says in _problems(tmp_path / "a.toml", text)
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        from_dict({}, overrides=[f"{key}=2"])
+
+
+def test_what_other_systems_settings_are_here_exists() -> None:
+    """Each key that an answer names."""
+    known = {f"{section}.{name}" for section, names in known_keys().items() for name in names}
+    for word, says in WORDS.items():
+        named = re.findall(r"\b(?:train|parallel|data|run|model|checkpoint|lora)\.[a-z_]+\b(?!\.)", says)
+        assert set(named) <= known | {"model.config"}, word
+
+
+def test_many_heads_are_refused_at_once() -> None:
+    """The list of fitting kv_heads once tried every number up to model.heads: 4 s for this one, which fuzzing found."""
+    began = time.process_time()
+    with pytest.raises(ConfigError, match=r"model\.heads = 99999999 is not a multiple of model\.kv_heads = 4"):
+        from_dict({"model": {"hidden": 64, "heads": 99_999_999, "kv_heads": 4}})
+    assert time.process_time() - began < 1.0

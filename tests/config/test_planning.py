@@ -183,3 +183,11 @@ def test_sizes_that_would_compute_for_long_are_refused_at_once(sections: dict[st
     with pytest.raises(ConfigError, match=re.escape(words)):
         from_dict(sections).to_plan()
     assert time.monotonic() - begun < 5
+
+
+def test_a_split_decoder_is_compiled_with_split_sequences_alone() -> None:
+    """The ranks started, and the first backward ended in an AttributeError of torch."""
+    parallel = {"ranks": 2, "tensor": 2, "compile": "block-eager"}
+    with pytest.raises(ConfigError, match=r"parallel\.sequence_parallel = true"):
+        from_dict({"parallel": parallel}).to_plan()
+    assert from_dict({"parallel": {**parallel, "sequence_parallel": True}}).to_plan().mesh.tensor == 2

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
+import struct
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -101,6 +104,20 @@ def test_a_broken_dataset_folder_is_named(tmp_path: Path) -> None:
         _read(tmp_path)
 
 
+@pytest.mark.parametrize("end", [-1, 2**31 - 1, 7_000])
+def test_offsets_of_a_dataset_lie_within_its_file(tmp_path: Path, end: int) -> None:
+    """Arrow takes them as they are: it read what lies beyond the file in memory, or said "Negative size passed"."""
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict({"text": ["a line", "another line"]}).save_to_disk(str(tmp_path / "d"))
+    (file,) = (tmp_path / "d").glob("*.arrow")
+    offsets = [struct.pack("<3i", 0, each, 18) for each in (6, end)]
+    content = file.read_bytes()
+    assert content.count(offsets[0]) == 1
+    file.write_bytes(content.replace(*offsets))
+    with pytest.raises(DataError, match="cannot be read as a datasets folder"):
+        _read(tmp_path / "d")
+
+
 def test_parquet_gives_its_column(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_dict({"text": ["one", "two"]}).to_parquet(str(tmp_path / "rows.parquet"))
@@ -142,3 +159,85 @@ def test_the_fingerprint_follows_content_and_names_but_not_place(tmp_path: Path)
 
     assert write("one", a="x", b="y") == write("two", a="x", b="y")
     assert len({write("one"), write("three", a="x", b="z"), write("four", a="x", c="y"), write("five", a="xy")}) == 4
+
+
+# ---- by content
+
+
+ROWS = '{"text": "one"}\n{"text": "two"}\n'
+
+
+def zstd(content: bytes) -> bytes:
+    packs = pytest.importorskip("zstandard").ZstdCompressor().compress
+    middle = len(content) // 2
+    return bytes(packs(content[:middle]) + packs(b"") + packs(content[middle:]))  # a file may have several frames
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, zstd])
+def test_what_unpacks_to_far_more_than_text_does_is_refused(tmp_path: Path, pack: Callable[[bytes], bytes]) -> None:
+    """64 KiB of zstd held a billion empty lines, which were read for minutes."""
+    for lines, is_read in ((1 << 20, True), (20 << 20, False)):
+        (tmp_path / "a.jsonl.gz").write_bytes(pack(b'{"text": "one"}\n' + b"\n" * (lines - 17)))
+        if is_read:
+            assert _read(tmp_path) == ["one"]
+        else:
+            with pytest.raises(DataError, match="unpacks to more than 64 times its size"):
+                _read(tmp_path)
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, zstd])
+@pytest.mark.parametrize(("name", "content", "expected"), [
+    ("rows.jsonl", ROWS, ["one", "two"]),
+    ("rows.json", '[{"text": "one"},\n {"text": "two"}]', ["one", "two"]),
+    ("page.txt", "one\ntwo", ["one\ntwo"]),
+])  # fmt: skip
+def test_compressed_files_are_read_as_what_they_hold(
+    tmp_path: Path, pack: Callable[[bytes], bytes], name: str, content: str, expected: list[str]
+) -> None:
+    """Past bug: a gzipped file was trained on as text full of replacement characters."""
+    path = tmp_path / f"{name}.{'gz' if pack is gzip.compress else 'zst'}"
+    path.write_bytes(pack(content.encode()))
+    assert _read(path) == expected
+    assert _read(tmp_path) == expected  # a folder uses the same readers
+    renamed = path.rename(tmp_path / "something")
+    assert _read(renamed) == (["one\ntwo"] if "page" in name else expected if "jsonl" in name else [content])
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, zstd])
+def test_compressed_files_that_are_cut_short_are_named(tmp_path: Path, pack: Callable[[bytes], bytes]) -> None:
+    path = tmp_path / "cut.txt.gz"
+    path.write_bytes(pack(os.urandom(100_000).hex().encode())[:-20_000])
+    with pytest.raises(DataError, match=r"cut\.txt\.gz: cannot be unpacked"):
+        _read(path)
+
+
+def test_records_are_known_by_content(tmp_path: Path) -> None:
+    (tmp_path / "rows.txt").write_text(ROWS)
+    (tmp_path / "rows.json").write_text('\ufeff [\n {"text": "three"}]', encoding="utf-8")
+    (tmp_path / "values.json").write_text("[1, 2]")
+    (tmp_path / "one.json").write_text('{"text": "not a record"}')
+    assert _read(tmp_path) == ['{"text": "not a record"}', "three", "one", "two", "[1, 2]"]
+
+
+@pytest.mark.parametrize(("content", "words"), [
+    (b"PK\x03\x04rest", "a zip archive"),
+    (b"%PDF-1.7", "a PDF"),
+    ("text".encode("utf-16"), "text in UTF-16"),
+    (b"some text\0and more", "binary: it has a NUL byte at 9"),
+    (b'[{"text": "a"}, 3]', "object 2: a int"),
+    (b'[{"text": "a"}', "begins as an array of objects"),
+])  # fmt: skip
+def test_what_is_no_text_is_refused(tmp_path: Path, content: bytes, words: str) -> None:
+    path = tmp_path / "a.json"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=words):
+        _read(path)
+
+
+def test_a_field_of_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("no records")
+    for source in (tmp_path, tmp_path / "a.txt"):
+        with pytest.raises(DataError, match=r"text_field = 'body' has no effect"):
+            _read(source, text_field="body")
+    (tmp_path / "b.jsonl").write_text('{"body": "a record"}\n')
+    assert _read(tmp_path, text_field="body") == ["no records", "a record"]

@@ -168,7 +168,7 @@ def test_choices_undone_are_those_that_the_plan_makes() -> None:
 def test_what_cannot_be_is_there_with_its_refusal() -> None:
     each = explained().alternative("microbatch", "16")
     assert each.prediction is None
-    assert "no multiple of 16 samples x 8" in each.refusal
+    assert "not a multiple of 16 samples x 8" in each.refusal
     assert not each.fits
     with pytest.raises(ValueError, match="no prediction"):
         each.found  # noqa: B018

@@ -63,7 +63,7 @@ def test_why_not_another_schedule_gives_its_bubble_and_its_causes() -> None:
     text = " ".join(found.sentences)
     shares = [sum(own.bubble for own in every) / sum(own.total for own in every) for every in (
         each.found.breakdown, each.base.breakdown)]  # fmt: skip
-    assert f"{100 * shares[0]:.1f} % of the step, that of 1f1b {100 * shares[1]:.1f} %" in text
+    assert f"{100 * shares[0]:.1f} % of the step, that of 1f1b is {100 * shares[1]:.1f} %" in text
     assert ask(explanation, "why-not-1f1b").sentences == ("The plan has schedule 1f1b.",)
 
 

@@ -27,8 +27,8 @@ def lines(explanation: Explanation) -> str:
 @pytest.mark.parametrize("explanation", PLANS.values(), ids=PLANS)
 def test_every_plan_is_described(explanation: Explanation) -> None:
     found = lines(explanation)
-    assert "Where the bytes are" in found
-    assert "What binds" in found
+    assert "Peak memory" in found
+    assert "Bottleneck" in found
     assert "None" not in found
     assert max(map(len, found.splitlines())) < 140
 
@@ -40,11 +40,11 @@ def test_the_words_for_a_plan() -> None:
     for sentence in (
         "llama on 16 ranks: pp 2 x inter 2 x intra 4",
         "layout GGG, 1f1b with 8 microbatches of 1 x 1024 tokens a rank, bfloat16",
-        f"Rank {most.rank} is the fullest: it leaves",
-        f"Rank {busiest} waits least for the others",
-        "Memory does not bind: rank",
-        "* is the plan's. Bytes are what the rank that sends most sends in a step;",
-        "Faster, and it fits: ",
+        f"Rank {most.rank} has the highest peak and leaves",
+        f"Rank {busiest} is the bottleneck of the pipeline: it waits least",
+        "Memory is not the bottleneck: rank",
+        "* marks the plan's layout. Bytes are per step, of the rank that sends most;",
+        "These fit and are faster: ",
     ):
         assert sentence in found, sentence
 
@@ -55,9 +55,9 @@ def test_what_was_measured_stands_beside_what_was_predicted() -> None:
     parts = ({"forward": (1.0, 1.5)}, {"forward": (1.0, 1.25)})
     measured = Measured(1.25 * seconds, parts, (10**9, 2 * 10**9), "allocated")
     found = "\n".join(text.measured(explanation, measured))
-    assert ": +25.0 %." in found
+    assert "predicted, +25.0 %." in found
     assert "The largest difference is on rank 0, forward (F): +500 ms." in found
-    assert "Rank 1 held 1.86 GiB (allocated);" in found
+    assert "Rank 1: 1.86 GiB measured (allocated)," in found
 
 
 def test_json_has_the_figures_of_the_prediction() -> None:
@@ -80,7 +80,7 @@ def test_questions_on_the_command_line() -> None:
     assert "fullest-rank" in listed.stdout
     words = ["explain", str(CONFIG), "--cluster", str(CLUSTER), "--ask", "states-only", "uneven-stages"]
     answered = CliRunner().invoke(app, words)
-    assert answered.stdout.startswith("How much does an estimate of the model state alone leave out?\n  An estimate of")
+    assert answered.stdout.startswith("How much memory is not model state?\n  Parameters, gradients and")
     found = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)
     assert [each["key"] for each in found["answers"]] == ["states-only", "uneven-stages"]
 

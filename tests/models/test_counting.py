@@ -363,5 +363,5 @@ def test_sizes_of_other_families_and_options_are_refused() -> None:
         transformer_of(config_of("llama", hidden_act="gelu"))
     with pytest.raises(ConfigError, match="activation 'relu'"):
         transformer_of(config_of("gpt2", activation_function="relu"))
-    with pytest.raises(ConfigError, match="dropout is everywhere or nowhere"):
+    with pytest.raises(ConfigError, match="dropout must be on everywhere or nowhere"):
         transformer_of(config_of("gpt2", attn_pdrop=0.0))

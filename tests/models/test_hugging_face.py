@@ -62,7 +62,6 @@ def test_what_the_model_does_not_take_is_refused() -> None:
 @pytest.mark.parametrize(
     ("kind", "name", "options", "words"),
     [
-        ("AutoModelForSeq2SeqLM", "t5", {"num_layers": 2, "d_model": 16, "vocab_size": 48}, "an encoder and a decoder"),
         ("AutoModelForMaskedLM", "albert", {"num_hidden_layers": 4, "vocab_size": 48}, "has no list of 4 layers"),
         ("AutoModelForMaskedLM", "mpnet", {"num_hidden_layers": 4, "vocab_size": 48}, "does not split at"),
         ("AutoModelForCausalLM", "gemma3n_text", {"num_hidden_layers": 4}, "takes another input that depends on"),
@@ -82,6 +81,11 @@ def test_models_that_do_not_split_are_refused(kind: str, name: str, options: dic
 def test_a_loss_over_all_routers_is_refused() -> None:
     with pytest.raises(PlanError, match="output_router_logits"):
         adapter_for(on_meta("mixtral", output_router_logits=True))
+
+
+def test_layers_that_are_left_out_at_random_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"leaves out layers at random \(config.layerdrop = 0.1\)"):
+        adapter_for(on_meta("opt", layerdrop=0.1))
 
 
 def test_layers_that_share_something_mutable_are_refused() -> None:

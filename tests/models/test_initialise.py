@@ -208,3 +208,19 @@ def test_what_is_known_stays_and_changes_nothing_of_what_is_drawn_with_it(known:
     initialise_block(adapter, _block(adapter, "0"), 7, known=known)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, torch.full_like(parameter, 5.0) if name in known else whole.get_parameter(name))
+
+
+def test_attention_of_torch_starts_as_torch_starts_it() -> None:
+    """`nn.MultiheadAttention` has no `reset_parameters`, but a private one, which also sets the bias of its output."""
+    model = nn.Sequential(nn.Embedding(5, 8), nn.TransformerEncoderLayer(8, 2, 12, batch_first=True))
+    initialise_model(adapter_for(model), 7)
+    found = dict(model[1].self_attn.named_parameters())
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(name_seed(7, "1.self_attn"))
+        wanted = nn.MultiheadAttention(8, 2)
+        torch.manual_seed(name_seed(7, "1.self_attn"))
+        wanted._reset_parameters()
+    assert torch.equal(found["in_proj_weight"], wanted.in_proj_weight)
+    assert not found["in_proj_bias"].any()
+    assert not found["out_proj.bias"].any()
+    assert found["out_proj.weight"].std() > 0

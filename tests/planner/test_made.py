@@ -77,7 +77,7 @@ def test_the_same_question_has_the_same_order() -> None:
 
 
 def test_the_answer_says_that_the_order_was_made() -> None:
-    assert "its order was made for it" in str(answer())
+    assert "the order was searched for this plan" in str(answer())
 
 
 def test_no_order_is_made_where_schedules_are_kept() -> None:

@@ -102,6 +102,14 @@ def test_an_answer_prints_as_the_command_does(config: Path, cluster: Path) -> No
     assert done.stdout == f"{text}\n"
 
 
+def test_old_names_of_alternatives_warn(cluster: Path) -> None:
+    with pytest.warns(DeprecationWarning, match=r"use Alternative"):
+        assert atoll.planner.Undone is atoll.planner.Alternative  # type: ignore[attr-defined]
+    answer = atoll.plan(MODEL, cluster, GOAL, FEW)
+    with pytest.warns(DeprecationWarning, match=r"use Answer\.alternatives"):
+        assert answer.undone == answer.alternatives
+
+
 def test_what_is_missing(config: Path, cluster: Path) -> None:
     with pytest.raises(ConfigError, match="a model is planned for a cluster and a goal"):
         atoll.plan(MODEL, cluster)

@@ -9,6 +9,7 @@ import math
 import os
 import pickle
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -37,6 +38,7 @@ from atoll.errors import AtollError, CheckpointError, DamageError, RankError, Un
 from atoll.runtime.checkpoint import (
     Archive,
     Piece,
+    find,
     folders,
     is_complete,
     latest,
@@ -274,6 +276,17 @@ def test_a_folder_that_is_not_a_checkpoint_is_not_replaced(tmp_path: Path) -> No
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "years"
 
 
+def test_a_run_means_its_newest_checkpoint(tmp_path: Path, saved: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(saved, run / "checkpoints" / saved.name)
+    newest = run / "checkpoints" / saved.name
+    latest_file = run / "checkpoints" / "latest"
+    latest_file.write_text(saved.name)
+    for path in (run, run / "checkpoints", latest_file, newest):
+        assert find(path) == newest
+    assert find(tmp_path / "none") == tmp_path / "none"
+
+
 def test_latest_and_prune(tmp_path: Path) -> None:
     assert latest(tmp_path) is None
     assert latest(tmp_path / "none") is None
@@ -314,6 +327,23 @@ def test_those_of_the_lowest_loss_are_kept_too(tmp_path: Path) -> None:
         saved_at(tmp_path, {step: 0.0}, losses)
         prune(tmp_path, keep=2, best=2)
     assert steps_in(tmp_path) == [4, 5, 6, 7]
+
+
+def test_those_saved_for_their_loss_alone_push_no_other_out(tmp_path: Path) -> None:
+    """A rollback relies on how far the newest ones reach back."""
+    losses = {10: 3.0, 13: 2.0, 16: 1.5, 20: 1.6, 23: 1.0}
+    for step, loss in losses.items():
+        identity = {"validation_loss": loss, **({"extra": True} if step % 10 else {})}
+        save(step_folder(tmp_path, step), pieces_of(example()), {}, identity=identity)
+        prune(tmp_path, keep=2, best=1)
+    assert steps_in(tmp_path) == [10, 20, 23]
+
+
+@pytest.mark.parametrize("named", [b"\xff", b"../../etc", b"step-000100\n" * 100_000])
+def test_latest_is_a_short_name(saved: Path, named: bytes) -> None:
+    """All of the file was read, whatever its size."""
+    (saved.parent / "latest").write_bytes(named)
+    assert latest(saved.parent) == saved
 
 
 @pytest.mark.parametrize("lost", ["state.json", ".metadata"])

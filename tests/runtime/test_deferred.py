@@ -282,6 +282,7 @@ def operators_called(case: Case) -> tuple[int, int]:
     return called, waiting
 
 
+@pytest.mark.slow
 def test_every_layer_of_a_long_stage_is_compiled() -> None:
     """Each of their linear layers calls the operator as often as one of a short stage, where dynamo has no limit."""
     case = Case(pipeline=2, microbatches=2, compile="block-eager")
@@ -292,6 +293,7 @@ def test_every_layer_of_a_long_stage_is_compiled() -> None:
         assert many * waiting_few == few * waiting_many > 0
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # which dynamo reads of what is no leaf
 @pytest.mark.parametrize(("pipeline", "schedule"), [(1, "1f1b"), (2, "zb-h1")])
 def test_compiled_blocks_beside_tensor_parallelism(pipeline: int, schedule: str) -> None:

@@ -17,8 +17,10 @@ from typing import Any
 import pytest
 
 from atoll.errors import ConfigError, RankError
-from atoll.runtime.failure import Watch, frames_of, words_of
+from atoll.runtime.failure import Pace, Watch, frames_of, words_of
 from atoll.runtime.monitor import ANSWER_SECONDS, GONE_SECONDS, LINE_BYTES, STRANGERS, Address, Monitor, proof
+from atoll.testing import run_ranks
+from atoll.testing.parity import Case
 
 
 @pytest.fixture
@@ -101,7 +103,7 @@ from atoll.runtime.failure import Doing, Watch
 from atoll.runtime.monitor import Address
 rank = int(sys.argv[2])
 watch = Watch(Address.parse(sys.argv[1]), rank, 4).start()
-with watch.section(lambda: Doing("step 1, 0F0")):
+with watch.section("step 1", lambda: Doing("step 1, 0F0")):
     while not watch.first(key="go"):
         time.sleep(0.02)
     exec(sys.argv[3])
@@ -142,7 +144,8 @@ def test_a_process_that_says_goodbye_is_not_missed() -> None:
 WAITS = """
 from atoll.runtime import failure
 failure.RUNTIME = "<string>"  # this code counts as the runtime's: whoever is in it waits for others
-watch._sections.append(lambda: Doing("step 1, 1RECV_F0 along pp", (1,)))
+held = watch.section("step 1", lambda: Doing("step 1, 1RECV_F0 along pp", (1,)))
+held.__enter__()
 time.sleep(100)
 """
 
@@ -167,6 +170,90 @@ def test_a_rank_that_sleeps_is_named_with_its_stack_and_all_end() -> None:
     assert other.returncode == 1
     assert late.returncode != 0
     assert seconds < 2.0 + 5.0 + 3.0  # on a busy machine
+
+
+def test_a_rank_says_how_long_what_it_does_may_take() -> None:
+    steps = Pace()
+    alone = Watch(None, 0, 2)
+    assert alone._beat_of(None)["patience"] == 600.0, "code outside the engine"
+    with alone.section("step 1", pace=steps):
+        assert alone._beat_of(None)["patience"] == 600.0, "nothing is known"
+        for _ in range(3):
+            steps.took(8.0)
+        assert alone._beat_of(None)["patience"] == 80.0
+        with alone.section("saving"):
+            assert alone._beat_of(None)["patience"] == 600.0, "the longest of both"
+    assert alone._beat_of(None)["patience"] == 600.0, "code outside the engine, again"
+    assert alone._patience(waits=True) == 80.0, "outside it waits for others: for what they do in their steps"
+
+
+def patience_of_steps() -> list[float]:
+    engine = Case().engine()
+    found = []
+    for step in range(3):
+        found.append(engine._agreement.steps.patience)
+        engine.step(Case().share(engine, step))
+    found.append(engine._agreement.steps.patience)
+    engine.close()
+    return found
+
+
+def test_an_engine_measures_its_steps() -> None:
+    assert run_ranks(patience_of_steps, 1) == [[600.0, 600.0, 600.0, 60.0]]
+
+
+def beat(patience: float) -> dict[str, Any]:
+    return {
+        "beat": {
+            "doing": "F",
+            "waits_for": [],
+            "mark": 1,
+            "host": "a",
+            "pid": 1,
+            "patience": patience,
+            "page": -1,
+            "program": 0,
+            "at": 0,
+        }
+    }
+
+
+def test_what_a_rank_says_it_may_take_has_bounds(monitor: Monitor) -> None:
+    for rank, (said, kept) in enumerate([(0.0, 60.0), (1e9, 600.0), (90.0, 90.0), (float("nan"), 60.0)]):
+        monitor.answer(rank, beat(said))
+        assert monitor._states[rank].patience == kept
+
+
+OF_ANOTHER_MACHINE = """
+import os
+from atoll.runtime import failure
+failure.process_of_this = lambda: ("another", os.getpid())
+"""
+
+STOPS = """
+import os, signal
+time.sleep(1.0)  # some heartbeats
+watch._page.use(watch._page.add(["0F0", "GATHER 3 of 0F1 along intra"]), 2, 6)
+watch._page.numbers[0] = 1
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+@pytest.mark.parametrize("machine", ["", OF_ANOTHER_MACHINE])
+def test_where_a_stopped_rank_is_can_be_read_from_outside(machine: str) -> None:
+    """By the monitor, or for it by a rank of the same machine, which is another one than the monitor's."""
+    monitor = Monitor(2, host="127.0.0.1", limit=4.0)
+    try:
+        with start_rank(monitor, 1, machine + STOPS) as stopped, start_rank(monitor, 0, machine + WAITS) as other:
+            monitor.report({"rank": 0, "exit_code": 0, "message": ""}, key="go")
+            failure = wait_for_failure(monitor, 30.0)
+            other.communicate(timeout=20)
+            stopped.kill()
+    finally:
+        monitor.close()
+    message = failure["message"]
+    assert message.startswith("rank 1 is stopped in step 6, GATHER 3 of 0F1 along intra and sent no heartbeat"), message
+    assert "Waiting: rank 0 in step 1, 1RECV_F0 along pp for rank 1" in message
 
 
 # ---- strangers
@@ -428,3 +515,12 @@ def test_a_rank_that_calls_sys_exit_in_a_step_is_named(tmp_path: Path) -> None:
     assert "rank 1 (pp 0, inter 0, intra 1, tp 0), step 3, action 0F0" in outputs[0], outputs
     assert "SystemExit: 0" in outputs[0]
     assert [rank.returncode for rank in ranks] == [1, 1]
+
+
+def test_a_process_says_once_what_ends_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """The watch spoke of a monitor that was gone; then the rank lost its connections to others that left as well."""
+    alone = Watch(None, 1, 2)
+    alone.speak("rank 0 did not answer")
+    alone.speak("rank 0 did not answer")
+    assert not alone.may_speak()
+    assert capsys.readouterr().err == "error: rank 0 did not answer\n"

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from atoll.errors import ConfigError, RankError, UserError
-from atoll.runtime.launch import Rendezvous, launch_local, torchrun_environment
+from atoll.runtime.launch import Rendezvous, interface_of, launch_local, torchrun_environment
+from atoll.runtime.monitor import Monitor
 
 TORCHRUN = {
     "RANK": "5",
@@ -94,6 +95,46 @@ def test_threads_of_the_user_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert json.loads((tmp_path / "0").read_text())["OMP_NUM_THREADS"] == "7"
 
 
+COUNT_THREADS = """
+import os, sys
+import torch
+from atoll.runtime.launch import share_cores
+if len(sys.argv) > 2:
+    torch.set_num_threads(int(sys.argv[2]))
+share_cores(int(sys.argv[1]))
+print(torch.get_num_threads())
+"""
+
+CORES = len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told", "threads"),
+    [
+        ([2], {}, max(1, CORES // 2)),  # two ranks by hand, on the loopback address
+        ([1], {}, None),
+        ([64], {}, 1),
+        ([64], {"OMP_NUM_THREADS": "3"}, None),
+        ([64, 3], {}, 3),
+        ([64], SLURM, max(1, CORES // 2)),  # which has two tasks on a node
+        ([64], {"RANK": "0", "WORLD_SIZE": "64", "MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "1"}, None),
+    ],
+)
+def test_a_rank_takes_its_share_of_the_cores(arguments: list[int], told: dict[str, str], threads: int | None) -> None:
+    """Ranks that nobody had told their threads took all cores each: 57 s of processor time for 6.6 s of work."""
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RANK", "WORLD_SIZE", "MASTER_ADDR", "SLURM_PROCID")
+    environment = {name: value for name, value in os.environ.items() if name not in names} | told
+    words = [str(each) for each in arguments]
+    done = subprocess.run(
+        [sys.executable, "-c", COUNT_THREADS, *words], env=environment, capture_output=True, text=True, check=True
+    )
+    alone = subprocess.run(
+        [sys.executable, "-c", "import torch; print(torch.get_num_threads())"],
+        env=environment, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert int(done.stdout) == (int(alone.stdout) if threads is None else threads)
+
+
 @pytest.mark.parametrize(("code", "outcome"), [(0, 0), (1, 1), (2, 2), (7, 1), (143, 143)])
 def test_the_exit_code_is_the_failed_childs(code: int, outcome: int) -> None:
     assert launch_local(by_rank(f"sys.exit({code})", "pass"), 2) == outcome
@@ -117,7 +158,7 @@ def test_the_others_may_leave_in_their_own_words(tmp_path: Path) -> None:
 
 
 def test_a_killed_child_is_named_with_the_likely_reason() -> None:
-    with pytest.raises(RankError, match=r"rank 1 was ended by SIGKILL; .* memory") as caught:
+    with pytest.raises(RankError, match=r"rank 1 was ended by SIGKILL in its start; .* memory") as caught:
         launch_local(by_rank("os.kill(os.getpid(), 9)", "time.sleep(60)"), 2, grace=0.2)
     assert (caught.value.rank, caught.value.exit_code) == (1, 1)
 
@@ -166,6 +207,30 @@ def test_the_monitor_listens_on_the_loopback_address_only() -> None:
         "sys.exit(found != {'0100007F' + mine})"
     )
     assert launch_local(by_rank("pass", port_is_open), 1) == 0
+
+
+MEET = """
+import os
+from atoll.runtime.launch import meet, torchrun_environment
+_, watch = meet(torchrun_environment(), 20.0)
+print(os.environ["GLOO_SOCKET_IFNAME"])
+watch.stop()
+"""
+
+
+@pytest.mark.parametrize(("given", "interface"), [({}, "lo"), ({"GLOO_SOCKET_IFNAME": "mine"}, "mine")])
+def test_gloo_takes_the_interface_on_which_the_ranks_meet(given: dict[str, str], interface: str) -> None:
+    """Past bug: ranks of torchrun listened on the interface of the host's name, also where all were on one machine."""
+    environment = {key: value for key, value in os.environ.items() if key != "GLOO_SOCKET_IFNAME"}
+    environment |= dict.fromkeys(("RANK", "LOCAL_RANK"), "0") | dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1")
+    environment |= {"MASTER_ADDR": socket.gethostname(), "MASTER_PORT": "0"} | given
+    done = subprocess.run(python(MEET), env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == [interface], done.stderr
+
+
+def test_interfaces_are_found_by_their_addresses() -> None:
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("192.0.2.1") is None
 
 
 def test_local_ranks_meet_where_other_users_cannot(tmp_path: Path) -> None:
@@ -219,6 +284,60 @@ def test_no_child_outlives_its_parent(tmp_path: Path) -> None:
     wait_until(lambda: not alive(tmp_path))
 
 
+AGENT = """
+import os, subprocess, sys
+ranks = [subprocess.Popen([sys.executable, "-c", *sys.argv[1:]], env={**os.environ, "RANK": rank})
+         for rank in "01"]
+ranks[0].wait()
+"""
+
+
+@pytest.mark.parametrize("is_torchruns", [True, False])
+def test_a_rank_ends_with_the_agent_of_torchrun_and_is_left_to_other_launchers(
+    tmp_path: Path, is_torchruns: bool
+) -> None:
+    """Past bug: ranks whose agent was killed trained on, and held the folder that the next attempt asked for."""
+    environment = {key: value for key, value in os.environ.items() if key != "TORCHELASTIC_RUN_ID"}
+    if is_torchruns:
+        environment["TORCHELASTIC_RUN_ID"] = "one"
+    with subprocess.Popen(python(AGENT, SAVE_ON_TERMINATION, tmp_path, "stay"), env=environment) as agent:
+        wait_until(lambda: all((tmp_path / rank).exists() and (tmp_path / rank).read_text() for rank in "01"))
+        agent.kill()
+    try:
+        if is_torchruns:
+            wait_until(lambda: not alive(tmp_path))
+        else:
+            time.sleep(1.0)
+            assert len(alive(tmp_path)) == 2
+    finally:
+        for process in alive(tmp_path):
+            os.kill(process, signal.SIGKILL)
+
+
+LEAVE = """
+import sys
+from atoll.runtime.failure import Watch
+from atoll.runtime.launch import leave, torchrun_environment
+from atoll.runtime.monitor import Address
+leave(RuntimeError("Connection closed by peer"), Watch(Address.parse(sys.argv[1]), 0, 2), torchrun_environment())
+"""
+
+
+def test_the_verdict_is_said_by_a_rank_that_it_blames_too() -> None:
+    """Past bug: of two ranks whose messages were lost, the one that was to say so printed the end of a connection."""
+    monitor = Monitor(2, host="127.0.0.1", limit=60.0)
+    verdict = {"rank": 0, "exit_code": 1, "message": "ranks 0, 1 wait for each other", "speaker": 0, "ends": []}
+    try:
+        monitor.report(verdict)
+        environment = {**os.environ, **TORCHRUN, "RANK": "0", "LOCAL_RANK": "0"}
+        done = subprocess.run(
+            python(LEAVE, monitor.address.dump()), env=environment, capture_output=True, text=True, timeout=60
+        )
+    finally:
+        monitor.close()
+    assert (done.returncode, done.stderr) == (1, "error: ranks 0, 1 wait for each other\n")
+
+
 def alive(folder: Path) -> list[int]:
     processes = [int((folder / rank).read_text().split()[0]) for rank in "01"]
     return [process for process in processes if is_running(process)]
@@ -254,6 +373,15 @@ def test_slurm() -> None:
     assert torchrun_environment(first) == Rendezvous(1, 7, 1, 2, "a", 23456, agent_store=False)
 
 
+def test_slurm_with_an_empty_address_needs_the_list_of_nodes() -> None:
+    """It was looked up without being asked for: a KeyError."""
+    given = {**SLURM, "MASTER_ADDR": ""}
+    assert torchrun_environment(given) == torchrun_environment(SLURM)
+    del given["SLURM_STEP_NODELIST"]
+    with pytest.raises(UserError, match="not SLURM_STEP_NODELIST"):
+        torchrun_environment(given)
+
+
 def test_a_shell_or_a_batch_script_of_slurm_is_no_rank() -> None:
     assert torchrun_environment(SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}) is None
     assert torchrun_environment({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}) is None
@@ -268,6 +396,7 @@ def test_a_shell_or_a_batch_script_of_slurm_is_no_rank() -> None:
         ({"RANK": "five"}, "RANK='five'"),
         ({"RANK": "8"}, "rank 8 of 8"),
         ({"LOCAL_RANK": "4"}, "local rank 4 of 4"),
+        ({"RANK": "9" * 5000}, "RANK='9999"),  # Python converts no more than 4,300 digits, and said so
     ],
 )
 def test_what_is_incomplete_or_wrong_is_named(change: dict[str, str | None], words: str) -> None:

@@ -13,6 +13,7 @@ from atoll.testing.parity import assert_parity
 SAMPLE = sample()
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("choice", SAMPLE, ids=[name_of(choice) for choice in SAMPLE])
 def test_a_sample(choice: Choice) -> None:
     if choice["schedule"] == "optimal" and find_spec("ortools") is None:

@@ -12,7 +12,15 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from atoll._torch import SeenItems, bare_copy, parameter_replaced, run_backward, version, watched_operations
+from atoll._torch import (
+    SeenItems,
+    bare_copy,
+    parameter_replaced,
+    reset_of,
+    run_backward,
+    version,
+    watched_operations,
+)
 
 
 def test_a_backward_gives_what_the_public_function_gives() -> None:
@@ -52,6 +60,16 @@ def test_a_parameter_is_replaced_for_a_while() -> None:
     with pytest.raises(RuntimeError), parameter_replaced(module, "weight", torch.eye(3)):
         module(torch.ones(1, 2))
     assert module.weight is own
+
+
+def test_attention_is_started_by_its_private_name() -> None:
+    module = nn.MultiheadAttention(4, 2)
+    nn.init.zeros_(module.in_proj_weight)
+    reset = reset_of(module)
+    assert reset is not None
+    reset()
+    assert module.in_proj_weight.std() > 0
+    assert reset_of(nn.ReLU()) is None
 
 
 def test_a_bare_copy_shares_nothing_that_is_large() -> None:

@@ -54,12 +54,14 @@ def test_layouts_beside_tensor_parallelism(layout: str) -> None:
     assert_parity(replace(BOTH, layout=layout, intra=2, schedule="zb-v", microbatches=8, recompute="block"))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # which dynamo reads of what is no leaf
 def test_compiled_blocks_beside_tensor_parallelism() -> None:
     model = TinyConfig(layers=3, vocabulary=17, tied=True)
     assert_parity(replace(BOTH, model=model, schedule="zb-h1", layout="GGG", compile="block-eager"))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 def test_a_compiled_engine_after_one_whose_groups_are_gone() -> None:
     """The specs that DTensor keeps of the first engine name its mesh, whose process group is gone."""
@@ -342,7 +344,7 @@ def build_only(case: Case) -> None:
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (Cause(Silent), "nobody has said which modules of this nn.Sequential are embedding and head"),
+        (Cause(Silent), "it is not defined which modules of this nn.Sequential are embedding and head"),
         (Cause(Strange, has_loss=True), "vocabulary_parallel computes token cross-entropy"),
         (Cause(Strange, ends=Vocabulary("1", "2")), "1 is a Linear, not an nn.Embedding"),
         (Cause(Strange, ends=Vocabulary("0", "1")), r"embedding \(8, 4\) and head \(4, 4\) differ"),

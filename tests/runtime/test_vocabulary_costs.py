@@ -53,11 +53,11 @@ def sent_and_kept(case: Case) -> tuple[int, int, int]:
         kept.append((sum(each.nbytes for each in tensors), found.answer.nbytes + found.sums.nbytes))
         return found
 
-    engine.step({"input_ids": ids, "labels": ids})
+    engine.step({"input_ids": ids, "labels": ids.roll(-1, dims=-1)})
     before = Counter(engine.transport.sent)
     VocabularySlice.score = watched  # type: ignore[method-assign]
     try:
-        engine.step({"input_ids": ids, "labels": ids})
+        engine.step({"input_ids": ids, "labels": ids.roll(-1, dims=-1)})
     finally:
         VocabularySlice.score = score  # type: ignore[method-assign]
     sent = Counter(engine.transport.sent)["pp"] - before["pp"]
@@ -103,7 +103,7 @@ def spare_buffers() -> list[int]:
     for seed in range(6):
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(SIZES.vocabulary, (plan.global_batch, SEQUENCE), generator=generator)
-        engine.step({"input_ids": ids, "labels": ids})
+        engine.step({"input_ids": ids, "labels": ids.roll(-1, dims=-1)})
         found.append(sum(each.nbytes for own in engine._executor._mail._free.values() for each in own))
     engine.close()
     return found

@@ -6,10 +6,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -99,12 +99,18 @@ def test_processes_stay_warm_and_groups_are_new() -> None:
     assert [process for _, process in again] == [process for _, process in two]
 
 
-def test_processes_are_replaced_after_so_many_cases() -> None:
-    with RankPool() as ranks, patch.object(pool, "AT_MOST", 2):
-        seen = [tuple(process for _, process in ranks.run(total_and_process, 2, 1)) for _ in range(5)]
-    assert seen[0] == seen[1]
-    assert seen[2] == seen[3]
-    assert len(set(seen)) == 3
+def leave_threads(count: int) -> int:
+    for _ in range(count):
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+    return os.getpid()
+
+
+def test_processes_are_replaced_that_have_many_threads() -> None:
+    with RankPool() as ranks:
+        few = ranks.run(leave_threads, 2, 1)
+        many = ranks.run(leave_threads, 2, pool.AT_MOST)
+        assert ranks.run(leave_threads, 2, 0) != many
+    assert few == many
 
 
 def test_tensors_travel_back() -> None:
@@ -218,6 +224,49 @@ def test_a_trained_case_leaves_no_shared_memory_behind() -> None:
 def test_a_function_without_a_name_is_refused() -> None:
     with pytest.raises(TypeError, match="top of a module"):
         run_ranks(lambda: None, 2)
+
+
+SCRIPT = """
+from dataclasses import dataclass
+import torch
+from torch import nn
+from atoll.testing import run_ranks
+from atoll.testing.parity import Case, assert_parity
+
+@dataclass(frozen=True)
+class Chain:
+    def build(self):
+        layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)]
+        return nn.Sequential(nn.Embedding(16, 8), *layers, nn.Linear(8, 16))
+
+    def batch(self, step, samples):
+        ids = torch.randint(16, (samples, 6), generator=torch.Generator().manual_seed(step))
+        return {"input_ids": ids, "labels": ids.roll(-1, dims=1)}
+
+def made(chain):
+    return chain, torch.distributed.get_rank()
+
+if __name__ == "__main__":
+    print(run_ranks(made, 2, Chain()) == [(Chain(), 0), (Chain(), 1)])
+    print(assert_parity(Case(layout="GGG", intra=2, model=Chain())))
+"""
+
+
+def test_a_script_may_define_what_its_ranks_run(tmp_path: Path) -> None:
+    """A model in the script that tests it was refused as a class that no rank can find."""
+    script = tmp_path / "chain.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    same, said = done.stdout.splitlines()
+    assert same == "True"
+    assert said.startswith("2 ranks against one process: loss and gradient norm of 3 steps, and 7 parameters after")
+
+
+def test_what_an_interpreter_defines_is_refused() -> None:
+    program = "from atoll.testing import run_ranks\ndef f(): pass\nrun_ranks(f, 1)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert "define them at the top of a module or script" in done.stderr
 
 
 PARENT = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,6 +20,7 @@ from atoll.training.oddities import LEAST, Spikes, straggler
 from atoll.training.samples import Samples
 from atoll.training.session import run
 from atoll.training.signals import StopRequest
+from tests.pages import ROOT, blocks
 
 TEXT = "".join(f"the {number} brown foxes jump over {number * number} lazy dogs\n" for number in range(400))
 BATCH = 8
@@ -77,11 +79,19 @@ def train(values: dict[str, dict[str, Any]], *bad: int) -> list[tuple[int, str]]
 PIPELINE = {"ranks": 4, "pipeline": 2, "intra": 2, "layout": "IIG"}
 
 
+def words_of(text: str) -> str:
+    """A message without its numbers and line ends."""
+    return " ".join(re.sub(r"\d[\d.]*", "0", text).split())
+
+
 def test_a_run_that_stops_names_the_sequence_of_the_corpus(tmp_path: Path) -> None:
+    (example,) = [text for text in blocks(ROOT / "docs" / "training.md", "text") if text.startswith("step 4: ")]
     for _, said in train(settings(tmp_path / "run", "stop", **PIPELINE), 3 * BATCH):
         assert "step 4: loss nan" in said
         assert "on rank" in said
         assert f"position {3 * BATCH} of the run's samples: sequence" in said
+        for part in re.split("(?= position 0)", words_of(example)):  # the page leaves out the lines between
+            assert part in words_of(said)
     assert [record["step"] for record in read_records(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]
 
 

@@ -62,6 +62,27 @@ def test_an_ending_holds_the_run_against_its_prediction(tmp_path: Path) -> None:
     assert found.summary()["peak_bytes"]["predicted"] == [4 * 2**20, 2**20]
 
 
+@pytest.mark.parametrize(
+    "prediction",
+    [
+        b"{",
+        b"\xff",
+        b"[]",
+        b'{"seconds": 0, "ranks": []}',
+        b'{"seconds": 1.0, "ranks": [{"peak": {"total": 9, "context": 1}}]}',  # of one rank, and there are two
+        b'{"seconds": 1.0, "ranks": [{"peak": {"total": [null], "context": 1}}, {}]}',
+    ],
+)
+def test_a_prediction_that_is_none_does_not_fail_a_run_that_is_over(tmp_path: Path, prediction: bytes) -> None:
+    """The run ended with a traceback behind its last checkpoint."""
+    found = ending(tmp_path, [8.0, 7.0])
+    found.folder.prediction.write_bytes(prediction)
+    append(found.folder.validation, {"step": 3, "perplexity": 2.0})
+    append(found.folder.validation, {"step": 4, "loss": "low"})
+    assert found.describe().splitlines()[1] == "validation loss 8.0000 -> 7.0000 (-12.5%)"
+    assert found.summary()["peak_bytes"]["predicted"] is None
+
+
 def test_a_run_without_evaluations_has_no_losses(tmp_path: Path) -> None:
     assert ending(tmp_path, []).losses is None
     assert "validation" not in ending(tmp_path, []).describe()

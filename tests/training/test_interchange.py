@@ -29,6 +29,7 @@ from atoll.testing.parity import Case, whole_parameters
 from atoll.training import interchange
 from atoll.training.folder import RunFolder, Start
 from atoll.training.interchange import export_folder, import_folder
+from atoll.training.pretrained import hugging_face_model
 from atoll.training.session import run
 from atoll.training.signals import StopRequest
 
@@ -53,6 +54,38 @@ def save(name: str, folder: Path, *, dtype: torch.dtype = torch.float32, **how: 
     model.config.dtype = dtype
     model.save_pretrained(folder, **how)
     return model
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000; at most 1000"),  # it made them one by one
+        ({"model_type": "\ud800"}, r"model.source = .*\?"),  # the message could not be printed
+        ({"dtype": "float77"}, "no attribute 'float77'"),
+        ({"rms_norm_eps": 64}, "rms_norm_eps"),
+        ({"num_attention_heads": 3}, "multiple of the number of attention heads"),
+        ({"layer_types": [[[]] * 3]}, "unhashable"),
+        ({"rope_theta": "llama"}, "unsupported operand"),
+        ({"hidden_size": 10**30}, "an integer of 31 digits"),
+    ],
+)
+def test_a_config_that_transformers_does_not_bound_is_one_error(
+    tmp_path: Path, changed: dict[str, Any], words: str
+) -> None:
+    """transformers and its validators raise whatever they meet; only some of it was caught."""
+    plain = {
+        "model_type": "llama",
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "vocab_size": 32,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(plain | changed))
+    config = from_dict({"model": {"source": str(tmp_path)}})
+    with pytest.raises(ConfigError, match=words) as caught, torch.device("meta"):
+        hugging_face_model(config, None)
+    assert str(caught.value).encode()
 
 
 def first_values(case: Case, folder: Path) -> dict[str, torch.Tensor]:
@@ -181,7 +214,7 @@ def test_what_was_trained_is_exported_and_trains_on(tmp_path: Path) -> None:
     values = config(tmp_path, source="transformers:llama", config=LLAMA)
     results = run_ranks(train_and_look, 4, values)
     (checkpoint, _), logits = results[0], next(found for _, found in results if found is not None)
-    export_folder(Path(checkpoint), tmp_path / "out", dtype="float64")
+    export_folder(Path(checkpoint).parents[1], tmp_path / "out", dtype="float64")  # the run, of which it is the newest
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     with torch.no_grad():
         assert torch.allclose(model(input_ids=torch.arange(8)[None]).logits, logits, rtol=0, atol=1e-12)
@@ -257,7 +290,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         stranger = adapter_for(Family("gpt2").build())
     with pytest.raises(PlanError, match=r"lacks .* of the model's"):
         weights_for(stranger, tmp_path / "other")
-    with pytest.raises(CheckpointError, match="is not a finished checkpoint"):
+    with pytest.raises(CheckpointError, match="is no finished checkpoint"):
         export_folder(tmp_path, tmp_path / "out")
     with pytest.raises(ConfigError, match=r"model\.source = 'nowhere'"):
         import_folder(Path("nowhere"), tmp_path / "out")

@@ -26,9 +26,11 @@ class Play:
         self.left = list(attempts)
         self.said: list[str] = []
         self.told: list[int] = []
+        self.worlds: list[int] = []
 
-    def start(self, attempt: int) -> Ending:
+    def start(self, ranks: int, attempt: int) -> Ending:
         self.told.append(attempt)
+        self.worlds.append(ranks)
         step, saved, ending = self.left.pop(0)
         if step:
             lines = (json.dumps({"step": each}) for each in range(1, step + 1))
@@ -37,8 +39,11 @@ class Play:
             (self.folder.checkpoints / "latest").write_text(f"step-{saved:06d}\n")
         return ending
 
-    def run(self, most: int = 3) -> int:
-        return start_ranks(self.start, self.folder, most=most, say=self.said.append)
+    def run(self, most: int = 3, least: int = 4) -> int:
+        def fewer(ranks: int) -> int | None:
+            return ranks // 2 if ranks // 2 >= least else None
+
+        return start_ranks(self.start, self.folder, ranks=4, most=most, fewer=fewer, say=self.said.append)
 
 
 @pytest.fixture
@@ -106,3 +111,44 @@ def test_starts_are_counted_until_there_is_a_new_checkpoint(play: Callable[..., 
 def test_without_restarts_the_error_is_raised_as_it_is(play: Callable[..., Play]) -> None:
     with pytest.raises(RankError, match=r"^rank 1 was ended by SIGKILL$"):
         play((5, 4, killed())).run(most=0)
+
+
+# ---- fewer ranks
+
+
+LOST, BROKEN = Ending(1, 3, was_lost=True), Ending(1, 3)
+
+
+@pytest.mark.parametrize("again", [LOST, BROKEN])
+def test_ranks_that_do_not_come_back_are_left_out(play: Callable[..., Play], again: Ending) -> None:
+    found = play((5, 4, killed(3)), (0, 0, again), (12, 12, Ending(0)))
+    assert found.run(least=1) == 0
+    assert found.worlds == [4, 4, 2]
+    assert found.said[-1] == (
+        "note: 4 ranks did not come back, so 2 go on from step-000004 (2 of 3 without a new checkpoint)"
+    )
+
+
+def test_no_fewer_than_the_fewest(play: Callable[..., Play]) -> None:
+    found = play((5, 4, killed(3)), (0, 0, LOST), (0, 0, LOST), (0, 0, LOST))
+    assert found.run(least=2) == 1
+    assert found.worlds == [4, 4, 2, 2]
+
+
+def test_without_word_of_fewer_all_are_started(play: Callable[..., Play]) -> None:
+    found = play((5, 4, killed(3)), (0, 0, LOST), (0, 0, BROKEN))
+    assert found.run() == 1
+    assert found.worlds == [4, 4, 4]
+
+
+def test_a_first_start_that_fails_is_no_matter_of_ranks(play: Callable[..., Play]) -> None:
+    found = play((0, 0, BROKEN))
+    assert found.run(least=1) == 1
+    assert found.worlds == [4]
+
+
+def test_a_step_that_fails_twice_ends_the_run_on_any_ranks(play: Callable[..., Play]) -> None:
+    found = play((5, 4, killed(3)), (0, 0, LOST), (5, 4, killed(1)), (5, 4, killed(1)))
+    with pytest.raises(RankError, match="rank 1 failed in step 6 twice in a row"):
+        found.run(least=1)
+    assert found.worlds == [4, 4, 2, 2]

@@ -7,7 +7,7 @@ import pytest
 
 from atoll.config import Config
 from atoll.config.load import from_dict
-from atoll.data import IGNORED_LABEL, Batch, Corpus
+from atoll.data import IGNORED_LABEL, Batch, Supply
 from atoll.plans import MeshShape
 from atoll.training.samples import Samples, prepare_corpus
 
@@ -15,7 +15,7 @@ BATCH = 12
 
 
 @pytest.fixture(scope="module", params=["causal", "masked"])
-def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Corpus]:
+def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Supply]:
     folder = tmp_path_factory.mktemp("corpus")
     (folder / "text.txt").write_text("ab" * 3000)  # all samples are alike: only their positions differ
     config = from_dict(
@@ -33,7 +33,7 @@ def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return config, prepare_corpus(config)
 
 
-def samples(job: tuple[Config, Corpus], mesh: MeshShape) -> list[Samples]:
+def samples(job: tuple[Config, Supply], mesh: MeshShape) -> list[Samples]:
     """Those of every rank."""
     return [Samples(*job, mesh.place(rank)) for rank in range(mesh.world)]
 
@@ -47,23 +47,23 @@ def is_same(one: Batch, other: Batch) -> bool:
 
 
 @pytest.mark.parametrize("mesh", [MeshShape(intra=2), MeshShape(inter=3), MeshShape(inter=2, intra=3)])
-def test_the_shares_of_data_parallel_ranks_are_one_processs_batch(job: tuple[Config, Corpus], mesh: MeshShape) -> None:
+def test_the_shares_of_data_parallel_ranks_are_one_processs_batch(job: tuple[Config, Supply], mesh: MeshShape) -> None:
     (alone,), ranks = samples(job, MeshShape()), samples(job, mesh)
     for _ in range(3):
         assert is_same(together([rank.take() for rank in ranks]), alone.take())
         assert {rank.position for rank in ranks} == {alone.position}
     wanted = list(alone.validation())
     assert wanted
-    for shares, whole in zip(zip(*(rank.validation() for rank in ranks), strict=True), wanted, strict=True):
-        assert is_same(together(list(shares)), whole)
+    for shares, (_, whole) in zip(zip(*(rank.validation() for rank in ranks), strict=True), wanted, strict=True):
+        assert is_same(together([share for _, share in shares]), whole)
 
 
-def test_pipeline_ranks_see_the_same(job: tuple[Config, Corpus]) -> None:
+def test_pipeline_ranks_see_the_same(job: tuple[Config, Supply]) -> None:
     first, last = samples(job, MeshShape(pipeline=2))
     assert is_same(first.take(), last.take())
 
 
-def test_looking_ahead_and_resuming_change_nothing(job: tuple[Config, Corpus]) -> None:
+def test_looking_ahead_and_resuming_change_nothing(job: tuple[Config, Supply]) -> None:
     one, other = (samples(job, MeshShape(intra=2))[1] for _ in range(2))
     one.take()
     ahead = one.peek()
@@ -73,14 +73,14 @@ def test_looking_ahead_and_resuming_change_nothing(job: tuple[Config, Corpus]) -
     assert is_same(ahead, other.take())
 
 
-def test_no_two_samples_are_masked_alike(job: tuple[Config, Corpus]) -> None:
+def test_no_two_samples_are_masked_alike(job: tuple[Config, Supply]) -> None:
     """Not on two ranks, in two steps or in two batches of the validation split."""
     if job[0].train.objective == "causal":
         return
     ranks = samples(job, MeshShape(inter=2, intra=2))
     for batches in (
         [rank.take() for _ in range(3) for rank in ranks],
-        [b for rank in ranks for b in rank.validation()],
+        [b for rank in ranks for _, b in rank.validation()],
     ):
         masks = [tuple(row != IGNORED_LABEL) for batch in batches for row in batch["labels"]]
         full = [mask for mask in masks if sum(mask) > 5]  # the last sample may be padding

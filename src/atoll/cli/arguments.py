@@ -17,10 +17,10 @@ ConfigFile = Annotated[Path, typer.Argument(help="A TOML file.", show_default=Fa
 
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Replace a key of the file, as in --set train.microbatch=2."),
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the file, as in --set train.microbatch=2."),
 ]
 
-CLUSTER = "A TOML file: the devices and links that the plan runs on."
+CLUSTER = "A TOML file that describes devices and links."
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 

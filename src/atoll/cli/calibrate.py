@@ -27,20 +27,20 @@ def command(
     ],
     cluster: Annotated[
         Path | None,
-        typer.Option(help=f"{CLUSTER} Its constants are where the fit begins; if not given, the first row's."),
+        typer.Option(help=f"{CLUSTER} The fit starts from its constants; by default those of the first row."),
     ] = None,
     constants: Annotated[
-        str | None, typer.Option(help="What to fit, by keys of the file separated by commas; all if not given.")
+        str | None, typer.Option(help="Constants to fit, as keys of the file separated by commas; by default all.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Fit the constants of a cluster to the measured steps in ROWS, and write the cluster with them.
 
-    A row is {"config": "run.toml", "set": ["train.microbatch=2"], "seconds": 1.2}, where the config may be its tables
-    too, or {"run": "runs/mine"}, the folder of a run; `atoll compare` writes such rows. Paths are relative to the
-    folder of ROWS. Only constants on which some step depends are fitted, and each is held to where it was as if that
-    were known to within 25 %. `spread` in the file is the error to expect of other steps: with up to 12 rows that of
-    each row left out of the fit, else that of the fit itself.
+    A row is {"config": "run.toml", "set": ["train.microbatch=2"], "seconds": 1.2}, where the config may also be its
+    tables, or {"run": "runs/mine"}, the folder of a run; `atoll compare` writes such rows. Paths are relative to the
+    folder of ROWS. Only constants that affect a step are fitted, with a prior: the value before the fit, known to
+    within 25 %. `spread` in the file is the expected error for other steps: with up to 12 rows the leave-one-out
+    error, otherwise the error of the fit.
 
     Keys of the JSON object: file; error and spread, relative; steps (name, measured, before, after: seconds; error,
     relative); constants (name, before, after).
@@ -67,7 +67,7 @@ def command(
 
 
 def _described(cluster: Cluster, spread: float, source: str) -> Cluster:
-    """With what is said of its constants."""
+    """Return the cluster with the source and spread of its constants."""
     device = cluster.device
     said = device.efficiency.model_copy(update={"spread": float(f"{spread:.4g}"), "source": source})
     return cluster.model_copy(update={"device": device.model_copy(update={"efficiency": said})})

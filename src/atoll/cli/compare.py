@@ -23,16 +23,14 @@ SHOWN = 10
 
 def command(
     run: Annotated[Path, typer.Argument(help="The folder of a run.", show_default=False)],
-    cluster: Annotated[
-        Path | None, typer.Option(help=f"{CLUSTER} If not given, the one that the run was predicted on.")
-    ] = None,
+    cluster: Annotated[Path | None, typer.Option(help=f"{CLUSTER} By default that of the run's prediction.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Hold the measured seconds and bytes of RUN against their prediction, instruction by instruction.
+    """Compare the measured step time and memory of RUN with the prediction, instruction by instruction.
 
-    The seconds of a step are the median of the run's, and those of instructions are of its last step. The instructions
-    that differ most are named with their likely cause. The run is also written into its folder as calibration.jsonl, a
-    row that `atoll calibrate` takes.
+    The step time is the median of the run; instructions are those of its last step. The instructions that differ most
+    are printed with their likely cause. The command also writes calibration.jsonl to the run folder, a row for
+    `atoll calibrate`.
 
     Keys of the JSON object: run; seconds, predicted and measured; error, relative; timed_seconds, of the last step on
     rank 0, null where it was not reached; parts, one object a pipeline rank and part of its step with rank, part,
@@ -132,7 +130,7 @@ def _describe(run: Run, prediction: Prediction, differences: tuple[Difference, .
 
 
 def _parts(run: Run, prediction: Prediction, differences: tuple[Difference, ...]) -> Iterator[str]:
-    """Where the timed step goes on each pipeline rank, and what is left between its instructions."""
+    """Yield the breakdown of the timed step on each pipeline rank, and the time between its instructions."""
     from atoll.cost.breakdown import PARTS
     from atoll.cost.comparison import by_part
 

@@ -69,7 +69,7 @@ class Examination:
 OPTIONAL = (
     ("tensorboard", "metrics as TensorBoard events", "tensorboard"),
     ("datasets", "Hugging Face dataset folders and parquet files as a corpus", "hf"),
-    ("transformers", "Hugging Face models in atoll.Engine, split by an adapter of yours", "hf"),
+    ("transformers", "Hugging Face models, from scratch or from their folders", "hf"),
     ("peft", "low-rank adapters on such models", "hf"),
     ("numba", "automatic schedules found faster, the first time after compiling for some seconds", "fast"),
     ("ortools", "the schedule `optimal`", "optimal"),
@@ -91,10 +91,10 @@ def command(
     ] = 0.2,
     as_json: AsJson = False,
 ) -> None:
-    """Say what this machine can do, what is missing and how to get it; exit code 1 if training cannot run here.
+    """Check what this machine supports, what is missing and how to install it; exit code 1 if training cannot run here.
 
-    With --measure FILE, measure what devices and links reach instead, on all ranks at once, and write it as a cluster:
-    in local processes, or as a rank of torchrun or Slurm on one node or several.
+    With --measure FILE, measure the rates of devices and links on all ranks at once, and write them as a cluster: in
+    local processes, or as a rank of torchrun or Slurm on one node or several.
 
     Keys of the JSON object: ready; python, torch (versions; torch null if it is missing), torch_cuda (the CUDA
     version it is built for, or null); devices (name, memory_bytes); gloo, nccl (whether torch has them); cores,
@@ -157,7 +157,7 @@ def examine() -> Examination:
 
 
 EXCHANGE_SECONDS = 20.0
-"""How long one of the two processes waits for the other."""
+"""Time that one of the two processes waits for the other."""
 
 
 def exchange() -> None:

@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 def command(
     config: Annotated[Path, typer.Argument(help="A TOML file, or the folder of a run.", show_default=False)],
     overrides: Overrides = None,
-    cluster: Annotated[
-        Path | None, typer.Option(help=f"{CLUSTER} If not given, run.cluster, or that of the run.")
-    ] = None,
+    cluster: Annotated[Path | None, typer.Option(help=f"{CLUSTER} By default run.cluster, or that of the run.")] = None,
     asks: Annotated[bool, typer.Option("--ask", help="Answer the questions named by KEYS, or list them.")] = False,
     system: Annotated[
         str | None,
@@ -31,8 +29,8 @@ def command(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Explain the plan of CONFIG: where the bytes and seconds of each rank go and why, what binds, what each layout
-    would send, and what other choices and situations would change. Of a RUN, what was measured stands beside.
+    """Explain the plan of CONFIG: where the memory and step time of each rank go, the bottleneck, the traffic of each
+    layout, and the effect of other choices and clusters. For a RUN, measurements are shown beside the prediction.
 
     With --ask and keys, answer questions from the numbers of the plan, as in `--ask fullest-rank another-node`.
 

@@ -24,8 +24,8 @@ def import_command(
 ) -> None:
     """Write the weights of the Hugging Face folder SOURCE as the checkpoint TARGET.
 
-    `atoll train` starts from it with model.weights, and an engine loads it on any layout. To be trained, a folder needs
-    no import: model.source names it, and each rank reads what it keeps.
+    `atoll train` starts from it with model.weights, and an engine loads it under any layout. Training does not need an
+    import: set model.source to the folder, and each rank reads its own shards.
 
     Keys of the JSON object: folder; tensors; bytes; files; read_whole, whether the model was loaded whole.
     """
@@ -35,16 +35,17 @@ def import_command(
 
 
 def export_command(
-    source: Annotated[Path, typer.Argument(help="A checkpoint of atoll train or import.", show_default=False)],
+    source: Annotated[Path, typer.Argument(help="A run, or a checkpoint of train or import.", show_default=False)],
     target: Annotated[Path, typer.Argument(help="The folder to write.", show_default=False)],
     dtype: Annotated[
-        str | None, typer.Option(help="Of the tensors, such as bfloat16; if not given, what the model's config says.")
+        str | None, typer.Option(help="Dtype of the tensors, such as bfloat16; by default that of the model's config.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write the checkpoint SOURCE as the Hugging Face folder TARGET, for `from_pretrained`.
+    """Write the checkpoint SOURCE, or the newest one of a run, as the Hugging Face folder TARGET, for
+    `from_pretrained`.
 
-    Of a run with low-rank adapters these alone, as the `peft` package writes them.
+    For a run with low-rank adapters, writes only the adapters, in the format of the `peft` package.
 
     Keys of the JSON object: folder; tensors; bytes; files; read_whole, false.
     """

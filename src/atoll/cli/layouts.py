@@ -6,20 +6,24 @@ from typing import Annotated, Any
 
 import typer
 
+from atoll.units import parse_count
+
 
 def command(
-    parameters: Annotated[float, typer.Option(help="Parameters of the model, as in 7e9.")],
-    trainable: Annotated[float | None, typer.Option(help="Trainable ones of them; all if left out.")] = None,
-    intra: Annotated[int, typer.Option(help="Ranks of a group, joined by fast links.")] = 8,
-    inter: Annotated[int, typer.Option(help="Groups, joined by slow links.")] = 1,
-    microbatches: Annotated[int, typer.Option(help="Microbatches a rank and step.")] = 1,
-    gradient_bytes: Annotated[float, typer.Option(help="Bytes of a gradient at rest: 2, or 4 for fp32.")] = 2,
+    parameters: Annotated[float, typer.Option(help="Parameters of the model, as in 7e9 or 7b.", parser=parse_count)],
+    trainable: Annotated[
+        float | None, typer.Option(help="Trainable parameters; by default all.", parser=parse_count)
+    ] = None,
+    intra: Annotated[int, typer.Option(help="Ranks of a group, with fast links.")] = 8,
+    inter: Annotated[int, typer.Option(help="Groups, with slow links between them.")] = 1,
+    microbatches: Annotated[int, typer.Option(help="Microbatches for each rank and step.")] = 1,
+    gradient_bytes: Annotated[float, typer.Option(help="Bytes of a stored gradient: 2, or 4 for fp32.")] = 2,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array.")] = False,
 ) -> None:
-    """Print what each of the 27 layouts holds and sends, by the published accounting.
+    """Print the memory and traffic of each of the 27 layouts, by the published accounting.
 
-    2 bytes for a parameter, 12 for its optimizer state, 2 for all that travels. Residency `unit`, gradients reduced
-    each microbatch, collectives on two levels.
+    2 bytes for a parameter, 12 for its optimizer state, 2 for every element sent. Residency `unit`, gradients reduced
+    for each microbatch, collectives on two levels.
     """
     rows = table(
         parameters=parameters,

@@ -19,6 +19,7 @@ import typer
 from atoll.cli import (
     calibrate,
     compare,
+    convert,
     doctor,
     explain,
     interchange,
@@ -53,6 +54,7 @@ app.command("calibrate")(calibrate.command)
 app.command("schedule")(schedule.command)
 app.command("layouts")(layouts.command)
 app.command("program")(program.command)
+app.command("convert")(convert.command)
 app.command("import")(interchange.import_command)
 app.command("export")(interchange.export_command)
 app.command("doctor")(doctor.command)
@@ -80,7 +82,7 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Any sharding layout with any pipeline schedule, for PyTorch models."""

@@ -20,22 +20,21 @@ def command(
     overrides: Overrides = None,
     cluster: Annotated[Path | None, typer.Option(help=CLUSTER)] = None,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Write the config with the plan in it here.")
+        Path | None, typer.Option("-o", "--output", help="Write the config with the plan to this file.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Choose mesh, layout, schedule, microbatch and all else of [parallel] for a model on a cluster.
+    """Choose mesh, layout, schedule, microbatch and every other parallel setting for a model on a cluster.
 
-    The plan is for parallel.ranks, or all devices of the cluster if that is not written, with train.global_batch,
-    and data.sequence as they are. Where parallel.auto is true, what is written beside it is kept, and so are
-    train.microbatch and train.precision; else train.precision is kept, and [parallel] is a plan of its own, which is
-    shown beside.
+    The plan is for parallel.ranks, or all devices of the cluster if that is not set, with train.global_batch and
+    data.sequence unchanged. If parallel.auto is true, the settings beside it are kept, and so are train.microbatch and
+    train.precision; otherwise train.precision is kept, and the plan of the config is shown for comparison.
 
     Keys of the JSON object: plan, its choices; settings, by section of a config; seconds of a step; gap, the share by
-    which another plan may be faster at most; tokens_per_second; predicted, how many plans were played, and frames, how
-    many meshes with microbatches there are; prediction, as `atoll predict --json` has it; runners_up, each with plan
-    and seconds; undone, by choice, other and its seconds; changes, each with what, same and best (seconds or null) and
-    plan; own, the seconds of the config's own plan, or null.
+    which another plan may be faster at most; tokens_per_second; predicted, the number of simulated plans, and frames,
+    of meshes with microbatches; prediction, as `atoll predict --json` has it; runners_up, each with plan and seconds;
+    alternatives, by choice, other and its seconds (undone is their old name); changes, each with what, same and best
+    (seconds or null) and plan; own, the seconds of the config's own plan, or null.
     """
     from atoll.config import load
     from atoll.planner.text import describe
@@ -82,6 +81,7 @@ def summary(answer: Answer, own: Prediction | None = None) -> dict[str, Any]:
     def row(candidate: Candidate) -> dict[str, Any]:
         return {"plan": choices(candidate), "seconds": candidate.seconds}
 
+    alternatives = {each.choice: {"other": each.other, "seconds": each.seconds} for each in answer.alternatives}
     return {
         **row(answer.best),
         "settings": settings(answer.best),
@@ -91,7 +91,8 @@ def summary(answer: Answer, own: Prediction | None = None) -> dict[str, Any]:
         "frames": answer.found.frames,
         "prediction": predicted(answer.prediction),
         "runners_up": [row(each) for each in answer.runners_up],
-        "undone": {each.choice: {"other": each.other, "seconds": each.seconds} for each in answer.undone},
+        "alternatives": alternatives,
+        "undone": alternatives,  # the old name, for one version
         "changes": [
             {
                 "what": each.what,

@@ -21,10 +21,10 @@ def command(
     cluster: Annotated[Path | None, typer.Option(help=CLUSTER)] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Predict the seconds of a step and the bytes of each rank, for any number of ranks, without running any.
+    """Predict step time and peak memory of each rank, for any number of ranks, without running any.
 
-    The model's weights are not read and its corpus is not prepared: the model has model.vocabulary ids, or as many as
-    the tokenizer may have.
+    Weights are not read and the corpus is not prepared: the vocabulary has model.vocabulary ids, or the maximum of the
+    tokenizer.
 
     Keys of the JSON object: parameters; world; seconds of a step, and interval, the least and the most;
     tokens_per_second, tokens_per_second_per_device; mfu; breakdown, with busiest_rank, and the seconds by part of that
@@ -59,7 +59,7 @@ def report(prediction: Prediction, *, as_json: bool) -> None:
 
 
 def describe(prediction: Prediction) -> Iterator[str]:
-    """The plan, its seconds and where they go, its bytes and whether they fit."""
+    """Yield the plan, its step time by part, and its memory by component."""
     yield from _plan(prediction)
     if prediction.cluster is not None:
         yield from ("", *_seconds(prediction), "", *_parts(prediction.breakdown))
@@ -67,7 +67,7 @@ def describe(prediction: Prediction) -> Iterator[str]:
     yield from ("", *_components("bytes at the peak, of each pipeline rank", [prediction.peak(rank) for rank in ranks]))
     yield from ("", *_components("bytes between steps", [prediction.rest(rank) for rank in ranks]))
     saved = max(map(prediction.saved, ranks))
-    yield from ("", f"host memory for saving in the background: {format_bytes(saved)} a rank at most")
+    yield from ("", f"host memory for background saves: at most {format_bytes(saved)} per rank")
     if prediction.cluster is not None:
         yield from ("", _fit(prediction))
 
@@ -103,7 +103,7 @@ def _parts(breakdown: Sequence[Breakdown]) -> Iterator[str]:
         columns = {"seconds": breakdown[0]}
     else:
         columns["mean of all ranks"] = mean(breakdown)
-    yield f"{'where a step goes':28}" + "".join(f"{name:>26}" for name in columns)
+    yield f"{'time of a step':28}" + "".join(f"{name:>26}" for name in columns)
     for part, name in PARTS.items():
         values = [getattr(each, part) for each in columns.values()]
         shares = [value / each.total for value, each in zip(values, columns.values(), strict=True)]
@@ -128,5 +128,5 @@ def _fit(prediction: Prediction) -> str:
     margin, memory = margins(fullest), prediction.device.memory
     share = f"{format_bytes(abs(margin))}, {abs(margin) / memory:.1%}"
     if margin >= 0:
-        return f"fits: rank {fullest}, the fullest, leaves {share}, of the device's {format_bytes(memory)}"
-    return f"does not fit: rank {fullest}, the fullest, needs {share}, more than the device's {format_bytes(memory)}"
+        return f"fits: rank {fullest} has the highest peak and leaves {share}, of {format_bytes(memory)} free"
+    return f"does not fit: rank {fullest} has the highest peak and needs {share}, more than {format_bytes(memory)}"

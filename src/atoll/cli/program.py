@@ -18,15 +18,15 @@ def command(
     config: ConfigFile,
     overrides: Overrides = None,
     rank: Annotated[int, typer.Option(help="Pipeline rank.")] = 0,
-    microbatch: Annotated[int | None, typer.Option(help="Print what is for this microbatch alone.")] = None,
+    microbatch: Annotated[int | None, typer.Option(help="Print only the instructions of this microbatch.")] = None,
     evaluation: Annotated[bool, typer.Option("--evaluation", help="The program of an evaluation.")] = False,
-    svg: Annotated[Path | None, typer.Option(help="Write a picture here.")] = None,
+    svg: Annotated[Path | None, typer.Option(help="Write a picture to this file.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print the program of a pipeline rank in columns by lane, with the bytes of whole parameters and gradients.
+    """Print the program of a pipeline rank in columns by lane, with the bytes of gathered parameters and gradients.
 
-    The rank is built without memory and without values, by the code that builds it for a run; its data-parallel and
-    tensor-parallel ranks play the same. Nothing runs.
+    The rank is built without memory and without values, with the code that a run uses; its data-parallel and
+    tensor-parallel ranks execute the same program. Nothing runs.
 
     Keys of the JSON object: rank; units, each with name, blocks, whole_bytes, ahead_bytes and gradient_bytes by phase;
     blocks, their names by number; peak_bytes, the most parameters, staged parameters and gradients at once;

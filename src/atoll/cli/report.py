@@ -22,15 +22,15 @@ def command(
     overrides: Overrides = None,
     cluster: Annotated[
         Path | None,
-        typer.Option(help=f"{CLUSTER} If not given, run.cluster, or the one that a run was predicted on."),
+        typer.Option(help=f"{CLUSTER} By default run.cluster, or that of the run's prediction."),
     ] = None,
 ) -> None:
-    """Write one HTML page on runs and plans, which loads nothing from a network.
+    """Write one self-contained HTML page about runs and plans.
 
-    It shows the timeline of all pipeline ranks, predicted above measured; where the seconds of a step go; memory over
+    It shows the timeline of all pipeline ranks, predicted above measured; where the time of a step goes; memory over
     time; traffic by link; the layout; metrics; and the plan in words. Several runs and plans are shown side by side.
 
-    A PLAN is a config file; it is predicted, and nothing runs. Without a cluster there are no predicted seconds, and no
+    A PLAN is a config file; it is predicted, and nothing runs. Without a cluster there is no predicted step time and no
     predicted timeline.
     """
     from atoll.report import page

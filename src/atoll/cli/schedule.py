@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from atoll.sim import Costs
     from atoll.trace import Trace
 
-_COST = "of a rank's whole share of a microbatch: one number, or one a rank separated by commas."
-_BYTES = "one number, or one a rank separated by commas."
+_COST = "for a rank's full share of a microbatch: one number, or one for each rank separated by commas."
+_BYTES = "one number, or one for each rank separated by commas."
 
 KINDS = ("line", "loop", "v")
 OBJECTIVES = ("makespan", "span")
@@ -28,11 +28,11 @@ def command(
     name: Annotated[str, typer.Argument(help="gpipe, 1f1b, ... An unknown name lists all.")],
     ranks: Annotated[int, typer.Option(help="Pipeline ranks.")] = 4,
     microbatches: Annotated[int, typer.Option(help="Microbatches a step.")] = 8,
-    chunks: Annotated[int | None, typer.Option(help="Stages a rank, on a loop.")] = None,
+    chunks: Annotated[int | None, typer.Option(help="Stages of each rank, on a loop.")] = None,
     placement: Annotated[
-        str | None, typer.Option(help=f"{', '.join(KINDS)}: where stages lie. Most schedules have their own.")
+        str | None, typer.Option(help=f"{', '.join(KINDS)}: the placement of stages. Most schedules have their own.")
     ] = None,
-    unit: Annotated[int | None, typer.Option(help="Most microbatches of a unit.")] = None,
+    unit: Annotated[int | None, typer.Option(help="Maximum number of microbatches in a unit.")] = None,
     forward: Annotated[str, typer.Option(help=f"Time of F {_COST}")] = "1",
     input_grad: Annotated[str, typer.Option(help=f"Time of I, the backward for the input, {_COST}")] = "1",
     weight_grad: Annotated[str, typer.Option(help=f"Time of W, the backward for the weights, {_COST}")] = "1",
@@ -40,16 +40,16 @@ def command(
         str, typer.Option(help="Latency of a message between two ranks, or a TOML file with the link of each pair.")
     ] = "0",
     fused_backward: Annotated[
-        bool, typer.Option("--fused-backward", help="B sends the input's gradient at its end, not after its I part.")
+        bool, typer.Option("--fused-backward", help="B sends the input gradient when it ends, not after its I part.")
     ] = False,
     objective: Annotated[
         str,
-        typer.Option(help=f"{' or '.join(OBJECTIVES)}: what automatic schedules make small."),
+        typer.Option(help=f"{' or '.join(OBJECTIVES)}: the objective of automatic schedules."),
     ] = "makespan",
     memory_limit: Annotated[
-        str | None, typer.Option(help=f"Bytes a rank may hold: {_BYTES} zb-1p and zb-2p have their own if not given.")
+        str | None, typer.Option(help=f"Memory limit in bytes: {_BYTES} zb-1p and zb-2p have their own by default.")
     ] = None,
-    static_bytes: Annotated[str, typer.Option(help=f"Bytes a rank holds all the time: {_BYTES}")] = "0",
+    static_bytes: Annotated[str, typer.Option(help=f"Bytes that a rank always holds: {_BYTES}")] = "0",
     activation_bytes: Annotated[
         str, typer.Option(help=f"Bytes that a microbatch keeps on a rank from F to I: {_BYTES}")
     ] = "1",
@@ -58,16 +58,18 @@ def command(
     ] = "1",
     split_head: Annotated[
         float | None,
-        typer.Option(help="Time of a head's F of a microbatch, as long for its I and its W, split over all ranks."),
+        typer.Option(help="Time of F of the head for a microbatch, equal to its I and W, split over all ranks."),
     ] = None,
-    csv: Annotated[Path | None, typer.Option(help="Write torch.distributed.pipelining's format here.")] = None,
-    svg: Annotated[Path | None, typer.Option(help="Write a picture here.")] = None,
+    csv: Annotated[
+        Path | None, typer.Option(help="Write the format of torch.distributed.pipelining to this file.")
+    ] = None,
+    svg: Annotated[Path | None, typer.Option(help="Write a picture to this file.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Build one schedule, draw it, and play it with costs.
+    """Build one schedule, draw it, and simulate it with costs.
 
-    Every schedule takes every option; of one that it has no use for a note says so. A schedule that knows no limit is
-    measured against the one that is given.
+    Every schedule accepts every option; a note names options without effect. For a schedule with a fixed order, a note
+    states where it exceeds the memory limit.
 
     Keys of the JSON object: schedule, ranks, chunks, microbatches; makespan; bubble_rate, the makespan's share in
     which the busiest rank computes nothing; span, the largest of the ranks' own spans (end of the last action - start
@@ -163,7 +165,7 @@ def _problem_of(given: dict[str, Any], sizes: dict[str, int], costs: Costs, memo
 
 
 def _bound(schedule: Schedule, objective: Objective, costs: Costs, memory: Memory) -> float:
-    """Of the limit that the schedule keeps to: its own or the user's, or none where it exceeds that."""
+    """Return the lower bound within the schedule's or the user's memory limit, or without one if it exceeds that."""
     from dataclasses import replace
 
     from atoll.schedules import Problem, lower_bound
@@ -204,7 +206,7 @@ def _check_words(asked: dict[str, Any]) -> None:
 
 
 def summary(schedule: Schedule, trace: Trace, bound: float) -> dict[str, object]:
-    """What `--json` prints."""
+    """Return the output of `--json`."""
     return {
         "schedule": schedule.name,
         "ranks": schedule.ranks,

@@ -22,38 +22,38 @@ def command(
         Literal["auto", "always", "never"],
         typer.Option(
             "--resume",
-            help="auto: continue from the newest whole checkpoint, on any ranks and layout; begin where there is none. "
-            "always: refuse to begin. never: refuse a folder that holds a run.",
+            help="auto: continue from the newest complete checkpoint, under any world size and layout; start if there "
+            "is none. always: fail if there is none. never: fail if the folder contains a run.",
         ),
     ] = "auto",
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Begin anew: delete the run that the folder holds.")
+        bool, typer.Option("--overwrite", help="Delete the run in the folder and start over.")
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check the run and predict it; start nothing, write nothing.")
+        bool, typer.Option("--dry-run", help="Check the run and predict it without starting or writing anything.")
     ] = False,
     cluster: Annotated[
-        Path | None, typer.Option(help=f"{CLUSTER} Instead of run.cluster; its seconds are predicted and recorded.")
+        Path | None, typer.Option(help=f"{CLUSTER} Replaces run.cluster; the predicted step time is recorded.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON object.")] = False,
 ) -> None:
-    """Train as CONFIG says, in parallel.ranks local processes, or as a rank of torchrun or Slurm.
+    """Run the training of CONFIG, in parallel.ranks local processes, or as a rank of torchrun or Slurm.
 
-    The same command begins a run and continues it after whatever ended it. One run at a time writes to a folder. Ranks
-    that a launcher has restarted continue, whatever --resume and --overwrite say.
+    The same command starts a run and continues it after any interruption. One run at a time writes to a folder. Ranks
+    that a launcher has restarted continue, regardless of --resume and --overwrite.
 
-    Everything a run makes lies in run.folder: metrics.jsonl, validation.jsonl, plan.json, trace.json, prediction.json,
+    A run writes to run.folder: metrics.jsonl, validation.jsonl, plan.json, trace.json, prediction.json,
     timing.json, checkpoints.
-    SIGINT and SIGTERM save a checkpoint after the step under way and leave with 130 and 143; a second one kills.
+    SIGINT and SIGTERM save a checkpoint after the current step and exit with 130 and 143; a second one kills.
 
-    With --dry-run one process looks for everything that the run would refuse, on each pipeline rank, and prints what
-    `atoll predict` says: without a cluster the bytes alone. With --cluster the run is meant for that, and the devices
-    of this machine are not looked for.
+    With --dry-run one process makes the checks of a run for each pipeline rank, and prints the output of
+    `atoll predict`, without a cluster only memory. With --cluster the run is assumed to be on that cluster, and the
+    devices of this machine are not checked.
 
     Keys of the JSON object: folder; step, the last one done; stopped, the signal's name or null; tokens and seconds of
     this start; validation_loss, the first and the last, or null; checkpoint; sample, the generated text or null;
-    step_seconds and peak_bytes, each predicted (null where that is not known) and measured: the seconds of a typical
-    step and a list of one number a pipeline rank. With --dry-run those of `atoll predict`.
+    step_seconds and peak_bytes, each predicted (null if unknown) and measured: the seconds of a typical step, and a
+    list with one number per pipeline rank. With --dry-run the keys of `atoll predict`.
     """
     from atoll.training.folder import Start
     from atoll.training.process import Request, train
@@ -71,7 +71,7 @@ def command(
 
 
 def _dry_run(request: Request, *, elsewhere: bool) -> None:
-    """Print what the run would take. Raises what it would refuse. elsewhere: it is not for this machine."""
+    """Print the prediction of the run. Raises what a start would. elsewhere: the run is for other machines."""
     from atoll.cost import Cluster
     from atoll.training.dry_run import check_run
     from atoll.training.prediction import predict
@@ -95,4 +95,4 @@ def _dry_run(request: Request, *, elsewhere: bool) -> None:
         )
         report(found, as_json=request.as_json)
     except UserError as error:
-        say(f"note: the run would start, and is not predicted: {error}")
+        say(f"note: the run can start but cannot be predicted: {error}")

@@ -23,8 +23,9 @@ def command(
     """Compare every byte of a checkpoint, of all checkpoints of a run, or of a token cache with the digests that were
     written with it. The exit code is 1 if anything is damaged.
 
-    A load and a training run compare what they read themselves; this reads all, in one process. Of checkpoints from
-    before there were digests the sizes of files are checked. A token cache from then is compared with its fingerprint.
+    A load and a training run compare only what they read; this command reads everything, in one process. For
+    checkpoints without digests, the sizes of files are checked; a token cache without digests is compared with its
+    fingerprint.
 
     Keys of each JSON object: path; kind, checkpoint or cache; bytes, compared with digests; verified, false where there
     are no digests; identity, what the manifest says of the run; problems, a list of sentences.

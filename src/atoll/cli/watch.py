@@ -26,14 +26,12 @@ REST = 9.0
 
 def command(
     run: Annotated[Path, typer.Argument(help="The folder of a run.", show_default=False)],
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Of the server; 0 for any free one.")] = 0,
-    cluster: Annotated[
-        Path | None, typer.Option(help=f"{CLUSTER} If not given, the one that the run was predicted on.")
-    ] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the server; 0 for any free port.")] = 0,
+    cluster: Annotated[Path | None, typer.Option(help=f"{CLUSTER} By default that of the run's prediction.")] = None,
 ) -> None:
     """Serve the report of RUN on the loopback address, and update it while the run goes on. Ctrl-C ends it.
 
-    The folder is only read. It may be empty still: the page waits for the run to begin.
+    The folder is only read. It may still be empty: the page waits for the run to start.
     """
     from atoll.errors import RunError
     from atoll.training.sheet import RunReader

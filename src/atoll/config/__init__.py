@@ -1,4 +1,4 @@
-"""TOML -> values: the schema of a config, reading it, and the plan it asks for."""
+"""The schema of a config, reading it, and its plan."""
 
 from atoll.config.load import from_dict, known_keys, load
 from atoll.config.schema import Checkpoint, Config, Data, Lora, Model, Parallel, Run, Train

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from atoll.config.deepspeed import translate
+from atoll.config.foreign import answer
 from atoll.config.schema import Config, Section
 from atoll.documents import LARGEST_TOML, parse_toml, read_text
 from atoll.errors import ConfigError
@@ -24,7 +25,7 @@ RETIRED = {("run", "overwrite"): "a run is deleted by --overwrite on the command
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read the TOML file `path`, apply `overrides` ("train.steps=5") in order and check everything.
+    """Read the TOML file `path`, apply `overrides` ("train.steps=5") in order and validate the result.
 
     An override's value is TOML, or a plain string where it is not TOML. An override of `parallel.layout` replaces the
     file's `zero_optimization` and the reverse. Raises ConfigError with all problems.
@@ -88,7 +89,9 @@ def _override(raw: dict[str, Any], overrides: Sequence[str]) -> frozenset[Keys]:
         name, equals, value = text.partition("=")
         keys = tuple(part.strip() for part in name.split("."))
         if not equals or len(keys) < 2 or not all(keys):
-            raise ConfigError(f"--set {text}: write section.key=value, as in --set train.steps=5")
+            known_elsewhere = answer(keys[-1])
+            here = "" if known_elsewhere is None else f"; {keys[-1]} is, here: {known_elsewhere}"
+            raise ConfigError(f"--set {text}: write section.key=value, as in --set train.steps=5{here}")
         table = raw
         for depth, key in enumerate(keys[:-1]):
             table = table.setdefault(key, {})
@@ -167,7 +170,9 @@ def _describe(error: ValidationError, *, text: str, changed: frozenset[Keys]) ->
 
 def _message(detail: ErrorDetails, keys: Keys) -> str:
     if detail["type"] == "extra_forbidden":
-        return f": unknown {'section' if len(keys) == 1 else 'key'}; {_nearest(keys)}"
+        known_elsewhere = answer(keys[-1])
+        hint = _nearest(keys) if known_elsewhere is None else f"here: {known_elsewhere}"
+        return f": unknown {'section' if len(keys) == 1 else 'key'}; {hint}"
     if detail["type"] == "model_type":
         return f" = {detail['input']!r}: must be a table, [{keys[0]}]"
     message = detail["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
@@ -188,7 +193,7 @@ def _nearest(keys: Keys) -> str:
 
 
 def known_keys() -> dict[str, tuple[str, ...]]:
-    """Section -> the keys it may have, in order."""
+    """Section -> its keys, in order."""
     known = {}
     for name, field in Config.model_fields.items():
         section = field.annotation

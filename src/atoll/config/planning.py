@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from atoll.config.schema import Config, Parallel
 
 
-MOST_FORWARDS = 500_000
+MOST_FORWARDS = 100_000
 """The most forward actions of a step, over all ranks. Larger schedules take too long to build and validate."""
 
 
@@ -45,7 +45,9 @@ def plan_of(config: Config, world: int | None = None) -> Plan:
         if config.model.is_builtin:
             problems += _stage_problems(config, schedule)
     problems += _length_problems(config)
+    problems += _compile_problems(config)
     problems += _rollback_problems(config)
+    problems += _objective_problems(config)
     if problems:
         raise ConfigError("\n  ".join(problems if len(problems) == 1 else [f"{len(problems)} problems", *problems]))
     return Plan(
@@ -104,7 +106,7 @@ def _schedule(parallel: Parallel, microbatches: int, *, fits: bool) -> Schedule:
 
 
 def _is_given(schedule: str) -> bool:
-    """Whether it is an order, or the file of one, and no name."""
+    """Return True if it is an order, or the file of one, and no name."""
     return "\n" in schedule or schedule.endswith(".csv")
 
 
@@ -128,7 +130,7 @@ def _world_problems(config: Config, ranks: int, *, launched: bool) -> list[str]:
     hint = f"use {' or '.join(sizes)} ranks"
     others = parallel.tensor * parallel.intra
     if ranks >= 1 and ranks % others == 0:
-        pipelines = [str(size) for size in _divisors(ranks // others)]
+        pipelines = [str(size) for size in divisors(ranks // others)]
         hint += f", or a pipeline of {' or '.join(pipelines)}"
     return [
         f"{name} = {ranks} is not a multiple of pipeline * tensor * intra = "
@@ -145,7 +147,7 @@ def _batch_problems(config: Config, data: int) -> list[str]:
     sizes = [str(size) for size in (below, below + part) if size]
     hint = f"use a global_batch of {' or '.join(sizes)}"
     if batch % data == 0:
-        fitting = sorted(_divisors(batch // data), key=lambda size: (abs(size - microbatch), size))[:2]
+        fitting = sorted(divisors(batch // data), key=lambda size: (abs(size - microbatch), size))[:2]
         hint += f", or a microbatch of {' or '.join(str(size) for size in sorted(fitting))}"
     return [
         f"train.global_batch = {batch} is not a multiple of train.microbatch * data-parallel ranks = "
@@ -175,6 +177,39 @@ def _length_problems(config: Config) -> list[str]:
     ]
 
 
+def _objective_problems(config: Config) -> list[str]:
+    """What does not go with what is learnt."""
+    problems = []
+    if config.train.objective == "masked" and config.data.how != "blocks":
+        problems.append(
+            f'train.objective = "masked" hides tokens of joined text; it does not go with data.packing = '
+            f'"{config.data.how}"'
+        )
+    if config.data.streaming and config.train.epochs is not None:
+        problems.append(
+            f"train.epochs = {config.train.epochs:g} with data.streaming: the samples of an epoch are not known before "
+            "it is over; set train.steps instead"
+        )
+    if config.train.patience and config.data.validation == 0:
+        problems.append(
+            f"train.patience = {config.train.patience} needs a validation loss, and data.validation = 0 holds nothing "
+            "back"
+        )
+    return problems
+
+
+def _compile_problems(config: Config) -> list[str]:
+    """torch's DTensor cannot trace the backward of the decoder's layers where each rank has whole sequences."""
+    parallel = config.parallel
+    is_split = config.model.is_builtin and parallel.tensor > 1 and not parallel.sequence_parallel
+    if not is_split or parallel.compile == "none":
+        return []
+    return [
+        f"parallel.compile = {parallel.compile!r} with parallel.tensor = {parallel.tensor}: torch cannot compile the "
+        'split layers of the built-in decoder so; set parallel.sequence_parallel = true, or compile = "none"'
+    ]
+
+
 def _stage_problems(config: Config, schedule: Schedule) -> list[str]:
     """What the engine would say of the decoder's blocks, whatever they weigh."""
     parallel, layers = config.parallel, config.model.layers
@@ -190,6 +225,7 @@ def _stage_problems(config: Config, schedule: Schedule) -> list[str]:
     return []
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """In ascending order."""
     small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
     return sorted({*small, *(number // size for size in small)})

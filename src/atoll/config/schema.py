@@ -1,21 +1,40 @@
-"""What a config may say: one frozen model a section, with its defaults.
+"""Schema of a config: one frozen pydantic model per section, with defaults.
 
-Every section checks its own sizes against each other; `atoll.config.planning` checks the sections against each other.
+Each section validates its own keys; `atoll.config.planning` validates sections against each other.
 """
 
 from __future__ import annotations
 
+import fractions
+import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 
-from atoll.errors import LayoutError, PlanError
+from atoll.config.planning import divisors
+from atoll.errors import ConfigError, LayoutError, PlanError
 from atoll.faults import Policy
 from atoll.layouts import Layout
 from atoll.plans import AXES, ORDERS, Plan
 from atoll.toml import to_toml
+
+RATES = ("cosine", "constant", "linear", "wsd")
+"""Learning-rate schedules by name."""
+
+LOGGERS = ("wandb", "mlflow")
+"""Loggers that metrics can be sent to, in addition to TensorBoard."""
+
+NAMED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+"""Pattern of `module:name`."""
+
+ADAMW = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+"""Defaults of AdamW. Other optimizers keep their own."""
+
+SHARD = 64 << 20
+"""Bytes of a shard of a streamed source."""
 
 Positive = Annotated[int, Field(ge=1, le=(1 << 31) - 1)]
 Natural = Annotated[int, Field(ge=0, le=(1 << 63) - 1)]
@@ -43,9 +62,27 @@ def _as_policy(value: str) -> str:
         raise ValueError(str(error)) from error
 
 
+def _as_optimizer(value: str) -> str:
+    if NAMED.fullmatch(value) or value.isidentifier():
+        return value
+    raise ValueError('must be the name of an optimizer of torch.optim, or "module:factory"')
+
+
+def _as_rates(value: str) -> str:
+    if value in RATES or NAMED.fullmatch(value):
+        return value
+    raise ValueError(f'must be {join_or([repr(name) for name in RATES])}, or "module:function"')
+
+
+def _as_logger(value: str) -> str:
+    if value in LOGGERS or NAMED.fullmatch(value):
+        return value
+    raise ValueError(f'must be {", ".join(repr(name) for name in LOGGERS)} or "module:function"')
+
+
 def _known_order(value: tuple[str, ...]) -> tuple[str, ...]:
     if value not in ORDERS:
-        raise ValueError(f"the axes can lie as {join_or([list(order) for order in ORDERS])}")
+        raise ValueError(f"must be {join_or([list(order) for order in ORDERS])}")
     return value
 
 
@@ -58,11 +95,11 @@ class Section(BaseModel):
 class Model(Section):
     """[model]: the network.
 
-    source: "builtin", the decoder of `atoll.models`, whose sizes are the keys from `layers` on; "transformers:NAME", a
+    source: "builtin", the decoder of `atoll.models`, sized by the keys from `layers` on; "transformers:NAME", a
     family of the `transformers` package such as "transformers:llama"; or the folder of a Hugging Face model.
-    config: values of the `transformers` configuration, for sources that have one.
-    weights: None takes those of the source's folder if it has any; "initial" draws them; else a folder of safetensors
-    or a checkpoint.
+    config: values that override the `transformers` configuration; not for the builtin model.
+    weights: None loads the weights in the source's folder if it has any; "initial" initializes them at random; else a
+    folder of safetensors or a checkpoint.
     `kv_heads` defaults to `heads`, `ffn` to 8/3 `hidden` rounded up to a multiple of 8.
     """
 
@@ -79,7 +116,7 @@ class Model(Section):
     rope_theta: Annotated[float, Field(gt=0)] = 10000.0
     norm_eps: Annotated[float, Field(gt=0)] = 1e-5
     vocabulary: Positive | None = None
-    """None: the tokenizer's size."""
+    """None: the size of the tokenizer's vocabulary."""
 
     @model_validator(mode="before")
     @classmethod
@@ -97,7 +134,7 @@ class Model(Section):
 
     @property
     def is_builtin(self) -> bool:
-        """Whether the model is the decoder of `atoll.models`."""
+        """True if the model is the decoder of `atoll.models`."""
         return self.source == "builtin"
 
     @model_validator(mode="after")
@@ -109,11 +146,11 @@ class Model(Section):
             useless = sorted(key for key, field in fields if key not in others and getattr(self, key) != field.default)
             if useless:
                 problems.append(
-                    f"model.{', model.'.join(useless)}: sizes of the built-in decoder; those of {self.source!r} are "
-                    "written as [model.config], in transformers' words"
+                    f"model.{', model.'.join(useless)}: sizes of the built-in decoder; write those of {self.source!r} "
+                    "under [model.config], by their names in transformers"
                 )
         elif self.config:
-            problems.append('model.config: for sources of transformers; model.source is "builtin"')
+            problems.append('model.config applies to transformers models only; model.source is "builtin"')
         if self.hidden % self.heads:
             problems.append(
                 f"model.hidden = {self.hidden} is not a multiple of model.heads = {self.heads}; use hidden = "
@@ -125,42 +162,138 @@ class Model(Section):
                 f"rotary positions need an even head size; use hidden = {_neighbours(self.hidden, 2 * self.heads)}"
             )
         if self.heads % self.kv_heads:
-            fitting = [size for size in range(1, self.heads + 1) if self.heads % size == 0]
             problems.append(
                 f"model.heads = {self.heads} is not a multiple of model.kv_heads = {self.kv_heads}; use kv_heads = "
-                f"{join_or(fitting)}"
+                f"{join_or(divisors(self.heads))}"
             )
         raise_all(problems)
         return self
 
 
-class Data(Section):
-    """[data]: the corpus and how it becomes tokens. `sequence` is in tokens, `validation` a share of the corpus."""
+def _as_validation(value: Any) -> Any:
+    is_share = type(value) in (int, float) and 0 <= value <= 0.5
+    if not is_share and not (isinstance(value, str) and value):
+        raise ValueError("must be a share of the corpus from 0 to 0.5, or a file or folder")
+    return value
 
-    source: str = "stdlib"
+
+def _as_sources(value: Any) -> Any:
+    if isinstance(value, str):
+        return value
+    given = _as_tuple(value)
+    if not isinstance(given, tuple) or not given or not all(isinstance(each, str) and each for each in given):
+        raise ValueError('must be "stdlib", a file or a folder, or a list of these')
+    twice = sorted({each for each in given if given.count(each) > 1})
+    if twice:
+        raise ValueError(f"{', '.join(map(repr, twice))} more than once; say in data.weights how much is taken of it")
+    return given
+
+
+class Data(Section):
+    """[data]: the corpus, and how it is cut into samples.
+
+    source: one source or a list of them.  weights: shares of the samples to draw from each source of a list; None: in
+    proportion to their samples.
+    streaming: encode the sources during the run, about `shard` bytes at a time.
+    format: "text", or "chat" for conversations and instructions, which the tokenizer's chat template formats;
+    `chat_template` is a file that replaces the template.
+    answers_only: compute the loss on the assistant's answers only.
+    sequence: sequence length, the tokens in a sample.
+    packing: what a sample contains: a block of joined documents ("blocks"), several whole documents ("documents"), or
+    one document with padding ("pad"); "auto" is "documents" for chat and "blocks" for text.
+    too_long: "split", "drop" or "truncate" documents longer than a sample; "auto" drops conversations and splits text.
+    validation: share of the corpus held out, or a separate file or folder.
+    """
+
+    source: Annotated[str | tuple[str, ...], BeforeValidator(_as_sources)] = "stdlib"
+    streaming: bool = False
+    shard: Annotated[int, Field(ge=1 << 10, le=1 << 40)] = SHARD
+    weights: Annotated[tuple[Annotated[float, Field(gt=0)], ...] | None, BeforeValidator(_as_tuple)] = None
+    format: Literal["text", "chat"] = "text"
     tokenizer: str = "auto"
-    """"auto": that of the model's folder if it has one, else bpe-4096."""
+    """"auto": the tokenizer in the model's folder if it has one, else bpe-4096."""
+    chat_template: str | None = None
+    answers_only: bool = True
     sequence: Positive = 256
-    validation: Annotated[float, Field(ge=0, le=0.5)] = 0.02
+    packing: Literal["auto", "blocks", "documents", "pad"] = "auto"
+    too_long: Literal["auto", "split", "drop", "truncate"] = "auto"
+    validation: Annotated[float | str, BeforeValidator(_as_validation)] = 0.02
     text_field: str = "text"
     cache: str | None = None
-    """Folder for tokenizers and token arrays; None: the user's cache folder."""
+    """Folder in which tokenizers and token arrays are cached; None: the user's cache folder."""
     seed: Natural | None = None
-    """Of the sample order; None: train.seed."""
+    """Seed of the sample order; None: train.seed."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Data:
+        problems = []
+        is_chat = self.format == "chat"
+        if is_chat and self.packing == "blocks":
+            problems.append(
+                'data.packing = "blocks" joins conversations; with data.format = "chat" use "documents" or "pad"'
+            )
+        if is_chat and self.text_field != "text":
+            problems.append('data.text_field has no effect with data.format = "chat"; leave it out')
+        if not is_chat and (self.chat_template is not None or not self.answers_only):
+            key = "answers_only" if self.chat_template is None else "chat_template"
+            problems.append(f'data.{key} applies to conversations only; set data.format = "chat", or leave it out')
+        if self.how == "blocks" and self.too_long != "auto":
+            problems.append(
+                'data.too_long has no effect with data.packing = "blocks", which cuts joined documents; set packing to '
+                '"documents" or "pad", or leave too_long out'
+            )
+        if self.weights is not None and (isinstance(self.source, str) or len(self.weights) != len(self.source)):
+            problems.append(
+                f"data.weights = {list(self.weights)}: one for each source of a list, and data.source = "
+                f"{self.source if isinstance(self.source, str) else list(self.source)!r} has {len(self.sources)}"
+            )
+        if self.shard != SHARD and not self.streaming:
+            problems.append(f"data.shard = {self.shard} has no effect; set data.streaming = true, or leave it out")
+        raise_all(problems)
+        return self
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The names of all sources."""
+        return (self.source,) if isinstance(self.source, str) else self.source
+
+    @property
+    def how(self) -> Literal["blocks", "documents", "pad"]:
+        """The packing, with "auto" resolved."""
+        if self.packing != "auto":
+            return self.packing
+        return "documents" if self.format == "chat" else "blocks"
+
+    @property
+    def rule(self) -> Literal["split", "drop", "truncate"]:
+        """The rule for documents longer than a sample, with "auto" resolved."""
+        if self.too_long != "auto":
+            return self.too_long
+        return "drop" if self.format == "chat" else "split"
 
 
 class Train(Section):
-    """[train]: steps, batch and optimizer. Batches are in sequences, `warmup` and the `eval_` keys in steps.
+    """[train]: steps, batch and optimizer. Batches are in sequences; `warmup`, `decay` and the `eval_` keys in steps.
 
-    clip: largest global gradient norm, 0 for none.  eval_every: 0 for the start and the end only.
-    sample_tokens: length of the text generated at the end, 0 for none.
-    trainable, frozen: name patterns with * and ?; with `trainable` nothing else is trained, what is `frozen` is not.
-    objective: "causal" predicts the next token, "masked" those that were hidden, `mask_ratio` of them.
-    bad_steps: what is done about steps whose loss or gradients are not finite: "stop", "skip" or "rollback N".
-    check_replicas: steps between comparisons of what ranks hold alike; 0 for none.
+    epochs: passes over the corpus, instead of `steps`, which are known once it is prepared: see `Config.with_steps_of`.
+    lr_schedule: one of `RATES`, or `module:function`, which is called with the steps done and train.steps and returns a
+    factor of `lr`.  decay: number of last steps over which "wsd" decays; a tenth of `steps` if not given.
+    optimizer: name of an optimizer of torch.optim, or `module:factory`, which is called like an optimizer's class.
+    optimizer_options: further arguments besides `lr`, `betas`, `eps` and `weight_decay`.
+    optimizer_states: state tensors per parameter of a `module:factory` optimizer, for predictions, which do not call
+    it.
+    betas, eps, weight_decay: see `ADAMW`; other optimizers keep their own defaults.
+    clip: maximum global gradient norm; 0: no clipping.  eval_every: 0: at the start and the end only.
+    sample_tokens: tokens to generate at the end of the run; 0: none.
+    trainable, frozen: name patterns (* and ?) of the only parameters to train, and of parameters not to train.
+    objective: "causal" predicts the next token; "masked" predicts masked tokens, a share `mask_ratio` of all.
+    bad_steps: action after a step whose loss or gradients are not finite: "stop", "skip" or "rollback N".
+    check_replicas: steps between comparisons of replicated state across ranks; 0: none.
+    patience: end the run after so many consecutive validations without a lower loss; 0: off.
     """
 
     steps: Positive = 300
+    epochs: Annotated[float, Field(gt=0)] | None = None
     global_batch: Positive = 16
     microbatch: Positive = 4
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
@@ -168,13 +301,18 @@ class Train(Section):
     lr: Annotated[float, Field(ge=0)] = 3e-3
     min_lr_ratio: Fraction = 0.1
     warmup: Natural = 20
-    lr_schedule: Literal["cosine", "constant", "linear"] = "cosine"
-    betas: Annotated[tuple[Probability, Probability], BeforeValidator(_as_tuple)] = (0.9, 0.95)
-    eps: Annotated[float, Field(gt=0)] = 1e-8
-    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    decay: Natural | None = None
+    lr_schedule: Annotated[str, AfterValidator(_as_rates)] = "cosine"
+    optimizer: Annotated[str, AfterValidator(_as_optimizer)] = "AdamW"
+    optimizer_options: dict[str, Any] = Field(default_factory=dict)
+    optimizer_states: Natural | None = None
+    betas: Annotated[tuple[Probability, Probability] | None, BeforeValidator(_as_tuple)] = None
+    eps: Annotated[float, Field(gt=0)] | None = None
+    weight_decay: Annotated[float, Field(ge=0)] | None = None
     clip: Annotated[float, Field(ge=0)] = 1.0
     eval_every: Natural = 100
     eval_batches: Positive = 8
+    patience: Natural = 0
     sample_tokens: Natural = 64
     prompt: str = "def "
     trainable: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ()
@@ -184,11 +322,42 @@ class Train(Section):
     bad_steps: Annotated[str, AfterValidator(_as_policy)] = "stop"
     check_replicas: Natural = 0
 
+    @model_validator(mode="before")
+    @classmethod
+    def _derive(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or data.get("optimizer", "AdamW") != "AdamW":
+            return data
+        return {**ADAMW, **{key: value for key, value in data.items() if key not in ADAMW or value is not None}}
+
+    @model_validator(mode="after")
+    def _check(self) -> Train:
+        problems = []
+        if self.epochs is not None and "steps" in self.model_fields_set:
+            problems.append(
+                f"train.steps = {self.steps} and train.epochs = {self.epochs:g} both say how long the run is; keep one"
+            )
+        if self.decay is not None and self.lr_schedule != "wsd":
+            problems.append(
+                f'train.decay = {self.decay} applies to lr_schedule = "wsd" only, not to {self.lr_schedule!r}'
+            )
+        if self.optimizer_states is not None and ":" not in self.optimizer:
+            problems.append(
+                f"train.optimizer_states = {self.optimizer_states} applies to a module:factory optimizer only; the "
+                f"states of torch's {self.optimizer} are counted"
+            )
+        raise_all(problems)
+        return self
+
+    @property
+    def decays(self) -> int:
+        """Number of last steps over which "wsd" decays."""
+        return -(-self.steps // 10) if self.decay is None else self.decay
+
 
 class Lora(Section):
-    """[lora]: low-rank adapters of the `peft` package on a frozen model. rank: 0 for none.
+    """[lora]: low-rank adapters of the `peft` package on a frozen model. rank: 0: no adapters.
 
-    alpha: their results are multiplied by alpha / rank.  targets: ends of module names, or "all-linear".
+    alpha: the adapters' output is multiplied by alpha / rank.  targets: suffixes of module names, or "all-linear".
     """
 
     rank: Natural = 0
@@ -198,29 +367,33 @@ class Lora(Section):
 
 
 class Parallel(Section):
-    """[parallel]: how the ranks share the work.
+    """[parallel]: mesh, layout, schedule and other settings of parallelism.
 
-    auto: a planner chooses for run.cluster what is not written here, and train.microbatch if it is not written;
-    `parallel = "auto"` leaves everything to it.
-    ranks: local processes; under torchrun the world decides.  intra: ranks of a group along data parallel; groups
-    follow as ranks / (pipeline * tensor * intra).  schedule: a name of the catalogue, a CSV file in torch's format, or
-    the text of an order (`atoll.ir.text.to_text`), for as many ranks and microbatches as the plan has.
-    chunks: stages of each rank, for schedules that take them.
-    post_validation: take the optimizer step before the global norm is known, and check afterwards.
-    prefetch: bytes of parameters that may be gathered before they are used; 0 takes the least memory, and the backward
-    then waits for each reduction too.
-    residency, reduction, resident, unit: how long gathered parameters stay whole, how often gradients are reduced, and
+    auto: let the planner choose, for run.cluster, the keys that are not written here, and train.microbatch if it is not
+    written; `parallel = "auto"` lets it choose all of them.
+    ranks: number of local processes; under torchrun, its world size applies instead.  min_ranks: smallest world size
+    the run may continue with, on a new plan (`atoll.config.worlds`).
+    intra: data-parallel ranks of a group; there are ranks / (pipeline * tensor * intra) groups.
+    schedule: name of a schedule in the catalogue, a CSV file in torch's format, or an order as text
+    (`atoll.ir.text.to_text`), for the plan's number of ranks and microbatches.
+    chunks: stages per rank, for schedules with several.
+    post_validation: take the optimizer step without waiting for the global norm, and check it afterwards.
+    prefetch: bytes of parameters that may be prefetched; 0 uses the least memory, and the backward then also waits for
+    each reduction.
+    residency, reduction, resident, unit: how long gathered parameters are kept, how often gradients are reduced, and
     how many blocks at once; see atoll.plans.Plan.
-    order: the axes of the mesh over the ranks, outermost first; see atoll.plans.MeshShape.
-    vocabulary: the rows of embedding and head are split over the pipeline's ranks.
-    sequence_parallel: what lies between the parts split by `tensor` works on a part of the sequence.
-    layers_per_stage: how many layers each stage gets; as even as can be if not given.
-    timeout: seconds that a rank may be silent, or keep another one waiting, before all ranks end and it is named.
-    A file may give `zero_optimization`, DeepSpeed's words, instead of `layout`.
+    order: axes of the mesh, outermost first; see atoll.plans.MeshShape.
+    vocabulary: split the rows of embedding and head over the pipeline ranks.
+    sequence_parallel: shard activations along the sequence between the tensor-parallel parts of a layer.
+    layers_per_stage: number of layers of each stage; split evenly if not given.
+    timeout: seconds that a rank may be silent, or keep another waiting, before all ranks end and the error names it;
+    derived from measured step times if not given.
+    A file may give DeepSpeed's `zero_optimization` instead of `layout`.
     """
 
     auto: bool = False
     ranks: Positive = 1
+    min_ranks: Positive | None = None
     pipeline: Positive = 1
     schedule: str = "1f1b"
     chunks: Positive | None = None
@@ -240,29 +413,34 @@ class Parallel(Section):
     layout: Annotated[str, BeforeValidator(_as_layout)] = "NNN"
     recompute: Literal["none", "block", "selective"] = "none"
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    timeout: Annotated[float, Field(gt=0)] = 600.0
+    timeout: Annotated[float, Field(gt=0)] | None = None
 
 
 class Run(Section):
-    """[run]: where results go.
+    """[run]: the output folder, loggers, restarts.
 
-    port: of the rendezvous, 0 for any free one.
-    cluster: a TOML file of what the run is on; its predicted seconds are then recorded beside the measured ones.
-    restarts: how often local ranks are started again after a failure, counted anew after each checkpoint.
+    port: port of the local rendezvous; 0: any free port.
+    loggers: further loggers of metrics: "wandb", "mlflow", or `module:function`, called with values by name and the
+    step.
+    cluster: TOML file of the cluster the run is on; predicted step times are recorded with the measured ones.
+    restarts: maximum number of restarts of local ranks after a failure; the count resets at each checkpoint.
     """
 
     folder: str = "runs/default"
     restarts: Natural = 3
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     tensorboard: bool = True
+    loggers: Annotated[tuple[Annotated[str, AfterValidator(_as_logger)], ...], BeforeValidator(_as_tuple)] = ()
     cluster: str | None = None
 
 
 class Checkpoint(Section):
-    """[checkpoint]: every `every` steps (0: none but the last), the newest `keep` are kept.
+    """[checkpoint]: save every `every` steps (0: after the last step only) and keep the newest `keep`.
 
-    keep_hours: one of every so many hours is kept too.  keep_best: so many of the lowest validation loss are kept too.
-    background: training goes on while they are written, from a copy in host memory.
+    keep_hours: also keep one checkpoint for every so many hours.
+    keep_best: also keep this many checkpoints with the lowest validation loss, and save after each validation that is
+    the best so far.
+    background: write in the background while training continues, from a copy in host memory.
     """
 
     every: Natural = 100
@@ -273,7 +451,7 @@ class Checkpoint(Section):
 
 
 class Config(Section):
-    """A whole config. `load` reads one; `to_plan` turns it into what the engine runs."""
+    """A complete config. `load` reads one; `to_plan` returns the plan that the engine executes."""
 
     model: Model = Field(default_factory=Model)
     data: Data = Field(default_factory=Data)
@@ -286,14 +464,15 @@ class Config(Section):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the reader of the config should know: settings without effect, translations, better layouts."""
+        """Notes for the user: settings without effect, translated settings, better layouts."""
         layout = Layout(self.parallel.layout)
         better = layout.dominated_by
         if better is None:
             return self._notes
         return (
             *self._notes,
-            f"parallel.layout = {layout.name!r} is dominated by {better.name!r}, which holds less and sends no more",
+            f"parallel.layout = {layout.name!r} is dominated by {better.name!r}, which uses less memory and no more "
+            "traffic",
         )
 
     @property
@@ -303,42 +482,68 @@ class Config(Section):
 
     @property
     def tokenizer(self) -> str:
-        """What makes the tokens: data.tokenizer, where that is "auto" the one of the model's folder, or a new one."""
+        """The tokenizer: data.tokenizer; if that is "auto", the one in the model's folder, else bpe-4096."""
         if self.data.tokenizer != "auto":
             return self.data.tokenizer
         own = Path(self.model.source) / "tokenizer.json"
         return str(own) if not self.model.is_builtin and own.is_file() else "bpe-4096"
 
     def with_notes(self, notes: Sequence[str]) -> Config:
-        """The same config that also says `notes`."""
+        """Return a copy of the config with additional `notes`."""
         noted = self.model_copy()
         noted._notes = (*self._notes, *notes)
         return noted
 
     def to_plan(self, world: int | None = None) -> Plan:
-        """The plan for `world` ranks (parallel.ranks unless a launcher decides); ConfigError if sizes do not fit."""
+        """Return the plan for `world` ranks, by default `parallel.ranks`. Raises ConfigError if sizes do not fit."""
         from atoll.config.planning import plan_of
 
         return plan_of(self, world)
 
+    def with_steps_of(self, samples: int | None) -> Config:
+        """The same config with the steps that train.epochs of so many samples are, if it says epochs.
+
+        samples: of an epoch; None where they are not known. ConfigError then, and for more steps than a run can have.
+        """
+        epochs, batch = self.train.epochs, self.train.global_batch
+        if epochs is None:
+            return self
+        if samples is None:
+            raise ConfigError(
+                f"train.epochs = {epochs:g}: with data.streaming the samples of an epoch are not known before it is "
+                "over; set train.steps instead"
+            )
+        steps = math.ceil(fractions.Fraction(repr(epochs)) * samples / batch)
+        if steps >= 1 << 31:
+            raise ConfigError(
+                f"train.epochs = {epochs:g} of {samples} samples are {steps} steps; a run has less than {1 << 31}"
+            )
+        resolved = self.model_copy(update={"train": self.train.model_copy(update={"steps": steps, "epochs": None})})
+        resolved._notes = (*self._notes, f"train.epochs = {epochs:g} of {samples} samples: train.steps = {steps}")
+        return resolved
+
     def dump(self) -> str:
-        """The effective config as TOML text, every key written out; `load` reads it back to an equal config."""
-        return to_toml(self.model_dump())
+        """Return the effective config as TOML text with every key; `load` reads it back to an equal config.
+
+        With train.epochs, train.steps is left out.
+        """
+        left_out: Any = {"train": {"steps"}} if self.train.epochs is not None else None
+        return to_toml(self.model_dump(exclude=left_out))
 
 
 def raise_all(problems: Sequence[str]) -> None:
-    """Raise all `problems` at once, one a line, if there are any."""
+    """Raise one ValueError with all `problems`, one per line, if there are any."""
     if problems:
         raise ValueError("\n".join(problems))
 
 
 def join_or(values: Sequence[object]) -> str:
-    """ "1, 2 or 4"."""
+    """Return `values` as text: "1, 2 or 4"."""
     words = [str(value) for value in values]
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
 
 
 def _neighbours(value: int, multiple: int) -> str:
-    """The multiples next to `value`, from `multiple` on."""
+    """Return the nearest multiples of `multiple` below and above `value`."""
     below = value // multiple * multiple
     return join_or([size for size in (below, below + multiple) if size])

@@ -1,4 +1,4 @@
-"""What a plan costs: workloads, clusters, and the seconds and bytes that follow from both. Imports no torch."""
+"""Cost of a plan: workloads, clusters, and the seconds and bytes that follow from both. Imports no torch."""
 
 from atoll.cost.breakdown import Breakdown, break_down
 from atoll.cost.cluster import Cluster, Device, Efficiency, Link, Node, presets

@@ -1,4 +1,4 @@
-"""Where the seconds of a step go, rank by rank: what computes, and what is waited for, by cause."""
+"""Breakdown of a step's time for each rank: compute, and waits by cause."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ PARTS = {
     "reductions": "reductions of gradients",
     "sums": "sums at the step's end",
 }
-"""What the fields of a breakdown are called."""
+"""Names of a breakdown's fields."""
 
 _COMPUTE = {
     **dict.fromkeys((Do.F, Do.L, Do.S), "forward"),
@@ -74,7 +74,7 @@ _WAITS = {
 _FROM_OTHERS = frozenset(do for do, cause in _WAITS.items() if cause in ("messages", "sums"))
 
 Seconds = Mapping[tuple[Do, int], float]
-"""By what is done, and the block or unit that it is done with."""
+"""Seconds by operation, and block or unit."""
 
 
 def part_of(do: Do) -> str:
@@ -109,7 +109,7 @@ class Piece(NamedTuple):
 
 
 def pieces(played: Played, rank: int, compute: Seconds, inside: Seconds | None = None) -> Iterator[Piece]:
-    """What a rank does in the last step of programs that have been played, in order and without gaps.
+    """Yield the pieces of a rank's last simulated step, in order and without gaps.
 
     A wait for another rank is the bubble until that has sent, and then its own cause.  compute, inside: as in
     `break_down`, of this rank.
@@ -148,5 +148,5 @@ def busiest_rank(breakdown: Sequence[Breakdown]) -> int:
 
 
 def mean(breakdown: Sequence[Breakdown]) -> Breakdown:
-    """Of all pipeline ranks."""
+    """Return the mean over all pipeline ranks."""
     return Breakdown(*(sum(column) / len(breakdown) for column in zip(*breakdown, strict=True)))

@@ -25,7 +25,7 @@ from atoll.errors import ConfigError
 from atoll.sim import Rates, play
 
 NUDGE = 1e-3
-"""By how much a kind of instruction is slowed down to see what it makes up."""
+"""Factor by which a kind of instruction is slowed down to measure its share."""
 
 NOISE = 0.03
 """The relative error that a step's prediction is expected to keep."""
@@ -35,14 +35,14 @@ FEW = 12
 is that of the fit."""
 
 FAR = 3.0
-"""By which factor a constant is moved, either way, to see whether a step depends on it."""
+"""Factor by which a constant is changed, either way, to test if a step depends on it."""
 
 ROUNDS = 4
 """Times that the steps are played, at most."""
 
 
 class Range(NamedTuple):
-    """Where a constant may lie, and by what factor, as a logarithm, it may be off before steps are measured."""
+    """Bounds of a constant, and its prior uncertainty as the logarithm of a factor."""
 
     low: float
     high: float
@@ -86,7 +86,7 @@ class Step:
 
     @property
     def cluster(self) -> Cluster:
-        """Where it was measured."""
+        """The cluster of the measurement."""
         return self.played[0][1].given
 
     @property
@@ -157,7 +157,7 @@ def calibrate(steps: Iterable[Step], constants: Sequence[str] = ()) -> Fitted:
 
 
 def _matters(linear: Sequence[_Linear], name: str, value: float) -> bool:
-    """Whether any step depends on a constant."""
+    """Return True if any step depends on a constant."""
     limits = LIMITS[name]
     others = max(limits.low, value / FAR), min(limits.high, value * FAR)
     return any(
@@ -244,12 +244,12 @@ class _Linear:
         self._base = self._times(self._any)
 
     def seconds(self, constants: Mapping[str, float]) -> float:
-        """Of the step, with other constants."""
+        """Return the seconds of the step with other constants."""
         now = self._times(self._any.on(changed(self._any.given, constants)))
         return sum(share * now[kind] / self._base[kind] for kind, share in self._shares.items())
 
     def _times(self, prediction: Prediction) -> dict[Kind, float]:
-        """What one of each kind takes."""
+        """Return the seconds of one instruction of each kind."""
         links = prediction.links
         found: dict[Kind, float] = {}
         for kind in self._shares:
@@ -268,7 +268,7 @@ class _Linear:
 
 
 def _shares(prediction: Prediction) -> Iterator[tuple[Kind, float]]:
-    """What each kind of instruction makes up of a step, in seconds. They add up to the step, which is as long as its
+    """Yield the seconds of each kind of instruction in a step. They add up to the step, which is as long as its
     critical path."""
     programs, works = prediction.ranks.programs, (*prediction.ranks.works, *prediction.ranks.slices.works)
 

@@ -1,4 +1,4 @@
-"""What a plan runs on: devices, how many a node has, and the links inside and between nodes.
+"""The hardware of a plan: devices, their number per node, and the links inside and between nodes.
 
     nodes = 2
 
@@ -47,7 +47,7 @@ class _Table(BaseModel):
 
 
 class Efficiency(_Table):
-    """What kernels reach of a device's rates.
+    """Efficiency of kernels, relative to a device's rates.
 
     products: share of the peak that a large matrix product reaches.
     depth: inner size of a product at which half of that is lost.
@@ -105,7 +105,7 @@ class Device(_Table):
 
     @property
     def is_cpu(self) -> bool:
-        """Whether it is a rank's share of a CPU."""
+        """True if it is a rank's share of a CPU."""
         return self.units == 1
 
     def rate(self, dtype: str) -> float:
@@ -147,7 +147,7 @@ class Link(_Table):
         return self.rate * self.reach
 
     def speed(self, count: float) -> Speed:
-        """So many of them as one, or a part of one."""
+        """Return the link multiplied: several as one, or a part of one."""
         return Speed(self.latency, self.goodput * count, burst=self.burst * count, busy=self.busy)
 
 
@@ -235,7 +235,7 @@ class Cluster(_Table):
         return found
 
     def share_nodes(self, mesh: MeshShape, one: int, other: int) -> bool:
-        """Whether two pipeline ranks are on one node in each of the pipelines that run side by side."""
+        """Return True if two pipeline ranks are on one node in each of the pipelines that run side by side."""
         devices, sizes = self.node.devices, mesh.sizes
         axes = list(sizes)
         at = axes.index("pp")

@@ -23,7 +23,7 @@ PARTS = Breakdown._fields
 
 
 class Taken(NamedTuple):
-    """What an instruction took in a step of one rank.
+    """Duration of an instruction in a step of one rank.
 
     times: how often it was played.  seconds: all of them together.  shortest: the shortest one.
     """
@@ -34,12 +34,12 @@ class Taken(NamedTuple):
 
     @staticmethod
     def of(each: Sequence[float]) -> Taken:
-        """From the seconds of every time."""
+        """Return the count, total and minimum of durations."""
         return Taken(len(each), sum(each), min(each))
 
 
 Timed = Mapping[tuple[Do, int], Taken]
-"""By what is done, and the block or unit that it is done with (-1: neither)."""
+"""Durations by operation, and block or unit (-1: neither)."""
 
 _NONE = Taken(0, 0.0, 0.0)
 
@@ -92,7 +92,7 @@ class Difference:
 
 
 def taken(prediction: Prediction, rank: int) -> dict[tuple[Do, int], Taken]:
-    """What the instructions of a pipeline rank take in the predicted step."""
+    """Return the durations of a pipeline rank's instructions in the predicted step."""
     timing, program = prediction.played.timings[rank], prediction.played.programs.ranks[rank]
     found: dict[tuple[Do, int], list[float]] = {}
     before = timing.begin

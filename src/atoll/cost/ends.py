@@ -177,7 +177,7 @@ class Head:
         ]
 
     def _repeated(self, use: Use, saved: list[Saved]) -> tuple[list[Saved], list[Saved]]:
-        """What is saved when a block runs again, and what is kept for it."""
+        """Return the tensors saved when a block is recomputed, and those kept for it."""
         kept = {"activation's input"} if use.recompute == "selective" else set()
         if self.sizes.implementation.ends == "parts":
             kept.add("head's input")

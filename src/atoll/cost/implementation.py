@@ -1,4 +1,4 @@
-"""What the code of a transformer saves for the backward: the same sizes, other bytes.
+"""Tensors that implementations of a transformer save for the backward: the same sizes, different bytes.
 
 Every implementation saves the inputs of its products, queries, keys and values. The rows below say what else.
 """
@@ -14,7 +14,7 @@ from atoll.cost.work import Saved, Use
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Implementation:
-    """What code runs a transformer, and under which runtime.
+    """The implementation of a transformer, and its runtime.
 
     runtime: "megatron" keeps what Korthikanti et al. (arXiv 2205.05198) list. "atoll" counts a batch's ids with the
     batch, keeps the logits beside their log-softmax, recomputes every block but tables, and keeps the outputs of

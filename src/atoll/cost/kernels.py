@@ -1,4 +1,4 @@
-"""What a device has to do, kernel by kernel, and how long that takes.
+"""Kernels of a device, and their durations.
 
 A product of matrices is bound by arithmetic or by memory; its arithmetic reaches a share of the peak that grows with
 its inner size and falls with the part of the last wave of tiles that is empty. Fused attention reaches a share of its

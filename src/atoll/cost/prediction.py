@@ -1,5 +1,5 @@
-"""What a plan takes on a cluster: its programs are played with the seconds of kernels and links, and their bytes added
-up instruction by instruction.
+"""Prediction of a plan on a cluster: its programs are simulated with the times of kernels and links, and their bytes
+are added up instruction by instruction.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class Held(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Of all components."""
+        """Sum of all components."""
         return sum(self)
 
     @property
     def allocated(self) -> int:
-        """What a device's allocator has given out: all but the driver's."""
+        """Bytes allocated on the device: all but the driver's."""
         return self.total - self.context
 
 
@@ -82,12 +82,12 @@ class Prediction:
 
     @cached_property
     def ranks(self) -> Ranks:
-        """What each pipeline rank has and plays."""
+        """The stages and programs of each pipeline rank."""
         return Ranks(self.workload, self.plan, self.use, self.reads_in_place)
 
     @property
     def device(self) -> Device:
-        """Of the cluster."""
+        """The device of the cluster."""
         return self.given.device
 
     @property
@@ -107,7 +107,7 @@ class Prediction:
 
     @cached_property
     def rates(self) -> tuple[Rates, ...]:
-        """What the instructions of each pipeline rank take."""
+        """The seconds of each pipeline rank's instructions."""
         return self.rates_of(self.parts)
 
     @property
@@ -129,7 +129,7 @@ class Prediction:
 
     @property
     def hops(self) -> Links:
-        """What messages between the pipeline ranks take at least, each pair's link carrying one at a time.
+        """The minimum seconds of messages between pipeline ranks, one at a time on each pair's link.
 
         A link with a burst may carry what has gathered at once, so its messages do not wait for each other here.
         """
@@ -169,9 +169,14 @@ class Prediction:
 
     @property
     def update_seconds(self) -> float:
-        """What the optimizer's step takes for a parameter."""
+        """Seconds of the optimizer's step per parameter.
+
+        `efficiency.update` is Adam's, which reads the gradient, reads and writes the master and two states: of seven
+        tensors, an optimizer with fewer states leaves two out for each.
+        """
         efficiency = self.device.efficiency
-        return efficiency.update / (self.device.bandwidth * efficiency.memory)
+        tensors = (3 + 2 * self.plan.states) / 7
+        return efficiency.update * tensors / (self.device.bandwidth * efficiency.memory)
 
     def _stepped(self, rank: int) -> float:
         """Parameters that the optimizer of a pipeline rank steps."""
@@ -180,7 +185,7 @@ class Prediction:
 
     @cached_property
     def clock(self) -> Clock:
-        """What kernels take."""
+        """The clock that gives the seconds of kernels."""
         tensor = self.plan.mesh.tensor
         link = {"link": self.given.along(self.plan.mesh, "tp")} if tensor > 1 else {}
         return Clock(self.device, self.use.compute, self.use.item, tensor, **link)
@@ -225,7 +230,7 @@ class Prediction:
 
     @property
     def trace(self) -> Trace:
-        """Of that step."""
+        """The trace of the simulated step."""
         return self.played.trace
 
     @property
@@ -241,17 +246,17 @@ class Prediction:
 
     @cached_property
     def breakdown(self) -> tuple[Breakdown, ...]:
-        """Where the seconds of each pipeline rank go."""
+        """The breakdown of the step for each pipeline rank."""
         inside = [self.tensor_seconds(rank) for rank in range(self.plan.mesh.pipeline)]
         return break_down(self.played, self.rates, inside)
 
     def tensor_seconds(self, rank: int) -> dict[tuple[Do, int], float]:
-        """What tensor parallelism's collectives add to the instructions of a pipeline rank."""
+        """Return the seconds that tensor-parallel collectives add to a pipeline rank's instructions."""
         return self._by_instruction(rank, self._collectives) if self.plan.mesh.tensor > 1 else {}
 
     @property
     def tokens_a_second(self) -> float:
-        """Of all ranks together."""
+        """Tokens per second of all ranks together."""
         return self.plan.global_batch * self.use.sequence / self.seconds
 
     @cached_property
@@ -265,7 +270,7 @@ class Prediction:
     # ---- bytes
 
     def held(self, rank: int) -> Iterator[Held]:
-        """What a pipeline rank holds, at rest, then within and after each instruction of a step."""
+        """Return the memory of a pipeline rank between steps, then within and after each instruction of a step."""
         program = self.ranks.programs.ranks[rank]
         state, need = self.ranks.footprint(rank), self.ranks.working_memory(rank, program)
         # What is lent for the group to read in place is not among the buffers.
@@ -372,7 +377,7 @@ class Prediction:
         return 0
 
     def peak(self, rank: int) -> Held:
-        """What a pipeline rank holds when it holds most."""
+        """Return the memory of a pipeline rank at its peak."""
         return self._peaks[rank]
 
     @cached_property
@@ -381,7 +386,7 @@ class Prediction:
         return tuple(max(self.held(rank), key=lambda held: held.total) for rank in ranks)
 
     def rest(self, rank: int) -> Held:
-        """What a pipeline rank holds between steps."""
+        """Return the memory of a pipeline rank between steps."""
         return next(self.held(rank))
 
     def saved(self, rank: int) -> int:
@@ -394,5 +399,5 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """Whether each rank's peak is at most the device's memory."""
+        """True if each rank's peak is at most the device's memory."""
         return all(self.margin(rank) >= 0 for rank in range(self.plan.mesh.pipeline))

@@ -36,7 +36,7 @@ from atoll.stages import BlockWeight, split_blocks
 def _split(
     weights: tuple[BlockWeight, ...], placement: Placement, layers_per_stage: tuple[int, ...] | None
 ) -> tuple[range, ...]:
-    """As `split_blocks`; plans that differ in other things have one split."""
+    """Split blocks like `split_blocks`, cached for plans that differ in other choices."""
     return split_blocks(weights, placement, layers_per_stage=layers_per_stage)
 
 
@@ -69,7 +69,7 @@ class Ranks:
 
     @cached_property
     def works(self) -> tuple[Work, ...]:
-        """Of each block. Those before the first that is trained have no backward, and keep nothing for one."""
+        """The work of each block. Blocks before the first trained one have no backward, and keep nothing for one."""
         whole, first = self._whole_works, self.first_trained
         frozen = (replace(work, backward=(), weights=(), saved=(), pending=(), again=()) for work in whole[:first])
         return *frozen, *whole[first:]
@@ -92,13 +92,13 @@ class Ranks:
 
     @cached_property
     def slices(self) -> Slices:
-        """Of the vocabulary."""
+        """The slices of the vocabulary."""
         plan, use, vocabulary = self.plan, self.use, self.model.vocabulary
         return Slices(plan, use) if vocabulary is None else VocabularySlices(plan, use, vocabulary)
 
     @property
     def costs(self) -> tuple[float, ...]:
-        """Of each block, as in `Workload`."""
+        """The cost of each block, as in `Workload`."""
         return self.model.costs or tuple(3.0 * work.matrices for work in self.works)
 
     @cached_property
@@ -126,12 +126,12 @@ class Ranks:
 
     @cached_property
     def computed(self) -> Schedule:
-        """What the ranks compute, slices included."""
+        """The schedule of compute actions, including those of slices."""
         return self.slices.insert(self.costs)
 
     @cached_property
     def schedule(self) -> Schedule:
-        """With sharding actions and messages."""
+        """The schedule with sharding actions and messages."""
         plan = self.plan
         options = {"residency": plan.residency, "room": plan.resident, "reduction": plan.reduction}
         return lower(self.computed, sizes=self.sizes, slices=self.slices.resident, **options)
@@ -150,7 +150,7 @@ class Ranks:
 
     @cached_property
     def units(self) -> Mapping[int, tuple[int, ...]]:
-        """By unit, the blocks that have it for themselves; those that have nothing for themselves are in none.
+        """The blocks of each unit; blocks without parameters of their own are in none.
 
         Up to `plan.unit` layers that follow each other in a stage are together.
         """
@@ -170,12 +170,12 @@ class Ranks:
 
     @cached_property
     def unit_of(self) -> Mapping[int, int]:
-        """By block, its unit; a block that has nothing for itself is not there."""
+        """The unit of each block; blocks without parameters of their own are left out."""
         return {at: unit for unit, blocks in self.units.items() for at in blocks}
 
     @cached_property
     def weighed_with(self) -> Mapping[int, int]:
-        """By block that has matrices, the unit whose W makes their gradients where the backward is split."""
+        """For each block with matrices, the unit whose W computes their gradients in a split backward."""
         shared = self._shared
         return {
             at: 0 if at in self._ends and work.matrices == shared else self.unit_of[at]
@@ -192,7 +192,7 @@ class Ranks:
         return sorted(at for stage in self.stages_of(rank) for at in self.runs[stage])
 
     def segments(self, rank: int) -> dict[int, tuple[SegmentShape, ...]]:
-        """Of a pipeline rank by unit, in the model's order: what W makes, what I makes, and what is frozen.
+        """Return the segments of each unit of a pipeline rank, in the model's order: of W, of I, and frozen.
 
         Without a pipeline nobody waits for I, which makes all gradients.
         """
@@ -232,7 +232,7 @@ class Ranks:
         """The first place in the mesh of a pipeline rank; all others with it hold as much, but for padding."""
         return Place(self.plan.mesh, pp=rank, inter=0, intra=0, tp=0)
 
-    def footprint(self, rank: int, *, states: int = 2) -> Footprint:
+    def footprint(self, rank: int, *, states: int | None = None) -> Footprint:
         """Bytes of the state that a pipeline rank holds; `states` as in `atoll.layouts.footprint`."""
         own = [segment for segments in self.segments(rank).values() for segment in segments]
         return footprint(own, self.plan.sharding(self.place(rank)), states=states)
@@ -255,7 +255,7 @@ class Ranks:
         return dict(found)
 
     def working_memory(self, rank: int, program: Program | None = None) -> WorkingMemory:
-        """What a pipeline rank needs in a step besides; by the program's peaks once it is known."""
+        """Return the working memory of a pipeline rank, from the program's peaks once it is known."""
         segments = self.segments(rank)
         used = [[each for unit in self._units_used(at) for each in segments[unit]] for at in self.blocks_of(rank)]
         used += [list(segments[unit]) for unit in self.slices.units if unit is not None]
@@ -272,7 +272,7 @@ class Ranks:
     # ---- programs
 
     def shape(self, rank: int) -> RankShape:
-        """What lowering knows of a pipeline rank."""
+        """Return the shape of a pipeline rank for lowering."""
         plan, sharding = self.plan, self.plan.sharding(self.place(rank))
         ends = {plan.schedule.placement.rank_of(stage) for stage in (0, len(self.runs) - 1)}
         embedding, head = self.slices.units
@@ -311,7 +311,7 @@ class Ranks:
 
     @cached_property
     def programs(self) -> Programs:
-        """Of all pipeline ranks, in a step."""
+        """The programs of all pipeline ranks for a step."""
         each = [self._program(rank) for rank in range(self.plan.mesh.pipeline)]
         return Programs(self.plan.schedule.placement, tuple(each))
 

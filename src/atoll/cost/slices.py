@@ -1,4 +1,4 @@
-"""What a vocabulary that is split over the pipeline ranks adds to each of them: units, work, messages, bytes."""
+"""Units, work, messages and bytes that a split vocabulary adds to each pipeline rank."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ class Slices:
 
     @property
     def works(self) -> tuple[Work, ...]:
-        """Of the largest slices, embedding and head."""
+        """Work of the largest slices of embedding and head."""
         return ()
 
     @property
     def units(self) -> tuple[int, int] | tuple[None, None]:
-        """Of embedding and head; the same one if they are tied. They come before all other units."""
+        """Units of embedding and head; the same one if they are tied. They precede all other units."""
         return None, None
 
     def elements(self, rank: int) -> tuple[int, ...]:
-        """Of each of these units on a pipeline rank."""
+        """Return the elements of each of these units on a pipeline rank."""
         return ()
 
     def insert(self, costs: Sequence[float]) -> Schedule:
@@ -59,8 +59,8 @@ class Slices:
         return {}
 
     def held(self, rank: int) -> Mapping[At, Counter[str]]:
-        """What an instruction of a pipeline rank holds more than the one before it, by component of
-        `atoll.cost.Held`. What is `passing` is gone after it."""
+        """Return the changes of memory by instruction of a pipeline rank, by component of `atoll.cost.Held`. `passing`
+        ends with the instruction."""
         return {}
 
 
@@ -104,7 +104,7 @@ class VocabularySlices(Slices):
 
     @property
     def _rows(self) -> int:
-        """Of the largest slice."""
+        """Rows of the largest slice."""
         mesh = self.plan.mesh
         return -(-self.vocabulary.rows // (mesh.pipeline * mesh.tensor))
 
@@ -155,7 +155,7 @@ class VocabularySlices(Slices):
         return max(4, self.use.item)
 
     def held(self, rank: int) -> Mapping[At, Counter[str]]:
-        """What a rank receives is held from its POST on."""
+        """Count received messages from their POST on."""
         first, end, last = self._ends
         hidden, answer = self.embedding.wire, self.head.wire
         found: defaultdict[At, Counter[str]] = defaultdict(Counter)

@@ -164,7 +164,7 @@ class Transformer:
 
     @property
     def parameters(self) -> int:
-        """Of the whole model; tied ends once."""
+        """Parameters of the whole model; tied ends count once."""
         return self.workload.parameters
 
 
@@ -373,7 +373,7 @@ class TransformerLayer:
             yield Exchange("all-gather", use.tokens * self.sizes.hidden * use.item)
 
     def _leave(self, use: Use) -> Iterator[Kernel]:
-        """What modules split by inputs give is added up."""
+        """Return the traffic of summing the outputs of modules split by inputs."""
         if self._inside(use) > 1:
             kind = "reduce-scatter" if use.sequence_parallel else "all-reduce"
             yield Exchange(kind, use.tokens * self.sizes.hidden * use.item)  # type: ignore[arg-type]
@@ -457,18 +457,18 @@ class TransformerLayer:
         )
 
     def _is_copied(self, use: Use) -> bool:
-        """Whether attention saves copies: eager attention, whose product takes samples and heads that lie side by
+        """True if attention saves copies: eager attention, whose product takes samples and heads that lie side by
         side."""
         s = self.sizes
         is_repeated = s.implementation.repeats_keys and s.queries != s.keys
         return use.attention == "eager" and (use.samples > 1 or is_repeated)
 
     def _is_slice(self, use: Use) -> bool:
-        """Whether values are a part of a larger product, all of which is saved with them."""
+        """Return True if values are a part of a larger product, all of which is saved with them."""
         return self.sizes.implementation.is_fused and self.sizes.rotary and not self._is_copied(use)
 
     def _gradients(self, use: Use) -> tuple[Saved, ...]:
-        """Of the linear layers' outputs, which I makes and W needs."""
+        """Return the gradients of the linear layers' outputs, which I computes and W needs."""
         s, i, tokens, t = self.sizes, use.item, use.tokens, self._inside(use)
         out = (Saved("out's gradient", i * tokens * s.hidden // use.parts, "W"),)
         return (
@@ -481,7 +481,7 @@ class TransformerLayer:
 
 
 _OF_SCORES = ("softmax", "softmax in fp32", "attention's dropout", "dropped softmax", "log-sums")
-"""What selective recomputing does not keep under Megatron."""
+"""Tensors that selective recompute does not keep under Megatron."""
 
 
 def _names(saved: Iterable[Saved]) -> set[str]:

@@ -1,4 +1,4 @@
-"""What a model asks of a device, block by block: a workload.
+"""A workload: the work of a model's blocks on a device.
 
 A `Use` says how it is run, and a block answers with its `Work` under that use: parameters, kernels of F, I and W, bytes
 that stay from one to the other, and bytes on the wire. Blocks are those of a model's adapter, embedding and head
@@ -20,7 +20,7 @@ LossKind = Literal["eager", "fused"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Use:
-    """How a model is run.
+    """How a model is executed.
 
     samples, sequence: of one microbatch.  tensor: ranks of a tensor-parallel group.  compute: torch's name of the dtype
     of activations.  recompute: as `Plan` has it.  attention: "eager" writes all scores to memory, "flash" none of them.
@@ -40,7 +40,7 @@ class Use:
 
     @property
     def tokens(self) -> int:
-        """Of a microbatch."""
+        """Tokens of a microbatch."""
         return self.samples * self.sequence
 
     @property
@@ -65,7 +65,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What one microbatch asks of one rank for a block.
+    """Work of one block for one microbatch on one rank.
 
     parameters: elements of a rank.  matrices: those of them whose gradients W makes where the backward is split.
     frozen: those that are not trained.
@@ -96,7 +96,7 @@ class Work:
 
     @property
     def kept_for_loss(self) -> int:
-        """Those of them that are gone once the loss's backward is over."""
+        """The part that is freed after the loss's backward."""
         return sum(each.nbytes for each in self.saved if each.until == "loss")
 
     @property

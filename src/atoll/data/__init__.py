@@ -1,10 +1,21 @@
-"""Text to token arrays, and the order in which samples are taken. No torch."""
+"""Text to token arrays, and the order of samples. Does not import torch, except for `loader`, which is loaded when
+it is first read."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from atoll.data.corpus import Source, documents, find_source, fingerprint
 from atoll.data.masking import hide
 from atoll.data.order import IGNORED_LABEL, Batch, SampleOrder, batch, sample_count, validation_batches
+from atoll.data.rows import Packing, Part, Rows, rows_of
 from atoll.data.store import Corpus, expected_ids, prepare, preview
+from atoll.data.supply import Name, Supply, prepare_supply, preview_supply
 from atoll.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
+
+if TYPE_CHECKING:
+    from atoll.training.loader import loader
 
 __all__ = [
     "IGNORED_LABEL",
@@ -12,8 +23,13 @@ __all__ = [
     "ByteTokenizer",
     "Corpus",
     "FileTokenizer",
+    "Name",
+    "Packing",
+    "Part",
+    "Rows",
     "SampleOrder",
     "Source",
+    "Supply",
     "Tokenizer",
     "batch",
     "documents",
@@ -21,8 +37,18 @@ __all__ = [
     "find_source",
     "fingerprint",
     "hide",
+    "loader",
     "prepare",
+    "prepare_supply",
     "preview",
+    "preview_supply",
+    "rows_of",
     "sample_count",
     "validation_batches",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "loader":
+        return import_module("atoll.training.loader").loader
+    raise AttributeError(f"module 'atoll.data' has no attribute {name!r}")

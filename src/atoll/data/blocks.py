@@ -49,12 +49,12 @@ class Blocks:
 
     @classmethod
     def of(cls, folder: Path, names: Iterable[str]) -> Blocks:
-        """Those of files as they are now."""
+        """Return the digests of files in their present state."""
         return cls({name: _digests(folder / name) for name in names})
 
     @classmethod
     def read(cls, folder: Path) -> Blocks:
-        """Those that the manifest in `folder` has. Raises OSError or ValueError where it cannot be read."""
+        """Return the digests in the manifest of `folder`. Raises OSError or ValueError if it cannot be read."""
         content = read_sealed(folder / MANIFEST)
         if (content["version"], content["block"]) != (VERSION, BLOCK):
             raise ValueError(f"version {content['version']!r} with blocks of {content['block']!r} bytes")
@@ -115,10 +115,17 @@ class CheckedFile:
         return DamagedCorpusError(self.path.parent, reason)
 
 
-class CheckedTokens:
-    """A read-only array of tokens in an .npy file, a part of which is checked when it is taken."""
+TOKENS: tuple[type[np.unsignedinteger[Any]], ...] = (np.uint16, np.uint32)
+"""Dtypes of stored tokens."""
 
-    def __init__(self, file: CheckedFile) -> None:
+
+class CheckedTokens:
+    """A read-only array of tokens in an .npy file, a part of which is checked when it is taken.
+
+    kinds: the types that its elements may have.
+    """
+
+    def __init__(self, file: CheckedFile, kinds: tuple[type[np.unsignedinteger[Any]], ...] = TOKENS) -> None:
         self._file = file
         file.check(np.zeros(1, dtype=np.int64))  # the header, before numpy reads it
         is_empty = file.path.stat().st_size <= 128  # an empty array cannot be mapped
@@ -128,13 +135,13 @@ class CheckedTokens:
             )
         except Exception as error:  # the header is Python's text, whose tokenizer has errors of its own
             raise ValueError(f"{file.path.name} is no array: {error}") from error
-        if self._array.ndim != 1 or self._array.dtype not in (np.uint16, np.uint32):
+        if self._array.ndim != 1 or self._array.dtype not in kinds:
             raise ValueError(f"{file.path.name} is an array of shape {self._array.shape} and {self._array.dtype}")
         self._header = file.path.stat().st_size - self._array.nbytes
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """uint16 or uint32."""
+        """The dtype of the elements."""
         return self._array.dtype
 
     def __len__(self) -> int:

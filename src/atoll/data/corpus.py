@@ -1,26 +1,37 @@
-"""Where text comes from: a source is a list of files, read document by document.
+"""Sources of text: a source is a list of files, read document by document.
 
-    "stdlib"             the .py files of the running interpreter's standard library
-    a file               .jsonl / .ndjson: one object a line; .parquet: one row a document; anything else: one text
-    a folder             every file below it with a known suffix, in the order of their relative paths
-    a datasets folder    what Hugging Face `Dataset.save_to_disk` wrote; of several splits, "train"
-
-Text that is not UTF-8 is read with replacement characters: a corpus may not stop at one bad byte.
+"stdlib"             the .py files of the running interpreter's standard library
+a file               its records or its text, see `atoll.data.files`
+a folder             every file below it with a known suffix, in the order of their relative paths
+a datasets folder    what Hugging Face `Dataset.save_to_disk` wrote; of several splits, "train"
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from atoll.documents import parse_json
+from atoll.data.files import (
+    JSONL_SUFFIXES,
+    PARQUET_SUFFIXES,
+    Form,
+    Range,
+    Record,
+    field,
+    form_of,
+    inner_suffix,
+    is_one_object,
+    known_columns,
+    optional,
+    read_file,
+    read_records,
+)
 from atoll.errors import DataError
 
 STDLIB = "stdlib"
@@ -32,14 +43,17 @@ CODE_SUFFIXES = frozenset(
 TEXT_SUFFIXES = PROSE_SUFFIXES | CODE_SUFFIXES
 """Files that a folder gives as text; a file named by itself may have any other suffix."""
 
-JSONL_SUFFIXES = frozenset({".jsonl", ".ndjson"})
-PARQUET_SUFFIXES = frozenset({".parquet"})
+RECORD_SUFFIXES = frozenset({".json"})
+"""Files beside JSON lines and parquet that may have records."""
+
+TEXT_FIELD = "text"
+"""The key or column of the text, unless it is named."""
 
 _READ_BYTES = 1 << 20
 
 
 class Kind(StrEnum):
-    """How the files of a source are read."""
+    """The kind of files of a source."""
 
     FILES = "files"
     DATASETS = "datasets"
@@ -47,56 +61,116 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Files of one corpus. `root` is the folder that their relative paths start from."""
+    """Files of one corpus. `root` is the folder that their relative paths start from.
+
+    key: of the config, which names the source.
+    identity: stands for the contents; None: a hash of them does.
+    parts: of each file, where the source is a part of another: the records that it has, None for all of them.
+    """
 
     name: str
     kind: Kind
     root: Path
     files: tuple[Path, ...]
-    text_field: str = "text"
+    text_field: str = TEXT_FIELD
+    key: str = "data.source"
+    identity: str | None = None
+    parts: tuple[Range | None, ...] = ()
+
+    @property
+    def is_shard(self) -> bool:
+        """True if the source is a part of another one."""
+        return bool(self.parts)
+
+    @property
+    def pieces(self) -> Iterator[tuple[Path, Range | None]]:
+        """Its files, each with the part that it has of it."""
+        return zip(self.files, self.parts or (None,) * len(self.files), strict=True)
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all files."""
+        return sum(file.stat().st_size for file in self.files)
 
     def relative(self, file: Path) -> str:
         """A file's path below the root, with forward slashes."""
         return file.relative_to(self.root).as_posix()
 
 
-def find_source(source: str, *, text_field: str = "text") -> Source:
-    """The files of a source, in a fixed order. DataError if there is none.
+def find_source(
+    source: str, *, text_field: str = TEXT_FIELD, has_records: bool = False, key: str = "data.source"
+) -> Source:
+    """The files of a source, in a fixed order. Raises DataError if there are none.
 
     text_field: the key or column that holds the text of JSONL, parquet and datasets.
+    has_records: whether it is read as records; a folder then gives no text files.
+    key: of the config, which names it.
     """
+    return find_sources([source], text_field=text_field, has_records=has_records, key=key)[0]
+
+
+def find_sources(
+    sources: Sequence[str], *, text_field: str = TEXT_FIELD, has_records: bool = False, key: str = "data.source"
+) -> tuple[Source, ...]:
+    """Several sources that are read alike, see `find_source`."""
+    found = tuple(_find(source, text_field, has_records=has_records, key=key) for source in sources)
+    files = [file for each in found if each.kind is Kind.FILES for file in each.files]
+    has_fields = len(files) < sum(len(each.files) for each in found)
+    if text_field != TEXT_FIELD and not has_fields and all(_form(file) is Form.TEXT for file in files):
+        names = ", ".join(repr(source) for source in sources)
+        raise DataError(
+            f"data.text_field = {text_field!r} has no effect: {key} = {names} is text, without "
+            "records that have fields; leave it out, or give JSON lines, a JSON array or parquet"
+        )
+    return found
+
+
+def _find(source: str, text_field: str, *, has_records: bool, key: str) -> Source:
     if source == STDLIB:
-        return _stdlib(text_field)
+        return _stdlib(text_field, key)
     path = Path(source).expanduser()
     if path.is_file():
-        return Source(source, Kind.FILES, path.parent, (path,), text_field)
+        if not has_records and _form(path) is Form.TEXT and is_one_object(path):
+            raise DataError(
+                f"{key} = {source!r} is one JSON object, whose braces and keys would be learned as text; give JSON "
+                "lines or an array of objects, each with its text, or the text itself in a .txt file"
+            )
+        return Source(source, Kind.FILES, path.parent, (path,), text_field, key)
     if not path.is_dir():
         raise DataError(
-            f"data.source = {source!r}: there is no such file or folder (looked for {path.absolute()}); "
+            f"{key} = {source!r}: there is no such file or folder (looked for {path.absolute()}); "
             f'give a text file, a .jsonl file, a folder, or "{STDLIB}"'
         )
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
         files = tuple(file for file in _below(path) if file.suffix in {".arrow", ".json"})
-        return Source(source, Kind.DATASETS, path, files, text_field)
-    known = TEXT_SUFFIXES | JSONL_SUFFIXES | PARQUET_SUFFIXES
-    files = tuple(file for file in _below(path) if file.suffix.lower() in known)
+        return Source(source, Kind.DATASETS, path, files, text_field, key)
+    known = (RECORD_SUFFIXES if has_records else TEXT_SUFFIXES) | JSONL_SUFFIXES | PARQUET_SUFFIXES
+    files = tuple(file for file in _below(path) if inner_suffix(file) in known)
     if not files:
+        what = "records" if has_records else "text"
         raise DataError(
-            f"data.source = {source!r}: no text below {path.absolute()}; known suffixes: {', '.join(sorted(known))}"
+            f"{key} = {source!r}: no {what} below {path.absolute()}; known suffixes: {', '.join(sorted(known))}"
         )
-    return Source(source, Kind.FILES, path, files, text_field)
+    return Source(source, Kind.FILES, path, files, text_field, key)
 
 
-def _stdlib(text_field: str) -> Source:
+def _form(path: Path) -> Form:
+    try:
+        return form_of(path)
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def _stdlib(text_field: str, key: str) -> Source:
     root = Path(sysconfig.get_path("stdlib"))
     below = _below(root, without=frozenset({"site-packages", "dist-packages"}))
     files = tuple(file for file in below if file.suffix == ".py")
     if not files:
         raise DataError(
-            f'data.source = "{STDLIB}": the standard library of this interpreter has no .py files at {root}; '
+            f'{key} = "{STDLIB}": the standard library of this interpreter has no .py files at {root}; '
             "give a file or a folder of text instead"
         )
-    return Source(STDLIB, Kind.FILES, root, files, text_field)
+    return Source(STDLIB, Kind.FILES, root, files, text_field, key)
 
 
 def _below(root: Path, *, without: frozenset[str] = frozenset()) -> list[Path]:
@@ -113,7 +187,11 @@ def _below(root: Path, *, without: frozenset[str] = frozenset()) -> list[Path]:
 
 
 def fingerprint(source: Source) -> str:
-    """A hash of the relative paths and the bytes of every file: the same content anywhere gives the same value."""
+    """Return the source's `identity`; without one, a hash of the relative path and the bytes of every file.
+
+    The hash does not depend on the location of the folder."""
+    if source.identity is not None:
+        return source.identity
     total = hashlib.sha256()
     for file in source.files:
         content = hashlib.sha256()
@@ -122,103 +200,81 @@ def fingerprint(source: Source) -> str:
                 while chunk := stream.read(_READ_BYTES):
                     content.update(chunk)
         except OSError as error:
-            raise _unreadable(file, error) from error
+            raise unreadable(file, error) from error
         total.update(source.relative(file).encode("utf-8", errors="surrogateescape") + b"\0" + content.digest())
     return total.hexdigest()
 
 
 def documents(source: Source) -> Iterator[str]:
     """The documents that are not empty, in a fixed order."""
+    column, hint = source.text_field, "set data.text_field"
     if source.kind is Kind.DATASETS:
-        texts = _saved_dataset(source)
+        texts = (field(record, column, where) for where, record in _saved_dataset(source, [column], hint))
     else:
-        texts = (text for file in source.files for text in _file(file, source))
+        texts = (text for file, part in source.pieces for text in _readable(file, read_file(file, column, part)))
     return (text for text in texts if text)
 
 
-def _file(path: Path, source: Source) -> Iterator[str]:
-    suffix = path.suffix.lower()
+def records(source: Source, columns: Sequence[str], *, hint: str) -> Iterator[Record]:
+    """The records of a source, in a fixed order. columns, hint: see `read_records`."""
+    if source.kind is Kind.DATASETS:
+        return _saved_dataset(source, columns, hint)
+    return (
+        each
+        for file, part in source.pieces
+        for each in _readable(file, read_records(file, columns, hint=hint, part=part))
+    )
+
+
+T = TypeVar("T")
+
+
+def _readable(path: Path, found: Iterator[T]) -> Iterator[T]:
     try:
-        if suffix in JSONL_SUFFIXES:
-            yield from _jsonl(path, source.text_field)
-        elif suffix in PARQUET_SUFFIXES:
-            yield from _parquet(path, source.text_field)
-        else:
-            yield path.read_bytes().decode("utf-8", errors="replace")
+        yield from found
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
 
 
-def _jsonl(path: Path, text_field: str) -> Iterator[str]:
-    with path.open(encoding="utf-8-sig", errors="replace") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            where = f"{path}, line {number}"
-            try:
-                record = parse_json(line)
-            except ValueError as error:
-                raise DataError(f"{where}: not JSON ({error}); a JSONL file has one object a line") from error
-            if not isinstance(record, dict):
-                raise DataError(
-                    f"{where}: a {type(record).__name__}, not an object; a JSONL file has one object a line"
-                )
-            yield _field(record, text_field, where)
+def _saved_dataset(source: Source, columns: Sequence[str], hint: str) -> Iterator[Record]:
+    begin, end = next((part for part in source.parts if part is not None), (0, dataset_rows(source)))
+    for split in _splits(source):
+        chosen = known_columns(split.column_names, columns, str(source.root), hint)
+        first, last = min(begin, len(split)), min(end, len(split))
+        begin, end = begin - first, end - last
+        if first == last:
+            continue
+        try:
+            rows = split.select(range(first, last)).select_columns(chosen)
+            rows.data.table.validate(full=True)  # arrow takes offsets into the file as they are
+            for number, record in enumerate(rows, start=first + 1):
+                yield f"{source.root}, row {number}", record
+        except DataError:
+            raise
+        except Exception as error:
+            raise _no_dataset(source, error) from error
 
 
-def _field(record: dict[str, Any], text_field: str, where: str) -> str:
-    if text_field not in record:
-        keys = ", ".join(sorted(record)) or "no keys"
-        raise DataError(f"{where}: no field {text_field!r} (it has {keys}); set data.text_field")
-    value = record[text_field]
-    if not isinstance(value, str):
-        raise DataError(f"{where}: field {text_field!r} is a {type(value).__name__}, not text; set data.text_field")
-    # JSON can hold half of a surrogate pair, which no encoding of text can.
-    return value.encode("utf-8", errors="replace").decode("utf-8")
+def dataset_rows(source: Source) -> int:
+    """The records of a datasets folder."""
+    return sum(len(split) for split in _splits(source))
 
 
-def _parquet(path: Path, text_field: str) -> Iterator[str]:
-    parquet = _optional("pyarrow.parquet", "pyarrow", path)
-    try:
-        with parquet.ParquetFile(path) as table:
-            columns = list(table.schema_arrow.names)
-            if text_field not in columns:
-                raise DataError(f"{path}: no column {text_field!r} (it has {', '.join(columns)}); set data.text_field")
-            for batch in table.iter_batches(columns=[text_field]):
-                for value in batch.column(0).to_pylist():
-                    yield _field({text_field: value}, text_field, str(path))
-    except DataError:
-        raise
-    except Exception as error:  # of several kinds, and OSError for what is no fault of the disk
-        raise DataError(f"{path}: cannot be read as parquet ({error}); write it anew") from error
-
-
-def _saved_dataset(source: Source) -> Iterator[str]:
-    datasets = _optional("datasets", "datasets", source.root)
+def _splits(source: Source) -> list[Any]:
+    datasets = optional("datasets", "datasets", source.root)
     try:
         loaded = datasets.load_from_disk(str(source.root))
     except Exception as error:  # whatever the package raises for a broken folder, it is this folder's fault
-        raise DataError(f"{source.root}: cannot be read as a datasets folder ({error})") from error
-    splits = [loaded]
+        raise _no_dataset(source, error) from error
     if isinstance(loaded, dict):
-        splits = [loaded["train"]] if "train" in loaded else list(loaded.values())
-    for split in splits:
-        if source.text_field not in split.column_names:
-            columns = ", ".join(split.column_names)
-            raise DataError(f"{source.root}: no column {source.text_field!r} (it has {columns}); set data.text_field")
-        for record in split.select_columns([source.text_field]):
-            yield _field(record, source.text_field, str(source.root))
+        return [loaded["train"]] if "train" in loaded else list(loaded.values())
+    return [loaded]
 
 
-def _optional(module: str, package: str, path: Path) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise DataError(
-            f'{path}: reading it needs the package {package!r}, which is not installed; pip install "atoll[hf]", '
-            "or convert the corpus to .jsonl or .txt"
-        ) from error
+def _no_dataset(source: Source, error: Exception) -> DataError:
+    return DataError(f"{source.root}: cannot be read as a datasets folder ({error})")
 
 
-def _unreadable(path: Path, error: OSError) -> DataError:
+def unreadable(path: Path, error: OSError) -> DataError:
+    """The error of a file that cannot be read."""
     return DataError(f"{path}: cannot be read ({error.strerror or error}); check the file and its permissions")

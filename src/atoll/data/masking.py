@@ -18,7 +18,7 @@ HIDDEN, OTHER = 0.8, 0.1
 
 
 def hide(batch: Batch, positions: Iterable[int], *, seed: int, ratio: float, token: int) -> Batch:
-    """The batch with some of its tokens hidden; `positions` of its samples in the order.
+    """Mask some tokens of the batch; `positions` are those of its samples in the order.
 
     token: what hides; ids below it may replace others, as all of them may where it is the largest.
     """

@@ -1,4 +1,4 @@
-"""Which samples make a batch, and in which order.
+"""The samples of a batch, and their order.
 
 Sample k of a token array is tokens k*S .. k*S+S (S+1 of them): inputs are the first S, labels the last S. The order is
 one endless sequence of epochs, each a permutation of all samples. It depends on the seed and on the position (samples
@@ -7,7 +7,7 @@ taken since the start), never on ranks or batch size, so that a run resumes unde
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -18,29 +18,42 @@ from atoll.errors import DataError
 
 Tokens: TypeAlias = NDArray[np.integer[Any]] | CheckedTokens
 Batch: TypeAlias = dict[str, NDArray[np.int64]]
-"""input_ids and labels, [B, S]; labels[b, t] is the token after input_ids[b, t], or -100 where none counts."""
+"""input_ids and labels, [B, S]; labels[b, t] is the token after input_ids[b, t], or -100 where none counts.
+
+Rows of several documents have position_ids too, which start again at each."""
 
 IGNORED_LABEL = -100
 
 
 def sample_count(tokens: Tokens, sequence: int) -> int:
-    """How many whole samples of `sequence` tokens an array has; each needs one token more for its last label."""
-    _check_sequence(sequence)
+    """The number of full samples of `sequence` tokens in an array; each needs one more token for its last label."""
+    check_sequence(sequence)
     return max(0, (len(tokens) - 1) // sequence)
 
 
-class SampleOrder:
-    """The endless order of `samples` samples under a seed."""
+def shuffled(count: int, *words: int) -> NDArray[np.int64]:
+    """A permutation of 0..count-1 that these words decide, the same in every version of numpy."""
+    # numpy promises the raw bits of its bit generators for all versions, but not what permutation() does with them.
+    keys = np.random.Philox(np.random.SeedSequence(words)).random_raw(count)
+    return np.argsort(keys, kind="stable").astype(np.int64)
 
-    def __init__(self, samples: int, seed: int) -> None:
+
+class SampleOrder:
+    """The endless order of `samples` samples under a seed.
+
+    number: of the source, each of which has an order of its own.
+    """
+
+    def __init__(self, samples: int, seed: int, number: int = 0) -> None:
         if samples < 1:
             raise DataError(f"an order needs at least 1 sample, got {samples}")
         if seed < 0:
             raise DataError(f"an order needs a seed of at least 0, got {seed}")
         self.samples = samples
         self.seed = seed
-        self._epoch = 0
-        self._permutation = self._permute(0)
+        self.number = number
+        self._epoch = -1
+        self._permutation = np.empty(0, dtype=np.int64)
 
     def take(self, position: int, count: int) -> NDArray[np.int64]:
         """Indices of the samples at positions position .. position+count-1."""
@@ -57,13 +70,9 @@ class SampleOrder:
 
     def _of_epoch(self, epoch: int) -> NDArray[np.int64]:
         if epoch != self._epoch:
-            self._epoch, self._permutation = epoch, self._permute(epoch)
+            # Zeros at the end change nothing for SeedSequence: the order of source 0 is that of a single source.
+            self._epoch, self._permutation = epoch, shuffled(self.samples, self.seed, epoch, self.number)
         return self._permutation
-
-    def _permute(self, epoch: int) -> NDArray[np.int64]:
-        # numpy promises the raw bits of its bit generators for all versions, but not what permutation() does with them.
-        keys = np.random.Philox(np.random.SeedSequence([self.seed, epoch])).random_raw(self.samples)
-        return np.argsort(keys, kind="stable").astype(np.int64)
 
 
 def batch(tokens: Tokens, indices: NDArray[np.int64], sequence: int) -> Batch:
@@ -78,13 +87,22 @@ def batch(tokens: Tokens, indices: NDArray[np.int64], sequence: int) -> Batch:
     return {"input_ids": np.ascontiguousarray(rows[:, :-1]), "labels": np.ascontiguousarray(rows[:, 1:])}
 
 
+def scatter(parts: Sequence[tuple[NDArray[np.int64], Batch]], count: int) -> Batch:
+    """Return one batch of `count` samples from parts that each say the places of their samples."""
+    found = {name: np.empty((count, *values.shape[1:]), values.dtype) for name, values in parts[0][1].items()}
+    for places, batch in parts:
+        for name, values in batch.items():
+            found[name][places] = values
+    return found
+
+
 def validation_batches(tokens: Tokens, sequence: int, *, size: int, limit: int | None = None) -> Iterator[Batch]:
     """Batches of `size` samples in order, in which every token but the first is a label exactly once.
 
     What the last sample and the last batch lack is padded with label -100, so that all batches have one shape.
     limit: at most so many batches.
     """
-    _check_sequence(sequence)
+    check_sequence(sequence)
     if size < 1:
         raise DataError(f"a batch has at least 1 sample, got {size}")
     labels_total = max(0, len(tokens) - 1)
@@ -100,6 +118,7 @@ def validation_batches(tokens: Tokens, sequence: int, *, size: int, limit: int |
         yield {"input_ids": inputs.reshape(size, sequence), "labels": labels.reshape(size, sequence)}
 
 
-def _check_sequence(sequence: int) -> None:
+def check_sequence(sequence: int) -> None:
+    """Raise DataError for a number of tokens that no sample can have."""
     if sequence < 1:
         raise DataError(f"data.sequence = {sequence}: must be at least 1")

@@ -1,4 +1,4 @@
-"""Which tokens are held back for validation."""
+"""The tokens held out for validation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from atoll.errors import DataError
 
 TOLERATED = 0.5
-"""How far the held-back share may be from the wanted one, relative to it, before documents are too coarse."""
+"""Maximum relative deviation of the held-out share before documents are too coarse."""
 
 Range = tuple[int, int]
 """First token and one past the last."""
@@ -32,20 +32,35 @@ def split(lengths: Sequence[int] | NDArray[np.int64], fraction: float) -> Split:
     Whole documents, spread evenly: one is held back when those before it fall short of the fraction, whatever its own
     length. Where that misses the fraction by half (few or long documents), the contiguous tail is held back instead.
     """
-    if not 0.0 <= fraction < 1.0:
-        raise DataError(f"data.validation = {fraction}: must be at least 0 and less than 1")
+    check_fraction(fraction)
     sizes = np.asarray(lengths, dtype=np.int64)
     total = int(sizes.sum())
-    held = _held_back(sizes.tolist(), fraction)
+    held = held_back(sizes.tolist(), fraction)
     missed = abs(int(sizes[held].sum()) - fraction * total)
     if missed <= TOLERATED * fraction * total:
-        return Split(_ranges(sizes, ~held), _ranges(sizes, held), "documents")
+        return Split(ranges_of(sizes, ~held), ranges_of(sizes, held), "documents")
     boundary = total - min(round(fraction * total), total - 1)
     tail = ((boundary, total),) if boundary < total else ()
     return Split(((0, boundary),), tail, "tail")
 
 
-def _held_back(lengths: Sequence[int], fraction: float) -> NDArray[np.bool_]:
+def hold_back(lengths: Sequence[int], fraction: float) -> NDArray[np.bool_]:
+    """Return the held-out documents if none may be cut: like `split`, and at least one of several."""
+    check_fraction(fraction)
+    held = held_back(lengths, fraction)
+    if fraction and len(lengths) > 1 and not held.any():
+        held[-1] = True
+    return held
+
+
+def check_fraction(fraction: float) -> None:
+    """Raise DataError for a share that cannot be held back."""
+    if not 0.0 <= fraction < 1.0:
+        raise DataError(f"data.validation = {fraction}: must be at least 0 and less than 1")
+
+
+def held_back(lengths: Sequence[int], fraction: float) -> NDArray[np.bool_]:
+    """Return the held-out documents: each before which fewer tokens than the fraction are."""
     held = np.zeros(len(lengths), dtype=np.bool_)
     seen = held_tokens = 0
     for index, length in enumerate(lengths):
@@ -55,7 +70,7 @@ def _held_back(lengths: Sequence[int], fraction: float) -> NDArray[np.bool_]:
     return held
 
 
-def _ranges(sizes: NDArray[np.int64], chosen: NDArray[np.bool_]) -> tuple[Range, ...]:
+def ranges_of(sizes: NDArray[np.int64], chosen: NDArray[np.bool_]) -> tuple[Range, ...]:
     """Token ranges of the chosen documents, neighbours joined."""
     ends = np.concatenate(([0], np.cumsum(sizes)))
     edges = np.flatnonzero(np.diff(np.concatenate(([False], chosen, [False])).astype(np.int8)))

@@ -3,7 +3,9 @@
     <cache>/<key>/          key = hash of (content of the source, tokenizer, split, version of this format)
         tokenizer.json      as the `tokenizers` library writes it; not there for "bytes"
         train.npy           uint16, or uint32 for more than 65536 ids
-        validation.npy
+        train-lengths.npy   uint32, tokens of each document, where samples are whole documents
+        train-answers.npy   uint8, 1 where a token is part of an answer, of conversations
+        validation...       the same of what is held back
         about.json          where it came from; its fingerprint
         manifest.json       digests of the blocks of the others (`atoll.data.blocks`)
         damaged             what a run found to differ from them; the next one makes the folder anew
@@ -20,8 +22,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,26 +32,28 @@ import numpy as np
 from filelock import FileLock
 
 from atoll.data.blocks import MANIFEST, MARK, Blocks, CheckedTokens, DamagedCorpusError
+from atoll.data.conversations import ChatTemplate
 from atoll.data.corpus import Source, documents, find_source, fingerprint
-from atoll.data.order import Tokens, sample_count
-from atoll.data.split import Range, split
+from atoll.data.encoding import encode
+from atoll.data.rows import How, Packing, Part, TooLong, rows_of
+from atoll.data.split import check_fraction, hold_back, split
 from atoll.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, bpe_size, sample, train_bpe
 from atoll.documents import parse_json, read_json
 from atoll.errors import DataError
 
-FORMAT = 1
+FORMAT = 2
 """Raised whenever the same source and settings would give other arrays."""
 
 BYTES = "bytes"
 TOKENIZER = "tokenizer.json"
+TRAIN, VALIDATION = "train", "validation"
 CONTENT = (TOKENIZER, "train.npy", "validation.npy")
 """Files whose content the fingerprint is of."""
+OPTIONAL = tuple(f"{part}-{what}.npy" for part in (TRAIN, VALIDATION) for what in ("lengths", "answers"))
+"""The same, where they are."""
 
 PREVIEWED_BYTES = 8 << 20
 """The largest source that `preview` makes token arrays of."""
-
-_PIECE_CHARACTERS = 200_000
-_GROUP_CHARACTERS = 4_000_000
 
 Report = Callable[[str], None]
 """Told what a preparation is doing, one line at a time."""
@@ -57,54 +61,77 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Tokens to train on and tokens held back, as read-only memory maps that are checked where they are read.
+    """Training and validation tokens, as read-only memory maps whose blocks are verified when they are read.
 
-    fingerprint: a hash of both arrays and the tokenizer; equal fingerprints mean equal samples.
+    fingerprint: a hash of all arrays and the tokenizer; equal fingerprints mean equal samples.
+    folder: of its files.
     """
 
-    train: CheckedTokens
-    validation: CheckedTokens
+    trained: Part
+    held: Part
     tokenizer: Tokenizer
     fingerprint: str
+    folder: Path
 
-    def check(self, *, sequence: int, global_batch: int) -> None:
+    @property
+    def train(self) -> CheckedTokens:
+        """The tokens to train on."""
+        return self.trained.tokens
+
+    @property
+    def validation(self) -> CheckedTokens:
+        """The tokens that are held back."""
+        return self.held.tokens
+
+    def check(self, packing: Packing, *, global_batch: int) -> None:
         """Raise DataError unless the corpus has samples for one global batch, and a validation token if any is held.
 
-        sequence: tokens of a sample. global_batch: samples of a step.
+        global_batch: samples of a step.
         """
-        samples = sample_count(self.train, sequence)
+        samples = len(rows_of(self.trained, packing))
         if samples < global_batch:
             raise DataError(
                 f"the corpus is too small: {len(self.train)} training tokens are {samples} samples of data.sequence = "
-                f"{sequence}, less than one step of train.global_batch = {global_batch}; "
+                f"{packing.sequence}, less than one step of train.global_batch = {global_batch}; "
                 "take more text, a shorter sequence or a smaller batch"
             )
         if len(self.validation) == 1:
             raise DataError("the validation split has 1 token and needs 2: take more text, or a larger data.validation")
+        if len(self.validation) and not len(rows_of(self.held, packing)):
+            raise DataError("no validation sample is left; take more, a longer data.sequence or another data.too_long")
 
 
 def prepare(
-    source: str,
+    source: str | Source,
     *,
     tokenizer: str,
     cache: Path,
     sequence: int,
     global_batch: int = 1,
-    validation: float = 0.05,
+    validation: float | str = 0.05,
     text_field: str = "text",
+    how: How = "blocks",
+    too_long: TooLong = "split",
+    chat: ChatTemplate | None = None,
     report: Report | None = None,
 ) -> Corpus:
-    """The token arrays of a source; made if the cache lacks them, by one process whatever the number that ask.
+    """The token arrays of a source, from the cache or built by one process while others wait.
 
     Arrays that are known to be damaged are made anew: files that are missing, short or unreadable, and blocks that an
     earlier run found to differ from their digests.
 
     source, text_field: see `atoll.data.corpus`. tokenizer: "bytes", "bpe-N" or the path of a tokenizer.json.
-    validation: fraction of the tokens to hold back. sequence, global_batch: only checked, see `Corpus.check`.
+    validation: fraction of the tokens to hold back, or a source of its own.
+    chat: what writes out conversations, where the source has these (`atoll.data.conversations`).
+    sequence, how, too_long: see `Packing`; where samples are whole documents, the arrays say where these end.
+    global_batch: only checked, see `Corpus.check`.
     Raises DataError for a source, a tokenizer or a cache that cannot be used.
     """
     say = report or (lambda line: None)
-    recipe = _Recipe.find(source, tokenizer=tokenizer, validation=validation, text_field=text_field)
+    packing = Packing(sequence=sequence, how=how, too_long=too_long)
+    recipe = _Recipe.find(
+        source, tokenizer=tokenizer, validation=validation, text_field=text_field, chat=chat, packing=packing
+    )
     folder = cache.expanduser() / recipe.key()
     if not folder.is_dir():
         _make_once(folder, recipe, say)
@@ -114,26 +141,32 @@ def prepare(
         say(f"{folder}: this cached corpus was damaged ({error.reason}); making it anew")
         _make_once(folder, recipe, say)
         corpus = load_cache(folder, folder.name, say, marks=True)
-    corpus.check(sequence=sequence, global_batch=global_batch)
+    corpus.check(packing, global_batch=global_batch)
     return corpus
 
 
 def preview(
-    source: str,
+    source: str | Source,
     *,
     tokenizer: str,
     cache: Path,
     sequence: int,
     global_batch: int = 1,
-    validation: float = 0.05,
+    validation: float | str = 0.05,
     text_field: str = "text",
+    how: How = "blocks",
+    too_long: TooLong = "split",
+    chat: ChatTemplate | None = None,
 ) -> Corpus | None:
-    """What `prepare` would give or raise, without writing to the cache.
+    """Return or raise what `prepare` would, without writing to the cache.
 
     None where the cache lacks the arrays and the source has more than PREVIEWED_BYTES: it is there, and how many tokens
     it has is not known.
     """
-    recipe = _Recipe.find(source, tokenizer=tokenizer, validation=validation, text_field=text_field)
+    packing = Packing(sequence=sequence, how=how, too_long=too_long)
+    recipe = _Recipe.find(
+        source, tokenizer=tokenizer, validation=validation, text_field=text_field, chat=chat, packing=packing
+    )
     folder = cache.expanduser() / recipe.key()
     corpus = None
     if folder.is_dir():
@@ -145,12 +178,12 @@ def preview(
         with tempfile.TemporaryDirectory() as made:
             _make(Path(made), recipe, lambda line: None)
             corpus = load_cache(Path(made), recipe.key(), lambda line: None)
-    corpus.check(sequence=sequence, global_batch=global_batch)
+    corpus.check(packing, global_batch=global_batch)
     return corpus
 
 
 def expected_ids(tokenizer: str, *, masked: bool = False) -> int:
-    """Ids of a tokenizer by its name, before there is a corpus: of "bpe-N" as many as it may have.
+    """The number of ids of a tokenizer by its name, without a corpus; for "bpe-N" the maximum.
 
     masked: with one that hides others, where the tokenizer has none.
 
@@ -165,7 +198,11 @@ def expected_ids(tokenizer: str, *, masked: bool = False) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Recipe:
-    """All that decides the arrays; `content` and `tokenizer_content` are hashes of what was read."""
+    """All that decides the arrays; the contents are hashes of what was read.
+
+    held: where what is held back comes from; None: it is a share of the source, `validation`.
+    keeps_documents: whether the arrays say where documents end.
+    """
 
     source: Source
     content: str
@@ -173,19 +210,46 @@ class _Recipe:
     tokenizer_file: Path | None
     tokenizer_content: str
     validation: float
+    held: Source | None
+    held_content: str
+    keeps_documents: bool
+    chat: ChatTemplate | None
 
     @staticmethod
-    def find(source: str, *, tokenizer: str, validation: float, text_field: str) -> _Recipe:
-        split([], validation)
+    def find(
+        source: str | Source,
+        *,
+        tokenizer: str,
+        validation: float | str,
+        text_field: str,
+        chat: ChatTemplate | None,
+        packing: Packing,
+    ) -> _Recipe:
         file, tokenizer_content = None, tokenizer
         if tokenizer != BYTES and bpe_size(tokenizer) is None:
             file = _tokenizer_file(tokenizer)
             tokenizer_content = hashlib.sha256(FileTokenizer.read(file).to_json().encode()).hexdigest()
-        found = find_source(source, text_field=text_field)
-        return _Recipe(found, fingerprint(found), tokenizer, file, tokenizer_content, validation)
+        options: dict[str, Any] = {"text_field": text_field, "has_records": chat is not None}
+        found = find_source(source, **options) if isinstance(source, str) else source
+        held = None
+        if isinstance(validation, str):
+            held, validation = find_source(validation, **options, key="data.validation"), 0.0
+        check_fraction(validation)
+        return _Recipe(
+            found,
+            fingerprint(found),
+            tokenizer,
+            file,
+            tokenizer_content,
+            validation,
+            held,
+            "" if held is None else fingerprint(held),
+            packing.keeps_documents,
+            chat,
+        )
 
     def about(self) -> dict[str, Any]:
-        return {
+        about: dict[str, Any] = {
             "format": FORMAT,
             "source": self.content,
             "kind": self.source.kind.value,
@@ -193,6 +257,13 @@ class _Recipe:
             "tokenizer": self.tokenizer_content,
             "validation": self.validation,
         }
+        if self.held is not None:
+            about["held"] = [self.held.kind.value, self.held_content]
+        if self.keeps_documents:
+            about["keeps_documents"] = True
+        if self.chat is not None:
+            about["chat"] = self.chat.fingerprint
+        return about
 
     def key(self) -> str:
         return _key(self.about())
@@ -204,16 +275,17 @@ class _Recipe:
         if size is None:
             return ByteTokenizer()
         say(f"training the tokenizer {self.tokenizer} on {self.source.name}")
-        return train_bpe(sample(documents(self.source), self.nbytes), size)
+        return train_bpe(sample(documents(self.source), self.source.nbytes), size)
 
     @property
     def nbytes(self) -> int:
-        return sum(file.stat().st_size for file in self.source.files)
+        return self.source.nbytes + (0 if self.held is None else self.held.nbytes)
 
 
 def _key(about: Mapping[str, Any]) -> str:
     """The name of a cache's folder, from what its about.json says among other things."""
     chosen = {name: about[name] for name in ("format", "source", "kind", "text_field", "tokenizer", "validation")}
+    chosen |= {name: about[name] for name in ("held", "keeps_documents", "chat") if name in about}
     return hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:32]
 
 
@@ -231,20 +303,27 @@ def _tokenizer_file(name: str) -> Path:
 
 def _make_once(folder: Path, recipe: _Recipe, say: Report) -> None:
     cache = folder.parent
+    lock = "shards.lock" if recipe.source.is_shard else f"{folder.name}.lock"
+    with writing_cache(cache), FileLock(cache / lock):
+        if folder.is_dir() and not _set_aside(folder):
+            return
+        for abandoned in cache.glob(f"{folder.name}.part-*"):
+            shutil.rmtree(abandoned, ignore_errors=True)
+        part = Path(tempfile.mkdtemp(prefix=f"{folder.name}.part-", dir=cache))
+        try:
+            _make(part, recipe, say)
+            os.replace(part, folder)
+        except BaseException:
+            shutil.rmtree(part, ignore_errors=True)
+            raise
+
+
+@contextmanager
+def writing_cache(cache: Path) -> Iterator[None]:
+    """Make the folder of a cache. What cannot be written is raised as DataError."""
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with FileLock(cache / f"{folder.name}.lock"):
-            if folder.is_dir() and not _set_aside(folder):
-                return
-            for abandoned in cache.glob(f"{folder.name}.part-*"):
-                shutil.rmtree(abandoned, ignore_errors=True)
-            part = Path(tempfile.mkdtemp(prefix=f"{folder.name}.part-", dir=cache))
-            try:
-                _make(part, recipe, say)
-                os.replace(part, folder)
-            except BaseException:
-                shutil.rmtree(part, ignore_errors=True)
-                raise
+        yield
     except OSError as error:
         reason = error.strerror or error
         raise DataError(
@@ -268,22 +347,26 @@ def _set_aside(folder: Path) -> bool:
 
 def _make(folder: Path, recipe: _Recipe, say: Report) -> None:
     tokenizer = recipe.make_tokenizer(say)
-    dtype = np.dtype(np.uint16 if tokenizer.size <= 1 << 16 else np.uint32)
     say(f"encoding {recipe.source.name}")
-    stream = folder / "tokens.bin"
-    lengths = _encode(documents(recipe.source), tokenizer, stream, dtype)
-    total = sum(lengths)
-    if total < 2:
-        raise DataError(
-            f"data.source = {recipe.source.name!r}: no text in {recipe.source.root.absolute()}; take another"
-        )
-
-    parts = split(lengths, recipe.validation)
-    tokens = np.memmap(stream, dtype=dtype, mode="r", shape=(total,))
-    _write(folder / "train.npy", tokens, parts.train)
-    _write(folder / "validation.npy", tokens, parts.validation)
-    del tokens
-    stream.unlink()
+    encoded = encode(folder, recipe.source, tokenizer, chat=recipe.chat)
+    if recipe.keeps_documents:
+        held, by = hold_back(encoded.lengths, recipe.validation), "documents"
+        encoded.write(folder, TRAIN, encoded.ranges(~held), encoded.chosen(~held))
+        encoded.write(folder, VALIDATION, encoded.ranges(held), encoded.chosen(held))
+    else:
+        parts = split(encoded.lengths, recipe.validation)
+        by = parts.by
+        encoded.write(folder, TRAIN, parts.train)
+        encoded.write(folder, VALIDATION, parts.validation)
+    encoded.remove()
+    if recipe.held is not None:
+        say(f"encoding {recipe.held.name}")
+        own = encode(folder, recipe.held, tokenizer, chat=recipe.chat)
+        everything = np.ones(len(own.lengths), dtype=np.bool_)
+        lengths = own.chosen(everything) if recipe.keeps_documents else None
+        own.write(folder, VALIDATION, own.ranges(everything), lengths)
+        own.remove()
+        by = "source"
 
     if isinstance(tokenizer, FileTokenizer):
         (folder / TOKENIZER).write_text(tokenizer.to_json(), encoding="utf-8")
@@ -291,70 +374,13 @@ def _make(folder: Path, recipe: _Recipe, say: Report) -> None:
         **recipe.about(),
         "source_name": recipe.source.name,
         "tokenizer_name": recipe.tokenizer,
-        "documents": len(lengths),
-        "tokens": total,
-        "split_by": parts.by,
+        "documents": len(encoded.lengths),
+        "tokens": sum(encoded.lengths),
+        "split_by": by,
         "fingerprint": _content_hash(folder),
     }
     (folder / "about.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
     _publish(folder, _digests_of(folder))
-
-
-def _encode(texts: Iterable[str], tokenizer: Tokenizer, path: Path, dtype: np.dtype[Any]) -> list[int]:
-    """Write the tokens of all documents one after the other; the number of tokens of each, end of text included."""
-    closing = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
-    lengths: list[int] = []
-    length = 0
-    with path.open("wb") as stream:
-        for group in _groups(_pieces(texts)):
-            encoded = tokenizer.encode_batch([text for text, _ in group])
-            for ids, (_, is_last) in zip(encoded, group, strict=True):
-                ids.astype(dtype).tofile(stream)
-                length += len(ids)
-                if is_last:
-                    np.array(closing, dtype=dtype).tofile(stream)
-                    lengths.append(length + len(closing))
-                    length = 0
-    return lengths
-
-
-def _pieces(texts: Iterable[str]) -> Iterator[tuple[str, bool]]:
-    """Cut long documents where a line ends, if one does, so that cores can share them: (piece, is the last one)."""
-    for text in texts:
-        start = 0
-        while len(text) - start > _PIECE_CHARACTERS:
-            newline = text.rfind("\n", start, start + _PIECE_CHARACTERS)
-            stop = newline + 1 if newline >= start else start + _PIECE_CHARACTERS
-            yield text[start:stop], False
-            start = stop
-        yield text[start:], True
-
-
-def _groups(pieces: Iterable[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:
-    """Pieces in groups of bounded size: what is encoded at once is all that lies in memory."""
-    group: list[tuple[str, bool]] = []
-    characters = 0
-    for piece in pieces:
-        group.append(piece)
-        characters += len(piece[0])
-        if characters >= _GROUP_CHARACTERS:
-            yield group
-            group, characters = [], 0
-    if group:
-        yield group
-
-
-def _write(path: Path, tokens: Tokens, ranges: Sequence[Range]) -> None:
-    total = sum(stop - start for start, stop in ranges)
-    if total == 0:
-        np.save(path, np.empty(0, dtype=tokens.dtype))
-        return
-    target = np.lib.format.open_memmap(path, mode="w+", dtype=tokens.dtype, shape=(total,))
-    position = 0
-    for start, stop in ranges:
-        target[position : position + stop - start] = tokens[start:stop]
-        position += stop - start
-    target.flush()
 
 
 def _content_hash(folder: Path) -> str:
@@ -366,6 +392,10 @@ def _content_hash(folder: Path) -> str:
             with path.open("rb") as stream:
                 content = hashlib.file_digest(stream, "sha256").digest()
         total.update(name.encode() + b"\0" + content)
+    for path in (folder / name for name in OPTIONAL):
+        if path.is_file():
+            with path.open("rb") as stream:
+                total.update(path.name.encode() + b"\0" + hashlib.file_digest(stream, "sha256").digest())
     return total.hexdigest()
 
 
@@ -382,7 +412,7 @@ def verify(folder: Path) -> int:
 
 
 def is_cache(folder: Path) -> bool:
-    """Whether a folder looks like one that `prepare` made."""
+    """Return True if a folder looks like one that `prepare` made."""
     return (folder / "about.json").is_file() and (folder / "train.npy").is_file()
 
 
@@ -390,15 +420,18 @@ def load_cache(folder: Path, key: str, say: Report, *, marks: bool = False) -> C
     """The corpus in a folder that is to be the one of `key`. Raises DamagedCorpusError unless it is, undamaged."""
     try:
         if (mark := folder / MARK).exists():
-            raise ValueError(mark.read_text(encoding="utf-8")[:200])
+            with mark.open("rb") as file:
+                raise ValueError(file.read(200).decode(errors="replace"))
         blocks = _blocks(folder, say)
         about = parse_json(blocks.open(folder / "about.json").read())
-        train, validation = (
-            CheckedTokens(blocks.open(folder / name, marks=marks)) for name in ("train.npy", "validation.npy")
-        )
+        trained, held = (_part(folder, part, blocks, marks=marks) for part in (TRAIN, VALIDATION))
         recorded = str(about["fingerprint"])
         if (found := _key(about)) != key:
             raise ValueError(f"it is the one of {found}")
+        if about.get("keeps_documents") and (trained.lengths is None or held.lengths is None):
+            raise ValueError("it does not say where documents end")
+        if about.get("chat") and (trained.answers is None or held.answers is None):
+            raise ValueError("it does not say what answers are")
         tokenizer: Tokenizer = ByteTokenizer()
         if TOKENIZER in blocks.files:
             blocks.open(folder / TOKENIZER).check()
@@ -407,7 +440,24 @@ def load_cache(folder: Path, key: str, say: Report, *, marks: bool = False) -> C
         raise
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise DamagedCorpusError(folder, error) from error
-    return Corpus(train, validation, tokenizer, recorded)
+    return Corpus(trained, held, tokenizer, recorded, folder)
+
+
+def _part(folder: Path, part: str, blocks: Blocks, *, marks: bool) -> Part:
+    """The arrays of a split. Raises DamagedCorpusError, OSError and ValueError where they cannot be read."""
+
+    def array(name: str, *kinds: type[np.unsignedinteger[Any]]) -> CheckedTokens | None:
+        file = blocks.open(folder / name, marks=marks) if name in blocks.files else None
+        return None if file is None else CheckedTokens(file, kinds)
+
+    found = Part(
+        CheckedTokens(blocks.open(folder / f"{part}.npy", marks=marks)),
+        array(f"{part}-lengths.npy", np.uint32),
+        array(f"{part}-answers.npy", np.uint8),
+    )
+    if found.answers is not None and len(found.answers) != len(found.tokens):
+        raise ValueError(f"{len(found.answers)} flags of answers for {len(found.tokens)} tokens")
+    return found
 
 
 def _blocks(folder: Path, say: Report) -> Blocks:
@@ -425,7 +475,7 @@ def _blocks(folder: Path, say: Report) -> Blocks:
 
 
 def _digests_of(folder: Path) -> Blocks:
-    return Blocks.of(folder, [name for name in (*CONTENT, "about.json") if (folder / name).is_file()])
+    return Blocks.of(folder, [name for name in (*CONTENT, *OPTIONAL, "about.json") if (folder / name).is_file()])
 
 
 def _publish(folder: Path, blocks: Blocks) -> None:

@@ -25,10 +25,10 @@ from atoll.errors import DataError
 END_OF_TEXT = "<|endoftext|>"
 
 END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
-"""What a tokenizer.json may call its end of text; the first that it knows is taken."""
+"""Names of the end-of-text token in a tokenizer.json; the first known one is used."""
 
 MASK_NAMES = ("[MASK]", "<mask>", "<|mask|>")
-"""What a tokenizer.json may call the token that hides others; the first that it knows is taken."""
+"""Names of the mask token in a tokenizer.json; the first known one is used."""
 
 SMALLEST_BPE = 257
 """All bytes and the end of text."""
@@ -182,13 +182,22 @@ def _without_long_words(text: str) -> Iterator[str]:
 
 
 def sample(texts: Iterable[str], total: int, *, limit: int = TRAINING_CHARACTERS) -> Iterator[str]:
-    """At most about `limit` of `total` characters, spread evenly over the texts; all of them if they are fewer.
+    """Yield at most about `limit` of `total` characters, spread evenly over the texts; all if they are fewer.
 
     From each text the same share is kept, from its start.
     """
     share = min(1.0, limit / max(1, total))
     for text in texts:
         yield text if share == 1.0 else text[: round(len(text) * share)]
+
+
+def head(texts: Iterable[str], limit: int) -> Iterator[str]:
+    """The first `limit` characters."""
+    for text in texts:
+        yield text[:limit]
+        limit -= len(text)
+        if limit <= 0:
+            return
 
 
 def bpe_size(name: str) -> int | None:

@@ -1,4 +1,4 @@
-"""Why a plan takes what it takes: bytes, seconds, what binds, and what other choices would cost. Imports no torch."""
+"""Explanation of a plan: bytes, seconds, the bottleneck, and the cost of other choices. Imports no torch."""
 
 from atoll.explain.alternative import Alternative
 from atoll.explain.choices import CHOICES, Choice, rebuilt

@@ -1,4 +1,4 @@
-"""A plan beside the same plan with one choice made differently: what the change costs, by cause."""
+"""A plan compared with the same plan with one choice changed: the difference by cause."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ EQUAL = 1e-3
 
 
 def fullest_rank(prediction: Prediction) -> int:
-    """The pipeline rank that holds most at its peak."""
+    """Return the pipeline rank with the highest peak."""
     return max(range(prediction.plan.mesh.pipeline), key=lambda rank: prediction.peak(rank).total)
 
 
 def fullest(prediction: Prediction) -> Held:
-    """What the fullest pipeline rank holds at its peak."""
+    """Return the memory at the highest peak of any pipeline rank."""
     return prediction.peak(fullest_rank(prediction))
 
 
 def use_of(plan: Plan, use: Use) -> Use:
-    """How the model is run under another plan, with the same sequences, attention and loss."""
+    """Return the use of the model under another plan, with the same sequences, attention and loss."""
     return replace(
         use,
         samples=plan.microbatch,
@@ -48,7 +48,7 @@ def predicted(base: Prediction, plan: Plan, cluster: Cluster | None = None) -> P
 
 @dataclass(frozen=True)
 class Alternative:
-    """What a change does to a plan.
+    """The effect of a change on a plan.
 
     choice, value: what is made differently, and how.  was: its value in the plan.
     prediction: of the changed plan; None where there is none, and `refusal` says why.
@@ -63,7 +63,7 @@ class Alternative:
 
     @property
     def name(self) -> str:
-        """As in "layout GGG"."""
+        """Choice and value, as in "layout GGG"."""
         return f"{self.choice} {self.value}"
 
     @property
@@ -75,7 +75,7 @@ class Alternative:
 
     @property
     def seconds(self) -> float:
-        """Of a step more than the plan's; below 0 where the alternative is faster."""
+        """Difference of the step's seconds; negative if the alternative is faster."""
         return self.found.seconds - self.base.seconds
 
     @property
@@ -100,7 +100,7 @@ class Alternative:
 
     @property
     def cause(self) -> str:
-        """Of the causes, the one that changes most in the direction of the whole."""
+        """The cause that changes most in the direction of the total."""
         sign = 1.0 if self.seconds >= 0 else -1.0
         return max(self.causes, key=lambda name: sign * self.causes[name])
 
@@ -117,7 +117,7 @@ class Alternative:
 
     @property
     def byte_cause(self) -> str:
-        """The field of `Held` that changes most in the direction of the whole."""
+        """The field of `Held` that changes most in the direction of the total."""
         sign = 1 if self.nbytes >= 0 else -1
         return max(self.components, key=lambda name: sign * self.components[name])
 
@@ -128,17 +128,17 @@ class Alternative:
 
     @property
     def fits(self) -> bool:
-        """Whether it is possible and every rank's peak fits into the device's memory."""
+        """True if it is possible and every rank's peak fits into the device's memory."""
         return self.prediction is not None and self.found.fits
 
     @property
     def is_as_long(self) -> bool:
-        """Whether its step is as long as the plan's."""
+        """True if its step is as long as the plan's."""
         return abs(self.seconds) < EQUAL * self.base.seconds
 
     @property
     def is_better(self) -> bool:
-        """Whether it fits and gives more tokens a second, by `EQUAL` at least."""
+        """True if it fits and gives more tokens a second, by `EQUAL` at least."""
         return self.fits and self.speed >= 1.0 + EQUAL
 
 

@@ -1,4 +1,4 @@
-"""The choices of a plan, and the same plan with one of them made differently.
+"""The choices of a plan, and plans with one choice changed.
 
 A changed plan keeps the ranks and the global batch. Where a choice moves ranks from one axis to another or resizes the
 microbatch, the number of microbatches follows, and the schedule is built again.
@@ -45,7 +45,7 @@ class Choice:
     is_exact: bool = True
 
     def values(self, plan: Plan) -> list[str]:
-        """Its other values, each once."""
+        """Return its other values, each once."""
         return [value for value in dict.fromkeys(self.others(plan)) if value != self.now(plan)]
 
 
@@ -69,7 +69,7 @@ def rebuilt(
     microbatches, rest = divmod(batch, microbatch * mesh.data)
     if rest or not microbatches:
         raise PlanError(
-            f"a global batch of {batch} is no multiple of {microbatch} samples x {mesh.data} data-parallel ranks"
+            f"a global batch of {batch} is not a multiple of {microbatch} samples x {mesh.data} data-parallel ranks"
         )
     if chunks is None and name == plan.schedule.name and _takes_chunks(name):
         chunks = plan.schedule.chunks
@@ -106,7 +106,7 @@ def with_axis(mesh: MeshShape, axis: str, size: int, *, gives: tuple[str, str]) 
 
 
 def _axis(name: str, key: str, axis: str, *, gives: tuple[str, str], plain: str | None = None) -> Choice:
-    """How many ranks an axis has: half and twice as many as now, and none but one, where the other axes allow it."""
+    """Return the size of an axis: half and twice the present, and one, if the other axes allow it."""
 
     def now(plan: Plan) -> str:
         return str(getattr(plan.mesh, axis))
@@ -274,4 +274,4 @@ _CHOICES = (
 )
 
 CHOICES: Mapping[str, Choice] = {choice.name: choice for choice in _CHOICES}
-"""By name, in the order in which they are shown."""
+"""Choices by name, in display order."""

@@ -1,4 +1,4 @@
-"""A plan explained: where its bytes and seconds go, what binds, and what else could have been chosen.
+"""Explanation of a plan: its memory and time, its bottleneck, and its alternatives.
 
 Nothing is predicted before it is asked for, and nothing twice.
 """
@@ -20,7 +20,7 @@ from atoll.explain.links import LinkUse, Travel, link_uses, travel
 from atoll.plans import Plan
 
 FASTER = 1.1
-"""How much faster a resource is made to see whether it binds."""
+"""Factor by which a resource is made faster to find the bottleneck."""
 
 NEARLY_FULL = 0.05
 """Share of a device's memory below which what the fullest rank leaves is called little."""
@@ -30,7 +30,7 @@ _Make = Callable[[], Prediction]
 
 
 class Measured(NamedTuple):
-    """What a run has measured.
+    """Measurements of a run.
 
     seconds: of a typical step.  parts: of each pipeline rank in the timed step, predicted and measured seconds by the
     fields of `Breakdown`.  peaks: bytes of each pipeline rank.  memory: what those are of, "allocated" tensors or
@@ -45,7 +45,7 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Resource:
-    """Something of the cluster that takes a step's seconds. saved: seconds of a step if it were `FASTER` as fast."""
+    """A resource of the cluster. saved: seconds that a step would save if it were `FASTER` times as fast."""
 
     name: str
     saved: float
@@ -61,7 +61,7 @@ class LayoutRow:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Of the plan of a prediction, which needs a cluster. measured: by a run of that plan."""
+    """Explanation of a predicted plan; the prediction needs a cluster. measured: by a run of that plan."""
 
     prediction: Prediction
     measured: Measured | None = None
@@ -71,31 +71,31 @@ class Explanation:
 
     @property
     def plan(self) -> Plan:
-        """What is explained."""
+        """The explained plan."""
         return self.prediction.plan
 
     # ---- bytes
 
     @cached_property
     def holdings(self) -> tuple[Holding, ...]:
-        """What each pipeline rank holds when it holds most."""
+        """Memory of each pipeline rank at its peak."""
         return tuple(holding(self.prediction, rank) for rank in range(self.plan.mesh.pipeline))
 
     @cached_property
     def fullest(self) -> Holding:
-        """Of the rank that holds most."""
+        """The holding of the rank with the highest peak."""
         return self.holdings[fullest_rank(self.prediction)]
 
     @property
     def emptiest(self) -> Holding:
-        """Of the rank that holds least."""
+        """The holding of the rank with the lowest peak."""
         return min(self.holdings, key=lambda each: each.held.total)
 
     # ---- seconds
 
     @property
     def busiest(self) -> int:
-        """The pipeline rank that sets the pace."""
+        """The pipeline rank that waits least."""
         return busiest_rank(self.prediction.breakdown)
 
     @property
@@ -108,12 +108,12 @@ class Explanation:
         return most, seconds[most]
 
     def links(self, rank: int) -> tuple[LinkUse, ...]:
-        """What a pipeline rank sends in a step."""
+        """Return the traffic of a pipeline rank in a step."""
         return link_uses(self.prediction, rank)
 
     @cached_property
     def resources(self) -> tuple[Resource, ...]:
-        """Device and links, what saves most first."""
+        """Device and links, the largest saving first."""
         now = self.prediction.seconds
         found = [Resource(name, max(0.0, now - self.prediction.on(faster).seconds)) for name, faster in self._faster()]
         return tuple(sorted(found, key=lambda each: -each.saved))
@@ -133,7 +133,7 @@ class Explanation:
         return {}
 
     def alternative(self, choice: str, value: str) -> Alternative:
-        """The plan with one choice made differently; one that cannot be is there with its refusal."""
+        """Return the plan with one choice changed. An impossible alternative has a refusal."""
         key = choice, value
         if key not in self._known:
             make = CHOICES[choice].make
@@ -163,7 +163,7 @@ class Explanation:
 
     @cached_property
     def undone(self) -> tuple[Alternative, ...]:
-        """Each choice that the plan makes, undone."""
+        """Alternatives that undo one choice of the plan each."""
         return tuple(
             self.alternative(choice.name, choice.plain)
             for choice in CHOICES.values()
@@ -183,14 +183,14 @@ class Explanation:
 
     @property
     def better(self) -> tuple[Alternative, ...]:
-        """Alternatives that train alike, fit and are faster, the fastest first."""
+        """Alternatives with the same result that fit and are faster, the fastest first."""
         every = (*(row.alternative for row in self.layouts), *self.others)
         found = (each for each in every if CHOICES[each.choice].is_exact and each.is_better)
         return tuple(sorted(found, key=lambda each: -each.speed))
 
     @cached_property
     def situations(self) -> tuple[Alternative, ...]:
-        """The plan where something outside it changes: the slowest link, the memory, the nodes, the batch."""
+        """The plan under other conditions: slowest link, memory, nodes, batch."""
         base, plan, cluster = self.prediction, self.plan, self.prediction.given
         wide = replace(plan.mesh, inter=2 * plan.mesh.inter)
         memory = cluster.device.model_copy(update={"memory": int(cluster.device.memory * 0.9)})

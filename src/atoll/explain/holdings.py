@@ -1,4 +1,4 @@
-"""Where the bytes of a pipeline rank are: its state by what it is of, and its activations by microbatch."""
+"""Memory of a pipeline rank: its state by part of the model, and its activations by microbatch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from atoll.program import Do, Instruction
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What a rank keeps of some blocks.
+    """State of some blocks on a rank.
 
     name: "8 layers", a block's own, or what the parameters are shared by.  elements: parameters, padding counted.
     parameters, gradients, optimizer: bytes.
@@ -41,7 +41,7 @@ class InFlight:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What a pipeline rank holds at its peak, and why.
+    """Memory of a pipeline rank at its peak, by component.
 
     during: the instruction at which it holds most; None between steps.  blocks: names of those that it has.
     state: what it keeps between steps, by what it is of.  in_flight: of each of its stages.
@@ -61,7 +61,7 @@ class Holding:
 
 
 def holding(prediction: Prediction, rank: int) -> Holding:
-    """What a pipeline rank of a plan holds when it holds most."""
+    """Return the memory of a pipeline rank at its peak."""
     instructions = prediction.ranks.programs.ranks[rank].instructions
     totals = [held.total for held in prediction.held(rank)]
     at = totals.index(prediction.peak(rank).total)  # 0 is between steps, n what follows n instructions

@@ -1,4 +1,4 @@
-"""What each link carries in a step, how long that takes, and how much of it computation hides."""
+"""Traffic of each link in a step, its duration, and the share hidden by compute."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class LinkUse:
-    """What a rank sends on a link in a step.
+    """Traffic of a rank on a link in a step.
 
     axis: of the mesh.  kind: gathers, reductions, updated parameters or messages.  times: how often.  nbytes: in all.
     seconds: the link is busy.
@@ -33,7 +33,7 @@ class LinkUse:
 
 
 def link_uses(prediction: Prediction, rank: int) -> tuple[LinkUse, ...]:
-    """Of a pipeline rank: data-parallel links from the instructions, the pipeline's from the messages."""
+    """Return a pipeline rank's traffic: data-parallel links from instructions, pipeline links from messages."""
     program = prediction.ranks.programs.ranks[rank]
     times: defaultdict[tuple[str, str], int] = defaultdict(int)
     sent: defaultdict[tuple[str, str], float] = defaultdict(float)
@@ -58,7 +58,7 @@ def link_uses(prediction: Prediction, rank: int) -> tuple[LinkUse, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Travel:
-    """What data parallelism sends on the rank that sends most, and what it waits for.
+    """Data-parallel traffic of the rank that sends most, and its waits.
 
     inter, intra: bytes a step.  seconds: the slower of both links is busy.  waited: nothing hides.
     """
@@ -75,7 +75,7 @@ class Travel:
 
 
 def travel(prediction: Prediction) -> Travel:
-    """Data parallelism of the pipeline rank whose links are busy for longest."""
+    """Return the data-parallel traffic of the pipeline rank whose links are busy longest."""
     found = []
     for rank, parts in enumerate(prediction.breakdown):
         uses = [use for use in link_uses(prediction, rank) if use.kind != MESSAGES]

@@ -1,4 +1,4 @@
-"""How explanations put plans, differences and amounts into words."""
+"""Phrases of explanations: plans, differences and amounts."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ AXES = {
     "intra": "inside a group",
     "tp": "in a tensor-parallel group",
 }
-"""What an axis of the mesh joins."""
+"""The links along each axis of the mesh."""
 
 
 def percent(share: float) -> str:
-    """ "12.3 %"; one digit behind the point."""
+    """Return a share with one decimal: "12.3 %"."""
     return f"{100 * share:.1f} %"
 
 
 def signed_seconds(seconds: float) -> str:
-    """With its sign, "+1.2 s"; below a microsecond "0"."""
+    """Return seconds with their sign: "+1.2 s"; "0" below a microsecond."""
     return "0" if abs(seconds) < 5e-7 else f"{'+' if seconds > 0 else ''}{format_seconds(seconds)}"
 
 
 def signed_bytes(nbytes: float) -> str:
-    """With its sign, "+1.2 GiB"."""
+    """Return bytes with their sign: "+1.2 GiB"."""
     return "0" if not nbytes else f"{'+' if nbytes > 0 else '-'}{format_bytes(abs(nbytes))}"
 
 
@@ -43,7 +43,7 @@ def mesh(shape: MeshShape) -> str:
 
 
 def plan(prediction: Prediction) -> str:
-    """The choices of a plan in a line."""
+    """Return the choices of a plan in one line."""
     own = prediction.plan
     recompute = "" if own.recompute == "none" else f", recompute {own.recompute}"
     batch = f"{own.schedule.microbatches} microbatches of {own.microbatch} x {prediction.use.sequence} tokens a rank"
@@ -51,7 +51,7 @@ def plan(prediction: Prediction) -> str:
 
 
 def setting(alternative: Alternative) -> str:
-    """What to write into a config, as in "parallel.schedule = zb-v"."""
+    """Return the setting for a config: "parallel.schedule = zb-v"."""
     choice = CHOICES[alternative.choice]
     if alternative.choice == "prefetch":
         return f"{choice.key} = 0" if alternative.value == NO else f"no {choice.key}"
@@ -62,7 +62,7 @@ def longer(alternative: Alternative) -> str:
     """ "120 ms longer, 2.3 %, mostly pipeline bubble"."""
     seconds = alternative.seconds
     if alternative.is_as_long:
-        return f"as long, within {percent(EQUAL)}"
+        return f"equal within {percent(EQUAL)}"
     word = "longer" if seconds > 0 else "shorter"
     share = percent(abs(seconds) / alternative.base.seconds)
     return f"{format_seconds(abs(seconds))} {word}, {share}, mostly {alternative.cause}"
@@ -72,18 +72,18 @@ def more(alternative: Alternative, *, than: str = "") -> str:
     """ "1.2 GiB more, mostly activations"."""
     nbytes = alternative.nbytes
     if not nbytes:
-        return "as much"
+        return "unchanged"
     word = "more" if nbytes > 0 else "less"
     return f"{format_bytes(abs(nbytes))} {word}{than and f' than {than}'}, mostly {alternative.byte_cause}"
 
 
 def verdict(alternative: Alternative) -> str:
-    """ "which fits", or by how much it does not."""
-    return "which fits" if alternative.fits else f"{format_bytes(-alternative.margin)} more than there is"
+    """Return "which fits", or the bytes by which it exceeds the device's memory."""
+    return "which fits" if alternative.fits else f"which exceeds the memory by {format_bytes(-alternative.margin)}"
 
 
 def subject(alternative: Alternative) -> str:
-    """Its name as a sentence begins: "Layout GGG"."""
+    """Return the alternative's name with a capital: "Layout GGG"."""
     return alternative.name[0].upper() + alternative.name[1:]
 
 
@@ -93,15 +93,15 @@ def room(margin: int) -> str:
 
 
 def outcome(alternative: Alternative) -> str:
-    """An alternative in a sentence without its subject: "takes 5.1 s a step (...)"."""
+    """Return the outcome of an alternative as the predicate of a sentence: "takes 5.1 s a step (...)"."""
     if alternative.prediction is None:
         return f"is not possible: {alternative.refusal}"
     found = alternative.found
     rank = fullest_rank(found)
     return (
-        f"takes {format_seconds(found.seconds)} a step ({longer(alternative)}) and gives "
-        f"{format_rate(found.tokens_a_second, 'tokens')}; its fullest rank, {rank}, holds "
-        f"{format_bytes(found.peak(rank).total)} ({more(alternative)}), {verdict(alternative)}"
+        f"takes {format_seconds(found.seconds)} a step ({longer(alternative)}), "
+        f"{format_rate(found.tokens_a_second, 'tokens')}; the highest peak is "
+        f"{format_bytes(found.peak(rank).total)} on rank {rank} ({more(alternative)}), {verdict(alternative)}"
     )
 
 
@@ -116,7 +116,7 @@ def in_flight(holding: Holding) -> str:
 
 
 def columns(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A table in aligned columns: the first to the left, the others to the right."""
+    """Return a table in aligned columns: the first left-aligned, the others right-aligned."""
     widths = [max(map(len, cells)) for cells in zip(headers, *rows, strict=True)]
     return [
         "  ".join(
@@ -127,9 +127,9 @@ def columns(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def table(alternatives: Sequence[Alternative], *, title: str = "instead") -> list[str]:
-    """Alternatives side by side."""
-    headers = [title, "a step", "difference", "tokens/s", "largest cause", "fullest", "difference", "memory"]
+def table(alternatives: Sequence[Alternative], *, title: str = "alternative") -> list[str]:
+    """Return a table with one row per alternative."""
+    headers = [title, "step", "difference", "tokens/s", "largest cause", "peak", "difference", "memory"]
     rows = []
     for each in alternatives:
         if each.prediction is None:
@@ -157,7 +157,7 @@ def _named(alternative: Alternative) -> str:
 
 
 def wrapped(text: str, *, width: int = 100, indent: str = "") -> list[str]:
-    """A sentence in lines. A number stays with its per cent sign."""
+    """Return a sentence wrapped into lines, without a break between a number and its per cent sign."""
     glued = text.replace(" %", "\u00a0%")
     lines = textwrap.wrap(glued, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
     return [line.replace("\u00a0", " ") for line in lines]

@@ -1,4 +1,4 @@
-"""What people ask of a plan, answered from its numbers. A question has a key, and no text is interpreted."""
+"""Questions about a plan and their answers, computed from its figures. A question is selected by its key."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from atoll.plans import Plan
 from atoll.units import format_bytes, format_count, format_seconds
 
 BATCHES = (0.25, 0.5, 1.0, 2.0, 4.0)
-"""Global batches that are looked at, as multiples of the plan's."""
+"""Global batches to compare, as multiples of the plan's."""
 
 MOST_SAVING = 6
-"""Changes that save memory and are named."""
+"""Maximum number of memory-saving changes to list."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer in sentences, and the alternatives that its figures are of."""
+    """An answer in sentences, with the alternatives its figures describe."""
 
     key: str
     question: str
@@ -69,19 +69,19 @@ def ask(explanation: Explanation, key: str) -> Answer:
 def _fullest_rank(explanation: Explanation) -> Sentences:
     most, least = explanation.fullest, explanation.emptiest
     if len(explanation.holdings) == 1:
-        return (f"There is one pipeline rank: all ranks hold {format_bytes(most.held.total)} at their peak.",), ()
+        return (f"There is one pipeline rank: the peak of all ranks is {format_bytes(most.held.total)}.",), ()
     sentences = [
-        f"Rank {most.rank} holds {format_bytes(most.held.total)} at its peak, rank {least.rank} "
+        f"The peak of rank {most.rank} is {format_bytes(most.held.total)}, that of rank {least.rank} "
         f"{format_bytes(least.held.total)}: {format_bytes(most.held.total - least.held.total)} less."
     ]
     differences = {name: getattr(most.held, name) - getattr(least.held, name) for name in most.held._fields}
     ordered = sorted(differences.items(), key=lambda each: -abs(each[1]))
     terms = [f"{phrases.signed_bytes(nbytes)} {name}" for name, nbytes in ordered if nbytes]
-    sentences.append(f"By component that is {', '.join(terms)}.")
+    sentences.append(f"The difference by component: {', '.join(terms)}.")
     for each in (most, least):
         state = ", ".join(f"{own.name} {format_bytes(own.total)}" for own in each.state)
         flight = phrases.in_flight(each)
-        sentences.append(f"Rank {each.rank} keeps the state of {state}{f'; it has {flight}' if flight else ''}.")
+        sentences.append(f"Rank {each.rank} stores the state of {state}{f'; it has {flight}' if flight else ''}.")
     sentences.append(
         f"Schedule {explanation.plan.schedule.name} has {most.microbatches} of rank {most.rank}'s microbatches in "
         f"flight at that time, and {least.microbatches} of rank {least.rank}'s."
@@ -97,9 +97,8 @@ def _states_only(explanation: Explanation) -> Sentences:
     rest.pop("optimizer")
     terms = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in rest.items() if nbytes)
     return (
-        f"An estimate of parameters, gradients and optimizer state alone says {format_bytes(state)} for rank "
-        f"{most.rank}, {phrases.percent(state / held.total)} of the {format_bytes(held.total)} that it holds at its "
-        f"peak. What it leaves out is {terms}.",
+        f"Parameters, gradients and optimizer state of rank {most.rank} are {format_bytes(state)}, "
+        f"{phrases.percent(state / held.total)} of the {format_bytes(held.total)} at its peak. The rest is {terms}.",
     ), ()
 
 
@@ -108,9 +107,9 @@ def _uneven_stages(explanation: Explanation) -> Sentences:
     average, most = sum(totals) / len(totals), explanation.fullest
     each = ", ".join(format_bytes(total) for total in totals)
     return (
-        f"The pipeline ranks hold {each} at their peaks.",
-        f"Their average, {format_bytes(average)}, is {phrases.percent(1.0 - average / most.held.total)} less than what "
-        f"rank {most.rank} holds, which decides whether the plan fits.",
+        f"The peaks of the pipeline ranks are {each}.",
+        f"Their average, {format_bytes(average)}, is {phrases.percent(1.0 - average / most.held.total)} less than the "
+        f"peak of rank {most.rank}, which decides whether the plan fits.",
     ), ()
 
 
@@ -121,9 +120,9 @@ def _buffers(explanation: Explanation) -> Sentences:
         most = max(explanation.prediction.held(each.rank), key=lambda held: held.gathered + held.buffers)
         both = most.gathered + most.buffers
         sentences.append(
-            f"Rank {each.rank} has up to {format_bytes(both)} on their way, {format_bytes(most.gathered)} of gathered "
+            f"Rank {each.rank} has up to {format_bytes(both)} of buffers, {format_bytes(most.gathered)} of gathered "
             f"parameters and {format_bytes(most.buffers)} of gradients: {both / max(state, 1):.2f} times its state of "
-            f"{format_bytes(state)}. At its peak it has {format_bytes(each.held.gathered + each.held.buffers)} of them."
+            f"{format_bytes(state)}. At its peak they take {format_bytes(each.held.gathered + each.held.buffers)}."
         )
     return tuple(sentences), (*explanation.alternatives("prefetch"), *explanation.alternatives("unit"))
 
@@ -134,15 +133,15 @@ def _logits(explanation: Explanation) -> Sentences:
     rank = prediction.plan.schedule.placement.rank_of(prediction.plan.schedule.stages - 1)
     if explanation.plan.vocabulary_parallel:
         return (
-            "The head is split over the pipeline ranks: each keeps its own slice of the softmax, counted in "
+            "The head is split over the pipeline ranks: each keeps its own slice of the softmax, which is counted as "
             "activations.",
         ), ()
     return (
         f"The head is on rank {rank}. It keeps {format_bytes(head.kept)} of each microbatch until its backward, logits "
         f"included, and its loss needs up to {format_bytes(max(head.peak, head.loss))} more for the gradients of "
         "logits.",
-        f"Rank {rank} holds {format_bytes(prediction.peak(rank).total)} at its peak, and rank "
-        f"{explanation.fullest.rank}, the fullest, {format_bytes(explanation.fullest.held.total)}.",
+        f"The peak of rank {rank} is {format_bytes(prediction.peak(rank).total)}; the highest, of rank "
+        f"{explanation.fullest.rank}, is {format_bytes(explanation.fullest.held.total)}.",
     ), tuple(explanation.alternatives("vocabulary"))
 
 
@@ -158,14 +157,14 @@ def _microbatch_limit(explanation: Explanation) -> Sentences:
         if not each.fits:
             rank = fullest_rank(each.found)
             limit = (
-                f"A microbatch of {size} samples does not fit: rank {rank} would hold "
-                f"{format_bytes(each.found.peak(rank).total)}, {format_bytes(-each.margin)} too much. What grows "
-                f"most is {each.byte_cause}."
+                f"A microbatch of {size} samples does not fit: the peak of rank {rank} would be "
+                f"{format_bytes(each.found.peak(rank).total)}, {format_bytes(-each.margin)} too much. The largest "
+                f"increase is in {each.byte_cause}."
             )
         size *= 2
     best = max((each for each in found if each.is_better), key=lambda each: each.speed, default=None)
     gain = (
-        f"The fastest larger one that fits, {best.value} samples, gives {best.speed:.3f} times the tokens a second."
+        f"The fastest larger one that fits, {best.value} samples, has {best.speed:.3f} times the tokens per second."
         if best
         else "No larger microbatch that fits is faster."
     )
@@ -177,19 +176,20 @@ def _fit(explanation: Explanation) -> Sentences:
     margin = explanation.prediction.margin(most.rank)
     memory = explanation.prediction.device.memory
     now = (
-        f"The plan fits: rank {most.rank}, the fullest, leaves {format_bytes(margin)} of {format_bytes(memory)}."
+        f"The plan fits: rank {most.rank}, with the highest peak, leaves {format_bytes(margin)} of "
+        f"{format_bytes(memory)} free."
         if margin >= 0
-        else f"The plan does not fit: rank {most.rank} holds {format_bytes(-margin)} more than {format_bytes(memory)}."
+        else f"The plan does not fit: rank {most.rank} needs {format_bytes(-margin)} more than {format_bytes(memory)}."
     )
     every = (*explanation.alternatives("layout"), *explanation.others)
     exact = (each for each in every if each.fits and CHOICES[each.choice].is_exact)
     saving = sorted((each for each in exact if each.nbytes < 0), key=lambda each: -each.speed)[:MOST_SAVING]
     if not saving:
-        return (now, "No single change of a choice both saves memory and fits."), ()
+        return (now, "No single change both saves memory and fits."), ()
     best = saving[0]
     return (
         now,
-        f"Of the changes that save memory and fit, {best.name} costs least: it {phrases.outcome(best)}.",
+        f"Of the changes that save memory and fit, {best.name} costs the least time: it {phrases.outcome(best)}.",
     ), tuple(saving)
 
 
@@ -197,13 +197,13 @@ def _fit(explanation: Explanation) -> Sentences:
 
 
 def _with_layout(name: str, explanation: Explanation) -> Sentences:
-    """Sharded gradients or parameters under a pipeline, reduced and gathered as often as the plan says, and once."""
+    """Compare a layout in a pipeline with the plan's reduction and residency, and with one reduction per step."""
     alternatives = [] if explanation.plan.layout.name == name else [explanation.alternative("layout", name)]
     base = explanation.prediction
     if explanation.plan.mesh.data == 1:
         return ("The plan has one data-parallel rank: there is nothing to shard.",), ()
     if explanation.plan.mesh.pipeline == 1:
-        opening = f"Yes. The plan has no pipeline; with a pipeline of 2, {name} would be as follows."
+        opening = f"Yes. The plan has no pipeline; the following uses a pipeline of 2 with {name}."
 
         def piped(reduction: Reduction) -> Plan:
             own = CHOICES["pipeline"].make(replace(explanation.plan, layout=Layout(name)), "2")
@@ -212,7 +212,7 @@ def _with_layout(name: str, explanation: Explanation) -> Sentences:
         alternatives = [explanation.attempt("pipeline 2 with layout", name, partial(piped, "microbatch"))]
         once = explanation.attempt("pipeline 2 with layout", f"{name} reduced once a step", partial(piped, "step"))
     else:
-        opening = f"Yes: {name} trains like one process under every schedule, and the plan has a pipeline."
+        opening = f"Yes: {name} gives the result of one process under every schedule."
         sparing = partial(
             replace, explanation.plan, layout=Layout(name), reduction="step", residency="step", resident=None
         )
@@ -220,22 +220,22 @@ def _with_layout(name: str, explanation: Explanation) -> Sentences:
     every = (*alternatives, once)
     sentences = [opening]
     if explanation.plan.layout.name == name:
-        sentences.append(f"The plan is {name} already: it takes {format_seconds(base.seconds)} a step.")
+        sentences.append(f"The plan already has {name}: it takes {format_seconds(base.seconds)} a step.")
     for each in every:
         sentence = f"{phrases.subject(each)} {phrases.outcome(each)}."
         if each.prediction is not None:
             found = travel(each.prediction)
             sentence += (
-                f" A rank sends {format_bytes(found.intra)} inside its group and {format_bytes(found.inter)} between "
-                f"groups a step; its links are busy for {format_seconds(found.seconds)}, of which "
-                f"{phrases.percent(found.hidden)} are hidden."
+                f" Per step a rank sends {format_bytes(found.intra)} inside its group and {format_bytes(found.inter)} "
+                f"between groups; its links are busy for {format_seconds(found.seconds)}, "
+                f"{phrases.percent(found.hidden)} of it hidden by compute."
             )
         sentences.append(sentence)
     return tuple(sentences), every
 
 
 def _layout_batch(explanation: Explanation) -> Sentences:
-    """The best layout at smaller and larger batches, and where it changes."""
+    """Find the best layout at smaller and larger batches, and where it changes."""
     base, plan = explanation.prediction, explanation.plan
     if plan.mesh.data == 1:
         return ("The plan has one data-parallel rank: all layouts are the same.",), ()
@@ -254,20 +254,23 @@ def _layout_batch(explanation: Explanation) -> Sentences:
         names.append(best.plan.layout.name)
         sentences.append(
             f"At {batch} samples a step {best.plan.layout} is best: {format_seconds(best.seconds)} a step, "
-            f"{format_bytes(best.peak(fullest_rank(best)).total)} on the fullest rank."
+            f"highest peak {format_bytes(best.peak(fullest_rank(best)).total)}."
         )
     changes = len(set(names)) > 1
     ending = (
-        f"So the choice depends on the batch: {', '.join(dict.fromkeys(names))}, from small to large."
+        f"So the choice depends on the batch, from small to large: {', '.join(dict.fromkeys(names))}."
         if changes
         else "The choice does not change in this range."
     )
-    rule = f"Best is the fastest that fits; of layouts within {phrases.percent(EQUAL)} the one that holds least."
+    rule = (
+        f"The best is the fastest that fits; among layouts within {phrases.percent(EQUAL)}, the one with the lowest "
+        "peak memory."
+    )
     return (*sentences, ending, rule), ()
 
 
 def _best_layout(predictions: Iterable[Prediction]) -> Prediction | None:
-    """The fastest that fits; of those that are as fast, the one that holds least."""
+    """Return the fastest that fits; among equally fast ones, the one with the lowest peak memory."""
     fastest = sorted(predictions, key=lambda each: each.seconds)
     first = next((each for each in fastest if each.fits), None)
     if first is None:
@@ -287,39 +290,40 @@ def _why_not(choice: str, value: str, explanation: Explanation) -> Sentences:
     if CHOICES[choice].now(explanation.plan) == value:
         return (f"The plan has {choice} {value}.",), ()
     if choice == "schedule" and explanation.plan.mesh.pipeline == 1:
-        return (f"The plan has no pipeline, and without one all schedules play the same. {value} needs two ranks.",), ()
+        return (f"The plan has no pipeline: all schedules are then the same. {value} needs two ranks.",), ()
     if choice == "layout" and explanation.plan.mesh.data == 1:
-        return ("The plan has one data-parallel rank: all layouts hold and send the same.",), ()
+        return ("The plan has one data-parallel rank: all layouts have the same memory and traffic.",), ()
     each = explanation.alternative(choice, value)
     sentences = [f"{phrases.subject(each)} {phrases.outcome(each)}."]
     if each.prediction is None:
         return tuple(sentences), (each,)
     terms = sorted(each.causes.items(), key=lambda item: -abs(item[1]))
     causes = ", ".join(f"{phrases.signed_seconds(value)} {name}" for name, value in terms if abs(value) >= 5e-7)
-    sentences.append(f"The difference of the step by cause, in the mean of the pipeline ranks: {causes or 'none'}.")
+    sentences.append(f"The difference by cause, averaged over the pipeline ranks: {causes or 'none'}.")
     if choice == "schedule":
         before, after = (each.base.breakdown, each.found.breakdown)
         shares = [sum(own.bubble for own in every) / sum(own.total for own in every) for every in (before, after)]
         sentences.append(
-            f"Its bubble is {phrases.percent(shares[1])} of the step, that of {each.was} {phrases.percent(shares[0])}."
+            f"Its bubble is {phrases.percent(shares[1])} of the step, that of {each.was} is "
+            f"{phrases.percent(shares[0])}."
         )
         sentences += _hops(each)
     return tuple(sentences), (each,)
 
 
 def _hops(each: Alternative) -> list[str]:
-    """How many more messages a schedule sends, and what its stages are like."""
+    """Compare the number of messages, and describe the stages of a schedule with chunks."""
     times = [sum(step.do.startswith("SEND_") for step in every.ranks.programs.ranks[0].instructions)
              for every in (each.base, each.found)]  # fmt: skip
-    found = [f"Rank 0 sends {times[1]} messages a step instead of {times[0]}."] if times[0] != times[1] else []
+    found = [f"Rank 0 sends {times[1]} messages per step instead of {times[0]}."] if times[0] != times[1] else []
     schedule = each.found.plan.schedule
     if schedule.chunks > 1:
         seconds = [
             sum(sum(each.found.parts(each.found.ranks.works[at])) for at in run) for run in each.found.ranks.runs
         ]
         found.append(
-            f"It cuts the model into {schedule.stages} stages, of {format_seconds(min(seconds))} to "
-            f"{format_seconds(max(seconds))} a microbatch; where they are unequal ranks wait for the longest."
+            f"It splits the model into {schedule.stages} stages, which take {format_seconds(min(seconds))} to "
+            f"{format_seconds(max(seconds))} per microbatch; if they are unequal, ranks wait for the longest."
         )
     return found
 
@@ -333,11 +337,10 @@ def _bubble(explanation: Explanation) -> Sentences:
     own = parts[busiest]
     ideal = (plan.mesh.pipeline - 1) / (plan.schedule.microbatches + plan.mesh.pipeline - 1)
     sentences = (
-        f"Ranks wait for others that send later: {waits}, of a step of "
-        f"{format_seconds(explanation.prediction.seconds)}.",
+        f"Time that ranks wait for others: {waits}, of a step of {format_seconds(explanation.prediction.seconds)}.",
         f"Rank {busiest} waits least, {phrases.percent(own.bubble / own.total)} of the step. With equal stages and "
-        f"free messages 1F1B would wait for {phrases.percent(ideal)}, which is the filling and draining of a "
-        f"pipeline of {plan.mesh.pipeline} with {plan.schedule.microbatches} microbatches.",
+        f"free messages the bubble of 1F1B is {phrases.percent(ideal)}: warm-up and cool-down of a pipeline of "
+        f"{plan.mesh.pipeline} with {plan.schedule.microbatches} microbatches.",
     )
     return sentences, tuple(explanation.alternatives("schedule"))
 
@@ -345,10 +348,10 @@ def _bubble(explanation: Explanation) -> Sentences:
 def _faster(explanation: Explanation) -> Sentences:
     better = explanation.better
     if not better:
-        return ("No single change of a choice fits and is faster.",), ()
+        return ("No single change fits and is faster.",), ()
     best = better[0]
     return (
-        f"Of the single changes {len(better)} fit and are faster. The fastest is {best.name} "
+        f"Single changes that fit and are faster: {len(better)}. The fastest is {best.name} "
         f"({phrases.setting(best)}): it {phrases.outcome(best)}.",
     ), better
 
@@ -365,14 +368,14 @@ def _another_node(explanation: Explanation) -> Sentences:
     same = explanation.attempt(f"{title} with", "the same batch", lambda: rebuilt(plan, mesh=wide))
     more = explanation.attempt(f"{title} with", f"a batch of {batch}", lambda: rebuilt(plan, mesh=wide, batch=batch))
     sentences = [
-        f"The plan has {plan.mesh.world} ranks; the next size that keeps its pipeline, group and tensor-parallel ranks "
-        f"is {wide.world}, {title}, {wide.world / plan.mesh.world:.2f} times the devices."
+        f"The plan has {plan.mesh.world} ranks; the next world size with the same pipeline, group and tensor-parallel "
+        f"sizes is {wide.world}, {title}, {wide.world / plan.mesh.world:.2f} times the devices."
     ]
     for each in (same, more):
         sentence = f"With {each.value} it {phrases.outcome(each)}."
         if each.prediction is not None:
             share = each.speed * plan.mesh.world / wide.world
-            sentence += f" A device does {phrases.percent(share)} of the tokens a second that it does now."
+            sentence += f" Tokens per second and device are {phrases.percent(share)} of the present."
         sentences.append(sentence)
     return tuple(sentences), (same, more, *(own for own in explanation.situations if own.value.startswith("twice")))
 
@@ -385,7 +388,7 @@ def _recompute(explanation: Explanation) -> Sentences:
         f"a microbatch of {2 * explanation.plan.microbatch}",
         lambda: rebuilt(replace(explanation.plan, recompute="block"), microbatch=2 * explanation.plan.microbatch),
     )
-    sentences.append(f"With what it saves, {larger.name} {phrases.outcome(larger)}.")
+    sentences.append(f"With the saved memory, {larger.name} {phrases.outcome(larger)}.")
     return tuple(sentences), (*every, larger)
 
 
@@ -400,11 +403,11 @@ def _slow_link(explanation: Explanation) -> Sentences:
         busy = max(sum(use.seconds for use in uses) for uses in of_rank)
         if sent:
             sentences.append(
-                f"The link {joins} carries up to {format_bytes(sent)} of a rank and step, and is busy for "
+                f"The link {joins} transfers up to {format_bytes(sent)} per rank and step, and is busy for "
                 f"{format_seconds(busy)}, {phrases.percent(busy / step)} of the step."
             )
     if not sentences:
-        return ("The plan sends nothing: it has one rank.",), ()
+        return ("The plan has one rank: it sends nothing.",), ()
     saved = next((each for each in explanation.resources if each.name == "network"), None)
     if saved is not None:
         sentences.append(f"A network that is 10 % faster would save {format_seconds(saved.saved)} a step.")
@@ -418,22 +421,22 @@ def _constants(explanation: Explanation) -> Sentences:
     own = cluster.device.efficiency
     sources = {
         "Rates and memory of the device": cluster.device.source,
-        "What kernels reach of them": own.source,
+        "Efficiency of kernels": own.source,
         "The link inside a node": cluster.node.link.source if cluster.node.link else "",
         "The network": cluster.network.source if cluster.network else "",
     }
     sentences = [f"{what}: {source}." for what, source in sources.items() if source]
     low, high = explanation.prediction.interval
     sentences.append(
-        f"Steps that the constants had not seen were off by {phrases.percent(own.spread)} in the mean, so a step is "
-        f"expected to take {format_seconds(low)} to {format_seconds(high)}."
+        f"The mean error on held-out steps is {phrases.percent(own.spread)}, so a step is expected to take "
+        f"{format_seconds(low)} to {format_seconds(high)}."
         if own.spread
-        else "No error of these constants is known. `atoll calibrate` fits them to steps of your own, and says it."
+        else "The error of these constants is unknown. `atoll calibrate` fits them to your own steps, and reports it."
     )
     values = ", ".join(
         f"{name} {value:.4g}" for name, value in own.model_dump().items() if name not in ("source", "spread")
     )
-    sentences.append(f"The constants are {values}; docs/clusters.md says what each is. Bytes depend on none of them.")
+    sentences.append(f"The constants are {values}; docs/clusters.md defines them. Memory does not depend on them.")
     return tuple(sentences), ()
 
 
@@ -441,10 +444,10 @@ def _without_a_run(explanation: Explanation) -> Sentences:
     prediction = explanation.prediction
     instructions = sum(len(program.instructions) for program in prediction.ranks.programs.ranks)
     return (
-        f"No rank was started. The programs that the {explanation.plan.mesh.world} ranks would play, "
-        f"{format_count(instructions)} instructions on {explanation.plan.mesh.pipeline} pipeline ranks, were made by "
-        "the code that makes them for a run, and played with the seconds of kernels and links.",
-        "`atoll train CONFIG --dry-run` checks everything else that a run would refuse.",
+        f"No rank was started. The programs of the {explanation.plan.mesh.world} ranks, "
+        f"{format_count(instructions)} instructions on {explanation.plan.mesh.pipeline} pipeline ranks, were built by "
+        "the code that a run uses, and simulated with the times of kernels and links.",
+        "`atoll train CONFIG --dry-run` makes the other checks of a run.",
     ), ()
 
 
@@ -455,10 +458,10 @@ _QUESTIONS = (
     Question("fit", "Does it fit, and what would save memory for the least time?", _fit),
     Question("microbatch-limit", "What limits the size of the microbatch?", _microbatch_limit),
     Question("recompute", "What would recomputing activations cost, and what would it save?", _recompute),
-    Question("states-only", "How much does an estimate of the model state alone leave out?", _states_only),
+    Question("states-only", "How much memory is not model state?", _states_only),
     Question("buffers", "How much memory do gathered copies and communication buffers take?", _buffers),
-    Question("logits", "What does the head, with its logits, take?", _logits),
-    Question("uneven-stages", "How wrong is an average over the pipeline ranks?", _uneven_stages),
+    Question("logits", "How much memory do the head and its logits take?", _logits),
+    Question("uneven-stages", "How far is the average over pipeline ranks from the peak?", _uneven_stages),
     Question(
         "pipeline-with-zero-2",
         "Does a pipeline work with ZeRO-2 here, and what does it cost?",
@@ -472,7 +475,7 @@ _QUESTIONS = (
     Question("layout-batch", "At what global batch would another layout be best?", _layout_batch),
     Question("bubble", "Where does the pipeline bubble come from, and which schedule has less?", _bubble),
     Question("faster", "Which single change would be faster?", _faster),
-    Question("another-node", "What would another node bring?", _another_node),
+    Question("another-node", "How much faster would another node be?", _another_node),
     Question("slow-link", "How much does the network matter?", _slow_link),
     Question("constants", "Where do the constants behind the seconds come from?", _constants),
     Question("without-a-run", "How can this be known without a run?", _without_a_run),
@@ -491,4 +494,4 @@ _WHY_NOT = (
 )
 
 QUESTIONS: Mapping[str, Question] = {question.key: question for question in (*_QUESTIONS, *_WHY_NOT)}
-"""By key. Those that ask why not another schedule or layout come last."""
+"""Questions by key; the why-not questions come last."""

@@ -1,4 +1,4 @@
-"""An explanation in sentences and tables: what `atoll explain` prints. Every figure is a value of `Explanation`."""
+"""The output of `atoll explain`: sentences and tables. Every figure is a value of `Explanation`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from atoll.explain.questions import QUESTIONS, Answer
 from atoll.units import format_bytes, format_rate, format_seconds
 
 MOST_BETTER = 5
-"""Faster alternatives that are named."""
+"""Number of faster alternatives to list."""
 
 
 def describe(explanation: Explanation) -> Iterator[str]:
-    """The whole explanation, line by line."""
+    """Yield the whole explanation, line by line."""
     for at, (title, section) in enumerate(SECTIONS.items()):
         lines = list(section(explanation))
         if lines:
@@ -32,7 +32,7 @@ def describe(explanation: Explanation) -> Iterator[str]:
 
 
 def questions() -> Iterator[str]:
-    """The questions that can be asked, by key."""
+    """Yield the questions with their keys."""
     every = [(key, each.text) for key, each in QUESTIONS.items() if not key.startswith("why-not-")]
     values = [key.removeprefix("why-not-") for key in QUESTIONS if key.startswith("why-not-")]
     width = max(len(key) for key, _ in every)
@@ -42,7 +42,7 @@ def questions() -> Iterator[str]:
 
 
 def answer(found: Answer) -> Iterator[str]:
-    """A question, its answer, and the alternatives side by side."""
+    """Yield a question, its answer, and a table of the alternatives."""
     yield found.question
     for sentence in found.sentences:
         yield from phrases.wrapped(sentence, indent="  ")
@@ -77,7 +77,7 @@ def _bytes(explanation: Explanation) -> Iterator[str]:
     yield from phrases.columns(["at the peak", *names, "total"], rows)
     yield ""
     yield from phrases.columns(
-        ["state between microbatches", "of", "elements", "parameters", "gradients", "optimizer", "total"],
+        ["stored between microbatches", "part", "elements", "parameters", "gradients", "optimizer", "total"],
         [
             [
                 f"rank {each.rank}",
@@ -94,9 +94,10 @@ def _bytes(explanation: Explanation) -> Iterator[str]:
         yield from phrases.wrapped(_peak(each))
     margin, memory = prediction.margin(most.rank), prediction.device.memory
     yield (
-        f"Rank {most.rank} is the fullest: it leaves {format_bytes(margin)} of the device's {format_bytes(memory)}."
+        f"Rank {most.rank} has the highest peak and leaves {format_bytes(margin)} of the device's "
+        f"{format_bytes(memory)} free."
         if margin >= 0
-        else f"Rank {most.rank} is the fullest: it needs {format_bytes(-margin)} more than the device's "
+        else f"Rank {most.rank} has the highest peak and needs {format_bytes(-margin)} more than the device's "
         f"{format_bytes(memory)}."
     )
 
@@ -107,7 +108,7 @@ def _peak(each: Holding) -> str:
     largest = max(each.held._fields, key=lambda name: getattr(each.held, name))
     amount = format_bytes(getattr(each.held, largest))
     return (
-        f"Rank {each.rank} holds most {when}{f', with {flight}' if flight else ''}. Its largest component is "
+        f"Rank {each.rank} peaks {when}{f', with {flight}' if flight else ''}. Its largest component is "
         f"{largest}, {amount} of {format_bytes(each.held.total)}."
     )
 
@@ -122,8 +123,8 @@ def _seconds(explanation: Explanation) -> Iterator[str]:
     own = every[busiest]
     if len(every) > 1:
         yield from phrases.wrapped(
-            f"Rank {busiest} waits least for the others, {phrases.percent(own.bubble / own.total)} of the step: it "
-            "sets the pace."
+            f"Rank {busiest} is the bottleneck of the pipeline: it waits least for the other ranks, "
+            f"{phrases.percent(own.bubble / own.total)} of the step."
         )
 
 
@@ -150,34 +151,36 @@ def _links(explanation: Explanation) -> Iterator[str]:
     if any(use.kind != MESSAGES for _, use in every):
         most = max(range(len(data)), key=data.__getitem__)
         yield from phrases.wrapped(
-            f"Waits for gathers and reductions that nothing hides take at most {format_seconds(data[most])} of a "
-            f"rank's step, on rank {most}."
+            f"Exposed gathers and reductions (not hidden by compute) take at most {format_seconds(data[most])} of the "
+            f"step, on rank {most}."
         )
 
 
-def _binding(explanation: Explanation) -> Iterator[str]:
+def _bottleneck(explanation: Explanation) -> Iterator[str]:
     prediction, most = explanation.prediction, explanation.fullest
     margin = prediction.margin(most.rank)
     share = margin / prediction.device.memory
     if margin < 0:
-        sentence = f"Memory binds: rank {most.rank} does not fit."
+        sentence = f"Memory is the bottleneck: rank {most.rank} does not fit."
     elif share < NEARLY_FULL:
-        sentence = f"Memory binds: rank {most.rank} leaves {phrases.percent(share)} of the device's memory."
+        sentence = f"Memory is nearly full: rank {most.rank} leaves {phrases.percent(share)} free."
     else:
-        sentence = f"Memory does not bind: rank {most.rank}, the fullest, leaves {phrases.percent(share)}."
+        sentence = (
+            f"Memory is not the bottleneck: rank {most.rank} has the highest peak, {phrases.percent(share)} is free."
+        )
     yield from phrases.wrapped(sentence)
     saved = explanation.resources
     terms = ", ".join(
         f"{each.name} {format_seconds(each.saved)} ({phrases.percent(each.saved / prediction.seconds)})"
         for each in saved
     )
-    yield from phrases.wrapped(f"What a step would save if one of these were 10 % faster: {terms}.")
-    yield from phrases.wrapped(f"So the seconds of a step depend most on the {saved[0].name}.")
+    yield from phrases.wrapped(f"Time saved per step if one of these were 10 % faster: {terms}.")
+    yield from phrases.wrapped(f"So the step time depends most on the {saved[0].name}.")
     if len(prediction.breakdown) > 1:
         rank, seconds = explanation.most_computing
         yield from phrases.wrapped(
-            f"Rank {rank} computes for {format_seconds(seconds)}, longer than the others: with these stages no order "
-            "of the work and no link makes a step shorter than that."
+            f"Rank {rank} computes longest, {format_seconds(seconds)}: with these stages no schedule and no link makes "
+            "a step shorter."
         )
 
 
@@ -212,15 +215,15 @@ def _layouts(explanation: Explanation) -> Iterator[str]:
         "between groups",
         "busy",
         "hidden",
-        "a step",
+        "step",
         "difference",
-        "fullest",
+        "peak",
         "memory",
     ]
     yield from phrases.columns(headers, rows)
     yield from phrases.wrapped(
-        "* is the plan's. Bytes are what the rank that sends most sends in a step; busy is the slower of its two "
-        "links; hidden is the share of that for which the rank does not wait."
+        "* marks the plan's layout. Bytes are per step, of the rank that sends most; busy is the time of the slower of "
+        "its two links; hidden is the share of that time overlapped with compute."
     )
     yield from phrases.wrapped(_layout_verdict(explanation))
 
@@ -237,15 +240,15 @@ def _layout_verdict(explanation: Explanation) -> str:
     if equal:
         least = min(equal, key=lambda each: each.nbytes)
         return (
-            f"No layout that fits is faster by 0.1 % or more. Of those that are as fast {least.value} holds least: "
-            f"{phrases.more(least, than=name)}."
+            f"No layout that fits is faster by 0.1 % or more. Of those that are as fast, {least.value} uses the least "
+            f"memory: {phrases.more(least, than=name)}."
         )
-    return f"No layout that fits is faster by 0.1 % or more, and none that is as fast holds less than {name}."
+    return f"No layout that fits is faster by 0.1 % or more, and none as fast uses less memory than {name}."
 
 
 def _undone(explanation: Explanation) -> Iterator[str]:
     if explanation.undone:
-        yield from phrases.table(explanation.undone, title="undone, to")
+        yield from phrases.table(explanation.undone, title="replaced by")
 
 
 def _alternatives(explanation: Explanation) -> Iterator[str]:
@@ -258,9 +261,9 @@ def _alternatives(explanation: Explanation) -> Iterator[str]:
     better = explanation.better[:MOST_BETTER]
     if better:
         words = ", ".join(f"{phrases.setting(each)} ({each.speed:.3f} x)" for each in better)
-        yield from phrases.wrapped(f"Faster, and it fits: {words}.")
+        yield from phrases.wrapped(f"These fit and are faster: {words}.")
     else:
-        yield "No single change of a choice fits and is faster."
+        yield "No single change fits and is faster."
 
 
 def _situations(explanation: Explanation) -> Iterator[str]:
@@ -271,11 +274,11 @@ def _situations(explanation: Explanation) -> Iterator[str]:
 
 
 def measured(explanation: Explanation, run: Measured) -> Iterator[str]:
-    """What a run has measured, beside what was predicted."""
+    """Yield the measurements of a run next to their predictions."""
     prediction = explanation.prediction
     error = run.seconds / prediction.seconds - 1.0
     yield (
-        f"A step took {format_seconds(run.seconds)}; {format_seconds(prediction.seconds)} were predicted: "
+        f"Step time: {format_seconds(run.seconds)} measured, {format_seconds(prediction.seconds)} predicted, "
         f"{100 * error:+.1f} %."
     )
     rows = [
@@ -288,7 +291,7 @@ def measured(explanation: Explanation, run: Measured) -> Iterator[str]:
         yield from phrases.wrapped(_largest(run.parts))
     for rank, peak in enumerate(run.peaks):
         held = prediction.peak(rank)
-        yield (f"Rank {rank} held {format_bytes(peak)} ({run.memory}); {format_bytes(held.allocated)} were predicted.")
+        yield f"Rank {rank}: {format_bytes(peak)} measured ({run.memory}), {format_bytes(held.allocated)} predicted."
 
 
 def _largest(parts: Sequence[Mapping[str, tuple[float, float]]]) -> str:
@@ -303,13 +306,13 @@ def _largest(parts: Sequence[Mapping[str, tuple[float, float]]]) -> str:
 
 SECTIONS: Mapping[str, Callable[[Explanation], Iterator[str]]] = {
     "The plan": _plan,
-    "Where the bytes are": _bytes,
-    "Where the seconds go": _seconds,
-    "What the links carry": _links,
-    "What binds": _binding,
-    "Why this layout": _layouts,
-    "Each choice undone": _undone,
-    "Why not the alternatives": _alternatives,
-    "If something else changes": _situations,
+    "Peak memory": _bytes,
+    "Step time": _seconds,
+    "Links": _links,
+    "Bottleneck": _bottleneck,
+    "Layouts": _layouts,
+    "Without each choice": _undone,
+    "Alternatives": _alternatives,
+    "Other conditions": _situations,
 }
-"""By title, in their order. A section without lines is left out."""
+"""Sections by title, in order. A section without lines is left out."""

@@ -1,4 +1,4 @@
-"""An explanation as plain values: what `atoll explain --json` prints."""
+"""An explanation as plain values: the output of `atoll explain --json`."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def values(explanation: Explanation) -> dict[str, Any]:
 
 
 def of_alternative(each: Alternative) -> dict[str, Any]:
-    """An alternative and what it changes; null where it is refused."""
+    """Return an alternative and its differences; null if it is refused."""
     found = each.prediction
     return {
         "choice": each.choice,
@@ -86,7 +86,7 @@ def of_alternative(each: Alternative) -> dict[str, Any]:
 
 
 def of_answer(found: Answer) -> dict[str, Any]:
-    """A question with its answer."""
+    """Return a question with its answer."""
     return {
         "key": found.key,
         "question": found.question,

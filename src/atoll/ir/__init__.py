@@ -1,4 +1,4 @@
-"""What a schedule is: actions, placement, the validated order of every rank, and the passes that lower it."""
+"""Schedules: actions, placement, the validated order of every rank, and the passes that lower it."""
 
 from atoll.ir.action import COMPUTE, MESSAGES, SHARDING, VOCABULARY, Action, Op
 from atoll.ir.passes import insert_messages, lower

@@ -10,7 +10,7 @@ from atoll.errors import ScheduleError
 
 
 class Op(StrEnum):
-    """What an action does. `code` is its place in this list, for flat arrays.
+    """The kind of an action. `code` is its index in this enum, for flat arrays.
 
     2F0       stage 2 runs forward on microbatch 0
     2I0       backward for the input          2W0       backward for the weights
@@ -70,7 +70,7 @@ class Op(StrEnum):
 
     @property
     def is_of_slice(self) -> bool:
-        """Of a slice of the vocabulary, which is named by the first stage of its rank, and not of a stage."""
+        """True for actions of a vocabulary slice, which the first stage of its rank names."""
         return self in _OF_SLICE
 
     @property

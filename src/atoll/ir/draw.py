@@ -13,7 +13,7 @@ IDLE = "."
 
 
 class TimedAction(Protocol):
-    """What is drawn of a span."""
+    """The fields of a span that a drawing uses."""
 
     @property
     def rank(self) -> int:
@@ -21,7 +21,7 @@ class TimedAction(Protocol):
 
     @property
     def action(self) -> Action:
-        """What is written."""
+        """The action to draw."""
 
     @property
     def start(self) -> float:
@@ -33,7 +33,7 @@ class TimedAction(Protocol):
 
 
 class Timeline(Protocol):
-    """What is drawn of a trace: atoll.trace.Trace is one."""
+    """The fields of a trace that a drawing uses; atoll.trace.Trace has them."""
 
     @property
     def spans(self) -> Sequence[TimedAction]:

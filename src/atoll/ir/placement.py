@@ -1,4 +1,4 @@
-"""Which rank runs which stage.
+"""Placement of stages on ranks.
 
     4 ranks        line        loop, 2 chunks    v
     rank 0         0           0 4               0 7

@@ -1,11 +1,11 @@
-"""How long a stage's gathered parameters stay whole, and how often its gradients are reduced.
+"""How long gathered parameters are kept, and how often gradients are reduced.
 
 Under residency `unit` a stage is open for one action at a time, and inside it each block is freed after its use. Under
-`run` and `step` an open stage stays whole from UNSHARD to RESHARD: as long as there is room for it, or for the step.
+`run` and `step` an open stage stays gathered from UNSHARD to RESHARD: while it fits in memory, or for the step.
 
-Which stages stay is decided with the whole row in view: who is used again last makes room, and a stage that would only
-push out one that is used again sooner is opened for its action alone (Belady, IBM Systems Journal 5(2), 1966). W needs
-no weights: a stage is closed right after its last F, I or B.
+Eviction uses the whole row: the stage whose next use is furthest away is evicted, and a stage that would only evict one
+with an earlier next use is opened for its action alone (Belady, IBM Systems Journal 5(2), 1966). W needs no weights: a
+stage is closed right after its last F, I or B.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ def insert_sharding(
     slices: Slices | None = None,
     ahead: int = 0,
 ) -> Schedule:
-    """UNSHARD before and RESHARD after what uses a stage's parameters, REDUCE_GRAD after what ends its gradients.
+    """Insert UNSHARD before and RESHARD after the uses of a stage's parameters, REDUCE_GRAD after its gradients.
 
-    residency: `unit` opens a stage for one F, I or B; `run` keeps what there is room for; `step` opens once a step.
+    residency: `unit` opens a stage for one F, I or B; `run` keeps stages that fit in `room`; `step` opens once a step.
     reduction: REDUCE_GRAD after each W and B, after the last before those of another stage, or once a step.
-    sizes: bytes of each stage's whole parameters, all alike if not given.  room: bytes that `run` may keep on a rank
-    from one action to another; as much as its largest stage, or slice of the vocabulary, if not given.
-    slices: those of a split vocabulary take part in what there is room for (`slices_freed` says where they go).
-    ahead: how many F, I and B before its use a stage is opened, so that it is gathered while they compute; never before
-    it was closed.
-    Raises ScheduleError if messages or sharding actions are there already, and for words and sizes that do not fit.
+    sizes: bytes of each stage's full parameters, equal if not given.  room: bytes that `run` may keep on a rank between
+    actions; those of its largest stage, or slice of the vocabulary, if not given.
+    slices: slices of a split vocabulary compete for the same room (`slices_freed` returns where they are freed).
+    ahead: number of F, I and B by which a stage is opened before its use, so that the gather overlaps with them; never
+    before it was closed.
+    Raises ScheduleError if the schedule has messages or sharding actions already, and for invalid values and sizes.
     """
     refuse_if(schedule.has_sharding or schedule.has_messages, schedule, "insert_sharding", "a compute-only schedule")
     _check(residency, RESIDENCIES, "residency")
@@ -199,7 +199,7 @@ def held_stages(row: Row) -> list[frozenset[int]]:
 
 
 def counts(row: Row) -> dict[int, tuple[int, int]]:
-    """By stage of a lowered row: how often its parameters are gathered and its gradients are reduced."""
+    """Return for each stage of a lowered row the number of its gathers and reductions."""
     found: dict[int, tuple[int, int]] = {}
     for action in row:
         gathers, reductions = found.get(action.stage, (0, 0))

@@ -19,7 +19,7 @@ CHECKED_PLACES = 100_000
 
 @dataclass(frozen=True)
 class Schedule:
-    """Who runs what when.
+    """The order of actions of every rank.
 
     `actions[rank]` is the order of that rank; nothing else orders it. A schedule without sends and receives is
     *compute-only*: its executor or simulator moves results where they are needed.
@@ -74,22 +74,22 @@ class Schedule:
 
     @property
     def has_backward(self) -> bool:
-        """Whether any microbatch is run backward."""
+        """True if any microbatch is run backward."""
         return Op.B.code in self.table.code or Op.I.code in self.table.code
 
     @property
     def has_messages(self) -> bool:
-        """Whether sends and receives are in place."""
+        """True if sends and receives are in place."""
         return self.table.has_messages
 
     @property
     def has_sharding(self) -> bool:
-        """Whether UNSHARD, RESHARD or REDUCE_GRAD are in place."""
+        """True if UNSHARD, RESHARD or REDUCE_GRAD are in place."""
         return self.table.has_sharding
 
     @property
     def has_vocabulary(self) -> bool:
-        """Whether embedding and head are split over the ranks, and L, S, T and G in place."""
+        """True if embedding and head are split over the ranks, and L, S, T and G in place."""
         return self.table.has_vocabulary
 
     def only(self, ops: Collection[Op]) -> Schedule:
@@ -99,7 +99,7 @@ class Schedule:
         return Schedule(self.name, self.placement, self.microbatches, rows)
 
     def compute_only(self) -> Schedule:
-        """Without messages and sharding actions."""
+        """Return the schedule without messages and sharding actions."""
         return self.only(COMPUTE)
 
     def forward_only(self) -> Schedule:

@@ -29,7 +29,7 @@ def to_text(schedule: Schedule) -> str:
 
 
 def from_text(text: str) -> Schedule:
-    """What `to_text` wrote. Raises ScheduleError for another header, another cell, or an order that breaks a law."""
+    """Parse the output of `to_text`. Raises ScheduleError for a wrong header or cell, or an order that breaks a law."""
     lines = [line.strip() for line in text.strip().splitlines()]
     match = _HEADER.fullmatch(lines[0]) if lines else None
     if match is None:

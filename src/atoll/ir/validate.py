@@ -134,7 +134,7 @@ def order_on_rank(table: Table) -> list[Violation]:
 
 
 def whole_vocabulary(table: Table) -> list[Violation]:
-    """Where the vocabulary is split, every rank looks up and scores each microbatch, backward too if that is run."""
+    """With a split vocabulary, every rank looks up and scores each microbatch, also in the backward if there is one."""
     if not table.has_vocabulary:
         return []
     found = []
@@ -250,7 +250,7 @@ _RECEIVES = frozenset({RECV_F, RECV_B, RECV_S, RECV_T, RECV_G})
 
 
 def sharding_alternates(table: Table) -> list[Violation]:
-    """Of a stage that is opened or closed at all: UNSHARD and RESHARD alternate, and every F, I and B is inside."""
+    """For a stage with UNSHARD or RESHARD: the two alternate, and every F, I and B is between them."""
     found = []
     managed = {table.cells[cell].stage for cell, code in enumerate(table.code) if code in (UNSHARD, RESHARD)}
     last: dict[int, int] = {}  # stage -> the cell that opened or closed it last
@@ -275,7 +275,7 @@ def sharding_alternates(table: Table) -> list[Violation]:
 
 
 def reductions_have_gradients(table: Table) -> list[Violation]:
-    """Of a stage that is reduced at all: REDUCE_GRAD follows a W or B that it reduces, and none is left unreduced."""
+    """For a stage with REDUCE_GRAD: each follows a W or B that it reduces, and none is left unreduced."""
     found = []
     managed = {table.cells[cell].stage for cell, code in enumerate(table.code) if code == REDUCE_GRAD}
     pending: dict[int, int] = {}  # stage -> its last W or B that nothing has reduced yet
@@ -323,7 +323,7 @@ def _cycle(table: Table, first: dict[int, int]) -> list[int]:
 
 
 def _awaited(table: Table, cell: int, first: Mapping[int, int]) -> int:
-    """What a blocked cell waits for: of several, one that is itself behind the first blocked cell of its rank."""
+    """Return the cell that a blocked cell waits for; of several, one behind the first blocked cell of its rank."""
     return next(needed for needed in table.needs(cell) if first.get(table.rank[needed], needed + 1) <= needed)
 
 

@@ -1,4 +1,4 @@
-"""Where each rank looks up and scores its slice of the vocabulary (Vocabulary Parallelism, arXiv 2411.05288).
+"""Insertion of look-ups and scores of vocabulary slices (Vocabulary Parallelism, arXiv 2411.05288).
 
 Rows of embedding and head are split over the pipeline's ranks, so that neither end is the fullest or the slowest:
 
@@ -62,7 +62,7 @@ _TIMES = {F: 1.0, I: 1.0, W: 1.0, B: 2.0, L: 0.0, G: 0.0}
 
 
 class _Cells:
-    """What both runs read, in flat arrays.
+    """The input of both runs, in flat arrays.
 
     table           the schedule's own cells; those of the slices follow them in number: op by op, and rank by rank
     times, hop      code of an op -> how long it takes; the latency of a message
@@ -230,7 +230,7 @@ class _Play:
                 now, rank = heappushpop(wakes, (end, rank))
 
     def _announce_from(self, cell: int, begin: float, end: float) -> None:
-        """What an action of the first or the last stage lets the slices do."""
+        """Enable the slices' actions that follow an action of the first or last stage."""
         table = self._cells.table
         stage, microbatch = divmod(table.key[cell], table.microbatches)
         is_first, is_last = stage == 0, stage == table.placement.stages - 1

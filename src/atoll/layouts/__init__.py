@@ -1,4 +1,4 @@
-"""Who keeps which part of the model state: levels, layouts, precision, nested shards, memory and traffic."""
+"""Sharding of the model state: levels, layouts, precision, nested shards, memory and traffic."""
 
 from atoll.layouts.accounting import (
     Footprint,

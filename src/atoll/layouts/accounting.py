@@ -1,4 +1,4 @@
-"""What a layout costs one rank: bytes held at rest and bytes sent a step.
+"""Cost of a layout on one rank: bytes stored between steps and bytes sent per step.
 
 `footprint` counts what Atoll really keeps, from the flat maps, padding included. `published_memory` and `traffic`
 are the formulas of the papers (PaRO, arXiv 2310.06003), for a number of parameters instead of a model; the traffic is
@@ -32,7 +32,7 @@ GATHERS_A_MICROBATCH = 2
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes of one rank's model state. Tensors only: step counters are not counted.
+    """Bytes of one rank's model state. Only tensors count, not step counters.
 
     Gradients that are sharded are given back at a step's end; all others, and all else, rest from step to step.
     """
@@ -56,15 +56,15 @@ class Footprint:
         )
 
 
-def footprint(segments: Sequence[SegmentShape], sharding: Sharding, *, states: int = 2) -> Footprint:
-    """Bytes that a rank holds of the state of `segments`.
+def footprint(segments: Sequence[SegmentShape], sharding: Sharding, *, states: int | None = None) -> Footprint:
+    """Bytes of the state of `segments` that a rank stores.
 
-    states: tensors that the optimizer keeps of every parameter besides the master (Adam 2, momentum 1, SGD 0); they
-    cover the parameters only, the other buffers cover their padding too.
+    states: tensors that the optimizer keeps of every parameter besides the master, those of `sharding` if not given;
+    they cover the parameters only, the other buffers cover their padding too.
     """
     total = Footprint(0, 0, 0)
     for segment in segments:
-        total += _segment_footprint(segment, sharding, states)
+        total += _segment_footprint(segment, sharding, sharding.states if states is None else states)
     return total
 
 
@@ -90,7 +90,7 @@ def _segment_footprint(segment: SegmentShape, sharding: Sharding, states: int) -
 
 @dataclass(frozen=True, slots=True)
 class PublishedMemory:
-    """Bytes a rank by the published accounting, where every copy of the parameters is stored.
+    """Bytes of a rank by the published accounting, in which every copy of the parameters is stored.
 
     held: the same without the parameters that Atoll does not store, those that rest with their master.
     """
@@ -157,7 +157,7 @@ def traffic(
     gathers: float | None = None,
     reductions: float | None = None,
 ) -> Traffic:
-    """Bytes sent a rank and step.
+    """Bytes that a rank sends in a step.
 
     parameters_bytes, trainable_bytes: what travels of all and of the trainable parameters. Every move along intra
     sends (m-1)/m of the whole volume V, every move along inter (ng-1)/ng of V/m: a ring's share, on two levels.

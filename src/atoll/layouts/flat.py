@@ -1,4 +1,4 @@
-"""Which parameter lies where in a flat buffer, and which part of it a rank holds."""
+"""Positions of parameters in a flat buffer, and the part that a rank stores."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Box:
         return math.prod(self.sizes)
 
     def overlaps(self, other: Box) -> bool:
-        """Whether an element lies in both."""
+        """Return True if an element lies in both."""
         return all(
             max(a, b) < min(a + n, b + m)
             for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
@@ -117,7 +117,7 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class FlatMap:
-    """Parameters laid one after the other, then zeros up to `padded`, a multiple of n."""
+    """The parameters of a flat buffer in order, then zeros up to `padded`, a multiple of n."""
 
     entries: tuple[Entry, ...]
     padded: int

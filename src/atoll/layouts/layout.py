@@ -1,4 +1,4 @@
-"""Layout: where parameters, gradients and optimizer state rest. 27 exist, 14 are effective."""
+"""Layout: where parameters, gradients and optimizer state are stored. 27 exist, 14 are effective."""
 
 from __future__ import annotations
 
@@ -50,29 +50,29 @@ class Layout:
 
     @property
     def parameters(self) -> Level:
-        """p, where the parameters rest."""
+        """p, the level of the parameters."""
         return Level[self.name[0]]
 
     @property
     def gradients(self) -> Level:
-        """g, where the gradients accumulate."""
+        """g, the level of the gradients."""
         return Level[self.name[1]]
 
     @property
     def optimizer(self) -> Level:
-        """os, where master weights and optimizer states rest."""
+        """os, the level of master weights and optimizer state."""
         return Level[self.name[2]]
 
     @property
     def effective(self) -> bool:
-        """The optimizer state rests at least as fine as parameters and gradients."""
+        """True if the optimizer state is sharded at least as finely as parameters and gradients."""
         return self.optimizer >= max(self.parameters, self.gradients)
 
     @property
     def dominated_by(self) -> Layout | None:
-        """The layout that holds less and sends no more than this one; None for an effective layout.
+        """The layout with less memory and no more traffic than this one; None for an effective layout.
 
-        It is the same layout with os raised to the finer of p and g.
+        It is the same layout with os at the finer level of p and g.
         """
         if self.effective:
             return None
@@ -81,7 +81,7 @@ class Layout:
 
     @property
     def aliases(self) -> tuple[str, ...]:
-        """What other systems call it."""
+        """Names of the layout in other systems."""
         return ALIASES.get(self.name, ())
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Where one model state rests, and the moves between two levels.
+"""The level of a model state, and the moves between two levels.
 
 Nested shards (DESIGN.md, "Nested shards"): with m = intra ranks in a group and ng = inter groups, a flat buffer
 has n = m*ng equal blocks. Rank (i, j), i-th group, j-th rank in it, holds
@@ -19,7 +19,7 @@ from types import MappingProxyType
 
 
 class Level(IntEnum):
-    """Where a state rests: N whole on every rank, I sharded in the group, G over all ranks. Finer is larger."""
+    """How a state is sharded: N replicated, I sharded inside the group, G sharded over all ranks. Finer is larger."""
 
     N = 0
     I = 1  # noqa: E741  (the field's name for it)
@@ -34,7 +34,7 @@ class Axis(Enum):
 
 
 class Kind(Enum):
-    """What a move does with the blocks of the ranks along its axis."""
+    """The collective of a move: an all-gather or a reduce-scatter."""
 
     GATHER = "gather"
     REDUCE = "reduce"

@@ -1,7 +1,8 @@
-"""Which dtype each part of the model state has."""
+"""The dtype of each part of the model state."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -16,27 +17,33 @@ ITEM_BYTES: Mapping[str, int] = MappingProxyType({"float64": 8, "float32": 4, "b
 class Precision:
     """Six dtypes, by torch's names.
 
-    compute: parameters and activations in forward and backward.  travel: what gathers send.  rest: p at rest.
-    gradient: accumulation.  reduce: what reductions send.  master: the optimizer's weights and states.
+    compute: parameters and activations in forward and backward.  travel: all-gathers.  stored: stored parameters.
+    gradient: accumulation.  reduce: reductions of gradients.  master: master weights and optimizer state.
     """
 
     name: str
     compute: str
     travel: str
-    rest: str
+    stored: str
     gradient: str
     reduce: str
     master: str
 
     def __post_init__(self) -> None:
-        for field in ("compute", "travel", "rest", "gradient", "reduce", "master"):
+        for field in ("compute", "travel", "stored", "gradient", "reduce", "master"):
             dtype = getattr(self, field)
             if dtype not in ITEM_BYTES:
                 raise LayoutError(f"precision {self.name!r}: {field} = {dtype!r}; known: {', '.join(ITEM_BYTES)}")
 
+    @property
+    def rest(self) -> str:
+        """Deprecated name of `stored`."""
+        warnings.warn("Precision.rest is deprecated, use Precision.stored", DeprecationWarning, stacklevel=2)
+        return self.stored
+
     @staticmethod
     def preset(name: str) -> Precision:
-        """The preset called `name`: fp32, fp64, bf16 or fp16 (the halves with fp32 master and reduction)."""
+        """Return the preset `name`: fp32, fp64, bf16 or fp16 (the halves with fp32 master and reductions)."""
         if name not in PRESETS:
             raise LayoutError(f"no precision {name!r}; known: {', '.join(PRESETS)}")
         return PRESETS[name]

@@ -1,4 +1,4 @@
-"""How a rank stores a segment: the one table of where its parameters rest, and the bytes that follow from it.
+"""Storage of a segment on a rank: the table of stored copies, and the bytes that follow from it.
 
 The runtime allocates by it, the footprint and the memory of a step add it up, and programs are lowered for it.
 """
@@ -30,12 +30,12 @@ class SegmentShape:
 
     @property
     def trainable(self) -> bool:
-        """Whether the parameters are trained."""
+        """True if the parameters are trained."""
         return bool(self.phases)
 
 
 class Stored(Enum):
-    """What rests of a segment's parameters.
+    """The copies of a segment's parameters that are stored between steps.
 
     ALONE: parameters, which are frozen.
     SHARED: one buffer, at the coarser level of parameters and optimizer, is parameters and master: they have one dtype.
@@ -54,16 +54,18 @@ class Sharding:
     """A layout on one rank.
 
     nest: its place among the data-parallel ranks.  keeps_apart: parameters and master are stored apart even where one
-    could serve for both, as a post-validated optimizer step needs it.
+    could serve for both, as a post-validated optimizer step needs it.  states: tensors that the optimizer keeps of
+    every parameter besides the master.
     """
 
     layout: Layout
     precision: Precision
     nest: Nest
     keeps_apart: bool = False
+    states: int = 2
 
     def stored(self, segment: SegmentShape) -> Stored:
-        """What rests of a segment's parameters."""
+        """The copies of a segment's parameters that are stored between steps."""
         if not segment.trainable:
             return Stored.ALONE
         if self.keeps_apart:
@@ -73,11 +75,11 @@ class Sharding:
         return Stored.CAST if self.layout.parameters is self.layout.optimizer else Stored.APART
 
     def rests_whole(self, segment: SegmentShape) -> bool:
-        """Whether the parameters rest whole as the forward takes them, so that nothing is gathered or cast."""
+        """Return True if the parameters rest whole as the forward takes them, so that nothing is gathered or cast."""
         return self.layout.parameters is Level.N and self.stored(segment) is not Stored.CAST
 
     def stays_alone(self, segment: SegmentShape) -> bool:
-        """Whether none of its tensors is ever sent, within a step or after it."""
+        """Return True if none of its tensors is ever sent, within a step or after it."""
         rests_whole = self.rests_whole(segment) and (not segment.trainable or self.layout.gradients is Level.N)
         return rests_whole and self.nest.ranks == 1
 

@@ -1,4 +1,4 @@
-"""What a rank needs within a step besides what rests and what autograd keeps: whole copies, and what is under way."""
+"""Working memory of a rank in a step, beyond stored state and activations: gathered copies and buffers in flight."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ AT_ONCE = 2
 
 
 def reduced_at_once(prefetch: int | None) -> int:
-    """Reductions under way while the next one's gradients are made: none where nothing is gathered ahead either."""
+    """Reductions in flight while the next one's gradients are computed: none if nothing is prefetched."""
     return 0 if prefetch == 0 else 1
 
 
@@ -49,7 +49,7 @@ def working_memory(
     whole: int | None = None,
     made: int | None = None,
 ) -> WorkingMemory:
-    """What a rank needs for `blocks`, each given by the segments that it uses.
+    """The working memory of a rank for `blocks`, each given by the segments that it uses.
 
     reads_in_place: whether the ranks of a group read each other's memory, as they do on one host's CPUs.
     prefetch: bytes that may be gathered ahead; None: what one block needs for each link that a gather crosses; 0 lets
@@ -82,8 +82,8 @@ def working_memory(
 
 
 def _block(segments: Sequence[SegmentShape], sharding: Sharding, *, is_shared: bool) -> tuple[int, int, int, int]:
-    """Of one block: its whole copy, the part of it that is gathered for others to read, its gradients, and what
-    arrives from other ranks while they are reduced and synced.
+    """Return bytes of one block: its gathered copy, the part of it that other ranks read, its gradients, and the data
+    received from other ranks while gradients are reduced and synced.
 
     is_shared: whether there are others in the group, and they read each other's memory.
     """

@@ -30,7 +30,7 @@ SHORT_CALLS = 200
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a rank measured of its device.
+    """Measurements of a rank's device.
 
     rates: FLOP/s of products by dtype.  bandwidth: bytes a second.  depth, memory, half, attention, update, launch,
     dispatch: as in `Efficiency`.  context: bytes.
@@ -115,7 +115,7 @@ def to_device(reading: Reading, device: torch.device, *, local_ranks: int, sourc
 
 
 def describe_device(device: torch.device) -> str:
-    """Its name, and the threads of a rank that computes on the CPU."""
+    """Return the device's name, and the threads of a rank on the CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()

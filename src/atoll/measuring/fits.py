@@ -17,7 +17,7 @@ class Line:
     each: float
 
     def seconds(self, size: float) -> float:
-        """Of a size."""
+        """Return the seconds of a size."""
         return self.start + size * self.each
 
 

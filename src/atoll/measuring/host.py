@@ -1,4 +1,4 @@
-"""What this machine is, without torch."""
+"""Description of this machine, without torch."""
 
 from __future__ import annotations
 

@@ -26,12 +26,12 @@ MESSAGES = tuple(8 * GROWTH**step for step in range(9))
 SHORTEST_BUFFER, LONGEST_BUFFER = 2**20, 2**28
 """Bytes that are gathered and reduced."""
 BLOCKS = 5
-"""How often a time is taken."""
+"""Number of repetitions of a timing."""
 TAG = Tag(Channel.FORWARD, 0)
 
 
 class Links(NamedTuple):
-    """Of a node, and of a network card; None where there is no second rank or no second node."""
+    """Links of a node and of a network card; None without a second rank or a second node."""
 
     node: Link | None
     network: Link | None
@@ -39,7 +39,7 @@ class Links(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """What two ranks of a line found: seconds of a hop, and bytes a second, each way."""
+    """Measurements of two ranks: seconds of a hop, and bytes per second, each way."""
 
     latency: float
     rate: float

@@ -60,7 +60,7 @@ def to_text(cluster: Cluster) -> str:
 
 
 def describe(cluster: Cluster) -> str:
-    """What was measured, a line each."""
+    """Return the measurements, one line each."""
     device, reached = cluster.device, cluster.device.efficiency
     rows = [
         ("device", device.source.removeprefix("measured by atoll doctor on ")),

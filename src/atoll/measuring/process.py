@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atoll.errors import ConfigError, RunError
-from atoll.runtime.failure import Doing, Watch
+from atoll.runtime.failure import Watch
 from atoll.runtime.launch import Rendezvous, launch_local, leave, meet, torchrun_environment, watch_parent
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ LOCAL_RANKS = 2
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What `atoll doctor --measure` was asked for.
+    """Options of `atoll doctor --measure`.
 
     path: the file to write.  ranks: local processes; None for one on each GPU, or two.  cards: network cards of a node.
     seconds: for each quantity.  as_json: print the tables as one JSON object.
@@ -42,7 +42,7 @@ class Request:
 
     @property
     def command(self) -> list[str]:
-        """What a rank runs."""
+        """Return the command of a rank."""
         words = ["doctor", "--measure", str(self.path), "--cards", str(self.cards), "--seconds", str(self.seconds)]
         return [sys.executable, "-m", "atoll", *words, *["--json"] * self.as_json]
 
@@ -65,8 +65,7 @@ def run_rank(request: Request, rendezvous: Rendezvous) -> int:
     watch: Watch | None = None
     try:
         store, watch = meet(rendezvous, TIMEOUT)
-        everyone = Doing("measurements", tuple(range(rendezvous.world)))
-        with watch.section(lambda: everyone):
+        with watch.section("measurements"):
             _measure(request, rendezvous, store)
         watch.stop()
     except Exception as error:

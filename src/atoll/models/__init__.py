@@ -3,16 +3,18 @@
 from atoll.models.adapter import (
     STYLES,
     Adapter,
-    Batch,
     Block,
     DecoderAdapter,
+    Loss,
     SequentialAdapter,
     Vocabulary,
     adapter_for,
     check_blocks,
+    check_documents,
     reset_module,
     token_cross_entropy,
 )
+from atoll.models.batch import Batch
 from atoll.models.counting import count
 from atoll.models.decoder import Decoder, DecoderConfig
 from atoll.models.initialise import (
@@ -34,11 +36,13 @@ __all__ = [
     "Decoder",
     "DecoderAdapter",
     "DecoderConfig",
+    "Loss",
     "SequentialAdapter",
     "Vocabulary",
     "Weights",
     "adapter_for",
     "check_blocks",
+    "check_documents",
     "count",
     "initial_values",
     "initialise_block",

@@ -1,11 +1,11 @@
-"""How a model splits into blocks, computes its loss and starts.
+"""The split of a model into blocks, its loss, and its initialization.
 
 A stage is a run of consecutive blocks. Whatever the runtime knows of a model, it knows through an `Adapter`:
 
     blocks()      the whole model in the order of execution; each parameter lies in one block, or is one object
                   shared by several
     forward()     some consecutive blocks; between two blocks passes one tensor
-    loss()        a sum over the tokens that count: the runtime divides by the step's tokens, once
+    loss()        a sum over what counts, and perhaps the count: the runtime divides once, by the step's total
     initialise()  the initial values of one module's own parameters
 
 One that can be split over a tensor-parallel group has besides
@@ -15,6 +15,10 @@ One that can be split over a tensor-parallel group has besides
 and one whose vocabulary can be split over the pipeline
 
     vocabulary()  which modules are the embedding and the head
+
+and one that takes rows of several documents, which position ids that start again separate
+
+    check_documents()  raises PlanError where it does not keep them apart
 
 A model brings its own adapter by a method `atoll_adapter()`; the built-in decoder and `nn.Sequential` need none.
 """
@@ -30,16 +34,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from atoll._torch import reset_of
 from atoll.errors import PlanError
-from atoll.models.decoder import Decoder
+from atoll.models.batch import IGNORED_LABEL, Batch
+from atoll.models.decoder import Decoder, document_mask
 
-Batch = Mapping[str, Any]
-"""Tensors (or arrays) by name, at least `input_ids` and `labels`, both [B, S]; a label of -100 does not count."""
+Loss = Callable[[Any, Batch], "Tensor | tuple[Tensor, Tensor | float]"]
+"""(outputs, batch) -> the loss SUMMED over what counts, or a pair of this sum and its count.
 
-SequentialLoss = Callable[[Tensor, Batch], Tensor]
-"""(outputs, batch) -> the loss summed over whatever counts."""
-
-IGNORED_LABEL = -100
+A sum alone is divided by the labels of the step that count (integers but -100, every other value), or by its samples
+where the batch has no labels. The count of a pair may be any number, such as a sum of weights. Either way the runtime
+divides once, by the total of all microbatches on all ranks.
+"""
 
 STYLES = (
     "colwise",
@@ -54,7 +60,7 @@ STYLES = (
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The two ends of a model whose rows are those of its vocabulary, by their modules' qualified names.
+    """The embedding and the head of a model, by the qualified names of their modules.
 
     embedding: an `nn.Embedding`, or one of a class which does something to each row by itself, as scaling does.
     head: an `nn.Linear`, whose output, times `scale` and then capped to `cap` * tanh(logit / `cap`), is the logits, and
@@ -102,7 +108,7 @@ class Block:
 
 @runtime_checkable
 class Adapter(Protocol):
-    """What the runtime asks of a model."""
+    """How a model splits into blocks, and how they run: the interface between a model and the runtime."""
 
     def blocks(self) -> Sequence[Block]:
         """The whole model in the order of execution."""
@@ -116,8 +122,8 @@ class Adapter(Protocol):
         """
         ...
 
-    def loss(self, logits: Tensor, batch: Batch) -> Tensor:
-        """The SUM of the losses of the tokens that count, in fp32 (fp64 for fp64 logits)."""
+    def loss(self, logits: Any, batch: Batch) -> Tensor | tuple[Tensor, Tensor | float]:
+        """The SUM of the losses of what counts, in fp32 (fp64 for fp64 logits), and perhaps the count; see `Loss`."""
         ...
 
     def initialise(self, module: nn.Module, generator: torch.Generator) -> None:
@@ -137,17 +143,43 @@ def token_cross_entropy(logits: Tensor, batch: Batch) -> Tensor:
     )
 
 
-def run_blocks(blocks: Sequence[Block], first: int, last: int, hidden: Tensor) -> Tensor:
-    """Feed `hidden` (for block 0: the model's input) through blocks first..last-1."""
+def sum_and_count(found: object) -> tuple[Tensor, Tensor | float | None]:
+    """Return the sum of a loss, and its count if it returned one. Raises PlanError for anything else."""
+    if isinstance(found, Tensor):
+        total, count = found, None
+    elif isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], Tensor):
+        total, count = found
+    else:
+        raise PlanError(
+            f"the loss gave a {type(found).__name__}; a loss gives the sum over what counts as a tensor with one "
+            "element, or a pair (sum, count)"
+        )
+    for what, value in (("sum", total), ("count", count)):
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise PlanError(
+                f"the loss gave a {what} of shape {tuple(value.shape)}; it is one number: add up over the microbatch"
+            )
+    if count is not None and not isinstance(count, (Tensor, int, float)):
+        raise PlanError(f"the loss gave a count of type {type(count).__name__}; it is a number or a tensor of one")
+    return total.reshape(()), count
+
+
+def run_blocks(
+    blocks: Sequence[Block], first: int, last: int, hidden: Tensor, *, layers: Sequence[Tensor] = ()
+) -> Tensor:
+    """Feed `hidden` (for block 0: the model's input) through blocks first..last-1.
+
+    layers: what the blocks between the first and the last of the model are given besides.
+    """
     if not 0 <= first < last <= len(blocks):
         raise PlanError(f"blocks {first}..{last - 1} do not exist: the model has {len(blocks)}, counted from 0")
-    for block in blocks[first:last]:
-        hidden = block.module(hidden)
+    for at in range(first, last):
+        hidden = blocks[at].module(hidden, *(layers if 0 < at < len(blocks) - 1 else ()))
     return hidden
 
 
 def _entry(blocks: Sequence[Block], first: int, hidden: Tensor | None, batch: Batch) -> Tensor:
-    """What goes into block `first`: the batch's token ids for block 0, the hidden state for the others."""
+    """Return the input of block `first`: the batch's token ids for block 0, the hidden state for the others."""
     if first == 0:
         if hidden is not None:
             raise PlanError(f"block 0 ({blocks[0].name!r}) reads the batch, but was also given a hidden state")
@@ -174,8 +206,15 @@ class DecoderAdapter:
         return self._blocks
 
     def forward(self, first: int, last: int, hidden: Tensor | None, batch: Batch) -> Tensor:
-        """Run blocks first..last-1."""
-        return run_blocks(self._blocks, first, last, _entry(self._blocks, first, hidden, batch))
+        """Run blocks first..last-1. With `position_ids` [B, S] that start again in a row, its documents are apart."""
+        given = _entry(self._blocks, first, hidden, batch)
+        if "position_ids" not in batch:
+            return run_blocks(self._blocks, first, last, given)
+        positions = torch.as_tensor(batch["position_ids"], device=given.device)
+        return run_blocks(self._blocks, first, last, given, layers=(positions, document_mask(positions)))
+
+    def check_documents(self, rows: int) -> None:
+        """Any number of documents a row."""
 
     def loss(self, logits: Tensor, batch: Batch) -> Tensor:
         """Cross-entropy summed over the tokens that count."""
@@ -225,8 +264,8 @@ def check_heads(ranks: int, heads: int, kv_heads: int) -> None:
 class SequentialAdapter:
     """Any `nn.Sequential`: each of its modules is a block.
 
-    The first takes `batch["input_ids"]` (or `batch["inputs"]`), the last gives the logits or outputs. `loss` takes
-    (outputs, batch) and gives a SUM; without one, outputs are logits [B, S, vocabulary] of `batch["labels"]`.
+    The first takes `batch["input_ids"]` (or `batch["inputs"]`), the last gives the logits or outputs. loss: see `Loss`;
+    without one, outputs are logits [B, S, vocabulary] of `batch["labels"]`.
     Modules start by their own `reset_parameters`.  tensor_plan: how modules are split, see the module.
     vocabulary: which of them are the embedding and the head.
     """
@@ -234,7 +273,7 @@ class SequentialAdapter:
     def __init__(
         self,
         model: nn.Sequential,
-        loss: SequentialLoss = token_cross_entropy,
+        loss: Loss = token_cross_entropy,
         *,
         tensor_plan: Mapping[str, str] | None = None,
         vocabulary: Vocabulary | None = None,
@@ -258,7 +297,7 @@ class SequentialAdapter:
         """Run blocks first..last-1."""
         return run_blocks(self._blocks, first, last, _entry(self._blocks, first, hidden, batch))
 
-    def loss(self, logits: Tensor, batch: Batch) -> Tensor:
+    def loss(self, logits: Any, batch: Batch) -> Tensor | tuple[Tensor, Tensor | float]:
         """The loss that was given, or token cross-entropy; summed."""
         return self._loss(logits, batch)
 
@@ -270,31 +309,32 @@ class SequentialAdapter:
         """The plan that was given."""
         if self._tensor_plan is None:
             raise PlanError(
-                f"tensor = {ranks}: nobody has said how this nn.Sequential is split; give it a method atoll_adapter() "
-                "that returns a SequentialAdapter(self, tensor_plan={...})"
+                f"tensor = {ranks}: it is not defined how this nn.Sequential is split; give it a method "
+                "atoll_adapter() that returns a SequentialAdapter(self, tensor_plan={...})"
             )
         return self._tensor_plan
 
     def vocabulary(self) -> Vocabulary:
-        """What was given."""
+        """Return the vocabulary given at construction."""
         if self._loss is not token_cross_entropy:
             raise PlanError("vocabulary_parallel computes token cross-entropy, and this nn.Sequential has another loss")
         if self._vocabulary is None:
             raise PlanError(
-                "vocabulary_parallel: nobody has said which modules of this nn.Sequential are embedding and head; give "
-                "it a method atoll_adapter() that returns a SequentialAdapter(self, vocabulary=Vocabulary(...))"
+                "vocabulary_parallel: it is not defined which modules of this nn.Sequential are embedding and head; "
+                "give it a method atoll_adapter() that returns a SequentialAdapter(self, vocabulary=Vocabulary(...))"
             )
         return self._vocabulary
 
 
 def reset_module(module: nn.Module, generator: torch.Generator) -> None:
-    """Call the module's `reset_parameters` with the global CPU generator seeded from `generator`.
+    """Call the module's `reset_parameters`, or what torch has in its place, with the global CPU generator seeded from
+    `generator`.
 
     The global generator is put back afterwards. A module that has parameters of its own and no `reset_parameters`
     raises PlanError; one without parameters is left as it is built.
     """
-    reset = getattr(module, "reset_parameters", None)
-    if callable(reset):
+    reset = reset_of(module)
+    if reset is not None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(generator.initial_seed())
             reset()
@@ -313,7 +353,7 @@ def _check_meta_buffers(model: nn.Module) -> None:
         f"{name}.{key}" if name else key
         for name, module in model.named_modules()
         for key, buffer in module.named_buffers(recurse=False)
-        if buffer.is_meta and not callable(getattr(module, "reset_parameters", None))
+        if buffer.is_meta and reset_of(module) is None
     ]
     if lost:
         raise PlanError(
@@ -323,7 +363,7 @@ def _check_meta_buffers(model: nn.Module) -> None:
 
 
 def check_blocks(blocks: Sequence[Block], model: nn.Module) -> None:
-    """Raise PlanError unless the blocks are the model's, named apart, and hold every parameter."""
+    """Raise PlanError unless the blocks belong to the model, have distinct names, and contain every parameter."""
     modules = dict(model.named_modules(remove_duplicate=False))
     problems = []
     names = [block.name for block in blocks]
@@ -376,6 +416,17 @@ def adapter_for(model: object) -> Adapter:
     )
 
 
+def check_documents(model: object, rows: int) -> None:
+    """Raise PlanError where a model does not keep the documents of a row apart, in microbatches of `rows` rows."""
+    check: Callable[[int], None] | None = getattr(adapter_for(model), "check_documents", None)
+    if check is None:
+        raise PlanError(
+            f"{type(model).__name__} is not known to separate the documents of a row: its adapter has no "
+            "check_documents()"
+        )
+    check(rows)
+
+
 def _is_of(model: nn.Module, package: str, name: str) -> bool:
-    """Whether a model is of a class of a package that need not be installed."""
+    """Return True if a model is of a class of a package that need not be installed."""
     return any(base.__name__ == name and base.__module__.split(".")[0] == package for base in type(model).__mro__)

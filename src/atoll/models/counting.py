@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from atoll._torch import parameter_replaced
 from atoll.cost import Use, Work, Workload
 from atoll.errors import AtollError, ConfigError
-from atoll.models.adapter import Block, adapter_for
+from atoll.models.adapter import Block, adapter_for, sum_and_count
 from atoll.models.fused import Device
 from atoll.models.meter import Meter
 from atoll.models.weigh import weigh_blocks
@@ -46,7 +46,8 @@ def count(model: nn.Module, *, name: str | None = None, device: Device = "cuda")
     name: of the workload; the class's if None.  device: whose kernels count, see `atoll.models.fused`.
 
     `work(use)` raises ConfigError where blocks do not run without values, and for what is not counted: tensor
-    parallelism, a fused or chunked loss. PlanError where the model has no adapter.
+    parallelism, a fused or chunked loss. `count` itself raises ConfigError for models of transformers with other heads
+    than language models have, and for encoders with decoders; PlanError where the model has no adapter.
     """
     return _Counts(model, device).workload(name or type(model).__name__)
 
@@ -65,7 +66,7 @@ class CountedBlock:
 
 
 class _State(NamedTuple):
-    """What passes from one run of blocks to the next: a tensor of this shape."""
+    """The shape of the tensor between one run of blocks and the next."""
 
     shape: tuple[int, ...]
     is_trained: bool
@@ -80,6 +81,11 @@ class _Counts:
     def __init__(self, model: nn.Module, device: Device) -> None:
         self._model, self._device = model, device
         self._adapter = adapter_for(model)
+        if not getattr(self._adapter, "is_language_model", True):
+            raise ConfigError(
+                f"the costs of a {type(model).__name__} are not known: counted are language models, whose batch is "
+                "token ids and labels of one shape, and models with an adapter of their own"
+            )
         self._blocks = tuple(self._adapter.blocks())
         self._layers = _layers(self._blocks)
         starts = [at for at, block in enumerate(self._blocks) if not block.is_joined]
@@ -123,7 +129,7 @@ class _Counts:
         return [parameter for parameter, users in found.items() if len(users) > 1]
 
     def works(self, use: Use) -> tuple[Work, ...]:
-        """Of all blocks."""
+        """Return the work of all blocks."""
         if use not in self._works:
             _check(use)
             works: list[Work] = []
@@ -176,7 +182,7 @@ class _Counts:
             output = self._adapter.forward(run.start, run.stop, given, batch)
             passed = _State(tuple(output.shape), output.requires_grad)
             if is_last:
-                output = self._adapter.loss(output, batch)
+                output, _ = sum_and_count(self._adapter.loss(output, batch))
             meter.finish(output, is_last=is_last)
             meter.backward(output, is_last=is_last)
             return tuple(tally.work(use) for tally in meter.tallies), passed
@@ -211,8 +217,8 @@ def _layers(blocks: Sequence[Block]) -> range:
 
 
 def _kinds(blocks: Sequence[Block], layers: range) -> list[Hashable]:
-    """Of each block, what it has in common with those that do and save the same: classes, shapes, and plain attributes
-    but for those that are the layer's index in every layer."""
+    """Return a key for each block, equal for blocks that compute and save the same: classes, shapes, and plain
+    attributes except those that are the layer's index in every layer."""
     plain = [_attributes(block) for block in blocks]
     places = [{key for key, value in plain[at].items() if value == at - layers.start} for at in layers]
     indices = set.intersection(*places) if places else set()

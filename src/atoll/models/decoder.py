@@ -7,6 +7,9 @@
 
 Attention has rotary positions (arXiv:2104.09864) and grouped queries (arXiv:2305.13245). There are no buffers: rotary
 angles are computed from the sequence length, so a model built on the meta device needs nothing but its parameters.
+
+Position ids that start again inside a row separate documents: each has rotary positions of its own, and attention does
+not cross from one to another.
 """
 
 from __future__ import annotations
@@ -77,27 +80,42 @@ class DecoderConfig:
         return self.hidden // self.heads
 
 
-def rotate(states: Tensor, theta: float) -> Tensor:
-    """Rotary positions 0..S-1 applied to [batch, heads, S, head size].
+def rotate(states: Tensor, theta: float, positions: Tensor | None = None) -> Tensor:
+    """Rotary positions applied to [batch, heads, S, head size]: `positions` [batch, S], or 0..S-1.
 
     Angles are computed in fp32 (fp64 for fp64 states), so that half precisions do not lose late positions.
     """
     precise = torch.float64 if states.dtype == torch.float64 else torch.float32
     length, size = states.shape[-2], states.shape[-1]
     exponents = torch.arange(0, size, 2, device=states.device, dtype=precise) / size
-    positions = torch.arange(length, device=states.device, dtype=precise)
-    angles = torch.outer(positions, theta**-exponents)
+    if positions is None:
+        at = torch.arange(length, device=states.device, dtype=precise)
+    else:
+        at = positions[:, None].to(precise)
+    angles = at[..., None] * theta**-exponents
     cosine, sine = angles.cos().to(states.dtype), angles.sin().to(states.dtype)
     first, second = states.chunk(2, dim=-1)
     return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
 
 
-def _has_grouped_kernel(states: Tensor) -> bool:
-    """Whether the fast attention kernels take fewer key heads than query heads.
+def document_mask(positions: Tensor) -> Tensor:
+    """Return the attention mask, bool [B, 1, S, S]: causal, inside each document.
 
-    On CUDA the fp32 and fp64 kernels do not: grouped queries would fall back to one that holds all S x S scores.
+    positions: [B, S]. A document begins wherever a position does not follow the one before it.
     """
-    return states.device.type != "cuda" or states.dtype in (torch.bfloat16, torch.float16)
+    begins = torch.ones_like(positions, dtype=torch.bool)
+    begins[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
+    document = begins.cumsum(-1)
+    return (document[:, None, :, None] == document[:, None, None, :]).tril()
+
+
+def _has_grouped_kernel(states: Tensor, mask: Tensor | None) -> bool:
+    """Return True if the fast attention kernels take fewer key heads than query heads.
+
+    On CUDA the fp32 and fp64 kernels do not, nor those that take a mask: grouped queries would fall back to one that
+    holds all S x S scores.
+    """
+    return states.device.type != "cuda" or (mask is None and states.dtype in (torch.bfloat16, torch.float16))
 
 
 class Attention(nn.Module):
@@ -111,21 +129,23 @@ class Attention(nn.Module):
         self.value = nn.Linear(config.hidden, config.kv_heads * config.head_size, bias=False)
         self.output = nn.Linear(config.hidden, config.hidden, bias=False)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Mix each position with itself and those before it."""
+    def forward(self, hidden: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        """Mix each position with itself and those before it; positions, mask: of documents, see `document_mask`."""
         config = self.config
-        query = rotate(self._heads(self.query(hidden)), config.rope_theta)
-        key = rotate(self._heads(self.key(hidden)), config.rope_theta)
+        query = rotate(self._heads(self.query(hidden)), config.rope_theta, positions)
+        key = rotate(self._heads(self.key(hidden)), config.rope_theta, positions)
         value = self._heads(self.value(hidden))
 
         grouped = config.kv_heads != config.heads
-        if grouped and not _has_grouped_kernel(query):
+        if grouped and not _has_grouped_kernel(query, mask):
             repeats = config.heads // config.kv_heads
             key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
             grouped = False
 
         dropout = config.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True, enable_gqa=grouped)
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=grouped
+        )
         return self.output(mixed.transpose(1, 2).flatten(2))
 
     def _heads(self, projected: Tensor) -> Tensor:
@@ -159,9 +179,9 @@ class DecoderLayer(nn.Module):
         self.feed_forward_norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
         self.feed_forward = FeedForward(config)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """Add the attention branch, then the feed-forward branch."""
-        hidden = hidden + self._drop(self.attention(self.attention_norm(hidden)))
+        hidden = hidden + self._drop(self.attention(self.attention_norm(hidden), positions, mask))
         return hidden + self._drop(self.feed_forward(self.feed_forward_norm(hidden)))
 
     def _drop(self, branch: Tensor) -> Tensor:
@@ -196,9 +216,10 @@ class Decoder(nn.Module):
         if config.tie_embeddings:
             self.head.output.weight = self.embed.weight
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """Run all blocks in sequence."""
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """Run all blocks in sequence. position_ids: [B, S], which start again at each document of a row."""
         hidden = self.embed(input_ids)
+        mask = None if position_ids is None else document_mask(position_ids)
         for layer in self.layers:
-            hidden = layer(hidden)
+            hidden = layer(hidden) if mask is None else layer(hidden, position_ids, mask)
         return self.head(hidden)

@@ -1,4 +1,4 @@
-"""Any Hugging Face model whose layers are one list, split by putting other modules into its slots.
+"""Any Hugging Face model whose layers are one list, or two, split by putting other modules into its slots.
 
 The model's own `forward` runs on every stage, so masks, rotary angles and whatever else a family computes from the
 batch need no code here. What a stage does not own is replaced while it runs:
@@ -11,8 +11,22 @@ batch need no code here. What a stage does not own is replaced while it runs:
 The last stage goes on through the model's own norm, head and whatever it does to logits. A look at the model, without
 values, layers or memory (see probe.py), says what runs before, in and after the layers.
 
+Of a model with an encoder and a decoder, a stage that begins in the decoder is given the encoder's output and the
+decoder's hidden state, one behind the other along the sequence, and gives both. Its forward takes the former as its
+`encoder_outputs`, and so leaves the encoder out.
+
+[Note: one tensor for several blocks]
+Each block has a graph of its own, and the layers of a decoder all take the encoder's output. The first of a stage takes
+the tensor itself, the others a leaf in its place; the gradient that gathers in the leaf joins that of the first layer,
+whose backward is the last.
+
 [Note: names] Parameters keep the names that the model's `state_dict` has. Of a model of the `peft` package these are
-its base model's.
+its base model's. A shared weight has the name under which the model's files have it, also where that is of a module
+which does not run, as T5's `shared`.
+
+[Note: rules from outside]
+The rule of a module that holds the layers may start a parameter of a block, as T5's class its embedding. It is run for
+each block behind the block's own rules, with the block's seed and all other parameters marked as initialised.
 """
 
 from __future__ import annotations
@@ -20,80 +34,133 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from itertools import product, zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from atoll._torch import bare_copy
+from atoll._torch import bare_copy, reset_of
 from atoll.errors import PlanError
-from atoll.models.adapter import (
-    STYLES,
-    Batch,
-    Block,
-    Vocabulary,
-    check_blocks,
-    check_heads,
-    reset_module,
-    token_cross_entropy,
+from atoll.models.adapter import STYLES, Block, Vocabulary, check_blocks, check_heads, reset_module
+from atoll.models.batch import Batch
+from atoll.models.inputs import DECODER_IDS, decoder_ids, main_input
+from atoll.models.probe import (
+    Shape,
+    Stack,
+    argument,
+    fixed_options,
+    hidden_argument,
+    look_at,
+    replace_argument,
+    replace_hidden,
 )
-from atoll.models.probe import Shape, fixed_options, hidden_argument, look_at, replace_hidden
-
-LABELS = "labels"
+from atoll.models.tasks import LABELS, task_of
 
 
 class HuggingFaceAdapter:
-    """A `transformers` model with a language-modelling head, causal or masked; see the module.
+    """A `transformers` model with a head of a kind that `atoll.models.tasks` knows; see the module.
 
     Raises PlanError for a model that does not split this way, with the part that does not.
     """
 
     def __init__(self, model: Any) -> None:
         self.model = model
+        self._task = task_of(model)
+        _share_position_bias(model)
         found = look_at(model)
-        self._layers, self._form = found.layers, found.form
-        self._stubs = {name: _Stub(found.shapes[name]) for name in found.before}
-        owned = [*found.before, *(f"{found.layers_name}.{at}" for at in range(len(found.layers))), *found.after]
         modules = dict(model.named_modules())
-        inner = {*found.before[1:], *found.after[1:]}
-        self._blocks = tuple(Block(name, modules[name], is_joined=name in inner) for name in owned)
-        self._first_layer, self._end = len(found.before), len(found.before) + len(found.layers)
-        self._slots = [_Slot(layer) for layer in found.layers.children()]
+        for name, kept in found.kept.items():
+            parent, leaf = self._parent(name)
+            setattr(parent, leaf, modules[kept])
+        blocks: list[Block] = []
+        self._stacks: list[_Placed] = []
+        for parts, stack in zip_longest(found.around, found.stacks):
+            for at, name in enumerate(found.kept.get(part, part) for part in parts):
+                blocks.append(Block(name, modules[name], is_joined=at > 0))
+            if stack is not None:
+                stubs = {name: _Stub(found.shapes[name], modules[name]) for name in parts}
+                self._stacks.append(_Placed(stack, len(blocks), stubs))
+                blocks += [Block(f"{stack.name}.{at}", layer) for at, layer in enumerate(stack.layers)]
+        self._blocks = tuple(blocks)
+        self._end = self._stacks[-1].end
+        self._primes = found.primes
+        owned = [block.name for block in blocks]
+        lists = [placed.stack.layers for placed in self._stacks]
+        self._outside = [m for m in modules.values() if any(each is layers for each in m.modules() for layers in lists)]
         self._between = [module for name, module in modules.items() if not _lies_in(name, owned)]
         self._options = fixed_options(model)
         self._accepted = set(inspect.signature(model.forward).parameters)
+        self._input = main_input(model)
         check_blocks(self._blocks, model)
         for module in self._between:
             self._place(module, torch.device("cpu"))
 
     def blocks(self) -> Sequence[Block]:
-        """What runs before the layers, the layers, what runs after."""
+        """Return the blocks: modules before the layers, layers, modules after; also those of a decoder."""
         return self._blocks
 
     def forward(self, first: int, last: int, hidden: Tensor | None, batch: Batch) -> Tensor:
         """Run blocks first..last-1 by the model's own forward."""
         self._check(first, last, hidden)
-        inputs = {name: torch.as_tensor(value) for name, value in batch.items() if name != LABELS}
+        inputs = self._inputs(batch)
+        training = self._blocks[first].module.training
+        given = inputs[self._input]
+        for module in self._between:
+            module.training = training
+            self._place(module, given.device)
+        if first == 0 and given.is_floating_point():
+            inputs[self._input] = given.to(next(self._blocks[0].module.parameters()).dtype)
+        try:
+            with self._only(first, last, hidden, inputs=inputs) as options:
+                output = self.model(**inputs, **options)
+        except _Handed as handed:
+            return handed.hidden
+        outputs = self._task.outputs(output)
+        assert outputs is not None, "the look at the model has seen its outputs"
+        return outputs
+
+    def _inputs(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the part of a batch that the model's forward takes."""
+        tensors = {name: torch.as_tensor(value) for name, value in batch.items()}
+        inputs = {name: value for name, value in tensors.items() if name not in LABELS}
         strange = sorted(set(inputs) - self._accepted)
         if strange:
             raise PlanError(f"the batch has {', '.join(strange)}, which {type(self.model).__name__} does not take")
-        training = self._blocks[first].module.training
-        ids = inputs["input_ids"]
-        for module in self._between:
-            module.training = training
-            self._place(module, ids.device)
-        try:
-            with self._only(first, last, hidden, tuple(ids.shape)):
-                output = self.model(**inputs, **self._options)
-        except _Handed as handed:
-            return handed.hidden
-        logits: Tensor = output.logits
-        return logits
+        if self._input not in inputs:
+            raise PlanError(
+                f"the batch has no {self._input}, which {type(self.model).__name__} reads, only "
+                f"{', '.join(sorted(batch)) or 'nothing'}"
+            )
+        if self._is_encoder_decoder:
+            inputs[DECODER_IDS] = decoder_ids(self.model, tensors)
+        return inputs
 
-    def loss(self, logits: Tensor, batch: Batch) -> Tensor:
-        """Cross-entropy summed over the tokens that count; labels stand where they are predicted."""
-        return token_cross_entropy(logits, batch)
+    @property
+    def task_heads(self) -> tuple[str, ...]:
+        """Blocks that the files of a language model, or of a headless model, do not have; they then start anew."""
+        after = [block.name for block in self._blocks[self._end :]]
+        return () if self._task.is_language else tuple(n for n in after if "." not in n or n.endswith(".pooler"))
+
+    @property
+    def is_language_model(self) -> bool:
+        """True if it is one list of layers with a score for each word of each token."""
+        return self._task.is_language and not self._is_encoder_decoder
+
+    @property
+    def predicts_next(self) -> bool:
+        """True if an output is for the token behind its own, so that labels may be shifted along the sequence."""
+        return self.is_language_model and self.model.loss_type != "ForMaskedLM"
+
+    @property
+    def _is_encoder_decoder(self) -> bool:
+        return len(self._stacks) > 1
+
+    def loss(self, logits: Tensor, batch: Batch) -> Any:
+        """The loss of the model's task, summed over what counts; labels stand where they are predicted."""
+        return self._task.loss(logits, batch, self.model.config)
 
     def initialise(self, module: nn.Module, generator: torch.Generator) -> None:
         """The values that the model's family starts with, and those of adapters of the `peft` package."""
@@ -105,18 +172,36 @@ class HuggingFaceAdapter:
                 adapters: Any = module.active_adapters
                 for name in adapters:
                     restart(name, True)
-        own = [parameter for parameter in module.parameters(recurse=False) if parameter.isnan().any()]
-        if own:
+            if any(module is block.module for block in self._blocks):
+                self._start_from_outside(module, generator.initial_seed())
+        unset = any(parameter.isnan().any() for parameter in module.parameters(recurse=False))
+        if unset and reset_of(module) is not None:  # else the rule of a module around it may set them
             reset_module(module, generator)
+
+    def _start_from_outside(self, block: nn.Module, seed: int) -> None:
+        """See [Note: rules from outside]."""
+        own = {id(tensor) for tensor in (*block.parameters(), *block.buffers())}
+        others = [t for t in (*self.model.parameters(), *self.model.buffers()) if id(t) not in own]
+        marked = [tensor for tensor in others if not getattr(tensor, "_is_hf_initialized", False)]
+        for tensor in marked:
+            tensor._is_hf_initialized = True
+        try:
+            for module in reversed(self._outside):
+                torch.manual_seed(seed)
+                self.model._init_weights(module)
+        finally:
+            for tensor in marked:
+                del tensor._is_hf_initialized
 
     def tensor_plan(self, ranks: int) -> Mapping[str, str]:
         """The model's own plan, where it has one that splits its layers; else, and with low-rank adapters, every linear
         layer by its outputs, which are whole again afterwards: right for any model, with more to send."""
         own = {name: style for name, style in (self.model.tp_plan or {}).items() if style in STYLES}
-        layers = self._blocks[self._first_layer : self._end]
+        layers = [self._blocks[at] for placed in self._stacks for at in placed.run]
         inside = [name for block in layers for name, _ in block.named_modules()]
         has_adapters = any(name.endswith(".base_layer") for name in inside)
-        if not has_adapters and any(fnmatchcase(name, row) for row in _rows(own) for name in inside):
+        is_own = not has_adapters and not self._is_encoder_decoder
+        if is_own and any(fnmatchcase(name, row) for row in _rows(own) for name in inside):
             config = self.model.config.get_text_config()
             heads = config.num_attention_heads
             check_heads(ranks, heads, getattr(config, "num_key_value_heads", None) or heads)
@@ -127,6 +212,8 @@ class HuggingFaceAdapter:
             for name, module in block.named_modules()
             if (type(module) is nn.Linear or type(module).__name__ == "Conv1D") and ".lora_" not in name
         }
+        if not self.is_language_model:  # more may be done to their tables and outputs
+            return plan
         ends: list[tuple[Any, str, type]] = [(self.model.get_input_embeddings(), "embedding_rowwise", nn.Embedding)]
         ends += [(self.model.get_output_embeddings(), "colwise_gather_output", nn.Linear)]
         names = {id(module): name for name, module in self.model.named_modules()}
@@ -134,6 +221,11 @@ class HuggingFaceAdapter:
 
     def vocabulary(self) -> Vocabulary:
         """The model's own input and output embeddings, and what its forward does to logits."""
+        if not self.is_language_model:
+            raise PlanError(
+                f"vocabulary_parallel: {type(self.model).__name__} is no language model of one list of layers, whose "
+                "embedding and head could be split over the pipeline; turn it off"
+            )
         names = {id(module): name for name, module in self.model.named_modules()}
         ends = [self.model.get_input_embeddings(), self.model.get_output_embeddings()]
         embedding, head = (names.get(id(end), "") for end in ends)
@@ -155,6 +247,53 @@ class HuggingFaceAdapter:
                 "capping it by config.final_logit_softcapping; turn it off"
             )
         return Vocabulary(embedding, head, scale=1.0 if abs(scale - 1.0) < 1e-6 else scale, cap=cap)
+
+    def check_documents(self, rows: int) -> None:
+        """Look at what each layer is given for rows of several documents.
+
+        A mask has to forbid attention from one document to another. Flash attention takes none: it separates documents
+        by their positions, and in a single row alone.
+        """
+        kind = type(self.model).__name__
+        if not self.is_language_model:
+            raise PlanError(
+                f"{kind} is no language model of one list of layers, which rows of several documents are for"
+            )
+        if "position_ids" not in self._accepted:
+            raise PlanError(f"{kind} takes no position_ids, which separate the documents of a row")
+        is_flash = str(self.model.config.get_text_config()._attn_implementation).startswith("flash")
+        if is_flash and rows > 1:
+            raise PlanError(f"flash attention separates the documents of a single row, and a microbatch has {rows}")
+        positions = torch.tensor([[*range(5), *range(6)]] if is_flash else [[*range(5), *range(6)], [*range(11)]])
+        for at, given in enumerate(self._given_to_layers(positions)):
+            kept = _sees(given, positions) if is_flash else _separates(given, positions)
+            if not kept:
+                raise PlanError(f"layer {at} of {kind} is given nothing that keeps the documents of a row apart")
+
+    def _given_to_layers(self, positions: Tensor) -> list[list[Tensor]]:
+        """The tensors besides the hidden state that each layer is given for rows with these positions."""
+        (placed,) = self._stacks
+        form, found = placed.stack.form, list[list[Tensor]]()
+
+        def note(*args: Any, **kwargs: Any) -> Any:
+            found.append([each for each in (*args[1:], *kwargs.values()) if isinstance(each, Tensor)])
+            output = form.wrap(hidden_argument(args, kwargs))
+            if len(found) == len(placed.slots):
+                raise _Handed(form.unwrap(output))
+            return output
+
+        hidden = torch.zeros(*positions.shape, self.model.get_input_embeddings().embedding_dim)
+        inputs = {"input_ids": torch.zeros_like(positions)}
+        for module in self._between:
+            self._place(module, hidden.device)
+        with torch.no_grad(), self._only(self._end, len(self._blocks), hidden, inputs=inputs) as options:
+            for slot in placed.slots:  # all of them stand for their layers, which belong to another stage
+                slot.doing(note)
+            try:
+                self.model(**inputs, position_ids=positions, **options)
+            except _Handed:
+                return found
+        raise PlanError(f"{type(self.model).__name__} ends before its last layer")
 
     def _check_rows(self, embedding: Any) -> None:
         """Raise PlanError for an embedding that does not work on each of its rows alone, as scaling does."""
@@ -187,8 +326,9 @@ class HuggingFaceAdapter:
             )
             setattr(parent, leaf, slot)
         try:
-            with torch.no_grad(), self._only(self._end, len(self._blocks), hidden, (1, 2)):
-                logits: Tensor = self.model(input_ids=torch.zeros(1, 2, dtype=torch.long), **self._options).logits
+            inputs = {"input_ids": torch.zeros(1, 2, dtype=torch.long)}
+            with torch.no_grad(), self._only(self._end, len(self._blocks), hidden, inputs=inputs) as options:
+                logits: Tensor = self.model(**inputs, **options).logits
         finally:
             for parent, leaf, module in stood:
                 setattr(parent, leaf, module)
@@ -206,48 +346,46 @@ class HuggingFaceAdapter:
             raise PlanError("block 0 reads the batch and the others a hidden state; one of them was missing or extra")
 
     @contextmanager
-    def _only(self, first: int, last: int, hidden: Tensor | None, size: tuple[int, ...]) -> Iterator[None]:
-        """Blocks first..last-1 in their places, and something in the places of the others."""
-        begin, end = self._first_layer, self._end
-        layers = self._layers
-        owned = [(str(at), layer) for at, layer in enumerate(layers)]
-        stubbed: list[tuple[nn.Module, str, nn.Module]] = []
+    def _only(
+        self, first: int, last: int, hidden: Tensor | None, *, inputs: Mapping[str, Tensor]
+    ) -> Iterator[dict[str, Any]]:
+        """Blocks first..last-1 in their places, and something in the places of the others; what the model's forward is
+        given besides the batch."""
+        options, stage = dict(self._options), _Stage(first, last, hidden, _Memory())
+        if hidden is not None and self._is_encoder_decoder and first >= self._stacks[1].begin:
+            target = inputs[DECODER_IDS].shape[1]
+            encoded, stage.hidden = hidden.split([hidden.shape[1] - target, target], dim=1)
+            options["encoder_outputs"] = _encoder_outputs(encoded)
+        stood: list[tuple[nn.Module, str, nn.Module]] = []
+
+        def put(parent: nn.Module, leaf: str, module: nn.Module) -> None:
+            stood.append((parent, leaf, getattr(parent, leaf)))
+            setattr(parent, leaf, module)
+
         try:
-            if hidden is not None:
-                for name, stub in self._stubs.items():
-                    parent, leaf = self._parent(name)
-                    stubbed.append((parent, leaf, parent.get_submodule(leaf)))
-                    setattr(parent, leaf, stub.doing(size, hidden))
-            for at in range(begin, end):
-                act = self._act(at, first, last, hidden)
-                if act is not None:
-                    setattr(layers, str(at - begin), self._slots[at - begin].doing(act))
-            yield
+            for placed in self._stacks[1:] if "encoder_outputs" in options else self._stacks:
+                if hidden is not None and first >= placed.begin:
+                    for name, stub in placed.stubs.items():
+                        put(*self._parent(name), stub.doing(self._sizes(inputs), hidden))
+                for at in placed.run:
+                    act = stage.act(placed, at, self._blocks[at].module)
+                    if act is not None:
+                        place = at - placed.begin
+                        put(placed.stack.layers, str(place), placed.slots[place].doing(act))
+            yield options
         finally:
-            for name, layer in owned:
-                setattr(layers, name, layer)
-            for parent, leaf, module in stubbed:
+            for parent, leaf, module in reversed(stood):
                 setattr(parent, leaf, module)
 
-    def _act(self, at: int, first: int, last: int, hidden: Tensor | None) -> Callable[..., Any] | None:
-        """What stands in for layer block `at`; None: the layer itself."""
-        layer = self._blocks[at].module if first <= at < last else None
-        enters = hidden is not None and at == max(first, self._first_layer) and first < self._end
-        if hidden is not None and first >= self._end and at == self._end - 1:
-            return lambda *args, **kwargs: self._form.wrap(hidden)
-        ends = last <= self._end and at == max(last - 1, self._first_layer)
-        if layer is not None and not enters and not ends:
-            return None
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if enters:
-                args, kwargs = replace_hidden(args, kwargs, hidden)
-            output = self._form.wrap(hidden_argument(args, kwargs)) if layer is None else layer(*args, **kwargs)
-            if ends:
-                raise _Handed(self._form.unwrap(output))
-            return output
-
-        return run
+    def _sizes(self, inputs: Mapping[str, Tensor]) -> dict[int, int]:
+        """What the primes of the look are in a batch."""
+        given = inputs[self._input]
+        sizes = {self._primes[0]: given.shape[0]}
+        if self._input == "input_ids":
+            sizes[self._primes[1]] = given.shape[1]
+        if DECODER_IDS in inputs:
+            sizes[self._primes[2]] = inputs[DECODER_IDS].shape[1]
+        return sizes
 
     def _parent(self, name: str) -> tuple[nn.Module, str]:
         above, _, leaf = name.rpartition(".")
@@ -296,26 +434,160 @@ class _Slot(nn.Module):
         return self._act(*args, **kwargs)
 
 
-class _Stub(nn.Module):
-    """Gives zeros of the shapes that an embedding gave; has a `weight` without elements."""
+@dataclass(slots=True)
+class _Placed:
+    """A stack whose layers are blocks from `begin` on.
 
-    def __init__(self, shape: Shape) -> None:
+    stubs: what stands for the modules that run before it.  slots: what stands for its layers.
+    """
+
+    stack: Stack
+    begin: int
+    stubs: Mapping[str, _Stub]
+    slots: list[_Slot] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.slots = [_Slot(layer) for layer in self.stack.layers.children()]
+
+    @property
+    def end(self) -> int:
+        """The block behind its last layer."""
+        return self.begin + len(self.slots)
+
+    @property
+    def run(self) -> range:
+        """Its layers, as blocks."""
+        return range(self.begin, self.end)
+
+
+@dataclass(slots=True)
+class _Stage:
+    """Blocks first..last-1 during one forward. hidden: what the first of them is given, None for block 0."""
+
+    first: int
+    last: int
+    hidden: Tensor | None
+    memory: _Memory
+
+    def act(self, placed: _Placed, at: int, module: nn.Module) -> Callable[..., Any] | None:
+        """Return the replacement of layer block `at`; None: the layer itself."""
+        stack, hidden, memory = placed.stack, self.hidden, self.memory
+        layer = module if self.first <= at < self.last else None
+        if hidden is not None and self.first >= placed.end and at == placed.end - 1:
+            return lambda *args, **kwargs: stack.form.wrap(hidden)
+        enters = hidden is not None and at == self.first
+        ends = self.last <= placed.end and at == max(self.last - 1, placed.begin)
+        if layer is not None and stack.memory is None and not enters and not ends:
+            return None
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if enters:
+                args, kwargs = replace_hidden(args, kwargs, hidden)
+            encoded = None if stack.memory is None else argument(args, kwargs, stack.memory)
+            if layer is None:
+                output = stack.form.wrap(hidden_argument(args, kwargs))
+            elif stack.memory is None:
+                output = layer(*args, **kwargs)
+            else:
+                args, kwargs = replace_argument(args, kwargs, stack.memory, memory.shared(encoded))
+                output, encoded = layer(*args, **kwargs), memory.shared(encoded)
+            if not ends:
+                return output
+            given = stack.form.unwrap(output)
+            raise _Handed(given if encoded is None else torch.cat([encoded, given], dim=1))
+
+        return run
+
+
+@dataclass(slots=True)
+class _Memory:
+    """The encoder's output, for all decoder layers of one forward.
+
+    See [Note: one tensor for several blocks].
+    """
+
+    leaf: Tensor | None = None
+
+    def shared(self, encoded: Any) -> Any:
+        """The encoder's output for the next layer."""
+        if not encoded.requires_grad:
+            return encoded
+        if self.leaf is not None:
+            return self.leaf
+        leaf = self.leaf = encoded.detach().requires_grad_()
+
+        def join(gradient: Tensor) -> Tensor:
+            gathered, leaf.grad = leaf.grad, None
+            return gradient if gathered is None else gradient + gathered
+
+        joined = encoded.view_as(encoded)
+        joined.register_hook(join)
+        return joined
+
+
+class _Stub(nn.Module):
+    """Gives zeros of the shapes that a module gave, and looks like it; has a `weight` without elements."""
+
+    def __init__(self, shape: Shape, module: nn.Module) -> None:
         super().__init__()
+        self.__dict__["_module"] = module
         self._shape = shape
-        self._size: tuple[int, ...] = ()
+        self._sizes: Mapping[int, int] = {}
         self.weight = torch.empty(0)
 
-    def doing(self, size: tuple[int, ...], like: Tensor) -> _Stub:
-        """This stub, for a batch of [rows, length] and on the device and in the dtype of a hidden state."""
-        self._size = size
+    def doing(self, sizes: Mapping[int, int], like: Tensor) -> _Stub:
+        """This stub, for a batch of such sizes and on the device and in the dtype of a hidden state."""
+        self._sizes = sizes
         if self.weight.device != like.device or self.weight.dtype != like.dtype:
             self.weight = torch.empty(0, device=like.device, dtype=like.dtype)
         return self
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_module"], name)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Zeros."""
-        rows, length = self._size
-        return self._shape.zeros(rows, length, like=self.weight)
+        return self._shape.zeros(self._sizes, like=self.weight)
+
+
+def _share_position_bias(model: nn.Module) -> None:
+    """Give each layer the table of T5's kind that the first one alone has: it hands the bias which it computes to the
+    others, and where a stage begins with one of these, that computes it."""
+    for layers in [each for each in model.modules() if isinstance(each, nn.ModuleList)]:
+        if len({type(layer) for layer in layers}) != 1:
+            continue
+        tables = [name for name, each in layers[0].named_modules() if _has_table(each)]
+        for name, layer in product(tables, layers[1:]):
+            attention: Any = layer.get_submodule(name)
+            if not _has_table(attention):
+                attention.has_relative_attention_bias = True
+                attention.relative_attention_bias = layers[0].get_submodule(name).relative_attention_bias
+
+
+def _has_table(attention: nn.Module) -> bool:
+    return bool(getattr(attention, "has_relative_attention_bias", False))
+
+
+def _encoder_outputs(encoded: Tensor) -> Any:
+    from transformers.modeling_outputs import BaseModelOutput
+
+    return BaseModelOutput(last_hidden_state=encoded)
+
+
+def _sees(given: Sequence[Tensor], positions: Tensor) -> bool:
+    """Return True if a layer is given the positions themselves, and no mask."""
+    return any(torch.equal(each, positions) for each in given) and not any(each.dim() == 4 for each in given)
+
+
+def _separates(given: Sequence[Tensor], positions: Tensor) -> bool:
+    """True if the masks that a layer is given forbid attention between documents, and leave each token itself."""
+    document = (positions == 0).cumsum(-1)
+    apart = document[:, None, :, None] != document[:, None, None, :]
+    masks = [each for each in given if each.dim() == 4 and each.shape[-2:] == apart.shape[-2:]]
+    allowed = [each if each.dtype == torch.bool else each > torch.finfo(each.dtype).min / 2 for each in masks]
+    return bool(masks) and all(
+        not (each & apart).any() and bool(each.diagonal(dim1=-2, dim2=-1).all()) for each in allowed
+    )
 
 
 def _rows(plan: Mapping[str, str]) -> list[str]:

@@ -44,7 +44,7 @@ class _Linear(torch.autograd.Function):
 
 @dataclass
 class _Tally:
-    """What one block did.
+    """The measured operations of one block.
 
     Kernels inside the block's forward come apart from those behind it, which are never recomputed. saved, products,
     pending: bytes by the number of a storage. products: outputs of products of matrices, which selective recomputing
@@ -92,7 +92,7 @@ class _Tally:
         )
 
     def _kept(self, recompute: str) -> tuple[list[Saved], list[Saved], list[Kernel], int]:
-        """What is saved in F, what in I, the kernels that I repeats, and the bytes that come and go in F."""
+        """Return the tensors saved in F and in I, the kernels that I repeats, and the transient bytes of F."""
         new = {number: each for number, each in self.saved.items() if number not in self.entered}
         held = [self.saved[number] for number in self.entered]
         # The runtime does not recompute an embedding.
@@ -137,7 +137,7 @@ class Meter:
         self._following: set[int] = set()
 
     def number(self, tensor: Tensor) -> int:
-        """Of a tensor's storage, as long as that lives."""
+        """Return the number of a tensor's storage, valid for its lifetime."""
         storage = tensor.untyped_storage()
         if storage not in self._numbers:
             self._numbers[storage] = next(self._next)
@@ -205,7 +205,7 @@ class Meter:
             self.add(kernel, is_product=is_product)
 
     def _follows(self, arguments: Sequence[Any], output: Any) -> bool:
-        """Whether an operation works on what a block of this run gave, and not on the model's preparations."""
+        """Return True if an operation works on what a block of this run gave, and not on the model's preparations."""
         found = any(self.number(each) in self._following for each in tensors(arguments))
         if found:
             self._following |= {self.number(each) for each in tensors(output)}

@@ -64,7 +64,7 @@ def attention_of(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) 
 
 
 def backward_of(forward: Attention) -> Attention:
-    """Of fused attention."""
+    """Return the backward of fused attention."""
     return Attention(FLASH_BACKWARD * forward.flops, 2.0 * forward.nbytes)
 
 
@@ -85,7 +85,7 @@ def _convolution(weight: Tensor, output: Tensor, *, groups: int) -> Product:
 
 
 def _is_view(tensor: Tensor, given: Sequence[Tensor]) -> bool:
-    """Whether an output is another look at an argument. What is written in place is the argument itself."""
+    """Return True if an output is another look at an argument. What is written in place is the argument itself."""
     if any(each is tensor for each in given):
         return False
     storage = tensor.untyped_storage()

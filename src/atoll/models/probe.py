@@ -1,8 +1,10 @@
-"""What a Hugging Face model does before, in and after its layers: found by one forward without values or layers.
+"""Probe of a Hugging Face model before, in and after its layers: one forward without values or layers.
 
 Tensors are fake (shapes only) and the layers are replaced by recorders that pass on what they are given, so the look
-costs no memory and no layer is run. Batch and length are primes that no parameter has, so that they are known again in
+costs no memory and no layer is run. Batch and lengths are primes that no parameter has, so that they are known again in
 the shapes of what comes out.
+
+A model has one list of layers, or two where it has an encoder and a decoder.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise, product
 from typing import Any
 
 import torch
@@ -18,19 +21,26 @@ from torch import Tensor, nn
 
 from atoll._torch import fake_tensors
 from atoll.errors import PlanError
+from atoll.models.inputs import example, is_encoder_decoder, main_input
+from atoll.models.tasks import task_of
 
 HOW_TO_ADAPT = "give the model a method atoll_adapter(); docs/adapters.md shows how"
+
+Argument = int | str
+"""An argument of a call: its position, or its keyword."""
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What layers return: the hidden state itself (0), or a tuple of so many that begins with it."""
+    """The return of layers: the hidden state (0), or the length of a tuple that starts with it."""
 
     length: int
 
-    def wrap(self, hidden: Tensor) -> Any:
+    def wrap(self, hidden: Tensor, rest: Any = None) -> Any:
         """A hidden state in this form."""
-        return (hidden, *[None] * (self.length - 1)) if self.length else hidden
+        return (hidden, *[rest] * (self.length - 1)) if self.length else hidden
 
     @staticmethod
     def unwrap(output: Any) -> Tensor:
@@ -41,15 +51,13 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The shapes of what a module gave, as functions of a batch's rows and length."""
+    """The shapes of what a module gave. Batch and lengths are stood for by primes."""
 
     output: Any
-    rows: int
-    length: int
 
-    def zeros(self, rows: int, length: int, like: Tensor) -> Any:
-        """Zeros of these shapes for another batch, of the dtype and on the device of `like`."""
-        sizes = {self.rows: rows, self.length: length}
+    def zeros(self, sizes: Mapping[int, int], like: Tensor) -> Any:
+        """Zeros of these shapes for a batch whose `sizes` are known by their primes, of the dtype and on the device of
+        `like`."""
 
         def of(fake: Any) -> Any:
             if isinstance(fake, tuple):
@@ -60,15 +68,29 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """What was found. before, after: names of the modules with parameters that run there, in order."""
+class Stack:
+    """A list of layers that run one after the other. memory: the argument in which they take what the encoder gives."""
 
-    layers_name: str
+    name: str
     layers: nn.ModuleList
     form: Form
-    before: tuple[str, ...]
-    after: tuple[str, ...]
+    memory: Argument | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """The result of the probe.
+
+    around: names of the modules with parameters that run before, between and after the stacks, in order.
+    shapes: of what those before and between gave.  primes: rows, length and length of the decoder in them.
+    kept: part that runs -> name of a module that has the same parameters and does not run.
+    """
+
+    stacks: tuple[Stack, ...]
+    around: tuple[tuple[str, ...], ...]
     shapes: Mapping[str, Shape]
+    primes: tuple[int, int, int]
+    kept: Mapping[str, str]
 
 
 def hidden_argument(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
@@ -77,44 +99,67 @@ def hidden_argument(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
     return hidden
 
 
-def replace_hidden(
-    args: Sequence[Any], kwargs: Mapping[str, Any], hidden: Any
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def replace_hidden(args: Sequence[Any], kwargs: Mapping[str, Any], hidden: Any) -> Arguments:
     """A layer's arguments with another hidden state."""
-    return ((hidden, *args[1:]), dict(kwargs)) if args else ((), {**kwargs, "hidden_states": hidden})
+    return replace_argument(args, kwargs, 0 if args else "hidden_states", hidden)
+
+
+def argument(args: Sequence[Any], kwargs: Mapping[str, Any], at: Argument) -> Any:
+    """One of a layer's arguments."""
+    return args[at] if isinstance(at, int) else kwargs[at]
+
+
+def replace_argument(args: Sequence[Any], kwargs: Mapping[str, Any], at: Argument, value: Any) -> Arguments:
+    """A layer's arguments with another one in a place."""
+    if isinstance(at, int):
+        return (*args[:at], value, *args[at + 1 :]), dict(kwargs)
+    return tuple(args), {**kwargs, at: value}
 
 
 def look_at(model: nn.Module) -> Look:
     """Look at a model. Raises PlanError where it does not split at its layers."""
-    name, layers = _find_layers(model)
+    _check_config(model)
+    lists = _encoder_and_decoder(model) if is_encoder_decoder(model) else [_find_layers(model)]
     sizes = {size for parameter in model.parameters() for size in parameter.shape}
-    rows, length = (next(p for p in primes if p not in sizes) for primes in (_FEW, _MANY))
+    many = [prime for prime in _MANY if prime not in sizes]
+    primes = next(prime for prime in _FEW if prime not in sizes), many[0], many[1]
     tried = []
-    for form in _FORMS:
-        record = _run(model, layers, form, rows, length)
+    for forms in sorted(product(_FORMS, repeat=len(lists)), key=lambda each: len({form.length for form in each})):
+        stacks = [Stack(name, layers, form) for (name, layers), form in zip(lists, forms, strict=True)]
+        record = _run(model, stacks, primes)
         if record.problem is None:
             break
         tried.append(record)
     else:
         furthest = max(tried, key=lambda each: len(each.given))
-        raise PlanError(f"{_kind(model)} does not split at {name!r}: {furthest.problem}; {HOW_TO_ADAPT}")
-    before, after = _parts(model, layers, record)
-    shapes = {part: Shape(record.outputs[part], rows, length) for part in before}
-    return Look(name, layers, form, before, after, shapes)
+        names = " and ".join(repr(name) for name, _ in lists)
+        raise PlanError(f"{_kind(model)} does not split at {names}: {furthest.problem}; {HOW_TO_ADAPT}")
+    around = _parts(model, stacks, record)
+    shapes = {part: Shape(record.outputs[part]) for parts in around[:-1] for part in parts}
+    kept = _kept_apart(model, record, [part for parts in around for part in parts])
+    stacks[1:] = [replace(stack, memory=record.memory) for stack in stacks[1:]]
+    return Look(tuple(stacks), around, shapes, primes, kept=kept)
 
 
 _FEW = (3, 5, 7, 11, 13, 17, 19)
 _MANY = (23, 29, 31, 37, 41, 43, 47, 53, 59, 61)
+_LAYERDROP = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 _FORMS = tuple(Form(length) for length in range(4))
+
+
+class _Rest:
+    """Stands for what a layer returns besides the hidden state."""
 
 
 @dataclass(slots=True)
 class _Record:
-    """What happened in a forward. Of events, layers are numbers and other modules names."""
+    """What happened in a forward. Of events, layers are numbers, counted on from one stack to the next, and other
+    modules names. memory: what the encoder gave, and the argument in which the decoder's layers took it."""
 
     events: list[str | int] = field(default_factory=list)
     outputs: dict[str, Any] = field(default_factory=dict)
-    given: list[tuple[Tensor, list[Any]]] = field(default_factory=list)
+    given: list[tuple[Tensor, dict[Argument, Any]]] = field(default_factory=list)
+    memory: Argument | None = None
     problem: str | None = None
 
 
@@ -132,42 +177,69 @@ class _Recorder(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Note, and pass on."""
         hidden = hidden_argument(args, kwargs)
-        others = [*args[1:], *(value for key, value in kwargs.items() if value is not hidden)]
+        others: dict[Argument, Any] = dict(enumerate(args))
+        others.update(kwargs)
+        del others[0 if args else "hidden_states"]
         self._record.events.append(self._at)
         passed = hidden * 1
         self._record.given.append((hidden, others))
         self._record.outputs[f"layer {self._at}"] = passed
-        return self._form.wrap(passed)
+        return self._form.wrap(passed, _Rest())
 
 
-def _find_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
+def _check_config(model: nn.Module) -> None:
     config: Any = model.config
-    if getattr(config, "is_encoder_decoder", False):
-        raise PlanError(
-            f"{_kind(model)} has an encoder and a decoder: two lists of layers that exchange states; Atoll splits "
-            f"models with one list; {HOW_TO_ADAPT}"
-        )
     if getattr(config, "output_router_logits", False):
         raise PlanError(
             f"{_kind(model)} adds a loss over all layers' routers (config.output_router_logits), which no stage can "
             "compute; set it to False"
         )
-    count = config.get_text_config().num_hidden_layers
-    lists = [(name, each) for name, each in model.named_modules() if isinstance(each, nn.ModuleList)]
-    fitting = sorted(((name.count("."), name, each) for name, each in lists if len(each) == count), key=lambda x: x[:2])
+    dropped = [key for key in _LAYERDROP if getattr(config, key, 0.0)]
+    if dropped:
+        raise PlanError(
+            f"{_kind(model)} leaves out layers at random (config.{dropped[0]} = {getattr(config, dropped[0])}), also "
+            "those at which a stage ends; set it to 0"
+        )
+
+
+def _find_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    config: Any = model.config
+    sees = main_input(model) == "pixel_values" and hasattr(config, "vision_config")
+    count = (config.vision_config if sees else config.get_text_config()).num_hidden_layers
+    lists = _lists(model)
+    fitting = [(name, each) for name, each in lists if len(each) == count]
     if not fitting:
         raise PlanError(
             f"{_kind(model)} has no list of {count} layers (config.num_hidden_layers), but "
             f"{', '.join(f'{name} of {len(each)}' for name, each in lists) or 'no list at all'}; {HOW_TO_ADAPT}"
         )
-    return fitting[0][1], fitting[0][2]
+    return fitting[0]
 
 
-def _run(model: nn.Module, layers: nn.ModuleList, form: Form, rows: int, length: int) -> _Record:
-    """One forward with recorders for layers that return `form`."""
+def _encoder_and_decoder(model: Any) -> list[tuple[str, nn.ModuleList]]:
+    names = {id(module): name for name, module in model.named_modules()}
+    found = []
+    for what, stack in (("encoder", model.get_encoder()), ("decoder", model.get_decoder())):
+        lists = [] if stack is model or stack is model.base_model else _lists(stack)
+        if not lists:
+            raise PlanError(f"{_kind(model)} has no {what} with a list of layers; {HOW_TO_ADAPT}")
+        found.append((names[id(lists[0][1])], lists[0][1]))
+    if "encoder_outputs" not in inspect.signature(model.forward).parameters or found[0] == found[1]:
+        raise PlanError(f"{_kind(model)} has an encoder whose outputs cannot be handed in; {HOW_TO_ADAPT}")
+    return found
+
+
+def _lists(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
+    """Lists of modules, the outermost first."""
+    lists = [(name, each) for name, each in model.named_modules() if isinstance(each, nn.ModuleList)]
+    return sorted(lists, key=lambda each: (each[0].count("."), each[0]))
+
+
+def _run(model: nn.Module, stacks: Sequence[Stack], primes: tuple[int, int, int]) -> _Record:
+    """One forward with recorders for layers that return what their stack's form says."""
     record = _Record()
     names = {id(module): name for name, module in model.named_modules()}
-    inside = {id(module) for layer in layers for module in layer.modules()} | {id(layers)}
+    inside = {id(module) for stack in stacks for module in stack.layers.modules()}
 
     def note(module: nn.Module, args: Any, output: Any) -> Any:
         record.events.append(names[id(module)])
@@ -176,25 +248,22 @@ def _run(model: nn.Module, layers: nn.ModuleList, form: Form, rows: int, length:
         record.outputs[names[id(module)]] = output
         return output
 
-    owned = {str(at): layer for at, layer in enumerate(layers)}
+    owned = [(stack, key, layer) for stack in stacks for key, layer in stack.layers.named_children()]
     handles = [m.register_forward_hook(note) for m in model.modules() if id(m) not in inside]
     try:
-        for at, (key, layer) in enumerate(owned.items()):
-            setattr(layers, key, _Recorder(layer, at, record, form))
+        for at, (stack, key, layer) in enumerate(owned):
+            setattr(stack.layers, key, _Recorder(layer, at, record, stack.form))
         with fake_tensors(), torch.enable_grad():
-            device = next(model.parameters()).device
-            ids = torch.zeros(rows, length, dtype=torch.long, device=device)
-            output = model(input_ids=ids, **fixed_options(model))
-        record.problem = _problem(record, len(owned), output, (rows, length))
-    except PlanError:
-        raise
+            output = model(**example(model, primes[0], primes[1:]), **fixed_options(model))
     except Exception as error:
         record.problem = f"a forward with layers that pass on what they get fails: {type(error).__name__}: {error}"
     finally:
-        for key, layer in owned.items():
-            setattr(layers, key, layer)
+        for stack, key, layer in owned:
+            setattr(stack.layers, key, layer)
         for handle in handles:
             handle.remove()
+    if record.problem is None:
+        record.problem = _problem(model, record, stacks, output=output, primes=primes)
     return record
 
 
@@ -206,69 +275,147 @@ def _trained_through(output: Any) -> Any:
 
 
 def fixed_options(model: nn.Module) -> dict[str, Any]:
-    """What every forward of the model is given besides the batch."""
+    """Return the arguments of every forward besides the batch."""
     accepted = inspect.signature(model.forward).parameters
     return {key: value for key, value in {"use_cache": False, "return_dict": True}.items() if key in accepted}
 
 
-def _problem(record: _Record, count: int, output: Any, size: tuple[int, int]) -> str | None:
+def _problem(
+    model: nn.Module, record: _Record, stacks: Sequence[Stack], *, output: Any, primes: tuple[int, int, int]
+) -> str | None:
     """Why what happened cannot be split, if it cannot."""
+    count = sum(len(stack.layers) for stack in stacks)
     order = [event for event in record.events if isinstance(event, int)]
     if order != list(range(count)):
         return f"its layers run in the order {order[:8]}, not each once from the first to the last"
-    logits = getattr(output, "logits", None)
-    if logits is None or tuple(logits.shape[:2]) != size:
-        return "its output has no logits of [batch, length, ...]"
-    shape = record.given[0][0].shape
-    for at in range(count):
+    task = task_of(model)
+    outputs = task.outputs(output)
+    wanted = (primes[0], primes[len(stacks)]) if task.is_language else (primes[0],)
+    if outputs is None or tuple(outputs.shape[: len(wanted)]) != wanted:
+        return f"its output has no logits of [batch, {'length, ' if task.is_language else ''}...]"
+    if len(stacks) > 1:
+        record.memory = _memory(model, record, first=len(stacks[0].layers))
+    for run in _runs(stacks):
+        problem = _problem_of_stack(record, run, stacks)
+        if problem is not None:
+            return problem
+    return None
+
+
+def _runs(stacks: Sequence[Stack]) -> list[range]:
+    """The numbers of each stack's layers."""
+    ends = [sum(len(stack.layers) for stack in stacks[:at]) for at in range(len(stacks) + 1)]
+    return [range(first, last) for first, last in pairwise(ends)]
+
+
+def _memory(model: Any, record: _Record, first: int) -> Argument | None:
+    """The argument in which the decoder's first layer is given just what the encoder has returned."""
+    names = {id(module): name for name, module in model.named_modules()}
+    encoded = record.outputs.get(names[id(model.get_encoder())])
+    memory = getattr(encoded, "last_hidden_state", None)
+    hidden, others = record.given[first]
+    if memory is None or memory.shape[-1] != hidden.shape[-1]:
+        return None
+    return next((at for at, other in others.items() if other is memory), None)
+
+
+def _problem_of_stack(record: _Record, run: range, stacks: Sequence[Stack]) -> str | None:
+    is_decoder = run.start > 0
+    if is_decoder and record.memory is None:
+        return "its decoder's layers are not given just what its encoder returns, in states of the same width"
+    shape = record.given[run.start][0].shape
+    for at in run:
         got = record.given[at][0]
-        if at and got is not record.outputs[f"layer {at - 1}"]:
+        if at > run.start and got is not record.outputs[f"layer {at - 1}"]:
             return f"layer {at} is not given just what layer {at - 1} returns"
         if got.shape != shape:
-            return f"layer {at} is given {tuple(got.shape)} and layer 0 {tuple(shape)}"
-    taken = Counter(id(other) for _, others in record.given for other in others)
-    for at, (_, others) in enumerate(record.given):
-        for other in others:
-            if isinstance(other, Tensor) and other.requires_grad:
+            return f"layer {at} is given {tuple(got.shape)} and layer {run.start} {tuple(shape)}"
+    layers = stacks[-1 if is_decoder else 0].layers
+    first = record.given[run.start][1]
+    taken = Counter(id(other) for at in run for other in record.given[at][1].values())
+    for at in run:
+        for name, other in record.given[at][1].items():
+            is_memory = is_decoder and name == record.memory and other is first[record.memory]
+            if isinstance(other, Tensor) and other.requires_grad and not is_memory:
                 return f"layer {at} takes another input that depends on an embedding, of shape {tuple(other.shape)}"
             if isinstance(other, (dict, list, set)) and taken[id(other)] > 1:
                 return f"its layers share a {type(other).__name__}, through which one may change what another sees"
-    between = record.events[record.events.index(0) : record.events.index(count - 1)]
+            if isinstance(other, _Rest) and not computes_position_bias(layers[at - run.start]):
+                return f"layer {at} takes more of what layer {at - 1} returns than the hidden state"
+    between = record.events[record.events.index(run.start) : record.events.index(run.stop - 1)]
     strangers = sorted({event for event in between if isinstance(event, str)})
     return f"{', '.join(strangers)} runs between its layers" if strangers else None
 
 
-def _parts(model: nn.Module, layers: nn.ModuleList, record: _Record) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The largest modules with parameters before and after the layers, in the order in which they run."""
-    first, last = record.events.index(0), len(record.events) - 1 - record.events[::-1].index(len(layers) - 1)
-    before: dict[str, int] = {}
-    after: dict[str, int] = {}
+def computes_position_bias(layer: nn.Module) -> bool:
+    """Return True if a layer of T5's kind has the table of the bias that it is otherwise given."""
+    return any(getattr(module, "has_relative_attention_bias", False) for module in layer.modules())
+
+
+def _parts(model: nn.Module, stacks: Sequence[Stack], record: _Record) -> tuple[tuple[str, ...], ...]:
+    """The largest modules with parameters before, between and after the stacks, in the order in which they run."""
+    events = record.events
+    runs = [(events.index(run.start), events.index(run.stop - 1)) for run in _runs(stacks)]
+    gaps = list(zip([-1, *[last for _, last in runs]], [*[first for first, _ in runs], len(events)], strict=True))
+    found: list[dict[str, int]] = [{} for _ in gaps]
+    lists = {id(stack.layers) for stack in stacks}
+    run_parameters = {
+        id(parameter)
+        for name, module in model.named_modules()
+        if name in record.outputs and not any(id(each) in lists for each in module.modules())
+        for parameter in module.parameters()
+    }
     problems = []
 
     def visit(name: str, module: nn.Module) -> None:
-        if module is layers or not any(True for _ in module.parameters()):
+        if id(module) in lists or not any(True for _ in module.parameters()):
             return
-        times = [at for at, event in enumerate(record.events) if event == name]
-        holds_layers = any(each is layers for each in module.modules())
+        times = [at for at, event in enumerate(events) if event == name]
+        holds_layers = any(id(each) in lists for each in module.modules())
         if holds_layers or not times:
-            direct = [key for key, _ in module.named_parameters(recurse=False)]
+            own = module.named_parameters(recurse=False)
+            direct = [key for key, parameter in own if id(parameter) not in run_parameters]
             if direct:
                 problems.append(
                     f"{name or 'the model itself'} holds {', '.join(direct)} outside of any module that runs"
                 )
             for key, child in module.named_children():
                 visit(f"{name}.{key}" if name else key, child)
-        elif all(at < first for at in times):
-            before[name] = times[0]
-        elif all(at > last for at in times):
-            after[name] = times[0]
-        else:
-            problems.append(f"{name} runs both before and after the layers")
+            return
+        for gap, (first, last) in zip(found, gaps, strict=True):
+            if all(first < at < last for at in times):
+                gap[name] = times[0]
+                return
+        problems.append(f"{name} runs both before and after the layers")
 
     visit("", model)
     if problems:
         raise PlanError(f"{_kind(model)} does not split at its layers: {'; '.join(problems)}; {HOW_TO_ADAPT}")
-    return tuple(sorted(before, key=before.__getitem__)), tuple(sorted(after, key=after.__getitem__))
+    return tuple(tuple(sorted(gap, key=gap.__getitem__)) for gap in found)
+
+
+def _kept_apart(model: nn.Module, record: _Record, parts: Sequence[str]) -> dict[str, str]:
+    """Name of a part that runs -> name of a module of the same class and with the same parameters that does not run,
+    and which the model's files name these parameters by."""
+    modules = dict(model.named_modules())
+    kept: dict[str, str] = {}
+    for name, module in modules.items():
+        parameters = list(module.parameters())
+        if not parameters or name in record.outputs:
+            continue
+        twins = [
+            part
+            for part in parts
+            if type(modules[part]) is type(module)
+            and list(map(id, modules[part].parameters())) == list(map(id, parameters))
+        ]
+        if twins and twins[0] not in kept:
+            kept[twins[0]] = name
+    return kept
+
+
+def _are(some: Sequence[nn.Parameter], others: Sequence[nn.Parameter]) -> bool:
+    return len(some) == len(others) and all(one is other for one, other in zip(some, others, strict=True))
 
 
 def _kind(model: nn.Module) -> str:

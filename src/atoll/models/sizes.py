@@ -133,7 +133,7 @@ FAMILIES: Mapping[str, Callable[[Any], Transformer]] = MappingProxyType(
 """Families of transformers with formulas, by `model_type`."""
 
 _RESULTS = {"gelu": 0, "gelu_pytorch_tanh": 0, "gelu_new": 3}
-"""By activation, the tensors that it saves besides its input and its result."""
+"""Tensors that each activation saves besides its input and its result."""
 
 
 def _results(config: Any, activation: str) -> int:
@@ -163,6 +163,6 @@ def _has_dropout(config: Any, *keys: str) -> bool:
     if len(found) > 1:
         raise ConfigError(
             f"no formulas for {config.model_type} with {', '.join(f'{key} = {rate}' for key, rate in rates.items())}: "
-            "dropout is everywhere or nowhere"
+            "dropout must be on everywhere or nowhere"
         )
     return found.pop()

@@ -1,4 +1,4 @@
-"""What the blocks of a model weigh, from its parameters alone: nothing is run."""
+"""Weights of a model's blocks, from its parameters alone, without running it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from atoll.models.adapter import Block
 from atoll.stages import BlockWeight
 
 TRAINED_COPIES = 4
-"""What a trained parameter takes: itself, its gradient, and the two states that Adam keeps."""
+"""Copies of a trained parameter: itself, its gradient, and Adam's two states."""
 
 
 def weigh_blocks(blocks: Sequence[Block], *, apart: Container[str] = ()) -> tuple[BlockWeight, ...]:
@@ -35,7 +35,7 @@ def weigh_blocks(blocks: Sequence[Block], *, apart: Container[str] = ()) -> tupl
 
 
 def relative_score(blocks: Sequence[Block], weights: Sequence[BlockWeight], head: str) -> float:
-    """How long scoring takes against the forward of everything else: two products of the head's weight, not one."""
+    """Return the cost of scoring relative to a forward: two products with the head's weight instead of one."""
     modules = {name: module for block in blocks for name, module in block.named_modules()}
     products = sum(parameter.numel() for parameter in modules[head].parameters() if parameter.dim() >= 2)
     return 2 * products / max(sum(weight.cost for weight in weights) / 3, 1.0)

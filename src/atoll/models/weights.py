@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,24 +27,33 @@ class Weights:
     Files are mapped into memory, so only what is asked for is read. Where the file's names lack or have the prefix of
     the headless model, such as "model." or "transformer.", they are found all the same.
 
+    rename: the name that a tensor of an older file has in the model.
+
     Raises PlanError for a folder without safetensors, and for one that lacks some of `names`, except those that `added`
     lists: they are not in the folder, and start as a new model does.
     """
 
     def __init__(
-        self, folder: Path, names: Mapping[str, tuple[int, ...]], *, prefix: str = "", added: Iterable[str] = ()
+        self,
+        folder: Path,
+        names: Mapping[str, tuple[int, ...]],
+        *,
+        prefix: str = "",
+        added: Iterable[str] = (),
+        rename: Callable[[str], str] = str,
     ) -> None:
         self.folder = Path(folder)
         self._files = _open_files(self.folder)
         self._stored: dict[str, str] = {}
+        known = {rename(name): name for name in self._files} | {name: name for name in self._files}
         skipped = set(added)
         missing = []
         for name in names:
             plain = name.replace(".base_layer.", ".")
             shorter = plain.removeprefix(f"{prefix}.")
-            found = next((each for each in (plain, shorter, f"{prefix}.{plain}") if each in self._files), None)
+            found = next((each for each in (plain, shorter, f"{prefix}.{plain}") if each in known), None)
             if found is not None:
-                self._stored[name] = found
+                self._stored[name] = known[found]
             elif name not in skipped:
                 missing.append(name)
         if missing:
@@ -70,7 +79,7 @@ class Weights:
             raise PlanError(f"{self.folder} is of another size: {'; '.join(wrong[:4])}")
 
     def __contains__(self, name: object) -> bool:
-        """Whether the folder has a parameter."""
+        """Return True if the folder has a parameter."""
         return name in self._stored
 
     def read_into(self, target: torch.Tensor, name: str, within: Box, start: int, stop: int) -> None:
@@ -100,23 +109,45 @@ class Weights:
 def weights_for(adapter: Adapter, folder: Path) -> Weights:
     """The weights of a folder for a model, by the first name of each parameter.
 
-    Those of adapters of the `peft` package are not looked for.
+    The folder may lack those of adapters of the `peft` package, and the head that an adapter says is a task's.
     """
     shared = shared_parameters(adapter)
     named = [pair for block in adapter.blocks() for pair in block.named_parameters() if pair[0] not in shared]
     model = getattr(adapter, "model", None)
+    heads = tuple(f"{head}." for head in getattr(adapter, "task_heads", ()))
     if any(not parameter.is_meta for _, parameter in named):
         raise PlanError(f"weights = {str(folder)!r} for a model that has values already; build it on the meta device")
     return Weights(
         folder,
         {name: tuple(parameter.shape) for name, parameter in named},
         prefix=getattr(model, "base_model_prefix", ""),
-        added=[name for name, _ in named if "lora_" in name],
+        added=[name for name, _ in named if "lora_" in name or name.startswith(heads)],
+        rename=_renaming(model),
     )
 
 
+def _renaming(model: Any) -> Callable[[str], str]:
+    """Return transformers' renaming of tensors in older files. Tensors that it also computes with keep their names."""
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+    except ImportError:  # not installed, or of a version that renames nothing
+        return str
+    if not hasattr(model, "base_model_prefix"):
+        return str
+    found = get_model_conversion_mapping(model)
+    names = [each for each in found if isinstance(each, WeightRenaming)]
+    computed = [each for each in found if isinstance(each, WeightConverter)]
+
+    def rename(name: str) -> str:
+        renamed, converter = rename_source_key(name, names, computed)
+        return str(renamed) if converter is None else name
+
+    return rename
+
+
 def has_weights(folder: Path) -> bool:
-    """Whether a folder holds safetensors."""
+    """Return True if a folder holds safetensors."""
     return (Path(folder) / INDEX).is_file() or (Path(folder) / SINGLE).is_file()
 
 
@@ -141,7 +172,7 @@ def _open_files(folder: Path) -> dict[str, Any]:
         if lacking:
             raise PlanError(
                 f"{folder / INDEX} lists {len(lacking)} tensors of {file} that it does not have, such as "
-                f"{reprlib.repr(lacking[0])}; copy index and files anew from one place"
+                f"{reprlib.repr(lacking[0])}; copy index and files again from one place"
             )
         opened.update(dict.fromkeys(held, handle))
     return opened
@@ -156,7 +187,7 @@ def _listed(index: Path) -> dict[str, list[str]]:
         listed = read_json(index)["weight_map"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise PlanError(
-            f"{index} is not an index of safetensors: {type(error).__name__}: {error}; copy it anew"
+            f"{index} is not an index of safetensors: {type(error).__name__}: {error}; copy it again"
         ) from error
     if not isinstance(listed, dict) or not listed:
         raise PlanError(f"{index}: weight_map is {reprlib.repr(listed)}, not a table of names and files")

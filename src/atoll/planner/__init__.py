@@ -1,12 +1,15 @@
-"""Chooses a plan for a workload on a cluster, and says why."""
+"""Choose a plan for a workload on a cluster, and explain it."""
 
-from atoll.planner.answer import Answer, Change, Undone
+import warnings
+
+from atoll.planner.answer import Alternative, Answer, Change
 from atoll.planner.candidate import Candidate, choices, settings
 from atoll.planner.search import EFFORT, Found, Search
 from atoll.planner.space import Goal, Order, Space
 
 __all__ = [
     "EFFORT",
+    "Alternative",
     "Answer",
     "Candidate",
     "Change",
@@ -15,7 +18,13 @@ __all__ = [
     "Order",
     "Search",
     "Space",
-    "Undone",
     "choices",
     "settings",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name != "Undone":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn("atoll.planner.Undone is deprecated, use Alternative", DeprecationWarning, stacklevel=2)
+    return Alternative

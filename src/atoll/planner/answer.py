@@ -1,7 +1,8 @@
-"""What a search has found, as an answer: the plan, others that differ, what binds, and what would change it."""
+"""The answer of a search: the plan, runners-up, its bottleneck, and the effect of other conditions."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,22 +17,22 @@ from atoll.planner.simpler import simplest_first
 from atoll.planner.space import world_of
 
 MAIN = ("mesh", "microbatch", "recompute", "schedule", "layout")
-"""The choices in which plans look different to a person."""
+"""The main choices of a plan."""
 
 AT_LEAST = 2
-"""How many of them tell a runner-up from the plan and from those before it."""
+"""Number of main choices in which a runner-up differs from the plan and from earlier runners-up."""
 
 RUNNERS_UP = 4
 
 TRIED = 24
-"""Slower plans that are looked at, until one fits."""
+"""Maximum number of slower plans to check, until one fits."""
 
 EASIER = 8
-"""How many times less effort a search has where the question changes."""
+"""Factor by which the effort is smaller for other conditions."""
 
 
-class Undone(NamedTuple):
-    """The fastest plan found that makes one choice otherwise. seconds: None where none was found that fits."""
+class Alternative(NamedTuple):
+    """The fastest plan found with another value of one choice. seconds: None if no plan was found that fits."""
 
     choice: str
     value: str
@@ -40,7 +41,7 @@ class Undone(NamedTuple):
 
 
 class Change(NamedTuple):
-    """What happens to the step when the cluster or the goal changes.
+    """The effect of a change of the cluster or the goal on the step.
 
     same: seconds of the same plan; None where it does not fit, or has another batch or mesh.  best: the fastest plan
     found then, with an eighth of the effort, the runners-up among them; None where none was found that fits, though
@@ -54,7 +55,7 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class Answer:
-    """The fastest plan that was found, and why. `print` shows what `atoll plan` does."""
+    """The fastest plan found, and why. `print` shows the output of `atoll plan`."""
 
     search: Search
     found: Found
@@ -79,7 +80,7 @@ class Answer:
 
     @cached_property
     def prediction(self) -> Prediction:
-        """Of the best plan."""
+        """The prediction of the best plan."""
         return self.search.predict(self.best)
 
     @property
@@ -89,7 +90,7 @@ class Answer:
 
     @property
     def shortfall(self) -> str:
-        """What the nearest plan lacks, and what would help."""
+        """A message with the memory that the nearest plan lacks, and what would help."""
         nearest, search = self.found.nearest, self.search
         world, memory = world_of(search.goal, search.cluster), search.cluster.device.memory
         if nearest is None or nearest.peak is None:
@@ -118,8 +119,8 @@ class Answer:
         return tuple(chosen[1:])
 
     @cached_property
-    def undone(self) -> tuple[Undone, ...]:
-        """For each choice, what making it otherwise costs, all others free."""
+    def alternatives(self) -> tuple[Alternative, ...]:
+        """For each choice, the cost of another value, with all other choices free."""
         own = choices(self.best)
         found = []
         for name, value in own.items():
@@ -127,8 +128,14 @@ class Answer:
             fitting = (each for _, each in zip(range(TRIED), others, strict=False) if self._fits(each))
             other = next(fitting, None)
             made = None if other is None else choices(other)[name]
-            found.append(Undone(name, value, made, None if other is None else other.seconds))
+            found.append(Alternative(name, value, made, None if other is None else other.seconds))
         return tuple(found)
+
+    @property
+    def undone(self) -> tuple[Alternative, ...]:
+        """Deprecated name of `alternatives`."""
+        warnings.warn("Answer.undone is deprecated, use Answer.alternatives", DeprecationWarning, stacklevel=2)
+        return self.alternatives
 
     @cached_property
     def _slower(self) -> tuple[Candidate, ...]:
@@ -182,7 +189,7 @@ def _gib(nbytes: float) -> str:
 
 
 def _slower(cluster: Cluster) -> Cluster:
-    """With the slowest link half as fast: that between nodes, or inside where there is one node."""
+    """Return the cluster with its slowest link half as fast: between nodes, or inside if there is one node."""
     if cluster.network is not None and cluster.nodes > 1:
         return cluster.model_copy(update={"network": cluster.network.times(0.5)})
     link = cluster.node.link

@@ -1,4 +1,4 @@
-"""What a plan takes at least: cheap lower bounds on the seconds and bytes that its programs take.
+"""Cheap lower bounds on the seconds and bytes of a plan's programs.
 
 [Note: why these are bounds]
 A program computes what its schedule says, in its order, and waits besides for data-parallel ranks. So its step is no
@@ -54,7 +54,7 @@ USES = (Op.F, Op.I, Op.B)
 
 
 class Least(NamedTuple):
-    """What a plan takes at least: seconds of a step, and bytes of its fullest rank.
+    """Lower bounds of a plan: seconds of a step, and the highest peak of a rank in bytes.
 
     likely: what it may well take, by which plans are tried in turn; no bound.
     """
@@ -74,7 +74,7 @@ class Skeleton:
     base: Prediction
 
     def least(self, travels: Sequence[Travel], mesh: MeshShape) -> Least:
-        """Of plans with these choices, of which all have one layout, residency and reduction.
+        """Return the bounds of plans with these choices and one layout, residency and reduction.
 
         Likely is that a use of a stage gathers all but the unit at the turn, that the first microbatch waits in each
         stage for what its forward does not hide, and that a rank's last reduction and the optimizer's moves are hidden
@@ -93,7 +93,7 @@ class Skeleton:
         return Least(max(computed, carried), nbytes, likely + self._exposed(travel, mesh, once))
 
     def alone(self, mesh: MeshShape) -> Least:
-        """What is computed, and kept. Steps that end at once take what is likely at least."""
+        """Return the bounds of compute and activations only. Steps that end at once have a likely bound."""
         updates = [self.base.update_seconds * trained / mesh.data for trained in self._trained]
         busy = max(map(sum, zip(self._busy, updates, strict=True)))
         makespan = self._makespan(mesh) + updates[self._schedule.placement.rank_of(0)]
@@ -140,7 +140,7 @@ class Skeleton:
 
     @cached_property
     def _gives(self) -> list[list[float]]:
-        """As `_takes`, until what is made can be sent: a full backward goes on with the weights' gradients."""
+        """Like `_takes`, until the result can be sent: a full backward continues with the weights' gradients."""
         found = [list(takes) for takes in self._takes]
         for takes in found:
             takes[FULL] = takes[I]
@@ -168,7 +168,7 @@ class Skeleton:
 
     @cached_property
     def _round_trips(self) -> tuple[float, ...]:
-        """By stage, seconds from the start of a forward to its input's gradient, without messages."""
+        """Seconds of each stage from the start of a forward to its input's gradient, without messages."""
         found, total = [], 0.0
         for takes in reversed(self._takes[: len(self.base.ranks.runs)]):
             total += takes[F] + takes[I]
@@ -176,7 +176,7 @@ class Skeleton:
         return tuple(reversed(found))
 
     def _makespan(self, mesh: MeshShape) -> float:
-        """From the first start to the last end."""
+        """Return the seconds from the first start to the last end."""
         real = replace(self.base, plan=replace(self.base.plan, mesh=mesh))
         # What slices of a vocabulary send between ranks that are no neighbours takes no time.
         hops = replace(Hops.of(self._schedule.placement, real.hops), far=0.0)
@@ -208,14 +208,14 @@ class Skeleton:
 
     @cached_property
     def _window(self) -> float:
-        """What the longest stage computes for one microbatch: beside it may travel what travels once a step."""
+        """Compute of the longest stage for one microbatch, which can overlap the transfers of once per step."""
         return max(takes[F] + takes[FULL] for takes in self._takes)
 
     # ---- what is stored
 
     @cached_property
     def _sizes(self) -> tuple[dict[tuple[Phase, ...], int], ...]:
-        """Of each rank, elements by the phases in which their gradients come out."""
+        """Elements of each rank by the phase that computes their gradients."""
         found = []
         for rank in range(self._schedule.ranks):
             sizes: Counter[tuple[Phase, ...]] = Counter()
@@ -279,7 +279,7 @@ class Skeleton:
         return tuple(found)
 
     def _is_shared(self, block: int) -> bool:
-        """Whether a block shares parameters with the other end."""
+        """Return True if a block shares parameters with the other end."""
         ranks = self.base.ranks
         return bool(ranks.model.shared) and block in (0, len(ranks.works) - 1)
 
@@ -335,7 +335,7 @@ class Skeleton:
         return once, each
 
     def _travelling(self, travel: Travel, live: int) -> list[dict[int, _Sent]]:
-        """By rank, what its stages send. live: blocks that may be whole at once."""
+        """Return the bytes that the stages of each rank send. live: blocks that may be gathered at once."""
         ranks, works, found = self.base.ranks, self.base.ranks.works, []
         whole = live * max((work.parameters for work in works), default=0)
         for rank, stages in enumerate(self._uses):
@@ -373,7 +373,7 @@ class Skeleton:
 
     @cached_property
     def _kept_runs(self) -> tuple[dict[int, int], ...]:
-        """By rank and stage, how often `run` gathers it."""
+        """Number of gathers of each stage of each rank under residency `run`."""
         ranks, schedule = self.base.ranks, self._schedule
         if schedule.table.has_vocabulary:  # slices take room too
             return tuple({} for _ in schedule.actions)
@@ -386,7 +386,7 @@ _Link = tuple[int, str]
 
 
 class _Uses(NamedTuple):
-    """How often a rank's row uses a stage.
+    """Uses of a stage in a rank's row.
 
     all: its F, I and B.  following: those whose use before is of the same stage.  ends: its W and B.  runs: of these,
     those that do not follow one of the same stage.
@@ -413,7 +413,7 @@ def data_links(cluster: Cluster, mesh: MeshShape) -> dict[str, Speed]:
 
 
 def part_of(axis: str, mesh: MeshShape) -> float:
-    """Of a buffer, what a rank sends in one move along an axis."""
+    """Return the share of a buffer that a rank sends in one move along an axis."""
     return 1.0 - 1.0 / mesh.intra if axis == "intra" else (1.0 - 1.0 / mesh.inter) / mesh.intra
 
 

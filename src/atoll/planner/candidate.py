@@ -20,7 +20,7 @@ class Candidate(NamedTuple):
 
 
 def choices(candidate: Candidate) -> dict[str, str]:
-    """The choices of a plan, by name, as a person reads them."""
+    """The choices of a plan, by name, as text."""
     frame, order, travel = candidate.frame, candidate.order, candidate.travel
     mesh = frame.mesh
     sizes = " x ".join(f"{axis} {size}" for axis, size in mesh.sizes.items() if size > 1) or "1 rank"
@@ -42,7 +42,7 @@ def choices(candidate: Candidate) -> dict[str, str]:
 
 
 def settings(candidate: Candidate) -> dict[str, dict[str, Any]]:
-    """The sections and keys of a config that make a plan."""
+    """The sections and keys of a config for a plan."""
     frame, order, travel = candidate.frame, candidate.order, candidate.travel
     parallel = {
         "ranks": frame.mesh.world,

@@ -35,10 +35,10 @@ from atoll.planner.space import Frame, Goal, Order, Space, Travel
 from atoll.plans import MeshShape, Plan
 
 EFFORT = 1_600_000
-"""What a search may play, in instructions, unless it is done before."""
+"""Budget of a search, in simulated instructions."""
 
 AT_MOST = 4
-"""How many times as long it goes on until something fits."""
+"""Factor of the budget while no plan fits."""
 
 LATER = 1.02
 """How much longer a frame's next schedule, or the next plan with one schedule, is taken to be than the one before it,
@@ -48,7 +48,7 @@ MADE = 2
 """Meshes with microbatches for which an order is made."""
 
 NEAR = 1.1
-"""How many times as long as the best plan a plan may take for whose mesh an order is made."""
+"""Maximum time, relative to the best plan, of a plan for whose mesh an order is searched."""
 
 ROUNDS = 3
 """Times that an order is made for less memory, until what is predicted fits."""
@@ -57,11 +57,11 @@ WORTH = 0.01
 """Share of the seconds that an order has to gain to be taken. A made order is written into the config in full."""
 
 A_CELL = 1.0
-"""What an action of a schedule counts when its bound is found, in instructions that are lowered and played."""
+"""Cost of bounding one action of a schedule, in lowered and simulated instructions."""
 
 
 class Found(NamedTuple):
-    """What a search has found.
+    """The result of a search.
 
     fitting: plans that fit, the fastest first.  nearest: where none does, the plan whose fullest rank holds least.
     bound: no plan that fits is faster, in seconds.  frames: meshes with microbatches that there are.  predicted: plans
@@ -76,7 +76,7 @@ class Found(NamedTuple):
 
 
 PLAIN = Travel(Layout("NNN"), "unit", "microbatch", 1, None, False)
-"""Of a plan without data parallelism."""
+"""The travel choices of a plan without data parallelism."""
 
 
 class _Total(NamedTuple):
@@ -110,7 +110,8 @@ class Search:
     """The plans of a workload on a cluster.
 
     space: the choices; all of them if not given.  reads_in_place: whether the ranks of a group read each other's
-    memory, as they do on one host's CPUs.  effort: instructions that are played at most.
+    memory, as they do on one host's CPUs.  effort: instructions that are played at most.  states: tensors that the
+    optimizer keeps of every parameter, as in `Plan`.
     """
 
     workload: Workload
@@ -119,6 +120,7 @@ class Search:
     space: Space = field(default_factory=Space)
     reads_in_place: bool = False
     effort: int = EFFORT
+    states: int = 2
 
     @property
     def limit(self) -> float:
@@ -135,7 +137,7 @@ class Search:
         return least._replace(nearest=nearest, bound=found.bound)
 
     def with_made(self, found: Found) -> Found:
-        """What was found, and with it orders made for the fastest plans of a pipeline, where schedules are free.
+        """Add searched orders for the fastest pipeline plans, if schedules are not fixed.
 
         Only for meshes on which an order can gain `WORTH`, as far as their bounds tell, and where it does.
         """
@@ -180,7 +182,7 @@ class Search:
     # ---- the search
 
     def _search(self, *, fastest: bool) -> Found:
-        """By seconds among what fits, or by bytes."""
+        """Search by seconds among plans that fit, or by bytes."""
         heap: list[tuple[bool, float, int, _Node]] = []
         numbers = count()
         fitting: list[Candidate] = []
@@ -293,6 +295,7 @@ class Search:
             prefetch=travel.prefetch,
             sequence_parallel=frame.sequence_parallel,
             vocabulary_parallel=frame.vocabulary_parallel,
+            states=self.states,
         )
 
     def _prediction(self, frame: Frame, order: Order, travel: Travel) -> Prediction:
@@ -317,7 +320,7 @@ class Search:
     # ---- bounds
 
     def _skeleton(self, frame: Frame, order: Order) -> Skeleton | None:
-        """None where the schedule does not fit the frame."""
+        """Return the schedule, or None if it does not fit the frame."""
         alone = MeshShape(pipeline=frame.mesh.pipeline, tensor=frame.mesh.tensor)
         key = frame._replace(mesh=alone), order
         if key not in self._skeletons:
@@ -335,7 +338,7 @@ class Search:
         return {}
 
     def _least_of(self, frame: Frame) -> Least | None:
-        """What all plans of a frame take at least; None where the model cannot be run so.
+        """Return the lower bounds of all plans of a frame, or None if the model does not allow it.
 
         Seconds: the mean of what its ranks compute; and as layers are whole, one rank has at least their mean number,
         rounded up. Bytes: the mean of what ranks hold when the first microbatch has passed all stages and no
@@ -368,7 +371,7 @@ class Search:
         return (kept + total.state / frame.mesh.data) / pipeline + self.cluster.device.context
 
     def _total(self, frame: Frame) -> _Total | None:
-        """Of one microbatch through all blocks."""
+        """Return the seconds of one microbatch through all blocks."""
         use = frame.use(self.goal)
         if use not in self._totals:
             alone = frame._replace(mesh=MeshShape(tensor=use.tensor), microbatches=1, vocabulary_parallel=False)
@@ -382,8 +385,8 @@ class Search:
             layers = [works[at] for at in workload.layers]
             frozen = sum(work.frozen for work in layers)
             trained = sum(work.parameters for work in layers) - frozen
-            # The master and two states of Adam; frozen parameters alone.
-            state = 3 * ITEM_BYTES[precision.master] * trained + ITEM_BYTES[precision.compute] * frozen
+            # The master and the optimizer's states; frozen parameters alone.
+            state = (1 + self.states) * ITEM_BYTES[precision.master] * trained + ITEM_BYTES[precision.compute] * frozen
             seconds = sum(sum(prediction.parts(work)) for work in works)
             own = sorted(sum(prediction.parts(work)) for work in layers)
             self._totals[use] = _Total(seconds, tuple(own), sum(work.kept for work in layers), state, trained)

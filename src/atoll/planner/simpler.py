@@ -1,4 +1,4 @@
-"""Of plans that take about as long, the one with the fewest special choices.
+"""Choice of the simplest among plans that are about equally fast.
 
 A prediction is not exact to a thousandth, so a special choice that gains less is not worth its line in a config. Simple
 and not small: in the eight measured races of benchmarks/choices, the simplest of the plans that are predicted to be
@@ -22,7 +22,7 @@ OF_A_TRAVEL = ("residency", "reduction", "unit", "prefetch", "post_validation")
 
 
 def specials(candidate: Candidate, space: Space) -> int:
-    """How many choices of a plan are special.
+    """Return the number of special choices of a plan.
 
     One for each of: a pipeline, tensor parallelism, several groups of data-parallel ranks, each state that is sharded,
     an order that was made, and each choice that is not the first of its values in the space.

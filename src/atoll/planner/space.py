@@ -1,4 +1,4 @@
-"""What a planner is asked, and between what it chooses."""
+"""Goal and search space of the planner."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Word = TypeVar("Word", bound=str)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    """What a step has to do.
+    """The requirements of a step.
 
     global_batch: samples of a step, of `sequence` tokens each.  ranks: devices; all of the cluster's if not given.
     headroom: share of a device's memory that a plan has to leave free, for what a prediction may be off by.
@@ -57,7 +57,7 @@ class Order(NamedTuple):
 
 
 ORDERS_ALONE = (Order("1f1b"), Order("breadth-first"))
-"""Where there is no pipeline: each microbatch forward and backward, or chunk by chunk."""
+"""Orders without a pipeline: each microbatch forward and backward, or chunk by chunk."""
 
 ORDERS_OF_A_PIPELINE = (
     Order("1f1b"),
@@ -87,7 +87,7 @@ class Frame(NamedTuple):
     vocabulary_parallel: bool
 
     def use(self, goal: Goal) -> Use:
-        """How a rank runs the model."""
+        """Return how a rank executes the model."""
         return Use(
             samples=self.microbatch,
             sequence=goal.sequence,
@@ -111,7 +111,7 @@ class Travel(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """The values between which a planner chooses, the plainest first; None for all that there are.
+    """The values that a planner chooses from, the simplest first; None for all.
 
     pipeline, tensor, intra: ranks along these axes; all divisors if not given. A group lies within a node, and
     tensor-parallel ranks too.  order: of the mesh's axes over the ranks.  schedules: of a pipeline, those of
@@ -187,7 +187,7 @@ class Space:
         return self.schedules
 
     def travels(self, frame: Frame, *, chunks: int) -> Iterator[tuple[Travel, ...]]:
-        """What may be stored and sent, each way that differs once; in one tuple those that send about as much.
+        """Yield the distinct ways to store and send state; each tuple has those with about the same traffic.
 
         chunks: stages of a rank. A rank of one stage stays on it for the step, unless its slice of the vocabulary needs
         the room.
@@ -247,7 +247,7 @@ def _placed(layout: Layout, mesh: MeshShape) -> Layout:
 
 
 def _lies(mesh: MeshShape, cluster: Cluster) -> tuple[object, ...]:
-    """What tells meshes apart on a cluster: sizes, and the link along each axis."""
+    """Return a key that distinguishes meshes on a cluster: sizes, and the link along each axis."""
     sizes = {axis: mesh.sizes[axis] for axis in AXES}
     axes = [axis for axis, size in sizes.items() if size > 1]
     return (*sizes.values(), *(cluster.along(mesh, axis) for axis in axes))

@@ -1,4 +1,4 @@
-"""An answer as a person reads it."""
+"""The output of `atoll plan`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from atoll.planner.answer import Answer
 
 SHOWN = 0.005
-"""Share of a step that a part has to have to be named among what binds."""
+"""Smallest share of a step for which a part is listed."""
 
 
 def describe(answer: Answer, own: Prediction | None = None) -> Iterator[str]:
-    """The plan, what binds, the others, and what would change."""
+    """Yield the plan, its memory and time, the runners-up, and the effect of other choices and conditions."""
     best, prediction = answer.best, answer.prediction
     devices = prediction.plan.mesh.world
     rate = prediction.tokens_a_second
@@ -31,22 +31,22 @@ def describe(answer: Answer, own: Prediction | None = None) -> Iterator[str]:
         f"{format_rate(rate / devices, 'tokens')} a device, MFU {prediction.mfu:.1%}"
     )
     yield f"memory  {_memory(prediction)}"
-    yield f"binds   {_binding(prediction)}"
+    yield f"time    {_time(prediction)}"
     yield f"proof   {_proof(answer)}"
     if own is not None:
         yield f"yours   {_compared(own.seconds, best.seconds)}{'' if own.fits else ', and does not fit'}"
     if answer.runners_up:
         yield from ("", "runners-up, each different in two of mesh, microbatch, recompute, schedule and layout")
         yield from _table([_row(each, best) for each in answer.runners_up])
-    yield from ("", "what another choice would cost, everything else chosen anew")
+    yield from ("", "cost of another choice, with all others chosen again")
     yield from _table(
         [
             (each.choice, each.other or "any other", _more(each.seconds, best.seconds))
-            for each in answer.undone
+            for each in answer.alternatives
             if each.seconds is not None or each.choice == "layout"
         ]
     )
-    yield from ("", "if the question changes (found with less effort)", *_table(list(_changes(answer))))
+    yield from ("", "under other conditions (found with less effort)", *_table(list(_changes(answer))))
 
 
 def _batch(answer: Answer) -> str:
@@ -61,13 +61,13 @@ def _memory(prediction: Prediction) -> str:
     largest = max(held._fields, key=lambda name: getattr(held, name))
     share = getattr(held, largest) / held.total
     return (
-        f"rank {fullest} of the pipeline is the fullest: {format_bytes(held.total)} of "
+        f"pipeline rank {fullest} has the highest peak: {format_bytes(held.total)} of "
         f"{format_bytes(prediction.device.memory)}, {share:.0%} of it {largest}"
     )
 
 
-def _binding(prediction: Prediction) -> str:
-    """The largest parts of the busiest rank's step."""
+def _time(prediction: Prediction) -> str:
+    """Return the largest parts of the busiest rank's step."""
     busiest = prediction.breakdown[busiest_rank(prediction.breakdown)]
     parts = {PARTS[name]: value / busiest.total for name, value in busiest._asdict().items()}
     named = sorted((share, name) for name, share in parts.items() if share >= SHOWN)
@@ -76,12 +76,12 @@ def _binding(prediction: Prediction) -> str:
 
 def _proof(answer: Answer) -> str:
     found = answer.found
-    tried = f"{found.predicted} plans played, of {found.frames} meshes with microbatches"
+    tried = f"{found.predicted} plans simulated, of {found.frames} meshes with microbatches"
     if answer.best.order.made is not None:
-        return f"its order was made for it, after {tried}; how much faster another plan can be is not known"
+        return f"the order was searched for this plan, after {tried}; no bound on faster plans is known"
     if answer.gap < 1e-9:
-        return f"no plan is faster: {tried}, bounds rule out the rest"
-    return f"another plan is at most {answer.gap:.1%} faster: {tried}, bounds rule out what is slower"
+        return f"no plan is faster: {tried}, bounds exclude the rest"
+    return f"another plan is at most {answer.gap:.1%} faster: {tried}, bounds exclude slower ones"
 
 
 def _row(candidate: Candidate, best: Candidate) -> tuple[str, ...]:
@@ -96,7 +96,7 @@ def _changes(answer: Answer) -> Iterator[tuple[str, ...]]:
     for each in answer.changes:
         same = "" if each.same is None else f"this plan {format_seconds(each.same)}"
         if each.best is None:
-            yield each.what, same, "no plan was found that fits"
+            yield each.what, same, "found no plan that fits"
             continue
         own = choices(each.best)
         other = [f"{name} {value}" for name, value in own.items() if value != best[name]]
@@ -106,7 +106,7 @@ def _changes(answer: Answer) -> Iterator[tuple[str, ...]]:
 
 def _more(seconds: float | None, best: float) -> str:
     if seconds is None:
-        return "none found that fits"
+        return "found none that fits"
     return f"+{seconds / best - 1.0:.1%}"
 
 
@@ -115,7 +115,7 @@ def _compared(own: float, best: float) -> str:
 
 
 def _table(rows: list[tuple[str, ...]]) -> Iterator[str]:
-    """Columns as wide as their cells."""
+    """Yield the rows in aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -113,7 +113,7 @@ _ORDER = ("compute", "gather", "reduce", "return", "send", "receive")
 
 
 def _rows(bars: Sequence[_Bar]) -> dict[_Bar, int]:
-    """Each bar in the first row of its lane in which there is room: what is under way at once lies in several."""
+    """Place each bar in the first free row of its lane: concurrent bars are in different rows."""
     free: dict[str, list[int]] = {}
     found = {}
     for bar in sorted(bars, key=lambda bar: (bar.start, bar.stop)):

@@ -22,7 +22,7 @@ from atoll.program.shape import PHASES, RankShape, UnitShape
 
 
 class Ending(StrEnum):
-    """How a step ends."""
+    """The kind of a step's end."""
 
     AT_ONCE = "at once"
     AHEAD = "ahead"
@@ -30,7 +30,7 @@ class Ending(StrEnum):
 
 
 BACKWARD = frozenset({Op.RECV_B, Op.B, Op.I, Op.RECV_S, Op.S})
-"""Where the first of these stands, a row's backwards begin: scores are the first part of the last stage's."""
+"""The first of these starts a row's backwards: scores are the first part of the last stage's backward."""
 
 
 def insert_end(instructions: Sequence[Instruction], shape: RankShape, end: Ending | None) -> Iterator[Instruction]:

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 from atoll.ir import Action
 
 Phase = Literal["I", "W"]
-"""Where in a backward a gradient comes out: with the input's (I), or with the weights' (W)."""
+"""The phase of a backward that computes a gradient: with the input's (I), or with the weights' (W)."""
 
 
 class Lane(StrEnum):

@@ -23,7 +23,7 @@ SHOWN = 3
 
 
 def check(instructions: Sequence[Instruction], shape: RankShape) -> None:
-    """Raise ScheduleError with the laws that a program breaks, and what stands around the places."""
+    """Raise ScheduleError if a program violates laws, with the instructions around each violation."""
     wrong = _broken(instructions, shape)
     if wrong:
         shown = "\n".join(f"{problem}:\n{_around(instructions, at)}" for at, problem in wrong[:SHOWN])

@@ -4,11 +4,11 @@
     cut into blocks   0UNSHARD 0F0.0 0F0.1 0FINISH_F0 0SEND_F0 0RESHARD
     + reductions      the same: a forward has none
     + gathers         GATHER 0, WHOLE 0, GATHER 1, 0F0.0, FREE 0, WHOLE 1, 0F0.1, FREE 1, 0FINISH_F0, 0SEND_F0
-    + posts           each receive begins two receives before it is waited for
+    + posts           each receive is posted two receives before its wait
     + the step's end  see `atoll.program.end`
 
-Each pass is a function from a list of steps to another, with the whole row in view. A step is an instruction, or a mark
-that a later pass replaces: a stage that is opened, closed or reduced, as the row says it.
+Each pass is a function from one list of steps to another, with access to the whole row. A step is an instruction, or a
+mark of the row that a later pass replaces: a stage is opened, closed or reduced.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ def _phases_of(action: Action) -> tuple[Phase, ...]:
 
 
 def _last(row: Iterable[Action]) -> _Phases:
-    """With which microbatch of each stage the phases of its backward come to their end."""
+    """Return the microbatch that completes each phase of each stage's backward."""
     ends = {(action.stage, phase): action.microbatch for action in row for phase in _phases_of(action)}
     found: _Phases = {}
     for (stage, phase), microbatch in ends.items():
@@ -217,8 +217,8 @@ def _last(row: Iterable[Action]) -> _Phases:
 
 
 def _reduced(row: Sequence[Action]) -> _Phases:
-    """In which microbatches of each stage the gradients of a phase are reduced: the last one before a REDUCE_GRAD.
-    Where REDUCE_GRAD follows every W and B, phase I does not wait for it."""
+    """Return the microbatches in which each stage's gradients of a phase are reduced: the last before a REDUCE_GRAD. If
+    REDUCE_GRAD follows every W and B, phase I does not wait for it."""
     found: _Phases = {}
     waiting: dict[tuple[int, Phase], int | None] = {}
     is_each = sum(a.op in (Op.W, Op.B) for a in row) == sum(a.op is Op.REDUCE_GRAD for a in row)
@@ -295,7 +295,7 @@ class _Event:
 def _events(
     steps: Sequence[Step], row: Sequence[Action], shape: RankShape, *, frees: Collection[Action] | None
 ) -> tuple[list[_Event], dict[int, list[int]]]:
-    """What is missing at which steps, and what is freed after which, with nothing gathered ahead."""
+    """Return the units to gather before each step and to free after it, without prefetch."""
     stays = iter([action.stage in held for action, held in zip(row, held_stages(row), strict=True)
                   if action.op is Op.UNSHARD])  # fmt: skip
     whole: set[int] = set()
@@ -350,7 +350,7 @@ def _keep_turns(events: Sequence[_Event], frees: dict[int, list[int]]) -> None:
 
 
 class _Ahead:
-    """Which gathers have begun, while a row is walked through.
+    """The gathers that have started, during a walk through a row.
 
     whole: units that are whole now.
     """

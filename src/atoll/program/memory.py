@@ -1,4 +1,4 @@
-"""What a program holds besides what rests and what autograd keeps: a sum over its instructions."""
+"""Working memory of a program, beyond stored state and activations: a sum over its instructions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Bytes(NamedTuple):
 
 
 def held_after(instructions: Iterable[Instruction], shape: RankShape) -> Iterator[Bytes]:
-    """What is held after each instruction."""
+    """Yield the working memory after each instruction."""
     units = shape.units
     parameters = staged = gradients = 0
     coming: set[int] = set()

@@ -19,7 +19,7 @@ class Part:
 
 
 def parts_of(instructions: Sequence[Instruction]) -> Iterator[Part]:
-    """Every instruction in one part; what begins or ends something on a link belongs to what it is with."""
+    """Partition the instructions by action; the start and the end of a transfer belong to the action that uses it."""
     start, current = 0, None
     for at, instruction in enumerate(instructions):
         do = instruction.do

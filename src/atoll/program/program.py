@@ -18,7 +18,7 @@ from atoll.program.traffic import sent_by
 
 @dataclass(frozen=True, slots=True)
 class Programs:
-    """What all pipeline ranks play in a step: one program a rank, in their order."""
+    """The programs of all pipeline ranks in a step, in the order of ranks."""
 
     placement: Placement
     ranks: tuple[Program, ...]

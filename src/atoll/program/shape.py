@@ -1,4 +1,4 @@
-"""What lowering knows of a rank: its stages, their blocks, and the units that these use, in bytes."""
+"""The shape of a rank for lowering: its stages, their blocks, and the bytes of the blocks' units."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class UnitShape:
 
     @property
     def trainable(self) -> bool:
-        """Whether any parameter is trained."""
+        """True if any parameter is trained."""
         return bool(self.flows)
 
     def ends_at(self, block: int, *, backward: bool) -> bool:
-        """Whether a pass in this direction needs it no more after `block`; a shared unit comes again for its next."""
+        """True if a pass in this direction needs it no more after `block`; a shared unit comes again for its next."""
         return self.is_shared or self.blocks[0 if backward else -1] == block
 
 
@@ -70,7 +70,7 @@ class StageShape:
 
 @dataclass(frozen=True)
 class RankShape:
-    """What a pipeline rank has, the same on all ranks that share its parameters.
+    """The stages and units of a pipeline rank, equal on all ranks that share its parameters.
 
     limit: bytes that may be gathered, or on their way, before they are asked for.
     behind: reductions under way while the next one's gradients are made.
@@ -91,7 +91,7 @@ class RankShape:
 
     @cached_property
     def completes(self) -> Mapping[int, tuple[int, ...]]:
-        """By block, the units whose gradients are complete when its backward is over.
+        """For each block, the units whose gradients are complete after its backward.
 
         They are reduced in one order on every rank, that of the model's backward, so each waits for those before it.
         """
@@ -109,7 +109,7 @@ class RankShape:
 
     @cached_property
     def units_of(self) -> Mapping[int, tuple[int, ...]]:
-        """By block, the units that it uses."""
+        """For each block, the units that it uses."""
         return {block.index: block.units for stage in self.stages.values() for block in stage.blocks}
 
     @cached_property
@@ -119,5 +119,5 @@ class RankShape:
         return max((sum(self.units[u].ahead for u in own) for own in (*self.units_of.values(), *slices)), default=0)
 
     def gathered(self, units: Sequence[int]) -> tuple[int, ...]:
-        """Those of some units that do not rest whole."""
+        """Return the units that are not stored in full."""
         return tuple(index for index in units if self.units[index].whole)

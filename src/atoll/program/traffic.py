@@ -1,4 +1,4 @@
-"""What a program sends: a sum over its instructions."""
+"""Traffic of a program: a sum over its instructions."""
 
 from __future__ import annotations
 

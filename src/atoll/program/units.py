@@ -29,7 +29,7 @@ def unit_shape(
     copies: int = 1,
     reads_in_place: bool = False,
 ) -> UnitShape:
-    """Return what lowering knows of a unit with these segments.
+    """The shape of a unit with these segments, for lowering.
 
     blocks, is_shared, copies: as in `UnitShape`.  reads_in_place: whether the ranks of a group read each other's
     memory.
@@ -54,7 +54,7 @@ def unit_shape(
 
 
 def _travel(segments: Sequence[SegmentShape], sharding: Sharding) -> Travel:
-    """What a gather, and the reductions and syncs of the phases, send: all segments take the same moves."""
+    """Return the bytes sent by a gather, and by reductions and syncs of each phase. All segments use the same moves."""
     found: Travel = {}
     for segment in segments:
         for what, own in _travel_of(segment, sharding).items():

@@ -22,7 +22,7 @@ from atoll.units import format_bytes, format_seconds
 
 
 class Style(NamedTuple):
-    """How a part is drawn. colour: of Okabe and Ito's palette.  hatch: what tells a wait from what computes."""
+    """Style of a part. colour: of Okabe and Ito's palette.  hatch: distinguishes waits from compute."""
 
     colour: str
     hatch: str = ""
@@ -41,7 +41,7 @@ STYLES = {
     "reductions": Style("#cc79a7", "-"),
     "sums": Style("#8a8a8a", "."),
 }
-"""By part of `atoll.cost.Breakdown`. Waits are hatched, each in a way of its own."""
+"""Styles by part of `atoll.cost.Breakdown`. Each wait has its own hatch."""
 
 LABELLED = 0.2
 """The share of a line from which a bar has its words inside."""
@@ -162,7 +162,7 @@ def _scroll(html: str, name: str) -> str:
 
 
 def _side(sheets: Sequence[Sheet], views: Iterable[str]) -> str:
-    """What a section has of each sheet, side by side; "" where there is nothing of any."""
+    """Return a section's content of each sheet, side by side, or "" if all are empty."""
     parts = [*views]
     if not any(parts):
         return ""

@@ -62,7 +62,7 @@ class Curves:
 
 @dataclass(frozen=True)
 class Sheet:
-    """What the page shows of one run or plan.
+    """The content of a page for one run or plan.
 
     words: the plan, as pairs of what is said and about what.  figures: predicted and measured, "" where not known.
     timelines: predicted before measured.  blocks, units: names by index.  notes: what is missing, and why.
@@ -83,7 +83,7 @@ class Sheet:
 
 
 def predicted_sheet(prediction: Prediction, name: str, kind: str = "plan") -> Sheet:
-    """What a prediction says. Without a cluster there are no seconds, and memory goes by instruction."""
+    """Return the sheet of a prediction. Without a cluster it has no seconds, and memory is by instruction."""
     is_timed = prediction.cluster is not None
     model = prediction.ranks.model
     names = tuple(block.name for block in model.blocks)
@@ -103,7 +103,7 @@ def predicted_sheet(prediction: Prediction, name: str, kind: str = "plan") -> Sh
 
 
 def memory(prediction: Prediction) -> Memory:
-    """What each pipeline rank holds within and after each instruction."""
+    """Return the memory of each pipeline rank within and after each instruction."""
     is_timed = prediction.cluster is not None
     times: list[list[float]] = []
     held: list[tuple[list[float], ...]] = []
@@ -130,7 +130,7 @@ def memory(prediction: Prediction) -> Memory:
 
 
 def layout(prediction: Prediction) -> Layout:
-    """Where each state rests."""
+    """Return the storage of each state."""
     plan, names = prediction.plan, [block.name for block in prediction.ranks.model.blocks]
     levels = {
         "parameters": plan.layout.parameters,
@@ -186,7 +186,7 @@ def _words(prediction: Prediction) -> list[tuple[str, str]]:
         ("recompute", {"none": "nothing", "block": "all activations of a block"}.get(plan.recompute, plan.recompute)),
     ]
     if prediction.cluster is not None:
-        found += [("on", _cluster(prediction)), ("what binds", _binds(prediction))]
+        found += [("on", _cluster(prediction)), ("bottleneck", _bottleneck(prediction))]
     return found
 
 
@@ -221,7 +221,7 @@ def _schedule(plan: Plan) -> str:
 
 
 def _gathering(plan: Plan) -> str:
-    stays = {"unit": "for one action", "run": "while there is room for their stage", "step": "for the step"}
+    stays = {"unit": "for one action", "run": "while their stage fits in memory", "step": "for the step"}
     reduced = {"microbatch": "each microbatch", "run": "before those of another stage", "step": "once a step"}
     unit = f", {plan.unit} blocks together" if plan.unit > 1 else ""
     return f"gathered parameters stay {stays[plan.residency]}; gradients are reduced {reduced[plan.reduction]}{unit}"
@@ -238,12 +238,12 @@ def _cluster(prediction: Prediction) -> str:
     return f"devices of {format_bytes(device.memory)} and {peak}" + (f"; links: {links}" if links else "")
 
 
-def _binds(prediction: Prediction) -> str:
-    """The fullest rank, and what the busiest one waits for."""
+def _bottleneck(prediction: Prediction) -> str:
+    """Return the rank with the highest peak, and the waits of the busiest one."""
     ranks = range(prediction.plan.mesh.pipeline)
     fullest = min(ranks, key=prediction.margin)
     margin = prediction.margin(fullest)
-    fits = f"leaves {format_bytes(margin)}" if margin >= 0 else f"needs {format_bytes(-margin)} more than there is"
+    fits = f"leaves {format_bytes(margin)} free" if margin >= 0 else f"needs {format_bytes(-margin)} too much"
     waits = {
         "bubble": "waiting for other pipeline ranks",
         "messages": "waiting for messages",
@@ -256,8 +256,9 @@ def _binds(prediction: Prediction) -> str:
     parts = prediction.breakdown[busiest]._asdict()
     most = max(waits, key=parts.__getitem__)
     share = parts[most] / sum(parts.values())
-    text = f"memory: pipeline rank {fullest}, the fullest, {fits}. Time: pipeline rank {busiest}, the busiest, "
-    return text + (f"spends {share:.1%} {waits[most]}, its largest wait" if share > 5e-4 else "does not wait")
+    wait = f"spends {share:.1%} {waits[most]}, its largest wait" if share > 5e-4 else "does not wait"
+    memory = f"memory: pipeline rank {fullest} has the highest peak and {fits}"
+    return f"{memory}. Time: pipeline rank {busiest}, the busiest, {wait}"
 
 
 def _figures(prediction: Prediction) -> dict[str, tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""What every pipeline rank does when: bars on rows, from a prediction, from a recorded step or from a trace."""
+"""Timelines of pipeline ranks: bars on rows, from a prediction, a recorded step or a trace."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from atoll.cost import Prediction
 from atoll.cost.breakdown import part_of, pieces
+from atoll.documents import count, finite, string
 from atoll.errors import UserError
 from atoll.ir import Action, Op
 from atoll.program import Do
@@ -68,12 +69,12 @@ class Timeline:
 
     @property
     def ranks(self) -> int:
-        """How many pipeline ranks it has."""
+        """Number of pipeline ranks."""
         return 1 + max((row.rank for row in self.rows), default=-1)
 
     @property
     def count(self) -> int:
-        """How many bars it has."""
+        """Number of bars."""
         return sum(len(row.bars) for row in self.rows)
 
     def parts(self, rank: int) -> dict[str, float]:
@@ -122,7 +123,7 @@ def _received(prediction: Prediction, do: Do) -> float:
 
 
 def _travelled(prediction: Prediction, rank: int, origin: float) -> dict[str, list[Bar]]:
-    """What travels on the data-parallel links of a rank, with the instructions that began it, in their order."""
+    """Return the transfers on a rank's data-parallel links, with the instructions that started them, in order."""
     program = prediction.played.programs.ranks[rank]
     spans = (span for span in prediction.played.travelled if span.rank == rank)
     lanes: defaultdict[str, list[Bar]] = defaultdict(list)
@@ -168,7 +169,10 @@ def recorded_timeline(ranks: Sequence[Mapping[str, Any]], title: str = "measured
     """
     try:
         read = [[_read(each) for each in rank["instructions"]] for rank in ranks]
-        travels = [[(Action.parse(action), start, end) for action, start, end in rank["travels"]] for rank in ranks]
+        travels = [
+            [(Action.parse(string(action)), *_times(start, end)) for action, start, end in rank["travels"]]
+            for rank in ranks
+        ]
     except (KeyError, TypeError, ValueError, UserError) as error:
         raise UserError(f"not a timeline that a run has written: {type(error).__name__}: {error}") from error
     starts = [bar.start for bars in read for bar in bars] + [start for own in travels for _, start, _ in own]
@@ -190,16 +194,21 @@ def recorded_timeline(ranks: Sequence[Mapping[str, Any]], title: str = "measured
 
 _SENDS = ("SEND_F", "SEND_B")
 _SENDER = {"RECV_F": -1, "RECV_B": 1}
-"""Which stage has sent what is received, from the stage that receives it."""
+"""Offset from the receiving stage to the sending stage."""
 
 
 def _read(values: Sequence[Any]) -> Bar:
     name, action, of, phase, start, end = values
-    do, parsed = Do(name), Action.parse(action)
-    if not math.isfinite(start) or not math.isfinite(end) or end < start:
-        raise UserError(f"{name} from {start} to {end}")
-    where = parsed.stage, -1 if parsed.microbatch is None else parsed.microbatch, int(of)
+    do, parsed = Do(name), Action.parse(string(action))
+    start, end = _times(start, end)
+    where = parsed.stage, -1 if parsed.microbatch is None else parsed.microbatch, count(of, least=-1)
     return Bar(part_of(do), f"{do} {phase}" if phase else str(do), start, end, *where)
+
+
+def _times(start: Any, end: Any) -> tuple[float, float]:
+    if finite(end) < finite(start):
+        raise UserError(f"it ends at {end} and begins at {start}")
+    return float(start), float(end)
 
 
 def _flat(bars: Iterable[Bar]) -> Iterator[Bar]:

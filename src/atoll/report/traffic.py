@@ -50,7 +50,7 @@ class Flow(NamedTuple):
 
 
 def traffic(prediction: Prediction) -> tuple[Flow, ...]:
-    """What each pipeline rank sends, but for sums of a few numbers."""
+    """Return the traffic of each pipeline rank, without small sums."""
     found: list[Flow] = []
     for rank in range(prediction.plan.mesh.pipeline):
         total = _sent(prediction, rank)

@@ -1,1 +1,1 @@
-"""What executes a plan on torch.distributed."""
+"""Execution of a plan on torch.distributed."""

@@ -1,12 +1,13 @@
-"""What the ranks of a run agree on before any of them acts, and how the first error of one becomes that of all.
+"""Agreement between the ranks of a run before they act, and propagation of the first error to all ranks.
 
-a refusal   found before anything was sent: every rank raises it, and goes on with the next call
-an error    inside a guarded section: the first one is told to the run's monitor; every rank leaves with it, and one
-            that hangs is ended by its watch (`atoll.runtime.failure`)
+a refusal   found before anything is sent: every rank raises it, and continues with the next call
+an error    inside a guarded section: the first one is reported to the run's monitor; every rank raises it, and the
+            watch ends a rank that hangs (`atoll.runtime.failure`)
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,8 +16,8 @@ import torch
 from torch.distributed import Store
 
 from atoll.errors import AtollError, DamageError, RankError, RunError
-from atoll.runtime.failure import CAUSE_SECONDS, Doing, Watch
-from atoll.runtime.launch import SILENCE_SECONDS, host_of_ranks, watch_by
+from atoll.runtime.failure import CAUSE_SECONDS, UNKNOWN, Doing, Pace, Watch
+from atoll.runtime.launch import host_of_ranks, watch_by
 from atoll.runtime.transport import Later, Transport, world_store
 from atoll.runtime.verdict import named
 
@@ -34,7 +35,10 @@ class Question:
 
 
 class Agreement:
-    """Owns the watch of one rank, or shares that of its process; `close` ends its own."""
+    """Owns the watch of one rank, or shares that of its process; `close` ends its own.
+
+    steps, evaluations: how long they take. An agreement on the way to a step may take as long as the step.
+    """
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -43,6 +47,7 @@ class Agreement:
         # Ranks count their engines in the store: a process may have been a rank of other worlds before.
         self._name = 0 if store is None else store.add(f"atoll/engines/{self._rank}", 1)
         self._watch = Watch.current or _new_watch(store, transport, f"engine {self._name}")
+        self.steps, self.evaluations = Pace(), Pace()
         self._asked = 0
         self._refusal: Exception | None = None
 
@@ -52,15 +57,20 @@ class Agreement:
             self._watch.stop()
 
     @contextmanager
-    def guard(self, what: str, doing: Callable[[], Doing | None] | None = None) -> Iterator[None]:
+    def guard(
+        self, what: str, doing: Callable[[], Doing | None] | None = None, *, pace: Pace = UNKNOWN
+    ) -> Iterator[None]:
         """A section in which this rank may wait for others; an error there becomes the first error of any rank.
 
         what: what this rank does in it.  doing: more exactly, where that is known; else it waits for all others.
+        pace: how long it may take; it learns how long what is known more exactly took.
         """
-        everyone = Doing(what, tuple(range(self._watch.world)))
+        begin = time.monotonic()
         try:
-            with self._watch.section(lambda: (doing and doing()) or everyone):
+            with self._watch.section(what, doing, pace):
                 yield
+            if doing is not None and pace is not UNKNOWN:
+                pace.took(time.monotonic() - begin)
         except BaseException as error:
             if error is self._refusal:
                 raise
@@ -74,7 +84,7 @@ class Agreement:
                 raise
             other = None
             if isinstance(error, Exception) and not isinstance(error, RankError):
-                other = self._fail(error)
+                other = self._fail(error, what)
             self.close()
             if other is not None:
                 raise other from error
@@ -126,15 +136,18 @@ class Agreement:
             raise problem
 
     def refuse(self, problem: Exception) -> None:
-        """What all ranks are about to raise: the run goes on with the next call."""
+        """Record a refusal that all ranks are about to raise; the run continues with the next call."""
         self._refusal = problem
 
-    def _fail(self, error: Exception) -> AtollError | None:
-        """The error that this rank leaves with instead of `error`: the first one of any rank."""
+    def _fail(self, error: Exception, what: str) -> AtollError | None:
+        """The error that this rank leaves with instead of `error` in `what`: the first one of any rank."""
         if not isinstance(error, AtollError) or "Connection" in str(error) or "Timed out" in str(error):
             earlier = self._watch.first(wait=CAUSE_SECONDS)
-            if earlier is not None and earlier.rank != self._rank:
+            if earlier is not None and (earlier.rank != self._rank or earlier.speaker is not None):
                 return earlier
+            orphaned = self._watch.orphaned(what) if "Connection" in str(error) else None
+            if orphaned is not None:
+                return RunError(f"{orphaned} ({error})")
             left = self._watch.left() if "Connection" in str(error) else []
             if left:
                 error = RunError(
@@ -153,4 +166,5 @@ def _new_watch(store: Store | None, transport: Transport, name: str) -> Watch:
     if store is None:
         return Watch(None, rank, world)
     host = host_of_ranks()
-    return watch_by(store, rank, world, host=host, limit=SILENCE_SECONDS, name=name)
+    watch, _ = watch_by(store, rank, world, host=host, limit=None, name=name)
+    return watch

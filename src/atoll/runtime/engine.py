@@ -1,25 +1,28 @@
-"""What executes a plan on torch.distributed."""
+"""The engine: executes a plan on torch.distributed."""
 
 from __future__ import annotations
 
 import atexit
+import re
 import time
 import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor.parallel import loss_parallel
 
+from atoll._torch import local_part
 from atoll.advice import advice
+from atoll.digests import digest
 from atoll.errors import (
     BadStepError,
     CheckpointError,
@@ -31,9 +34,11 @@ from atoll.errors import (
     RunError,
 )
 from atoll.faults import ROLLBACKS, SKIPS_IN_A_ROW, Answer, Fault, Made, Policy, Rollback, Sighting
+from atoll.ir import Schedule
 from atoll.layouts import Footprint, WorkingMemory
-from atoll.models import Adapter, Batch, adapter_for, weights_for
-from atoll.models.adapter import IGNORED_LABEL
+from atoll.models import Adapter, Batch, Loss, adapter_for, weights_for
+from atoll.models.batch import IGNORED_LABEL
+from atoll.models.sums import check_sum
 from atoll.plans import Plan
 from atoll.program import Do, Instruction, Program
 from atoll.runtime import checkpoint
@@ -41,55 +46,71 @@ from atoll.runtime.agreement import Agreement
 from atoll.runtime.allocator import keep_freed_memory
 from atoll.runtime.assemble.build import build
 from atoll.runtime.assemble.holdings import held_at_rest, held_now, needed_in_a_step, shape_of
-from atoll.runtime.batches import Batches, Share
+from atoll.runtime.batches import Batches, Labels, Share
 from atoll.runtime.checkpoint import Archive, Background, Piece, Told, is_complete
 from atoll.runtime.lanes import Kind, Lane, lanes_of
+from atoll.runtime.launch import share_cores
 from atoll.runtime.outline import Outline
 from atoll.runtime.pipeline.deferred import Collector
 from atoll.runtime.pipeline.executor import Executor, Outcome
 from atoll.runtime.pipeline.probe import Probe, bad_parameter, first_of_all, places_of
 from atoll.runtime.pipeline.step_end import LossScaler, Refused, StepEnd, StepResult
+from atoll.runtime.same import DIGEST, check_same, software
 from atoll.runtime.sharding.access import Edit, chosen_names, differing, whole_gradients
 from atoll.runtime.sharding.optimizer import GroupOptions, OptimizerFactory, ShardedOptimizer
-from atoll.runtime.sharding.replicas import differences, holdings, share
+from atoll.runtime.sharding.replicas import Holding, differences, digest_of, holdings, share, short
 from atoll.runtime.sharding.segment import Surroundings
 from atoll.runtime.sharding.state import load_state, load_values, model_pieces, save_state, stored_states
 from atoll.runtime.sharding.tensor_parallel import tensor_parallel
-from atoll.runtime.transport import Peers, connect, world_rank
+from atoll.runtime.sharding.tensors import whole_output
+from atoll.runtime.transport import Peers, connect, world_rank, world_size, world_store
 from atoll.runtime.verdict import SHOWN
 from atoll.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Sums over the evaluated tokens of all ranks."""
+    """Sums over what was evaluated on all ranks.
+
+    tokens: labels that count, or samples where a batch has no labels.  counted: what the loss is a sum over: `tokens`,
+    unless it says otherwise.
+    """
 
     loss_sum: float
     tokens: int
+    counted: float
 
     @property
     def loss(self) -> float:
-        """Mean loss of a token."""
-        return self.loss_sum / max(self.tokens, 1)
+        """Mean loss of what counts; 0 where nothing does."""
+        return self.loss_sum / self.counted if self.counted else 0.0
+
+    def __add__(self, other: Evaluation) -> Evaluation:
+        """Return the evaluation of both batches together."""
+        return Evaluation(self.loss_sum + other.loss_sum, self.tokens + other.tokens, self.counted + other.counted)
 
 
 class Engine:
-    """Trains a model as a plan says.
+    """Trains a model under a plan.
 
     model: a module with an adapter (atoll.models), built on `meta` or with the same values on every rank.
-    optimizer: takes parameter groups of 1-D slices and gives an elementwise torch optimizer.
+    optimizer: a function from parameter groups of 1-D slices to an elementwise torch optimizer.
     groups: (name, shape) -> options of the parameter's group, such as {"weight_decay": 0.0}.
-    clip: largest global gradient norm, above 0; None leaves gradients alone.
-    weights: a folder that the model starts from, of safetensors or a checkpoint; each rank reads what it keeps.
-    bad_steps: what is done about steps whose loss or gradients are not finite: "stop", "skip" or "rollback N"; see
+    clip: maximum global gradient norm, above 0; None does not clip.
+    weights: a folder of initial weights, safetensors or a checkpoint; each rank reads its own shards.
+    bad_steps: how to handle steps whose loss or gradients are not finite: "stop", "skip" or "rollback N"; see
     `atoll.faults`.
+    labels: "shifted" if a label is the token that its position predicts, "unshifted" if it is the token at its own
+    position, as in transformers; the engine then shifts them.
+    loss: (outputs of the model's last block, microbatch) -> the loss summed over what counts, or a pair of this sum and
+    its count; without it the adapter's. See `atoll.models.Loss`. On a tensor-parallel group the outputs are whole.
 
-    torch.distributed must have been initialised with as many ranks as the plan's mesh, unless that is one.
-    Raises PlanError, on every rank, where model and plan do not fit.
+    torch.distributed must be initialised with the world size of the plan's mesh, unless that is one.
+    Raises PlanError on every rank if model and plan do not match.
 
-    program: what this rank plays in a step.
-    checkpoints: folders that a rollback may go back to, by step: those that this engine has saved and loaded, and what
-    the caller adds on every rank. Rank 0 looks which of them are still there.
+    program: the instructions of this rank in a step.
+    checkpoints: folders that a rollback may load, by step: those that this engine has saved and loaded, and those that
+    the caller adds on every rank. Rank 0 checks which of them still exist.
     """
 
     program: Program
@@ -107,15 +128,22 @@ class Engine:
         device: torch.device | str | None = None,
         weights: Path | str | None = None,
         bad_steps: Policy | str = "stop",
+        labels: Labels = "shifted",
+        loss: Loss | None = None,
     ) -> None:
         self.plan = plan
         self.model = model
         self.clip = clip
+        self.labels = labels
+        self.loss = loss
         self.bad_steps = bad_steps if isinstance(bad_steps, Policy) else Policy.parse(bad_steps)
         self.checkpoints: dict[int, Path] = {}
         self.step_number = 0
+        named = getattr(loss, "__qualname__", type(loss).__name__)
+        _check_same(model, plan, seed=seed, labels=labels, clip=clip, loss=named)
         self.place = plan.mesh.place(world_rank())
         self.device = torch.device(device) if device is not None else _default_device()
+        share_cores(world_size())
         if self.device.type == "cpu":
             keep_freed_memory()
         self.transport = connect(self.place, self.device)
@@ -147,11 +175,24 @@ class Engine:
 
     def _build(self, optimizer: OptimizerFactory, groups: GroupOptions | None, weights: Path | str | None) -> None:
         plan = self.plan
+        if self.labels not in get_args(Labels):
+            raise PlanError(f'labels = {self.labels!r}; it is "shifted" or "unshifted"')
         if self.clip is not None and not self.clip > 0:  # NaN too
             raise PlanError(
                 f"clip = {self.clip}; the largest gradient norm is above 0, or None to leave gradients alone"
             )
+        if self.loss is not None and plan.vocabulary_parallel:
+            raise PlanError(
+                "vocabulary_parallel computes token cross-entropy on slices of the logits, and the engine was given "
+                "another loss; leave one of them out"
+            )
         self.adapter: Adapter = adapter_for(self.model)
+        predicts_next = getattr(self.adapter, "predicts_next", True)
+        if self.labels == "unshifted" and not predicts_next:
+            raise PlanError(
+                'labels = "unshifted" applies to models that predict the next token; labels of '
+                f'{type(self.model).__name__} are at the positions that predict them: leave it out, or use "shifted"'
+            )
         outline = Outline.of(self.adapter, plan)
         self.runs = outline.runs
         tensor = None
@@ -173,11 +214,16 @@ class Engine:
             weights=None if weights is None or is_complete(Path(weights)) else weights_for(self.adapter, Path(weights)),
         )
         self.advice = self._advise(outline)
-        self._check_same_values()
         collector = Collector()
         self._sharded = build(outline, around=around, collector=collector, seed=self._seed, tensor=tensor)
         self._batches = Batches(
-            plan, self.place, self.device, agreement=self._agreement, vocabulary=self._sharded.vocabulary
+            plan,
+            self.place,
+            self.device,
+            agreement=self._agreement,
+            vocabulary=self._sharded.vocabulary,
+            labels=self.labels,
+            may_copy=self.loss is not None or not predicts_next,
         )
         self.units = self._sharded.units
         if not self._sharded.trainable:
@@ -196,6 +242,7 @@ class Engine:
             outline,
             self._sharded,
             self._end,
+            loss=self.adapter.loss if self.loss is None else _OwnLoss(self.loss, self.device),
             transport=self.transport,
             collector=collector,
             seed=self._seed,
@@ -215,6 +262,8 @@ class Engine:
         self.reads_in_place = seeing == place.mesh.world
         if not self.reads_in_place:
             self.program = self._executor.lower(shape_of(self._sharded, self.plan, place, reads_in_place=False))
+        # Of a model that keeps values besides its parameters, the first step shows what a forward does to them.
+        self._watches_buffers = self.agree(float(bool(self._buffers()))) > 0
         mesh = self.plan.mesh
         digests = [-1] * (mesh.pipeline * mesh.tensor)
         digests[place.pp * mesh.tensor + place.tp] = self.program.digest
@@ -227,7 +276,7 @@ class Engine:
         )
 
     def _advise(self, outline: Outline) -> tuple[str, ...]:
-        """What the plan costs more than it has to; rank 0 says so."""
+        """Warn on rank 0 about wasteful settings of the plan."""
         found = advice(self.plan, outline.sizes)
         for each in found if self.place.rank == 0 else ():
             warnings.warn(each, CostWarning, stacklevel=4)
@@ -242,13 +291,13 @@ class Engine:
     def step(self, batch: Mapping[str, Any], *, before_update: Callable[[], None] | None = None) -> StepResult:
         """Train on this data-parallel rank's share of a step, and wait for its result.
 
-        batch: arrays or tensors by name, `input_ids` and `labels` (-100 = does not count), each
-        [microbatches * microbatch, ...], the same on every pipeline rank of one data-parallel rank.
+        batch: arrays or tensors by name, or mappings of these, each [microbatches * microbatch, ...], the same on every
+        pipeline rank of one data-parallel rank. A language model has `input_ids` and `labels` (-100 = does not count).
 
-        before_update: called on every rank when the gradients are complete, and before they are used, to look at them
-        by `full_gradients`. Not with post-validated steps, which do not wait for them.
+        before_update: called on every rank when the gradients are complete and before they are used, to read them with
+        `full_gradients`. Not supported with post-validated steps, which do not wait for gradients.
 
-        The loss is the mean over the step's counted tokens on all ranks. Raises the first error of any rank on all.
+        The loss is the mean over what counts in the step on all ranks. The first error of a rank is raised on all.
         """
         if before_update is not None and self.plan.post_validation:
             raise PlanError("before_update waits for the gradients, post-validated steps do not; turn one of them off")
@@ -263,11 +312,11 @@ class Engine:
         return result
 
     def submit(self, batch: Mapping[str, Any], following: Mapping[str, Any] | None = None) -> StepResult | None:
-        """Train on a batch without waiting for its result where the plan's steps are post-validated.
+        """Train on a batch; if the plan's steps are post-validated, do not wait for the result.
 
-        Gives the result of the step before then (None the first time; `settle` gives the last), else this step's. With
-        `following`, the batch of the next call, the ranks agree on that one while this one runs, and steps follow each
-        other without a barrier.
+        Returns the result of the previous step in that case (None the first time; `settle` returns the last), otherwise
+        this step's. With `following`, the batch of the next call, the ranks agree on that batch while this one runs,
+        and there is no barrier between steps.
         """
         begin = time.monotonic()
         self._check_whole()
@@ -277,8 +326,12 @@ class Engine:
         if share.tokens == 0:
             raise RunError(f"step {self.step_number + 1} has no token that counts: every label is {IGNORED_LABEL}")
         look = None if self._before_update is None else self._show_gradients
+        before = self._digests_of_buffers() if self._watches_buffers else {}
         self._outcome = self._play(share, self.step_number, since=begin, look=look)
         self.step_number += 1
+        if self._watches_buffers:
+            self._watches_buffers = False
+            self._check_buffers(before)
         # With a post-validated step, the verdict that has just been heard is on the one before.
         self._played = {at: played for at, played in self._played.items() if at == self.step_number - 1}
         self._played[self.step_number] = share, self._outcome
@@ -304,7 +357,7 @@ class Engine:
         """Play the program of the step behind `step`."""
         since = time.monotonic() if since is None else since
         with (
-            self._agreement.guard(f"step {step + 1}", self._executor.doing),
+            self._agreement.guard(f"step {step + 1}", self._executor.doing, pace=self._agreement.steps),
             _keeping_random_state(self.device),
             self._split_loss(),
         ):
@@ -332,7 +385,7 @@ class Engine:
             self._has_gradients = False
 
     def settle(self) -> StepResult | None:
-        """Wait for the verdict on the last step and make it true; None where no step is outstanding."""
+        """Wait for the verdict on the last step and apply it; None if no step is pending."""
         self._settle()
         answered, self._answered = self._answered, None
         return answered
@@ -341,7 +394,7 @@ class Engine:
         """The same, and keep the result for the next call of `settle` or `submit`."""
         if not self._end.is_outstanding:
             return
-        with self._agreement.guard("the verdict on a step"):
+        with self._agreement.guard("the verdict on a step", pace=self._agreement.steps):
             self._end.settle()
         refused = self._end.take_refused()
         self._answered = self._count(self._end.take_result()) if refused is None else self._answer(refused)
@@ -391,7 +444,7 @@ class Engine:
         )
 
     def _find(self, refused: Refused) -> Fault:
-        """Where the numbers of a step went bad: in the parameters, or where the step, played again, first shows it."""
+        """Find where a step's values became non-finite: in the parameters, or in the replayed step."""
         step, specs = refused.result.step, self._sharded.specs
         share, outcome = self._played[step]
         count = self.plan.schedule.microbatches
@@ -477,23 +530,27 @@ class Engine:
     def evaluate(self, batch: Mapping[str, Any]) -> Evaluation:
         """Loss over this rank's share of a batch, at most one step's microbatches, without dropout or gradients.
 
-        Every data-parallel rank must bring as many samples; the last may be padded with labels of -100.
+        Every data-parallel rank must pass the same number of samples; pad the last batch with labels of -100.
         """
         self._settle()
         share = self._batches.take(batch)
         outcome = self._run_forward(share.pieces)
-        loss = torch.zeros((), dtype=torch.float64) if outcome.loss_sum is None else outcome.loss_sum.double().cpu()
-        return Evaluation(float(self.transport.total(loss)), share.tokens)
+        loss = 0.0 if outcome.loss_sum is None else float(outcome.loss_sum)
+        own = [loss, sum(map(float, outcome.counts)), len(outcome.counts)]
+        total, counted, said = self.transport.total(torch.tensor(own, dtype=torch.float64)).tolist()
+        return Evaluation(total, share.tokens, counted if said else share.tokens)
 
-    def logits(self, batch: Mapping[str, Any]) -> torch.Tensor | None:
-        """The model's output for one microbatch: [B, S, vocabulary] on the last stage's ranks, None elsewhere."""
+    def logits(self, batch: Mapping[str, Any]) -> Any:
+        """The model's output for one microbatch: [B, S, vocabulary], or whatever its last block gives, on the last
+        stage's ranks, None elsewhere."""
         self._settle()
         outcome = self._run_forward([self._batches.take_one(batch)], keep_logits=True)
         return outcome.logits[0] if outcome.logits else None
 
     def _run_forward(self, batches: Sequence[Batch], *, keep_logits: bool = False) -> Outcome:
         self._check_whole()
-        with self._agreement.guard("an evaluation", self._executor.doing), self._split_loss():
+        pace = self._agreement.evaluations
+        with self._agreement.guard("an evaluation", self._executor.doing, pace=pace), self._split_loss():
             for stage in self._sharded.stages:
                 stage.train(False)
             return self._executor.run(batches, training=False, keep_logits=keep_logits)
@@ -511,15 +568,15 @@ class Engine:
         return self._end.busy
 
     def memory(self) -> Footprint:
-        """Bytes of parameters, gradients and optimizer state that this rank holds now."""
+        """Bytes of parameters, gradients and optimizer state that this rank stores now."""
         return held_now(self.units, self._optimizer.state_tensors())
 
-    def footprint(self, *, states: int = 2) -> Footprint:
-        """The bytes that the layouts' accounting predicts for this rank; `states` as in `atoll.layouts.footprint`."""
+    def footprint(self, *, states: int | None = None) -> Footprint:
+        """The predicted bytes of this rank's state between steps; `states` as in `atoll.layouts.footprint`."""
         return held_at_rest(self.units, self.plan.sharding(self.place), states=states)
 
     def working_memory(self) -> WorkingMemory:
-        """The bytes that this rank needs within a step besides what rests and what autograd keeps."""
+        """The bytes that this rank needs within a step in addition to stored state and saved activations."""
         return self._needed(reads_in_place=self.reads_in_place)
 
     def _needed(self, *, reads_in_place: bool) -> WorkingMemory:
@@ -535,12 +592,12 @@ class Engine:
 
     @contextmanager
     def timing(self) -> Iterator[dict[tuple[Do, int], float]]:
-        """Time the instructions of the steps that are taken in the context.
+        """Time the instructions of the steps inside the context.
 
         Yields a dictionary that is filled when the context ends: the seconds of each instruction in the last step, by
-        instruction and index of its block or unit (-1: it has none), as the mean over microbatches. `atoll.sim.Rates`
-        takes it. Of what waits for a message or for other ranks it is the shortest of its kind, which waited least;
-        what waits once a step is left out.
+        instruction and index of its block or unit (-1: none), as the mean over microbatches: the input of
+        `atoll.sim.Rates`. For instructions that wait for a message or for other ranks it is the shortest of its kind;
+        instructions that wait once a step are left out.
         """
         found: dict[tuple[Do, int], float] = {}
         self._executor.is_timed = True
@@ -562,24 +619,25 @@ class Engine:
                     found[key] = shortest[key[0]]
 
     def taken(self) -> dict[tuple[Do, int], list[float]]:
-        """Seconds of the instructions of the last step, each time that they were played, waits included.
+        """Seconds of each execution of the instructions of the last step, waits included.
 
-        By instruction and index of its block or unit, as `timing` has them; empty unless the step was taken in that
-        context. They follow each other, so they add up to the step but for what the host does between them.
+        By instruction and index of its block or unit, as in `timing`; empty unless the step ran in that context. The
+        instructions are sequential, so they add up to the step except for host time between them.
         """
         return {} if self._outcome is None else self._outcome.clock.seconds()
 
     def instructions(self) -> list[tuple[Instruction, float, float]]:
         """The instructions of the last step with start and end, in seconds of the host's monotonic clock.
 
-        Each comes before those that were played within it; empty unless the step was taken in the context of `timing`.
+        Each precedes the instructions nested in it; empty unless the step ran in the context of `timing`.
         """
         return [] if self._outcome is None else self._outcome.clock.instructions()
 
     def check_replicas(self) -> None:
-        """Compare what ranks hold alike, bit by bit: parameters and optimizer state. Every rank calls it.
+        """Compare replicas of parameters and optimizer state bit by bit. Every rank must call it.
 
-        Raises ReplicaError on every rank where they differ; it names the ranks that differ from most, and the blocks.
+        If they differ, raises ReplicaError on every rank; it names the ranks that differ from the majority, and the
+        blocks.
         """
         self._settle()
         self._settle_parameters()
@@ -604,11 +662,11 @@ class Engine:
 
     @contextmanager
     def full_parameters(self, names: str | Sequence[str] = "*") -> Iterator[dict[str, torch.Tensor]]:
-        """Whole parameters by name, while the context lasts; what is written to them in place is written back.
+        """Full parameters by name inside the context; in-place edits are written back.
 
-        names: names or patterns as `fnmatch` has them. A rank gets those of its pipeline stages. Values are the
-        optimizer's, in the master's dtype. Every rank of the mesh enters with the same names, and makes the same edits
-        to the parameters that it shares with others; PlanError on every rank, and nothing changed, where they differ.
+        names: names or patterns of `fnmatch`. A rank gets those of its pipeline stages. Values are the optimizer's, in
+        the master's dtype. Every rank of the mesh must enter with the same names, and make the same edits to parameters
+        that it shares with other ranks; if edits differ, every rank raises PlanError and nothing changes.
         """
         self._settle()
         chosen = self._agreed_names(names)
@@ -628,10 +686,10 @@ class Engine:
             edit.write()
 
     def state_dict(self, *, whole: bool = True) -> dict[str, torch.Tensor] | dict[str, list[Piece]]:
-        """Parameters and persistent buffers of this rank's pipeline stages, by name; every rank calls it.
+        """Parameters and persistent buffers of this rank's pipeline stages, by name; every rank must call it.
 
-        With `whole`, each in its shape, as `full_parameters` has it; else the pieces that this rank keeps, as ranges of
-        flattened tensors, which are views: what is read there is not to be written.
+        With `whole`, full tensors, as in `full_parameters`; otherwise the shards that this rank stores, as ranges of
+        flattened tensors. Shards are views: do not write to them.
         """
         if whole:
             with self.full_parameters() as values:
@@ -643,9 +701,9 @@ class Engine:
         return found
 
     def full_gradients(self, names: str | Sequence[str] = "*") -> dict[str, torch.Tensor]:
-        """Whole gradients by name, summed over all ranks and not yet clipped; within `step`'s `before_update` only.
+        """Full gradients by name, summed over all ranks and not yet clipped; only within `before_update` of `step`.
 
-        Every rank of the mesh calls it with the same names and gets those of its pipeline stages.
+        Every rank of the mesh must call it with the same names; it gets those of its pipeline stages.
         """
         if not self._has_gradients:
             raise PlanError(
@@ -653,7 +711,9 @@ class Engine:
             )
         chosen = self._agreed_names(names)
         with self._agreement.guard("reading gradients"):
-            return whole_gradients(self.units, set(chosen))
+            found = whole_gradients(self.units, set(chosen))
+        correction = self._end.correction
+        return found if correction == 1.0 else {name: value * correction for name, value in found.items()}
 
     def _agreed_names(self, names: str | Sequence[str]) -> tuple[str, ...]:
         """The parameters that `names` chooses, which must be the same on every rank."""
@@ -682,13 +742,13 @@ class Engine:
         background: bool = False,
         told: Told | None = None,
     ) -> None:
-        """Write a checkpoint that any layout, schedule and world size can load; `state` is the caller's, JSON-able.
+        """Write a checkpoint that any layout, schedule and world size can load; `state` is JSON from the caller.
 
-        identity: what the manifest says of the run besides its step, JSON-able.
-        background: return once what this rank writes is copied to host memory, and write while training goes on. The
-        next save and `finish_saving` wait for it. Where it fails it is tried again; what it failed with in the end is
-        raised by `finish_saving` alone.
-        told: called on this rank, in the thread that writes, with what an attempt failed with, and with None once the
+        identity: JSON about the run for the manifest, in addition to the step.
+        background: return once this rank's part is copied to host memory, and write it while training continues. The
+        next save and `finish_saving` wait for it. A failed attempt is repeated; the final error is raised only by
+        `finish_saving`.
+        told: called on this rank, in the writing thread, with the error of a failed attempt, and with None once the
         checkpoint is published. By default failures are warnings.
         """
         self._check_whole()
@@ -708,9 +768,9 @@ class Engine:
         self.checkpoints[self.step_number] = Path(folder)
 
     def finish_saving(self) -> None:
-        """Wait for the checkpoint that is written in the background, if any. Every rank calls it.
+        """Wait for the checkpoint that is written in the background, if any. Every rank must call it.
 
-        Raises what it failed with, the same on every rank: CheckpointError or RankError.
+        Raises the error of the save on every rank: CheckpointError or RankError.
         """
         with self._agreement.guard("waiting for a checkpoint to be written"):
             try:
@@ -721,17 +781,17 @@ class Engine:
 
     @property
     def saving_bytes(self) -> int:
-        """Host memory in which this rank keeps a copy of what it saves in the background; 0 before the first time."""
+        """Host memory of this rank's copy for saving in the background; 0 before the first save."""
         return self._background.nbytes
 
     def load(self, folder: str | Path, *, check: Callable[[Archive], object] | None = None) -> dict[str, Any]:
-        """Read a checkpoint of the same model, whatever it ran on; gives back the caller's `state`.
+        """Load a checkpoint of the same model from any layout and world size; returns the caller's `state`.
 
-        check: looks at the checkpoint on this rank before anything is changed; what it raises, every rank raises.
+        check: called with the checkpoint on this rank before anything is changed; its error is raised on every rank.
 
-        What is read is compared with its digest. Raises the same error on every rank: DamageError for a checkpoint that
-        does not hold what was written, CheckpointError for one that is missing or of another model. After a DamageError
-        an older checkpoint can be loaded; until one is, the engine refuses every step.
+        The content is compared with its digests. Raises the same error on every rank: DamageError if it differs,
+        CheckpointError if the checkpoint is missing or of another model. After a DamageError an older checkpoint can be
+        loaded; until one is, the engine refuses every step.
         """
         self._settle()
         self._answered = None
@@ -779,7 +839,7 @@ class Engine:
                 unit.settle_parameters()
 
     def _buffers(self) -> dict[str, torch.Tensor]:
-        """Persistent buffers of this rank's blocks by qualified name."""
+        """Persistent buffers of this rank's blocks by qualified name; under tensor parallelism the plain tensors."""
         found = {}
         blocks = self.adapter.blocks()
         for stage in self._sharded.stages:
@@ -787,14 +847,46 @@ class Engine:
                 names = set(blocks[at].module.state_dict(keep_vars=True))
                 for name, buffer in blocks[at].module.named_buffers():
                     if name in names:
-                        found[f"{blocks[at].name}.{name}"] = buffer
+                        found[f"{blocks[at].name}.{name}"] = local_part(buffer)
         return found
+
+    def _digests_of_buffers(self) -> dict[str, str]:
+        return {name: digest_of([buffer]) for name, buffer in self._buffers().items()}
+
+    def _check_buffers(self, before: Mapping[str, str]) -> None:
+        """Raise PlanError on every rank where the forward has left buffers that one process would not have.
+
+        A statistic of what has passed, as BatchNorm's, is of a rank's own samples; and where a forward is recomputed,
+        it counts them twice.
+        """
+        with self._agreement.guard("comparing buffers"):
+            after = self._digests_of_buffers()
+            changed = [name for name in after if before.get(name) != after[name]]
+            own = [
+                Holding(short(digest(name.encode())), short(after[name]), unit=at, kind=0)
+                for at, name in enumerate(changed)
+            ]
+            held = share(own, self.transport)
+        if self.plan.recompute != "none" and any(held):
+            why = "a forward that is recomputed changes them twice; turn recompute off, or"
+        elif differences(held):
+            why = "each rank has seen its own samples; where the samples are not to be mixed,"
+        else:
+            return
+        modules = dict(self.model.named_modules())
+        parts = [name.rpartition(".") for name in changed]
+        found = dict.fromkeys(f"{module} ({type(modules[module]).__name__})" for module, _, _ in parts)
+        names = ", ".join([*list(found)[:SHOWN], *(["..."] if len(found) > SHOWN else [])]) or "modules of other ranks"
+        raise PlanError(
+            f"the forward changes buffers of {names}, and they are no longer those of one process: {why} use GroupNorm "
+            "or LayerNorm, SyncBatchNorm on CUDA, or statistics that stay as they are (`module.eval()`)"
+        )
 
     # ---- agreement and failure
 
     def agree(self, value: float) -> float:
         """The sum of `value` over all ranks."""
-        with self._agreement.guard("agreeing on a number"):
+        with self._agreement.guard("agreeing on a number", pace=self._agreement.steps):
             return float(self.transport.total(torch.tensor([value], dtype=torch.float64)))
 
     def close(self) -> None:
@@ -807,20 +899,62 @@ class Engine:
             lane.close()
         self.transport.close()
 
-    def _check_same_values(self) -> None:
-        """A model that comes with values must have the same ones on every rank."""
-        blocks = self.adapter.blocks()
-        parameters = [p for block in blocks for _, p in block.named_parameters()]
-        if any(parameter.is_meta for parameter in parameters) or self.plan.mesh.world == 1:
-            return
-        sums = torch.stack([parameter.detach().double().sum().cpu() for parameter in parameters])
-        mine = torch.stack([sums.sum(), sums.square().sum()])
-        mean = self.transport.total(mine.clone()) / self.plan.mesh.world
-        if not torch.allclose(mean, mine, rtol=1e-12, atol=0.0):
-            raise PlanError(
-                "the model's initial values differ between ranks; build it on the meta device (Atoll then draws them "
-                "from the seed), or set the same seed or load the same weights on every rank"
-            )
+
+def _check_same(model: nn.Module, plan: Plan, **options: object) -> None:
+    """ConfigError on every rank unless all have the same software, plan, options and model, with the same values where
+    it has any."""
+    store = world_store()
+    if store is None or world_size() == 1:
+        return
+    facts = software() | {f"plan.{each.name} =": _fact(getattr(plan, each.name)) for each in fields(plan)}
+    facts |= {f"{name} =": str(value) for name, value in options.items()}
+    for part, parameters in _parts(model).items():
+        outline = [(name, *each.shape, str(each.dtype), each.requires_grad, each.is_meta) for name, each in parameters]
+        facts[f"the model's {part}.*"] = DIGEST + digest(repr(outline).encode())
+        facts[f"the initial state of {part}.*"] = DIGEST + digest_of(each for _, each in parameters if not each.is_meta)
+    check_same(
+        store,
+        world_rank(),
+        world_size(),
+        facts=facts,
+        advice="build the same model by the same plan on every rank: on the meta device, where Atoll draws its values "
+        "from the seed, or with the same values",
+    )
+
+
+def _fact(value: object) -> str:
+    """Orders are compared where the programs are, which are made of them."""
+    if not isinstance(value, Schedule):
+        return str(value)
+    return f"{value.name}, {value.ranks} ranks, {value.chunks} chunks, {value.microbatches} microbatches"
+
+
+def _parts(model: nn.Module) -> dict[str, list[tuple[str, nn.Parameter]]]:
+    """Parameters by the layer that they are in: names up to their first number, or their first word."""
+    found: dict[str, list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in model.named_parameters():
+        numbered = re.match(r"(.*?\.\d+)\.", name)
+        found.setdefault(numbered[1] if numbered else name.partition(".")[0], []).append((name, parameter))
+    return found
+
+
+class _OwnLoss:
+    """A caller's loss, which knows nothing of outputs that are split over a tensor-parallel group.
+
+    The first microbatches show whether it gives a sum.
+    """
+
+    def __init__(self, loss: Loss, device: torch.device) -> None:
+        self._loss, self._device = loss, device
+        self._is_known = False
+
+    def __call__(self, outputs: Any, batch: Batch) -> Tensor | tuple[Tensor, Tensor | float]:
+        whole = whole_output(outputs)
+        found = self._loss(whole, batch)
+        if not self._is_known:
+            with _keeping_random_state(self._device):
+                self._is_known = check_sum(self._loss, whole, batch, found=found)
+        return found
 
 
 class _keeping_random_state:  # noqa: N801  (a context manager, used as a verb)

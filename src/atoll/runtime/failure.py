@@ -1,9 +1,9 @@
-"""How the first error of one rank becomes the error of all, and how nobody is left waiting.
+"""Propagate the first error of one rank to all ranks, so that no rank keeps waiting.
 
-Every rank has a `Watch`: a connection to the run's monitor (`atoll.runtime.monitor`), and a thread that says there what
-the rank does and learns what ended the run. The thread gives its rank a moment to leave with that error by itself (a
-closed connection usually ends its waiting), and ends the process if it is still waiting then: gloo offers no way to
-interrupt a wait. A rank that cannot reach the monitor for as long as a rank may be silent ends as well.
+Every rank has a `Watch`: a connection to the run's monitor (`atoll.runtime.monitor`), and a thread that sends the
+rank's heartbeats and receives the reason why the run ended. The thread gives its rank a moment to exit with that error
+by itself (a closed connection usually ends its wait), and ends the process if it still waits then: gloo cannot
+interrupt a wait. A rank that cannot reach the monitor for the time that a rank may be silent ends as well.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import accumulate, chain, repeat
 from operator import attrgetter, getitem
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from atoll.documents import parse_json
@@ -36,19 +37,22 @@ from atoll.runtime.monitor import (
     Address,
     Monitor,
     Words,
+    look,
     process_of_this,
     proof,
 )
-from atoll.runtime.verdict import OUTSIDE
+from atoll.runtime.page import own_page
+from atoll.runtime.verdict import LONGEST_SECONDS, OUTSIDE, RECENT, named, patience, silence
 
 GRACE_SECONDS = 3.0
-"""How long a rank has to leave by itself after another one's error."""
+"""Time that a rank has to exit by itself after another rank's error."""
 CAUSE_SECONDS = GONE_SECONDS + 0.5
 """After a connection is lost, how long its cause may take to be told."""
 HOST_SECONDS = 1.5
-"""How long a process that hosts the monitor stays after an error, so that the others can hear it."""
+"""Time that the process hosting the monitor stays after an error, so that the others receive it; also the time that a
+process stays after it lost the monitor, so that the others notice it too."""
 ANSWERED_SECONDS = 2.0
-"""How long a rank waits for the monitor's answer before it connects anew."""
+"""Time that a rank waits for the monitor's answer before it reconnects."""
 STACK_CHARACTERS = 20_000
 MESSAGE_CHARACTERS = 20_000
 
@@ -82,14 +86,42 @@ def frames_of(thread: int) -> list[tuple[str, int, str]]:
 
 
 class Doing(NamedTuple):
-    """What a rank does. waits_for: ranks that must act before it can go on, if it waits.
+    """The current work of a rank. waits_for: ranks that must act before it can continue, if it waits.
 
-    mark: anything that differs whenever the rank has got on.
+    mark: anything that differs whenever the rank has got on.  program: which one it plays, 0 for none; ranks that play
+    the same one have marks that can be compared.
     """
 
     what: str
     waits_for: tuple[int, ...] = ()
     mark: int = 0
+    program: int = 0
+
+
+class Pace:
+    """Durations of the latest sections of one kind on this rank, and the time limit of the next."""
+
+    def __init__(self) -> None:
+        self._took: deque[float] = deque(maxlen=RECENT)
+        self.patience = LONGEST_SECONDS
+
+    def took(self, seconds: float) -> None:
+        """One is over."""
+        self._took.append(seconds)
+        self.patience = patience(tuple(self._took))
+
+
+UNKNOWN = Pace()
+"""Pace of sections without a measurement."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Section:
+    """everyone: what the rank does in it, if it waits for all others.  doing, pace: see `Watch.section`."""
+
+    everyone: Doing
+    doing: Callable[[], Doing | None] | None
+    pace: Pace
 
 
 RUNTIME = os.path.dirname(__file__) + os.sep
@@ -102,8 +134,9 @@ NEAREST = 8
 
 
 class Watch:
-    """A rank's side of the monitor. limit: seconds without an answer after which this process ends.
+    """A rank's side of the monitor.
 
+    limit: seconds without an answer after which this process ends; None for what this rank does may take.
     hosts: the monitor, where it is in this process; it is closed with the watch.
     Without an address there is nobody to tell: nothing is watched.
     """
@@ -117,18 +150,20 @@ class Watch:
         rank: int,
         world: int,
         *,
-        limit: float = float("inf"),
+        limit: float | None = float("inf"),
         hosts: Monitor | None = None,
     ) -> None:
         self._address, self._rank, self._limit = address, rank, limit
         self.hosts = hosts
         self.world = world
         self._beat = BEAT_SECONDS * max(1.0, world / CROWD)
-        self._sections: list[Callable[[], Doing]] = []
+        self._sections: list[_Section] = []
+        self._usual = UNKNOWN
+        self._page = own_page()
         self._passed = 0
         self._connection: _Connection | None = None
         self._heard: Words | None = None
-        self._monitors: tuple[str, int] | None = None
+        self._monitors: tuple[str, int, int] | None = None
         self._lock = threading.Lock()
         self._speaking, self._spoke = threading.Lock(), False
         self._stop = threading.Event()
@@ -159,35 +194,53 @@ class Watch:
     # ---- what this rank does
 
     @contextmanager
-    def section(self, doing: Callable[[], Doing]) -> Iterator[None]:
-        """While in it this rank may wait for others, and ends if another one fails. Sections may lie inside others."""
-        self._sections.append(doing)
+    def section(
+        self, what: str, doing: Callable[[], Doing | None] | None = None, pace: Pace = UNKNOWN
+    ) -> Iterator[None]:
+        """While in it this rank may wait for others, and ends if another one fails. Sections may lie inside others.
+
+        what: what this rank does in it.  doing: more exactly, where that is known; else it waits for all others.
+        pace: how long it may take.
+        """
+        self._usual = self._usual if pace is UNKNOWN else pace
+        self._sections.append(_Section(Doing(what, tuple(range(self.world))), doing, pace))
+        self._page.say(what)
         self._in_thread = threading.get_ident()
         try:
             yield
         finally:
             self._sections.pop()
+            self._page.say(self._sections[-1].everyone.what if self._sections else OUTSIDE)
             self._passed += 1
 
     def doing(self) -> Doing:
-        """What this rank does now. Called by the watch's thread beside the one that does it."""
+        """Return the current work of this rank. Called by the watch's thread."""
         try:
-            what, waits_for, mark = self._sections[-1]()
+            section = self._sections[-1]
+            found = (section.doing and section.doing()) or section.everyone
         except IndexError:  # outside of all sections, or it left the last one meanwhile
-            what, waits_for, mark = OUTSIDE, tuple(range(self.world)), 0
-        return Doing(what, tuple(rank for rank in waits_for if rank != self._rank), mark)
+            found = Doing(OUTSIDE, tuple(range(self.world)))
+        return found._replace(waits_for=tuple(rank for rank in found.waits_for if rank != self._rank))
+
+    def _patience(self, waits: bool) -> float:
+        """Return the time limit of the current work: the longest of its sections. Outside of sections, a rank that only
+        waits for others has the limit of a step."""
+        paces = [section.pace for section in self._sections] or [self._usual if waits else UNKNOWN]
+        return max(pace.patience for pace in paces)
 
     def _beat_of(self, before: Words | None) -> Words:
-        """What to tell the monitor. A rank that got on since `before` waits for nobody: its stack is left alone."""
-        what, waits_for, mark = self.doing()
+        """Return the heartbeat. A rank that has progressed since `before` does not wait: its stack is not read."""
+        what, waits_for, mark, program = self.doing()
         at = [mark, self._passed]
         is_still = before is not None and before["mark"] == at
         host, pid = process_of_this()
         waits_for = waits_for if is_still and self._is_waiting() else ()
-        return {"doing": what, "waits_for": waits_for, "mark": at, "host": host, "pid": pid}
+        says = {"doing": what, "waits_for": waits_for, "mark": at, "patience": self._patience(bool(waits_for))}
+        says |= {"program": program, "at": mark}
+        return says | {"host": host, "pid": pid, "page": self._page.descriptor}
 
     def _is_waiting(self) -> bool:
-        """Whether this rank waits for others rather than for its own code, by where its thread is."""
+        """Return True if this rank waits for others rather than its own code, judged by its thread's frames."""
         names = [file for file, _, _ in frames_of(self._in_thread)[:NEAREST]]
         if any(name.endswith(COLLECTIVES) for name in names):
             return True
@@ -195,6 +248,14 @@ class Watch:
         return own.startswith(RUNTIME) and not own.startswith(CHECKPOINT)
 
     # ---- errors
+
+    def is_heard(self) -> bool:
+        """Return True if the monitor answers."""
+        try:
+            self._ask({"first": True, "key": KEY})
+        except (OSError, ValueError):
+            return False
+        return True
 
     def report(self, error: BaseException, *, key: str = KEY) -> None:
         """Make this rank's error that of the run, unless another one came first; under another key it ends nothing."""
@@ -228,23 +289,38 @@ class Watch:
         except (OSError, ValueError):
             return []
 
+    def orphaned(self, what: str) -> str | None:
+        """Return the message for a connection lost in `what` if the monitor is gone too and cannot explain it; else
+        None."""
+        if self._address is None or self.hosts is not None or self.is_heard():
+            return None
+        return (
+            f"rank 0, which hosts the run's monitor on {self._address.host}, is gone: rank {self._rank} lost its "
+            f"connections in {what}"
+        )
+
+    def may_speak(self) -> bool:
+        """Return True once: the caller reports the error that ends the run, either the watch's thread or the rank's
+        own."""
+        with self._speaking:
+            spoke, self._spoke = self._spoke, True
+        return not spoke
+
     def speak(self, message: str) -> None:
         """Print what ends the run, unless this process has."""
-        with self._speaking:
-            if not self._spoke:
-                self._spoke = True
-                sys.stderr.write(f"error: {message}\n")
-                sys.stderr.flush()
+        if self.may_speak():
+            sys.stderr.write(f"error: {message}\n")
+            sys.stderr.flush()
 
-    def _ask(self, words: Words) -> Words:
+    def _ask(self, words: Words, seconds: float = ANSWERED_SECONDS) -> Words:
         """Raises OSError or ValueError where no answer comes in time; the next call connects anew."""
         assert self._address is not None, "somebody to ask"
         with self._lock:
             if self._connection is None:
-                self._connection = _Connection(self._address, self._rank)
+                self._connection = _Connection(self._address, self._rank, seconds)
                 self._monitors = self._connection.monitors
             try:
-                return self._connection.ask(words)
+                return self._connection.ask(words, seconds)
             except BaseException:
                 self._connection.close()
                 self._connection = None
@@ -257,13 +333,18 @@ class Watch:
         said: Words | None = None
         while not self._stop.wait(self._beat):
             said = self._beat_of(said)
+            limit = said["patience"] if self._limit is None else self._limit
             try:
-                answer = self._ask({"beat": said})
+                left = answered + limit - time.monotonic()  # all that wait in vain must find out at about one time
+                answer = self._ask({"beat": said}, min(ANSWERED_SECONDS, max(BEAT_SECONDS, left)))
                 if answer.get("wants_stack"):
                     self._ask({"stack": self._stack()})
+                if answer.get("looks_at"):
+                    seen = [[rank, *look(process, page)] for rank, process, page in answer["looks_at"]]
+                    self._ask({"seen": seen})
             except (OSError, ValueError):
                 silent = time.monotonic() - answered
-                if silent > self._limit:
+                if silent > limit:
                     self._leave_alone(silent)
                 continue
             answered = time.monotonic()
@@ -274,7 +355,7 @@ class Watch:
                 self._meet_the_end(self._heard)
 
     def _stack(self) -> str:
-        """Where the thread is that trains."""
+        """Return the stack of the training thread."""
         summary = traceback.StackSummary.from_list(
             [traceback.FrameSummary(*frame) for frame in reversed(frames_of(self._in_thread))]
         )
@@ -282,13 +363,25 @@ class Watch:
 
     def _leave_alone(self, silent: float) -> None:
         assert self._address is not None
-        if self._monitors is not None and _is_stopped(self._monitors[1]):
-            _end(self._monitors)
-        self.speak(
-            f"rank 0, which hosts the run's monitor on {self._address.host}, did not answer rank {self._rank} for "
-            f"{silent:.0f} s: it is stopped, or its machine or the network between is gone. Rank {self._rank} was in "
-            f"{self.doing().what}"
-        )
+        what, waits_for, *_ = self.doing()
+        hosts = f"it hosts the run's monitor on {self._address.host}"
+        own = f"rank {self._rank} is in {what}" + (f" for {named(waits_for)}" if waits_for else "")
+        doing, status = "", ""
+        if self._monitors is not None and self._monitors[0] == process_of_this()[0]:
+            doing, status = look(*self._monitors[1:])
+        if status:
+            missed = f"did not answer rank {self._rank} for {silent:.0f} s"
+            who = silence(0, status, doing or "an unknown place", missed=missed)
+            message = f"{who}; {hosts}, and {own}"
+        else:
+            message = (
+                f"rank 0 did not answer rank {self._rank} for {silent:.0f} s: stopped, or its machine or the network "
+                f"between is gone; {hosts}, and {own}"
+            )
+        self.speak(message)
+        time.sleep(HOST_SECONDS)  # others must say the same before they lose this rank, or that one
+        if self._monitors is not None and status:
+            _end(self._monitors[:2])
         os._exit(1)
 
     def _meet_the_end(self, failure: Words) -> None:
@@ -310,21 +403,22 @@ class Watch:
 
 
 class _Connection:
-    """One connection to a monitor, of which each read takes at most `ANSWERED_SECONDS`. monitors: its process."""
+    """One connection to a monitor, of which each read takes at most `seconds`. monitors: its process, and its page."""
 
-    def __init__(self, address: Address, rank: int) -> None:
-        self._socket = socket.create_connection((address.host, address.port), timeout=ANSWERED_SECONDS)
+    def __init__(self, address: Address, rank: int, seconds: float) -> None:
+        self._socket = socket.create_connection((address.host, address.port), timeout=seconds)
         self._file = self._socket.makefile("rb")
         try:
             challenge = str(self._read()["challenge"])
             self._write({"rank": rank, "proof": proof(address.secret, challenge, rank)})
-            host, pid = self._read()["welcome"]
-            self.monitors = str(host), int(pid)
+            host, pid, page = self._read()["welcome"]
+            self.monitors = str(host), int(pid), int(page)
         except BaseException:
             self.close()
             raise
 
-    def ask(self, words: Words) -> Words:
+    def ask(self, words: Words, seconds: float = ANSWERED_SECONDS) -> Words:
+        self._socket.settimeout(seconds)
         self._write(words)
         return self._read()
 
@@ -355,13 +449,6 @@ def words_of(error: BaseException, rank: int) -> Words:
 def error_of(words: Words) -> RankError:
     """The error that every rank raises."""
     return RankError(words["message"], rank=words["rank"], exit_code=words["exit_code"], speaker=words.get("speaker"))
-
-
-def _is_stopped(pid: int) -> bool:
-    """Whether a process of this machine was stopped by a signal."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    return False
 
 
 def _end(process: tuple[str, int]) -> None:

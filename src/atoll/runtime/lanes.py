@@ -1,11 +1,11 @@
-"""Where gathers, reductions and syncs run while the rank computes.
+"""Lanes on which gathers, reductions and syncs overlap with compute.
 
-A lane begins its jobs in the order in which they were given, so ranks that give theirs in one order never wait for
-each other in a circle: there is a lane for each kind of job, since ranks take jobs of different kinds in different
-orders. A job may wait for jobs of lanes that stand before its own in `KINDS`, never for later ones.
+A lane starts its jobs in the order they were submitted, so ranks that submit them in one order cannot deadlock. Each
+kind of job has its own lane, since ranks submit jobs of different kinds in different orders. A job may wait for jobs of
+lanes before its own in `KINDS`, never for later ones.
 
-On the CPU a lane is a few threads: gloo moves nothing that nobody waits for, so each job under way needs one. On CUDA
-it is a stream: a job begins after everything that was launched before it, and waiting for it is an event's business.
+On the CPU a lane is a few threads: gloo makes progress only while a thread waits, so each job in flight needs one. On
+CUDA it is a stream: a job starts after the work launched before it, and an event waits for it.
 """
 
 from __future__ import annotations

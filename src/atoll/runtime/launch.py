@@ -10,14 +10,19 @@ The life of `launch_local`:
     5. the first failure decides what the caller gets.
 
 [Note: nobody outlives the parent] Each child holds the read end of a pipe whose only write end is the parent's.
-The kernel closes it however the parent ends, and `watch_parent` then ends the child.
+The kernel closes it however the parent ends, and `watch_parent` then ends the child. A rank of torchrun watches its
+agent's process instead: left alone it would go on, and hold the folder that the next attempt asks for.
 
 [Note: one error] The first rank to fail tells the monitor its error. That rank prints it; the others hear it there and
 leave with the same exit code, without a word.
 
+[Note: words of earlier ranks] torchrun's store outlives the ranks that it restarts, and their counts of restarts differ
+once a node has come later than others. So the monitor decides: rank 0 hosts a new one and says where, and a rank that
+finds the address of one that does not answer reads again. All else in the store is under the name of the meeting.
+
 [Note: who may come in] Local ranks meet in a folder that belongs to the user, and gloo listens on the loopback
 interface. Across machines torch's store is open to whoever reaches its port: its host listens on one interface, the one
-that MASTER_ADDR names, and not on all of them. The monitor asks everyone for the secret of the run.
+that MASTER_ADDR names, and not on all of them, and so does gloo. The monitor asks everyone for the secret of the run.
 """
 
 from __future__ import annotations
@@ -26,6 +31,8 @@ import contextlib
 import errno
 import os
 import re
+import secrets
+import select
 import signal
 import socket
 import subprocess
@@ -42,30 +49,32 @@ from typing import TYPE_CHECKING, NoReturn
 from atoll.errors import AtollError, ConfigError, RankError, RunError, UserError
 from atoll.runtime.failure import CAUSE_SECONDS, HOST_SECONDS, Watch, error_of, words_of
 from atoll.runtime.monitor import Address, Monitor, family_of
+from atoll.runtime.verdict import LONGEST_SECONDS
 
 if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore
 
 LIFELINE = "ATOLL_LIFELINE"
 MONITOR = "ATOLL_MONITOR"
-"""Where the monitor of local ranks listens, with the secret."""
+"""Environment variable with the address and secret of the local ranks' monitor."""
 MEETING = "ATOLL_MEETING"
 """The file at which local ranks meet."""
+DIGITS = 18
+"""Maximum number of digits in a launcher's variable."""
 SECRET = "ATOLL_SECRET"
 """The secret of a run across machines; without it rank 0 makes one, and gives it to who reads the store."""
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 LOOPBACK = "127.0.0.1"
 POLL_SECONDS = 0.02
 SAVED_AND_LEFT = (128 + signal.SIGINT, 128 + signal.SIGTERM)
-"""How a child leaves that a signal told to."""
+"""Exit codes of a child that ends because of a signal."""
 LATE_SECONDS = 2.0
-"""How long ranks have to leave once one of them is late: it is stopped, perhaps, and then killed."""
-SILENCE_SECONDS = 600.0
-"""How long a rank of a run without `parallel.timeout` may be silent, or keep another one waiting."""
+"""Time that ranks have to exit after one has failed; late ones are killed."""
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Who this process is among the ranks, and where they meet."""
+    """The rank of this process, the world size, and the rendezvous."""
 
     rank: int
     world: int
@@ -75,12 +84,10 @@ class Rendezvous:
     port: int
     agent_store: bool
     """The launcher already hosts the store: rank 0 connects to it like every other rank."""
-    attempt: int = 0
-    """How often torchrun has restarted the ranks: its store still has the words of those before."""
 
 
 def torchrun_environment(environment: Mapping[str, str] | None = None) -> Rendezvous | None:
-    """What torchrun, Kubernetes (PyTorchJob) or `srun` say about this process; None if nobody launched it.
+    """Return the rank that torchrun, Kubernetes (PyTorchJob) or `srun` gave this process; None without a launcher.
 
     A set of variables that is incomplete or contradicts itself is a `UserError`.
     """
@@ -94,14 +101,14 @@ def torchrun_environment(environment: Mapping[str, str] | None = None) -> Rendez
 
 
 def restarts(environment: Mapping[str, str] | None = None) -> int:
-    """How often torchrun has restarted the ranks, or Slurm has requeued the job: the same command runs again."""
+    """Return how often torchrun has restarted the ranks or Slurm has requeued the job."""
     given = os.environ if environment is None else environment
     return sum(_number(given, name, default="0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How local ranks ended. code: the exit code of the run.
+    """The outcome of local ranks. code: the exit code of the run.
 
     rank: the first that failed; None where none did, or a signal to the parent ended them.
     was_lost: it was ended, stopped or silent, or did not get on; else an error in it was the first.
@@ -121,7 +128,7 @@ def launch_local(
     port: int = 0,
     threads: int | None = None,
     grace: float = 10.0,
-    limit: float = SILENCE_SECONDS,
+    limit: float | None = None,
 ) -> int:
     """Runs `command` in `ranks` local processes and returns the exit code of the run.
 
@@ -130,7 +137,7 @@ def launch_local(
     number is that of the signal that the parent got. A first failure without words, a child ended by a
     signal, raises `RankError`. `port` 0 is any free one; `threads` are OpenMP's for each rank, by default the
     machine's cores divided by `ranks` unless OMP_NUM_THREADS is set; `grace` is in seconds. `limit`: how long a
-    rank may be silent, or keep another one waiting. `port` is the monitor's.
+    rank may be silent, or keep another one waiting; None for what the ranks have measured. `port` is the monitor's.
     """
     ending = run_local(command, ranks, port=port, threads=threads, grace=grace, limit=limit)
     if ending.error is not None:
@@ -145,11 +152,11 @@ def run_local(
     port: int = 0,
     threads: int | None = None,
     grace: float = 10.0,
-    limit: float = SILENCE_SECONDS,
+    limit: float | None = None,
     attempt: int = 0,
 ) -> Ending:
-    """As `launch_local`, and says how the run ended. attempt: how often the ranks were started before, which they find
-    where torchrun says it."""
+    """Like `launch_local`, and return how the run ended. attempt: the number of earlier starts, which ranks read from
+    torchrun's variable."""
     monitor = host_monitor(ranks, port=port, limit=limit)
     children = _Children(monitor, grace=grace)
 
@@ -167,22 +174,57 @@ def run_local(
 
 
 def watch_parent() -> None:
-    """Called by a child once it runs: from then on it ends when its parent does, however that ends."""
+    """Called by a rank once it runs: from then on it ends when the process does that started it, however that ends.
+
+    A rank of another launcher than `launch_local` and torchrun's agent is left to its launcher.
+    """
     lifeline = os.environ.pop(LIFELINE, None)
-    if lifeline is None:
+    if lifeline is not None:
+        descriptor = int(lifeline)
+        os.set_inheritable(descriptor, False)
+    elif "TORCHELASTIC_RUN_ID" in os.environ:
+        try:
+            descriptor = os.pidfd_open(os.getppid())
+        except OSError:  # a sandbox may forbid it
+            return
+    else:
         return
-    descriptor = int(lifeline)
-    os.set_inheritable(descriptor, False)
 
     def wait_for_the_end() -> None:
-        with contextlib.suppress(OSError):
-            os.read(descriptor, 1)
+        select.select([descriptor], [], [])
         os._exit(1)
 
     threading.Thread(target=wait_for_the_end, name="atoll-lifeline", daemon=True).start()
 
 
-def host_monitor(ranks: int, *, port: int, limit: float, host: str = LOOPBACK) -> Monitor:
+def share_cores(world: int) -> None:
+    """Give torch's kernels this rank's share of the machine's cores, where nobody said how many threads they have.
+
+    OMP_NUM_THREADS, MKL_NUM_THREADS and torch.set_num_threads say it. Without them torch takes every core, and ranks of
+    one machine then wait for each other's threads. `launch_local` and torchrun say it to the ranks that they start.
+    """
+    import psutil
+    import torch
+
+    cores = len(os.sched_getaffinity(0))
+    by_default = {cores, os.cpu_count(), psutil.cpu_count(logical=False)}
+    is_told = "OMP_NUM_THREADS" in os.environ or "MKL_NUM_THREADS" in os.environ
+    share = max(1, cores // _ranks_of_machine(world))
+    if not is_told and torch.get_num_threads() in by_default and torch.get_num_threads() > share:
+        torch.set_num_threads(share)
+
+
+def _ranks_of_machine(world: int) -> int:
+    """Return the number of ranks on this machine: from the launcher, or all if the rendezvous is on loopback."""
+    said = None
+    with contextlib.suppress(UserError):
+        said = torchrun_environment()
+    if said is not None and said.local_world > 1:
+        return said.local_world
+    return world if os.environ.get("MASTER_ADDR", LOOPBACK) in (LOOPBACK, "localhost", "::1") else 1
+
+
+def host_monitor(ranks: int, *, port: int, limit: float | None, host: str = LOOPBACK) -> Monitor:
     """A monitor in this process; `port` 0 is any free one, `ConfigError` where it cannot be used."""
     if not 0 <= port <= 65535:
         raise ConfigError(f"run.port = {port}: a port is a number from 0 to 65535")
@@ -193,8 +235,8 @@ def host_monitor(ranks: int, *, port: int, limit: float, host: str = LOOPBACK) -
         raise ConfigError(f"run.port = {port}: this port {reason}; choose another, or 0 for any free one") from error
 
 
-def meet(rendezvous: Rendezvous, seconds: float) -> tuple[Store, Watch]:
-    """The store of all ranks, and this rank's watch, which has begun; `seconds` bounds every wait for both.
+def meet(rendezvous: Rendezvous, limit: float | None) -> tuple[Store, Watch]:
+    """The store of all ranks, and this rank's watch, which has begun; `limit` bounds every wait for both.
 
     Local ranks find their store and monitor where their parent put them; otherwise launcher or rank 0 hosts the store,
     and rank 0 the monitor.
@@ -206,25 +248,36 @@ def meet(rendezvous: Rendezvous, seconds: float) -> tuple[Store, Watch]:
         from torch.distributed import FileStore
 
         return FileStore(meeting, rendezvous.world), watch
-    store = _tcp_store(rendezvous, seconds)
-    if rendezvous.attempt:
-        from torch.distributed import PrefixStore
+    from torch.distributed import PrefixStore
 
-        store = PrefixStore(f"attempt-{rendezvous.attempt}", store)
+    store = _tcp_store(rendezvous, LONGEST_SECONDS if limit is None else limit)
     host = LOOPBACK if rendezvous.local_world == rendezvous.world else own_address(rendezvous.address)
-    return store, watch_by(store, rendezvous.rank, rendezvous.world, host=host, limit=seconds)
+    interface = interface_of(host)
+    if interface is not None:  # gloo's own choice is the interface of the host's name, on whichever network that is
+        os.environ.setdefault(GLOO_INTERFACE, interface)
+    watch, meeting = watch_by(store, rendezvous.rank, rendezvous.world, host=host, limit=limit)
+    return PrefixStore(meeting, store), watch
 
 
-def watch_by(store: Store, rank: int, world: int, *, host: str, limit: float, name: str = "run") -> Watch:
-    """A watch that has begun. Rank 0 hosts the monitor on `host`, and says in the store where; all ranks ask."""
+def watch_by(
+    store: Store, rank: int, world: int, *, host: str, limit: float | None, name: str = "run"
+) -> tuple[Watch, str]:
+    """A watch that has begun, and the name of this meeting. Rank 0 hosts the monitor on `host`, and says in the store
+    where; all ranks ask. See [Note: words of earlier ranks]."""
     key, secret = f"atoll/monitor/{name}", os.environ.get(SECRET, "")
     if rank == 0:
         hosted = host_monitor(world, port=0, limit=limit, host=host)
-        address = hosted.address
-        store.set(key, replace(address, secret="" if secret else address.secret).dump())
-        return Watch(address, rank, world, limit=limit, hosts=hosted).start()
-    found = Address.parse(store.get(key).decode())
-    return Watch(replace(found, secret=found.secret or secret), rank, world, limit=limit).start()
+        address, meeting = hosted.address, secrets.token_hex(8)
+        store.set(key, f"{meeting} {replace(address, secret='' if secret else address.secret).dump()}")
+        return Watch(address, rank, world, limit=limit, hosts=hosted).start(), meeting
+    deadline = time.monotonic() + (LONGEST_SECONDS if limit is None else limit)
+    while True:
+        meeting, _, word = store.get(key).decode().partition(" ")
+        found = Address.parse(word)
+        watch = Watch(replace(found, secret=found.secret or secret), rank, world, limit=limit)
+        if watch.is_heard() or time.monotonic() > deadline:
+            return watch.start(), meeting
+        time.sleep(POLL_SECONDS)
 
 
 def host_of_ranks() -> str:
@@ -241,6 +294,16 @@ def own_address(name: str) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as towards:  # nothing is sent: this asks for the route
         towards.connect((place[0], 9))
         return str(towards.getsockname()[0])
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has an address of this machine."""
+    import psutil
+
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address.partition("%")[0] == address for each in addresses):
+            return name
+    return None
 
 
 def host_store(host: str, port: int, *, world: int | None = None, seconds: float = 60.0) -> TCPStore:
@@ -282,8 +345,11 @@ def leave(error: Exception, watch: Watch | None, rendezvous: Rendezvous) -> NoRe
         watch.report(error)
         first = watch.first() or (error if isinstance(error, RankError) else None)
     code = error.exit_code if isinstance(error, AtollError) else 1
-    if first is None or first.rank == rank:
-        _print_error(error, rank)
+    # The monitor's verdict has a speaker. It may be this rank, and blame it too: its own error is then but a connection
+    # that those who have heard the verdict closed.
+    if first is None or (first.rank == rank and first.speaker is None):
+        if watch is None or watch.may_speak():
+            _print_error(error, rank)
     else:
         code = first.exit_code
         if watch is not None and first.speaker == rank:
@@ -374,7 +440,7 @@ class _Children:
             return Ending(code)
         failure = self.monitor.failure
         if code < 0 and (failure is None or failure.get("speaker") is None):
-            words = _words_for_signal(first, -code)
+            words = _words_for_signal(first, -code, self.monitor.place_of(first))
             error = RankError(words, rank=first) if failure is None else error_of(failure)
             return Ending(error.exit_code, first, was_lost=True, error=error)
         if failure is None:
@@ -394,12 +460,13 @@ class _Children:
         if killed:
             # It could not speak for itself; the others hear from the monitor why they lost a peer.
             rank = killed[0]
-            self.monitor.report(words_of(RunError(_words_for_signal(rank, -(codes[rank] or 0))), rank))
+            words = _words_for_signal(rank, -(codes[rank] or 0), self.monitor.place_of(rank))
+            self.monitor.report(words_of(RunError(words), rank))
 
 
-def _words_for_signal(rank: int, number: int) -> str:
+def _words_for_signal(rank: int, number: int, place: str) -> str:
     name = signal.Signals(number).name if number in list(signal.Signals) else f"signal {number}"
-    message = f"rank {rank} was ended by {name}"
+    message = f"rank {rank} was ended by {name}" + (f" in {place}" if place else "")
     if number == signal.SIGKILL:
         message += (
             "; if nobody sent it, the machine ran out of memory: "
@@ -435,7 +502,7 @@ def _lifeline() -> Iterator[int]:
 
 def _child_environment(rank: int, ranks: int, *, monitor: Address, meeting: str, threads: int | None) -> dict[str, str]:
     environment = dict(os.environ)
-    environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    environment.setdefault(GLOO_INTERFACE, interface_of(LOOPBACK) or "lo")
     if threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)
     else:
@@ -468,7 +535,6 @@ def _from_torchrun(given: Mapping[str, str]) -> Rendezvous:
             address=given["MASTER_ADDR"],
             port=_number(given, "MASTER_PORT"),
             agent_store=given.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            attempt=_number(given, "TORCHELASTIC_RESTART_COUNT", default="0"),
         )
     )
 
@@ -479,7 +545,7 @@ def _from_slurm(given: Mapping[str, str]) -> Rendezvous | None:
         return None  # an interactive shell under srun: free to start local processes
 
     _require(given, ("SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_JOB_ID"))
-    if "MASTER_ADDR" not in given:
+    if not given.get("MASTER_ADDR"):
         _require(given, ("SLURM_STEP_NODELIST",))
 
     return _checked(
@@ -506,7 +572,7 @@ def _slurm_first_host(nodes: str) -> str:
 
 def _slurm_tasks(tasks: str, *, node: int) -> int:
     """`2(x3),1` -> tasks of node 0, 1, 2: 2, of node 3: 1."""
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks):
+    for count, times in re.findall(r"(\d{1,9})(?:\(x(\d{1,9})\))?", tasks):
         node -= int(times or 1)
         if node < 0:
             return int(count)
@@ -525,8 +591,10 @@ def _require(given: Mapping[str, str], names: Sequence[str]) -> None:
 
 def _number(given: Mapping[str, str], name: str, *, default: str | None = None) -> int:
     text = given.get(name, default) or ""
-    if not text.isdecimal():
-        raise UserError(f"the environment has {name}={text!r}, which is not a number from 0")
+    if not (text.isdecimal() and len(text) <= DIGITS):
+        raise UserError(
+            f"the environment has {name}={text[:40]!r}, which is not a number from 0, of {DIGITS} digits at most"
+        )
     return int(text)
 
 

@@ -1,28 +1,28 @@
-"""What a stage sends to its neighbours and receives from them.
+"""Messages between a stage and its neighbours.
 
-[Note: who waits for whom] Receives are posted ahead of their action, where the program says, in the order of the row,
-which is the sender's order for each pair of ranks; the action itself waits. Sends are never waited for by the rank that
-computes: a gloo send ends only when its receiver is there, and a rank that waited would hang 1F1B. The transport's
-outbox waits, and lets go of what has left.
+[Note: who waits for whom] Receives are posted before their action, at the program's POST, in the order of the row,
+which is the sender's order for each pair of ranks; the action itself waits. The computing thread never waits for a
+send: a gloo send completes only when its receiver is ready, and waiting would hang 1F1B. The transport's outbox waits,
+and releases sent buffers.
 
 [Note: shapes] A stage's output shape follows from the microbatch's shapes. The first time a rank sees a kind of
 microbatch, the sender puts the shape and whether a gradient is expected in a header before the tensor; from then on
 both sides know, and receives are posted early.
 
-[Note: received buffers] Buffers are used again once nothing of the microbatch can look at them, after its W: what W
-keeps may be the received activation or gradient itself.
+[Note: received buffers] Buffers are reused after the microbatch's W, when nothing refers to them: W may keep the
+received activation or gradient itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from atoll.errors import RunError
 from atoll.ir import Action, Op
-from atoll.models import Batch
+from atoll.models.batch import Batch, tensors_in
 from atoll.runtime.transport import Channel, Message, Tag, Transport
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -31,7 +31,7 @@ _HEADER = 12
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """What travels between two stages for one kind of microbatch."""
+    """The message between two stages for one kind of microbatch."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -62,7 +62,7 @@ class _Expected:
     buffer: torch.Tensor | None = None
 
     def is_for(self, action: Action) -> bool:
-        """Whether it is this action's."""
+        """Return True if the message belongs to this action."""
         return (self.op, self.stage, self.microbatch) == (action.op, action.stage, action.microbatch)
 
 
@@ -193,7 +193,7 @@ class Mail:
         expected.buffer = buffer
 
     def _ask(self, expected: _Expected) -> Wire:
-        """What a receive of a new kind will bring, from the header that comes before it."""
+        """Return the form of a new kind of message, from the header that precedes it."""
         stage, _ = expected.kind
         header = torch.zeros(_HEADER, dtype=torch.int64, device=self._transport.device)
         tag = Tag(Channel.SHAPE, stage, expected.microbatch)
@@ -228,6 +228,6 @@ def _expect_parcels(action: Action, parcels: Sequence[Parcel]) -> list[_Expected
     ]
 
 
-def _shapes(batch: Mapping[str, torch.Tensor]) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """What the shape of a stage's output depends on."""
-    return tuple((name, tuple(value.shape)) for name, value in sorted(batch.items()) if name != "labels")
+def _shapes(batch: Batch) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Return the key that determines a stage's output shape: includes labels, an encoder-decoder's input."""
+    return tuple(sorted((name, tuple(value.shape)) for name, value in tensors_in(batch)))

@@ -1,14 +1,14 @@
-"""Where the ranks of a run send their heartbeats, and where the first error of one becomes the error of all.
+"""The monitor: receives the heartbeats of all ranks, and sends the first error of one rank to all.
 
-One process hosts it: the parent of local ranks, or rank 0. Each rank keeps one connection to it and says a few times a
-second what it does (`atoll.runtime.verdict`). It answers with what ended the run, once something has: the first error
-that a rank reported, a rank whose process is gone, or a verdict on who keeps the others waiting.
+One process hosts it: the parent of local ranks, or rank 0. Each rank keeps one connection to it and reports its state a
+few times a second (`atoll.runtime.verdict`). It answers with the reason why the run ended, if it has: the first error
+that a rank reported, a rank whose process is gone, or a verdict on which rank keeps the others waiting.
 
-The store that torch.distributed meets at does none of this, because a call to it has no time limit: a rank that is cut
-off from its host would wait in it for good. Here every read has one, on both sides.
+The rendezvous store of torch.distributed cannot do this, because a call to it has no time limit: a rank that is cut off
+from its host would wait in it forever. Here every read has a limit, on both sides.
 
-[Note: who may speak] The monitor sends a random challenge to whoever connects, and hears those alone who answer it with
-the run's secret (HMAC-SHA-256). What comes is JSON, bounded in length, and never unpickled. Lines are not encrypted.
+[Note: who may speak] The monitor sends a random challenge to each client, and accepts only clients that answer it with
+the run's secret (HMAC-SHA-256). Messages are JSON, bounded in length, and never unpickled. They are not encrypted.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ import secrets
 import socket
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from atoll.documents import parse_json
-from atoll.runtime.verdict import OUTSIDE, SILENT_SECONDS, State, judge, named
+from atoll.runtime.page import View, own_page, read_page, status_of
+from atoll.runtime.verdict import LONGEST_SECONDS, OUTSIDE, SHORTEST_SECONDS, SILENT_SECONDS, State, judge, named
 
 BEAT_SECONDS = 0.25
 """Between two heartbeats of a rank, in worlds of up to `CROWD` ranks; larger ones beat as many times together."""
@@ -37,13 +38,13 @@ CROWD = 256
 LINE_BYTES = 1 << 18
 """The longest line that is read."""
 ANSWER_SECONDS = 5.0
-"""How long who connects has to answer the challenge, and every read of an answer takes at most."""
+"""Time limit for a client to answer the challenge, and for every read of an answer."""
 STRANGERS = 64
 """Connections that have not answered yet; further ones are closed at once."""
 GONE_SECONDS = 1.0
 """After a connection ends without a word, how long the rank has to come back, or somebody to say why."""
 STACK_SECONDS = 1.0
-"""How long a rank that is blamed has to send its stack."""
+"""Time limit for a blamed rank to send its stack."""
 
 KEY = "failure"
 """The report that ends the run. Refusals that all ranks agree on have keys of their own and end nothing."""
@@ -59,14 +60,14 @@ def proof(secret: str, challenge: str, rank: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a monitor listens, and the secret that it asks for."""
+    """The address of a monitor, and its secret."""
 
     host: str
     port: int
     secret: str
 
     def dump(self) -> str:
-        """As one word, for an environment or a store."""
+        """Return the address as one word, for an environment variable or a store."""
         return f"{self.secret}@{self.host}:{self.port}"
 
     @staticmethod
@@ -78,9 +79,12 @@ class Address:
 
 
 class Monitor:
-    """Listens until it is closed. limit: seconds of silence, or of waiting, after which somebody is to blame."""
+    """Listens until it is closed.
 
-    def __init__(self, world: int, *, host: str, limit: float, port: int = 0, secret: str | None = None) -> None:
+    limit: seconds of silence, or of waiting, after which somebody is to blame; None for what the ranks have measured.
+    """
+
+    def __init__(self, world: int, *, host: str, limit: float | None, port: int = 0, secret: str | None = None) -> None:
         self._listener = socket.create_server((host, port), family=family_of(host), backlog=1024)
         self.address = Address(host, self._listener.getsockname()[1], secret or secrets.token_hex(16))
         self._limit = limit
@@ -95,6 +99,9 @@ class Monitor:
         self._reports: dict[str, Words] = {}
         self._stacks: dict[int, str] = {}
         self._wanted: set[int] = set()
+        self._unseen: dict[int, State] = {}
+        self._seen: dict[int, tuple[str, str]] = {}
+        self._views: dict[int, tuple[int, View]] = {}
         self._strangers = 0
         self._over = asyncio.Event()
         self._serves: queue.SimpleQueue[asyncio.AbstractEventLoop] = queue.SimpleQueue()
@@ -106,7 +113,7 @@ class Monitor:
 
     @property
     def failure(self) -> Words | None:
-        """What ended the run, if anything has."""
+        """The error that ended the run, if any."""
         return self._reports.get(KEY)
 
     def report(self, report: Words, key: str = KEY) -> None:
@@ -190,7 +197,7 @@ class Monitor:
             return None
         if not hmac.compare_digest(said.encode(), proof(self.address.secret, challenge, rank).encode()):
             return None
-        _write(writer, {"welcome": process_of_this()})
+        _write(writer, {"welcome": [*process_of_this(), own_page().descriptor]})
         return rank
 
     def answer(self, rank: int, words: Words) -> Words:
@@ -202,11 +209,35 @@ class Monitor:
                 self._take(rank, words["report"], key=str(words.get("key", KEY)))
             elif "stack" in words:
                 self._stacks[rank] = str(words["stack"])
+            elif "seen" in words:
+                self._see(rank, words["seen"])
         except (LookupError, TypeError, OverflowError) as error:
             raise ValueError(f"not what a rank says: {error}") from error
         found = self._reports.get(str(words.get("key", KEY)))
         wants_stack = rank in self._wanted - set(self._stacks)
-        return {"found": found, "failure": self.failure, "wants_stack": wants_stack, "left": sorted(self._left)}
+        looks_at = [[other, state.pid, state.page] for other, state in self._unseen_by(rank).items()]
+        return {
+            "found": found,
+            "failure": self.failure,
+            "wants_stack": wants_stack,
+            "looks_at": looks_at,
+            "left": sorted(self._left),
+        }
+
+    def _unseen_by(self, rank: int) -> dict[int, State]:
+        """Silent ranks on the machine of `rank` that nobody has looked at."""
+        host = self._states[rank].host if rank in self._states else ""
+        return {
+            other: state
+            for other, state in self._unseen.items()
+            if other not in self._seen and other != rank and state.host == host
+        }
+
+    def _see(self, rank: int, seen: list[Any]) -> None:
+        """Take what a rank sees of others of its machine."""
+        for other, doing, status in seen:
+            if other in self._unseen_by(rank):
+                self._seen[other] = str(doing), str(status)
 
     def _take(self, rank: int, report: Words, key: str) -> None:
         words = {"exit_code": int(report["exit_code"]), "message": str(report["message"])}
@@ -219,8 +250,32 @@ class Monitor:
         mark = (*said, beat["mark"])
         since = before.since if before is not None and self._marks.get(rank) == mark else now
         self._marks[rank] = mark
-        self._states[rank] = State(*said, host=str(beat["host"]), pid=int(beat["pid"]), heard=now, since=since)
+        patience = min(LONGEST_SECONDS, max(SHORTEST_SECONDS, float(beat["patience"])))
+        self._states[rank] = State(
+            *said,
+            host=str(beat["host"]),
+            pid=int(beat["pid"]),
+            heard=now,
+            since=since,
+            patience=patience,
+            page=int(beat["page"]),
+            program=int(beat["program"]),
+            at=int(beat["at"]),
+        )
+        self._open_page(rank, self._states[rank])
         self._part(rank, self._states[rank])
+
+    def _open_page(self, rank: int, state: State) -> None:
+        """Keep the page of a process of this machine: nobody can open it once the process is gone."""
+        known = self._views.get(rank)
+        if state.host == process_of_this()[0] and (known is None or known[0] != state.pid):
+            with contextlib.suppress(OSError):
+                self._views[rank] = state.pid, View(state.pid, state.page)
+
+    def place_of(self, rank: int) -> str:
+        """Return the last known position of a rank."""
+        seen = self._views[rank][1].read() if rank in self._views else ""
+        return seen or (self._states[rank].doing if rank in self._states else "")
 
     def _miss(self, rank: int) -> None:
         """Blame a rank whose connection ended without a word, unless it came back."""
@@ -228,8 +283,8 @@ class Monitor:
         if state is None or rank in self._writers or self._over.is_set():
             return
         message = (
-            f"rank {rank} is gone: its process ended in {state.doing} without a word. Its launcher may know why; a "
-            "process that nobody killed may have run out of memory"
+            f"rank {rank} is gone: its process ended in {self.place_of(rank)} without a word. Its launcher may know "
+            "why; a process that nobody killed may have run out of memory"
         )
         self.report({"rank": rank, "exit_code": 1, "message": message, "speaker": self._speaker((rank,))})
 
@@ -251,18 +306,37 @@ class Monitor:
         ]
         return min([rank for rank in living if rank not in blamed] or living, default=None)
 
+    def _has_neighbour(self, rank: int) -> bool:
+        """Return True if a rank of the same machine still sends heartbeats."""
+        host = self._unseen[rank].host
+        return any(
+            other in self._writers and other not in self._unseen and state.host == host
+            for other, state in self._states.items()
+        )
+
     async def _judge(self) -> None:
         """Look for who is late, ask for its stack, and say so."""
         while self.failure is None:
             await asyncio.sleep(BEAT_SECONDS)
-            found = judge(self._states, time.monotonic(), self._limit)
+            states, now = dict(self._states), time.monotonic()
+            found = judge(states, now, self._limit)
             if found is None:
                 continue
-            self._wanted = {rank for rank in found.ranks if rank in self._writers}
+            silent = {rank for rank in found.ranks if now - states[rank].heard > SILENT_SECONDS}
+            self._wanted = {rank for rank in found.ranks if rank in self._writers} - silent
+            self._unseen = {rank: states[rank] for rank in silent if states[rank].host}
+            own = process_of_this()[0]
+            for rank, state in self._unseen.items():
+                if state.host == own:
+                    self._seen[rank] = self.place_of(rank), status_of(state.pid)
             for _ in range(10):
-                if self._wanted <= set(self._stacks):
+                awaited = {rank for rank in self._unseen if rank not in self._seen and self._has_neighbour(rank)}
+                if self._wanted <= set(self._stacks) and not awaited:
                     break
                 await asyncio.sleep(STACK_SECONDS / 10)
+            for rank, (doing, status) in self._seen.items():
+                states[rank] = replace(states[rank], doing=doing or states[rank].doing, status=status)
+            found = judge(states, now, self._limit) or found  # the same, in the words of who has looked
             stacks = [f"\nrank {rank}:\n{self._stacks[rank]}" for rank in found.ranks if rank in self._stacks]
             self.report(
                 {
@@ -270,7 +344,8 @@ class Monitor:
                     "exit_code": 1,
                     "message": found.message + "".join(stacks),
                     "speaker": self._speaker(found.ranks),
-                    "ends": [[self._states[rank].host, self._states[rank].pid] for rank in found.ranks],
+                    # Those that still speak hear of this and leave; one of them may have to tell.
+                    "ends": [[states[rank].host, states[rank].pid] for rank in found.ranks if rank in silent],
                 }
             )
 
@@ -286,8 +361,13 @@ def process_of_this() -> tuple[str, int]:
     return f"{boot} {space}", os.getpid()
 
 
+def look(process: int, page: int) -> tuple[str, str]:
+    """Return the position of a silent process of this machine, and its status."""
+    return read_page(process, page), status_of(process)
+
+
 def family_of(host: str) -> socket.AddressFamily:
-    """That of an address in figures."""
+    """Return the address family of a numeric address."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 

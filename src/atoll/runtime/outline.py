@@ -1,4 +1,4 @@
-"""What a plan makes of a model, known to every rank before anything is built: stages, lowered schedule, programs."""
+"""The outline of a model under a plan, known to every rank in advance: stages, lowered schedule, programs."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Outline:
         return [placement.rank_of(stage) for stage in range(placement.stages)]
 
     def row(self, rank: int, *, training: bool = True, microbatches: int | None = None) -> tuple[Action, ...]:
-        """What a pipeline rank does with its first microbatches, all if None; without training the forwards alone."""
+        """Return a pipeline rank's actions for its first microbatches (None: all); without training, forwards only."""
         schedule = self.schedule if training else self.schedule.forward_only()
         count = schedule.microbatches if microbatches is None else microbatches
         return tuple(each for each in schedule.actions[rank] if each.microbatch is None or each.microbatch < count)

@@ -1,4 +1,4 @@
-"""Where Atoll keeps files between runs."""
+"""Folders in which Atoll keeps files between runs."""
 
 from __future__ import annotations
 

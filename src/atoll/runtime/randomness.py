@@ -37,7 +37,7 @@ def _seed(value: int) -> None:
 
 @dataclass(slots=True)
 class _Region:
-    """Where ranks of a tensor-parallel group draw for themselves: with which seed, and the states of the generators
+    """A region in which tensor-parallel ranks use different random numbers: its seed, and the generator states
     that all have in common. It is over once the default generator has another seed."""
 
     seed: int = -1
@@ -52,7 +52,7 @@ _REGION = _Region()
 
 
 def draw_apart(rank: int, name: str) -> None:
-    """From here on the `rank`-th rank of a tensor-parallel group draws random numbers of its own.
+    """Start a region in which the `rank`-th tensor-parallel rank uses its own random numbers.
 
     Its seed follows from what all would have drawn next, and from `name`, which tells places in the model apart. So it
     is the same when a forward is run again from its random state, whoever does so.
@@ -69,7 +69,7 @@ def draw_apart(rank: int, name: str) -> None:
 
 
 def draw_alike() -> None:
-    """From here on all ranks draw alike again, as if none had drawn for itself."""
+    """End the region: restore the shared generator states, as if no rank had used its own."""
     if _REGION.is_open:
         torch.default_generator.set_state(_REGION.common[0])
         for state in _REGION.common[1:]:

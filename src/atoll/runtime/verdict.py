@@ -1,12 +1,12 @@
-"""Which rank keeps the others waiting: what each rank last said of itself -> the ranks to blame.
+"""Find the rank that keeps the others waiting: last reported states of all ranks -> the ranks to blame.
 
-A rank says what it does, which ranks must act before that can end, and what its process is. From the monitor's own
-clock comes when it was last heard, and since when it has said the same. Nothing here reads a clock or a socket.
+A rank reports its position, the ranks it waits for, and its process. The monitor's clock gives the time of its last
+heartbeat, and the time since which it has reported the same. Nothing here reads a clock or a socket.
 
-[Note: whom to blame] A rank that is not heard any more comes first: it is stopped, or its machine or network is gone,
-and whatever the others wait for may be its doing. Otherwise the rank that has waited longest is asked whom it waits
-for, that one the same, and so on. The walk ends at a rank that waits for nobody, which is busy or stuck in code that is
-not Atoll's, or where it comes back: those ranks wait for each other, so what travels between them was lost.
+[Note: whom to blame] A silent rank comes first: it is stopped, or its machine or network has failed, and it may be the
+cause of all waits. Otherwise, start at the rank that has waited longest and follow the ranks waited for. The walk ends
+at a rank that waits for nobody, which is busy or stuck in code outside Atoll, or at a rank visited before: those ranks
+wait for each other, so a message between them was lost.
 """
 
 from __future__ import annotations
@@ -18,11 +18,32 @@ SILENT_SECONDS = 3.0
 """A rank that was not heard for so long is blamed before those that say what they wait for. Heartbeats are far more
 frequent; only a process that is stopped, or holds Python's interpreter, misses so many."""
 
+TOGETHER_SECONDS = 1.0
+"""Ranks that fell silent within it did so for one reason, as a link that was cut: their last heartbeats lie apart."""
+
 START_SECONDS = 60.0
-"""How long a rank has at least until its first heartbeat: a busy machine starts processes slowly."""
+"""Minimum time limit for a rank's first heartbeat: a busy machine starts processes slowly."""
 
 OUTSIDE = "code outside the engine"
-"""What a rank does that is in none of the engine's calls."""
+"""Position of a rank outside all calls of the engine."""
+
+LONGEST_SECONDS = 600.0
+"""Time that a rank may be silent, or keep another one waiting, if no duration is known: while the engine
+is built, in the first steps, while a checkpoint is saved or loaded, and in code outside the engine."""
+SHORTEST_SECONDS = 60.0
+"""The same where steps take no time at all: a machine that is busy, or a file system, may stand still for long."""
+TIMES, MEASURED, RECENT = 10.0, 3, 32
+"""A step may take `TIMES` the longest of the last `RECENT` ones, once `MEASURED` of them are known."""
+
+RUNS = "runs"
+STATUS = {
+    "T": "is stopped",
+    "t": "is stopped by a debugger",
+    "D": "waits in the kernel, as for a disk,",
+    "Z": "has ended",
+    "X": "has ended",
+}
+"""Status of a silent process by its letter in `/proc`; `RUNS` for all others."""
 
 SHOWN = 6
 """Waiting ranks that a message names."""
@@ -30,11 +51,13 @@ SHOWN = 6
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What is known of a rank. doing: where it is, as in "step 3, 0F1".  waits_for: the ranks that must act before it
-    can go on, none for a rank that is busy.  host, pid: its process.  heard, since: when its last heartbeat came, and
-    since when it has said the same, in seconds of the monitor's clock.
+    """The known state of a rank. doing: its position, as in "step 3, 0F1".  waits_for: the ranks that must act before
+    it can continue, none for a busy rank.  host, pid: its process.  heard, since: the time of its last heartbeat, and
+    the time since which it has reported the same, in seconds of the monitor's clock.
 
-    host: empty until the first heartbeat.
+    host: empty until the first heartbeat.  patience: seconds that what it does may take.  page: the descriptor of its
+    page (`atoll.runtime.page`).  status: of a silent rank's process, as one of its machine sees it; see `STATUS`.
+    program, at: the program that it plays, 0 for none, and how far it is: numbers of one program can be compared.
     """
 
     doing: str
@@ -43,6 +66,15 @@ class State:
     pid: int
     heard: float
     since: float
+    patience: float = LONGEST_SECONDS
+    page: int = -1
+    status: str = ""
+    program: int = 0
+    at: int = 0
+
+    def order(self, other: State) -> int:
+        """-1 where this rank is behind another one in the same program, 1 where it is ahead, 0 where nobody can say."""
+        return (self.at > other.at) - (self.at < other.at) if self.program == other.program != 0 else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +85,29 @@ class Verdict:
     message: str
 
 
-def judge(states: Mapping[int, State], now: float, limit: float) -> Verdict | None:
-    """Say who is late, if anyone has been silent, or has waited for others, for longer than `limit` seconds."""
+def patience(seconds: Sequence[float]) -> float:
+    """Return the time limit of a step after steps of these seconds, the latest last."""
+    if len(seconds) < MEASURED:
+        return LONGEST_SECONDS
+    return min(LONGEST_SECONDS, max(SHORTEST_SECONDS, TIMES * max(seconds[-RECENT:])))
+
+
+def judge(states: Mapping[int, State], now: float, limit: float | None) -> Verdict | None:
+    """Say who is late, if anyone has been silent, or has waited for others, for longer than `limit` seconds.
+
+    limit: None for the most that any rank's own doing may take.
+    """
+    if limit is None:
+        limit = max((state.patience for state in states.values()), default=LONGEST_SECONDS)
     starting = max(limit, START_SECONDS)
-    silent = sorted(
-        (state.heard, rank) for rank, state in states.items() if now - state.heard > (limit if state.host else starting)
-    )
+    silent = [rank for rank, state in states.items() if now - state.heard > (limit if state.host else starting)]
     if silent:
-        return _silent([rank for _, rank in silent], states, now)
+        return _silent(silent, states, now)
+    starts = {rank for rank, state in states.items() if not state.host}
     waiting = sorted(
-        (state.since, rank) for rank, state in states.items() if state.waits_for and now - state.since > limit
+        (state.since, rank)
+        for rank, state in states.items()
+        if state.waits_for and now - state.since > (starting if starts & set(state.waits_for) else limit)
     )
     if not waiting:
         return None
@@ -74,20 +119,51 @@ def judge(states: Mapping[int, State], now: float, limit: float) -> Verdict | No
         unheard = [rank for rank in peers if now - states[rank].heard > SILENT_SECONDS]
         if unheard:
             return _silent(unheard, states, now)
-        # A busy one first, then the one that has not moved for longest: of many peers most have come, and wait as well.
-        at = min(peers, key=lambda rank: (bool(states[rank].waits_for), rank in walked, states[rank].since))
+        # A busy one first: of many peers most have come, and wait as well. One that is ahead has done its part.
+        own = states[walked[-1]]
+        at = min(
+            peers,
+            key=lambda rank: (
+                bool(states[rank].waits_for),
+                states[rank].order(own),
+                rank in walked,
+                states[rank].since,
+            ),
+        )
         if at in walked:
             return _circle(walked[walked.index(at) :], states, now)
         walked.append(at)
 
 
-def _silent(ranks: Sequence[int], states: Mapping[int, State], now: float) -> Verdict:
-    seconds = now - states[ranks[0]].heard
-    return Verdict(
-        tuple(ranks),
-        f"{named(ranks)} sent no heartbeat for {seconds:.0f} s; last heard in {_where(ranks, states)}. Stopped, or "
-        f"machine or network are gone{_waiting(ranks, states, now)}",
-    )
+def _silent(found: Sequence[int], states: Mapping[int, State], now: float) -> Verdict:
+    """Return the verdict on silent ranks, including those that fell silent at the same time."""
+    last = max(states[rank].heard for rank in found)
+    heard = {rank: state.heard for rank, state in states.items() if rank in found or state.host}
+    ranks = [rank for at, rank in sorted((at, rank) for rank, at in heard.items()) if at <= last + TOGETHER_SECONDS]
+    seen = [rank for rank in ranks if states[rank].status]
+    unseen = [rank for rank in ranks if not states[rank].status]
+    sentences = [
+        silence(
+            rank,
+            states[rank].status,
+            states[rank].doing,
+            missed=f"sent no heartbeat for {now - states[rank].heard:.0f} s",
+        )
+        for rank in seen
+    ]
+    if unseen:
+        sentences.append(
+            f"{named(unseen)} sent no heartbeat for {now - states[unseen[0]].heard:.0f} s; last heard in "
+            f"{_where(unseen, states)}. Stopped, or machine or network are gone"
+        )
+    return Verdict(tuple(ranks), f"{'. '.join(sentences)}{_waiting(ranks, states, now)}")
+
+
+def silence(rank: int, status: str, doing: str, *, missed: str) -> str:
+    """Return the message about a silent rank whose process was inspected. missed: the missing reaction."""
+    does = STATUS.get(status, RUNS)
+    why = ": code that holds Python's interpreter, or its connection is cut" if does == RUNS else ""
+    return f"rank {rank} {does} in {doing} and {missed}{why}"
 
 
 def _stuck(ranks: Sequence[int], states: Mapping[int, State], now: float) -> Verdict:
@@ -110,8 +186,13 @@ def _circle(ranks: Sequence[int], states: Mapping[int, State], now: float) -> Ve
 
 
 def _where(ranks: Sequence[int], states: Mapping[int, State]) -> str:
-    places = dict.fromkeys(states[rank].doing for rank in ranks)
-    return ", ".join(list(places)[:SHOWN])
+    """Return the positions of ranks; if they differ, by rank."""
+    places: dict[str, list[int]] = {}
+    for rank in ranks:
+        places.setdefault(states[rank].doing, []).append(rank)
+    if len(places) == 1:
+        return next(iter(places))
+    return " and ".join(f"{doing} ({named(found)})" for doing, found in list(places.items())[:SHOWN])
 
 
 def _waiting(blamed: Sequence[int], states: Mapping[int, State], now: float) -> str:

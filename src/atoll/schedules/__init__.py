@@ -1,4 +1,4 @@
-"""Who runs what when: pure functions -> Schedule, their catalogue, and how fast a step can be at best."""
+"""Schedules as pure functions, their catalogue, and lower bounds."""
 
 from atoll.schedules.bounds import lower_bound
 from atoll.schedules.catalogue import CATALOGUE, Entry, build

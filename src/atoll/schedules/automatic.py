@@ -129,7 +129,7 @@ def zero_bubble_v(
 
 
 def memory_of_zero_bubble_v(memory: Memory, ranks: int, microbatches: int) -> Memory:
-    """With ZB-V's own limit if there is none: p microbatches, or what its fixed order keeps where that is more."""
+    """Return `memory` with ZB-V's own limit if it has none: p microbatches, or those of its fixed order if more."""
     if memory.limit is not None:
         return memory
     fixed = fixed_zero_bubble_v(ranks=ranks, microbatches=microbatches)
@@ -141,7 +141,7 @@ def memory_of_zero_bubble_v(memory: Memory, ranks: int, microbatches: int) -> Me
 
 
 def own_limit(name: str, memory: Memory, ranks: int, microbatches: int) -> Memory:
-    """With the limit that the schedule `name` keeps to if there is none."""
+    """Return `memory` with the limit of the schedule `name` if it has none."""
     if name == "zb-v":
         return memory_of_zero_bubble_v(memory, ranks, microbatches)
     kept = {"zb-1p": ranks, "zb-2p": 2 * ranks}.get(name)
@@ -155,7 +155,7 @@ def placement_of(kind: Kind | None, ranks: int, chunks: int | None) -> Placement
 
 
 def _limited(memory: Memory, ranks: int, kept: int) -> Memory:
-    """With a limit of `kept` microbatches beside the static bytes, if there is none."""
+    """Return `memory` with a limit of `kept` microbatches plus the static bytes, if it has none."""
     if memory.limit is not None:
         return memory
     return replace(memory, limit=tuple(row.static + kept * row.activation for row in memory.per_rank(ranks)))

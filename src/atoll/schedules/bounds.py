@@ -1,4 +1,4 @@
-"""How fast a step can be at best: cheap lower bounds, so that a result can be judged.
+"""Cheap lower bounds on the time of a step, to judge a result.
 
 [Note: the lower bounds]
 Every order takes at least, on each rank r,
@@ -44,7 +44,7 @@ class _Paths(NamedTuple):
 
 
 def lower_bound(problem: Problem) -> float:
-    """No order that fits has a smaller makespan (or largest span, as the problem asks)."""
+    """A lower bound of the makespan (or the largest span, by the objective of the problem) of all orders that fit."""
     paths = _paths(problem)
     ranks = range(problem.placement.ranks)
     known = [_by_work(problem, paths, rank) for rank in ranks]
@@ -97,7 +97,7 @@ def _by_work(problem: Problem, paths: _Paths, rank: int) -> float:
 
 
 def _by_links(problem: Problem, paths: _Paths) -> float:
-    """What the busiest link allows; 0 for the span, which need not have all of a link's messages in it."""
+    """Return the bound by the busiest link; 0 for the span, which need not include all of a link's messages."""
     placement, hops, takes = problem.placement, problem.timing.hops, problem.timing.stages
     if problem.objective == "span":
         return 0.0
@@ -123,7 +123,7 @@ def _by_links(problem: Problem, paths: _Paths) -> float:
 
 
 def _by_memory(problem: Problem, paths: _Paths, rank: int, known: float) -> float:
-    """What the rank's memory allows. `known` is a bound already."""
+    """Return the bound by the rank's memory. `known` is a bound already."""
     chunks, bytes_of, takes = problem.placement.chunks, problem.bytes_of[rank], problem.timing.takes[rank]
     if math.isinf(bytes_of.room) or bytes_of.activation == 0:
         return 0.0

@@ -273,7 +273,7 @@ CATALOGUE: Mapping[str, Entry] = MappingProxyType({entry.name: entry for entry i
 
 
 def build(name: str, *, ranks: int, microbatches: int, costs: StageCosts | None = None, **options: object) -> Schedule:
-    """Builds the schedule `name`. An option that is None is one that is not given.
+    """Build the schedule `name`. An option of None counts as not given.
 
     Every schedule takes `costs` (an atoll.sim.Costs); those of a fixed order have no use for them.
     Raises ConfigError for an unknown name or option, or an impossible size.

@@ -9,7 +9,7 @@ from typing import Literal
 Relation = Literal["exactly", "at most"]
 
 Measure = Literal["makespan", "span"]
-"""Of the step, or of the rank that is in it longest: see atoll.trace."""
+"""The time of the step, or the longest span of a rank: see atoll.trace."""
 
 Backward = Literal["fused", "early", "either"]
 """When a full backward releases the input's gradient: at its end, after its I part as Atoll's runtime, whichever."""
@@ -17,7 +17,7 @@ Backward = Literal["fused", "early", "either"]
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What a closed form is a function of: p ranks with v chunks, m microbatches, and costs equal on all ranks.
+    """Arguments of a closed form: p ranks with v chunks, m microbatches, and costs equal on all ranks.
 
     Costs are of a rank's whole share: T_F forward, T_I backward for the input, T_W backward for the weights. T_c is the
     latency of a hop. `unit`: microbatches in the largest unit, for schedules that have units.
@@ -59,13 +59,13 @@ class ClosedForm:
     backward: Backward = "either"
 
     def holds(self, sizes: Sizes) -> bool:
-        """Whether the form says anything about these sizes."""
+        """Return True if the form says anything about these sizes."""
         return (sizes.hop == 0 or "T_c" in self.text) and self.within(sizes)
 
 
 @dataclass(frozen=True, slots=True)
 class RankForm:
-    """Microbatches that rank r (from 0) keeps at most, in whole shares of the rank."""
+    """The maximum number of microbatches that rank r (from 0) keeps, in full shares of the rank."""
 
     text: str
     value: Callable[[Sizes, int], float]

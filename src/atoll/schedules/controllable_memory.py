@@ -13,7 +13,7 @@ from atoll.schedules.listing import Keyed, Listed, ListRules, list_schedule
 from atoll.schedules.timing import StageCosts, Timing
 
 Slots = tuple[int, int, int, int]
-"""Where F of chunk 0, F of chunk 1, I of chunk 1 and I of chunk 0 of microbatch 0 start in the paper's pattern."""
+"""Starts of F of chunk 0, F of chunk 1, I of chunk 1 and I of chunk 0 of microbatch 0 in the paper's pattern."""
 
 PERIOD = 6
 """Slots of a microbatch: F, I and W of two chunks."""

@@ -38,7 +38,7 @@ TICKS = 1 << 27
 """Ticks in which a step that takes the time of all its work on one rank is measured, at most."""
 
 ROUNDING = 1e-5
-"""What is as near to its bound as this is proven: the rest is rounding to ticks."""
+"""Relative distance to the bound that counts as proven: the rest is rounding to ticks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +51,12 @@ class Optimum:
 
     @property
     def is_proven(self) -> bool:
-        """Whether nothing better exists."""
+        """True if nothing better exists."""
         return self.cost <= self.bound * (1 + ROUNDING)
 
     @property
     def gap(self) -> float:
-        """How far the cost may be from the best one, as a share of the cost."""
+        """Maximum distance of the cost from the best one, as a share of the cost."""
         return max(0.0, 1 - self.bound / self.cost) if self.cost else 0.0
 
 
@@ -178,7 +178,7 @@ class _Model:
             cp.add_no_overlap(intervals)
 
     def end(self, stage: int, op: int, number: int) -> Any:
-        """When an action ends."""
+        """Return the end of an action."""
         return self.start[stage, op, number] + self.ticks(self.problem.timing.stages[stage][op])
 
     def _precedence(self) -> None:
@@ -243,7 +243,7 @@ class _Model:
             cp.add_cumulative(intervals, amounts, room)
 
     def _interval(self, name: str, first: Any, last: Any, literal: Any = None) -> Any:
-        """From one time to another; optional with a literal."""
+        """Return the interval from one time to another; optional with a literal."""
         size = self.cp.new_int_var(0, self.horizon, f"size.{name}")
         if literal is None:
             return self.cp.new_interval_var(first, size, last, name)
@@ -293,7 +293,7 @@ class _Model:
         return rows, bound
 
     def _give_hint(self) -> None:
-        """What `auto` found, in the solver's own ticks."""
+        """Give the solver the result of `auto` as a hint, in its ticks."""
         from atoll.schedules.search import Board
 
         board = Board(self.problem)
@@ -312,7 +312,7 @@ class _Model:
                     self.cp.add_hint(self.fused[action.stage, action.microbatch], int(action.op is Op.B))
 
     def played(self, rows: dict[int, list[Action]]) -> tuple[float, Schedule] | None:
-        """What the orders cost in true times; None if rounding has made them too large."""
+        """Return the cost of the orders in exact times; None if rounding made them too large."""
         from atoll.schedules.search import Board
 
         placement = self.problem.placement

@@ -95,7 +95,7 @@ def _half_bubble(sizes: Sizes) -> float:
 
 
 def _keeps_up(sizes: Sizes) -> bool:
-    """Whether groups of GIS-H are long enough for the pipeline's round trip, and all of them whole."""
+    """Return True if groups of GIS-H are long enough for the pipeline's round trip, and all of them whole."""
     group = half_group(sizes)
     is_long = group * _full(sizes) >= sizes.ranks * max(sizes.forward, sizes.input_grad)
     return sizes.microbatches % group == 0 and is_long and sizes.weight_grad <= sizes.forward

@@ -15,7 +15,7 @@ Integers = MutableSequence[int]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 IS_COMPILED = find_spec("numba") is not None
-"""Whether kernels are compiled."""
+"""True if kernels are compiled."""
 
 
 def kernel(function: Function) -> Function:

@@ -73,7 +73,7 @@ class Played(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """How `list_actions` chooses.
+    """Choice rules of `list_actions`.
 
     keys         place of a forward or gradient -> its urgency, the smaller the sooner
     flight       rank -> most chunk forwards whose I has not run;  hard: whose W has not
@@ -196,7 +196,7 @@ def play(model: Model, order: Integers, length: Integers, played: Played) -> boo
 
 @kernel
 def measure(model: Model, length: Integers, played: Played) -> bool:
-    """What has been played costs, or False if a rank did not come to its end."""
+    """Measure the cost of a simulated order; return False if a rank did not finish."""
     width = 3 * model.chunks * model.microbatches
     makespan = 0.0
     span = 0.0
@@ -287,7 +287,7 @@ def play_in_turn(model: Model, order: Integers, length: Integers, played: Played
 
 @kernel
 def fits(model: Model, order: Integers, length: Integers, rank: int, counts: Integers) -> bool:
-    """Whether a rank keeps within its memory, and each F is before its I (or B) and each I before its W."""
+    """Return True if a rank keeps within its memory, and each F is before its I (or B) and each I before its W."""
     chunks = model.chunks
     activation, weight_grad = model.activation[rank], model.weight_grad[rank]
     limit = model.room[rank] * (1.0 + 1e-9)
@@ -514,5 +514,5 @@ def list_actions(model: Model, rules: Rules, listing: Listing, order: Integers, 
 
 
 def is_reached(cost: float, bound: float) -> bool:
-    """Whether nothing better can exist, but for rounding."""
+    """Return True if nothing better can exist, but for rounding."""
     return cost <= bound * (1 + 1e-9) or math.isclose(cost, bound, rel_tol=1e-9)

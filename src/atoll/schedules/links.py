@@ -38,7 +38,7 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What a message takes: see the note above. Times in seconds, or any one unit.
+    """The time of a message: see the note above. Times in seconds, or any one unit.
 
     Raises ConfigError for a time that is negative, infinite or not a number.
     """
@@ -164,7 +164,7 @@ class Hops:
 
     @staticmethod
     def of(placement: Placement, hop: float | Links) -> Hops:
-        """Those of a placement whose messages take a time of all links, or of each its own."""
+        """Return the hops of a placement, with one latency for all links, or one for each."""
         links = Links.of(hop)
         numbers: dict[str | Pair, int] = {}
         senders: dict[int, set[int]] = {}

@@ -33,7 +33,7 @@ class Keyed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ListRules:
-    """How a list scheduler chooses: see the note above. `cap` is in chunks."""
+    """Choice rules of a list scheduler: see the note above. `cap` is in chunks."""
 
     cap: int
     look_ahead: float = math.inf
@@ -115,7 +115,7 @@ class _Lister:
         return best, can_wait
 
     def arrival(self, action: Action) -> float:
-        """When the action's input is there: infinite while nobody has made it."""
+        """Return the time at which the action's input is available; infinite before it is computed."""
         if action.op is Op.F and action.stage == 0:
             return 0.0
         return self.arrived.get((action.stage, action.op, action.microbatch), math.inf)

@@ -1,4 +1,4 @@
-"""What a microbatch keeps on a rank, and how much may be kept.
+"""Memory that a microbatch keeps on a rank, and its limit.
 
 [Note: what is kept]
 A rank's whole share of a microbatch keeps `activation` bytes from F to I and `weight_grad` bytes from I to W; a chunk
@@ -32,7 +32,7 @@ class RankMemory(NamedTuple):
 
     @property
     def room(self) -> float:
-        """What microbatches may keep."""
+        """Memory available to microbatches."""
         return self.limit - self.static
 
 
@@ -76,7 +76,7 @@ class Held(NamedTuple):
 
 
 def levels_of(row: Iterable[Action], chunks: int, memory: RankMemory) -> list[Held]:
-    """Of each compute action of a rank. Whole activations and weight gradients are counted, so that thirds add up."""
+    """Return the memory after each compute action of a rank, from whole counts, so that thirds add up exactly."""
     kept = pending = scored = 0
     before = memory.static
     levels = []

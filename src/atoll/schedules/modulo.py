@@ -16,7 +16,7 @@ SAME = 1e-9
 
 @kernel
 def overlaps(taken: Floats, first: int, count: int, start: float, takes: float, period: float) -> bool:
-    """Whether [start, start + takes) meets one of the intervals `taken[first:]`, all modulo the period."""
+    """Return True if [start, start + takes) meets one of the intervals `taken[first:]`, all modulo the period."""
     for at in range(count):
         offset = (taken[2 * (first + at)] - start) % period
         if period - offset < SAME * period:
@@ -28,7 +28,7 @@ def overlaps(taken: Floats, first: int, count: int, start: float, takes: float, 
 
 @kernel
 def has_gap(taken: Floats, first: int, count: int, takes: float, period: float) -> bool:
-    """Whether an interval of that length fits after one of those that are there."""
+    """Return True if an interval of that length fits after one of those that are there."""
     if takes > period:
         return False
     for at in range(count):

@@ -1,4 +1,4 @@
-"""What one rank takes at least when all others run without limit to how much they do at once: a lower bound.
+"""Lower bound: the minimum time of one rank if all others have unlimited parallelism.
 
 [Note: one rank alone]
 Every kind of every stage takes the microbatches in order (atoll.schedules.kernels). So an action waits for the same of
@@ -123,7 +123,7 @@ def _chains(
 
 
 def _most(room: float, bytes_each: float, everything: int) -> int:
-    """How many fit, up to everything; -1 where there is no room at all."""
+    """Return the number that fits, up to all; -1 if the static bytes do not fit."""
     if room < 0:
         return -1
     if bytes_each == 0 or math.isinf(room):

@@ -1,4 +1,4 @@
-"""What the search for an order tries, in which order: see atoll.schedules.automatic."""
+"""Candidates of the search for an order, in sequence: see atoll.schedules.automatic."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ def key_families(board: Board, fixed: Schedule) -> list[Floats]:
 
 
 def grid(problem: Problem, families: int) -> Iterator[Settings]:
-    """Where the climb may start."""
+    """Yield the settings from which the hill climb may start."""
     ranks, chunks = problem.placement.ranks, problem.placement.chunks
     most = [problem.forwards_that_fit(rank) for rank in range(ranks)]
     trips = round_trips(problem)

@@ -1,4 +1,4 @@
-"""What an automatic scheduler is asked: sizes, times, bytes, and what is to be small."""
+"""The problem of an automatic scheduler: sizes, times, bytes, and the objective."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Objective = Literal["makespan", "span"]
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 
 TOLERANCE = 1e-9
-"""Of a limit: sums of thirds of a microbatch are not exact."""
+"""Tolerance of a limit: sums of thirds of a microbatch are not exact."""
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,7 @@ def warm_up(
 
 @kernel
 def may_wait(model: Model, listing: Listing, gaps: Floats, rank: int, worst: float) -> bool:
-    """Whether a rank that is two forwards ahead of the next one had better skip one."""
+    """Return True if a rank that is two forwards ahead of the next one had better skip one."""
     ranks, counts, free, takes = model.ranks, listing.counts, listing.free, model.takes
     after = rank + 1
     if counts[rank] < counts[after] + 2:

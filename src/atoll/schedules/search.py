@@ -36,7 +36,7 @@ FREE = 1 << 40
 
 
 class Cost(NamedTuple):
-    """What is to be small, and what decides between equals."""
+    """The objective, and the tie-breakers."""
 
     main: float
     minor: float
@@ -119,7 +119,7 @@ class Board:
         return Cost(span, makespan) if self.is_span else Cost(makespan, span)
 
     def fits(self) -> bool:
-        """Whether the order keeps every rank within its memory."""
+        """Return True if the order keeps every rank within its memory."""
         ranks = range(self.model.ranks)
         return all(kernels.fits(self.model, self.order, self.length, rank, self.played.counts) for rank in ranks)
 
@@ -195,7 +195,7 @@ class Search:
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing better exists."""
+        """True if nothing better exists."""
         return self.cost is not None and kernels.is_reached(self.cost.main, self.bound)
 
     def consider(self, source: str) -> Cost | None:

@@ -1,4 +1,4 @@
-"""What a schedule that follows costs knows of them, and the time an order takes.
+"""Costs as seen by schedules that depend on them, and the time of an order.
 
 [Note: the schedules' clock]
 The simulator stands above the schedules. Those that weigh orders against each other play them here, by the same rules
@@ -18,7 +18,7 @@ from atoll.schedules.links import Hops, Links
 
 
 class StageCosts(Protocol):
-    """What is read of costs; atoll.sim.Costs is one."""
+    """The fields of costs that are used; atoll.sim.Costs has them."""
 
     @property
     def hop(self) -> float | Links:
@@ -59,7 +59,7 @@ def _row(forward: float, input_grad: float, weight_grad: float) -> tuple[float, 
 
 
 def _mean(rows: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
-    """Of equal rows to the bit the same."""
+    """Return the mean row; for equal rows it is bitwise the same."""
     if all(row == rows[0] for row in rows):
         return rows[0]
     return tuple(sum(column) / len(rows) for column in zip(*rows, strict=True))

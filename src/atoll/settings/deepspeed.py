@@ -13,8 +13,8 @@ VERSION = "DeepSpeed 0.19.2"
 
 
 def deepspeed(subject: Subject) -> Settings:
-    """Of a subject."""
-    plan, train = subject.plan, subject.config.train
+    """Return the DeepSpeed settings of a subject."""
+    plan, train, adam = subject.plan, subject.train, subject.adam
     limits = subject.shared_limits()
     block = zero_block(plan.layout, plan.mesh.intra) or zero_block(_nearest(subject), plan.mesh.intra)
     assert block is not None
@@ -52,9 +52,9 @@ def deepspeed(subject: Subject) -> Settings:
             "type": "AdamW",
             "params": {
                 "lr": train.lr,
-                "betas": list(train.betas),
-                "eps": train.eps,
-                "weight_decay": train.weight_decay,
+                "betas": [adam.beta1, adam.beta2],
+                "eps": adam.eps,
+                "weight_decay": adam.weight_decay,
             },
         },
         "zero_optimization": block,
@@ -82,7 +82,7 @@ def _nearest(subject: Subject) -> Layout:
 
 
 def _scheduler(subject: Subject, limits: list[str]) -> dict[str, Any]:
-    train = subject.config.train
+    train = subject.train
     warmup = {"warmup_num_steps": train.warmup, "warmup_type": "linear"}
     match train.lr_schedule:
         case "constant":

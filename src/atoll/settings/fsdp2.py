@@ -77,7 +77,7 @@ ALL_REDUCE = """
 
 
 def fsdp2(subject: Subject) -> Settings:
-    """Of a subject."""
+    """Return the FSDP2 settings of a subject."""
     plan, mesh = subject.plan, subject.plan.mesh
     sharding = TorchSharding.of(plan)
     limits = [*subject.shared_limits(), *sharding.limits(plan)]

@@ -36,7 +36,7 @@ SCHEDULES = ("1f1b", "interleaved")
 
 
 def megatron(subject: Subject) -> Settings:
-    """Of a subject."""
+    """Return the Megatron-LM settings of a subject."""
     plan, mesh = subject.plan, subject.plan.mesh
     limits = subject.shared_limits()
     flags = [
@@ -133,7 +133,7 @@ def _recompute(subject: Subject, limits: list[str]) -> list[str]:
 
 
 def _training(subject: Subject, limits: list[str]) -> list[str]:
-    train = subject.config.train
+    train, adam = subject.train, subject.adam
     if subject.plan.compile != "none":
         limits.append("blocks compiled by torch.compile: Megatron-LM has fused kernels of its own")
     return [
@@ -144,10 +144,10 @@ def _training(subject: Subject, limits: list[str]) -> list[str]:
         f"--min-lr {train.lr * train.min_lr_ratio:g}",
         f"--lr-decay-style {train.lr_schedule}",
         f"--lr-warmup-iters {train.warmup}",
-        f"--weight-decay {train.weight_decay}",
-        f"--adam-beta1 {train.betas[0]}",
-        f"--adam-beta2 {train.betas[1]}",
-        f"--adam-eps {train.eps}",
+        f"--weight-decay {adam.weight_decay}",
+        f"--adam-beta1 {adam.beta1}",
+        f"--adam-beta2 {adam.beta2}",
+        f"--adam-eps {adam.eps}",
         f"--clip-grad {train.clip}",
     ]
 

@@ -1,4 +1,4 @@
-"""What every system's settings are made from, and the form that they take."""
+"""Input of every system's settings, and their form."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from atoll.config import Config
+from atoll.config.schema import ADAMW, Train
 from atoll.cost import Prediction
 from atoll.layouts import Layout, Level
 from atoll.plans import Plan
@@ -16,7 +17,7 @@ class Settings:
     """A plan in the words of another system.
 
     version: whose documentation was followed.  files: text by name.  launch: command lines.
-    limits: what of the plan the system cannot express, and what stands in its place.
+    limits: parts of the plan that the system cannot express, and their replacements.
     """
 
     system: str
@@ -24,6 +25,20 @@ class Settings:
     files: Mapping[str, str]
     launch: tuple[str, ...]
     limits: tuple[str, ...]
+
+
+SCHEDULES = ("cosine", "constant", "linear")
+"""Learning-rate schedules that all of the systems have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adam:
+    """Options of AdamW, under the names that most systems have for them."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
 
 
 @dataclass(frozen=True)
@@ -35,8 +50,24 @@ class Subject:
 
     @property
     def plan(self) -> Plan:
-        """What is to be expressed."""
+        """The plan to express."""
         return self.prediction.plan
+
+    @property
+    def train(self) -> Train:
+        """The training, with AdamW and a cosine in place of what none of the systems names."""
+        train = self.config.train
+        others: dict[str, object] = {} if train.optimizer == "AdamW" else {"optimizer": "AdamW", **ADAMW}
+        if train.lr_schedule not in SCHEDULES:
+            others["lr_schedule"] = "cosine"
+        return train.model_copy(update=others)
+
+    @property
+    def adam(self) -> Adam:
+        """Arguments of AdamW."""
+        train = self.train
+        assert train.betas is not None, "AdamW has betas"
+        return Adam(*train.betas, eps=float(train.eps or 0.0), weight_decay=float(train.weight_decay or 0.0))
 
     @property
     def layers(self) -> range:
@@ -58,14 +89,23 @@ class Subject:
 
     @property
     def torchrun(self) -> str:
-        """How torchrun starts its ranks."""
+        """Return the torchrun command that starts the ranks."""
         nodes, each = self.nodes
         where = "--standalone" if nodes == 1 else "--rdzv-backend c10d --rdzv-endpoint $HEAD_NODE:29500"
         return f"torchrun --nnodes {nodes} --nproc-per-node {each} {where}"
 
     def shared_limits(self) -> list[str]:
-        """What none of the systems expresses."""
-        plan, found = self.plan, []
+        """Return the parts of a plan that no system expresses."""
+        plan, train, found = self.plan, self.config.train, []
+        if train.optimizer != "AdamW":
+            found.append(f"the optimizer {train.optimizer}, replaced by AdamW")
+        if train.lr_schedule not in SCHEDULES:
+            found.append(f"the learning-rate schedule {train.lr_schedule}, replaced by a cosine")
+        if train.epochs is not None:
+            found.append(
+                f"train.epochs = {train.epochs:g}, whose steps are known once the corpus is prepared, replaced by "
+                f"{train.steps} steps"
+            )
         if plan.vocabulary_parallel:
             found.append(
                 "a vocabulary that is split over the pipeline ranks: embedding and head stay whole on the first and "
@@ -85,7 +125,7 @@ FULL, HYBRID, REPLICATED = "full shard", "hybrid shard", "replicated"
 
 @dataclass(frozen=True, slots=True)
 class TorchSharding:
-    """How FSDP2 comes nearest to a layout.
+    """The FSDP2 configuration nearest to a layout.
 
     kind: full shard over all data-parallel ranks, hybrid shard (sharded inside a group, replicated over groups), or
     replicated.  reshards: whether whole parameters are freed after the forward.
@@ -106,7 +146,7 @@ class TorchSharding:
         return TorchSharding(FULL, reshards)
 
     def limits(self, plan: Plan) -> list[str]:
-        """What differs from the plan's layout."""
+        """Return the differences from the plan's layout."""
         layout, found = plan.layout.name, []
         whole = "GGG" if plan.mesh.inter > 1 or "I" not in layout else layout
         rests = {FULL: whole, HYBRID: "III", REPLICATED: "NNN"}[self.kind]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from atoll.ir import Op
@@ -36,9 +37,9 @@ RECOMPUTE = {"none": "none", "block": "full", "selective": "selective"}
 
 
 def torchtitan(subject: Subject) -> Settings:
-    """Of a subject."""
+    """Return the torchtitan settings of a subject."""
     plan, config = subject.plan, subject.config
-    train = config.train
+    train = subject.train
     sharding = TorchSharding.of(plan)
     limits = [*subject.shared_limits(), *sharding.limits(plan)]
     mesh = plan.mesh
@@ -78,10 +79,7 @@ def torchtitan(subject: Subject) -> Settings:
         "optimizer": {
             "name": "AdamW",
             "lr": train.lr,
-            "beta1": train.betas[0],
-            "beta2": train.betas[1],
-            "eps": train.eps,
-            "weight_decay": train.weight_decay,
+            **asdict(subject.adam),
         },
         "lr_scheduler": {
             "warmup_steps": train.warmup,
@@ -143,7 +141,7 @@ def _pipeline(subject: Subject, files: dict[str, str], limits: list[str]) -> dic
 
 
 def _splits_backward(subject: Subject, parallelism: Mapping[str, Any]) -> bool:
-    """Whether the schedule of the file has I and W: one of torch's that does, or ours as CSV."""
+    """Return True if the schedule of the file has I and W: one of torch's that does, or ours as CSV."""
     splits = any(action.op is Op.W for row in subject.plan.schedule.actions for action in row)
     return splits or parallelism["pipeline_parallel_schedule"] in SPLIT_BACKWARD
 

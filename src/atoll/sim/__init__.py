@@ -1,4 +1,4 @@
-"""Plays schedules and programs with costs: who computes, sends and waits when."""
+"""Simulates schedules and programs: when each rank computes, sends and waits."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ def simulate(
     *,
     steps: int = 1,
 ) -> Trace:
-    """Play a schedule with the costs of its actions, or programs with those of their instructions.
+    """Simulate a schedule with the costs of its actions, or programs with the rates of their instructions.
 
-    A schedule, compute-only or lowered, is played coarsely and fast: see `atoll.sim.schedules`. Programs are played as
-    ranks play them, with all that travels: see `atoll.sim.programs`. With `memory` a schedule's trace has the bytes of
-    every rank over time, and how long ranks idled for lack of them. With `steps` programs are played so often, one step
-    behind the other, and the trace is of the last one.
+    A schedule, compute-only or lowered, is simulated at the granularity of actions, which is fast: see
+    `atoll.sim.schedules`. Programs are simulated as ranks execute them, with all communication: see
+    `atoll.sim.programs`. With `memory` a schedule's trace contains the bytes of every rank over time, and how long
+    ranks were idle for lack of memory. With `steps` programs are simulated for consecutive steps; the trace is of the
+    last.
 
     Raises ConfigError for costs or amounts that do not fit the ranks.
     """

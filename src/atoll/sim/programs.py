@@ -61,7 +61,7 @@ class Speed:
             )
 
     def seconds(self, count: float) -> float:
-        """How long it is taken by so many bytes."""
+        """Return the seconds for which `count` bytes occupy the link."""
         return count * self.shared / self.rate
 
     def carry(self, free: list[float], now: float, seconds: float) -> float:
@@ -73,7 +73,7 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What the instructions of one rank take.
+    """The durations of one rank's instructions, and the speeds of its links.
 
     compute: seconds by what is done and the block or unit that it is done with (-1: the stage's own, as FINISH_F); what
     is not there takes none, and of what waits it is the part that nothing hides. `Engine.timing` measures them.
@@ -106,16 +106,16 @@ _TRAVELS_AS = {Do.FETCH: Do.GATHER, Do.AHEAD: Do.RETURN}
 _SHOWN_AS = {Do.GATHER: Op.UNSHARD, Do.REDUCE: Op.REDUCE_GRAD, Do.SYNC: Op.REDUCE_GRAD}
 
 _NEIGHBOUR = {Do.SEND_F: 1, Do.SEND_B: -1}
-"""From the stage that sends to the one that receives."""
+"""Offset from the sending stage to the receiving one."""
 
 Message = tuple[str, int, int, int]
-"""What is sent (F, B, L, S or T; sums: A to all, P along the chain), the stage or the rank that sends it, the
+"""A message: its kind (F, B, L, S or T; sums: A to all, P along the chain), the stage or rank that sends it, the
 microbatch, and the step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """When a rank plays its instructions in a step, in seconds from the first step's start.
+    """Start and end of a rank's instructions in a step, in seconds from the start of the first step.
 
     begin: when it is through with the step before.  ends: of each instruction, which starts where the one before it
     ends, the first one at `begin`.
@@ -130,7 +130,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Played:
-    """Programs that have been played: the last step's timing on each rank, and its trace."""
+    """The result of simulating programs: the last step's timing on each rank, and its trace."""
 
     programs: Programs
     timings: tuple[Timing, ...]
@@ -138,7 +138,7 @@ class Played:
 
     @property
     def seconds(self) -> float:
-        """From the end of the step before, on the rank that ends it last, to that of this step."""
+        """Seconds from the end of the previous step, on the rank that ends last, to the end of this step."""
         return max(each.ends[-1] for each in self.timings) - max(each.begin for each in self.timings)
 
     @cached_property
@@ -155,7 +155,7 @@ class Played:
 
 
 def play(programs: Programs, rates: Sequence[Rates] | Rates, *, steps: int = 1) -> Played:
-    """Play the programs of all pipeline ranks, with the same rates on each or one a rank.
+    """Simulate the programs of all pipeline ranks, with the same rates on each or one for each rank.
 
     steps: how often, one after the other; what is returned is of the last.
 
@@ -200,7 +200,7 @@ def play(programs: Programs, rates: Sequence[Rates] | Rates, *, steps: int = 1) 
 
 
 class _Messages:
-    """Which messages a receive waits for, and what a send is called."""
+    """The messages that receives wait for, and the names of sends."""
 
     def __init__(self, programs: Sequence[Program], placement: Placement) -> None:
         self.last = placement.stages - 1
@@ -305,12 +305,12 @@ class _Rank:
 
     @property
     def is_over(self) -> bool:
-        """Whether all steps have been played."""
+        """True if all steps have been played."""
         return self.at == len(self.instructions)
 
     @property
     def timing(self) -> Timing:
-        """Of the last step that was played."""
+        """The timing of the last simulated step."""
         return Timing(self.begin, tuple(self.ends), tuple(self.received))
 
     def run(self, arrived: dict[Message, tuple[float, float]], until: float) -> Message | None:
@@ -350,7 +350,7 @@ class _Rank:
         return missing
 
     def _shares(self, step: Instruction) -> bool:
-        """Whether an instruction begins something on a link that pipeline ranks share."""
+        """Return True if an instruction begins something on a link that pipeline ranks share."""
         if step.do.startswith("SEND_"):
             return self._leads_to(step) in self._pooled
         return any(axis in self._pooled for axis, _ in self._way(step))
@@ -443,7 +443,7 @@ class _Rank:
         return last[0]
 
     def _travel(self, step: Instruction, now: float, *, after: float = 0.0) -> float:
-        """When what an instruction moves is there, if it does not leave before `after`."""
+        """Return the time at which an instruction's transfer completes if it does not start before `after`."""
         way = self._way(step)
         at = begun = max(now, after)
         for axis, seconds in way:

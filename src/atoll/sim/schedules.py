@@ -219,7 +219,7 @@ def _inputs(schedule: Schedule, rank: int, end: list[float], there: list[float])
 def _waited(
     spans: list[Span], levels: list[Held], inputs: dict[int, list[float]], memory: RankMemory, chunks: int
 ) -> float:
-    """How long a rank idles between actions though the input of a forward is there, for want of memory."""
+    """Return the seconds that a rank idles for lack of memory, while the input of a forward is available."""
     if math.isinf(memory.limit):
         return 0.0
     fitting = memory.limit * (1 + TOLERANCE) - memory.activation / chunks
@@ -362,7 +362,7 @@ def _play_any(
         return -1, now
 
     def asks(rank: int) -> float:
-        """When a rank's next action asks for a link at the earliest."""
+        """Return the earliest time at which a rank's next action requests a link."""
         cell = position[rank]
         kind = table.code[cell]
         if kind in (SEND_F, SEND_B) and table.source(cell) == last_compute[rank]:
@@ -413,7 +413,7 @@ def _play_any(
 
 
 _STEPS = (F, I, B, SEND_F, RECV_F, SEND_B, RECV_B)
-"""Of those, what goes from a stage to the next one: neither L, S, T nor G on any side."""
+"""Of these ops, those between neighbouring stages: without L, S, T and G."""
 
 
 def _routes(table: Table, hops: Hops) -> list[Hop | None]:
@@ -426,7 +426,7 @@ def _routes(table: Table, hops: Hops) -> list[Hop | None]:
 
 
 def _carry(hop: Hop, busy: list[float], asked: float) -> float:
-    """When a message is there that asks for its link."""
+    """Return the arrival time of a message that requests its link at `asked`."""
     if hop.link >= 0:
         asked = busy[hop.link] = max(asked, busy[hop.link]) + hop.seconds
     return asked + hop.latency

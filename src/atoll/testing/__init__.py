@@ -1,4 +1,4 @@
-"""What Atoll's own tests stand on, shipped for yours."""
+"""Helpers of Atoll's own tests, shipped for yours."""
 
 from atoll.testing.pool import RankPool, run_ranks
 

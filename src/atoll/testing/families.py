@@ -115,7 +115,7 @@ class Family:
 
         config = family_config(self.name, **dict(self.options))
         kind = transformers.AutoModelForCausalLM if self.name in CAUSAL else transformers.AutoModelForMaskedLM
-        with _quietly():
+        with quietly():
             model: nn.Module = kind.from_config(config)
         if hasattr(config, "_experts_implementation"):
             config._experts_implementation = "batched_mm"  # the others multiply no float64
@@ -125,7 +125,7 @@ class Family:
         if self.lora:
             import peft
 
-            with _quietly():
+            with quietly():
                 return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear"))
         return model.train()
 
@@ -148,12 +148,12 @@ def family_config(name: str, **options: Any) -> Any:
     import transformers
 
     sizes = {**_IDS, **(CAUSAL[name] if name in CAUSAL else MASKED[name]), **options}
-    with _quietly():
+    with quietly():
         return transformers.AutoConfig.for_model(name, **sizes)
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
+def quietly() -> Iterator[None]:
     """Tiny sizes draw warnings that are meant for real ones."""
     import transformers
 

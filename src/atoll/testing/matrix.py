@@ -19,7 +19,7 @@ from atoll.testing.parity import Case
 from atoll.testing.tiny import TinyConfig
 
 LAYERS = 5
-"""With embedding and head 7 blocks, which no pipeline divides."""
+"""Layers; with embedding and head there are 7 blocks, which no pipeline size divides."""
 
 MODELS: Mapping[str, TinyConfig] = MappingProxyType(
     {
@@ -39,7 +39,7 @@ FACTORS: Mapping[str, Sequence[Any]] = MappingProxyType(
         "model": tuple(MODELS),
     }
 )
-"""What is combined in full."""
+"""Factors that are combined in full."""
 
 OTHERS: Mapping[str, Sequence[Any]] = MappingProxyType(
     {
@@ -52,10 +52,13 @@ OTHERS: Mapping[str, Sequence[Any]] = MappingProxyType(
         "order": ORDERS,
     }
 )
-"""What the sample covers too, and the whole matrix draws. data: groups, and ranks of a group."""
+"""Factors that the sample covers too, drawn at random in the full matrix. data: groups, and ranks of a group."""
 
 COMPILED = 1 / 32
 """Share of the whole matrix whose blocks are compiled: each takes half a minute. The sample has none."""
+
+COSTLY: frozenset[tuple[str, Any]] = frozenset({("tensor", 2)})
+"""Values that take ten times as long as the others: the sample has them only where they bring a new pair."""
 
 Pair = tuple[str, Any, str, Any]
 
@@ -81,14 +84,14 @@ def sample() -> list[Choice]:
     for schedule, layout in itertools.product(FACTORS["schedule"], FACTORS["layout"]):
         row: Choice = {"schedule": schedule, "layout": layout}
         for name, values in list(factors.items())[2:]:
-            row[name] = max(values, key=lambda value: (_new(seen, row, name, value), -_uses(rows, name, value)))
+            row[name] = max(values, key=lambda value: _worth(seen, rows, row, name, value))
         seen.update(_pairs(row))
         rows.append(row)
     return rows
 
 
 def case_of(choice: Choice) -> Case:
-    """What `assert_parity` runs of a combination: two pipeline ranks with four microbatches each."""
+    """Return the case that `assert_parity` runs for a combination: two pipeline ranks with four microbatches each."""
     inter, intra = choice["data"]
     options = {name: choice[name] for name in ("schedule", "layout", "tensor", "recompute")}
     others = {name: choice[name] for name in (*OTHERS, "compile") if name in choice and name != "data"}
@@ -118,9 +121,7 @@ def _pairs(row: Choice) -> Iterator[Pair]:
         yield one, a, other, b
 
 
-def _new(seen: set[Pair], row: Choice, name: str, value: Any) -> int:
-    return sum((other, given, name, value) not in seen for other, given in row.items())
-
-
-def _uses(rows: Sequence[Choice], name: str, value: Any) -> int:
-    return sum(row[name] == value for row in rows)
+def _worth(seen: set[Pair], rows: Sequence[Choice], row: Choice, name: str, value: Any) -> tuple[int, bool, int]:
+    """Compare values of a row that is being made: by new pairs, then by cost, then by how rarely rows have them."""
+    new = sum((other, given, name, value) not in seen for other, given in row.items())
+    return new, (name, value) not in COSTLY, -sum(each[name] == value for each in rows)

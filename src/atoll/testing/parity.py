@@ -25,15 +25,40 @@ from atoll.runtime.sharding.optimizer import decay_matrices
 from atoll.runtime.sharding.tensors import whole_output
 from atoll.runtime.transport import GlooTransport
 from atoll.testing.pool import run_ranks
-from atoll.testing.reference import History, Recipe, rule_of, start, train_alone
+from atoll.testing.reference import History, Recipe, rows, rule_of, start, train_alone
 from atoll.testing.tiny import TinyConfig
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
+class Parity:
+    """The result of a comparison: `print` it.
+
+    worst: the largest difference, where it is as `difference` measures it, in words in `where`.  histories: of the
+    ranks.
+    """
+
+    case: Case
+    worst: float
+    where: str
+    histories: list[History]
+
+    def __str__(self) -> str:
+        names = {name for history in self.histories for name in history.parameters}
+        several = f"{self.case.ranks} ranks" if self.case.ranks > 1 else "1 rank"
+        return (
+            f"{several} against one process: loss and gradient norm of {self.case.steps} steps, and {len(names)} "
+            f"parameters after them; the largest difference is {self.worst:.2g}, at {self.where}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Case:
-    """One run: a tiny model, a plan and an optimizer. `microbatches` are of all ranks together."""
+    """One run: a tiny model, a plan and an optimizer. `microbatches` are of all ranks together.
+
+    optimizer: one of torch.optim.  options: what it takes besides `lr`.
+    """
 
     layout: str = "NNN"
     pipeline: int = 1
@@ -58,6 +83,8 @@ class Case:
     steps: int = 3
     clip: float | None = 0.05
     lr: float = 1e-2
+    optimizer: str = "AdamW"
+    options: tuple[tuple[str, Any], ...] = ()
     seed: int = 3
     device: str = "cpu"
     order: tuple[str, ...] = AXES
@@ -108,18 +135,24 @@ class Case:
             return Engine(
                 model,
                 self.plan,
-                optimizer=lambda groups: torch.optim.AdamW(groups, lr=self.lr),
+                optimizer=self.make_optimizer,
                 groups=decay_matrices(0.1),
                 clip=self.clip,
                 seed=self.seed,
                 device=self.device,
+                loss=getattr(self.model, "engine_loss", None),
             )
+
+    def make_optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """The optimizer of some groups."""
+        made: torch.optim.Optimizer = getattr(torch.optim, self.optimizer)(groups, lr=self.lr, **dict(self.options))
+        return made
 
     def share(self, engine: Engine, step: int) -> dict[str, Any]:
         """A data-parallel rank's samples of a step: consecutive microbatches."""
         batch = self.model.batch(step, self.samples)
         each = self.samples // engine.plan.mesh.data
-        return {name: value[engine.place.data * each :][:each] for name, value in batch.items()}
+        return rows(batch, engine.place.data * each, each, "cpu")
 
 
 def whole_parameters(engine: Engine) -> dict[str, torch.Tensor]:
@@ -169,7 +202,7 @@ def reference(case: Case) -> History:
         steps=case.steps,
         microbatches=case.microbatches,
         microbatch=case.microbatch,
-        lr=case.lr,
+        optimizer=case.make_optimizer,
         clip=case.clip,
     )
 
@@ -198,15 +231,16 @@ def worst_difference(got: History, wanted: History) -> tuple[float, str]:
     for name, value in got.parameters.items():
         found.append((difference(value, wanted.parameters[name]), f"parameter {name}"))
     for name, value in got.gradients.items():
-        found.append((difference(value, wanted.gradients[name]), f"gradient of {name} in step 1"))
+        gradient = wanted.gradients.get(name, torch.zeros(()))  # torch gives none to what is not used
+        found.append((difference(value, gradient), f"gradient of {name} in step 1"))
     return max((math.inf if math.isnan(worst) else worst, where) for worst, where in found)
 
 
-def assert_parity(case: Case, *, tolerance: float = 1e-10) -> list[History]:
-    """Run a case on its ranks and compare every rank with the single process; the ranks' histories."""
+def assert_parity(case: Case, *, tolerance: float = 1e-10) -> Parity:
+    """Run a case on its ranks and compare every rank with the single process; what was compared."""
     worst, where, histories = measure_parity(case)
     assert worst <= tolerance, f"{case}: {where}"
-    return histories
+    return Parity(case, worst, where.partition(" at ")[2] or where, histories)
 
 
 def measure_parity(case: Case) -> tuple[float, str, list[History]]:

@@ -21,15 +21,18 @@ one thread each, and every case gets a new gloo group over a new part of the sto
     3. the parent tells those that have reported to leave the group, which breaks the connections of the others;
     4. ranks that do not report in time after that are killed, and the next case starts new processes.
 
-Processes are replaced after `AT_MOST` cases: what torch keeps as long as a process lives, such as the meshes that
-DTensor has seen, with their groups' threads and sockets, does not pile up for ever.
+Processes are replaced once one has more than `AT_MOST` threads: DTensor keeps the meshes that it has seen as long as a
+process lives, and with them their gloo groups, whose threads wake a hundred times a second.
 
-The function travels by name: it must be at the top of a module that the parent can import again.
+The function travels by name, and so do the classes of its arguments: they must be at the top of a module that the ranks
+can import, or of a script, which they then run as Python's multiprocessing does, without what stands under
+`if __name__ == "__main__"`.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import os
 import pickle
@@ -55,13 +58,13 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 START_SECONDS = 120.0
-AT_MOST = 400
+AT_MOST = 64
 LEAVE_SECONDS = 2.0
-"""How long the other ranks may take to leave a broken case before they are killed."""
+"""Time that the other ranks have to leave a broken case before they are killed."""
 
 
 WRITTEN_CHARACTERS = 4000
-"""How much of the beginning, and of the end, of what a process wrote an error shows."""
+"""Characters of a process's output that an error shows, from the beginning and from the end."""
 
 
 def run_ranks(
@@ -100,7 +103,7 @@ class RankPool:
     def run(
         self, function: Callable[..., Result], ranks: int, *args: Any, timeout: float = 60.0, **kwargs: Any
     ) -> list[Result]:
-        """As `run_ranks`, on this pool."""
+        """Like `run_ranks`, on this pool."""
         payload = _pickle_call(function, args, kwargs)
         try:
             self._grow(ranks)
@@ -124,7 +127,7 @@ class RankPool:
 
     def _grow(self, ranks: int) -> None:
         """Starts the processes that are missing, all at once."""
-        if any(worker.process.poll() is not None or worker.cases >= AT_MOST for worker in self._workers):
+        if any(worker.process.poll() is not None or worker.threads > AT_MOST for worker in self._workers):
             self.close()
 
         new = [_start_worker(sees_gpus=self._sees_gpus) for _ in range(ranks - len(self._workers))]
@@ -151,6 +154,7 @@ class RankPool:
                     directory=os.getcwd(),
                     filters=_warning_filters(),
                     payload=payload,
+                    main=_script() if b"__main__" in payload else None,
                 )
             )
 
@@ -225,12 +229,17 @@ class _Worker:
     connection: Connection
     lifeline: int
     log: Path
-    cases: int = 0
     released: bool = False
     log_start: int = 0
 
+    @property
+    def threads(self) -> int:
+        """Number of threads of the process between two cases."""
+        with contextlib.suppress(OSError):
+            return len(os.listdir(f"/proc/{self.process.pid}/task"))
+        return 0  # no Linux
+
     def begin_case(self) -> None:
-        self.cases += 1
         self.released = False
         self.log_start = self.log.stat().st_size
 
@@ -248,7 +257,7 @@ class _Worker:
             return  # it has died; what it reported, or its death, is already known
 
     def written(self) -> str:
-        """What the process has written in this case: all, or the first and last characters.
+        """Return the process's output in this case: all, or the first and last characters.
 
         A crash says first which thread met it, and below its stacks which modules were loaded."""
         text = self.log.read_bytes()[self.log_start :].decode(errors="replace").strip()
@@ -257,7 +266,7 @@ class _Worker:
         return f"{text[:WRITTEN_CHARACTERS]}\n[...]\n{text[-WRITTEN_CHARACTERS:]}"
 
     def stack(self) -> str:
-        """Where every thread of the process is."""
+        """Return the stacks of all threads of the process."""
         before = self.log.stat().st_size
         self.process.send_signal(signal.SIGUSR1)
         deadline = time.monotonic() + 1.0
@@ -308,11 +317,19 @@ def _start_worker(*, sees_gpus: bool) -> _Worker:
 
 def _pickle_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
     name = getattr(function, "__qualname__", repr(function))
-    if "<" in name or getattr(function, "__module__", None) == "__main__":
+    payload = b"" if "<" in name else pickle.dumps((function, args, kwargs))
+    if not payload or (b"__main__" in payload and _script() is None):
         raise TypeError(
-            f"run_ranks sends {name} to other processes by name: define it at the top of a module that they can import"
+            f"run_ranks sends {name} and its arguments to other processes by name: define them at the top of a module "
+            "or script that they can import"
         )
-    return pickle.dumps((function, args, kwargs))
+    return payload
+
+
+def _script() -> str | None:
+    """The file that runs as `__main__`; None in a notebook or an interpreter."""
+    path = getattr(sys.modules["__main__"], "__file__", None)
+    return os.path.abspath(path) if path is not None and os.path.isfile(path) else None
 
 
 def _warning_filters() -> list[Filter]:

@@ -1,13 +1,14 @@
-"""What a run is compared with: the unsplit model, trained in one process by torch and the model's own library alone.
+"""The reference: the unsplit model, trained in one process with only torch and the model's own library.
 
 Nothing of Atoll is imported here. What the engine does by an adapter, by its own initialisation and by its own seeding,
 this file does a second time, by what the documentation says:
 
     forward         the model's own, on a whole microbatch
-    loss            cross-entropy of the labels that are not -100, or the recipe's; divided by the step's counted labels
+    loss            cross-entropy of the labels that are not -100, or the recipe's; divided by the step's counted
+                    labels, by its samples where there are no labels, or by what the recipe's loss counts
     initial values  each module's own rule, from a generator seeded from (seed, name)
     dropout         the generators are seeded from (seed, step, global microbatch, block) before each block
-    update          AdamW, weight decay on matrices only, clipping by the global norm
+    update          the optimizer that is given, weight decay on matrices only, clipping by the global norm
 
 The two seeds are those of DESIGN.md, "Same result".
 """
@@ -26,14 +27,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 IGNORED = -100
+LABELS = ("labels", "start_positions", "end_positions")
 
 
 class Recipe(Protocol):
-    """What a test trains: a model and its batches.
+    """The job of a test: a model and its batches.
 
     `nn.Sequential` and models of transformers need no more. Others may have
 
-        loss(outputs, batch)      a sum over what counts, in plain torch; without it, token cross-entropy of logits
+        loss(outputs, batch)      a sum over what counts, in plain torch, or a pair of it and its count; without it,
+                                  token cross-entropy of logits
+        engine_loss               what `Engine` is given as `loss`; without it, the adapter has one
         initialise(name, module)  sets the module's own parameters with torch's default generator, which is seeded;
                                   without it the model starts as `build` made it, and the engine is given those values
         blocks                    names of the blocks in the order of execution, for a model that draws random numbers
@@ -45,13 +49,13 @@ class Recipe(Protocol):
         ...
 
     def batch(self, step: int, samples: int) -> dict[str, Any]:
-        """A step's samples, at least `input_ids` and `labels`."""
+        """A step's samples: tensors, or mappings of tensors, by name."""
         ...
 
 
 @dataclass(slots=True)
 class History:
-    """What a run gave: per step the mean loss and the gradient norm before clipping; in the end the parameters.
+    """The result of a run: mean loss and gradient norm before clipping per step; the final parameters.
 
     gradients: those of the first step before clipping, where they were noted.
     """
@@ -71,7 +75,7 @@ def train_alone(
     steps: int,
     microbatches: int,
     microbatch: int,
-    lr: float,
+    optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
     clip: float | None,
 ) -> History:
     """Train the unsplit model in this process, microbatch after microbatch; bad steps are skipped."""
@@ -82,25 +86,32 @@ def train_alone(
         decayed = [parameter for parameter in trained.values() if parameter.dim() > 1]
         others = [parameter for parameter in trained.values() if parameter.dim() <= 1]
         groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-        optimizer = torch.optim.AdamW(groups, lr=lr)
+        stepping = optimizer(groups)
         history = History()
         for step in range(steps):
-            batch = {name: value.to(device) for name, value in recipe.batch(step, microbatches * microbatch).items()}
-            tokens = int((batch["labels"] != IGNORED).sum())
-            optimizer.zero_grad(set_to_none=True)
-            total = 0.0
-            for at in range(microbatches):
-                piece = {name: value[at * microbatch :][:microbatch] for name, value in batch.items()}
+            batch = rows(recipe.batch(step, microbatches * microbatch), 0, microbatches * microbatch, device)
+            pieces = [rows(batch, at * microbatch, microbatch, device) for at in range(microbatches)]
+            tokens: float = sum(map(count, pieces))
+            stepping.zero_grad(set_to_none=True)
+            total = counted = 0.0
+            for at, piece in enumerate(pieces):
                 with seeding.of(step, at):
                     loss = summed_loss(recipe, forward(model, piece), piece)
+                if isinstance(loss, tuple):
+                    loss, own = loss
+                    counted += float(own)
                 (loss / tokens).backward()
                 total += float(loss.detach())
+            if counted:  # known only now: gradients have been divided by something else
+                for parameter in trained.values():
+                    parameter.grad = None if parameter.grad is None else parameter.grad * (tokens / counted)
+                tokens = counted
             if step == 0:
                 found = {name: parameter.grad for name, parameter in trained.items()}
                 history.gradients = {name: value.clone() for name, value in found.items() if value is not None}
             norm = nn.utils.clip_grad_norm_(decayed + others, float("inf") if clip is None else clip)
             if math.isfinite(total) and bool(norm.isfinite()):  # else the step is skipped, as `bad_steps = "skip"` does
-                optimizer.step()
+                stepping.step()
             history.losses.append(total / tokens)
             history.norms.append(float(norm))
     history.parameters = {name: value.detach().clone() for name, value in named_parameters(model).items()}
@@ -122,12 +133,16 @@ def start(recipe: Recipe, seed: int) -> nn.Module:
 
 
 def forward(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    """The logits, or other outputs, of the model's own forward."""
-    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    """The logits, or other outputs, of the model's own forward. A decoder beside an encoder reads the labels too."""
     config: Any = getattr(base_of(model), "config", None)
+    reads_labels = getattr(config, "is_encoder_decoder", False)
+    inputs = {name: value for name, value in batch.items() if name not in LABELS or (reads_labels and name == "labels")}
     if hasattr(config, "use_cache"):
         config.use_cache = False
-    output: Any = model(inputs["input_ids"]) if isinstance(model, nn.Sequential) else model(**inputs)
+    first = inputs.get("input_ids", inputs.get("inputs"))
+    output: Any = model(first) if isinstance(model, nn.Sequential) else model(**inputs)
+    if hasattr(output, "start_logits"):
+        return torch.stack([output.start_logits, output.end_logits], dim=-1)
     logits: Tensor = getattr(output, "logits", output)
     return logits
 
@@ -160,10 +175,29 @@ def tied(model: nn.Module) -> dict[str, str]:
 # ---- loss
 
 
-def summed_loss(recipe: Recipe, outputs: Tensor, batch: Mapping[str, Any]) -> Tensor:
-    """The recipe's loss, or token cross-entropy."""
-    own: Callable[[Tensor, Mapping[str, Any]], Tensor] | None = getattr(recipe, "loss", None)
+def summed_loss(recipe: Recipe, outputs: Any, batch: Mapping[str, Any]) -> Any:
+    """The recipe's loss, or token cross-entropy; a pair where the recipe's loss counts."""
+    own: Callable[[Any, Mapping[str, Any]], Any] | None = getattr(recipe, "loss", None)
     return token_loss(outputs, batch["labels"]) if own is None else own(outputs, batch)
+
+
+def count(batch: Mapping[str, Any]) -> int:
+    """Labels that count: integers but -100, all others; samples where there are no labels."""
+    labels = batch.get("labels")
+    if isinstance(labels, Tensor):
+        return labels.numel() if labels.is_floating_point() else int((labels != IGNORED).sum())
+    value: Any = batch
+    while not isinstance(value, Tensor):
+        value = next(iter(value.values()))
+    return len(value)
+
+
+def rows(batch: Mapping[str, Any], first: int, count: int, device: str) -> dict[str, Any]:
+    """Some samples of a batch."""
+    return {
+        name: value[first:][:count].to(device) if isinstance(value, Tensor) else rows(value, first, count, device)
+        for name, value in batch.items()
+    }
 
 
 def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -193,18 +227,28 @@ def rule_of(recipe: Recipe, model: nn.Module) -> Rule | None:
 def draw(model: nn.Module, rule: Rule, seed: int) -> None:
     """Set all parameters, each module from a generator of its own, what is inside a module before the module.
 
-    A shared parameter is drawn under each of its names and keeps the values of the first.
+    A shared parameter is drawn under each of its names and keeps the values of the first. A family's rule of a module
+    that holds the layers follows for each block, with the block's seed, and sets what is in this block.
     """
     base = base_of(model)
     with torch.no_grad(), _untied(base):
         for parameter in base.parameters():
             parameter.fill_(torch.nan)
+        outside, blocks = _outside(base), _blocks_of_family(base)
         for name, module in reversed(list(base.named_modules())):
+            if module in outside:
+                continue
             torch.manual_seed(module_seed(seed, name))
             rule(name, module)
             if any(parameter.isnan().any() for parameter in module.parameters(recurse=False)):
                 torch.manual_seed(module_seed(seed, name))
                 _reset(module)
+        names = {module: name for name, module in base.named_modules()}
+        for block in blocks:
+            with _marked(base, but=block):
+                for module in reversed(outside):
+                    torch.manual_seed(module_seed(seed, names[block]))
+                    rule(names[module], module)
     unset = [name for name, parameter in base.named_parameters() if parameter.isnan().any()]
     if unset:
         raise ValueError(f"the recipe's rule leaves {', '.join(unset)} without values")
@@ -226,6 +270,18 @@ def _untied(model: nn.Module) -> Iterator[None]:
         put(name, parameter)
 
 
+@contextmanager
+def _marked(model: nn.Module, but: nn.Module) -> Iterator[None]:
+    """Meanwhile rules of transformers leave alone what is not in a module."""
+    own = {*but.parameters(), *but.buffers()}
+    others: list[Any] = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor not in own]
+    for tensor in others:
+        tensor._is_hf_initialized = True
+    yield
+    for tensor in others:
+        del tensor._is_hf_initialized
+
+
 def module_seed(seed: int, name: str) -> int:
     """The upper 63 bits of the first 8 bytes of SHA-256("seed NUL name"), little-endian."""
     return int.from_bytes(hashlib.sha256(b"%d\0%b" % (seed, name.encode())).digest()[:8], "little") // 2
@@ -241,7 +297,9 @@ def _start_as_family(family: Callable[[nn.Module], None], module: nn.Module) -> 
 
 
 def _reset(module: nn.Module) -> None:
-    reset: Any = getattr(module, "reset_parameters", None)
+    """As torch starts a module; a `MultiheadAttention` has another name for it."""
+    name = "_reset_parameters" if isinstance(module, nn.MultiheadAttention) else "reset_parameters"
+    reset: Any = getattr(module, name, None)
     if reset is not None:
         reset()
 
@@ -300,12 +358,31 @@ class Seeding:
 
 
 def _blocks_of_family(model: nn.Module) -> list[nn.Module]:
-    """Modules with parameters beside the list of layers, and the layers; one inside another is no block."""
+    """Modules with parameters beside the lists of layers, and the layers; one inside another is no block."""
+    around, lists = _outside(model), _layers_of_family(model)
+    inside = {module for layers in lists for layer in layers for module in layer.modules()}
+    inside -= {layer for layers in lists for layer in layers}
+    found = [m for m in model.modules() if m not in around and m not in inside and any(True for _ in m.parameters())]
+    nested = {inner for module in found for inner in module.modules() if inner is not module}
+    return [module for module in found if module not in nested] if lists else []
+
+
+def _outside(model: nn.Module) -> list[nn.Module]:
+    """Modules of a family's model that hold layers."""
+    lists = _layers_of_family(model)
+    return [
+        module for module in model.modules() if any(each is layers for each in module.modules() for layers in lists)
+    ]
+
+
+def _layers_of_family(model: nn.Module) -> list[nn.ModuleList]:
+    """The lists of layers: as long as the configuration says, and two where an encoder has a decoder."""
     if not hasattr(model, "_init_weights"):
         return []
     config: Any = model.config
-    lists = [each for each in model.modules() if isinstance(each, nn.ModuleList)]
-    layers = next(each for each in lists if len(each) == config.get_text_config().num_hidden_layers)
-    around = {module for module in model.modules() if any(each is layers for each in module.modules())}
-    inside = {module for layer in layers for module in layer.modules()} - set(layers)
-    return [m for m in model.modules() if m not in around and m not in inside and any(True for _ in m.parameters())]
+    configs = [config, config.get_text_config(), getattr(config, "vision_config", config)]
+    keys = ("num_hidden_layers", "encoder_layers", "decoder_layers", "num_decoder_layers")
+    counts = {getattr(each, key, None) for each in configs for key in keys}
+    lists = [each for each in model.modules() if isinstance(each, nn.ModuleList) and len(each) in counts]
+    inner = {id(module) for each in lists for layer in each for module in layer.modules()}
+    return [each for each in lists if id(each) not in inner][: 2 if config.is_encoder_decoder else 1]

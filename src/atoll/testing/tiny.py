@@ -14,7 +14,7 @@ from atoll.models import SequentialAdapter, Vocabulary
 
 @dataclass(frozen=True, slots=True)
 class TinyConfig:
-    """Which difficulties a tiny model has.
+    """Special cases of a tiny model.
 
     tied: embedding and head share their weight.  frozen: a linear in each layer and one whole layer are frozen.
     odd: widths that no number of ranks divides.  small: parameters of one element.  unused: a parameter that no
@@ -101,7 +101,7 @@ class _Tiny(nn.Sequential):
     """A Sequential that can be split over a tensor-parallel group, and its vocabulary over a pipeline."""
 
     def atoll_adapter(self) -> SequentialAdapter:
-        """With a plan, and with its two ends."""
+        """Return an adapter with a tensor-parallel plan, and with embedding and head."""
         plan = {
             "0.table": "embedding_rowwise",
             "*.up": "colwise",

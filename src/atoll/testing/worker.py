@@ -5,9 +5,11 @@ from __future__ import annotations
 import faulthandler
 import os
 import pickle
+import runpy
 import signal
 import sys
 import traceback
+import types
 import warnings
 from dataclasses import dataclass
 from datetime import timedelta
@@ -30,7 +32,7 @@ class Filter:
 
 @dataclass(frozen=True)
 class Case:
-    """What a rank needs to run one case."""
+    """Input of a rank for one case. main: the parent's script, if a part of the case is defined in it."""
 
     rank: int
     ranks: int
@@ -41,11 +43,12 @@ class Case:
     directory: str
     filters: list[Filter]
     payload: bytes
+    main: str | None = None
 
 
 @dataclass(frozen=True)
 class Success:
-    """What the function returned, pickled."""
+    """The pickled return value of the function."""
 
     pickled: bytes
 
@@ -101,6 +104,8 @@ def main() -> None:
 def _run(case: Case) -> Report:
     try:
         _prepare(case)
+        if case.main is not None:
+            _take_main(case.main)
         function, args, kwargs = pickle.loads(case.payload)
         _join_group(case)
         return Success(pickle.dumps(function(*args, **kwargs)))
@@ -122,6 +127,18 @@ def _prepare(case: Case) -> None:
     torch.set_default_dtype(torch.float32)
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()  # code that another case compiled counts against this one's limits
+
+
+def _take_main(path: str) -> None:
+    """Run the parent's script as `__mp_main__`, as Python's multiprocessing does, so that what it defines is here too.
+
+    What stands under `if __name__ == "__main__"` does not run.
+    """
+    if getattr(sys.modules["__main__"], "__file__", None) == path:
+        return
+    main = types.ModuleType("__mp_main__")
+    main.__dict__.update(runpy.run_path(path, run_name="__mp_main__"))
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = main
 
 
 def _join_group(case: Case) -> None:

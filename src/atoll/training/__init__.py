@@ -1,1 +1,1 @@
-"""What `atoll train` does around an engine: process, folder, display, optimizer, data, text and the loop."""
+"""The training run around an engine: process, folder, display, optimizer, data, text and the loop."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -13,12 +12,14 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from atoll.config import Config, Model, Train
-from atoll.errors import ConfigError
-from atoll.models import Decoder, DecoderConfig
+from atoll.errors import ConfigError, PlanError
+from atoll.models import Decoder, DecoderConfig, check_documents
 from atoll.plans import Plan
 from atoll.runtime.engine import Engine
 from atoll.runtime.sharding.optimizer import decay_matrices
+from atoll.training.optimizers import named_optimizer
 from atoll.training.pretrained import first_weights, hugging_face_model
+from atoll.training.rates import learning_rates
 
 
 def build_model(config: Config, vocabulary: int) -> nn.Module:
@@ -27,6 +28,11 @@ def build_model(config: Config, vocabulary: int) -> nn.Module:
     with torch.device("meta"):
         built = _decoder(model, vocabulary) if model.is_builtin else hugging_face_model(config, vocabulary)
     choose_trained(built, config.train.trainable, config.train.frozen)
+    if config.data.how == "documents":
+        try:
+            check_documents(built, config.train.microbatch)
+        except PlanError as error:
+            raise ConfigError(f'data.packing = "documents": {error}; use data.packing = "pad"') from error
     return built
 
 
@@ -78,40 +84,19 @@ def choose_trained(model: nn.Module, trainable: Sequence[str], frozen: Sequence[
 
 
 def build_engine(model: nn.Module, plan: Plan, config: Config, device: torch.device) -> Engine:
-    """The engine, with AdamW that decays matrices only."""
+    """The engine, with an optimizer that decays matrices only."""
     train = config.train
-
-    def optimizer(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(groups, lr=train.lr, betas=train.betas, eps=train.eps)
-
     return Engine(
         model,
         plan,
-        optimizer=optimizer,
-        groups=decay_matrices(train.weight_decay),
+        optimizer=named_optimizer(train).factory,
+        groups=decay_matrices(train.weight_decay) if train.weight_decay is not None else None,
         clip=train.clip or None,
         seed=train.seed,
         device=device,
         weights=first_weights(config),
         bad_steps=train.bad_steps,
     )
-
-
-def learning_rates(train: Train) -> Callable[[int], float]:
-    """Steps done -> factor of train.lr for the next: a linear warm-up, then down to min_lr_ratio at the last step."""
-    falling = max(1, train.steps - 1 - train.warmup)
-    low = train.min_lr_ratio
-
-    def factor(done: int) -> float:
-        if done < train.warmup:
-            return (done + 1) / train.warmup
-        if train.lr_schedule == "constant":
-            return 1.0
-        progress = min(1.0, (done - train.warmup) / falling)
-        left = 1.0 - progress if train.lr_schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
-        return low + (1.0 - low) * left
-
-    return factor
 
 
 class RateSchedule:
@@ -138,7 +123,7 @@ class RateSchedule:
         self._inner.step()
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as JSON."""
+        """State for a checkpoint, as JSON."""
         return {key: value for key, value in self._inner.state_dict().items() if key != "lr_lambdas"}
 
     def restore(self, state: dict[str, Any]) -> None:

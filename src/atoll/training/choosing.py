@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from atoll.config import Config, load
+from atoll.config.worlds import check_world, fit
 from atoll.cost import Cluster, Transformer, Workload
 from atoll.errors import ConfigError
 from atoll.layouts import Layout
 from atoll.planner import EFFORT, Answer, Candidate, Goal, Order, Search, Space, settings
 from atoll.toml import value_to_toml
+from atoll.training.optimizers import states_of
 from atoll.training.prediction import expected_vocabulary, is_on_cpu, workload_of
 
 CHOSEN = {
@@ -43,23 +46,23 @@ def plan(
     *,
     effort: int = EFFORT,
 ) -> Answer:
-    """Choose the plan with the fewest predicted seconds a step that fits every rank.
+    """Choose the plan with the lowest predicted step time that fits in the memory of every rank.
 
-    model: the sizes of a transformer; a workload, which `atoll.models.count` makes of a module; or a config or the path
-    of its TOML file.
-    cluster: what the plan runs on, or the path of its TOML file; run.cluster of a config if not given.
+    model: the sizes of a transformer; a workload, from `atoll.models.count` for a module; or a config or the path of
+    its TOML file.
+    cluster: the hardware, or the path of its TOML file; run.cluster of a config if not given.
     goal: samples and tokens of a step, and ranks; those of a config if not given.
-    space: the values to choose between. If not given, all that there are, and for a config with `parallel.auto` those
-    that it leaves open.
-    effort: instructions that are played at most. Where they are not enough to prove the plan the best, `Answer.gap`
-    says how much faster another plan may be.
+    space: the values to choose from. If not given, all values, or for a config with `parallel.auto` those that it
+    leaves open.
+    effort: the maximum number of simulated instructions. If it does not suffice to prove that the plan is the best,
+    `Answer.gap` is a bound on how much faster another plan may be.
 
-    The answer has the plan as `best`, its `prediction` in seconds and bytes, `runners_up`, and what other choices
-    (`undone`) and other clusters (`changes`) would take. The same question has the same answer. No torch is imported,
-    unless a config's model is one that is counted.
+    The answer contains the plan as `best`, its `prediction` of step time and memory, `runners_up`, and the effect of
+    other choices (`alternatives`) and other clusters (`changes`). The search is deterministic. It does not import torch
+    unless the model of a config is counted.
 
-    Raises ConfigError where a model comes without cluster or goal, where goal and cluster do not fit, and where no plan
-    does: then with the nearest plan, the bytes that it lacks, and what would help.
+    Raises ConfigError if a model is given without cluster or goal, if goal and cluster do not match, or if no plan
+    fits: then with the closest plan, the bytes that it lacks, and what would help.
     """
     if isinstance(model, Workload | Transformer):
         if cluster is None or goal is None:
@@ -87,18 +90,35 @@ def _named(config: Config) -> str:
 
 
 def load_chosen(path: Path, overrides: Sequence[str] = (), *, world: int | None = None) -> tuple[Config, list[str]]:
-    """Read a config as `load`, with a plan where it leaves that to a planner; and the overrides that make it so.
+    """Read a config as `load`, with a plan where it leaves that to a planner, and one that fits `world`; and the
+    overrides that make it so.
 
-    world: ranks, if a launcher decides.
+    world: ranks, if a launcher decides, or there are fewer than before.
 
     Raises ConfigError for a config that leaves it to a planner and names no cluster, and where no plan fits.
     """
     config, given = load(path, overrides), list(overrides)
     if config.parallel.auto:
+        check_world(config, world)
         asked = question(config, _read(_named(config)), world=world)
         given += overrides_of(Answer.of(asked).best)
-        config = load(path, given)
-    return config, given
+        return load(path, given), given
+    fitted = fit(config, world)
+    if not fitted:
+        return config, given
+    given += fitted
+    words = ", ".join(fitted)
+    return load(path, given).with_notes([f"world size {world}: {words} (parallel.min_ranks)"]), given
+
+
+def fewer_ranks(path: Path, overrides: Sequence[str], ranks: int) -> int | None:
+    """The most ranks below `ranks` that have a plan and are no fewer than parallel.min_ranks; None where none are."""
+    least = load(path, overrides).parallel.min_ranks
+    for world in range(ranks - 1, (ranks if least is None else least) - 1, -1):
+        with suppress(ConfigError):
+            load_chosen(path, overrides, world=world)[0].to_plan(world)
+            return world
+    return None
 
 
 def question(config: Config, cluster: Cluster, *, world: int | None = None) -> Search:
@@ -121,16 +141,16 @@ def question(config: Config, cluster: Cluster, *, world: int | None = None) -> S
     on_cpu = is_on_cpu(config, cluster)
     workload = workload_of(config, expected_vocabulary(config), on_cpu=on_cpu)
     space = space_of(config) if config.parallel.auto else Space(precision=(config.train.precision,))
-    return Search(workload, cluster, goal, space, on_cpu)
+    return Search(workload, cluster, goal, space, on_cpu, states=states_of(config.train))
 
 
 def space_of(config: Config) -> Space:
-    """What is left to choose beside what a config says."""
+    """Return the choices that a config leaves open."""
     parallel = config.parallel
     refused = [name for name in UNKNOWN if _is_written(config, name)]
     if refused:
         raise ConfigError(
-            f"parallel.{', parallel.'.join(refused)}: a planner does not choose beside it; leave it out, or turn "
+            f"parallel.{', parallel.'.join(refused)}: the planner does not support it; leave it out, or turn "
             "parallel.auto off"
         )
     given: dict[str, Any] = {}
@@ -152,7 +172,7 @@ def _is_written(config: Config, key: str) -> bool:
 
 
 def overrides_of(candidate: Candidate) -> tuple[str, ...]:
-    """What `--set` makes a config run the plan."""
+    """Return the `--set` overrides with which a config runs the plan."""
     chosen = settings(candidate)
     found = [
         f"{section}.{key}={value_to_toml(value)}" for section, keys in chosen.items() for key, value in keys.items()

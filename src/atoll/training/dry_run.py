@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from atoll.config import Config
 from atoll.cost import Cluster
-from atoll.data import Corpus
+from atoll.data import Supply
 from atoll.errors import CheckpointError, DamageError
 from atoll.models import adapter_for
 from atoll.models.weights import weights_for
@@ -18,11 +18,15 @@ from atoll.runtime.checkpoint import Archive, is_complete
 from atoll.training.build import build_model
 from atoll.training.choosing import load_chosen
 from atoll.training.folder import RunFolder, Start
+from atoll.training.loggers import check_loggers
 from atoll.training.loop import resumed_state
+from atoll.training.optimizers import check_optimizer
 from atoll.training.prediction import expected_vocabulary
 from atoll.training.pretrained import first_weights
 from atoll.training.process import Request, has_gpus
+from atoll.training.rates import learning_rates
 from atoll.training.samples import preview_corpus, vocabulary_of
+from atoll.training.sources import check_source
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +54,11 @@ def check_run(request: Request, *, elsewhere: bool = False, say: Callable[[str],
     Raises what the run would raise.
     """
     config, _ = load_chosen(request.path, request.overrides)
-    plan = config.to_plan()
+    plan = replace(config.to_plan(), states=check_optimizer(config.train))
+    if config.train.epochs is None:
+        learning_rates(config.train)
+    check_source(config)
+    check_loggers(config.run.loggers)
     folder = RunFolder(Path(config.run.folder))
     if config.run.cluster is not None:
         Cluster.read(config.run.cluster)
@@ -59,6 +67,9 @@ def check_run(request: Request, *, elsewhere: bool = False, say: Callable[[str],
     corpus = preview_corpus(config)
     if corpus is None:
         say("note: the corpus is not prepared yet; its length, and the tokenizer's, are checked when it is")
+    else:
+        config = config.with_steps_of(corpus.samples)
+        learning_rates(config.train)
     vocabulary = expected_vocabulary(config) if corpus is None else vocabulary_of(config, corpus)
     device = None if elsewhere else "cuda" if has_gpus(config, config.parallel.ranks) else "cpu"
     for rank in range(plan.mesh.pipeline):
@@ -71,7 +82,7 @@ def check_run(request: Request, *, elsewhere: bool = False, say: Callable[[str],
     return Checked(config, plan, vocabulary, device)
 
 
-def _check_continued(config: Config, folder: RunFolder, corpus: Corpus | None, say: Callable[[str], None]) -> None:
+def _check_continued(config: Config, folder: RunFolder, corpus: Supply | None, say: Callable[[str], None]) -> None:
     """Look at the checkpoint that the run would go on from, but for its tensors. Raises what the run would raise."""
     damaged = []
     for path in folder.candidates():

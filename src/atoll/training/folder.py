@@ -29,23 +29,29 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from statistics import median
+from types import NoneType
 from typing import Any
 
 from atoll.digests import read_sealed, seal
-from atoll.documents import parse_json
+from atoll.documents import count, parse_json
 from atoll.errors import CheckpointError, ConfigError, RunError
 
 WARM_UP = 3
 """Steps of a start that are slower than those that follow."""
 
+NUMBERS = frozenset({"loss", "grad_norm", "tokens_per_second", "seconds", "lr", "bubble", "memory_bytes", "mfu"})
+"""Fields of step and evaluation records; None if unknown."""
+LARGEST_LINE = 1 << 20
+"""Bytes of the longest line that is a record."""
+
 
 class Start(Enum):
-    """What a run does with what its folder holds.
+    """How a run treats an existing folder.
 
     AUTO: continue from the newest checkpoint that is whole; begin where there is none at all.
     CONTINUE: the same, and refuse to begin.  NEW: begin, and refuse a folder that holds a run.
@@ -76,7 +82,7 @@ class RunFolder:
 
     @property
     def plan(self) -> Path:
-        """What was run, and the bytes predicted for each rank."""
+        """The plan, and the predicted bytes of each rank."""
         return self.root / "plan.json"
 
     @property
@@ -106,17 +112,17 @@ class RunFolder:
 
     @property
     def cluster(self) -> Path:
-        """What the run is predicted on."""
+        """The cluster of the prediction."""
         return self.root / "cluster.toml"
 
     @property
     def timing(self) -> Path:
-        """What the instructions of the last step took, and the bytes of each rank."""
+        """Durations of the last step's instructions, and the bytes of each rank."""
         return self.root / "timing.json"
 
     @property
     def timeline(self) -> Path:
-        """When each instruction of the last step was played."""
+        """Start and end of each instruction of the last step."""
         return self.root / "timeline.json"
 
     @property
@@ -192,7 +198,7 @@ class RunFolder:
         return checkpoint.candidates(self.checkpoints)
 
     def _held(self) -> str | None:
-        """What would be lost: steps or checkpoints. A run that died before its first step is nothing."""
+        """Return what would be lost: steps or checkpoints. A run that ended before its first step has nothing."""
         found = self.candidates()
         if found:
             return found[0].name
@@ -245,25 +251,32 @@ class RunFolder:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSONL file with a step; [] if there is no file. Lines that are no such object are left out."""
+    """The objects of a JSONL file with a step; [] if there is no file. Lines that are no such object are left out, and
+    so are those of which one of `NUMBERS` is something else."""
     if not path.is_file():
         return []
     found = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            record = parse_json(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
-            found.append(record)
+    with path.open("rb") as file:
+        for line in iter(lambda: file.readline(LARGEST_LINE), b""):
+            with suppress(ValueError):
+                record = parse_json(line)
+                if isinstance(record, dict):
+                    count(record.get("step"))
+                    if all(type(record.get(name)) in (int, float, NoneType) for name in NUMBERS):
+                        found.append(record)
     return found
 
 
 def typical_seconds(path: Path, first: int = 1) -> float | None:
     """Seconds of a step from a file of training steps: the median from step `first` on, without the first `WARM_UP`
     steps where there are more; None where there is none."""
-    found = [float(record["seconds"]) for record in read_records(path) if record["step"] >= first]
+    found = [each["seconds"] for each in read_records(path) if each["step"] >= first and is_of(each, "seconds")]
     return median(found[WARM_UP:] or found[-1:]) if found else None
+
+
+def is_of(record: Mapping[str, Any], *names: str) -> bool:
+    """Return True if a record has numbers of these names."""
+    return all(record.get(name) is not None for name in names)
 
 
 def append(path: Path, record: Mapping[str, Any]) -> None:

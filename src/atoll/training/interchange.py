@@ -26,7 +26,8 @@ from atoll.models.weights import INDEX, SINGLE, Weights, has_weights, weights_fo
 from atoll.runtime import checkpoint
 from atoll.runtime.checkpoint import Piece
 from atoll.training.folder import RunFolder
-from atoll.training.pretrained import FAMILY, hugging_face_config, hugging_face_model
+from atoll.training.pretrained import hugging_face_config, hugging_face_model
+from atoll.training.sources import FAMILY
 
 SHARD_BYTES = 5_000_000_000
 """Largest file of an export."""
@@ -47,7 +48,7 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What was written: how many tensors and bytes, in which files."""
+    """The result: number of tensors and bytes, and the files."""
 
     folder: Path
     tensors: int
@@ -92,9 +93,11 @@ def import_folder(source: Path, target: Path, *, objective: str = "causal") -> M
 def export_folder(source: Path, target: Path, *, dtype: str | None = None) -> Moved:
     """Write a checkpoint as a Hugging Face folder; of a model with low-rank adapters those alone, as `peft` does.
 
+    source: a checkpoint, or a run, of which the newest is taken.
     dtype: of the tensors; if not given what config.json says, else that of the checkpoint.
     Raises CheckpointError for a checkpoint that does not say which model it is of.
     """
+    source = checkpoint.find(source)
     config = config_of(source)
     if target.exists() and any(target.iterdir()):
         raise ConfigError(f"{target} is not empty; give a new folder")
@@ -120,7 +123,8 @@ def config_of(folder: Path) -> Config:
     """The config that a checkpoint was trained with."""
     if not checkpoint.is_complete(folder):
         raise CheckpointError(
-            f"{folder} is not a finished checkpoint; name a folder such as <run>/checkpoints/step-..."
+            f"{folder} is no finished checkpoint, nor a run with one; name a run, or a folder such as "
+            "<run>/checkpoints/step-..."
         )
     caller = checkpoint.read_state(folder).get("caller")
     text = caller.get("config") if isinstance(caller, dict) else None
@@ -230,7 +234,7 @@ def _export_adapters(
 
 
 def _copy_tokenizer(config: Config, checkpoint_folder: Path, target: Path) -> None:
-    """That of the model's folder, or else the one of the run."""
+    """Copy the tokenizer of the model's folder, or else that of the run."""
     source = Path(config.model.source)
     for file in TOKENIZER_FILES:
         if (source / file).is_file():

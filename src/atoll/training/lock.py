@@ -27,7 +27,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from atoll.documents import parse_json
+from atoll.documents import count, parse_json, string
 from atoll.errors import ConfigError, RunError
 
 BEAT_SECONDS = 2.0
@@ -60,12 +60,12 @@ class Holder:
 
     @property
     def is_of_this_kernel(self) -> bool:
-        """Whether its process number means something here."""
+        """True if its process number means something here."""
         return self.boot == _boot()
 
     @property
     def is_running(self) -> bool:
-        """Whether the process is there; of this kernel's only."""
+        """True if the process is there; of this kernel's only."""
         return _started(self.process) == self.started
 
 
@@ -191,10 +191,13 @@ class RunLock:
 
 
 def read_holder(path: Path) -> Holder | None:
-    """Who the lock file names; None where there is no file, or one that was cut off while it was written."""
+    """Return the holder in the lock file; None if there is no file, or a truncated one."""
     try:
-        return Holder(**parse_json(path.read_bytes()[:_LARGEST]))
-    except (FileNotFoundError, ValueError, TypeError):
+        with path.open("rb") as file:
+            found = parse_json(file.read(_LARGEST))
+        host, boot, started, since = (string(found[name]) for name in ("host", "boot", "started", "since"))
+        return Holder(host, boot, count(found["process"]), started, since)
+    except (FileNotFoundError, ValueError, TypeError, LookupError):
         return None
 
 
@@ -203,7 +206,7 @@ def _boot() -> str:
 
 
 def _started(process: int) -> str | None:
-    """When a process started, in ticks since boot; None if there is none or it is only waited for."""
+    """Return the start of a process in ticks since boot; None if it does not exist or is a zombie."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
     except OSError:

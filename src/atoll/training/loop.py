@@ -20,7 +20,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +28,14 @@ import torch
 
 from atoll.config import Config
 from atoll.cost import Cluster
-from atoll.data import Corpus
+from atoll.data import Name, Supply
+from atoll.data.mixing import shares
 from atoll.digests import digest
 from atoll.errors import (
     BadStepError,
     CheckpointError,
     ConfigError,
     DamageError,
-    DataError,
     UnverifiedWarning,
     UserError,
 )
@@ -46,30 +46,35 @@ from atoll.runtime.checkpoint.manifest import Manifest
 from atoll.runtime.checkpoint.meeting import listing
 from atoll.runtime.engine import Engine, Evaluation
 from atoll.runtime.pipeline.step_end import StepResult
+from atoll.runtime.sharding.state import stored_states
 from atoll.runtime.transport import Later
+from atoll.training.best import Best
 from atoll.training.build import RateSchedule
 from atoll.training.display import Display
 from atoll.training.folder import RunFolder, Start, read_records, writing
 from atoll.training.lock import RunLock
 from atoll.training.measure import peak_memory, share_timeline, share_timing, share_trace
 from atoll.training.oddities import SLOW, Spikes, straggler
+from atoll.training.optimizers import named_optimizer
 from atoll.training.prediction import predict
 from atoll.training.record import Recorder, perplexity
 from atoll.training.samples import Samples, vocabulary_of
 from atoll.training.signals import StopRequest
 from atoll.training.text import generate
+from atoll.training.utilisation import Peak, peak_of, utilised_seconds
 
 TRACED_STEP = 3
-"""Which step of a run is traced: the first ones are slower than those that follow."""
+"""The step that is traced: the first ones are slower."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoopOutcome:
-    """What a loop did, the same on every rank.
+    """The result of a loop, the same on every rank.
 
     stopped: the signal that ended it early.  first_step, tokens: of this start, without those before a resume.
     sample: the generated text, if it came to the end and one was asked for.
     peaks: of each pipeline rank, the most bytes that one of its ranks has needed.
+    best: the step of the lowest validation loss, if its checkpoint is kept for that.
     """
 
     step: int
@@ -78,6 +83,7 @@ class LoopOutcome:
     tokens: int
     sample: str | None
     peaks: tuple[int, ...]
+    best: int | None
 
 
 class Loop:
@@ -86,7 +92,7 @@ class Loop:
     def __init__(
         self,
         config: Config,
-        corpus: Corpus,
+        corpus: Supply,
         engine: Engine,
         *,
         folder: RunFolder,
@@ -105,9 +111,12 @@ class Loop:
         self._lock = lock
         self._run: str | None = None
         self._recorder: Recorder | None = None
+        self._utilised: float | None = None
         self._is_writer = engine.place.rank == 0
         self._evaluated = self._saved = -1
         self._validation_loss: float | None = None
+        self._best = Best()
+        self._keeps_best = max(config.checkpoint.keep_best, 1 if config.train.patience else 0)
         self._tokens = 0
         self._unrecorded: deque[tuple[float, Later]] = deque()
         self._memory = torch.zeros(engine.plan.mesh.world)
@@ -117,7 +126,6 @@ class Loop:
 
     def run(self, start: Start) -> LoopOutcome:
         """Train to the last step, or until a signal."""
-        self._check_same_corpus()
         is_fresh = not self._resume(start)
         first = self.engine.step_number
         self._open(first, is_fresh=is_fresh)
@@ -138,6 +146,7 @@ class Loop:
             tokens=self._tokens,
             sample=sample,
             peaks=self._peaks(),
+            best=self._best.step if self._keeps_best else None,
         )
 
     def _steps(self, first: int) -> signal.Signals | None:
@@ -145,7 +154,7 @@ class Loop:
         traced = min(first + TRACED_STEP, train.steps)
         self.display.begin(first, train.steps)
         try:
-            while self.engine.step_number < train.steps:
+            while self.engine.step_number < train.steps and not self._is_over():
                 step = self.engine.step_number + 1
                 rate = self.schedule.rate
                 self._positions[step] = self.samples.position
@@ -176,31 +185,28 @@ class Loop:
                     self._record_timing()
                 if is_compared:
                     self.engine.check_replicas()
-                if is_due:
-                    self._evaluate()
+                is_best = bool(is_due) and self._evaluate()
                 if stop is not None and self.engine.step_number < train.steps:
                     return stop
-                if is_kept:
-                    self._save()
+                if is_kept or (is_best and self._keeps_best):
+                    self._save(is_extra=not is_kept and step < train.steps)
         finally:
             self.display.close()
         return None
 
-    # ---- the start
+    def _is_over(self) -> bool:
+        """Return True if train.patience has come to its end."""
+        best, patience = self._best, self.config.train.patience
+        if not best.is_over(patience):
+            return False
+        known = "" if best.loss is None else f" than {best.loss:.4f} after step {best.step}"
+        self.display.say(
+            f"note: ended early: {best.waited} evaluations in a row have no lower validation loss{known} "
+            f"(train.patience = {patience})"
+        )
+        return True
 
-    def _check_same_corpus(self) -> None:
-        """Ranks on other machines prepare their own token arrays: they must be the same."""
-        mine = int(self.corpus.fingerprint[:12], 16)  # as many bits as a double holds exactly
-        world = self.engine.plan.mesh.world
-        values = torch.zeros(world, dtype=torch.float64)
-        values[self.engine.place.rank] = mine
-        found = self.engine.transport.total(values)
-        others = [rank for rank in range(world) if found[rank] != found[0]]
-        if others:
-            raise DataError(
-                f"data.source = {self.config.data.source!r} is not the same text on all ranks: {others} differ from "
-                "rank 0; put the corpus on a file system that all share, or copy it"
-            )
+    # ---- the start
 
     def _resume(self, start: Start) -> bool:
         """Load the newest checkpoint that is whole; False where there is none at all, and the run begins.
@@ -230,7 +236,8 @@ class Loop:
             self.display.say(f"resumed {path}: {step} steps, {self.samples.position} samples")
             if step >= self.config.train.steps:
                 self.display.say(
-                    "note: that was the last step; to train on set train.steps to more, to begin again say --overwrite"
+                    "note: that was the last step; to train on set train.steps (or epochs) to more, to begin again say "
+                    "--overwrite"
                 )
             return True
         words = listing([str(error) for _, error in damaged])
@@ -251,7 +258,7 @@ class Loop:
         return self._told(steps, count), evaluated
 
     def _told(self, values: Sequence[int], count: int) -> list[int]:
-        """What rank 0 says, on every rank."""
+        """Return rank 0's value on every rank."""
         told = torch.tensor(values if self._is_writer else [0] * count, dtype=torch.float64)
         return [int(value) for value in self.engine.transport.total(told)]
 
@@ -273,14 +280,15 @@ class Loop:
         self._run = run or (None if manifest is None else manifest.identity.get("run"))
         if state["order"] != order_of(self.config):
             self.display.say(
-                "note: data.sequence or the seed changed since the checkpoint, and the order of samples with it: some "
-                "may be seen twice"
+                "note: data.sequence, data.packing, data.weights or the seed changed since the checkpoint, and the "
+                "order of samples with it: some may be seen twice"
             )
         self.schedule.restore(state["schedule"])
+        self._best = Best.restored(state.get("best"))
         self.samples.go_to(self._position_of(self.engine.step_number, int(state["position"])))
 
     def _position_of(self, step: int, position: int) -> int:
-        """Where the run is in the data after `step`. See [Note: skipped samples]."""
+        """Return the position in the data after `step`. See [Note: skipped samples]."""
         if self._is_writer:
             for record in read_records(self.folder.incidents):
                 if record.get("rolled_back_to") == step and isinstance(record.get("position"), int):
@@ -304,8 +312,10 @@ class Loop:
         held = [Footprint(*(int(part) for part in row)) for row in self.engine.transport.total(values).tolist()]
         if self._is_writer:
             self._check_lock()
-            self._recorder = Recorder(self.folder, self.config, self.corpus.tokenizer, step=step, is_fresh=is_fresh)
             self._run = self._run or uuid.uuid4().hex
+            self._recorder = Recorder(
+                self.folder, self.config, self.corpus.tokenizer, run=self._run, step=step, is_fresh=is_fresh
+            )
             self.folder.write_run_id(self._run)
             blocks = self.engine.adapter.blocks()
             stages = [[blocks[at].name for at in run] for run in self.engine.runs]
@@ -315,18 +325,32 @@ class Loop:
                 "reads_in_place": self.engine.reads_in_place,
                 "device": self.engine.device.type,
             }
-            self._recorder.plan(plan, held, stages, **facts, first_step=step + 1)
+            peak = self._peak()
+            known = {"peak": None if peak is None else asdict(peak)}
+            self._recorder.plan(plan, held, stages, **facts, **known, first_step=step + 1)
             self._predict(self._recorder, **facts)
 
     def _predict(self, recorder: Recorder, **facts: Any) -> None:
         """Record what the run is predicted to take; without a cluster the bytes alone."""
         path = self.config.run.cluster
         try:
-            cluster = None if path is None else Cluster.read(path)
-            recorder.prediction(predict(self.config, self.engine.plan, cluster, **facts))
+            found = predict(self.config, self.engine.plan, self._cluster(), **facts)
+            recorder.prediction(found)
+            peak = self._peak()
+            self._utilised = None if peak is None else utilised_seconds(found, peak)
         except UserError as error:
             if path is not None:
                 self.display.say(f"note: the run is not predicted: {error}")
+
+    def _cluster(self) -> Cluster | None:
+        path = self.config.run.cluster
+        return None if path is None else Cluster.read(path)
+
+    def _peak(self) -> Peak | None:
+        """Return the peak rate of this rank's device."""
+        device = self.engine.device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+        return peak_of(name, self.engine.plan.precision.compute, self._cluster())
 
     # ---- between steps
 
@@ -352,9 +376,11 @@ class Loop:
         memory = int(self._memory.max())
         self._tokens += result.tokens
         self._check_lock()
-        self.display.step(result, memory_bytes=memory)
+        epoch = self.samples.epoch(self._positions[result.step] + self.config.train.global_batch)
+        self.display.step(result, memory_bytes=memory, epoch=epoch)
         if self._recorder is not None:
-            self._recorder.step(result, rate=rate, memory_bytes=memory, odd=self._odd(result, busy.tolist()))
+            odd = self._odd(result, busy.tolist())
+            self._recorder.step(result, rate=rate, epoch=epoch, memory_bytes=memory, odd=odd, utilised=self._utilised)
         if result.fault is not None:
             self._go_on(result)
         return asked[0] if asked else None
@@ -383,7 +409,7 @@ class Loop:
         except BadStepError as error:
             raise BadStepError(f"{error}{self._sequences_of(error.fault)[1]}", fault=error.fault) from error
 
-    def _sequences_of(self, fault: Fault) -> tuple[list[int], str]:
+    def _sequences_of(self, fault: Fault) -> tuple[list[Name], str]:
         """The sequences of the corpus among which the first bad one is, and words for them."""
         if fault.samples is None:
             return [], ""
@@ -413,6 +439,7 @@ class Loop:
         while self._unrecorded:
             self._unrecorded.popleft()[1].wait()
         self.schedule.restore(rollback.state["schedule"])
+        self._best = Best.restored(rollback.state.get("best"))
         self.samples.go_to(position)
         self._evaluated, self._saved = min(self._evaluated, rollback.step), rollback.step
         for step in [step for step in self.engine.checkpoints if step > rollback.step]:
@@ -430,7 +457,7 @@ class Loop:
             self._recorder.timeline(self._last, timeline or ())
 
     def _peaks(self) -> tuple[int, ...]:
-        """Of each pipeline rank, the most bytes that one of its ranks has needed."""
+        """Return the peak memory of each pipeline rank: the maximum over its ranks."""
         mesh = self.engine.plan.mesh
         found = [0] * mesh.pipeline
         for rank, each in enumerate(self._memory.tolist()):
@@ -438,25 +465,32 @@ class Loop:
             found[stage] = max(found[stage], int(each))
         return tuple(found)
 
-    def _evaluate(self) -> None:
-        """Loss of the validation split, unless it is known for this step."""
+    def _evaluate(self) -> bool:
+        """Loss of the validation split, unless it is known for this step; whether it is the lowest so far."""
         step = self.engine.step_number
         if self._evaluated == step or not self.samples.has_validation:
-            return
-        parts = [self.engine.evaluate(batch) for batch in self.samples.validation()]
-        total = Evaluation(sum(part.loss_sum for part in parts), sum(part.tokens for part in parts))
+            return False
+        parts: dict[str, Evaluation] = {}
+        for source, batch in self.samples.validation():
+            parts[source] = parts.get(source, Evaluation(0.0, 0, 0.0)) + self.engine.evaluate(batch)
+        total = sum(parts.values(), Evaluation(0.0, 0, 0.0))
         self._evaluated, self._validation_loss = step, total.loss
-        self.display.say(f"step {step}: validation loss {total.loss:.4f}, perplexity {perplexity(total.loss):.4g}")
+        several = ", ".join(f"{source} {part.loss:.4f}" for source, part in parts.items()) if len(parts) > 1 else ""
+        self.display.say(
+            f"step {step}: validation loss {total.loss:.4f}, perplexity {perplexity(total.loss):.4g}"
+            + (f" ({several})" if several else "")
+        )
         if self._recorder is not None:
-            self._recorder.evaluation(step, total)
+            self._recorder.evaluation(step, total, parts)
+        return self._best.judge(step, total.loss)
 
     def _check_lock(self) -> None:
         """Raise RunError where another run has taken the folder over."""
         if self._lock is not None:
             self._lock.check()
 
-    def _save(self) -> None:
-        """A checkpoint of this step, unless there is one."""
+    def _save(self, *, is_extra: bool = False) -> None:
+        """A checkpoint of this step, unless there is one. is_extra: for its validation loss alone."""
         step = self.engine.step_number
         if self._saved == step:
             return
@@ -466,6 +500,7 @@ class Loop:
             "corpus": self.corpus.fingerprint,
             "order": order_of(self.config),
             "schedule": self.schedule.state(),
+            "best": self._best.state(),
             "config": config,
         }
         whose = {
@@ -474,6 +509,7 @@ class Loop:
             "corpus": self.corpus.fingerprint,
             "time": time.time(),
             "validation_loss": self._loss_of(step),
+            **({"extra": True} if is_extra else {}),
         }
         self._check_lock()
         self.engine.save(
@@ -499,7 +535,7 @@ class Loop:
         elif self._is_writer:
             keep = self.config.checkpoint
             try:
-                checkpoint.prune(self.folder.checkpoints, keep.keep, hours=keep.keep_hours, best=keep.keep_best)
+                checkpoint.prune(self.folder.checkpoints, keep.keep, hours=keep.keep_hours, best=self._keeps_best)
             except OSError as error:
                 self.display.say(f"note: old checkpoints were not deleted: {error}")
 
@@ -523,8 +559,14 @@ class Loop:
 
 
 def order_of(config: Config) -> dict[str, int]:
-    """What the order of samples depends on, besides the corpus."""
-    return {"seed": config.data_seed, "sequence": config.data.sequence}
+    """Return the values that determine the order of samples, besides the corpus."""
+    data = config.data
+    how: dict[str, int] = {} if data.how == "blocks" else {data.how: 1, data.rule: 1}
+    if data.streaming:
+        how |= {"shard": data.shard}
+    if data.weights is not None:
+        how |= {f"share {number}": count for number, count in enumerate(shares(data.weights))}
+    return {"seed": config.data_seed, "sequence": data.sequence, **how}
 
 
 LARGEST_BATCH = 1 << 24
@@ -532,7 +574,7 @@ LARGEST_BATCH = 1 << 24
 
 
 def resumed_state(
-    config: Config, opened: checkpoint.Archive, corpus: Corpus | None, *, run: str | None = None
+    config: Config, opened: checkpoint.Archive, corpus: Supply | None, *, run: str | None = None
 ) -> dict[str, Any]:
     """What a checkpoint says of its run. corpus, run: None where they are not known.
 
@@ -544,7 +586,7 @@ def resumed_state(
     if step > config.train.steps:
         raise ConfigError(
             f"the newest checkpoint of {config.run.folder} is of step {step}, beyond train.steps = "
-            f"{config.train.steps}; set train.steps to more"
+            f"{config.train.steps}; set train.steps (or epochs) to more"
         )
     given = opened.state.get("caller")
     state: dict[str, Any] = given if isinstance(given, dict) else {}
@@ -559,6 +601,7 @@ def resumed_state(
         problems.append("the manifest names another corpus")
     if problems:
         raise DamageError(f"{path} is not a checkpoint of this run: {'; '.join(problems)}")
+    _check_states(config, opened)
     if corpus is not None and state["corpus"] != corpus.fingerprint:
         raise CheckpointError(
             f"{path} was trained on another corpus or tokenizer than data.source = {config.data.source!r} "
@@ -566,6 +609,18 @@ def resumed_state(
             "new run in another run.folder"
         )
     return state
+
+
+def _check_states(config: Config, opened: checkpoint.Archive) -> None:
+    """Raise CheckpointError where another optimizer's state is kept than this config's would go on with."""
+    wanted = named_optimizer(config.train).keys
+    for name, kept in stored_states(opened).items():
+        if kept.keys() != wanted:
+            raise CheckpointError(
+                f"{opened.folder} has {', '.join(sorted(kept))} of {name}, and {config.train.optimizer} with this "
+                f"config's options keeps {', '.join(sorted(wanted)) or 'nothing'}; use the optimizer that it was "
+                "trained with, or begin a new run with model.weights = this checkpoint"
+            )
 
 
 def _contradictions(state: Mapping[str, Any], *, step: Any, of_folder: int) -> Iterator[str]:
@@ -580,6 +635,10 @@ def _contradictions(state: Mapping[str, Any], *, step: Any, of_folder: int) -> I
     done = schedule.get("last_epoch") if isinstance(schedule, dict) else None
     if type(done) is not int or done != step:
         yield f"its learning rates are those after {reprlib.repr(done)} steps"
+    try:
+        Best.restored(state.get("best"))
+    except ValueError as error:
+        yield str(error)
     order = state["order"]
     if not (isinstance(order, dict) and all(type(value) is int and value >= 0 for value in order.values())):
         yield f"order is {reprlib.repr(order)}"

@@ -13,21 +13,23 @@ what a row is called in tables.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from operator import index
+from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from atoll import documents
 from atoll.config import Config, from_dict, load
 from atoll.cost import Cluster, Prediction
 from atoll.cost.calibration import Step
 from atoll.cost.comparison import Taken, Timed
-from atoll.documents import LARGEST_JSON, parse_json, read_text
+from atoll.documents import LARGEST_BYTES, LARGEST_JSON, count, finite, parse_json, read_text, string
 from atoll.errors import ConfigError, UserError
 from atoll.program import Do
 from atoll.training.folder import RunFolder, typical_seconds
+from atoll.training.optimizers import planned
 from atoll.training.prediction import predict
 
 OF_CONFIG = {"config", "set", "seconds", "vocabulary", "world", "reads_in_place", "device", "name"}
@@ -65,7 +67,7 @@ class Measured:
 
     def predict(self, cluster: Cluster) -> Prediction:
         """The step on a cluster. Raises ConfigError or PlanError where its costs are not known."""
-        plan = self.config.to_plan(self.world)
+        plan = planned(self.config, self.world)
         facts = {"vocabulary": self.vocabulary, "reads_in_place": self.reads_in_place, "device": self.device}
         return predict(self.config, plan, cluster, **facts)  # type: ignore[arg-type]
 
@@ -101,43 +103,94 @@ class Run:
     memory: str = ""
 
 
+class Started(NamedTuple):
+    """The last start of a run: its first step, its ranks, what `predict` asks for, and the names of its blocks."""
+
+    first_step: int
+    world: int
+    vocabulary: int | None
+    reads_in_place: bool
+    device: str
+    blocks: tuple[str, ...]
+
+
+class Timing(NamedTuple):
+    """A step that was timed: see `Run`."""
+
+    seconds: float
+    timed: tuple[Timed, ...]
+    peaks: tuple[int, ...]
+    memory: str
+
+
 def read_run(root: Path) -> Run:
     """The records of the last start of a run in a folder. Raises ConfigError where they are missing or damaged."""
     folder = RunFolder(root)
     config = load(folder.config)
-    plan = read_json(folder.plan)
-    try:
-        seconds = typical_seconds(folder.metrics, plan["first_step"])
-        world = math.prod(map(index, plan["mesh"].values()))
-        known = plan["vocabulary"], plan["reads_in_place"], plan["device"]
-        blocks = tuple(name for names in plan["stages"] for name in names)
-    except KeyError as error:
-        raise ConfigError(f"{folder.plan} has no {error}: it is of an older version; run it again") from None
-    except (TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{folder.plan} is not what a run writes: {error}; run it again") from error
+    started = read_started(folder.plan)
+    seconds = typical_seconds(folder.metrics, started.first_step)
     if seconds is None:
         raise ConfigError(f"{folder.metrics} has no steps of the last start; let the run take some")
     cluster = folder.cluster if folder.cluster.is_file() else None
-    measured = Measured(str(root), config, seconds, world, *known, cluster)
+    known = started.world, started.vocabulary, started.reads_in_place, started.device
+    measured = Measured(str(root), config, seconds, *known, cluster)
     if not folder.timing.is_file():
-        return Run(folder, measured, blocks)
-    timing = read_json(folder.timing)
+        return Run(folder, measured, started.blocks)
+    timing = read_timing(folder.timing)
+    found = timing.seconds, timing.timed, timing.peaks, timing.memory
+    return Run(folder, measured, started.blocks, *found)
+
+
+def read_started(path: Path) -> Started:
+    """Return the content of a run's plan.json. Raises ConfigError if it is missing or damaged."""
+    plan = read_json(path)
+    with _written(path):
+        return Started(
+            first_step=count(plan["first_step"]),
+            world=reduce(lambda ranks, size: count(ranks * count(size)), plan["mesh"].values(), 1),
+            vocabulary=None if plan["vocabulary"] is None else count(plan["vocabulary"]),
+            reads_in_place=bool(plan["reads_in_place"]),
+            device=string(plan["device"]),
+            blocks=tuple(string(name) for names in plan["stages"] for name in names),
+        )
+
+
+def read_timing(path: Path) -> Timing:
+    """Return the content of a run's timing.json. Raises ConfigError if it is missing or damaged."""
+    timing = read_json(path)
+    with _written(path):
+        ranks = timing["ranks"]
+        if not ranks:
+            raise ValueError("no ranks")
+        return Timing(
+            seconds=finite(timing["seconds"]),
+            timed=tuple(map(_timed, ranks)),
+            peaks=tuple(count(rank["peak_bytes"], limit=LARGEST_BYTES) for rank in ranks),
+            memory=string(timing["memory"]),
+        )
+
+
+@contextmanager
+def _written(path: Path) -> Iterator[None]:
+    """Turn what is not as a run writes it into a ConfigError."""
     try:
-        timed = tuple(map(_timed, timing["ranks"]))
-        peaks = tuple(rank["peak_bytes"] for rank in timing["ranks"])
-        return Run(folder, measured, blocks, timing["seconds"], timed=timed, peaks=peaks, memory=timing["memory"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{folder.timing} is not what a run writes: {error}; run it again") from error
+        yield
+    except KeyError as error:
+        raise ConfigError(
+            f"{path} is not what a run writes: no {error}, as of an older version; run it again"
+        ) from None
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{path} is not what a run writes: {error}; run it again") from error
 
 
 def read_rows(path: Path) -> list[Measured]:
     """The rows of a JSON or JSONL file. Raises ConfigError, with the number of every row that is wrong and why."""
     try:
-        text = read_text(path, limit=LARGEST_JSON)
+        rows = read_text(path, limit=LARGEST_JSON)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read the rows {path}: {error}") from error
     found, problems = [], []
-    for number, row in enumerate(_split(text), start=1):
+    for number, row in enumerate(_split(rows), start=1):
         try:
             found.append(_read_row(parse_json(row) if isinstance(row, str) else row, path.parent, number))
         except (UserError, ValueError) as error:
@@ -168,12 +221,12 @@ def _raise(path: Path, problems: list[str]) -> None:
         raise ConfigError("\n  ".join([f"{path}: {count}", *problems]))
 
 
-def _split(text: str) -> list[Any]:
+def _split(rows: str) -> list[Any]:
     """The rows of a JSON list, of a single object, or the lines of JSONL, which are text still."""
     try:
-        whole = parse_json(text)
+        whole = parse_json(rows)
     except ValueError:
-        return [line for line in text.splitlines() if line.strip()]
+        return [line for line in rows.splitlines() if line.strip()]
     return whole if isinstance(whole, list) else [whole]
 
 
@@ -211,7 +264,9 @@ def _read_row(row: Any, folder: Path, number: int) -> Measured:
 
 def _timed(rank: Mapping[str, Any]) -> Timed:
     return {
-        (Do(each["do"]), int(each["of"])): Taken(each["times"], each["seconds"], each["shortest"])
+        (Do(each["do"]), count(each["of"], least=-1)): Taken(
+            count(each["times"]), finite(each["seconds"]), finite(each["shortest"])
+        )
         for each in rank["instructions"]
     }
 

@@ -1,4 +1,4 @@
-"""What is odd about a step that went well: a loss or norm far above those before, a rank slower than its peers."""
+"""Anomalies of a finite step: a loss or norm far above those before, a rank slower than its peers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WINDOW = 64
 LEAST = 16
 """Steps before which nothing is called a spike."""
 SPREADS = 10.0
-"""How many times the median absolute deviation a spike lies above the median."""
+"""Distance of a spike above the median, in median absolute deviations."""
 SLOW = 1.25
 """A rank that computes for so many times as long as its peers is a straggler."""
 
@@ -26,7 +26,7 @@ class Spikes:
         self._before: deque[float] = deque(maxlen=WINDOW)
 
     def ratio(self, value: float) -> float | None:
-        """How many times the median of the steps before a spike is; None for what is no spike.
+        """Return a spike relative to the median of the previous steps; None if it is no spike.
 
         A spike counts among the steps before the next one, so a new level is reported until it has become the median.
         """

@@ -1,5 +1,5 @@
-"""Config -> what its plan takes and holds, before anything runs. No torch, unless the model is of `transformers` or
-some of its parameters are frozen."""
+"""Config -> what its plan takes and holds, before anything runs. No torch, unless the model is of `transformers`,
+some of its parameters are frozen, or the optimizer is not AdamW."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from atoll.config import Config
 from atoll.cost import Cluster, Prediction, Transformer, Use, Workload
 from atoll.data import expected_ids
 from atoll.plans import Plan
+from atoll.training.optimizers import planned
+from atoll.training.sources import FAMILY
 
 PREDICTED = ("llama", "mistral", "qwen2", "gpt2")
 """Families of `transformers` whose sizes are read from their configuration."""
@@ -23,7 +25,7 @@ def predict(
     reads_in_place: bool = False,
     device: str | None = None,
 ) -> Prediction:
-    """What a step of `config` under `plan` takes and holds.
+    """Predict time and memory of a step of `config` under `plan`.
 
     cluster: None for bytes alone.  vocabulary: ids that the model knows; as `expected_vocabulary` if None.
     reads_in_place: whether the ranks of a group read each other's memory, as they do on one host's CPUs.
@@ -45,16 +47,16 @@ def predict(
 
 
 def is_on_cpu(config: Config, cluster: Cluster | None) -> bool:
-    """Whether the ranks are processes of CPUs, whose groups read each other's memory: as parallel.device says, else as
+    """True if the ranks are processes of CPUs, whose groups read each other's memory: as parallel.device says, else as
     the cluster's devices are."""
     kind = config.parallel.device
     return kind == "cpu" or (kind == "auto" and cluster is not None and cluster.device.is_cpu)
 
 
 def predict_on(config: Config, cluster: Cluster | None, *, world: int | None = None) -> Prediction:
-    """What a step of the plan of `config` takes on a cluster, see `predict`. world: ranks, parallel.ranks if None."""
+    """Predict a step of the plan of `config` on a cluster, see `predict`. world: ranks, parallel.ranks if None."""
     on_cpu = is_on_cpu(config, cluster)
-    plan = config.to_plan(world)
+    plan = planned(config, world)
     return predict(config, plan, cluster, reads_in_place=on_cpu, device="cpu" if on_cpu else "cuda")
 
 
@@ -73,7 +75,7 @@ def workload_of(config: Config, vocabulary: int, *, on_cpu: bool = False) -> Wor
 
 
 def _leaves_out(config: Config) -> bool:
-    """Whether some parameters are not trained."""
+    """Return True if some parameters are not trained."""
     return bool(config.lora.rank or config.train.trainable or config.train.frozen)
 
 
@@ -86,7 +88,7 @@ def expected_vocabulary(config: Config) -> int:
         own = config.model.config.get("vocab_size")
         if isinstance(own, int):
             return own
-        from atoll.training.pretrained import FAMILY, hugging_face_config
+        from atoll.training.pretrained import hugging_face_config
 
         if not config.model.source.startswith(FAMILY):
             return int(hugging_face_config(config).get_text_config().vocab_size)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import difflib
+import re
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from atoll.config import Config
+from atoll.documents import read_json
 from atoll.errors import ConfigError
 from atoll.models.weights import has_weights
+from atoll.training.sources import FAMILY, check_folder
 
-FAMILY = "transformers:"
-"""What a model.source begins with that names a family and no folder."""
+MOST_MODULES = 1000
+"""Layers, or experts of one, as of the built-in decoder."""
+_COUNTS = re.compile("layers?$|expert|depth|blocks$")
 
 
 def hugging_face_model(config: Config, vocabulary: int | None) -> nn.Module:
@@ -23,14 +29,14 @@ def hugging_face_model(config: Config, vocabulary: int | None) -> nn.Module:
 
     Raises ConfigError for a source that there is not, a vocabulary that does not fit, and without the packages.
     """
-    transformers = _package("transformers")
+    transformers = package("transformers")
     sizes = hugging_face_config(config, vocabulary)
     kind = (
         transformers.AutoModelForMaskedLM if config.train.objective == "masked" else transformers.AutoModelForCausalLM
     )
     try:
         model: nn.Module = kind.from_config(sizes)
-    except ValueError as error:
+    except Exception as error:  # of a configuration's values as each family's code happens to meet them
         raise ConfigError(
             f"model.source = {config.model.source!r} with train.objective = {config.train.objective!r}: {error}"
         ) from error
@@ -43,9 +49,10 @@ def hugging_face_config(config: Config, vocabulary: int | None = None) -> Any:
     vocabulary: ids that the model has to know: a family's model gets as many, a folder's must have them; None where
     that does not matter.
     """
-    transformers = _package("transformers")
+    transformers = package("transformers")
     model = config.model
     given = dict(model.config)
+    _check_source(model.source, transformers)
     try:
         if model.source.startswith(FAMILY):
             if vocabulary is not None:
@@ -55,13 +62,16 @@ def hugging_face_config(config: Config, vocabulary: int | None = None) -> Any:
                 if key not in given:
                     setattr(found, key, None)
         else:
+            if (file := Path(model.source) / "config.json").is_file():
+                read_json(file)  # within the bounds, which transformers has none of
             found = transformers.AutoConfig.from_pretrained(model.source, local_files_only=True, **given)
-    except (OSError, ValueError, TypeError) as error:
+        known = found.get_text_config().vocab_size
+        _check_counts(found.to_dict())
+    except Exception as error:  # those of transformers and of its validators have no class in common
         raise ConfigError(
             f'model.source = {model.source!r}: {error}. Use "builtin", "{FAMILY}" and a family such as llama, or the '
             "folder of a model with a config.json"
         ) from error
-    known = found.get_text_config().vocab_size
     if vocabulary is not None and known < vocabulary:
         raise ConfigError(
             f"the model of {model.source!r} knows {known} ids, and data.tokenizer = {config.tokenizer!r} needs "
@@ -70,9 +80,33 @@ def hugging_face_config(config: Config, vocabulary: int | None = None) -> Any:
     return found
 
 
+def _check_source(source: str, transformers: Any) -> None:
+    """Raise ConfigError for a family that transformers does not know, and for a folder that is none."""
+    if not source.startswith(FAMILY):
+        check_folder(source)
+        return
+    family, known = source.removeprefix(FAMILY), list(transformers.CONFIG_MAPPING)
+    if family not in known:
+        near = difflib.get_close_matches(family, known, n=3, cutoff=0.4)
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        raise ConfigError(
+            f"model.source = {source!r}: transformers {transformers.__version__} has no family {family!r}; {hint}"
+            "docs/models.md lists those that are tested"
+        )
+
+
+def _check_counts(values: Mapping[str, Any]) -> None:
+    """Raise ValueError where as many modules would be made as take minutes: `transformers` has no bound of its own."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            _check_counts(value)
+        elif isinstance(value, int) and value > MOST_MODULES and _COUNTS.search(key):
+            raise ValueError(f"{key} = {value}; at most {MOST_MODULES}")
+
+
 def with_adapters(model: nn.Module, config: Config) -> nn.Module:
     """The model frozen, with low-rank adapters of the `peft` package."""
-    peft = _package("peft")
+    peft = package("peft")
     lora = config.lora
     targets: Any = list(lora.targets)
     # peft takes the name from the model, and warns where its configuration has another.
@@ -105,7 +139,8 @@ def first_weights(config: Config) -> Path | None:
     return folder if is_folder and has_weights(folder) else None
 
 
-def _package(name: str) -> Any:
+def package(name: str) -> Any:
+    """A package of an extra. Raises ConfigError where it is not installed."""
     try:
         return __import__(name)
     except ImportError as error:

@@ -17,22 +17,37 @@ import json
 import shlex
 import sys
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from atoll.config import Config
 from atoll.cost import Cluster
-from atoll.errors import ConfigError
+from atoll.errors import ConfigError, RunError
 from atoll.plans import Plan
 from atoll.runtime.failure import Watch
-from atoll.runtime.launch import Rendezvous, leave, meet, restarts, run_local, torchrun_environment, watch_parent
-from atoll.training.choosing import load_chosen
+from atoll.runtime.launch import (
+    Ending,
+    Rendezvous,
+    leave,
+    meet,
+    restarts,
+    run_local,
+    torchrun_environment,
+    watch_parent,
+)
+from atoll.runtime.same import check_same, software
+from atoll.runtime.verdict import LONGEST_SECONDS
+from atoll.training.choosing import fewer_ranks, load_chosen
 from atoll.training.folder import RunFolder, Start
 from atoll.training.lock import RunLock
+from atoll.training.loggers import check_loggers
+from atoll.training.optimizers import check_optimizer
+from atoll.training.rates import learning_rates
 from atoll.training.restarts import start_ranks
 from atoll.training.samples import prepare_corpus, vocabulary_of
 from atoll.training.signals import StopRequest, exit_code
+from atoll.training.sources import check_source
 
 if TYPE_CHECKING:
     import torch
@@ -42,12 +57,13 @@ if TYPE_CHECKING:
 
 
 SLACK = 4.0
-"""Seconds by which gloo and NCCL wait longer than a rank may keep others waiting: the monitor knows whom to blame."""
+"""Seconds by which gloo and NCCL wait longer than a rank may ever keep others waiting: the monitor knows whom to
+blame."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What `atoll train` was asked for. as_json: print the summary as one JSON object."""
+    """Options of `atoll train`. as_json: print the summary as one JSON object."""
 
     path: Path
     overrides: tuple[str, ...] = ()
@@ -56,7 +72,7 @@ class Request:
 
     @property
     def resume_command(self) -> str:
-        """What continues the run in a shell."""
+        """The shell command that continues the run."""
         sets = [word for override in self.overrides for word in ("--set", override)]
         return shlex.join(["atoll", "train", str(self.path), *sets])
 
@@ -72,27 +88,41 @@ def train(request: Request) -> int:
     if rendezvous is not None:
         return run_rank(request, rendezvous)
 
-    config, overrides = load_chosen(request.path, request.overrides)
+    asked = request.path, request.overrides
+    config, overrides = load_chosen(*asked)
     config.to_plan()
+    check_optimizer(config.train)
+    if config.train.epochs is None:
+        learning_rates(config.train)
+    check_source(config)
+    check_loggers(config.run.loggers)
     _check_cluster(config)
     folder = RunFolder(Path(config.run.folder))
     folder.check(request.effective_start)
     with RunLock(folder.root).held(lambda line: _tell(line, sys.stderr)):
         pass  # free; rank 0 holds it from its own start on
-    vocabulary_of(config, prepare_corpus(config, say=lambda line: _tell(line, sys.stderr)))
-    # Each rank is this very command again, with the plan that was chosen; its environment makes it a rank.
-    chosen = [word for override in overrides[len(request.overrides) :] for word in ("--set", override)]
-    command = [sys.executable, *sys.orig_argv[1:], *chosen]
-    return start_ranks(
-        lambda attempt: run_local(
-            command,
-            config.parallel.ranks,
+    corpus = prepare_corpus(config, say=lambda line: _tell(line, sys.stderr))
+    vocabulary_of(config, corpus)
+    learning_rates(config.with_steps_of(corpus.samples).train)
+
+    def start(ranks: int, attempt: int) -> Ending:
+        given = overrides if ranks == config.parallel.ranks else load_chosen(*asked, world=ranks)[1]
+        # Each rank is this very command again, with the plan that was chosen; its environment makes it a rank.
+        chosen = [word for override in given[len(request.overrides) :] for word in ("--set", override)]
+        return run_local(
+            [sys.executable, *sys.orig_argv[1:], *chosen],
+            ranks,
             port=config.run.port,
             limit=config.parallel.timeout,
             attempt=restarts() + attempt,
-        ),
+        )
+
+    return start_ranks(
+        start,
         folder,
+        ranks=config.parallel.ranks,
         most=config.run.restarts,
+        fewer=lambda ranks: fewer_ranks(*asked, ranks),
         say=lambda line: _tell(line, sys.stderr),
     )
 
@@ -104,7 +134,7 @@ def run_rank(request: Request, rendezvous: Rendezvous) -> int:
     watch: Watch | None = None
     try:
         config, _ = load_chosen(request.path, request.overrides, world=rendezvous.world)
-        plan = config.to_plan(rendezvous.world)
+        plan = replace(config.to_plan(rendezvous.world), states=check_optimizer(config.train))
         _check_cluster(config)
         store, watch = meet(rendezvous, config.parallel.timeout)
         Watch.current = watch
@@ -122,13 +152,21 @@ def _train(
     from atoll.training.session import run
 
     device = _choose_device(config, rendezvous)
+    check_same(
+        store,
+        rendezvous.rank,
+        rendezvous.world,
+        facts={**software(), "the device": device.type, **_shared_keys(config)},
+        advice="start every rank with the same config and the same --set",
+    )
     with ExitStack() as held:
         lock: RunLock | None = None
         if rendezvous.rank == 0:
             folder = RunFolder(Path(config.run.folder))
             folder.check(request.effective_start)
             lock = held.enter_context(RunLock(folder.root).held(lambda line: _tell(line, sys.stderr)))
-        transport.join(rendezvous.rank, rendezvous.world, store, device=device, timeout=config.parallel.timeout + SLACK)
+        longest = config.parallel.timeout or LONGEST_SECONDS
+        transport.join(rendezvous.rank, rendezvous.world, store, device=device, timeout=longest + SLACK)
         ending = run(config, plan, device=device, start=request.effective_start, stop=stop, lock=lock)
         if rendezvous.rank == 0:
             _conclude(request, ending)
@@ -137,6 +175,29 @@ def _train(
 
 
 # ---- the start
+
+
+PLACES = (
+    "run",
+    "data.cache",
+    "data.chat_template",
+    "data.source",
+    "data.tokenizer",
+    "data.validation",
+    "model.source",
+    "model.weights",
+)
+"""Sections and keys that may be another path on each machine: what is found there is compared once it is read."""
+
+
+def _shared_keys(config: Config) -> dict[str, str]:
+    """Options that must be equal on all ranks."""
+    values = {f"{section}.{key}": value for section, keys in config.model_dump().items() for key, value in keys.items()}
+    return {
+        f"{name} =": "not set" if value is None else repr(value)
+        for name, value in values.items()
+        if name not in PLACES and name.partition(".")[0] not in PLACES
+    }
 
 
 def _check_cluster(config: Config) -> None:
@@ -156,16 +217,19 @@ def _choose_device(config: Config, rendezvous: Rendezvous) -> torch.device:
 
 
 def has_gpus(config: Config, ranks: int) -> bool:
-    """Whether `ranks` of this machine have a GPU each. ConfigError where the config asks for one and they do not."""
+    """True if `ranks` of this machine have a GPU each. ConfigError where the config asks for one and they do not, and
+    RunError where they had one: fewer ranks may go on."""
     import torch
 
     wanted = config.parallel.device
     count = torch.cuda.device_count() if wanted != "cpu" and torch.cuda.is_available() else 0
     if wanted == "cuda" and count < ranks:
-        raise ConfigError(
-            f"parallel.device = 'cuda': this machine has {count} GPUs for {ranks} ranks, and each "
-            "needs one of its own; use fewer parallel.ranks, or device = 'cpu'"
+        words = (
+            f"parallel.device = 'cuda': this machine has {count} GPUs for {ranks} ranks, and each needs one of its own"
         )
+        if restarts():
+            raise RunError(f"{words}: one that was there is lost")
+        raise ConfigError(f"{words}; use fewer parallel.ranks, or device = 'cpu'")
     return wanted != "cpu" and count >= ranks
 
 

@@ -1,4 +1,4 @@
-"""What rank 0 writes while it trains: the run folder's files and TensorBoard's events."""
+"""Files that rank 0 writes during training: those of the run folder and TensorBoard's events."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from atoll.config import Config
 from atoll.cost import Prediction
 from atoll.cost.summary import summary
+from atoll.data import Name
 from atoll.data.tokenizer import FileTokenizer, Tokenizer
 from atoll.layouts import Footprint
 from atoll.plans import Plan
@@ -20,6 +21,7 @@ from atoll.runtime.pipeline.step_end import StepResult
 from atoll.trace import Trace, to_chrome
 from atoll.training import folder as files
 from atoll.training.folder import RunFolder
+from atoll.training.loggers import open_loggers
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -36,9 +38,14 @@ def _finite(value: float) -> float | None:
 
 
 class Recorder:
-    """Writes a run folder. Opened once, fresh or after `step` steps of the same run."""
+    """Writes a run folder. Opened once, fresh or after `step` steps of the same run.
 
-    def __init__(self, folder: RunFolder, config: Config, tokenizer: Tokenizer, *, step: int, is_fresh: bool) -> None:
+    run: its id.
+    """
+
+    def __init__(
+        self, folder: RunFolder, config: Config, tokenizer: Tokenizer, *, run: str, step: int, is_fresh: bool
+    ) -> None:
         self.folder = folder
         if is_fresh:
             folder.clear()
@@ -54,13 +61,15 @@ class Recorder:
             with files.writing(folder.tensorboard):
                 self._events = SummaryWriter(str(folder.tensorboard), purge_step=None if is_fresh else step + 1)
 
+        self._loggers = open_loggers(config, run)
+
     def plan(self, plan: Plan, footprints: Sequence[Footprint], blocks: Sequence[Sequence[str]], **facts: Any) -> None:
-        """What each rank does, and the bytes it is predicted to hold. facts: of this start."""
+        """Write the actions of each rank, and its predicted bytes. facts: of this start."""
         values = {**describe(plan, footprints, blocks), **facts}
         files.write(self.folder.plan, json.dumps(values, indent=1) + "\n")
 
     def prediction(self, prediction: Prediction) -> None:
-        """What the run is predicted to take and hold, and on what."""
+        """Write the predicted time and memory of the run, and its cluster."""
         values = summary(prediction)
         if prediction.cluster is not None:
             files.write(self.folder.cluster, prediction.cluster.dump())
@@ -76,13 +85,23 @@ class Recorder:
         files.write(self.folder.timing, json.dumps(values) + "\n")
 
     def timeline(self, result: StepResult, ranks: Sequence[Any]) -> None:
-        """When a step's instructions were played on each pipeline rank, as `share_timeline` gives it."""
+        """Write the timeline of a step on each pipeline rank, from `share_timeline`."""
         files.write(self.folder.timeline, json.dumps({"step": result.step, "ranks": ranks}) + "\n")
 
-    def step(self, result: StepResult, *, rate: float, memory_bytes: int, odd: Mapping[str, float]) -> None:
+    def step(
+        self,
+        result: StepResult,
+        *,
+        rate: float,
+        epoch: float,
+        memory_bytes: int,
+        odd: Mapping[str, float],
+        utilised: float | None = None,
+    ) -> None:
         """A training step. loss and grad_norm (before clipping) are the step's, over all ranks.
 
-        odd: what `atoll.training.oddities` finds of it.
+        epoch: passes over the corpus, with this step's samples.
+        odd: what `atoll.training.oddities` finds of it.  utilised: as `utilised_seconds` has it, where that is known.
         """
         record: dict[str, Any] = {
             "step": result.step,
@@ -92,16 +111,19 @@ class Recorder:
             "seconds": result.seconds,
             "tokens_per_second": result.tokens_per_second,
             "lr": rate,
+            "epoch": epoch,
             "bubble": result.bubble,
             "memory_bytes": memory_bytes,
             **odd,
         }
+        if utilised is not None:
+            record["mfu"] = utilised / result.seconds
         if result.skipped:
             record["skipped"] = True
         files.append(self.folder.metrics, record)
         self._scalars("train", record)
 
-    def incident(self, result: StepResult, *, position: int, sequences: Sequence[int]) -> None:
+    def incident(self, result: StepResult, *, position: int, sequences: Sequence[Name]) -> None:
         """A bad step that did not end the run. position: of the samples behind its own, where the run goes on.
 
         sequences: of the corpus, among which the first bad one is.
@@ -124,9 +146,11 @@ class Recorder:
         if result.rollback is not None:
             self.folder.forget(result.rollback.step)
 
-    def evaluation(self, step: int, result: Evaluation) -> None:
-        """An evaluation after `step` steps."""
+    def evaluation(self, step: int, result: Evaluation, parts: Mapping[str, Evaluation]) -> None:
+        """An evaluation after `step` steps. parts: of each source."""
         record = {"step": step, "loss": result.loss, "perplexity": perplexity(result.loss)}
+        if len(parts) > 1:
+            record |= {f"loss/{source}": part.loss for source, part in parts.items()}
         files.append(self.folder.validation, record)
         self._scalars("validation", record)
 
@@ -141,18 +165,23 @@ class Recorder:
             self._events.add_text("sample", f"```\n{text}\n```")
 
     def close(self) -> None:
-        """Write out what is buffered."""
+        """Write out what is buffered, and close the loggers."""
+        for logger in self._loggers:
+            logger.close()
         if self._events is not None:
             with files.writing(self.folder.tensorboard):
                 self._events.close()
 
     def _scalars(self, group: str, record: dict[str, Any]) -> None:
+        step = record["step"]
+        values = {f"{group}/{name}": value for name, value in record.items() if name != "step" and value is not None}
+        for log in self._loggers:
+            log(values, step)
         if self._events is None:
             return
         with files.writing(self.folder.tensorboard):
-            for name, value in record.items():
-                if name != "step" and value is not None:
-                    self._events.add_scalar(f"{group}/{name}", value, record["step"])
+            for name, value in values.items():
+                self._events.add_scalar(name, value, step)
 
 
 def describe(plan: Plan, footprints: Sequence[Footprint], blocks: Sequence[Sequence[str]]) -> dict[str, Any]:

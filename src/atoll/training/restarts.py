@@ -1,12 +1,16 @@
 """Starts the ranks of a run again after a failure; they go on from the newest checkpoint that is whole.
 
     a mistake of the user's (exit code 2), a signal to the parent    never again
-    an error in Python before any step was taken                     never again: it would come back
+    an error in Python before any step was taken                     never again: it would come back; see the note
     the same rank fails in the same step, twice in a row             never again: the cause is in the step
     anything else: a rank killed, silent, stopped or cut off         again, `most` times without a new checkpoint
 
 [Note: the step of a failure] is the one after the last that this attempt has written down. A failure before that has no
 step: what the folder says then is of the attempt before.
+
+[Note: ranks that do not come back] Ranks that took steps, were started again and failed before the first one miss
+something that they had: a device, memory, a mount. Where the config names parallel.min_ranks, the next start is one of
+fewer ranks. A step that fails twice is not a matter of ranks: a start of fewer would need more memory for it.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from atoll.documents import read_text
 from atoll.errors import RankError
 from atoll.runtime.launch import Ending
 from atoll.training.folder import RunFolder, read_records
@@ -26,7 +31,7 @@ PAUSES = (0.0, 1.0, 5.0, 15.0, 30.0)
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What is known of an attempt that failed. step: in which it did, None before the first.
+    """A failed attempt. step: the step in which it failed, None before the first.
 
     was_lost: ended, stopped or silent; else an error was raised there.
     """
@@ -45,9 +50,10 @@ class Count:
     checkpoint: str = ""
     last: Failure | None = None
 
-    def after(self, failure: Failure, checkpoint: str) -> Count | str:
-        """The count with one more start, or why there is none. checkpoint: the newest one's name."""
-        if failure.step is None and not failure.was_lost:
+    def after(self, failure: Failure, checkpoint: str, *, can_shrink: bool = False) -> Count | str:
+        """The count with one more start, or why there is none. checkpoint: the newest one's name.  can_shrink: that
+        start has fewer ranks."""
+        if failure.step is None and not failure.was_lost and not can_shrink:
             return ""
         if failure.step is not None and failure == self.last:
             return (
@@ -68,11 +74,18 @@ class Count:
 
 
 def start_ranks(
-    start: Callable[[int], Ending], folder: RunFolder, *, most: int, say: Callable[[str], None] = lambda line: None
+    start: Callable[[int, int], Ending],
+    folder: RunFolder,
+    *,
+    ranks: int,
+    most: int,
+    fewer: Callable[[int], int | None] = lambda ranks: None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> int:
     """Start ranks, and again after failures; the exit code of the run.
 
-    start: starts them and waits for their end; is told how often they were started before.  most: see `Count`.
+    start: starts so many ranks and waits for their end; is told how often any were started before.  most: see `Count`.
+    fewer: how many may go on where so many do not come back; None for no other number.
 
     Raises the error of ranks that could not say why they failed, once they are not started again.
     """
@@ -80,14 +93,16 @@ def start_ranks(
     attempt = 0
     while True:
         before = _written(folder.metrics)
-        ending = start(attempt)
+        ending = start(ranks, attempt)
         if ending.rank is None or ending.code == 2:
             return ending.code
         step = None
         if _written(folder.metrics) != before:
             records = read_records(folder.metrics)
             step = records[-1]["step"] + 1 if records else None
-        found = count.after(Failure(ending.rank, step, ending.was_lost), _newest(folder))
+        left = fewer(ranks) if step is None and attempt else None
+        failure = Failure(ending.rank, step, ending.was_lost)
+        found = count.after(failure, _newest(folder), can_shrink=left is not None)
         if isinstance(found, str):
             if ending.error is not None:
                 raise RankError(f"{ending.error}\n{found}".strip(), rank=ending.rank) from ending.error
@@ -98,15 +113,19 @@ def start_ranks(
         if ending.error is not None:
             say(f"note: {ending.error}")
         whence = f"from {count.checkpoint}" if count.checkpoint else "from the beginning"
-        say(f"note: the ranks are started again {whence} ({count.tries} of {most} without a new checkpoint)")
+        again = f"the ranks are started again {whence}"
+        if left is not None:
+            again = f"{ranks} ranks did not come back, so {left} go on {whence}"
+            ranks = left
+        say(f"note: {again} ({count.tries} of {most} without a new checkpoint)")
         time.sleep(count.pause)
 
 
 def _newest(folder: RunFolder) -> str:
     """The name of the newest checkpoint; no torch is needed to look."""
     try:
-        return (folder.checkpoints / "latest").read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
+        return read_text(folder.checkpoints / "latest", limit=4096).strip()
+    except (OSError, ValueError):
         return ""
 
 

@@ -1,41 +1,59 @@
-"""Which samples a data-parallel rank sees."""
+"""The samples of a data-parallel rank."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from atoll.config import Config
-from atoll.data import Batch, Corpus, SampleOrder, batch, hide, prepare, preview, sample_count, validation_batches
+from atoll.data import Batch, Name, Supply, hide, prepare_supply, preview_supply
 from atoll.errors import ConfigError
 from atoll.plans import Place
 from atoll.runtime.places import cache_folder
+from atoll.training.chat import chat_template
 
 
-def prepare_corpus(config: Config, *, say: Callable[[str], None] | None = None) -> Corpus:
+def prepare_corpus(config: Config, *, say: Callable[[str], None] | None = None) -> Supply:
     """The configured corpus, from the cache if it is there; `say` is told what takes long."""
-    return prepare(config.data.source, **_recipe(config), report=say)
+    return prepare_supply(config.data.sources, **_recipe(config), report=say)
 
 
-def preview_corpus(config: Config) -> Corpus | None:
+def preview_corpus(config: Config) -> Supply | None:
     """The configured corpus without writing to the cache; None where it would take long. See `atoll.data.preview`."""
-    return preview(config.data.source, **_recipe(config))
+    return preview_supply(config.data.sources, **_recipe(config))
 
 
 def _recipe(config: Config) -> dict[str, Any]:
     data = config.data
+    held_back = data.validation
+    if isinstance(held_back, str) and _path(held_back) in map(_path, data.sources):
+        one = "one of data.source" if len(data.sources) > 1 else "data.source itself"
+        raise ConfigError(
+            f"data.validation = {held_back!r} is {one}, so the validation loss would be that of what is "
+            "learned; give another file or folder, or a share of the corpus such as 0.01"
+        )
     return {
+        "weights": data.weights,
+        "seed": config.data_seed,
+        "shard": data.shard if data.streaming else None,
         "tokenizer": config.tokenizer,
         "cache": Path(data.cache) if data.cache is not None else cache_folder(),
         "sequence": data.sequence,
         "global_batch": config.train.global_batch,
         "validation": data.validation,
         "text_field": data.text_field,
+        "how": data.how,
+        "too_long": data.rule,
+        "chat": chat_template(config),
     }
 
 
-def vocabulary_of(config: Config, corpus: Corpus) -> int:
+def _path(name: str) -> Path:
+    return Path(name).expanduser().resolve()
+
+
+def vocabulary_of(config: Config, corpus: Supply) -> int:
     """Ids the model knows: model.vocabulary, or as many as the tokenizer has, and one that hides others where it is
     needed."""
     ids = corpus.tokenizer.size
@@ -50,7 +68,7 @@ def vocabulary_of(config: Config, corpus: Corpus) -> int:
     return ids if wanted is None else wanted
 
 
-def mask_of(corpus: Corpus) -> int:
+def mask_of(corpus: Supply) -> int:
     """The id that hides others under the masked objective: the tokenizer's, or one behind all of its."""
     own = corpus.tokenizer.mask
     return corpus.tokenizer.size if own is None else own
@@ -62,10 +80,10 @@ class Samples:
     position: samples that all ranks together have taken since the run's start.
     """
 
-    def __init__(self, config: Config, corpus: Corpus, place: Place) -> None:
+    def __init__(self, config: Config, corpus: Supply, place: Place) -> None:
         self.position = 0
         self._corpus = corpus
-        self._sequence = config.data.sequence
+        self._weights = config.data.weights
         self._batch = config.train.global_batch
         self._eval_batches = config.train.eval_batches
         share = self._batch // place.mesh.data
@@ -73,7 +91,6 @@ class Samples:
         self._next: Batch | None = None
         self._train = config.train
         self._mask = mask_of(corpus)
-        self._order = SampleOrder(sample_count(corpus.train, self._sequence), config.data_seed)
 
     def take(self) -> Batch:
         """The share of the next step: consecutive microbatches."""
@@ -86,16 +103,20 @@ class Samples:
         """Take the samples from `position` on next."""
         self.position, self._next = position, None
 
-    def sequences(self, position: int, samples: range) -> list[int]:
-        """Which sequences of the corpus a step that begins at `position` takes as its `samples`."""
-        return [int(index) for index in self._order.take(position + samples.start, len(samples))]
+    def sequences(self, position: int, samples: range) -> list[Name]:
+        """Return the names of `samples` in the corpus, in a step that starts at `position`."""
+        return self._corpus.names(position + samples.start, len(samples))
+
+    def epoch(self, position: int) -> float:
+        """Return the number of passes over the corpus before `position`."""
+        return self._corpus.epoch(position)
 
     def peek(self) -> Batch:
-        """What `take` will give."""
+        """Return the next result of `take`."""
         if self._next is None:
-            indices = self._order.take(self.position, self._batch)[self._share]
-            taken = batch(self._corpus.train, indices, self._sequence)
-            self._next = self._objective(taken, self.position + self._share.start)
+            begin = self.position + self._share.start
+            taken = self._corpus.take(begin, self._share.stop - self._share.start)
+            self._next = self._objective(taken, begin)
         return self._next
 
     def _objective(self, taken: Batch, position: int) -> Batch:
@@ -107,12 +128,23 @@ class Samples:
 
     @property
     def has_validation(self) -> bool:
-        """Something was held back."""
-        return len(self._corpus.validation) > 1
+        """True if the validation split has samples."""
+        return any(held.rows.in_order_count for held in self._corpus.held)
 
-    def validation(self) -> Iterator[Batch]:
-        """The shares of the first eval_batches batches of the validation split, each a step's size."""
-        whole = validation_batches(self._corpus.validation, self._sequence, size=self._batch, limit=self._eval_batches)
-        for at, each in enumerate(whole):
+    @property
+    def notes(self) -> Sequence[str]:
+        """Notes on split, dropped and truncated documents, and on the epochs of weighted sources."""
+        notes = [*self._corpus.notes]
+        if self._weights is not None:
+            epochs = self._corpus.epochs(self._train.steps * self._batch)
+            passes = zip(epochs, self._corpus.feeds, strict=True)
+            words = ", ".join(f"{epoch:.3g} of {feed.name}" for epoch, feed in passes)
+            notes.append(f"epochs that the run's {self._train.steps} steps take: {words} (data.weights)")
+        return notes
+
+    def validation(self) -> Iterator[tuple[str, Batch]]:
+        """The shares of the first eval_batches batches of the validation split, each a step's size and of one source,
+        whose name comes with it."""
+        for at, (source, each) in enumerate(self._corpus.validation(self._batch, limit=self._eval_batches)):
             share = {name: values[self._share] for name, values in each.items()}
-            yield self._objective(share, at * self._batch + self._share.start)
+            yield source, self._objective(share, at * self._batch + self._share.start)

@@ -14,15 +14,16 @@ import torch
 from torch import nn
 
 from atoll.config import Config
-from atoll.data import Corpus
-from atoll.documents import read_json
+from atoll.data import Supply
+from atoll.documents import LARGEST_BYTES, count, finite, read_json
 from atoll.errors import CostWarning
 from atoll.plans import Plan
 from atoll.runtime import checkpoint
-from atoll.runtime.transport import world_rank
+from atoll.runtime.same import DIGEST, check_same
+from atoll.runtime.transport import world_rank, world_size, world_store
 from atoll.training.build import build_engine, build_model
 from atoll.training.display import Display
-from atoll.training.folder import RunFolder, Start, read_records, typical_seconds
+from atoll.training.folder import RunFolder, Start, is_of, read_records, typical_seconds
 from atoll.training.lock import RunLock
 from atoll.training.loop import Loop
 from atoll.training.samples import prepare_corpus, vocabulary_of
@@ -32,12 +33,13 @@ from atoll.units import format_bytes, format_count, format_rate, format_seconds
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """How a run ended.
+    """The outcome of a run.
 
     stopped: the signal that ended it early.
     first_step, tokens, seconds: of this start, without those before a resume; the seconds are those from the first
     evaluation to the sample.
     peaks: of each pipeline rank, the most bytes that one of its ranks has needed: CUDA tensors, or resident memory.
+    best: the step of the lowest validation loss, where its checkpoint is kept for that.
     """
 
     folder: RunFolder
@@ -49,27 +51,39 @@ class RunResult:
     sample: str | None
     peaks: tuple[int, ...]
     device: str
+    best: int | None = None
+
+    @property
+    def best_checkpoint(self) -> Path | None:
+        """The kept checkpoint with the lowest validation loss, or None. The initial model has no checkpoint."""
+        return checkpoint.step_folder(self.folder.checkpoints, self.best) if self.best else None
 
     @property
     def step_seconds(self) -> float | None:
-        """Of a typical step of this start; None where there was none."""
+        """Seconds of a typical step of this start, or None."""
         return typical_seconds(self.folder.metrics, self.first_step)
 
     @property
     def prediction(self) -> dict[str, Any] | None:
-        """What `atoll predict --json` prints of the run; None where it cannot be predicted."""
-        path = self.folder.prediction
-        return read_json(path) if path.is_file() else None
+        """The output of `atoll predict --json` for the run, or None if it is unavailable."""
+        try:
+            found: dict[str, Any] = read_json(self.folder.prediction)
+            seconds = found["seconds"]  # null where no cluster says how fast its devices are
+            is_whole = seconds is None or finite(seconds) > 0
+            is_whole = is_whole and len(_predicted_peaks(found)) == len(self.peaks)
+        except (OSError, ValueError, LookupError, TypeError):
+            return None
+        return found if is_whole else None
 
     @property
     def checkpoint(self) -> Path:
-        """Of the last step."""
+        """The checkpoint of the last step."""
         return checkpoint.step_folder(self.folder.checkpoints, self.step)
 
     @property
     def losses(self) -> tuple[float, float] | None:
         """Validation losses of the first and the last evaluation, of all starts."""
-        found = [record["loss"] for record in read_records(self.folder.validation)]
+        found = [record["loss"] for record in read_records(self.folder.validation) if is_of(record, "loss")]
         return (found[0], found[-1]) if found else None
 
     def summary(self) -> dict[str, Any]:
@@ -83,6 +97,7 @@ class RunResult:
             "seconds": self.seconds,
             "validation_loss": self.losses,
             "checkpoint": str(self.checkpoint),
+            "best_checkpoint": None if self.best_checkpoint is None else str(self.best_checkpoint),
             "sample": self.sample,
             "step_seconds": {"predicted": predicted and predicted["seconds"], "measured": self.step_seconds},
             "peak_bytes": {"predicted": predicted and _predicted_peaks(predicted), "measured": list(self.peaks)},
@@ -100,6 +115,10 @@ class RunResult:
             before, after = self.losses
             change = f" ({after / before - 1.0:+.1%})" if before > 0 else ""
             lines.append(f"validation loss {before:.4f} -> {after:.4f}{change}")
+        if self.best is not None:
+            path = self.best_checkpoint
+            where = "before the first step" if path is None else str(path.relative_to(self.folder.root))
+            lines.append(f"lowest validation loss: {where}")
         lines += self._held_against_prediction()
         names = [path.name for path in (folder.metrics, folder.validation, folder.plan, folder.trace) if path.exists()]
         lines.append(f"{folder.root}: {', '.join(names)}, {self.checkpoint.relative_to(folder.root)}")
@@ -123,7 +142,8 @@ class RunResult:
 
 def _predicted_peaks(prediction: Mapping[str, Any]) -> list[int]:
     """Bytes of tensors of each pipeline rank."""
-    return [each["peak"]["total"] - each["peak"]["context"] for each in prediction["ranks"]]
+    peaks = [each["peak"] for each in prediction["ranks"]]
+    return [count(peak["total"], limit=LARGEST_BYTES) - count(peak["context"], limit=LARGEST_BYTES) for peak in peaks]
 
 
 def run(
@@ -140,8 +160,10 @@ def run(
     lock: of the run folder, on rank 0; nothing is written once another run has taken it over.
     """
     is_speaking = world_rank() == 0
-    display = Display(is_speaking=is_speaking, device=device.type)
+    display = Display(is_speaking=is_speaking, device=device.type, compiles=plan.compile != "none")
     corpus = prepare_corpus(config, say=display.say)
+    config = config.with_steps_of(corpus.samples)
+    _check_same_corpus(config, corpus)
     model = build_model(config, vocabulary_of(config, corpus))
     for note in config.notes:
         display.say(f"note: {note}")
@@ -155,11 +177,15 @@ def run(
     try:
         folder = RunFolder(Path(config.run.folder))
         begin = time.monotonic()
-        outcome = Loop(config, corpus, engine, folder=folder, display=display, stop=stop, lock=lock).run(start)
+        loop = Loop(config, corpus, engine, folder=folder, display=display, stop=stop, lock=lock)
+        for note in loop.samples.notes:
+            display.say(f"note: {note}")
+        outcome = loop.run(start)
         seconds = time.monotonic() - begin
         engine.transport.barrier()
     finally:
         engine.close()
+        corpus.close()
     return RunResult(
         folder,
         outcome.step,
@@ -170,10 +196,25 @@ def run(
         sample=outcome.sample,
         peaks=outcome.peaks,
         device=device.type,
+        best=outcome.best,
     )
 
 
-def _introduce(plan: Plan, model: nn.Module, corpus: Corpus, device: torch.device) -> str:
+def _check_same_corpus(config: Config, corpus: Supply) -> None:
+    """Ranks on other machines prepare their own token arrays and tokenizer: they must be the same."""
+    store = world_store()
+    if store is not None:
+        check_same(
+            store,
+            world_rank(),
+            world_size(),
+            {"the corpus with its tokenizer": DIGEST + corpus.fingerprint},
+            advice=f"put data.source = {config.data.source!r} and data.tokenizer = {config.tokenizer!r} on a file "
+            "system that all share, or copy them",
+        )
+
+
+def _introduce(plan: Plan, model: nn.Module, corpus: Supply, device: torch.device) -> str:
     mesh = plan.mesh
     parameters = sum(parameter.numel() for parameter in model.parameters())
     tensor = f", tensor {mesh.tensor}" if mesh.tensor > 1 else ""
@@ -182,6 +223,5 @@ def _introduce(plan: Plan, model: nn.Module, corpus: Corpus, device: torch.devic
         f"{world} on {device.type}: pipeline {mesh.pipeline}, inter {mesh.inter}, intra {mesh.intra}{tensor}; "
         f"layout {plan.layout.name}, {plan.schedule.name} with {plan.schedule.microbatches} microbatches of "
         f"{plan.microbatch} a rank, {plan.precision.compute}\n"
-        f"{format_count(parameters)} parameters, {format_count(len(corpus.train))} training tokens, "
-        f"{format_count(len(corpus.validation))} validation tokens"
+        f"{format_count(parameters)} parameters, {corpus.size}"
     )

@@ -11,17 +11,21 @@ from typing import Any
 
 from atoll.config import load
 from atoll.cost import Cluster, Prediction
+from atoll.documents import LARGEST_JSON, count, read_text
 from atoll.errors import ConfigError, UserError
 from atoll.report import Curves, Sheet, Timeline, measured, predicted_sheet, recorded_timeline, traced_timeline
 from atoll.trace import from_chrome
 from atoll.training.choosing import load_chosen
-from atoll.training.folder import WARM_UP, RunFolder, read_records
-from atoll.training.measurements import read_json
+from atoll.training.folder import WARM_UP, RunFolder, is_of, read_records
+from atoll.training.measurements import read_json, read_started, read_timing
+from atoll.training.optimizers import planned
 from atoll.training.prediction import predict, predict_on
 from atoll.units import format_bytes, format_rate, format_seconds
 
 SHOWN = ("loss", "grad_norm", "tokens_per_second", "seconds", "lr", "bubble", "memory_bytes")
 """The keys of metrics.jsonl that are drawn."""
+MEASURED = ("seconds", "tokens_per_second", "bubble")
+"""Keys that a typical step must have."""
 
 
 def sheet_of_config(path: Path, overrides: Sequence[str] = ()) -> Sheet:
@@ -36,7 +40,7 @@ def sheet_of_config(path: Path, overrides: Sequence[str] = ()) -> Sheet:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a path is the folder of a run."""
+    """Return True if a path is the folder of a run."""
     return RunFolder(path).config.is_file()
 
 
@@ -83,22 +87,26 @@ class RunReader:
         if not folder.plan.is_file():
             return Sheet(name, "run", notes=("The run has not built its plan yet.",))
         cluster = self.cluster or (folder.cluster if folder.cluster.is_file() else None)
+        started = read_started(folder.plan)
         try:
-            plan = read_json(folder.plan)
             config = load(folder.config)
-            known = {key: plan[key] for key in ("vocabulary", "reads_in_place", "device")}
-            world = math.prod(plan["mesh"].values())
-            found = predict(config, config.to_plan(world), None if cluster is None else Cluster.read(cluster), **known)
+            found = predict(
+                config,
+                planned(config, started.world),
+                None if cluster is None else Cluster.read(cluster),
+                vocabulary=started.vocabulary,
+                reads_in_place=started.reads_in_place,
+                device=started.device,
+            )
             return _of_prediction(found, name)
-        except KeyError as error:
-            raise ConfigError(f"{folder.plan} has no {error}: it is of an older version; run it again") from None
         except UserError as error:
             return Sheet(name, "run", notes=(f"The run is not predicted: {error}",))
 
     def _measured(self, sheet: Sheet) -> Sheet:
         folder, notes = self.folder, [*sheet.notes]
-        plan = read_json(folder.plan) if folder.plan.is_file() else {}
-        steps = [each for each in read_records(folder.metrics) if each["step"] >= plan.get("first_step", 1)]
+        first = read_started(folder.plan).first_step if folder.plan.is_file() else 1
+        records = read_records(folder.metrics)
+        steps = [each for each in records if each["step"] >= first and is_of(each, *MEASURED)]
         figures = _figures(steps[WARM_UP:] or steps[-1:])
         timelines = [*sheet.timelines]
         try:
@@ -107,15 +115,11 @@ class RunReader:
             notes.append(f"The measured timeline cannot be read: {error}")
         memory = sheet.memory
         if folder.timing.is_file():
-            timing = read_json(folder.timing)
-            try:
-                peaks, kind = tuple(int(rank["peak_bytes"]) for rank in timing["ranks"]), str(timing["memory"])
-            except (KeyError, TypeError, ValueError) as error:
-                raise ConfigError(f"{folder.timing} is not what a run writes: {error}; run it again") from error
-            figures["peak memory"] = f"{format_bytes(max(peaks))} {kind}"
-            memory = None if memory is None else replace(memory, peaks=peaks, measured=kind)
+            timing = read_timing(folder.timing)
+            figures["peak memory"] = f"{format_bytes(max(timing.peaks))} {timing.memory}"
+            memory = None if memory is None else replace(memory, peaks=timing.peaks, measured=timing.memory)
         curves = Curves(
-            _columns(read_records(folder.metrics), ("step", *SHOWN)),
+            _columns(records, ("step", *SHOWN)),
             _columns(read_records(folder.validation), ("step", "loss")),
         )
         return measured(sheet, figures, timelines=tuple(timelines), memory=memory, curves=curves, notes=tuple(notes))
@@ -134,29 +138,33 @@ def _measured_timeline(folder: RunFolder) -> list[Timeline]:
     if folder.timeline.is_file():
         values = read_json(folder.timeline)
         try:
-            return [recorded_timeline(values["ranks"], f"measured, step {values['step']}")]
-        except (KeyError, TypeError) as error:
+            return [recorded_timeline(values["ranks"], f"measured, step {count(values['step'])}")]
+        except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"{folder.timeline} is not what a run writes: {error}; run it again") from error
     if folder.trace.is_file():
-        return [traced_timeline(from_chrome(folder.trace.read_text(encoding="utf-8")), "measured, by action")]
+        try:
+            text = read_text(folder.trace, limit=LARGEST_JSON)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"cannot read {folder.trace}, which `atoll train` writes: {error}") from error
+        return [traced_timeline(from_chrome(text), "measured, by action")]
     return []
 
 
 def _figures(steps: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """Of typical steps."""
+    """Return the figures of typical steps."""
     if not steps:
         return {}
     found = {
-        "step": f"{format_seconds(median(float(each['seconds']) for each in steps))}, median",
-        "tokens": format_rate(median(float(each["tokens_per_second"]) for each in steps), "tokens"),
-        "bubble, mean over ranks": f"{fmean(float(each['bubble']) for each in steps):.1%}",
+        "step": f"{format_seconds(median(each['seconds'] for each in steps))}, median",
+        "tokens": format_rate(median(each["tokens_per_second"] for each in steps), "tokens"),
+        "bubble, mean over ranks": f"{fmean(each['bubble'] for each in steps):.1%}",
     }
     loss = steps[-1].get("loss")
     return found if loss is None else {**found, "loss": f"{loss:.4g}, step {steps[-1]['step']}"}
 
 
 def _columns(records: Sequence[dict[str, Any]], names: Iterable[str]) -> dict[str, list[float]]:
-    """Those of the names that some record has, NaN where one has none."""
+    """Return the columns of the names that any record has, NaN for missing values."""
     return {
         name: [math.nan if record.get(name) is None else float(record[name]) for record in records]
         for name in names

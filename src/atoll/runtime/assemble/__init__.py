@@ -1,1 +1,1 @@
-"""From a model and a plan to what a rank runs: the outline, units and stages, and what they hold."""
+"""Build the outline, units and stages of a rank from a model and a plan, and count their memory."""

@@ -1,4 +1,4 @@
-"""From a model, perhaps on `meta`, to the units and blocks of one rank."""
+"""Build the units and blocks of one rank from a model, possibly on `meta`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def build(
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """What is known of the model and of this rank's part.
+    """The model and this rank's part of it.
 
     shared: every later name of a shared parameter -> its first.  apart: names of what is sliced over the pipeline.
     mine: this rank's stages.  first_trained: the first block of the model with a trained parameter.
@@ -230,7 +230,7 @@ def _slice_vocabulary(
 def _ends_of(
     adapter: Adapter, vocabulary: Vocabulary | None, stage: int, last: int
 ) -> tuple[LookedUp | None, Scored | None]:
-    """What stands in the places of embedding and head on a stage."""
+    """Return the replacements of embedding and head on a stage."""
     if vocabulary is None:
         return None, None
     modules = {name: module for block in adapter.blocks() for name, module in block.named_modules()}
@@ -254,7 +254,7 @@ def groups_of(blocks: Sequence[Block], runs: Sequence[range], together: int) -> 
 
 
 def _phases(blocks: Sequence[Block], shared: Mapping[str, str], *, is_split: bool) -> dict[str, frozenset[Phase]]:
-    """When the gradient of each parameter of this rank comes out, by first name: see [Note: phases] in segment.py.
+    """Return the phases that compute the gradient of each parameter, by first name: [Note: phases] in segment.py.
 
     Without a pipeline nobody waits for the input's gradient, so nothing is deferred.
     """

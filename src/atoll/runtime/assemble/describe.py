@@ -36,7 +36,7 @@ class Described:
 def describe(
     make_model: Callable[[], nn.Module], plan: Plan, rank: int, *, reads_in_place: bool = False, training: bool = True
 ) -> Described:
-    """What a pipeline rank plays in a step, or in an evaluation of as many microbatches.
+    """The program of a pipeline rank for a step, or for an evaluation of as many microbatches.
 
     make_model: gives the model on `meta`, a new one each time.  reads_in_place: whether the ranks of a group read each
     other's memory, as they do on one host's CPUs.
@@ -97,7 +97,7 @@ class Nowhere(Transport):
         _refuse()
 
     def mesh_along(self, *axes: str) -> DeviceMesh:
-        """Of ranks that are pretended."""
+        """Return the mesh of simulated ranks along `axes`."""
         return DeviceMesh("cpu", list(self.place.peers(*axes)), mesh_dim_names=("_".join(axes),))
 
 

@@ -1,4 +1,4 @@
-"""What a rank holds, by its tensors and by the layouts' accounting, and what its programs need besides."""
+"""Memory of a rank: by its tensors, by the layouts' accounting, and the working memory of its programs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def held_now(units: Iterable[Unit], states: Iterable[torch.Tensor]) -> Footprint
     return Footprint(**{component: sum(sizes.values()) for component, sizes in held.items()})
 
 
-def held_at_rest(units: Iterable[Unit], sharding: Sharding, *, states: int) -> Footprint:
+def held_at_rest(units: Iterable[Unit], sharding: Sharding, *, states: int | None) -> Footprint:
     """The bytes that the layouts' accounting predicts; `states` as in `atoll.layouts.footprint`."""
     return footprint([segment.shape for unit in units for segment in unit.segments], sharding, states=states)
 
@@ -55,7 +55,7 @@ def shape_of(sharded: Sharded, plan: Plan, place: Place, *, reads_in_place: bool
 def needed_in_a_step(
     sharded: Sharded, plan: Plan, place: Place, *, reads_in_place: bool, peaks: Bytes | None = None
 ) -> WorkingMemory:
-    """What a step needs besides what rests and what autograd keeps; peaks: those of its program, once it is known."""
+    """The memory of a step beyond stored state and autograd's activations. peaks: of its program, once known."""
     gathered = [block.units for stage in sharded.stages for block in stage.blocks]
     if sharded.vocabulary is not None:
         gathered += [(table.unit,) for table in sharded.vocabulary.tables]

@@ -21,6 +21,7 @@ from atoll.runtime.checkpoint.archive import Archive, read_state
 from atoll.runtime.checkpoint.background import Background, Told
 from atoll.runtime.checkpoint.folders import (
     candidates,
+    find,
     is_complete,
     is_one,
     latest,
@@ -41,6 +42,7 @@ __all__ = [
     "Told",
     "Verdict",
     "candidates",
+    "find",
     "is_complete",
     "is_one",
     "latest",

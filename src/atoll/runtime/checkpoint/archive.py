@@ -37,7 +37,7 @@ class Archive:
 
     @cached_property
     def contents(self) -> Contents:
-        """Which tensors there are, and where each of their boxes is. Raises DamageError."""
+        """Return the tensors and the location of each of their boxes. Raises DamageError."""
         return read_contents(self.folder / METADATA, self._read_file(METADATA))
 
     def read(self, stream: BinaryIO, path: Path, stored: Stored) -> bytes:

@@ -30,8 +30,8 @@ from atoll.runtime.checkpoint.saving import Saving
 PAUSES = (1.0, 5.0)
 """Seconds before each further attempt of a save that failed."""
 LONGEST = timedelta(days=1)
-"""How long ranks wait for the slowest writer: a disk may take long. Ranks that are gone are noticed at once, and those
-that are silent by the run's watch."""
+"""Time limit for the slowest writer: disks can be slow. Ranks that have exited are detected at once, and silent
+ones by the run's watch."""
 ALIGNMENT = 64
 
 Told = Callable[[str | None], object]
@@ -50,7 +50,7 @@ class Background:
 
     @property
     def nbytes(self) -> int:
-        """Of the copy that it keeps."""
+        """Bytes of the copy."""
         return self._buffer.numel()
 
     def begin(

@@ -1,4 +1,4 @@
-"""Where checkpoints lie, and how one appears, is replaced and goes: always by a rename.
+"""Folders of checkpoints. They are created, replaced and deleted by a rename.
 
     <root>/step-000100/              a checkpoint: *.distcp, .metadata, manifest.json, state.json (written last)
     <root>/latest                    the name of the newest one
@@ -23,14 +23,17 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
+from atoll.documents import read_text
 from atoll.errors import CheckpointError, DamageError
 from atoll.runtime.checkpoint.manifest import MANIFEST, Manifest
 
 STATE = "state.json"
 METADATA = ".metadata"
 LATEST = "latest"
+LONGEST_NAME = 4096
+"""Bytes that are read of what `latest` says."""
 FIRST_VERSION, FORMAT_VERSION = 1, 2
-"""Of state.json. The first has no manifest beside it."""
+"""Versions of state.json. The first has no manifest."""
 
 _STEP = re.compile(r"step-\d+")
 _SAVING, _REPLACED, _REMOVING, _DAMAGED = ".saving-", ".replaced-", ".removing-", "damaged-"
@@ -42,13 +45,13 @@ def step_folder(root: Path, step: int) -> Path:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether a save into `folder` came to its end."""
+    """Return True if a save into `folder` has completed."""
     unfinished = folder.name.startswith((_SAVING, _REMOVING))
     return not unfinished and (folder / METADATA).is_file() and (folder / STATE).is_file()
 
 
 def is_one(folder: Path) -> bool:
-    """Whether a folder has anything of a checkpoint, whole or not."""
+    """Return True if a folder contains any part of a checkpoint, complete or not."""
     return any((folder / name).is_file() for name in (METADATA, STATE, MANIFEST))
 
 
@@ -58,6 +61,18 @@ def latest(root: Path) -> Path | None:
     if named in found:
         return found[named]
     return found[max(found, key=_step)] if found else None
+
+
+def find(path: Path) -> Path:
+    """The checkpoint that a path means: of a run's folder, of its `checkpoints` and of their `latest` the newest
+    complete one, else the path itself."""
+    if path.name == LATEST and path.is_file():
+        path = path.parent
+    for root in (path, path / "checkpoints"):
+        found = latest(root)
+        if found is not None:
+            return found
+    return path
 
 
 def candidates(root: Path) -> tuple[Path, ...]:
@@ -91,24 +106,26 @@ def prune(root: Path, keep: int, *, hours: float | None = None, best: int = 0) -
     """Delete checkpoints, but not the `keep` newest, nor the one that `latest` names. Call it on one rank.
 
     hours: one of every so many hours stays too, by the time in its manifest, from the oldest on.
-    best: so many of the lowest validation loss stay too, by that in the manifest.
+    best: so many of the lowest validation loss stay too, by that in the manifest. Those that were saved for it alone
+    (`extra` in the manifest) are not counted among the newest.
     """
     if keep < 1:
         raise CheckpointError(f"checkpoints to keep: {keep}; at least 1")
     newest = latest(root)
     others = [path for path in _complete_steps(root).values() if path != newest]
     found = sorted(others, key=lambda path: _step(path.name))
-    kept = set(found[max(0, len(found) - (keep - 1)) :])
-    if hours is not None or best:
-        known = {path: _identity(path) for path in [*found, *([newest] if newest else [])]}
-        kept |= _spaced(known, hours) | _lowest(known, best)
+    known = {path: _identity(path) for path in [*found, *([newest] if newest else [])]} if hours or best else {}
+    regular = [path for path in found if not known.get(path, {}).get("extra")]
+    is_counted = newest is None or not known.get(newest, {}).get("extra")
+    kept = set(regular[max(0, len(regular) - (keep - is_counted)) :])
+    kept |= _spaced(known, hours) | _lowest(known, best)
     for folder in found:
         if folder not in kept:
             _remove(folder)
 
 
 def _identity(folder: Path) -> Mapping[str, Any]:
-    """What a checkpoint's manifest says of it; nothing where it has none that can be read."""
+    """Return the checkpoint's entry in its manifest, or nothing if there is no readable manifest."""
     try:
         return Manifest.read(folder).identity
     except DamageError:
@@ -130,7 +147,7 @@ def _spaced(known: Mapping[Path, Mapping[str, Any]], hours: float | None) -> set
 
 
 def _lowest(known: Mapping[Path, Mapping[str, Any]], count: int) -> set[Path]:
-    """Those of the lowest validation loss; of equals the earlier one."""
+    """Return the checkpoints with the lowest validation loss; of equal ones, the earlier."""
     losses = ((found.get("validation_loss"), path) for path, found in known.items())
     judged = [(loss, _step(path.name), path) for loss, path in losses if isinstance(loss, int | float)]
     return {path for _, _, path in sorted(judged)[:count]}
@@ -146,7 +163,7 @@ def encode_state(state: Mapping[str, Any]) -> bytes:
 
 
 def saving_folder(folder: Path) -> Path:
-    """Where the checkpoint `folder` is written before it gets its name."""
+    """Return the temporary folder in which the checkpoint `folder` is written."""
     return folder.with_name(_SAVING + folder.name)
 
 
@@ -204,10 +221,10 @@ def _clear(leftover: Path, final: Path, prefix: str) -> None:
 
 
 def _named(root: Path) -> str:
-    """What `latest` says; nothing where it cannot be read."""
+    """Return the content of `latest`, or nothing if it cannot be read."""
     try:
-        return (root / LATEST).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
+        return read_text(root / LATEST, limit=LONGEST_NAME).strip()
+    except (OSError, ValueError):
         return ""
 
 

@@ -69,7 +69,7 @@ class _Request:
 
     @property
     def words(self) -> tuple[Any, ...]:
-        """As JSON."""
+        """The request as plain values for JSON."""
         return self.name, self.shape, str(self.dtype).removeprefix("torch.")
 
 
@@ -126,7 +126,7 @@ class _Reader:
             self._read_file(file, wanted)
 
     def _read_items(self, piece: Piece, tensor: TensorStorageMetadata | None) -> list[ReadItem]:
-        """What to read for a piece; complete, because `read_contents` lets only tilings pass."""
+        """Return the reads for a piece; they are complete, because `read_contents` accepts only tilings."""
         assert tensor is not None, "it was compared"
         first = len(self._targets)
         self._targets.extend(_Target(piece, offsets, sizes) for offsets, sizes in piece.claim.boxes)
@@ -146,7 +146,7 @@ class _Reader:
         with stream:
             for stored in sorted(wanted, key=lambda stored: stored.offset):
                 items = wanted[stored]
-                box = _tensor_of(self.archive.read(stream, path, stored), path, stored)
+                box = tensor_of(self.archive.read(stream, path, stored), path, stored)
                 self._check_box(path, box, items[0].storage_index)
                 for item in items:
                     self._target(item).copy_(_narrow(box, item.storage_offsets, item.lengths))
@@ -167,7 +167,7 @@ class _Reader:
             )
 
 
-def _tensor_of(content: bytes, path: Path, stored: Stored) -> torch.Tensor:
+def tensor_of(content: bytes, path: Path, stored: Stored) -> torch.Tensor:
     """The tensor of one stored box, on the CPU. Anything else is refused."""
     try:
         box = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
@@ -192,7 +192,7 @@ def _renumbered(item: ReadItem, first: int) -> ReadItem:
 
 
 def _problems(asked: Sequence[_Request], tensors: dict[str, TensorStorageMetadata], *, strict: bool) -> list[str]:
-    """Where the names and shapes that the ranks ask for differ from the checkpoint's."""
+    """Return the differences between the requested names and shapes and the checkpoint's."""
     problems = []
     for request in asked:
         tensor = tensors.get(request.name)

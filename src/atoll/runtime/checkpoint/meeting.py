@@ -1,4 +1,4 @@
-"""How the ranks of a save or a load agree: rank 0 hears what each has found, decides, and answers each.
+"""Agreement of the ranks of a save or load: rank 0 collects the results, decides, and answers each rank.
 
 What they say is JSON. Distributed Checkpoint's own collectives pickle, and whoever reaches a rank's port could have it
 run code. One error on any rank becomes the same error on all.
@@ -74,7 +74,7 @@ class Meeting:
         return answer
 
     def _gather(self, content: bytes) -> list[bytes]:
-        """What every rank says, on rank 0; elsewhere nothing."""
+        """Return the messages of all ranks on rank 0, and nothing on the others."""
         if self.size == 1:
             return [content]
         length = torch.tensor([len(content)], device=self._device)
@@ -85,7 +85,7 @@ class Meeting:
         return [_content(each) for each in found or ()]
 
     def _scatter(self, contents: Sequence[bytes]) -> bytes:
-        """What rank 0 says to this one."""
+        """Return rank 0's message to this rank."""
         if self.size == 1:
             return contents[0]
         length = torch.tensor([max(map(len, contents), default=0)], device=self._device)
@@ -107,7 +107,7 @@ def _content(buffer: torch.Tensor) -> bytes:
 
 
 def _attempt(act: Callable[[], Any]) -> tuple[Any, Failure | None]:
-    """What a call gives, or the error that it raises."""
+    """Return the result of a call, or the error it raises."""
     try:
         return act(), None
     except DamageError as error:

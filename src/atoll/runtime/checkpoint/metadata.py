@@ -34,7 +34,7 @@ _DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).val
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Where a box lies: `length` bytes from `offset` of `file`, a name inside the checkpoint's folder."""
+    """The location of a box: `length` bytes at `offset` of `file`, a name inside the checkpoint's folder."""
 
     file: str
     offset: int
@@ -43,7 +43,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What a checkpoint holds: its tensors, and where each of their boxes lies."""
+    """The contents of a checkpoint: its tensors, and the location of each of their boxes."""
 
     tensors: Mapping[str, TensorStorageMetadata]
     stored: Mapping[MetadataIndex, Stored]
@@ -147,8 +147,8 @@ def _chunk(name: str, shape: torch.Size, record: Any) -> ChunkStorageMetadata:
 
 
 def _disjoint(shape: torch.Size, chunks: Sequence[ChunkStorageMetadata]) -> bool:
-    """Whether no two boxes share an element: a sweep along the dim that is cut most often, among the boxes that are
-    open there."""
+    """Return True if no two boxes overlap: a sweep along the dim with the most cuts, over the boxes open at each
+    position."""
     full = [chunk for chunk in chunks if math.prod(chunk.sizes)]
     if not shape or len(full) < 2:
         return len(full) < 2

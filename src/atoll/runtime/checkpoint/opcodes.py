@@ -1,4 +1,4 @@
-"""What reading a pickle would take, known from its opcodes before it is read.
+"""Bounds on the cost of reading a pickle, from its opcodes, before it is read.
 
 Ten bytes can make the unpickler allocate gigabytes, for the place of one object in its memo; sixty can make it hash for
 hours, where a key is a tuple of two tuples of two tuples. Both come of opcodes that Distributed Checkpoint never writes

@@ -1,4 +1,4 @@
-"""What a rank hands over: ranges of flattened tensors, by logical name."""
+"""Pieces that a rank saves: ranges of flattened tensors, by logical name."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What a rank says of a piece: everything but the data. Equal claims are replicas."""
+    """The description of a rank's piece: everything but the data. Equal claims are replicas."""
 
     path: tuple[str, ...]
     shape: Shape

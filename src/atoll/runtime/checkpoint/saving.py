@@ -182,7 +182,7 @@ class _Writer(FileSystemWriter):
             return self.write_data(plans[rank], _Boxes(owned)).wait()
 
     def digest(self, index: MetadataIndex) -> str:
-        """Of a box that was written."""
+        """Return the digest of a written box."""
         return self._digests[index].value
 
     def _of_item(self, index: MetadataIndex) -> Callable[[Any], None]:
@@ -277,7 +277,7 @@ def _problems(claims: Sequence[Claim]) -> list[str]:
 
 
 def _owners(offers: Mapping[Claim, Sequence[int]], ranks: int) -> dict[Claim, int]:
-    """Who writes each claim: its only holder, or of several the one with the least to write so far."""
+    """Assign each claim to a writer: its only holder, or the holder with the fewest bytes to write so far."""
     load = [0] * ranks
     owner = {}
     for claim, holders in sorted(offers.items(), key=lambda offer: (len(offer[1]) > 1, -offer[0].nbytes)):

@@ -14,7 +14,7 @@ from atoll.runtime.checkpoint.manifest import Manifest
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What was found of a checkpoint.
+    """The result of verifying a checkpoint.
 
     nbytes: read and compared.  has_digests: False for one from before there were any, of which sizes alone are known.
     identity: what its manifest says of its run.  problems: empty where all is as it was written.
@@ -54,7 +54,7 @@ def verify(folder: Path) -> Verdict:
 
 
 def _damage(folder: Path, manifest: Manifest) -> Iterator[str]:
-    """What is not as it was written, range by range."""
+    """Yield the damaged ranges."""
     for file, ranges in manifest.files.items():
         path = folder / file
         try:

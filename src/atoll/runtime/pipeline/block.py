@@ -1,14 +1,14 @@
-"""A block of the model on this rank: a graph of its own in autograd.
+"""A block of the model on this rank, with its own autograd graph.
 
-    forward    what comes out is cut: tensors that need a gradient are handed on as leaves
-    backward   begins with the gradients of these leaves, an ordinary call with a beginning and an end. When it is over
-               the block's gradients are complete, what has none was not used, and the gradient of its input lies in a
-               leaf that a block before it has handed on
+    forward    detaches its output: tensors that need a gradient are passed on as leaves
+    backward   starts from the gradients of these leaves, as one call. When it returns, the block's gradients are
+               complete, parameters without gradient were not used, and the gradient of its input is in a leaf that an
+               earlier block passed on
 
-What a model computes between two blocks lies in the graph of the later one, since it starts from the earlier's leaves.
+Operations between two blocks belong to the graph of the later one, since they start from the earlier block's leaves.
 
-[Note: where control comes back] A model's own forward calls its blocks. Each block's module has a `forward` that hands
-the call to whoever runs the stage; that is the only place where control comes back while a stage runs forward.
+[Note: where control comes back] A model's own forward calls its blocks. Each block's module has a `forward` that passes
+the call to the driver of the stage; control returns nowhere else while a stage runs forward.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class LocalBlock:
         self.module.forward = self._called
 
     def hand_to(self, call: Call | None) -> None:
-        """Who runs the block from now on where the model calls it; None: nobody, it runs by itself."""
+        """Set the driver that runs the block when the model calls it; None: the block runs by itself."""
         self._call = call
 
     def _called(self, *args: Any, **kwargs: Any) -> Any:
@@ -168,7 +168,7 @@ class LocalBlock:
     # ---- backward
 
     def backward(self, passage: Passage) -> None:
-        """From the gradients of what was handed on to those of parameters and input; nothing where there are none."""
+        """Run the block's backward from the gradients of its outputs; do nothing if there are none."""
         gradients = [leaf.grad for leaf in passage.leaves]
         made, inner = passage.made, dict[int, tuple[Tensor, Tensor]]()
         if passage.again is not None and any(gradient is not None for gradient in gradients):

@@ -1,4 +1,4 @@
-"""When actions began and ended, and what travelled beside them.
+"""Start and end of actions, and of the concurrent gathers and reductions.
 
 On the CPU two readings of the monotonic clock, which the ranks of one host share, and an entry in a list: a fraction
 of a microsecond an action. On CUDA a pair of events on the stream that computes, from a pool; they are read after the

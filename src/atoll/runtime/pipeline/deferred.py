@@ -1,13 +1,13 @@
-"""A backward in two parts: the weight gradients of linear layers wait for W, everything else happens in I.
+"""A backward in two parts: weight gradients of linear layers are deferred to W, everything else is computed in I.
 
     forward   y = x @ weight.T + bias
     I         x's gradient and the bias's; keeps (x, y's gradient) and nothing else
     W         weight's gradient += y's gradient.T @ x, straight into the unit's buffer
 
-Only `nn.Linear` itself is deferred, by an instance's `forward`: no class is touched, and norms, embeddings, biases and
-every other module stay in I. The weight enters the operation detached, so autograd neither looks for its gradient nor
-calls its hooks; where a module's weight is used in another way too, that gradient arrives through autograd and joins
-the others in W.
+Only `nn.Linear` itself is deferred, by an instance's `forward`: classes are not patched, and norms, embeddings, biases
+and all other modules stay in I. The weight enters the operation detached, so autograd neither computes its gradient nor
+calls its hooks; if a module's weight is also used in another way, that gradient arrives through autograd and is added
+in W.
 
 Inside a compiled block the operation is a registered custom operator; outside, the same as a plain autograd function,
 since calling an operator from Python costs about a tenth of a millisecond.
@@ -76,7 +76,7 @@ class DeferredWeight:
         del self.module.forward
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """As `nn.Linear`: [..., in] -> [..., out]."""
+        """Compute `nn.Linear`: [..., in] -> [..., out]."""
         module = self.module
         if not torch.is_grad_enabled():
             return F.linear(hidden, module.weight, module.bias)
@@ -206,12 +206,12 @@ def defer(
 
 
 def is_deferrable(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether a module's weight gradient waits for W."""
+    """Return True if a module's weight gradient is deferred to W."""
     return type(module) is nn.Linear and module.weight.requires_grad
 
 
 Pending = dict[Unit, list[tuple[str, Any]]]
-"""By unit, the work that I leaves for W: a parameter's name, and its gradient or the factors of it."""
+"""Work deferred from I to W, by unit: a parameter's name, and its gradient or the factors of it."""
 
 
 @torch.no_grad()

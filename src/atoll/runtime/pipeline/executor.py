@@ -1,10 +1,10 @@
-"""Plays a rank's programs: a table instruction -> function.
+"""Executes a rank's programs: a table instruction -> function.
 
-The forward of a stage is the model's own. It calls its blocks one after the other, and each call comes back here, where
-the program is played up to that block. Nothing is decided on the way: what a step gathers, frees, reduces and sends is
-in its program.
+The forward of a stage is the model's own. It calls its blocks one after the other, and each call returns here, where
+the program is executed up to that block. The executor decides nothing: all gathers, frees, reductions and sends of a
+step are in its program.
 
-A receive waits for its message, a compute instruction only computes, so that the timeline shows who waited.
+A receive waits for its message and a compute instruction only computes, so that the timeline shows which rank waited.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ from atoll._torch import is_profiling, local_part
 from atoll.errors import AtollError, RunError
 from atoll.faults import Made
 from atoll.ir import Action, Op
-from atoll.models import Batch
+from atoll.models import Batch, Loss
+from atoll.models.adapter import sum_and_count
 from atoll.program import BACKWARD, BEGINS, Do, Ending, Instruction, Part, Phase, Program, RankShape, parts_of
 from atoll.runtime.failure import Doing
 from atoll.runtime.lanes import Lane
 from atoll.runtime.mail import Mail, Wire
 from atoll.runtime.outline import Outline
+from atoll.runtime.page import AT, own_page, row_of
 from atoll.runtime.pipeline.block import Arguments, Draw, LocalBlock, Passage, pass_on, tensors_of
 from atoll.runtime.pipeline.clock import Clock, clock_of
 from atoll.runtime.pipeline.deferred import Collector, Pending, compute_weights
@@ -44,13 +46,16 @@ from atoll.trace import Span
 Key = tuple[int, int]
 """(stage, microbatch)"""
 
+STEP_BITS = 32
+"""A rank is at (step, instruction) of its program, as one number: programs are shorter."""
+
 _UNNAMED: AbstractContextManager[None] = nullcontext()
 
 _TO_NEIGHBOURS = {Do.RECV_F, Do.RECV_B, Do.RECV_S, Do.RECV_T, Do.RECV_G, Do.SEND_F, Do.SEND_B, Do.JOIN, Do.PASS}
-_ALONG_THE_PIPELINE = {Do.SEND_L, Do.SEND_S, Do.SEND_T, Do.DRAIN}
+_ALONG_THE_PIPELINE = {Do.SEND_L, Do.SEND_S, Do.SEND_T, Do.DRAIN, Do.COPIES}
 _OF_EVERYONE = {Do.VERDICT, Do.TOTAL, Do.TAKE_BACK}
 _COMPUTES = {Do.F, Do.FINISH_F, Do.START_I, Do.I, Do.FINISH_I, Do.W, Do.FINISH_W, Do.L, Do.S, Do.T, Do.G, Do.STEP}
-"""Which ranks an instruction may wait for, see `Executor.doing`. All others wait for data-parallel ranks, if any."""
+"""Ranks that an instruction may wait for, see `Executor.doing`. Others wait for data-parallel ranks, if any."""
 
 
 @dataclass(slots=True)
@@ -72,20 +77,23 @@ class _Step:
     pending: dict[Key, Pending] = field(default_factory=dict)
     received: dict[Key, list[tuple[torch.Tensor, Wire]]] = field(default_factory=dict)
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
-    logits: list[torch.Tensor] = field(default_factory=list)
+    counts: dict[int, torch.Tensor | float] = field(default_factory=dict)
+    logits: list[Any] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a program gave on this rank: the sum of its losses, its outputs where asked for, its clock.
+    """The result of a program on this rank: the sum of its losses, its outputs if requested, its clock.
 
     loss_sum: on the last stage, of one rank of a tensor-parallel group: all of them have the same.
+    counts: what the losses say that they are sums over, of the same rank; empty where the labels tell.
     losses: on the last stage, of each of this rank's microbatches.
     """
 
     loss_sum: torch.Tensor | None
+    counts: tuple[torch.Tensor | float, ...]
     losses: Mapping[int, torch.Tensor]
-    logits: tuple[torch.Tensor, ...]
+    logits: tuple[Any, ...]
     clock: Clock
 
     @property
@@ -99,7 +107,8 @@ class _Score:
     """A program ready to be played.
 
     calls: one for each instruction.  parts: the program cut where another action begins.  forwards: where each block's
-    forward stands, by stage and microbatch.
+    forward stands, by stage and microbatch.  awaits: of each instruction its words, and the ranks that it may wait for.
+    table: where the words lie on this process's page.  name: a number that the program has on every rank, never 0.
     """
 
     program: Program
@@ -107,6 +116,9 @@ class _Score:
     calls: tuple[Callable[[], None], ...]
     parts: tuple[Part, ...]
     forwards: Mapping[Key, Mapping[int, int]]
+    awaits: tuple[Doing, ...]
+    table: int
+    name: int
 
 
 class _TakenBack(Exception):  # noqa: N818  (no error: the program begins anew)
@@ -117,6 +129,7 @@ class Executor:
     """Plays the programs of this rank.
 
     outline: gives the rows and lowers them.  sharded: the stages and units that they are about.  end: ends the steps.
+    loss: of the last stage's outputs and a microbatch.
     lanes: what travels beside the programs, which is noted on their clock.
 
     is_timed: whether each instruction is noted on the clock, and not just each action.
@@ -129,6 +142,7 @@ class Executor:
         sharded: Sharded,
         end: StepEnd,
         *,
+        loss: Loss,
         transport: Transport,
         collector: Collector,
         seed: int,
@@ -137,6 +151,7 @@ class Executor:
         self._lanes = tuple(lanes)
         self._outline = outline
         self._end = end
+        self._loss = loss
         self._stages = {stage.index: stage for stage in sharded.stages}
         self._blocks = {block.index: block for stage in sharded.stages for block in stage.blocks}
         self._units = {unit.spec.index: unit for unit in sharded.units}
@@ -166,7 +181,8 @@ class Executor:
         self._calls: Sequence[Callable[[], None]] = ()
         self._instructions: Sequence[Instruction] = ()
         self._at = 0
-        self._is_playing = False
+        self._page = own_page()
+        self._place = self._page.numbers
         self._now: Action = Action(-1, Op.F, -1)
         self._acts: dict[Do, Callable[[int, int], None]] = {
             Do.FINISH_F: self._finish_forward,
@@ -217,13 +233,21 @@ class Executor:
             for at, (do, action, block, _) in enumerate(program.instructions):
                 if do is Do.F:
                     forwards.setdefault((action.stage, action.microbatch or 0), {})[block] = at
+            awaits = tuple(map(self._awaits, program.instructions))
             self._scores[key] = _Score(
-                program, row, calls, parts=tuple(parts_of(program.instructions)), forwards=forwards
+                program,
+                row,
+                calls,
+                parts=tuple(parts_of(program.instructions)),
+                forwards=forwards,
+                awaits=awaits,
+                table=self._page.add([each.what for each in awaits]),
+                name=1 + program.digest % (1 << 31),
             )
         return self._scores[key]
 
     def _call(self, instruction: Instruction) -> Callable[[], None]:
-        """What an instruction calls."""
+        """Return the call that executes an instruction."""
         do, action, index, phase = instruction
         stage, microbatch = action.stage, -1 if action.microbatch is None else action.microbatch
         if do is Do.F:
@@ -271,25 +295,27 @@ class Executor:
         """
         self._step = _Step(batches, is_training=training, keeps_logits=keep_logits)
         self._scale = scale
+        self._step_number = step
         score = self._use(len(batches), self._outline.plan.end if training else None)
         self._begin(score.row, batches, training=training, keep_logits=keep_logits)
         self._clock = self._clocks[training]
         self._clock.begin()
         for lane in self._lanes:
             lane.clock = self._clock
-        self._step_number, self._first_microbatch = step, first_microbatch
-        self._is_playing = True
+        self._first_microbatch = first_microbatch
         try:
             with torch.set_grad_enabled(training), self._blocks_handed():
                 self._play()
         finally:
-            self._is_playing = False
+            self._place[AT] = -1
         ended, self._step = self._step, _Step((), is_training=False)
-        return Outcome(self._loss_sum(ended), ended.losses, logits=tuple(ended.logits), clock=self._clock)
+        counts = self._counts(ended)
+        return Outcome(self._loss_sum(ended), counts, ended.losses, logits=tuple(ended.logits), clock=self._clock)
 
     def _use(self, microbatches: int, end: Ending | None) -> _Score:
         """Play this program from here on."""
         score = self._score = self._score_of(microbatches, end)
+        self._page.use(score.table, len(score.calls), self._step_number + 1 if self._step.is_training else 0)
         self._calls, self._instructions = score.calls, score.program.instructions
         if self.is_timed:
             both = zip(self._instructions, score.calls, strict=True)
@@ -305,20 +331,30 @@ class Executor:
         counts = self._transport.place.tp == 0
         return torch.stack(list(step.losses.values())).sum() if step.losses and counts else None
 
+    def _counts(self, step: _Step) -> tuple[torch.Tensor | float, ...]:
+        if 0 < len(step.counts) < len(step.losses):
+            raise RunError(
+                f"the loss gave a count for {len(step.counts)} of {len(step.losses)} microbatches; it gives a sum for "
+                "each, or a pair (sum, count) for each"
+            )
+        return tuple(step.counts.values()) if self._transport.place.tp == 0 else ()
+
     def _drain(self) -> None:
         """Let go of everything but what the step gives."""
         self._mail.end()
         if self._vocabulary is not None:
             self._vocabulary.end()
         ended = self._step
-        self._step = _Step((), is_training=ended.is_training, losses=ended.losses, logits=ended.logits)
+        self._step = _Step(
+            (), is_training=ended.is_training, losses=ended.losses, counts=ended.counts, logits=ended.logits
+        )
 
     def _add_up(self) -> None:
-        self._end.add_up(self._loss_sum(self._step), self._clock.busy)
+        self._end.add_up(self._loss_sum(self._step), self._counts(self._step), self._clock.busy)
 
     def _take_back(self) -> None:
-        """Where the step before was wrong, what was played so far is forgotten: it has seen its parameters. Else the
-        step goes on, and ends as the verdict says."""
+        """Discard the work so far if the previous step was wrong, since it used wrong parameters. Otherwise the step
+        continues, and ends as the verdict says."""
         batches = self._step.batches
         if self._end.take_back():
             # Gathers that are under way bring what was wrong. They are waited for: their room is asked for again.
@@ -386,24 +422,28 @@ class Executor:
     def _advance(self, stop: int) -> None:
         """Play up to an instruction. A model's own forward plays some of them on its way."""
         while self._at < stop:
-            at = self._at
+            at = self._place[AT] = self._at
             self._at = at + 1  # before the call: the forward of a stage goes on from here, and leaves it further on
             self._calls[at]()
 
     def doing(self) -> Doing | None:
-        """What is played now, and the ranks that it may wait for; None between programs. Another thread may ask."""
-        at, instructions = self._at - 1, self._instructions
-        if not self._is_playing or not 0 <= at < len(instructions):
+        """Return the current instruction and the ranks it may wait for; None between programs. Thread-safe."""
+        at, score = self._place[AT], self._score
+        if score is None or not 0 <= at < len(score.awaits):
             return None
-        instruction = instructions[at]
+        words = f"{row_of(self._step_number + 1 if self._step.is_training else 0)}, {score.awaits[at].what}"
+        mark = (self._step_number << STEP_BITS) + at
+        return Doing(words, score.awaits[at].waits_for, mark, program=score.name)
+
+    def _awaits(self, instruction: Instruction) -> Doing:
+        """An instruction in words, and the ranks that it may wait for."""
         peers, along = self._awaited(instruction)
-        row = f"step {self._step_number + 1}" if self._step.is_training else "evaluation"
-        what = f"{row}, {instruction}"
+        what = str(instruction)
         if str(instruction.action) not in what:
             what += f" of {instruction.action}"
         if peers:
-            what += f" along {along}"
-        return Doing(what, peers, at)
+            what += f" along {along} on the {instruction.do.lane} lane"
+        return Doing(what, peers)
 
     def _awaited(self, instruction: Instruction) -> tuple[tuple[int, ...], str]:
         """The world ranks that must act before an instruction can end, and the axes along which they lie."""
@@ -436,7 +476,7 @@ class Executor:
         return found
 
     def _sends_of(self, receive: Action) -> Iterator[tuple[int, Action]]:
-        """What a receive of a forward waits for: pipeline ranks, and their sends."""
+        """Return the pipeline ranks, with their sends, that a receive of a forward waits for."""
         stage, microbatch = receive.stage, receive.microbatch
         own = self._transport.place.pp
         if receive.op is Op.RECV_S:
@@ -502,11 +542,13 @@ class Executor:
                 f"action {action} has run past block {block.index} ({type(block.module).__name__}); a model's forward "
                 "calls each of its blocks at most once, in their order"
             )
-        calls, instructions = self._calls, self._instructions
+        calls, instructions, place = self._calls, self._instructions, self._place
         while self._at < at:
+            place[AT] = self._at
             self._at += 1
             if instructions[self._at - 1].do is not Do.F:
                 calls[self._at - 1]()
+        place[AT] = at
         self._at = at + 1
         start = self._clock.now() if self.is_timed else 0.0
         output, passage = block.forward(given, Draw(self._seed, self._step_number, self._first_microbatch + microbatch))
@@ -514,8 +556,10 @@ class Executor:
             self._clock.took(instructions[at], start)
         self._look(Made.OUTPUT, tensors_of(output), block.index, microbatch=microbatch)
         while instructions[self._at].do in BEGINS:
+            place[AT] = self._at
             self._at += 1
             calls[self._at - 1]()
+        place[AT] = at  # what the model does between its blocks is the forward's
         if passage is not None:
             self._step.passages.setdefault(key, {})[block.index] = passage
         return output
@@ -536,7 +580,10 @@ class Executor:
             step.logits.append(whole_output(output))
             return
         if at.is_last:
-            output = whole_output(at.adapter.loss(output, step.batches[microbatch]))
+            output, count = sum_and_count(self._loss(output, step.batches[microbatch]))
+            output = whole_output(output)
+            if count is not None:
+                step.counts[microbatch] = count.detach() if isinstance(count, torch.Tensor) else count
             step.losses[microbatch] = output.detach()
             self._look(Made.LOSS, [output], at.run.stop - 1, microbatch=microbatch)
         if step.is_training or not at.is_last:
@@ -594,7 +641,7 @@ class Executor:
             self._look_at_gradients(block.units, "I", block.index, microbatch=key[1])
 
     def _finish_input_backward(self, stage: int, microbatch: int) -> None:
-        """What the stage before is owed. One whose output does not depend on its input still owes it a gradient."""
+        """Keep the input's gradient for the previous stage, zero if the output does not depend on the input."""
         step, at, key = self._step, self._stages[stage], (stage, microbatch)
         hidden = step.inputs.pop(key, None)
         step.passages.pop(key, None)

@@ -25,7 +25,7 @@ FIELDS = len(Sighting(Made.LOSS, 0, 0, block=0).encode())
 
 
 class Probe:
-    """What one rank sees. first: the global number of its first microbatch.  size: samples of one.
+    """The findings of one rank. first: the global index of its first microbatch.  size: samples in one.
 
     names: the place of each parameter among the model's.
     """

@@ -49,7 +49,7 @@ class Stage:
 
     @property
     def shape(self) -> StageShape:
-        """What lowering knows of it."""
+        """The stage's shape for lowering."""
         blocks = tuple(
             BlockShape(block.index, tuple(unit.spec.index for unit in block.units), block.needs_backward)
             for block in self.blocks

@@ -1,14 +1,14 @@
 """The end of a step: gradient norm, verdict, clipping, optimizer. `atoll.program.end` gives the order.
 
-With a post-validated step, no rank waits for the norm: the forwards of the next step fill the drain of this one. A
-rank that stepped wrongly takes its step back, takes the right one, and runs the forwards again. The squared norm is
+With a post-validated step, no rank waits for the norm: the forwards of the next step fill the cool-down of this one. A
+rank whose step was wrong reverts it, takes the right one, and runs the forwards again. The squared norm is
 summed from the first pipeline rank to the last. It only grows, so once a rank declines to step, all later ranks do.
 The last rank has the whole norm, and sends its verdict back.
 
-[Note: the lazy commit] Stepping ahead writes the parameters alone: the optimizer steps on its true tensors, unit by
-unit, and they are put back from a copy of that unit's. The verdict makes the step for good, from the same gradients,
-so the result is the same to the last bit; taking it back is a cast of the untouched master. Between a step and its
-verdict the gradients live on and nobody reads the parameters.
+[Note: the lazy commit] Stepping ahead writes the parameters only: the optimizer steps on its own tensors, unit by unit,
+and they are restored from a copy of the unit's. After the verdict the step is repeated from the same gradients, so the
+result is bitwise equal; reverting is a cast of the unchanged master. Between a step and its verdict the gradients are
+kept, and no code outside the step reads the parameters.
 """
 
 from __future__ import annotations
@@ -51,12 +51,13 @@ class LossScaler:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one training step gave, the same on every rank.
+    """The result of a training step, the same on every rank.
 
-    loss: mean over the step's tokens.  grad_norm: before clipping.  seconds: wall time on this rank.
-    bubble: share of the step that the pipeline's ranks on average did not compute, up to the optimizer.
-    skipped: whether the step changed nothing, because fp16 overflowed or as the engine's policy for bad steps says.
-    fault: where a bad step's numbers went bad.  rollback: the checkpoint that the engine went back to after it.
+    loss: mean over what counts.  tokens: labels that count, or samples where a batch has no labels.
+    grad_norm: before clipping.  seconds: wall time on this rank.
+    bubble: share of the step, up to the optimizer, in which pipeline ranks did not compute, averaged over ranks.
+    skipped: whether the step changed nothing, because fp16 overflowed or because of the policy for bad steps.
+    fault: where a bad step's numbers first were not finite.  rollback: the checkpoint that was loaded after it.
     """
 
     step: int
@@ -75,24 +76,52 @@ class StepResult:
         return self.tokens / self.seconds
 
 
+_HEAD = 4
+"""Sums that come before those of the units: loss, idle share, counts that losses gave, and how many did."""
+
+
 @dataclass(slots=True)
 class _Sums:
-    """Loss, idle share and squared norm of each unit, summed over some ranks; always the same additions."""
+    """Values summed over ranks, always in the same order of additions: the head, then each unit's squared norm.
+
+    tokens: what the loss was divided by before its backward, on all ranks.
+
+    [Note: a loss that counts] How much a loss is a sum over may be known only when the last microbatch has run forward.
+    By then backwards have run, divided by the labels that count. So gradients are right except for one factor, which is
+    exactly 1 where no loss says otherwise, and is applied together with clipping. Pipeline ranks that do not know it
+    yet take it for 1: a step that was taken ahead with the wrong factor is taken back, as one that is clipped is.
+    """
 
     values: torch.Tensor
+    tokens: int
 
     @property
     def loss(self) -> float:
-        return float(self.values[0])
+        """The mean; NaN where nothing counts."""
+        return float(self.values[0]) / self._counted if self._counted > 0 else math.nan
+
+    @property
+    def correction(self) -> float:
+        """The factor still to be applied to gradients."""
+        return self.tokens / self._counted if self._counted > 0 else math.nan
+
+    @property
+    def _counted(self) -> float:
+        return float(self.values[2]) if self.values[3] else self.tokens
 
     @property
     def idle(self) -> float:
         return float(self.values[1])
 
     @property
+    def norms(self) -> torch.Tensor:
+        """The squared norm of each unit."""
+        return self.values[_HEAD:]
+
+    @property
     def norm(self) -> float:
-        """From the units' float64 partials, in the model's order."""
-        return float(self.values[2:].sum().sqrt())
+        """The norm, from the units' float64 partial sums in the model's order."""
+        return float(self.norms.sum().sqrt()) * self.correction
 
 
 @dataclass(slots=True)
@@ -130,7 +159,7 @@ class Refused:
 
     @property
     def is_finite(self) -> bool:
-        """Whether its numbers are finite all the same: those of a rehearsal."""
+        """True if the values are finite nevertheless, as a rehearsal's may be."""
         return math.isfinite(self.result.loss) and math.isfinite(self.result.grad_norm)
 
 
@@ -162,7 +191,7 @@ class StepEnd:
         self.scaler = scaler
         self._is_post_validated = is_post_validated
         self._usual: frozenset[str] | None = None
-        self._now = _Unsettled(0, 0, 0.0, options=[], sums=_Sums(torch.zeros(2)))
+        self._now = _Unsettled(0, 0, 0.0, options=[], sums=_Sums(torch.zeros(_HEAD), 1))
         self._outstanding: _Unsettled | None = None
         self._result: StepResult | None = None
         self._refused: Refused | None = None
@@ -201,23 +230,23 @@ class StepEnd:
         when the gradients are complete.  is_rehearsal: it is refused whatever it gives."""
         options: list[dict[str, Any]] = []
         self._optimizer.remember_options(options)
-        sums = _Sums(torch.zeros(2))
+        sums = _Sums(torch.zeros(_HEAD), tokens)
         self._now = _Unsettled(step, tokens, since, options=options, sums=sums, is_rehearsal=is_rehearsal)
         self._look = look
 
     @property
     def loss_scale(self) -> float:
-        """What the loss is multiplied by before its backward, and the gradients are divided by."""
+        """The factor of the loss before its backward, by which the gradients are then divided."""
         return 1.0 if self.scaler is None else self.scaler.scale
 
     @property
     def is_outstanding(self) -> bool:
-        """Whether a step waits for its verdict."""
+        """True if a step waits for its verdict."""
         return self._outstanding is not None
 
     def choose(self) -> Ending:
-        """How this step ends, once the verdict on the one before is known: it is stepped ahead where that one was taken
-        as it was, and as if the same parameters had gradients. Both are the same on all ranks."""
+        """Choose the ending of this step from the verdict on the previous one: ahead of its own verdict, assuming
+        gradients of the same parameters, if that one was taken unchanged. The choice is the same on all ranks."""
         self._now.ahead = self._usual
         return Ending.CHAIN if self._usual is None else Ending.AHEAD
 
@@ -260,6 +289,13 @@ class StepEnd:
             return replace(result, seconds=time.monotonic() - self._now.begin)
         return result
 
+    @property
+    def correction(self) -> float:
+        """The factor still to be applied to the gradients that `look` sees: see [Note: a loss that counts]."""
+        verdict = None if self._outstanding is None else self._outstanding.verdict
+        assert verdict is not None, "the gradients are complete"
+        return verdict.correction
+
     # ---- gradients
 
     def _settle(self, unit: Unit) -> None:
@@ -269,8 +305,13 @@ class StepEnd:
     def _unscale(self, unit: Unit) -> None:
         unit.scale_gradients(1.0 / self.loss_scale)
 
-    def add_up(self, loss_sum: torch.Tensor | None, busy: Callable[[], float]) -> None:
-        """Sum over the data-parallel ranks what the verdict needs; busy: gives the seconds that were computed."""
+    def add_up(
+        self, loss_sum: torch.Tensor | None, counts: Sequence[torch.Tensor | float], busy: Callable[[], float]
+    ) -> None:
+        """Sum over the data-parallel ranks what the verdict needs.
+
+        counts: what losses said that they are sums over.  busy: gives the seconds that were computed.
+        """
         partials = torch.zeros(len(self._specs), dtype=torch.float64)
         if self._units:
             norms = torch.stack([unit.squared_norm() for unit in self._units]).cpu()
@@ -279,15 +320,15 @@ class StepEnd:
         # The norms have just waited for the device.
         self.busy = busy()
         idle = 1.0 - self.busy / max(time.monotonic() - self._now.begin, 1e-9)
-        head = torch.tensor([loss, idle], dtype=torch.float64)
+        head = torch.tensor([loss, idle, sum(map(float, counts)), len(counts)], dtype=torch.float64)
         names = [(unit, name) for unit in self._units for name, _ in unit.trained()]
         flags = torch.tensor([name in unit.touched for unit, name in names], dtype=torch.float64)
         values = self._transport.total_stage(torch.cat([head, partials, flags]))
-        flags = values[2 + len(self._specs) :]
+        flags = values[_HEAD + len(self._specs) :]
         self._share_flags(names, flags)
         now = self._outstanding = self._now
         now.touched = frozenset(name for (_, name), flag in zip(names, flags.tolist(), strict=True) if flag)
-        now.sums = _Sums(values[: 2 + len(self._specs)])
+        now.sums = _Sums(values[: _HEAD + len(self._specs)], now.tokens)
         self._allow()
 
     def _share_flags(self, names: Sequence[tuple[Unit, str]], flags: torch.Tensor) -> None:
@@ -302,10 +343,8 @@ class StepEnd:
     # ---- sums of all ranks
 
     def _total(self) -> None:
-        """Those of one stage have the same already."""
+        """Start the sum over stages; the ranks of one stage already have the same values."""
         now, place = self._now, self._transport.place
-        if self._look is not None:
-            self._look()
         own = now.sums.values
         if place.mesh.pipeline == 1:
             now.everyone = Exchange([own], [])  # a stage's ranks are all ranks
@@ -325,11 +364,15 @@ class StepEnd:
         self._transport.post(passed, place.peers("pp")[place.pp + 1], Tag(Channel.CHAIN, place.pp))
 
     def _wait(self) -> None:
-        if self._outstanding is not None:
-            everyone = self._outstanding.everyone
-            self._outstanding.verdict = (
-                self._come_back(self._outstanding) if everyone is None else _Sums(everyone.wait())
-            )
+        step = self._outstanding
+        if step is None:
+            return
+        if step.everyone is None:
+            step.verdict = self._come_back(step)
+        else:
+            step.verdict = _Sums(step.everyone.wait(), step.tokens)
+        if self._look is not None:
+            self._look()
 
     def _come_back(self, step: _Unsettled) -> _Sums:
         """The last rank's sums, passed back along the pipeline."""
@@ -339,7 +382,7 @@ class StepEnd:
         if place.pp + 1 < len(line):
             verdict = torch.zeros_like(sums.values, device=self._transport.device)
             self._transport.receive(verdict, line[place.pp + 1], Tag(Channel.VERDICT, place.pp)).wait()
-            sums = _Sums(verdict.cpu())
+            sums = _Sums(verdict.cpu(), step.tokens)
         if place.pp > 0:
             passed = sums.values.to(self._transport.device, copy=True)
             self._transport.post(passed, line[place.pp - 1], Tag(Channel.VERDICT, place.pp - 1))
@@ -348,7 +391,7 @@ class StepEnd:
     # ---- steps
 
     def _allow(self) -> None:
-        """Whether a step along the chain is taken, by what is known so far."""
+        """Return True if a step along the chain is taken, given the sums so far."""
         if self._is_post_validated and self._usual is None:
             is_taken = self._is_right(self._now.sums) and not self._now.is_rehearsal
             self._now.ahead = self._now.touched if is_taken else None
@@ -376,7 +419,7 @@ class StepEnd:
         is_finite = _is_finite(sums)
         result = StepResult(
             step.step,
-            sums.loss / step.tokens,
+            sums.loss,
             sums.norm,
             tokens=step.tokens,
             seconds=0.0,
@@ -388,7 +431,7 @@ class StepEnd:
         self._usual = step.touched if self._is_post_validated and self._is_right(sums) else None
         has_overflowed = not is_finite and self._can_overflow and math.isfinite(sums.loss)
         if step.is_rehearsal or not (is_finite or has_overflowed):
-            bad = tuple(at for at, norm in enumerate(sums.values[2:].tolist()) if not math.isfinite(norm))
+            bad = tuple(at for at, norm in enumerate(sums.norms.tolist()) if not math.isfinite(norm))
             self._refused = Refused(replace(result, seconds=time.monotonic() - step.begin), bad)
             for unit in self._units:
                 unit.clear_gradients()
@@ -406,7 +449,7 @@ class StepEnd:
 
     @property
     def _can_overflow(self) -> bool:
-        """Whether a smaller loss scale could bring gradients back into range."""
+        """Return True if a smaller loss scale could bring gradients back into range."""
         return self.scaler is not None and self.scaler.scale > 1.0
 
     def _give_back(self, unit: Unit) -> None:
@@ -415,12 +458,12 @@ class StepEnd:
             unit.sync_parameters()
 
     def _is_right(self, sums: _Sums) -> bool:
-        """Whether a step is taken as its gradients are."""
+        """Return True if a step is taken with its gradients unchanged."""
         return _is_finite(sums) and self._scale(sums) == 1.0
 
     def _scale(self, sums: _Sums) -> float:
-        """What clipping multiplies the gradients by, as torch.nn.utils.clip_grad_norm_ does."""
-        return 1.0 if self.clip is None else min(1.0, self.clip / (sums.norm + 1e-6))
+        """Return the factor of gradients: the correction, and clipping as in torch.nn.utils.clip_grad_norm_."""
+        return sums.correction * (1.0 if self.clip is None else min(1.0, self.clip / (sums.norm + 1e-6)))
 
 
 def _is_finite(sums: _Sums) -> bool:

@@ -1,4 +1,4 @@
-"""What a user reads and edits: whole parameters and whole gradients by name, whatever the layout.
+"""Access to full parameters and gradients by name, under any layout.
 
 Values are those that the optimizer works on, in the master's dtype (frozen parameters: in the compute dtype, as they
 rest). An edit goes to the master weights and from there to every copy. It must be the same wherever a part of the
@@ -55,11 +55,11 @@ class Edit:
         return edit
 
     def edited(self) -> dict[str, torch.Tensor]:
-        """What was written to, by name."""
+        """Return the edited tensors by name."""
         return {name: value for name, value in self.values.items() if version(value) != self._versions[name]}
 
     def digests(self, names: Sequence[str]) -> torch.Tensor:
-        """Of each name: holders, and a number for its new value (0 where nothing was written) with its square."""
+        """Return for each name: holders, a number for its new value (0 if unedited), and its square."""
         edited = self.edited()
         found = torch.zeros(len(names), 3, dtype=torch.float64)
         for at, name in enumerate(names):

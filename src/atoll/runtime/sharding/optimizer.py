@@ -85,6 +85,13 @@ class ShardedOptimizer:
             if name in self.slices:
                 group["params"].append(self.slices[name])
         advice = "use an elementwise optimizer such as AdamW, SGD or Lion"
+        if not callable(factory):
+            kind = type(factory).__name__
+            raise PlanError(
+                f"optimizer is a {kind}, which steps the parameters that it was made with; the engine trains slices of "
+                f"its own and makes the optimizer with them: give a function, such as optimizer=lambda groups: "
+                f"torch.optim.{kind}(groups, lr=...)"
+            )
         try:
             self.torch = factory(list(grouped.values()))
         except ValueError as error:
@@ -96,6 +103,14 @@ class ShardedOptimizer:
         if kind in WHOLE_MATRIX:
             raise PlanError(
                 f"{kind} needs whole matrices and cannot step the slices of a sharded flat buffer; {advice}"
+            )
+        given = {id(part) for group in grouped.values() for part in group["params"]}
+        taken = {id(part) for group in self.torch.param_groups for part in group["params"]}
+        if given != taken:
+            raise PlanError(
+                f"the optimizer has {len(given & taken)} of the {len(given)} slices that it is to step, and "
+                f"{len(taken - given)} other tensors; make {kind} with the groups that the function is given, not with "
+                "model.parameters(). What is not to be trained has requires_grad = False"
             )
 
     def remember_options(self, options: list[dict[str, Any]]) -> None:

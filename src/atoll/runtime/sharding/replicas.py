@@ -1,4 +1,4 @@
-"""Whether ranks that should hold the same values do, bit by bit: finds what memory, device or link has corrupted.
+"""Bitwise comparison of replicated values across ranks: finds corruption by memory, devices or links.
 
 Compared is what rests: masters, parameters and optimizer state. Ranks hold the same where a level repeats along an axis
 (N everywhere, I across groups), where pipeline stages share a parameter, and where a tensor-parallel group does not
@@ -31,7 +31,7 @@ _DIGITS = 12
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What one rank holds of one thing. key: the same on all ranks that should hold the same.  value: of its bytes.
+    """One replicated value on one rank. key: equal on all ranks that replicate it.  value: digest of its bytes.
 
     unit: its place in the model.  kind: its place in `KINDS`.
     """
@@ -61,7 +61,7 @@ class Difference:
 
 
 def holdings(units: Iterable[Unit], states: Mapping[str, Mapping[str, Any]], tp: int) -> Iterator[Holding]:
-    """What this rank holds. states: of the optimizer, by parameter name and key.  tp: its tensor-parallel position."""
+    """Yield this rank's holdings. states: optimizer states by parameter name and key.  tp: tensor-parallel index."""
     for unit in units:
         for part, segment in enumerate(unit.segments):
             layout = segment.layout
@@ -73,7 +73,9 @@ def holdings(units: Iterable[Unit], states: Mapping[str, Mapping[str, Any]], tp:
                 if tensors:
                     held = segment.range(level)
                     key = unit.spec.index, part, kind, held.start, held.stop, _position(segment, tp)
-                    yield Holding(_short(digest(repr(key).encode())), _value(tensors), unit.spec.index, kind=kind)
+                    yield Holding(
+                        short(digest(repr(key).encode())), short(digest_of(tensors)), unit.spec.index, kind=kind
+                    )
 
 
 def _position(segment: Segment, tp: int) -> int:
@@ -84,21 +86,23 @@ def _tensors(state: Mapping[str, Any]) -> list[torch.Tensor]:
     return [value for _, value in sorted(state.items()) if isinstance(value, torch.Tensor)]
 
 
-def _value(tensors: Iterable[torch.Tensor]) -> int:
+def digest_of(tensors: Iterable[torch.Tensor]) -> str:
+    """Return the digest of the bits of some tensors, in order."""
     found = Digest()
     for tensor in tensors:
         raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         for piece in raw.split(AT_A_TIME):
             found.update(memoryview(piece.cpu().numpy()))
-    return _short(found.value)
+    return found.value
 
 
-def _short(hexadecimal: str) -> int:
+def short(hexadecimal: str) -> int:
+    """The part of a digest that travels."""
     return int(hexadecimal[:_DIGITS], 16)
 
 
 def share(own: Sequence[Holding], transport: Transport) -> list[list[Holding]]:
-    """What each rank holds; every rank calls it."""
+    """Return the holdings of every rank. All ranks must call it."""
     world, rank = transport.place.mesh.world, transport.place.rank
     counts = torch.zeros(world, dtype=torch.float64)
     counts[rank] = len(own)
@@ -114,7 +118,7 @@ def share(own: Sequence[Holding], transport: Transport) -> list[list[Holding]]:
 
 
 def differences(held: Sequence[Sequence[Holding]]) -> list[Difference]:
-    """Where ranks differ, in the model's order. held: by rank."""
+    """Return the differences between ranks, in the model's order. held: by rank."""
     values: dict[tuple[int, int, int], dict[int, int]] = {}
     for rank, found in enumerate(held):
         for each in found:

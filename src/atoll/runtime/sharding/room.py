@@ -1,4 +1,4 @@
-"""Where the gradient of a parameter is made."""
+"""The buffer in which the gradient of a parameter is computed."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ _SAFE = (1e-20, 1e30)
 
 
 class State(Enum):
-    """Of a segment's whole copy. One that rests whole is always WHOLE.
+    """State of a segment's gathered copy. A segment stored in full is always WHOLE.
 
         FREED --begin_gather--> COMING --gather--> WHOLE --free--> FREED
         FREED ----------------gather-------------> WHOLE
@@ -124,7 +124,7 @@ def sum_of_squares(values: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a segment needs to know of the run.
+    """The context of a segment: what it needs from the run.
 
     lanes: where what travels does so beside the computation.
     weights: where the parameters' first values are read; those that are not there are what the model brings.
@@ -180,12 +180,12 @@ class Segment:
 
     @property
     def trainable(self) -> bool:
-        """Whether the parameters are trained."""
+        """True if the parameters are trained."""
         return bool(self.phases)
 
     @property
     def shape(self) -> SegmentShape:
-        """What the layouts know of it."""
+        """The segment's shape for the layouts."""
         return SegmentShape(self.map, self.phases, self.sharding.precision.compute)
 
     def range(self, level: Level) -> range:
@@ -244,14 +244,14 @@ class Segment:
                 resting.untyped_storage().resize_(0)
 
     def _resting_gradient(self, phase: Phase) -> torch.Tensor:
-        """Where a phase's gradients rest, with anything in it if they do not yet."""
+        """Return the buffer that stores a phase's gradients; uninitialized if it is new."""
         resting = self.gradients[phase]
         if resting.untyped_storage().nbytes() == 0:
             resting.untyped_storage().resize_(resting.nbytes)
         return resting
 
     def _zeros(self, level: Level, dtype: torch.dtype, *, is_read: bool) -> torch.Tensor:
-        """What rests at `level`."""
+        """Allocate zeros for the part stored at `level`."""
         numel = len(self.range(level))
         if is_read:
             return self.around.transport.allocate(numel, dtype)
@@ -295,7 +295,7 @@ class Segment:
 
     @property
     def _stages(self) -> bool:
-        """Whether the first of a gather's two moves goes to memory that the others then read in place."""
+        """True if the first of a gather's two moves writes to memory that the other ranks then read in place."""
         moves = self._gathers
         return len(moves) > 1 and self.around.transport.sees(self.around.peers(moves[1].axis))
 
@@ -331,7 +331,7 @@ class Segment:
         self.state = State.WHOLE
 
     def _bring(self) -> None:
-        """What of a gather travels: all of it, or the first of two moves."""
+        """Run the part of a gather that sends messages: all of it, or the first of two moves."""
         own = self.rest if self.rest is not None else self.master
         assert own is not None, "every segment keeps its parameters somewhere"
         if self._stages:
@@ -416,7 +416,7 @@ class Segment:
     # ---- gradients
 
     def room(self, name: str, phase: Phase) -> Room:
-        """Where the gradient of `name` is made in a phase; who asks for it writes to it."""
+        """Return the buffer for the gradient of `name` in a phase. The caller must write to it."""
         self._open_flow(phase)
         written = self._written[phase]
         is_empty = name not in written
@@ -424,7 +424,7 @@ class Segment:
         return Room(self._flow_views[phase][name], is_empty)
 
     def gradient(self, name: str, phase: Phase) -> torch.Tensor | None:
-        """What `room` has been filled with, None where nobody has asked for it since the last reduction."""
+        """Return the gradient written to `room`, or None if it was not requested since the last reduction."""
         return self._flow_views[phase][name] if name in self._written.get(phase, ()) else None
 
     def _open_flow(self, phase: Phase) -> None:
@@ -589,7 +589,7 @@ class Segment:
 
     @property
     def shares(self) -> bool:
-        """Whether p and master are views of one storage."""
+        """True if p and master are views of one storage."""
         return (
             self.rest is not None
             and self.master is not None

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of the sharded model, optimizer and buffers, as pieces with names that no layout changes.
+"""State of the sharded model, optimizer and buffers in a checkpoint, as pieces with layout-independent names.
 
 model.<parameter>                    master weights, or the resting ones of frozen parameters
 model.<buffer>                       persistent buffers
@@ -23,7 +23,7 @@ from atoll.runtime.sharding.unit import Unit
 
 _STATE = ("optim", "state")
 SCALER = frozenset({"scale", "growth_steps", "good_steps"})
-"""What a checkpoint keeps of the loss scaler of fp16."""
+"""Fields of the fp16 loss scaler in a checkpoint."""
 
 
 def save_state(
@@ -74,7 +74,7 @@ def _check_state(opened: checkpoint.Archive) -> None:
 
 
 def _is_scaler(values: Any) -> bool:
-    """Whether these are the fields of a loss scaler, finite numbers from 0 on."""
+    """Return True if these are the fields of a loss scaler, finite and not negative."""
     return (
         isinstance(values, dict)
         and values.keys() == SCALER
@@ -110,7 +110,7 @@ def load_values(folder: Path, units: Sequence[Unit], buffers: Mapping[str, torch
 
 
 def model_pieces(units: Sequence[Unit], buffers: Mapping[str, torch.Tensor]) -> Iterator[Piece]:
-    """What this rank keeps of parameters and persistent buffers."""
+    """Yield this rank's pieces of parameters and persistent buffers."""
     yield from _parameter_pieces(units)
     yield from _buffer_pieces(buffers)
 

@@ -42,7 +42,7 @@ _ROWS = ("rowwise", "rowwise_split_input")
 
 
 def tensor_parallel(adapter: Adapter, plan: Plan, mesh: DeviceMesh, *, apart: Collection[str] = ()) -> TensorParallel:
-    """How a model is split over the ranks of `mesh`, as its adapter says. Raises PlanError where it does not.
+    """The split of a model over the ranks of `mesh`, as its adapter defines it. Raises PlanError if it cannot be split.
 
     apart: names of modules that are split in another way.
     """
@@ -126,7 +126,7 @@ class TensorParallel:
         return {name: self._spread(name, parameter, at, styles=styles) for name, parameter in block.named_parameters()}
 
     def now(self, parameter: nn.Parameter) -> nn.Parameter:
-        """What a parameter of a block that was split has become."""
+        """Return the parameter that replaced `parameter` when its block was split."""
         return self._made[id(parameter)][1] if id(parameter) in self._made else parameter
 
     # ---- what is split
@@ -258,7 +258,7 @@ class TensorParallel:
 
     @property
     def _passed(self) -> Any:
-        """How the hidden state lies between the split modules of a layer."""
+        """The placement of the hidden state between the split modules of a layer."""
         return Shard(1) if self.sequence else Replicate()
 
 

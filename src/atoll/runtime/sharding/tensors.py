@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +14,7 @@ from atoll.layouts import Box
 
 
 class Spread(Enum):
-    """What the ranks of a tensor-parallel group have of a parameter.
+    """How a tensor-parallel group stores a parameter.
 
     SPLIT: each its part.  SAME: each all of it, and all of its gradient.  SUMMED: each all of it, and a gradient that
     has to be added up over them.
@@ -25,7 +26,7 @@ class Spread(Enum):
 
 
 def box_of(parameter: torch.Tensor) -> Box:
-    """Which part of the whole parameter this rank has."""
+    """Return the box of the full parameter that this rank has."""
     if not isinstance(parameter, DTensor):
         return Box.whole(parameter.shape)
     mesh, (placement,) = parameter.device_mesh, parameter.placements
@@ -35,7 +36,7 @@ def box_of(parameter: torch.Tensor) -> Box:
 
 
 def is_split(parameter: torch.Tensor) -> bool:
-    """Whether the ranks of a tensor-parallel group have different parts of a parameter."""
+    """Return True if the ranks of a tensor-parallel group have different parts of a parameter."""
     return isinstance(parameter, DTensor) and isinstance(parameter.placements[0], Shard)
 
 
@@ -65,12 +66,17 @@ def whole_of(parameter: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
     return _like(parameter, view).full_tensor().clone() if isinstance(parameter, DTensor) else view.clone()
 
 
-def whole_output(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor that may be split over the ranks of a tensor-parallel group; autograd goes through."""
-    if isinstance(tensor, DTensor):
-        whole: torch.Tensor = tensor.full_tensor()
-        return whole
-    return tensor
+def whole_output(output: Any) -> Any:
+    """All of a tensor, or of a nest of tensors, that may be split over the ranks of a tensor-parallel group; autograd
+    goes through."""
+    match output:
+        case DTensor():
+            return output.full_tensor()
+        case dict():
+            return {name: whole_output(value) for name, value in output.items()}
+        case tuple() | list():
+            return type(output)(map(whole_output, output))
+    return output
 
 
 def added_up(part: torch.Tensor, mesh: DeviceMesh, by: str = "sum") -> torch.Tensor:

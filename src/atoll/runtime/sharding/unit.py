@@ -17,7 +17,7 @@ from atoll.runtime.transport import Channel, Tag
 
 @dataclass(frozen=True, slots=True)
 class UnitSpec:
-    """Which parameters form a unit, known to every rank from the model alone.
+    """The parameters of a unit, which every rank derives from the model alone.
 
     index: place in the model's order.  names: every name of a parameter, its first one being what checkpoints use.
     blocks: the blocks that use the unit, in order; none for slices of the vocabulary, which every rank has.
@@ -111,12 +111,12 @@ class Unit:
 
     @property
     def trainable(self) -> bool:
-        """Whether any parameter is trained."""
+        """True if any parameter is trained."""
         return any(segment.trainable for segment in self.segments)
 
     @property
     def is_first_owner(self) -> bool:
-        """Whether this rank's copy is the one that counts in the norm."""
+        """True if this rank's copy is the one counted in the norm."""
         return self.owners[0] == self.around.transport.place.rank
 
     def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -126,11 +126,11 @@ class Unit:
                 yield from segment.parameters.items()
 
     def phases_of(self, name: str) -> tuple[Phase, ...]:
-        """When this rank computes the gradient of a parameter."""
+        """Return the phases in which this rank computes the gradient of a parameter."""
         return self._by_name[name].phases
 
     def shape(self, *, reads_in_place: bool) -> UnitShape:
-        """What lowering knows of it; reads_in_place: whether the ranks of a group read each other's memory."""
+        """Return the unit's shape for lowering. reads_in_place: the ranks of a group read each other's memory."""
         return unit_shape(
             self.spec.index,
             [segment.shape for segment in self.segments],
@@ -162,11 +162,11 @@ class Unit:
             segment.drop()
 
     def room(self, name: str, phase: Phase) -> Room:
-        """Where the gradient of a parameter is made in a phase."""
+        """Return the buffer for the gradient of a parameter in a phase."""
         return self._by_name[name].room(name, phase)
 
     def gradient(self, name: str, phase: Phase) -> torch.Tensor | None:
-        """What has been made of a parameter's gradient in a phase since the last reduction, if anything has."""
+        """Return a parameter's gradient of a phase since the last reduction, or None."""
         return self._by_name[name].gradient(name, phase)
 
     def reduce_gradients(self, phase: Phase) -> None:

@@ -1,9 +1,9 @@
-"""How ranks talk: messages, gathers and reductions of flat buffers, and small sums."""
+"""Communication between ranks: messages, gathers and reductions of flat buffers, and small sums."""
 
 from atoll.runtime.transport.base import Channel, Exchange, Later, Message, Outbox, Peers, Tag, Transport
 from atoll.runtime.transport.gloo import GlooTransport, StagedTransport
 from atoll.runtime.transport.nccl import Collective, NcclTransport, StreamOutbox
-from atoll.runtime.transport.world import connect, join, leave, world_rank, world_store
+from atoll.runtime.transport.world import connect, join, leave, world_rank, world_size, world_store
 
 __all__ = [
     "Channel",
@@ -23,5 +23,6 @@ __all__ = [
     "join",
     "leave",
     "world_rank",
+    "world_size",
     "world_store",
 ]

@@ -1,4 +1,4 @@
-"""What every transport offers; this package holds the only callers of torch.distributed communication.
+"""The interface of a transport. Only this package calls torch.distributed communication.
 
 A transport moves tensors between the ranks of a mesh: tagged messages along the pipeline, gathers and reductions of
 flat buffers along a data-parallel axis, and small sums over all ranks. Gathers and reductions work in place on a
@@ -38,7 +38,7 @@ _MESHES = itertools.count()
 
 
 class Channel(IntEnum):
-    """What a message is about; the first part of its tag."""
+    """The kind of a message; the first part of its tag."""
 
     FORWARD = 1
     BACKWARD = 2
@@ -193,7 +193,7 @@ class Exchange:
 
 
 class Transport(ABC):
-    """What every transport offers. `sent` counts bytes by axis ("intra", "inter", "pp").
+    """The interface of a transport. `sent` counts bytes by axis ("intra", "inter", "pp").
 
     waits_on_host: whether a gather or a reduction returns when it is done, not when it has been launched.
     """
@@ -257,7 +257,7 @@ class Transport(ABC):
         """
 
     def sees(self, peers: Peers) -> bool:
-        """Whether `peers` read each other's memory in place."""
+        """Return True if `peers` read each other's memory in place."""
         return False
 
     def wait_for_readers(self) -> None:  # noqa: B027

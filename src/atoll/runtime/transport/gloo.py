@@ -71,7 +71,7 @@ class GlooTransport(Transport):
             self._arena = Arena(lent, len(peers.ranks))
 
     def _hear(self, peers: Peers, told: torch.Tensor) -> list[list[int]]:
-        """What every rank of `peers` tells, in order."""
+        """Gather one value from every rank of `peers`, in order."""
         exchange = self.exchange(told, peers.ranks, Tag(Channel.MEMORY, 0))
         exchange.wait()
         return [part.tolist() for part in exchange.parts]
@@ -132,8 +132,8 @@ class GlooTransport(Transport):
             message.wait()
 
     def _place(self, block: torch.Tensor, peers: Peers) -> tuple[int, int]:
-        """Where `peers` find a block in this rank's memory, and the bytes that say who is done with it: -1 if it is not
-        there, or rests there."""
+        """Return the offset of a block in this rank's memory for `peers`, and of its done bytes: -1 for a block outside
+        the memory, or stored in it permanently."""
         if self._memory is None or not self.sees(peers):
             return -1, -1
         done = None if self._arena is None else self._arena.done(block)
@@ -240,7 +240,7 @@ class StagedTransport(GlooTransport):
     """
 
     def is_far(self, tensor: torch.Tensor) -> bool:
-        """Whether gloo can't reach a tensor."""
+        """Return True if gloo cannot access a tensor."""
         return tensor.is_cuda
 
     def send(self, tensor: torch.Tensor, peer: int, tag: Tag) -> Message:

@@ -49,7 +49,7 @@ class SharedMemory:
         return tensor
 
     def place(self, tensor: torch.Tensor) -> int:
-        """Where a contiguous tensor begins in the file, in bytes; -1 if it is elsewhere."""
+        """Return the byte offset of a contiguous tensor in the file, or -1 if it is not in the file."""
         base = tensor.untyped_storage().data_ptr()
         return self._starts[base] + tensor.data_ptr() - base if base in self._starts else -1
 
@@ -68,7 +68,7 @@ def mapped(process: int, descriptor: int, nbytes: int) -> torch.Tensor:
 
 
 def view(memory: torch.Tensor, place: int, like: torch.Tensor) -> torch.Tensor:
-    """What lies at a place of another rank's file, of the dtype and size of `like`."""
+    """Return the tensor at a place of another rank's file, with the dtype and size of `like`."""
     return memory[place : place + like.nbytes].view(like.dtype).view(like.shape)
 
 

@@ -50,6 +50,11 @@ def world_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
+def world_size() -> int:
+    """Return the world size, 1 without torch.distributed."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
 def world_store() -> dist.Store | None:
     """The store that the ranks met at, as it was given to `join`; None without torch.distributed."""
     if not dist.is_initialized() or dist.group.WORLD is None:

@@ -1,4 +1,4 @@
-"""What stands in the places of embedding and head while the vocabulary is split."""
+"""Replacements of embedding and head for a split vocabulary."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class End(ABC):
         """Instead of the module's own."""
 
     def lies_in(self, block: Block) -> bool:
-        """Whether a block has the module."""
+        """Return True if a block has the module."""
         return any(module is self._module for module in block.module.modules())
 
 
@@ -64,7 +64,7 @@ class Scored(End):
         return given.detach()
 
     def taken(self) -> torch.Tensor:
-        """What the head was given."""
+        """Return the input of the head."""
         assert self.given is not None, "the last stage runs the head"
         given, self.given = self.given, None
         return given

@@ -33,7 +33,7 @@ from atoll._torch import local_part
 from atoll.errors import PlanError
 from atoll.layouts import Box
 from atoll.models import Adapter, Batch, Block, Vocabulary
-from atoll.models.adapter import IGNORED_LABEL
+from atoll.models.batch import IGNORED_LABEL
 from atoll.runtime.sharding.room import Room
 from atoll.runtime.sharding.tensors import added_up, part_of
 from atoll.runtime.sharding.unit import Unit
@@ -116,7 +116,7 @@ class VocabularyTable:
 
     @property
     def trainable(self) -> bool:
-        """Whether the weight is trained."""
+        """True if the weight is trained."""
         return self.unit.parameters[self.weight_name].requires_grad
 
     def rows(self) -> tuple[Tensor, Tensor | None]:
@@ -127,7 +127,7 @@ class VocabularyTable:
 
 @dataclass(slots=True)
 class Scores:
-    """What a slice says of a microbatch of N tokens.
+    """The scores of a slice for a microbatch of N tokens.
 
     sums: [3, N], the largest logit, the sum of exponentials relative to it, and the label's logit or 0.
     answer: [N + labels in the slice, hidden], the mean of the head's rows, and behind it the rows of the labels; with
@@ -140,7 +140,7 @@ class Scores:
 
 @dataclass(slots=True)
 class _Kept:
-    """What a slice keeps from S to T: the softmax of its own logits, and what it scored."""
+    """State kept from S to T: the softmax of the slice's logits, and the scored hidden state."""
 
     hidden: Tensor
     softmax: Tensor
@@ -171,17 +171,17 @@ class VocabularySlice:
 
     @property
     def width(self) -> int:
-        """Of a row."""
+        """Elements of a row, the hidden size."""
         return int(self.head.unit.parameters[self.head.weight_name].shape[1])
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of rows and hidden states."""
+        """The dtype of rows and hidden states."""
         return local_part(self.head.unit.parameters[self.head.weight_name]).dtype
 
     @property
     def precise(self) -> torch.dtype:
-        """Of sums and losses."""
+        """The dtype of sums and losses."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
     @property
@@ -218,7 +218,7 @@ class VocabularySlice:
 
     @torch.no_grad()
     def embedded(self, found: Tensor) -> Tensor:
-        """What the ranks of the pipeline looked up, added up -> what was looked up in the whole vocabulary."""
+        """Return the look-up in the full vocabulary from the sum of the pipeline ranks' look-ups."""
         return self._all(found)
 
     @torch.no_grad()
@@ -234,7 +234,7 @@ class VocabularySlice:
 
     @torch.no_grad()
     def score(self, microbatch: int, hidden: Tensor, labels: Tensor, *, training: bool, logits: bool) -> Scores:
-        """What this slice says; in training what `learn` needs is kept until then."""
+        """Return this slice's scores; in training, keep what `learn` needs."""
         weight, bias = self.head.rows()
         flat = hidden.detach().reshape(-1, hidden.shape[-1])
         scored, slope = self._finish(F.linear(flat, weight, bias))
@@ -280,7 +280,7 @@ class VocabularySlice:
 
     @torch.no_grad()
     def combine(self, scores: Sequence[Scores], labels: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Of the pipeline's ranks in order: the loss summed over tokens, log-sums [N], the hidden state's gradient."""
+        """Combine the pipeline ranks' scores: summed loss over tokens, log-sums [N], the hidden state's gradient."""
         flat = labels.reshape(-1)
         is_counted = flat != IGNORED_LABEL
         sums = torch.stack([each.sums for each in scores])
@@ -305,7 +305,7 @@ class VocabularySlice:
 
     @torch.no_grad()
     def logits(self, scores: Sequence[Scores]) -> Tensor:
-        """Of the pipeline's ranks in order: [N, vocabulary]."""
+        """Return the logits [N, vocabulary] from the pipeline ranks' scores, in order."""
         answers = [each.answer for each in scores if each.answer is not None]
         logits = answers[0].new_zeros(len(answers[0]), self.size)
         for index, answer in enumerate(answers):
@@ -318,7 +318,7 @@ class VocabularySlice:
         return part if self._tensor is None else added_up(part, self._tensor, by)
 
     def labels_in(self, index: int, labels: Tensor) -> Tensor:
-        """Which labels are in the slice of a rank."""
+        """Return the mask of labels in the slice of a rank."""
         rows = self.rows_of(index)
         return (labels >= rows.start) & (labels < rows.stop)
 
@@ -333,7 +333,7 @@ class VocabularySlice:
         return table.unit.room(name, "W")
 
     def _finish(self, scored: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What the model does to the head's output, and its derivative where that is not 1."""
+        """Apply the model's scale and cap to the head's output; also return the derivative if it is not 1."""
         if self._scale != 1.0:
             scored = scored * self._scale
         if self._cap is not None:
@@ -343,5 +343,5 @@ class VocabularySlice:
 
 
 def block_of(blocks: Sequence[Block], module: str) -> int:
-    """The block that a module lies in."""
+    """Return the block that contains a module."""
     return next(at for at, block in enumerate(blocks) if any(name == module for name, _ in block.named_modules()))

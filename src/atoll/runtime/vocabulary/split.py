@@ -26,7 +26,7 @@ from atoll.runtime.vocabulary.slice import Scores, VocabularySlice
 
 @dataclass(slots=True)
 class _Row:
-    """What lives from one action to another: by microbatch, tensors with the buffers to give back."""
+    """State between actions: by microbatch, tensors with the buffers to release."""
 
     batches: Sequence[Batch] = ()
     is_training: bool = False
@@ -61,7 +61,7 @@ class SplitVocabulary:
     # ---- messages
 
     def parcels(self, action: Action, batches: Sequence[Batch], *, training: bool, logits: bool) -> list[Parcel] | None:
-        """What a receive of the vocabulary's brings, in order; None for one of the pipeline's own."""
+        """Return the messages of a vocabulary receive, in order, or None for a receive of the pipeline."""
         microbatch, slice_ = action.microbatch or 0, self._slice
         batch = batches[microbatch]
         rows, length = batch["input_ids"].shape
@@ -153,7 +153,7 @@ class SplitVocabulary:
             self._send(hidden.detach().contiguous(), rank, Channel.SCORED, microbatch=microbatch)
 
     def take_scored(self, microbatch: int, hidden: torch.Tensor) -> None:
-        """What the last stage gave, on its own rank."""
+        """Take the last stage's output on its own rank."""
         ids = self._row.batches[microbatch]["input_ids"]
         wanted = (*ids.shape, self._slice.width), self._slice.dtype
         if (tuple(hidden.shape), hidden.dtype) != wanted:

@@ -1,0 +1,130 @@
+"""Tokenizers, texts and token caches."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import zstandard
+from pyarrow import parquet  # a reader loads it once it is needed: an input takes no memory for that
+
+from atoll.data.blocks import MANIFEST as BLOCKS_MANIFEST
+from atoll.data.blocks import Blocks
+from atoll.data.conversations import conversations
+from atoll.data.corpus import documents, find_source
+from atoll.data.rows import How, Packing, rows_of
+from atoll.data.store import load_cache, prepare
+from atoll.data.tokenizer import FileTokenizer, train_bpe
+from benchmarks.fuzz.reading import Made, Parser, of_file, sealed
+
+
+def _tokenizer(folder: Path) -> Parser:
+    seed = train_bpe(["some words and more words"], size=270).to_json().encode()
+    path = folder / "tokenizer.json"
+
+    def read(content: bytes) -> object:
+        path.write_bytes(content)
+        found = FileTokenizer.read(path)
+        return found.size, found.end_of_text, found.decode(found.encode("some words")[:4])
+
+    return Parser([seed], read)
+
+
+def _corpus(path: Path) -> object:
+    return list(documents(find_source(str(path))))
+
+
+def _conversations(path: Path) -> object:
+    return list(conversations(find_source(str(path), has_records=True)))
+
+
+CHAT = b"""{"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
+{"prompt": "2 + 2?", "completion": "4"}
+{"instruction": "Add.", "input": "2, 2", "output": "4"}
+"""
+
+RECORDS = b'{"text": "a line"}\n{"text": "another", "n": [1, 2]}\n'
+
+
+def _zstd(folder: Path) -> Parser:
+    return of_file("a.jsonl.zst", [zstandard.ZstdCompressor().compress(RECORDS)], _corpus)(folder)
+
+
+def _parquet(folder: Path) -> Parser:
+    path = folder / "seed.parquet"
+    parquet.write_table(pyarrow.table({"text": ["a line", "another line"], "other": [1, 2]}), path)
+    return of_file("a.parquet", [path.read_bytes()], _corpus)(folder)
+
+
+def _dataset(name: str) -> Made:
+    """A folder of the `datasets` package, of which one file is exchanged."""
+
+    def parser(folder: Path) -> Parser:
+        import datasets
+
+        datasets.disable_progress_bars()
+        root = folder / "saved"
+        datasets.Dataset.from_dict({"text": ["a line", "another line"], "other": [1, 2]}).save_to_disk(root)
+
+        def read(content: bytes) -> object:
+            (root / name).unlink()  # the last one may be in a memory map still
+            (root / name).write_bytes(content)
+            return _corpus(root)
+
+        return Parser([(root / name).read_bytes()], read)
+
+    return parser
+
+
+def _cache(name: str, how: How = "blocks") -> Callable[[Path], Parser]:
+    """A token cache of which one file is exchanged, with a manifest that vouches for it."""
+    packing = Packing(sequence=16, how=how)
+
+    def parser(folder: Path) -> Parser:
+        (folder / "a.txt").write_text("some words and more words\n" * 40)
+        options: dict[str, Any] = {"tokenizer": "bpe-270", "sequence": 16, "validation": 0.1, "how": how}
+        prepare(str(folder / "a.txt"), cache=folder / "cache", **options)
+        (cache,) = (path for path in (folder / "cache").iterdir() if path.is_dir())
+        names = list(Blocks.read(cache).files)
+        seed = (cache / name).read_bytes()
+
+        def read(content: bytes) -> object:
+            if name == BLOCKS_MANIFEST:
+                content = sealed(content)
+            (cache / name).unlink()
+            (cache / name).write_bytes(content)
+            if name != BLOCKS_MANIFEST:
+                (cache / BLOCKS_MANIFEST).write_bytes(Blocks.of(cache, names).encode())
+            found = load_cache(cache, cache.name, lambda line: None)
+            rows = rows_of(found.trained, packing)
+            return found.train[:], found.validation[:], rows.take(np.arange(len(rows)))
+
+        if name == BLOCKS_MANIFEST:
+            seed = json.dumps(json.loads(seed)["content"]).encode()
+        return Parser([seed], read)
+
+    return parser
+
+
+PARSERS: Mapping[str, Made] = {
+    "tokenizer": _tokenizer,
+    "corpus, text": of_file("a.txt", [b"a line\nanother line\n\nand a third\n"], _corpus),
+    "corpus, JSONL": of_file("a.jsonl", [RECORDS], _corpus),
+    "corpus, conversations": of_file("a.jsonl", [CHAT], _conversations),
+    "corpus, JSON array": of_file("a.json", [b'[{"text": "a line"}, {"text": "another", "n": [1, 2]}]'], _corpus),
+    "corpus, gzip": of_file("a.jsonl.gz", [gzip.compress(RECORDS)], _corpus),
+    "corpus, zstd": _zstd,
+    "corpus, parquet": _parquet,
+    "corpus, dataset's state": _dataset("state.json"),
+    "corpus, dataset's fields": _dataset("dataset_info.json"),
+    "corpus, dataset's arrow": _dataset("data-00000-of-00001.arrow"),
+    "token cache, about": _cache("about.json"),
+    "token cache, tokens": _cache("train.npy"),
+    "token cache, lengths": _cache("train-lengths.npy", "documents"),
+    "token cache, digests": _cache("manifest.json"),
+}

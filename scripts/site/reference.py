@@ -1,0 +1,208 @@
+"""The pages of the reference: which public names each documents. A test checks that every public name is in one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A page of the reference. names: module -> its names, in the order of the page."""
+
+    file: str
+    title: str
+    text: str
+    names: Mapping[str, Sequence[str]]
+
+    def paths(self) -> list[str]:
+        """The dotted names of the page."""
+        return [f"{module}.{name}" for module, names in self.names.items() for name in names]
+
+    def markdown(self) -> str:
+        """The page, for mkdocstrings."""
+        parts = [f"# {self.title}", self.text, *(f"::: {path}" for path in self.paths())]
+        return "\n\n".join(parts) + "\n"
+
+
+PAGES = (
+    Page(
+        "engine",
+        "Engine",
+        "`Engine` builds a rank's part of a model and trains it as a [plan](plans.md) says. "
+        "[What a step does](../program.md) describes a step, [adapters](../adapters.md) the models it takes.",
+        {
+            "atoll": ["Engine", "programs_of"],
+            "atoll.runtime.engine": ["Evaluation"],
+            "atoll.runtime.pipeline.step_end": ["StepResult"],
+        },
+    ),
+    Page(
+        "plans",
+        "Plans",
+        "A `Plan` combines a mesh, a [layout](layouts.md), a [schedule](schedules.md), a precision and microbatches.",
+        {"atoll": ["Plan", "MeshShape"], "atoll.plans": ["Place"]},
+    ),
+    Page(
+        "layouts",
+        "Layouts",
+        "Where parameters, gradients and optimizer state are stored, and what that costs in memory and traffic. "
+        "[Layouts](../layouts.md) explains them.",
+        {
+            "atoll": ["Layout", "Precision"],
+            "atoll.layouts": [
+                *("Level", "ALIASES", "ALL", "EFFECTIVE", "PRESETS", "ITEM_BYTES"),
+                *("footprint", "Footprint", "traffic", "Traffic", "working_memory", "WorkingMemory", "AT_ONCE"),
+                *("reduced_at_once", "published_memory", "PublishedMemory"),
+                *("Sharding", "Stored", "SegmentShape", "Shape", "FlatMap", "Entry", "Nest", "Slice", "Box", "boxes"),
+                *("Axis", "Kind", "Move", "Moves", "GATHER_INTRA", "GATHER_INTER", "REDUCE_INTRA", "REDUCE_INTER"),
+                *("GATHER_PARAMETER", "REDUCE_GRADIENT", "SYNC_GRADIENT", "SYNC_PARAMETER"),
+            ],
+        },
+    ),
+    Page(
+        "schedules",
+        "Schedules",
+        "The order in which each pipeline rank runs its actions. [Schedules](../schedules.md) lists the catalogue, "
+        "[which schedule](../which-schedule.md) helps to choose.",
+        {
+            "atoll": ["Schedule", "Action", "Op", "Placement"],
+            "atoll.schedules": [
+                *("build", "CATALOGUE", "Entry", "ClosedForm", "RankForm", "Sizes"),
+                *("Problem", "Memory", "Links", "Link", "lower_bound"),
+            ],
+            "atoll.ir": [
+                *("lower", "insert_messages", "insert_sharding", "insert_vocabulary"),
+                *("COMPUTE", "MESSAGES", "SHARDING", "VOCABULARY"),
+            ],
+        },
+    ),
+    Page(
+        "programs",
+        "Programs",
+        "The instructions that a rank executes in a step. [What a step does](../program.md) explains them.",
+        {
+            "atoll.program": [
+                *(
+                    "Program",
+                    "Programs",
+                    "Instruction",
+                    "Do",
+                    "Lane",
+                    "Phase",
+                    "Part",
+                    "parts_of",
+                    "lower_row",
+                    "check",
+                ),
+                *("RankShape", "StageShape", "BlockShape", "UnitShape", "unit_shape", "Ending"),
+                *("Bytes", "peaks", "sent_by", "way_of", "BACKWARD", "BEGINS", "PHASES"),
+            ],
+        },
+    ),
+    Page(
+        "simulation",
+        "Simulation and traces",
+        "Simulated and measured steps are traces of the same type.",
+        {
+            "atoll": ["simulate", "Costs", "Rates", "Speed", "Trace"],
+            "atoll.sim": ["play", "Played", "Timing"],
+            "atoll.trace": [
+                *("Span", "Idle", "MemorySample", "to_chrome", "from_chrome", "lane_of", "apart", "Timed", "AnyTimed"),
+            ],
+        },
+    ),
+    Page(
+        "planner",
+        "Planner",
+        "Chooses a plan for a workload on a cluster. [Plan](../plan.md) explains it.",
+        {
+            "atoll": ["plan"],
+            "atoll.planner": [
+                *("Goal", "Space", "Search", "Found", "Answer", "Candidate", "Alternative", "Change", "Order"),
+                *("choices", "settings", "EFFORT"),
+            ],
+        },
+    ),
+    Page(
+        "models",
+        "Models",
+        "Adapters that split a model into blocks, the built-in decoder, initial values and weights. "
+        "[Models](../models.md) and [adapters](../adapters.md) explain them.",
+        {
+            "atoll.models": [
+                *("Adapter", "Block", "Vocabulary", "Batch", "adapter_for", "check_blocks", "shared_parameters"),
+                *("Decoder", "DecoderConfig", "DecoderAdapter", "SequentialAdapter", "token_cross_entropy"),
+                *("Weights", "weights_for", "initialise_model", "initialise_block", "initial_values", "reset_module"),
+                *("name_seed", "count", "weigh_blocks", "relative_score", "transformer_of", "STYLES"),
+                *("Loss", "check_documents"),
+            ],
+        },
+    ),
+    Page(
+        "data",
+        "Data",
+        "Text to tokens, and the order of samples. [Data](../data.md) explains them.",
+        {
+            "atoll.data": [
+                *("Source", "find_source", "documents", "fingerprint", "prepare", "preview", "Corpus"),
+                *("prepare_supply", "preview_supply", "Supply", "Name"),
+                *("Tokenizer", "ByteTokenizer", "FileTokenizer", "expected_ids"),
+                *("SampleOrder", "sample_count", "batch", "Batch", "validation_batches", "hide", "IGNORED_LABEL"),
+                *("Rows", "rows_of", "Packing", "Part", "loader"),
+            ],
+        },
+    ),
+    Page(
+        "config",
+        "Config",
+        "The TOML file of a run. [Training](../training.md) lists its keys.",
+        {
+            "atoll.config": [
+                *("load", "from_dict", "known_keys", "Config", "Model", "Lora", "Data", "Train", "Parallel", "Run"),
+                "Checkpoint",
+            ],
+        },
+    ),
+    Page(
+        "errors",
+        "Errors",
+        "All errors are subclasses of `AtollError`. [Errors](../errors.md) lists exit codes.",
+        {
+            "atoll": ["AtollError"],
+            "atoll.errors": [
+                *("UserError", "ConfigError", "ScheduleError", "LayoutError", "PlanError", "DataError"),
+                *("CheckpointError", "DamageError", "RunError", "BadStepError", "ReplicaError", "RankError"),
+                *("CostWarning", "UnverifiedWarning"),
+            ],
+        },
+    ),
+    Page(
+        "testing",
+        "Testing",
+        "Run a function on several ranks of this machine, in your own tests.",
+        {"atoll.testing": ["run_ranks", "RankPool"]},
+    ),
+)
+
+
+def overview() -> str:
+    """The first page of the reference: every page with its names."""
+    rows = [f"| [{page.title}]({page.file}.md) | {_names(page)} |" for page in PAGES]
+    return "\n".join(
+        [
+            "# Reference",
+            "",
+            "Every public name of `atoll` and its public modules. `import atoll` imports neither torch nor numpy; a "
+            "name loads its module when it is first used.",
+            "",
+            "| page | names |",
+            "|---|---|",
+            *rows,
+            "",
+        ]
+    )
+
+
+def _names(page: Page) -> str:
+    return ", ".join(f"[`{path.removeprefix('atoll.')}`][{path}]" for path in page.paths())

@@ -1,0 +1,82 @@
+"""`atoll convert FILE`: a config of another system as one of Atoll."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from atoll.errors import ConfigError
+
+if TYPE_CHECKING:
+    from atoll.settings.convert import Conversion
+
+
+def command(
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE", help="DeepSpeed's JSON, Accelerate's YAML or torchtitan's TOML.", show_default=False
+        ),
+    ],
+    out: Annotated[Path | None, typer.Option("-o", help="The file to write.", show_default=False)] = None,
+) -> None:
+    """Convert a config of DeepSpeed, Accelerate or torchtitan to a config of Atoll.
+
+    The config is printed, or written to the file of -o, which must not exist. Settings without an equivalent are
+    printed to stderr, one a line, and written as comments at the end of the config.
+    """
+    from atoll.toml import to_toml
+
+    found = converted(path)
+    lines = [f"# {line}" for line in found.left]
+    text = f"# From {path.name}, of {found.system}.\n\n{to_toml(found.tables)}"
+    if lines:
+        text += "\n# Not carried over:\n" + "\n".join(lines) + "\n"
+    for line in found.left:
+        typer.echo(f"not carried over: {line}", err=True)
+    if out is None:
+        typer.echo(text, nl=False)
+        return
+    try:
+        with out.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ConfigError(f"{out} exists; name another file") from None
+
+
+def converted(path: Path) -> Conversion:
+    """The config of a file, of a system that is known. Raises ConfigError where it is none, or its values do not fit
+    together."""
+    from atoll.config import from_dict
+    from atoll.settings.convert import convert
+
+    found = convert(_document(path))
+    from_dict(found.tables)
+    return found
+
+
+def _document(path: Path) -> dict[str, Any]:
+    """Raises ConfigError for a file that cannot be read."""
+    from atoll.documents import LARGEST_TOML, parse_yaml, read_json, read_text, read_toml
+
+    try:
+        match path.suffix.lower():
+            case ".json":
+                found = read_json(path, limit=LARGEST_TOML)
+            case ".toml":
+                found = read_toml(path)
+            case ".yaml" | ".yml":
+                found = parse_yaml(read_text(path, limit=LARGEST_TOML))
+            case _:
+                raise ConfigError(f"{path}: known are .json (DeepSpeed), .yaml (Accelerate) and .toml (torchtitan)")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror or error})") from error
+    except ImportError as error:
+        raise ConfigError(f'{path}: YAML needs the package PyYAML; pip install "atoll[hf]"') from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path}: a {type(found).__name__}, not a table of settings")
+    return found

@@ -1,0 +1,154 @@
+"""Documents and conversations to files of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from atoll.data.conversations import ChatTemplate, Rendered, conversations
+from atoll.data.corpus import Source, documents
+from atoll.data.split import Range, ranges_of
+from atoll.data.tokenizer import Tokenizer
+from atoll.errors import DataError
+
+_PIECE_CHARACTERS = 200_000
+_GROUP_CHARACTERS = 4_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A source's tokens in a file, document after document. answers: a file of as many flags, of conversations."""
+
+    tokens: Path
+    answers: Path | None
+    dtype: np.dtype[Any]
+    lengths: list[int]
+
+    def ranges(self, chosen: NDArray[np.bool_]) -> Sequence[Range]:
+        """The ranges of tokens of some documents."""
+        return ranges_of(np.asarray(self.lengths, dtype=np.int64), chosen)
+
+    def chosen(self, chosen: NDArray[np.bool_]) -> NDArray[np.uint32]:
+        """The lengths of some documents."""
+        return np.asarray(self.lengths, dtype=np.uint32)[chosen]
+
+    def write(
+        self, folder: Path, part: str, ranges: Sequence[Range], lengths: NDArray[np.uint32] | None = None
+    ) -> None:
+        """Write the arrays of a split. lengths: of its documents, where they are kept."""
+        _write(folder / f"{part}.npy", _mapped(self.tokens, self.dtype), ranges)
+        if lengths is not None:
+            np.save(folder / f"{part}-lengths.npy", lengths)
+        if self.answers is not None:
+            _write(folder / f"{part}-answers.npy", _mapped(self.answers, np.dtype(np.uint8)), ranges)
+
+    def remove(self) -> None:
+        """Delete the files."""
+        for path in (self.tokens, self.answers):
+            if path is not None:
+                path.unlink()
+
+
+def encode(folder: Path, source: Source, tokenizer: Tokenizer, *, chat: ChatTemplate | None) -> Encoded:
+    """Encode a source into files of `folder`. Raises DataError where it has no text.
+
+    chat: what writes out its conversations, if it has these.
+    """
+    dtype = np.dtype(np.uint16 if tokenizer.size <= 1 << 16 else np.uint32)
+    tokens, answers = folder / "tokens.bin", None
+    if chat is None:
+        lengths = _encode_texts(documents(source), tokenizer, tokens, dtype)
+    else:
+        answers = folder / "answers.bin"
+        found = _rendered(source, chat, tokenizer)
+        with tokens.open("wb") as ids, answers.open("wb") as flags:
+            lengths = []
+            for each in found:
+                each.ids.astype(dtype).tofile(ids)
+                each.is_answer.astype(np.uint8).tofile(flags)
+                lengths.append(len(each.ids))
+    if sum(lengths) < 2 and not source.is_shard:
+        raise DataError(f"{source.key} = {source.name!r}: no text in {source.root.absolute()}; take another")
+    return Encoded(tokens, answers, dtype, lengths)
+
+
+def _rendered(source: Source, chat: ChatTemplate, tokenizer: Tokenizer) -> Iterator[Rendered]:
+    """The conversations of a source as tokens. Raises DataError for one in which no label would count."""
+    for where, messages in conversations(source):
+        try:
+            found = chat.render(messages)
+        except ValueError as error:
+            raise DataError(f"{where}: {error}") from error
+        if not found.is_answer[1:].any():
+            raise DataError(f"{where}: the chat template writes no token of an answer, so there is nothing to learn")
+        if found.ids.max() >= tokenizer.size:
+            raise DataError(
+                f"{where}: the chat template gives id {found.ids.max()}; the tokenizer has {tokenizer.size}"
+            )
+        yield found
+
+
+def _mapped(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
+    return np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.empty(0, dtype=dtype)
+
+
+def _encode_texts(texts: Iterable[str], tokenizer: Tokenizer, path: Path, dtype: np.dtype[Any]) -> list[int]:
+    """Write the tokens of all documents one after the other; the number of tokens of each, end of text included."""
+    closing = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
+    lengths: list[int] = []
+    length = 0
+    with path.open("wb") as stream:
+        for group in _groups(_pieces(texts)):
+            encoded = tokenizer.encode_batch([text for text, _ in group])
+            for ids, (_, is_last) in zip(encoded, group, strict=True):
+                ids.astype(dtype).tofile(stream)
+                length += len(ids)
+                if is_last:
+                    np.array(closing, dtype=dtype).tofile(stream)
+                    lengths.append(length + len(closing))
+                    length = 0
+    return lengths
+
+
+def _pieces(texts: Iterable[str]) -> Iterator[tuple[str, bool]]:
+    """Cut long documents where a line ends, if one does, so that cores can share them: (piece, is the last one)."""
+    for text in texts:
+        start = 0
+        while len(text) - start > _PIECE_CHARACTERS:
+            newline = text.rfind("\n", start, start + _PIECE_CHARACTERS)
+            stop = newline + 1 if newline >= start else start + _PIECE_CHARACTERS
+            yield text[start:stop], False
+            start = stop
+        yield text[start:], True
+
+
+def _groups(pieces: Iterable[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:
+    """Yield pieces in groups of bounded size, so that only one group is in memory."""
+    group: list[tuple[str, bool]] = []
+    characters = 0
+    for piece in pieces:
+        group.append(piece)
+        characters += len(piece[0])
+        if characters >= _GROUP_CHARACTERS:
+            yield group
+            group, characters = [], 0
+    if group:
+        yield group
+
+
+def _write(path: Path, tokens: NDArray[Any], ranges: Sequence[Range]) -> None:
+    total = sum(stop - start for start, stop in ranges)
+    if total == 0:
+        np.save(path, np.empty(0, dtype=tokens.dtype))
+        return
+    target = np.lib.format.open_memmap(path, mode="w+", dtype=tokens.dtype, shape=(total,))
+    position = 0
+    for start, stop in ranges:
+        target[position : position + stop - start] = tokens[start:stop]
+        position += stop - start
+    target.flush()

@@ -1,0 +1,78 @@
+"""Batches: tensors by name, in mappings that may be nested."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from atoll.errors import PlanError
+
+Batch = Mapping[str, Any]
+"""Tensors (or arrays) by name; values may be mappings of tensors themselves. Every tensor has a sample in each row."""
+
+IGNORED_LABEL = -100
+"""A label that does not count."""
+
+
+def tensors_in(batch: Batch, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Every tensor with its path, such as `image.pixels`."""
+    for name, value in batch.items():
+        if isinstance(value, Mapping):
+            yield from tensors_in(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def map_tensors(batch: Batch, change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """The same nest with every tensor changed."""
+    return {
+        name: map_tensors(value, change) if isinstance(value, Mapping) else change(value)
+        for name, value in batch.items()
+    }
+
+
+def as_tensors(batch: Batch, device: torch.device, prefix: str = "") -> dict[str, Any]:
+    """The batch as tensors on a device.
+
+    Raises PlanError for what is neither a mapping nor a tensor or an array with a row for each sample.
+    """
+    if not isinstance(batch, Mapping):
+        raise PlanError(
+            f"the batch is a {type(batch).__name__}; give tensors by name, such as "
+            '{"input_ids": ..., "labels": ...}: a dict, in which values may be dicts of tensors'
+        )
+    found: dict[str, Any] = {}
+    for name, value in batch.items():
+        path = f"{prefix}{name}"
+        if not isinstance(name, str):
+            raise PlanError(f"the batch has the key {path} of type {type(name).__name__}; keys are strings")
+        if isinstance(value, Mapping):
+            found[name] = as_tensors(value, device, f"{path}.")
+            continue
+        try:
+            tensor = torch.as_tensor(value, device=device)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise PlanError(
+                f"the batch's {path} is a {type(value).__name__} that cannot become a tensor ({error}); give tensors, "
+                "arrays, or dicts of these"
+            ) from error
+        if tensor.dim() == 0:
+            raise PlanError(f"the batch's {path} is a single number; every tensor of a batch has a row for each sample")
+        found[name] = tensor
+    return found
+
+
+def count_labels(batch: Batch) -> Tensor:
+    """Return the number of labels that count, on the batch's device: integers but -100, all others, or samples if none.
+
+    `labels` that are a mapping count as none: what they mean is for a loss to say.
+    """
+    labels = batch.get("labels")
+    if isinstance(labels, Tensor) and not labels.is_floating_point():
+        return (labels != IGNORED_LABEL).sum()
+    _, first = next(tensors_in(batch))
+    count = labels.numel() if isinstance(labels, Tensor) else first.shape[0]
+    return torch.tensor(count, device=first.device)

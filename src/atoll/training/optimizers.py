@@ -1,0 +1,206 @@
+"""The optimizer that a config names: one of torch.optim, or what a factory of a module makes.
+
+[Note: elementwise] A rank's optimizer has ranges of flattened parameters, so the update of an element must not depend
+on other elements. That is tried, not looked up: a few steps of a small parameter and of its two halves have to agree.
+What the optimizer then keeps of the parameter is what bytes are predicted by, and what a checkpoint must have to go on.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from atoll.config import Config, Train
+from atoll.errors import ConfigError
+from atoll.plans import Plan
+from atoll.training.named import load_named
+
+if TYPE_CHECKING:
+    import torch
+
+    from atoll.runtime.sharding.optimizer import OptimizerFactory
+
+OWN_KEYS = ("lr", "betas", "eps", "weight_decay")
+"""Options that have keys of their own in [train]."""
+
+REASONS = {
+    "Adafactor": "it keeps sums of the rows and columns of whole matrices",
+    "LBFGS": "it searches along a line for all parameters at once, and calls the model to do so",
+    "Muon": "it orthogonalises whole matrices",
+    "SparseAdam": "it takes sparse gradients, and the sums over ranks are dense",
+}
+"""Optimizers of torch that cannot step ranges of flattened parameters."""
+
+ADVICE = "use an elementwise one such as AdamW, SGD, RMSprop or Adagrad"
+ELEMENTS, HALF, TRIALS = 8, 3, 3
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """An optimizer and its options.
+
+    keys: names of what it keeps of a parameter.  states: how many of them are tensors as large as the parameter.
+    """
+
+    factory: OptimizerFactory
+    keys: frozenset[str]
+    states: int
+
+
+def named_optimizer(train: Train) -> Named:
+    """The optimizer of `train.optimizer` and its options.
+
+    Raises ConfigError for an optimizer that does not exist or is not elementwise, and for options that it does not
+    take.
+    """
+    make = _make(train)
+    options = _options(train, make)
+
+    def factory(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        made: torch.optim.Optimizer = make(groups, **options)
+        return made
+
+    kept = _try(train, make, {**options, "lr": 0.01})
+    sizes = [getattr(value, "shape", ()) for value in kept.values()]
+    return Named(factory, frozenset(kept), sum(tuple(size) == (ELEMENTS,) for size in sizes))
+
+
+def states_of(train: Train) -> int:
+    """Tensors that the optimizer keeps of each parameter, without running code that the config names.
+
+    Raises ConfigError where only that code knows.
+    """
+    if train.optimizer == "AdamW" and not train.optimizer_options:
+        return 2
+    if ":" not in train.optimizer:
+        return named_optimizer(train).states
+    if train.optimizer_states is None:
+        raise ConfigError(
+            f"train.optimizer = {train.optimizer!r}: predictions do not run it, so they do not know its bytes; say how "
+            "many tensors it keeps of each parameter, as in train.optimizer_states = 2"
+        )
+    return train.optimizer_states
+
+
+def planned(config: Config, world: int | None = None) -> Plan:
+    """`config.to_plan`, with the states of its optimizer, see `states_of`."""
+    return replace(config.to_plan(world), states=states_of(config.train))
+
+
+def check_optimizer(train: Train) -> int:
+    """Try the optimizer, and count its states. Raises ConfigError as `named_optimizer` does."""
+    if train.optimizer == "AdamW" and not train.optimizer_options:
+        return 2
+    found = named_optimizer(train).states
+    if train.optimizer_states not in (None, found):
+        raise ConfigError(
+            f"train.optimizer_states = {train.optimizer_states}: {train.optimizer} keeps {found} tensors of each "
+            "parameter"
+        )
+    return found
+
+
+def _make(train: Train) -> Callable[..., Any]:
+    """Return the factory of the optimizer."""
+    name = train.optimizer
+    if ":" in name:
+        return load_named("train.optimizer", name)
+    import torch
+
+    known = {
+        each: kind
+        for each, kind in vars(torch.optim).items()
+        if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+    }
+    if name in REASONS:
+        raise ConfigError(f"train.optimizer = {name!r}: {REASONS[name]}, and a rank has ranges of them; {ADVICE}")
+    if name not in known:
+        possible = {each.lower(): each for each in known if each not in REASONS}
+        near = difflib.get_close_matches(name.lower(), possible, n=1)
+        hint = f"did you mean {possible[near[0]]!r}? " if near else ""
+        raise ConfigError(
+            f"train.optimizer = {name!r}: torch.optim has none of that name; {hint}There are "
+            f'{", ".join(sorted(possible.values()))}; or name your own as "module:factory"'
+        )
+    return known[name]
+
+
+def _options(train: Train, make: Callable[..., Any]) -> dict[str, Any]:
+    """Arguments of the optimizer besides its parameters."""
+    taken = inspect.signature(make).parameters
+    takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values())
+    first = next(iter(taken), None)
+    known = [name for name in taken if name not in (first, *OWN_KEYS)]
+    problems = []
+    for name in train.optimizer_options:
+        if name in OWN_KEYS:
+            problems.append(f"train.optimizer_options: {name} has a key of its own, train.{name}")
+        elif not takes_all and name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            problems.append(
+                f"train.optimizer_options: {train.optimizer} has no option {name!r}; {hint}It takes {', '.join(known)}"
+            )
+    own = {"betas": train.betas, "eps": train.eps, "weight_decay": train.weight_decay}
+    given = {name: value for name, value in own.items() if value is not None}
+    problems += [
+        f"train.{name} = {_shown(value)}: {train.optimizer} does not take it; leave it out"
+        for name, value in given.items()
+        if not takes_all and name not in taken
+    ]
+    if problems:
+        raise ConfigError("\n  ".join(problems))
+    return {"lr": train.lr, **given, **{name: _plain(value) for name, value in train.optimizer_options.items()}}
+
+
+def _shown(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _plain(value: Any) -> Any:
+    """TOML has lists where torch has tuples."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _try(train: Train, make: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Step a small parameter and its two halves; what the optimizer keeps of the whole one.
+
+    Raises ConfigError where they differ, and where the optimizer refuses its options. See [Note: elementwise].
+    """
+    import torch
+
+    name = f"train.optimizer = {train.optimizer!r}"
+    # Graphs of CUDA are captured on CUDA alone, and this is on the CPU.
+    tried = {key: value for key, value in options.items() if key != "capturable"}
+    source = torch.Generator().manual_seed(0)
+    begin = torch.randn(ELEMENTS, dtype=torch.float64, generator=source)
+    gradients = [torch.randn(ELEMENTS, dtype=torch.float64, generator=source) for _ in range(TRIALS)]
+
+    def stepped(held: slice) -> tuple[torch.Tensor, dict[str, Any]]:
+        parameter = torch.nn.Parameter(begin[held].clone())
+        optimizer = make([{"params": [parameter]}], **tried)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"it made a {type(optimizer).__name__}, not a torch.optim.Optimizer")
+        for gradient in gradients:
+            parameter.grad = gradient[held].clone()
+            optimizer.step()
+        return parameter.detach(), dict(optimizer.state[parameter])
+
+    try:
+        whole, kept = stepped(slice(None))
+        halves = torch.cat([stepped(held)[0] for held in (slice(HALF), slice(HALF, None))])
+    except Exception as error:
+        words = ", ".join(f"{key} = {_shown(value)}" for key, value in options.items() if key != "lr")
+        raise ConfigError(
+            f"{name} with {words or 'no options'}: a step of a one-dimensional parameter raised "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if not torch.allclose(whole, halves, rtol=1e-9, atol=1e-9):
+        raise ConfigError(
+            f"{name}: its update of one element depends on the others, and a rank has ranges of flattened parameters; "
+            f"{ADVICE}"
+        )
+    return kept

@@ -1,0 +1,61 @@
+"""Kinds of model.source. Imports no torch."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from atoll.config import Config
+from atoll.errors import ConfigError
+
+FAMILY = "transformers:"
+"""Prefix of a model.source that names a family."""
+
+
+def check_source(config: Config) -> None:
+    """Raise ConfigError for a source that does not exist, before a corpus is prepared for it.
+
+    The packages that a model is made of are imported only for a family that is not found among their files.
+    """
+    source = config.model.source
+    if config.model.is_builtin:
+        return
+    if not source.startswith(FAMILY):
+        check_folder(source)
+        _check_tokenizer(config)
+        return
+    package = importlib.util.find_spec("transformers")
+    family = source.removeprefix(FAMILY).replace("-", "_")
+    folders = [] if package is None else package.submodule_search_locations or []
+    if not any((Path(folder) / "models" / family / f"configuration_{family}.py").is_file() for folder in folders):
+        from atoll.training.pretrained import hugging_face_config
+
+        hugging_face_config(config)
+
+
+def check_folder(source: str) -> None:
+    """Raise ConfigError for the name of a folder in which no model is."""
+    folder = Path(source)
+    if (folder / "config.json").is_file():
+        return
+    what = "has no config.json" if folder.is_dir() else "is no folder"
+    raise ConfigError(
+        f'model.source = {source!r} {what}, and Atoll downloads nothing: use "builtin", "{FAMILY}" and a family such '
+        "as llama, or the folder of a model with its config.json"
+    )
+
+
+def _check_tokenizer(config: Config) -> None:
+    """Raise ConfigError where weights of a folder would be given ids of a tokenizer that is made for the corpus."""
+    own, name = Path(config.model.source) / "tokenizer.json", config.data.tokenizer
+    is_made = name == "bytes" or name.startswith("bpe-")
+    if not is_made or not own.is_file() or config.model.weights is not None:
+        return
+    from atoll.models.weights import has_weights
+
+    if has_weights(own.parent):
+        raise ConfigError(
+            f"data.tokenizer = {name!r} with the weights of model.source = {config.model.source!r}, which were trained "
+            f"with {own}: its ids mean other text; leave data.tokenizer out to use the model's own, or begin with "
+            'model.weights = "initial"'
+        )

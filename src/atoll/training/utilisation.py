@@ -1,0 +1,43 @@
+"""Model FLOPs utilisation of measured steps, where the device's peak is known."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from atoll.cost import Cluster, Prediction, presets
+
+OTHERS = ("d", "laptop", "mig", "nvl", "pcie")
+"""Words of a GPU's name that say that its peak is another than that of the preset with its number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """FLOP/s of one device in a dtype, and where that comes from."""
+
+    flops: float
+    source: str
+
+
+def peak_of(name: str | None, dtype: str, cluster: Cluster | None = None) -> Peak | None:
+    """The peak of a device; None where it is not known, and for CPUs, whose peak depends on too much.
+
+    name: torch's of the GPU; None for a CPU.  dtype: torch's name of the compute dtype.  cluster: that of run.cluster,
+    whose rates count before those of the presets.
+    """
+    if name is None:
+        return None
+    if cluster is not None and dtype in cluster.device.rates:
+        return Peak(cluster.device.rates[dtype], "the device of run.cluster")
+    words = re.findall(r"[a-z0-9]+", name.lower().replace("rtx ", "rtx"))
+    for preset, table in presets()["devices"].items():
+        if set(preset.split("-")) <= set(words) and not set(OTHERS) & set(words) and dtype in table["rates"]:
+            return Peak(table["rates"][dtype], f"the preset {preset}")
+    return None
+
+
+def utilised_seconds(prediction: Prediction, peak: Peak) -> float:
+    """Return the seconds of a step if all devices computed at their peak: MFU is this, divided by a step's seconds."""
+    plan = prediction.plan
+    flops = prediction.workload.flops(prediction.use) * plan.schedule.microbatches * plan.mesh.data
+    return flops / (plan.mesh.world * peak.flops)

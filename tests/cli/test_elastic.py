@@ -1,0 +1,210 @@
+"""Runs that lose ranks or nodes go on, and ranks that would not run the same do not begin."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.cli.test_train import ATOLL, atoll, config, free_port, has_taken, losses_of, ranks_of, sets, wait_for
+
+__all__ = ["config"]
+
+STEPS = ("train.steps=24", "train.precision=fp64", "train.eval_every=0", "checkpoint.every=4")
+
+
+@contextmanager
+def agent(config: Path, *overrides: str, port: int, nodes: str = "1") -> Iterator[subprocess.Popen[str]]:
+    """A node of torchrun with one rank; it and its ranks are gone behind it."""
+    conf = "last_call_timeout=4,keep_alive_interval=1,keep_alive_max_attempt=4"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", nodes, "--nproc-per-node", "1"]
+    command += ["--max-restarts", "3", "--monitor-interval", "0.1", "--rdzv-backend", "c10d", "--rdzv-id", "run"]
+    command += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1", "--rdzv-conf", conf]
+    command += ["-m", "atoll", "train", str(config), *sets(*STEPS, *overrides)]
+    # Without it a node that is late finds nobody: torch does not tell it where the shared store is.
+    own = environment({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
+    with subprocess.Popen(command, env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            yield process
+        finally:
+            kill(process)
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    """A node is lost: everything on it at once."""
+    if process.poll() is None:
+        node = psutil.Process(process.pid)
+        for each in [*node.children(recursive=True), node]:
+            each.kill()
+
+
+def losses_without(config: Path, *overrides: str) -> list[float]:
+    """Those of a run that nobody disturbs."""
+    folder = config.parent / "other"
+    result = atoll(*ATOLL, "train", config, *sets(*STEPS, *overrides, f"run.folder={folder}"))
+    assert result.returncode == 0, result.stderr
+    return losses_of(folder)
+
+
+def world_of(folder: Path) -> int:
+    mesh = json.loads((folder / "plan.json").read_text())["mesh"]
+    return int(mesh["pp"] * mesh["inter"] * mesh["intra"] * mesh["tp"])
+
+
+def nobody_is_left(config: Path) -> bool:
+    return not [each for each in psutil.process_iter(["cmdline"]) if str(config) in (each.info["cmdline"] or ())]
+
+
+def test_a_lost_node_leaves_a_run_of_fewer_ranks(config: Path) -> None:
+    overrides = ("parallel.pipeline=2", "parallel.schedule=zb-h1", "parallel.min_ranks=1")
+    folder, port = config.parent / "run", free_port()
+    with (
+        agent(config, *overrides, port=port, nodes="1:2") as one,
+        agent(config, *overrides, port=port, nodes="1:2") as other,
+    ):
+        wait_for(lambda: has_taken(folder, 5) and world_of(folder) == 2)
+        # One of them hosts the rendezvous: the other is lost.
+        left, lost = (one, other) if listens(one, port) else (other, one)
+        kill(lost)
+        words, _ = left.communicate(timeout=120)
+        assert left.returncode == 0, words
+    assert "note: world size 1: parallel.pipeline=1 (parallel.min_ranks)" in words
+    assert world_of(folder) == 1
+    assert losses_of(folder) == pytest.approx(losses_without(config, "parallel.ranks=1"), abs=1e-10)
+    assert nobody_is_left(config)
+
+
+def listens(process: subprocess.Popen[str], port: int) -> bool:
+    connections = psutil.Process(process.pid).net_connections()
+    return any(each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in connections)
+
+
+def test_torchrun_starts_a_killed_rank_again(config: Path) -> None:
+    folder = config.parent / "run"
+    with agent(config, port=free_port()) as process:
+        wait_for(partial(has_taken, folder, 5), process)
+        (rank,) = ranks_of(process.pid)
+        rank.kill()
+        words, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, words
+    assert "resumed" in words
+    assert losses_of(folder) == losses_without(config, "parallel.ranks=1")
+    assert nobody_is_left(config)
+
+
+LOSES_A_DEVICE = """
+import os, pathlib, sys
+from atoll.cli.main import main
+from atoll.errors import RunError
+from atoll.training import process
+
+was_here = process.has_gpus
+
+def has_gpus(config, ranks):
+    # What a machine says that had a device for each of two ranks, and has lost one.
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0" and ranks > 1:
+        raise RunError(f"this machine has 1 GPUs for {ranks} ranks")
+    return was_here(config, ranks)
+
+process.has_gpus = has_gpus
+main()
+"""
+
+
+def test_local_ranks_that_do_not_come_back_are_left_out(config: Path) -> None:
+    folder, program = config.parent / "run", config.parent / "program.py"
+    program.write_text(LOSES_A_DEVICE)
+    overrides = ("parallel.ranks=2", "parallel.pipeline=2", "parallel.min_ranks=1", "run.restarts=3")
+    command = [sys.executable, str(program), "train", str(config), *sets(*STEPS, *overrides)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        wait_for(partial(has_taken, folder, 5), process)
+        ranks_of(process.pid)[1].kill()
+        _, words = process.communicate(timeout=120)
+    assert process.returncode == 0, words
+    assert "note: 2 ranks did not come back, so 1 go on from step-" in words
+    assert world_of(folder) == 1
+    assert losses_of(folder) == pytest.approx(losses_without(config, "parallel.ranks=1"), abs=1e-10)
+    assert nobody_is_left(config)
+
+
+# ---- ranks that are not the same
+
+
+def two_ranks(config: Path, *others: str, program: tuple[str, ...] = ATOLL) -> list[subprocess.Popen[str]]:
+    """Ranks of a launcher that starts them anyhow; rank 1 is told `others` too."""
+    from_launcher = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    return [
+        subprocess.Popen(
+            [*program, "train", str(config), *sets(*(others if rank else ()))],
+            env=environment({**from_launcher, "RANK": str(rank)}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+
+
+def environment(given: dict[str, str]) -> dict[str, str]:
+    return psutil.Process().environ() | given | {"GLOO_SOCKET_IFNAME": "lo"}
+
+
+ANOTHER_VERSION = """
+import os, atoll
+from atoll.cli.main import main
+
+pytestmark = pytest.mark.slow
+if os.environ["RANK"] == "1":
+    atoll.__version__ = "7.0.0"
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("others", "text", "words"),
+    [
+        (
+            ("train.lr=0.5", "parallel.timeout=500.0"),
+            "",
+            "the ranks are not the same:\n  train.lr = 0.003 on rank 0, 0.5 on rank 1\n"
+            "  parallel.timeout = not set on rank 0, 500.0 on rank 1\nstart every rank with the same config",
+        ),
+        (("train.lr=0.5",), ANOTHER_VERSION, "the ranks are not the same: atoll 0.1.0 on rank 0, 7.0.0 on rank 1;"),
+        (
+            ("data.source=OTHER",),
+            "",
+            "the corpus with its tokenizer differs between rank 0 and rank 1; put data.source",
+        ),
+    ],
+)
+def test_ranks_that_are_not_the_same_do_not_begin(config: Path, others: tuple[str, ...], text: str, words: str) -> None:
+    other, script = config.parent / "other.txt", config.parent / "program.py"
+    other.write_text((config.parent / "text.txt").read_text().replace("line 77 ", "line 78 "))
+    script.write_text(text)
+    begin = time.monotonic()
+    ranks = two_ranks(
+        config,
+        *(each.replace("OTHER", str(other)) for each in others),
+        program=(sys.executable, str(script)) if text else ATOLL,
+    )
+    said = [rank.communicate(timeout=60)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [2, 2]
+    assert sum(each.count("error:") for each in said) == 1
+    assert words in "".join(said)
+    assert time.monotonic() - begin < 45
+    assert not (config.parent / "run" / "metrics.jsonl").exists()
+
+
+def test_a_mistake_is_not_started_again(config: Path) -> None:
+    result = atoll(*ATOLL, "train", config, *sets("parallel.min_ranks=3", "run.restarts=3"))
+    assert result.returncode == 2
+    assert result.stderr.count("error:") == 1
+    assert "parallel.ranks = 2 is fewer than parallel.min_ranks = 3" in result.stderr
