@@ -18,6 +18,8 @@ from tests.cli.test_train import ATOLL, atoll, config, free_port, has_taken, los
 
 __all__ = ["config"]
 
+pytestmark = pytest.mark.slow
+
 STEPS = ("train.steps=24", "train.precision=fp64", "train.eval_every=0", "checkpoint.every=4")
 
 
@@ -161,7 +163,6 @@ ANOTHER_VERSION = """
 import os, atoll
 from atoll.cli.main import main
 
-pytestmark = pytest.mark.slow
 if os.environ["RANK"] == "1":
     atoll.__version__ = "7.0.0"
 main()
