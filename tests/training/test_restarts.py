@@ -108,6 +108,16 @@ def test_starts_are_counted_until_there_is_a_new_checkpoint(play: Callable[..., 
     assert found.told == [0, 1, 2, 3]
 
 
+def test_only_starts_after_attempts_without_a_step_wait(
+    play: Callable[..., Play], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(restarts.time, "sleep", waited.append)
+    taken, idle = [(5, 4, killed(at)) for at in range(3)], [(0, 0, killed(at)) for at in range(3)]
+    assert play(*taken, *idle, (6, 4, killed()), (7, 7, Ending(0))).run(most=9) == 0
+    assert waited == [0.0, 0.0, 0.0, 0.001, 0.001, 0.001, 0.0]
+
+
 def test_without_restarts_the_error_is_raised_as_it_is(play: Callable[..., Play]) -> None:
     with pytest.raises(RankError, match=r"^rank 1 was ended by SIGKILL$"):
         play((5, 4, killed())).run(most=0)

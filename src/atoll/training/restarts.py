@@ -5,6 +5,9 @@
     the same rank fails in the same step, twice in a row             never again: the cause is in the step
     anything else: a rank killed, silent, stopped or cut off         again, `most` times without a new checkpoint
 
+A start waits only if the attempts before it took no step: their ranks lack something that may come back, such as a
+device, a mount or a peer. Ranks that took a step have everything, so they are started at once.
+
 [Note: the step of a failure] is the one after the last that this attempt has written down. A failure before that has no
 step: what the folder says then is of the attempt before.
 
@@ -26,7 +29,7 @@ from atoll.runtime.launch import Ending
 from atoll.training.folder import RunFolder, read_records
 
 PAUSES = (0.0, 1.0, 5.0, 15.0, 30.0)
-"""Seconds before the first, second, ... start without a new checkpoint, and before all further ones."""
+"""Seconds before a start, by the number of attempts in a row that took no step; the last for all larger numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +46,12 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """Attempts since the last new checkpoint. most: starts allowed in a row.  last: the failure before."""
+    """Attempts since the last new checkpoint. most: starts allowed in a row.  idle: attempts in a row that took no
+    step.  last: the failure before."""
 
     most: int
     tries: int = 0
+    idle: int = 0
     checkpoint: str = ""
     last: Failure | None = None
 
@@ -65,12 +70,13 @@ class Count:
             if not self.most:
                 return ""
             return f"not started again: {self.most} starts in a row brought no new checkpoint (run.restarts)"
-        return replace(self, tries=tries, checkpoint=checkpoint, last=failure)
+        idle = self.idle + 1 if failure.step is None else 0
+        return replace(self, tries=tries, idle=idle, checkpoint=checkpoint, last=failure)
 
     @property
     def pause(self) -> float:
         """Seconds before the next start."""
-        return PAUSES[min(self.tries, len(PAUSES)) - 1]
+        return PAUSES[min(self.idle, len(PAUSES) - 1)]
 
 
 def start_ranks(
