@@ -34,7 +34,7 @@ COMMUNICATION = re.compile(
 ENVIRONMENT_READERS = {
     "runtime/launch.py",  # who this process is among the ranks
     "runtime/places.py",  # where the user keeps caches
-    "testing/pool.py",  # what the processes of the pool inherit
+    "testing/template.py",  # what the processes of a pool inherit
 }
 
 COMMUNICATORS = {

@@ -13,8 +13,9 @@
     def test_total():
         assert run_ranks(total, 3, 10) == [33, 33, 33]
 
-Starting a process and importing torch takes seconds, a process group takes milliseconds: so the processes are kept,
-one thread each, and every case gets a new gloo group over a new part of the store. The life of a case:
+Importing torch takes seconds, a process group takes milliseconds: so the processes are kept, one thread each, and every
+case gets a new gloo group over a new part of the store. New processes are forked from one that has imported torch
+(`template.py`). The life of a case:
 
     1. the parent sends function, arguments, `sys.path` and warning filters; missing processes are started first;
     2. each rank joins the group, runs, and reports a result or a traceback;
@@ -37,7 +38,6 @@ import functools
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -49,7 +49,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from atoll.errors import RankError
-from atoll.runtime.launch import LIFELINE, LOOPBACK, host_store
+from atoll.runtime.launch import LOOPBACK, host_store
+from atoll.testing.template import ForkedProcess, Template
 from atoll.testing.worker import Case, Failure, Filter, Report, Success
 
 if TYPE_CHECKING:
@@ -114,7 +115,8 @@ class RankPool:
 
         failures = [(rank, report) for rank, report in reports if isinstance(report, Failure)]
         if failures:
-            rank, failure = failures[0]
+            # Others may notice a lost connection before this process reads the end of the rank that died.
+            rank, failure = next((each for each in failures if each[1].is_death), failures[0])
             raise self._rank_error(rank, failure)
         results = {rank: report.value() for rank, report in reports if isinstance(report, Success)}
         return [results[rank] for rank in range(ranks)]
@@ -225,7 +227,7 @@ class RankPool:
 class _Worker:
     """One process of the pool, seen from the parent."""
 
-    process: subprocess.Popen[bytes]
+    process: ForkedProcess
     connection: Connection
     lifeline: int
     log: Path
@@ -294,25 +296,25 @@ def _shared_pool(sees_gpus: bool) -> RankPool:
 def _start_worker(*, sees_gpus: bool) -> _Worker:
     ours, theirs = Pipe()
     read_end, write_end = os.pipe()
-    descriptor, log = tempfile.mkstemp(prefix="atoll-rank-", suffix=".log")
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", LIFELINE: str(read_end)}
-    if not sees_gpus:
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-
     # Its output goes to a file: the parent's may be a capture of pytest's that is gone when the next test runs.
-    process = subprocess.Popen(
-        [sys.executable, "-c", "from atoll.testing.worker import main; main()", str(theirs.fileno())],
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=descriptor,
-        stderr=descriptor,
-        pass_fds=(theirs.fileno(), read_end),
-        start_new_session=True,
-    )
+    descriptor, log = tempfile.mkstemp(prefix="atoll-rank-", suffix=".log")
+    process = _template(sees_gpus).start(theirs, read_end, descriptor)
     theirs.close()
     os.close(read_end)
     os.close(descriptor)
     return _Worker(process=process, connection=ours, lifeline=write_end, log=Path(log))
+
+
+_templates: dict[bool, Template] = {}
+
+
+def _template(sees_gpus: bool) -> Template:
+    """Return the process that all pools of this process fork theirs from."""
+    found = _templates.get(sees_gpus)
+    if found is None or not found.is_alive:
+        found = _templates[sees_gpus] = Template(sees_gpus=sees_gpus)
+        atexit.register(found.close)
+    return found
 
 
 def _pickle_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
@@ -344,4 +346,4 @@ def _warning_filters() -> list[Filter]:
 def _death(worker: _Worker) -> Failure:
     code = worker.process.wait()
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
-    return Failure(f"the process {how}; it wrote:\n{worker.written()}", None)
+    return Failure(f"the process {how}; it wrote:\n{worker.written()}", None, is_death=True)

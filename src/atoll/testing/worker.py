@@ -59,10 +59,12 @@ class Success:
 
 @dataclass(frozen=True)
 class Failure:
-    """What the function raised: the traceback and, where it can be pickled, the exception."""
+    """What the function raised: the traceback and, where it can be pickled, the exception. is_death: the process ended
+    instead."""
 
     text: str
     pickled: bytes | None
+    is_death: bool = False
 
     def exception(self) -> BaseException | None:
         """The exception itself, or None where it does not survive the journey."""
@@ -77,17 +79,12 @@ class Failure:
 Report = Success | Failure
 
 
-def main() -> None:
-    """Serves the parent at the other end of the given descriptor until it closes it."""
+def main(descriptor: int) -> None:
+    """Serve the parent at the other end of a connection until it closes it."""
     watch_parent()
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    connection = Connection(int(sys.argv[1]))
-
-    import torch
-    import torch.distributed  # here, so that no case pays for it
-
-    torch.set_num_threads(1)
+    connection = Connection(descriptor)
     connection.send("ready")
 
     while True:
