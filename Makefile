@@ -1,5 +1,7 @@
 PYTHON ?= python3
 BIN = .venv/bin
+# Each process has ranks of its own, of half a GB each.
+PYTEST = $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal
 
 .PHONY: train test test-all check bench bench-islands bench-machine bench-islands-quick bench-machine-quick bench-low-rank bench-sharded-pipeline bench-vocabulary matrix mutants chaos hangs gpu docs site evidence stale clean
 
@@ -8,10 +10,10 @@ train: .venv/.run
 
 # Every pair of settings, and every feature in a few cases.
 test: check
-	$(BIN)/python -m pytest -q --quick
+	$(PYTEST) --quick
 
 test-all: check
-	$(BIN)/python -m pytest -q
+	$(PYTEST)
 
 check: .venv/.stamp
 	$(BIN)/ruff check .
