@@ -1,4 +1,4 @@
-"""`atoll compare RUN`: hold a run against its prediction."""
+"""`atoll compare RUN`: compare a run with its prediction."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from atoll.training.measurements import Run
 
 SHOWN = 10
-"""Differences that are printed."""
+"""Number of differences that are printed."""
 
 
 def command(
@@ -150,7 +150,7 @@ def _title(run: Run) -> str:
 
 
 def _name(run: Run, each: Difference) -> str:
-    """An instruction with the name of its block."""
+    """Return an instruction with the name of its block."""
     if each.do.is_of_block:
         return f"{each.do} {run.blocks[each.of]}"
     return f"{each.do} unit {each.of}" if each.do.is_of_unit else str(each.do)

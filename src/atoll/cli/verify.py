@@ -1,4 +1,4 @@
-"""`atoll verify PATH`: compare what is stored with its digests."""
+"""`atoll verify PATH`: compare stored files with their digests."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def command(
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found of one checkpoint or cache; its fields are the keys of the JSON object."""
+    """Result for one checkpoint or cache; its fields are the keys of the JSON object."""
 
     path: str
     kind: str
@@ -52,7 +52,7 @@ class Finding:
     problems: tuple[str, ...] = ()
 
     def describe(self) -> str:
-        """One line, and one more a problem."""
+        """Return one line, followed by one line per problem."""
         if self.problems:
             return "\n  ".join([f"{self.path}: damaged", *self.problems])
         if not self.verified:
