@@ -55,7 +55,7 @@ _TO_NEIGHBOURS = {Do.RECV_F, Do.RECV_B, Do.RECV_S, Do.RECV_T, Do.RECV_G, Do.SEND
 _ALONG_THE_PIPELINE = {Do.SEND_L, Do.SEND_S, Do.SEND_T, Do.DRAIN, Do.COPIES}
 _OF_EVERYONE = {Do.VERDICT, Do.TOTAL, Do.TAKE_BACK}
 _COMPUTES = {Do.F, Do.FINISH_F, Do.START_I, Do.I, Do.FINISH_I, Do.W, Do.FINISH_W, Do.L, Do.S, Do.T, Do.G, Do.STEP}
-"""Instructions by the ranks that they may wait for, see `Executor.doing`. Others wait for data-parallel ranks, if any."""
+"""Instructions by the ranks that they may wait for, see `Executor.doing`. All others wait for data-parallel ranks."""
 
 
 @dataclass(slots=True)
