@@ -1,4 +1,4 @@
-"""Simulates schedules and programs: when each rank computes, sends and waits."""
+"""Simulation of schedules and programs: when each rank computes, sends and waits."""
 
 from __future__ import annotations
 
