@@ -49,7 +49,7 @@ def advice(plan: Plan, stages: Sequence[StageSize]) -> tuple[str, ...]:
     if plan.residency == "run" and plan.layout.parameters is not Level.N and plan.schedule.placement.kind == "v":
         better = _sent(plan, stages, "step", plan.reduction)
         found += _compare(
-            f"schedule {plan.schedule.name} goes to and fro between its stages, so that residency 'run' gathers them "
+            f"schedule {plan.schedule.name} alternates between its stages, so residency 'run' gathers them "
             f"{_gathers(plan):.0f} times a step",
             now,
             better,
@@ -63,7 +63,7 @@ def _compare(what: str, now: float, better: float, instead: str) -> list[str]:
     if now <= WORTH * better:
         return []
     return [
-        f"{what}: {format_bytes(now, decimal=True)} sent a rank and step, {format_bytes(better, decimal=True)} with "
+        f"{what}: {format_bytes(now, decimal=True)} sent per rank and step,  {format_bytes(better, decimal=True)} with "
         f"{instead}"
     ]
 

@@ -124,7 +124,7 @@ def parse_yaml(text: str) -> Any:
     _check_depth(value)
     _check_integers(value)
     if not _has_words(value):
-        raise ValueError("a key that is no string")
+        raise ValueError("a key that is not a string")
     return value
 
 
@@ -148,14 +148,14 @@ def _check_tokens(tokens: Iterable[Any]) -> None:
 def finite(value: Any) -> float:
     """Return a finite number of a document. Raises ValueError for any other value."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ValueError(f"{_shown(value)} is no finite number")
+        raise ValueError(f"{_shown(value)} is not a finite number")
     return float(value)
 
 
 def count(value: Any, *, least: int = 0, limit: int = LARGEST_COUNT) -> int:
     """Return a whole number of a document from `least` to `limit`. Raises ValueError for any other value."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= limit:
-        raise ValueError(f"{_shown(value)} is no whole number from {least} to {limit}")
+        raise ValueError(f"{_shown(value)} is not a whole number from {least} to {limit}")
     return value
 
 
@@ -173,7 +173,7 @@ def _shown(value: Any) -> str:
 def _integer(digits: str) -> int:
     value = int(digits) if len(digits) <= 20 else None
     if value is None or value not in INTEGERS:
-        raise ValueError(f"an integer of {len(digits)} digits; those of 64 bits are read")
+        raise ValueError(f"an integer of {len(digits)} digits; only 64-bit integers are supported")
     return value
 
 
@@ -181,7 +181,7 @@ def _check_integers(value: Any) -> None:
     """Raise ValueError for large integers. Python parses hexadecimal ones of any size, and then cannot print them."""
     for leaf in _leaves(value):
         if isinstance(leaf, int) and leaf not in INTEGERS:
-            raise ValueError(f"an integer of {leaf.bit_length()} bits; those of 64 bits are read")
+            raise ValueError(f"an integer of {leaf.bit_length()} bits; only 64-bit integers are supported")
 
 
 def _check_depth(value: Any) -> None:

@@ -47,7 +47,9 @@ class Policy:
         """Read "stop", "skip" or "rollback N". Raises PlanError for anything else."""
         found = re.fullmatch(r"\s*(stop|skip|rollback\s+([1-9]\d{0,8}))\s*", text)
         if found is None:
-            raise PlanError(f'{text!r} is no policy for bad steps; it is "stop", "skip" or "rollback N", N from 1 on')
+            raise PlanError(
+                f'{text!r} is not a policy for bad steps; use "stop", "skip" or "rollback N", with N of at least 1'
+            )
         return Policy(Answer(found[1].split()[0]), int(found[2] or 0))
 
     def __str__(self) -> str:

@@ -33,7 +33,7 @@ def parse_count(text: str) -> float:
     try:
         return float(number) * scale
     except ValueError:
-        raise ValueError(f"{text!r} is no number of things such as 7e9, 7b or 350m") from None
+        raise ValueError(f"{text!r} is not a count such as 7e9, 7b or 350m") from None
 
 
 def format_rate(per_second: float, unit: str) -> str:

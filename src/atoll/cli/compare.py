@@ -113,7 +113,7 @@ def _values(run: Run, prediction: Prediction, differences: tuple[Difference, ...
 
 def _describe(run: Run, prediction: Prediction, differences: tuple[Difference, ...]) -> Iterator[str]:
     if not run.timed:
-        yield "the run did not come to its last step, whose instructions are timed: there is no more to compare"
+        yield "the run did not reach its last step, whose instructions are timed: there is nothing else to compare"
         return
     yield from _parts(run, prediction, differences)
     yield f"\nthe largest differences{'rank':>9}{'times':>7}{'predicted':>12}{'measured':>12}{'difference':>12}"

@@ -70,7 +70,7 @@ def _document(path: Path) -> dict[str, Any]:
             case ".yaml" | ".yml":
                 found = parse_yaml(read_text(path, limit=LARGEST_TOML))
             case _:
-                raise ConfigError(f"{path}: known are .json (DeepSpeed), .yaml (Accelerate) and .toml (torchtitan)")
+                raise ConfigError(f"{path}: supported are .json (DeepSpeed), .yaml (Accelerate) and .toml (torchtitan)")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror or error})") from error
     except ImportError as error:

@@ -92,7 +92,7 @@ def _settings(system: str, path: Path, overrides: tuple[str, ...], cluster: Path
     if as_json:
         _echo_json(asdict(found))
         return
-    lines = [f"{found.system}: settings after the documentation of {found.version}"]
+    lines = [f"{found.system}: settings following the documentation of {found.version}"]
     for name, text in found.files.items():
         lines += ["", f"==> {name} <==", text.rstrip()]
     lines += ["", "start it with", *(f"  {line}" for line in found.launch)]

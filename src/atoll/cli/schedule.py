@@ -138,7 +138,7 @@ def _build(
         bound = _bound(schedule, asked["objective"], costs, memory)
     for option, own in (("chunks", schedule.chunks), ("placement", schedule.placement.kind), ("unit", None)):
         if option not in known and asked[option] not in (None, own):
-            typer.echo(f"note: {name} has no use for --{option}", err=True)
+            typer.echo(f"note: {name} ignores --{option}", err=True)
     return schedule, bound
 
 
@@ -252,7 +252,7 @@ def _numbers(option: str, text: str) -> float | tuple[float, ...]:
         numbers = tuple(float(number) for number in text.split(","))
     except ValueError:
         raise ConfigError(
-            f"{option} is {text!r}: give a number, or one a rank separated by commas, as in 1,1.5"
+            f"{option} is {text!r}: give a number, or one per rank separated by commas, as in 1,1.5"
         ) from None
     return numbers if len(numbers) > 1 else numbers[0]
 

@@ -72,7 +72,7 @@ def _findings(path: Path) -> Iterator[Finding]:
     several = [*checkpoint.candidates(path), *RunFolder(path).candidates()]
     if not several and not checkpoint.is_one(path):
         raise CheckpointError(
-            f"{path} is no checkpoint, no folder of a run with checkpoints and no token cache; name a folder such as "
+            f"{path} is not a checkpoint, a run folder with checkpoints, or a token cache; give a folder such as "
             "<run>/checkpoints/step-..."
         )
     for each in several or [path]:

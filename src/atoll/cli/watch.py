@@ -120,7 +120,7 @@ class _Handler(BaseHTTPRequestHandler):
         # The name of a page of another origin may resolve to this host (DNS rebinding); its requests carry that name.
         port = self.connection.getsockname()[1]
         if self.headers.get("Host") not in (f"{LOOPBACK}:{port}", f"localhost:{port}"):
-            self._refuse(HTTPStatus.MISDIRECTED_REQUEST, "this server answers to its loopback address alone")
+            self._refuse(HTTPStatus.MISDIRECTED_REQUEST, "this server only answers requests to its loopback address")
             return
         if self.path not in ("/", "/report"):
             self._refuse(HTTPStatus.NOT_FOUND, "there is only / here")

@@ -155,7 +155,8 @@ def _refused(block: Mapping[str, Any]) -> list[str]:
                 f"(IGG, GGG), more ranks or recompute to save memory"
             )
     problems.extend(
-        f"{WHERE}.{word}: quantized communication is not supported; remove it, values travel in the training precision"
+        f"{WHERE}.{word}: quantized communication is not supported; remove it; values are sent in the training "
+        "precision"
         for word in QUANTIZED_WORDS
         if block.get(word, False) is not False
     )
@@ -169,7 +170,7 @@ def _unknown(block: Mapping[str, Any]) -> list[str]:
         if word in known:
             continue
         near = difflib.get_close_matches(word, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"the layout's words are {', '.join(LAYOUT_WORDS)}"
+        hint = f"did you mean {near[0]!r}?" if near else f"the layout's keys are {', '.join(LAYOUT_WORDS)}"
         problems.append(f"{WHERE}.{word}: unknown word; {hint}")
     return problems
 

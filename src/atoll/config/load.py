@@ -20,7 +20,7 @@ from atoll.errors import ConfigError
 
 Keys = tuple[str, ...]
 
-RETIRED = {("run", "overwrite"): "a run is deleted by --overwrite on the command line alone"}
+RETIRED = {("run", "overwrite"): "only --overwrite on the command line deletes a run"}
 """Keys of older versions, in configs and checkpoints, and their replacements. They have no effect."""
 
 

@@ -182,13 +182,13 @@ def _objective_problems(config: Config) -> list[str]:
     problems = []
     if config.train.objective == "masked" and config.data.how != "blocks":
         problems.append(
-            f'train.objective = "masked" hides tokens of joined text; it does not go with data.packing = '
+            f'train.objective = "masked" masks tokens of joined text; it is not compatible with data.packing = '
             f'"{config.data.how}"'
         )
     if config.data.streaming and config.train.epochs is not None:
         problems.append(
-            f"train.epochs = {config.train.epochs:g} with data.streaming: the samples of an epoch are not known before "
-            "it is over; set train.steps instead"
+            f"train.epochs = {config.train.epochs:g} with data.streaming: the number of samples in an epoch is "
+            "unknown until it ends; set train.steps instead"
         )
     if config.train.patience and config.data.validation == 0:
         problems.append(

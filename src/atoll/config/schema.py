@@ -185,7 +185,7 @@ def _as_sources(value: Any) -> Any:
         raise ValueError('must be "stdlib", a file or a folder, or a list of these')
     twice = sorted({each for each in given if given.count(each) > 1})
     if twice:
-        raise ValueError(f"{', '.join(map(repr, twice))} more than once; say in data.weights how much is taken of it")
+        raise ValueError(f"{', '.join(map(repr, twice))} more than once; set its share in data.weights")
     return given
 
 
@@ -335,7 +335,8 @@ class Train(Section):
         problems = []
         if self.epochs is not None and "steps" in self.model_fields_set:
             problems.append(
-                f"train.steps = {self.steps} and train.epochs = {self.epochs:g} both say how long the run is; keep one"
+                f"train.steps = {self.steps} and train.epochs = {self.epochs:g} both set the length of the run; "
+                "keep one"
             )
         if self.decay is not None and self.lr_schedule != "wsd":
             problems.append(

@@ -72,5 +72,5 @@ def _others(config: Config, world: int) -> str:
     found = [size for size in sizes[: 16 * NAMED] if size != world and _fitting(config, size) is not None][:NAMED]
     given = f"with parallel.min_ranks = {parallel.min_ranks}"
     if not found:
-        return f"{given}, no world of up to {most} ranks has a plan"
+        return f"{given}, no world of at most {most} ranks has a plan"
     return f"{given}, worlds of {', '.join(map(str, sorted(found)))} ranks have a plan"

@@ -71,10 +71,10 @@ class Difference:
         match self.part:
             case "forward" | "backward" | "weights" if predicted.seconds:
                 times = measured.seconds / predicted.seconds
-                return f"kernels take {times:.2f} times what the device's constants say"
+                return f"kernels take {times:.2f} times as long as the device's constants predict"
             case "optimizer" if predicted.seconds:
                 times = measured.seconds / predicted.seconds
-                return f"the optimizer takes {times:.2f} times what device.efficiency.update says"
+                return f"the optimizer takes {times:.2f} times as long as device.efficiency.update predicts"
             case "messages" | "sums" if self.seconds < 0:
                 return "waits less for other pipeline ranks"
             case "messages" | "sums":

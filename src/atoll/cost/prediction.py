@@ -94,7 +94,7 @@ class Prediction:
     def given(self) -> Cluster:
         """Return the cluster. Raises ConfigError if there is none."""
         if self.cluster is None:
-            raise ConfigError("a prediction without a cluster knows bytes alone; give it a cluster")
+            raise ConfigError("a prediction without a cluster has only bytes; give it a cluster")
         return self.cluster
 
     # ---- seconds

@@ -37,7 +37,9 @@ class DamagedCorpusError(DataError):
     """A token cache whose content differs from what was written. reason: the file and its fault."""
 
     def __init__(self, folder: Path, reason: object) -> None:
-        super().__init__(f"{folder}: this cached corpus is damaged ({reason}); start again: the next run makes it anew")
+        super().__init__(
+            f"{folder}: this cached corpus is damaged ({reason}); start again: the next run creates it again"
+        )
         self.reason = reason
 
 

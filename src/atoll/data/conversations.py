@@ -75,7 +75,7 @@ def messages_of(record: dict[str, Any], where: str) -> Messages:
             {"role": _ASSISTANT, "content": _text(record["output"], "output", where)},
         ]
     else:
-        raise DataError(f"{where}: no conversation: it has {', '.join(sorted(has)) or 'no keys'}, and needs {FORMS}")
+        raise DataError(f"{where}: not a conversation: it has {', '.join(sorted(has)) or 'no keys'}, and needs {FORMS}")
     _check_order(messages, where)
     return messages
 
@@ -124,7 +124,7 @@ def _check_order(messages: Messages, where: str) -> None:
                 "assistant take turns"
             )
         if role == _ASSISTANT and not message["content"].strip():
-            raise DataError(f"{at}: an empty answer, of which nothing can be learnt; leave the record out")
+            raise DataError(f"{at}: an empty answer, from which nothing can be learned; remove the record")
         turn = _ASSISTANT if role == _USER else _USER
     if all(message["role"] != _ASSISTANT for message in messages):
         raise DataError(f"{where}: no message is the assistant's, so there is no answer to learn")

@@ -274,7 +274,7 @@ def _array(path: Path) -> Iterator[Record]:
     for number, record in enumerate(records, start=1):
         where = f"{path}, object {number}"
         if not isinstance(record, dict):
-            raise DataError(f"{where}: a {type(record).__name__}; an array of documents has objects alone")
+            raise DataError(f"{where}: a {type(record).__name__}; an array of documents may only contain objects")
         yield where, record
 
 
@@ -307,7 +307,7 @@ def parts_of(path: Path, nbytes: int) -> list[Range] | None:
             try:
                 groups = parquet.read_metadata(path).num_row_groups
             except Exception as error:  # see `_parquet`
-                raise DataError(f"{path}: cannot be read as parquet ({error}); write it anew") from error
+                raise DataError(f"{path}: cannot be read as parquet ({error}); write it again") from error
             ends = [*range(0, groups, max(1, groups * nbytes // size)), groups]
         case _:
             return None

@@ -114,7 +114,7 @@ class _Documents:
     def __init__(self, part: Part, packing: Packing) -> None:
         check_sequence(packing.sequence)
         if part.lengths is None:
-            raise DataError("this token cache does not say where documents end")
+            raise DataError("this token cache does not record where documents end")
         self._part, self._packing = part, packing
         lengths = np.asarray(part.lengths[:], dtype=np.int64)
         if (total := int(lengths.sum())) != len(part.tokens):
@@ -191,7 +191,7 @@ class _Documents:
             case "drop":
                 found, words = documents[(lengths > 1) & ~is_long], "are left out"
             case "split":
-                found, words = self._split(documents), "go on in another row"
+                found, words = self._split(documents), "continue in another row"
             case "truncate":
                 cut = documents.copy()
                 cut[is_long, 1] = cut[is_long, 0] + most

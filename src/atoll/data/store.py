@@ -139,7 +139,7 @@ def prepare(
     try:
         corpus = load_cache(folder, folder.name, say, marks=True)
     except DamagedCorpusError as error:
-        say(f"{folder}: this cached corpus was damaged ({error.reason}); making it anew")
+        say(f"{folder}: this cached corpus was damaged ({error.reason}); creating it again")
         _make_once(folder, recipe, say)
         corpus = load_cache(folder, folder.name, say, marks=True)
     corpus.check(packing, global_batch=global_batch)
@@ -328,8 +328,8 @@ def writing_cache(cache: Path) -> Iterator[None]:
     except OSError as error:
         reason = error.strerror or error
         raise DataError(
-            f"data.cache = {cache}: cannot be written ({reason}); set data.cache to a folder that can, with room for "
-            "two to four bytes a token"
+            f"data.cache = {cache}: cannot be written ({reason}); set data.cache to a writable folder with space "
+            "for two to four bytes per token"
         ) from error
 
 
@@ -431,9 +431,9 @@ def load_cache(folder: Path, key: str, say: Report, *, marks: bool = False) -> C
         if (found := _key(about)) != key:
             raise ValueError(f"it is the one of {found}")
         if about.get("keeps_documents") and (trained.lengths is None or held.lengths is None):
-            raise ValueError("it does not say where documents end")
+            raise ValueError("it does not record where documents end")
         if about.get("chat") and (trained.answers is None or held.answers is None):
-            raise ValueError("it does not say what answers are")
+            raise ValueError("it does not record which tokens are answers")
         tokenizer: Tokenizer = ByteTokenizer()
         if TOKENIZER in blocks.files:
             blocks.open(folder / TOKENIZER).check()
@@ -466,7 +466,7 @@ def _blocks(folder: Path, say: Report) -> Blocks:
     """Return the digests of a cache. One of an older version gets them once its content matches its fingerprint."""
     if (folder / MANIFEST).exists():
         return Blocks.read(folder)
-    say(f"comparing {folder} with its fingerprint, once: it was made before caches had digests")
+    say(f"comparing {folder} with its fingerprint, once: it was created by a version without digests")
     recorded = read_json(folder / "about.json")["fingerprint"]
     if (found := _content_hash(folder)) != recorded:
         raise ValueError(f"its content has the fingerprint {found}, and it was made with {recorded}")

@@ -344,7 +344,7 @@ class _Index:
                 os.replace(draft, self._path)
         if known != (samples, fingerprint):
             raise DataError(
-                f"{name}: its files have changed since it was first encoded; bring them back, or delete {self._path} "
+                f"{name}: its files have changed since it was first encoded; restore them, or delete {self._path} "
                 "and begin a new run"
             )
 

@@ -57,10 +57,10 @@ def from_csv(text: str, *, name: str = "csv", placement: Placement | None = None
     try:
         lines = [line for line in csv.reader(io.StringIO(text)) if line]
     except csv.Error as error:
-        raise ScheduleError(f"the schedule is no CSV: {error}") from error
+        raise ScheduleError(f"the schedule is not CSV: {error}") from error
     rows = tuple(_parse_row(rank, line) for rank, line in enumerate(lines))
     if not any(rows):
-        raise ScheduleError("the CSV of a schedule has a line of actions a rank, and this one has no action")
+        raise ScheduleError("the CSV of a schedule has one line of actions per rank, and this one has no action")
     microbatches = 1 + max((action.microbatch or 0) for row in rows for action in row)
     return Schedule(name, placement or _placement_of(rows), microbatches, rows)
 

@@ -57,13 +57,13 @@ def at_home(table: Table) -> list[Violation]:
         action, rank = table.cells[cell], table.rank[cell]
         stages = table.placement.stages_of(rank)
         if action.stage not in stages:
-            problem = f"{action} is not of this rank"
+            problem = f"{action} is not an action of this rank"
         elif action.op.is_of_slice and action.stage != rank:
-            problem = f"{action} is of a slice of the vocabulary, which the rank's first stage names"
+            problem = f"{action} belongs to a slice of the vocabulary, named by the rank's first stage"
         elif action.op is Op.STEP:
-            problem = f"{action} is of programs, which end with it; a schedule has none"
+            problem = f"{action} belongs at the end of a program, not in a schedule"
         elif action.op.is_sharding:
-            problem = f"{action} has a microbatch, {action.op} is of a whole stage"
+            problem = f"{action} has a microbatch, {action.op} applies to a whole stage"
         else:
             problem = f"{action} has a microbatch outside 0 to {table.microbatches - 1}"
         detail = f"rank {rank} runs stage(s) {', '.join(map(str, stages))}"
@@ -78,7 +78,7 @@ def no_repeats(table: Table) -> list[Violation]:
             "no repeats",
             f"{table.cells[cell]} comes twice",
             cell,
-            f"it runs at step {table.step(first)} already",
+            f"it already runs at step {table.step(first)}",
             (first,),
         )
         for cell, first in table.repeats
@@ -147,7 +147,7 @@ def whole_vocabulary(table: Table) -> list[Violation]:
                 problem = f"rank {key // size} never runs {_name(table, key, op)}"
                 found.append(Violation("whole vocabulary", problem, None, "every rank has a slice of the vocabulary"))
             elif cell >= 0 and not is_wanted:
-                problem = f"{table.cells[cell]} is of a microbatch that is not run backward"
+                problem = f"{table.cells[cell]} has a microbatch without a backward"
                 found.append(Violation("whole vocabulary", problem, cell))
     return found
 
@@ -178,7 +178,7 @@ def messages_complete(table: Table) -> list[Violation]:
     for cell, (code, key) in enumerate(zip(table.code, table.key, strict=True)):
         is_message = COMPUTE_CODES <= code < MICROBATCH_CODES
         if is_message and key >= 0 and table.at[code][key] == cell and cell not in wanted:
-            reason = "nothing is passed between ranks there"
+            reason = "no result is passed between ranks there"
             found.append(Violation(_COMPLETE, f"{table.cells[cell]} is not needed", cell, reason))
     return found
 
@@ -212,7 +212,7 @@ def _message(table: Table, producer: int, sent: int, received: int, consumer: in
         problem = f"the result of {cells[producer]} is never sent"
         found.append(Violation(_COMPLETE, problem, producer, _who_needs(table, consumer), (consumer,)))
     elif sent < producer:
-        problem = f"{cells[sent]} comes before what it carries"
+        problem = f"{cells[sent]} comes before the action whose result it sends"
         found.append(Violation(_COMPLETE, problem, sent, _where(table, producer), (producer,)))
     if received < 0:
         problem = f"the input of {cells[consumer]} is never received"

@@ -46,7 +46,7 @@ def insert_vocabulary(schedule: Schedule, *, score: float = 1.0, hop: float = 0.
     is_lowered = schedule.has_sharding or schedule.has_messages or schedule.has_vocabulary
     refuse_if(is_lowered, schedule, "insert_vocabulary", "a schedule of F, I, W and B alone")
     if not schedule.has_backward:
-        raise ScheduleError(f"insert_vocabulary takes a schedule for training, and {schedule} runs nothing backward")
+        raise ScheduleError(f"insert_vocabulary takes a schedule for training, and {schedule} has no backward")
     for name, value in (("score", score), ("hop", hop)):
         if not (math.isfinite(value) and value >= 0):
             raise ScheduleError(f"{name} = {value}: it must be a finite number, 0 or more")

@@ -153,16 +153,17 @@ def sum_and_count(found: object) -> tuple[Tensor, Tensor | float | None]:
         total, count = found
     else:
         raise PlanError(
-            f"the loss gave a {type(found).__name__}; a loss gives the sum over what counts as a tensor with one "
-            "element, or a pair (sum, count)"
+            f"the loss returned a {type(found).__name__}; a loss returns the sum over what counts as a tensor with "
+            "one element, or a pair (sum, count)"
         )
     for what, value in (("sum", total), ("count", count)):
         if isinstance(value, Tensor) and value.numel() != 1:
             raise PlanError(
-                f"the loss gave a {what} of shape {tuple(value.shape)}; it is one number: add up over the microbatch"
+                f"the loss returned a {what} of shape {tuple(value.shape)}; it is one number: add up over the "
+                "microbatch"
             )
     if count is not None and not isinstance(count, (Tensor, int, float)):
-        raise PlanError(f"the loss gave a count of type {type(count).__name__}; it is a number or a tensor of one")
+        raise PlanError(f"the loss returned a count of type {type(count).__name__}; it is a number or a tensor of one")
     return total.reshape(()), count
 
 
@@ -379,7 +380,7 @@ def check_blocks(blocks: Sequence[Block], model: nn.Module) -> None:
     held = {id(parameter) for block in blocks for _, parameter in block.named_parameters()}
     missing = [name for name, parameter in model.named_parameters() if id(parameter) not in held]
     if missing:
-        problems.append(f"parameters that lie in no block: {', '.join(missing)}; move them into a module of a block")
+        problems.append(f"parameters that are in no block: {', '.join(missing)}; move them into a module of a block")
     if problems:
         raise PlanError(f"{type(model).__name__} does not split into its blocks:\n  " + "\n  ".join(problems))
 

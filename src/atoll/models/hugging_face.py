@@ -227,7 +227,8 @@ class HuggingFaceAdapter:
         """Return the model's own input and output embeddings, and its forward's operations on logits."""
         if not self.is_language_model:
             raise PlanError(
-                f"vocabulary_parallel: {type(self.model).__name__} is no language model of one list of layers, whose "
+                f"vocabulary_parallel: {type(self.model).__name__} is not a language model with one list of layers, "
+                "whose "
                 "embedding and head could be split over the pipeline; turn it off"
             )
         names = {id(module): name for name, module in self.model.named_modules()}
@@ -261,7 +262,7 @@ class HuggingFaceAdapter:
         kind = type(self.model).__name__
         if not self.is_language_model:
             raise PlanError(
-                f"{kind} is no language model of one list of layers, which rows of several documents are for"
+                f"{kind} is not a language model with one list of layers, which rows of several documents are for"
             )
         if "position_ids" not in self._accepted:
             raise PlanError(f"{kind} takes no position_ids, which separate the documents of a row")

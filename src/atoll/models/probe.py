@@ -197,7 +197,7 @@ def _check_config(model: nn.Module) -> None:
     dropped = [key for key in _LAYERDROP if getattr(config, key, 0.0)]
     if dropped:
         raise PlanError(
-            f"{_kind(model)} leaves out layers at random (config.{dropped[0]} = {getattr(config, dropped[0])}), also "
+            f"{_kind(model)} skips layers at random (config.{dropped[0]} = {getattr(config, dropped[0])}), also "
             "those at which a stage ends; set it to 0"
         )
 
@@ -225,7 +225,7 @@ def _encoder_and_decoder(model: Any) -> list[tuple[str, nn.ModuleList]]:
             raise PlanError(f"{_kind(model)} has no {what} with a list of layers; {HOW_TO_ADAPT}")
         found.append((names[id(lists[0][1])], lists[0][1]))
     if "encoder_outputs" not in inspect.signature(model.forward).parameters or found[0] == found[1]:
-        raise PlanError(f"{_kind(model)} has an encoder whose outputs cannot be handed in; {HOW_TO_ADAPT}")
+        raise PlanError(f"{_kind(model)} has an encoder whose outputs cannot be passed in; {HOW_TO_ADAPT}")
     return found
 
 
@@ -256,7 +256,7 @@ def _run(model: nn.Module, stacks: Sequence[Stack], primes: tuple[int, int, int]
         with fake_tensors(), torch.enable_grad():
             output = model(**example(model, primes[0], primes[1:]), **fixed_options(model))
     except Exception as error:
-        record.problem = f"a forward with layers that pass on what they get fails: {type(error).__name__}: {error}"
+        record.problem = f"a forward with layers that return their input fails: {type(error).__name__}: {error}"
     finally:
         for stack, key, layer in owned:
             setattr(stack.layers, key, layer)
@@ -322,12 +322,12 @@ def _memory(model: Any, record: _Record, first: int) -> Argument | None:
 def _problem_of_stack(record: _Record, run: range, stacks: Sequence[Stack]) -> str | None:
     is_decoder = run.start > 0
     if is_decoder and record.memory is None:
-        return "its decoder's layers are not given just what its encoder returns, in states of the same width"
+        return "its decoder's layers do not get exactly what its encoder returns, in states of the same width"
     shape = record.given[run.start][0].shape
     for at in run:
         got = record.given[at][0]
         if at > run.start and got is not record.outputs[f"layer {at - 1}"]:
-            return f"layer {at} is not given just what layer {at - 1} returns"
+            return f"layer {at} does not get exactly what layer {at - 1} returns"
         if got.shape != shape:
             return f"layer {at} is given {tuple(got.shape)} and layer {run.start} {tuple(shape)}"
     layers = stacks[-1 if is_decoder else 0].layers

@@ -93,7 +93,7 @@ def fragment(sheets: Sequence[Sheet]) -> str:
     return (
         f'<main id="main" tabindex="-1">\n<header>\n<h1>{_title(sheets)}</h1>\n{_summary(sheets)}\n'
         f'<nav aria-label="Sections"><ul>{links}</ul></nav>\n</header>\n'
-        f"<noscript><p>Timeline, memory and metrics are drawn by a script. What follows is readable without.</p>"
+        f"<noscript><p>Timeline, memory and metrics are drawn by a script. The rest is readable without scripts.</p>"
         f'</noscript>\n<p id="trouble" role="alert" hidden></p>\n{body}\n'
         f'<script type="application/json" id="data">{_json(_data(sheets))}</script>\n</main>'
     )

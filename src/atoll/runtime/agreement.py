@@ -112,7 +112,7 @@ class Agreement:
         only_damage = problems == damages
         if problem is None or (isinstance(problem, DamageError) and not only_damage):
             found = self._watch.first(wait=5.0, key=question.key)
-            problem = found or RunError("another rank refused without a word")
+            problem = found or RunError("another rank refused without a message")
             if only_damage:
                 problem = DamageError(str(problem))
         self.refuse(problem)

@@ -271,7 +271,8 @@ class Engine:
         self._agreement.agree_on(
             digests,
             PlanError(
-                "ranks that share parameters would play different programs; build the same model with the same plan on "
+                "ranks that share parameters would execute different programs; build the same model with the same "
+                "plan on "
                 "every rank"
             ),
         )
@@ -421,7 +422,7 @@ class Engine:
         if self.bad_steps.answer is Answer.SKIP:
             self._skips += 1
             if fault.is_of_parameters:
-                why = "Nothing was updated; skipping steps does not mend parameters"
+                why = "Nothing was updated; skipping steps does not repair parameters"
             elif self._skips > SKIPS_IN_A_ROW:
                 why = f"Nothing was updated in the {SKIPS_IN_A_ROW} steps before either, which were skipped"
             else:
@@ -434,13 +435,13 @@ class Engine:
             elif rollback := self._go_back(step - self.bad_steps.steps):
                 return replace(result, rollback=rollback)
             else:
-                why = f"There is no whole checkpoint of step {max(0, step - self.bad_steps.steps)} or before"
+                why = f"There is no complete checkpoint of step {max(0, step - self.bad_steps.steps)} or before"
         self.step_number = step - 1
         narrow = ", or use precision fp32" if self.plan.precision.compute in ("float16", "bfloat16") else ""
         others = [f'"{each}"' for each in ("skip", "rollback N") if not each.startswith(self.bad_steps.answer)]
         raise BadStepError(
-            f"{fault.describe()}\n{why}. Lower the learning rate, clip the gradient norm{narrow}; or go on past such "
-            f"steps with bad_steps = {' or '.join(others)}",
+            f"{fault.describe()}\n{why}. Lower the learning rate, clip the gradient norm{narrow}; or continue past "
+            f"such steps with bad_steps = {' or '.join(others)}",
             fault=fault,
         )
 
@@ -647,9 +648,9 @@ class Engine:
         if len(found) > SHOWN:
             lines.append(f"and {len(found) - SHOWN} more differences")
         raise ReplicaError(
-            f"after step {self.step_number}: {'; '.join(lines)}. Memory, a device or a link has changed bits, or code "
-            f"wrote on some ranks alone. What was equal last was step {self._compared}: go on from a checkpoint of "
-            "that step or before, without the machine that is named",
+            f"after step {self.step_number}: {'; '.join(lines)}. Memory, a device or a link has changed bits, or "
+            f"code wrote on only some ranks. Replicas were last equal at step {self._compared}: continue from a "
+            "checkpoint of that step or before, without the named machine",
             ranks=tuple(sorted({rank for each in found for rank in each.ranks})),
         )
 
@@ -722,7 +723,7 @@ class Engine:
         with self._agreement.guard("choosing parameters"):
             self._agreement.agree(problem)
             digest = zlib.crc32(repr(chosen).encode())
-            problem = PlanError("the ranks ask for different parameters; give every rank the same names")
+            problem = PlanError("the ranks request different parameters; give every rank the same names")
             self._agreement.agree_on([digest], problem)
         return chosen
 
@@ -825,7 +826,9 @@ class Engine:
     def _check_whole(self) -> None:
         """Raise RunError while some values come from a damaged checkpoint."""
         if self._damage is not None:
-            raise RunError(f"the last load filled the engine in part; load a whole checkpoint first: {self._damage}")
+            raise RunError(
+                f"the last load only filled a part of the engine; load a complete checkpoint first: {self._damage}"
+            )
 
     def _settle_parameters(self) -> None:
         """Wait until nothing reads the parameters, before an agreement after which they are written."""

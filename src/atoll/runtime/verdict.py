@@ -155,7 +155,7 @@ def _silent(found: Sequence[int], states: Mapping[int, State], now: float) -> Ve
     if unseen:
         sentences.append(
             f"{named(unseen)} sent no heartbeat for {now - states[unseen[0]].heard:.0f} s; last heard in "
-            f"{_where(unseen, states)}. Stopped, or machine or network are gone"
+            f"{_where(unseen, states)}. The process is stopped, or its machine or network has failed"
         )
     return Verdict(tuple(ranks), f"{'. '.join(sentences)}{_waiting(ranks, states, now)}")
 
@@ -181,8 +181,8 @@ def _circle(ranks: Sequence[int], states: Mapping[int, State], now: float) -> Ve
     lines = [f"rank {rank} in {states[rank].doing} for {named(states[rank].waits_for)}" for rank in ranks]
     return Verdict(
         tuple(ranks),
-        f"{named(sorted(ranks))} wait for each other since {seconds:.0f} s: {'; '.join(lines)}. What was sent between "
-        f"them did not arrive{_waiting(ranks, states, now)}",
+        f"{named(sorted(ranks))} wait for each other since {seconds:.0f} s: {'; '.join(lines)}. What was sent "
+        f"between them did not arrive{_waiting(ranks, states, now)}",
     )
 
 

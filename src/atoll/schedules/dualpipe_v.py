@@ -23,7 +23,7 @@ def dualpipe_v(*, ranks: int, microbatches: int) -> Schedule:
     if microbatches < 2 * ranks - 1:
         raise ConfigError(
             f"schedule 'dualpipe-v' needs at least 2p-1 = {2 * ranks - 1} microbatches for {ranks} ranks, not "
-            f"{microbatches}: take more microbatches, or zb-v, which has the same placement and serves any number"
+            f"{microbatches}: take more microbatches, or zb-v, which has the same placement and supports any number"
         )
     rows = tuple(tuple(_row(rank, ranks, microbatches)) for rank in range(ranks))
     return Schedule("dualpipe-v", Placement("v", ranks, 2), microbatches, rows)

@@ -164,7 +164,7 @@ def play(programs: Programs, rates: Sequence[Rates] | Rates, *, steps: int = 1) 
     if len(each) != placement.ranks:
         raise ConfigError(f"{len(each)} rates for {placement.ranks} pipeline ranks: give one, or one a rank")
     if steps < 1:
-        raise ConfigError(f"{steps} steps: at least one is played")
+        raise ConfigError(f"{steps} steps: at least one is needed")
     table = _Messages(programs.ranks, placement)
     users = Counter(name for own in each for name in {link.pool for _, link in own.every})
     shared = {name for name, count in users.items() if name is not None and count > 1}

@@ -133,7 +133,7 @@ class Costs:
 
 
 def simulate(schedule: Schedule, costs: Costs, memory: Memory | None = None) -> Trace:
-    """Plays `schedule`, compute-only or lowered. Raises ConfigError for costs or amounts that do not fit its ranks.
+    """Simulate `schedule`, compute-only or lowered. Raises ConfigError for costs or amounts that do not fit its ranks.
 
     With `memory` the trace has the bytes of every rank over time, and how long ranks idled for lack of them. A limit
     changes no time: the order is the schedule's, whether it fits or not.

@@ -123,15 +123,14 @@ def config_of(folder: Path) -> Config:
     """Return the config that a checkpoint was trained with."""
     if not checkpoint.is_complete(folder):
         raise CheckpointError(
-            f"{folder} is no finished checkpoint, nor a run with one; name a run, or a folder such as "
+            f"{folder} is neither a finished checkpoint nor a run with one; give a run, or a folder such as "
             "<run>/checkpoints/step-..."
         )
     caller = checkpoint.read_state(folder).get("caller")
     text = caller.get("config") if isinstance(caller, dict) else None
     if not isinstance(text, str):
         raise CheckpointError(
-            f"{folder} does not say which model it is of: only checkpoints of atoll train and atoll import can be "
-            "exported"
+            f"{folder} does not name its model: only checkpoints of atoll train and atoll import can be exported"
         )
     try:
         values = parse_toml(text)
@@ -139,7 +138,7 @@ def config_of(folder: Path) -> Config:
         raise DamageError(f"{folder}: the config of its run cannot be read: {error}") from error
     config = from_dict(values, source=f"{folder}, the config of its run")
     if config.model.is_builtin:
-        raise CheckpointError(f"{folder} is of the built-in decoder, which is no model of transformers")
+        raise CheckpointError(f"{folder} holds the built-in decoder, which is not a transformers model")
     return config
 
 

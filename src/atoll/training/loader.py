@@ -102,7 +102,7 @@ class Loader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`. Raises DataError if it belongs to another order of samples."""
         if {"epoch", "position"} - set(state):
-            raise DataError(f"this is no state of a loader: it has {', '.join(sorted(state)) or 'nothing'}")
+            raise DataError(f"this is not a state of a loader: it has {', '.join(sorted(state)) or 'nothing'}")
         differ = [
             f"{name} is {value}, and was {state.get(name)}"
             for name, value in self._order().items()

@@ -91,7 +91,7 @@ class RunLock:
             except PermissionError as error:
                 raise ConfigError(
                     f"run.folder = {str(self._root)!r}: its lock {self.path.name} cannot be written; it belongs to "
-                    "another user, or the folder may only be read. Choose another run.folder"
+                    "another user, or the folder is read-only. Choose another run.folder"
                 ) from error
             try:
                 if self._take(descriptor, say):
@@ -180,7 +180,8 @@ class RunLock:
 
     def _refusal(self, holder: Holder | None) -> ConfigError:
         return ConfigError(
-            f"run.folder = {str(self._root)!r} is in use by another run ({holder or 'which has not said who it is'}); "
+            f"run.folder = {str(self._root)!r} is in use by another run "
+            f"({holder or 'which has not identified itself'}); "
             "wait for its end, end it, or choose another run.folder"
         )
 

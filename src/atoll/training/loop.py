@@ -236,14 +236,14 @@ class Loop:
             self.display.say(f"resumed {path}: {step} steps, {self.samples.position} samples")
             if step >= self.config.train.steps:
                 self.display.say(
-                    "note: that was the last step; to train on set train.steps (or epochs) to more, to begin again say "
-                    "--overwrite"
+                    "note: that was the last step; to continue, increase train.steps (or epochs); to begin again, "
+                    "use --overwrite"
                 )
             return True
         words = listing([str(error) for _, error in damaged])
         raise CheckpointError(
             f"no checkpoint in {self.folder.checkpoints} is whole: {words}\n"
-            "bring one back from a copy, or begin again with --overwrite"
+            "restore one from a copy, or begin again with --overwrite"
         )
 
     def _found(self, start: Start) -> tuple[list[int], int]:
@@ -431,7 +431,7 @@ class Loop:
             self._recorder.incident(result, position=position, sequences=sequences)
         done = "skipped"
         if result.rollback is not None:
-            done = f"back to step {result.rollback.step}, on with the samples from position {position}"
+            done = f"back to step {result.rollback.step}, continuing with the samples from position {position}"
             self._return_to(result.rollback, position)
         self.display.say(f"note: {fault.describe()}{words}\n  {done}")
 

@@ -115,7 +115,7 @@ def start_ranks(
         whence = f"from {count.checkpoint}" if count.checkpoint else "from the beginning"
         again = f"the ranks are started again {whence}"
         if left is not None:
-            again = f"{ranks} ranks did not come back, so {left} go on {whence}"
+            again = f"{ranks} ranks did not return, so {left} go on {whence}"
             ranks = left
         say(f"note: {again} ({count.tries} of {most} without a new checkpoint)")
         time.sleep(count.pause)

@@ -204,7 +204,7 @@ def _problems(asked: Sequence[_Request], tensors: dict[str, TensorStorageMetadat
             problems.append(f"{request.name!r} is {tensor.properties.dtype} there and {request.dtype} here")
     if strict:
         names = {request.name for request in asked}
-        problems.extend(f"it has {name!r}, which nothing here takes" for name in tensors if name not in names)
+        problems.extend(f"it has {name!r}, which this model does not have" for name in tensors if name not in names)
     return list(dict.fromkeys(problems))
 
 

@@ -66,7 +66,7 @@ class Manifest:
         expected = self._digests.get((path.name, offset, len(content)))
         if expected is None:
             raise DamageError(
-                f"{path}, {len(content)} bytes from {offset}: the manifest knows no such range; the file was cut, "
+                f"{path}, {len(content)} bytes from {offset}: the manifest has no such range; the file was cut, "
                 "extended or exchanged"
             )
         if digest(content) != expected:

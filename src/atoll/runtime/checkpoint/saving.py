@@ -116,7 +116,9 @@ class Saving:
         """Write the boxes. Return the number, file, offset, length and digest of each."""
         writer = _Writer(self.folder)
         if not Path(writer.path).is_dir():
-            raise CheckpointError(f"{writer.path}, made by rank 0, is not here: all ranks must share a file system")
+            raise CheckpointError(
+                f"{writer.path}, created by rank 0, does not exist on this rank: all ranks must share a file system"
+            )
         items = [
             item
             for piece, first in zip(owned, self._first_chunks, strict=True)

@@ -334,7 +334,8 @@ class Executor:
     def _counts(self, step: _Step) -> tuple[torch.Tensor | float, ...]:
         if 0 < len(step.counts) < len(step.losses):
             raise RunError(
-                f"the loss gave a count for {len(step.counts)} of {len(step.losses)} microbatches; it gives a sum for "
+                f"the loss returned a count for {len(step.counts)} of {len(step.losses)} microbatches; it gives a "
+                "sum for "
                 "each, or a pair (sum, count) for each"
             )
         return tuple(step.counts.values()) if self._transport.place.tp == 0 else ()
