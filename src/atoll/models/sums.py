@@ -40,8 +40,8 @@ def check_sum(loss: Loss, outputs: Any, batch: Batch, *, found: object) -> bool:
         return whole != 0
     if min(first, second) - slack <= whole <= max(first, second) + slack:
         raise PlanError(
-            f"the loss returned {whole:g} for a microbatch of {count} samples, {first:g} for the first {count // 2}, "
-            f'{second:g} for the others: a mean. Give the sum over what counts, as reduction="sum" does, which '
+            f"the loss returned {whole:g} for a microbatch of {count} samples, {first:g} for the first {count // 2} "
+            f'and {second:g} for the others: a mean. Give the sum over what counts, as reduction="sum" does, which '
             "the engine divides once for the whole step; or the pair (sum, count)"
         )
     return True
