@@ -131,8 +131,8 @@ def report(result: Mapping[str, Any]) -> str:
         "were fitted to twenty rows, and a line is about the others.",
         "*mean*, *median*, *worst*: absolute relative errors of a step. *bias*: their signed mean. *regret*: by how "
         "much the plan with the fastest prediction is slower than the fastest measured plan, for the same model, "
-        "samples and devices: median and worst. *order*: share of pairs of such plans, more than 3 % apart, whose "
-        "predictions are in the measured order.",
+        "samples and devices: median and worst. *order*: pairs of such plans, more than 3 % apart, that are "
+        "predicted in the measured order.",
         "\n".join(
             [
                 "| rows | number | mean | median | worst | bias | regret | order | best published mean |",
