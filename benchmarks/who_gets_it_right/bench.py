@@ -189,6 +189,6 @@ FSDP2's code."""
 
 _DEEPSPEED = """\
 In 0.19.2 every stage divides by the number of microbatches, including gradients that are divided already: the first \
-of the two gets an eighth of its gradients (DeepSpeed issue 8152, repaired in 0.19.3). The project pins 0.19.2 for another reason \
-(`pyproject.toml`); `bench.py` describes how to compare other versions. DeepSpeed's pipeline has one schedule. It \
-refuses gradients in float64, so it runs in float32."""
+of the two gets an eighth of its gradients (DeepSpeed issue 8152, repaired in 0.19.3). The project pins 0.19.2 for \
+another reason (`pyproject.toml`); `bench.py` describes how to compare other versions. DeepSpeed's pipeline has one \
+schedule. It refuses gradients in float64, so it runs in float32."""

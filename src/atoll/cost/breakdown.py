@@ -16,10 +16,12 @@ class Breakdown(NamedTuple):
     forward, backward, weights: F, I and W without the collectives of tensor parallelism. Without a pipeline no rank
     waits for I, which then also computes the weights' gradients. Recomputing is part of I. Of a split vocabulary,
     look-ups (L), their sum and scores (S) are part of F, the gradient that is combined from scores is part of I, and
-    the slices' gradients (T, G) are part of W. tensor: time of those collectives.  optimizer: its step.  other: pauses,
-    and everything else with a time. bubble: waits for a message or a sum that another pipeline rank has not sent yet.
-    messages: waits for messages between stages that are in flight. gathers, reductions: waits for parameters and
-    gradients on the data-parallel links. sums: waits for the sums at a step's end that are in flight.
+    the slices' gradients (T, G) are part of W.
+    tensor: time of those collectives.  optimizer: its step.  other: pauses, and everything else with a time.
+    bubble: waits for a message or a sum that another pipeline rank has not sent yet.
+    messages: waits for messages between stages that are in flight.
+    gathers, reductions: waits for parameters and gradients on the data-parallel links.
+    sums: waits for the sums at a step's end that are in flight.
     """
 
     forward: float = 0.0

@@ -18,19 +18,23 @@ class Implementation:
 
     runtime: "megatron" keeps what Korthikanti et al. (arXiv 2205.05198) list. "atoll" counts a batch's ids with the
     batch, keeps the logits beside their log-softmax, recomputes every block but tables, and under selective recompute
-    keeps the outputs of products instead of all but attention's scores. norms: "fused" norms save their input. Norms in
-    "parts" save it in fp32, and also the normalized hidden state in the compute dtype; "precise" ones save both in
-    fp32, or in fp64 if that is the compute dtype. statistics: numbers in fp32 that a norm saves for each row. results:
-    tensors of the feed-forward's width that the activation saves besides its inputs and its last result. softmax:
-    "fp32" if eager attention saves the softmax in fp32 and again in the compute dtype. repeats_keys: whether eager
-    attention saves keys and values once for each head of queries. is_fused: whether one product computes queries, keys
-    and values. heads: "outer" if attention receives queries head by head, not token by token. copies: dtypes in which
-    fused attention writes its output in the queries' memory order, so that "outer" heads are copied afterwards: "half"
-    precisions, as CUDA's kernels, or "all", as the CPU's. keeps_angles: whether each layer saves rotary angles of its
-    own. waits: whether the gradients of the layers' weights are computed in W. splits: how tensor parallelism splits
-    linear layers: "paired", one by its outputs and the next by its inputs, so that the tensors between them are split
-    as well, or each by its outputs, which are "gathered" immediately. ends: "parts" if the tables of the embedding, the
-    last norm and the logits' product are separate blocks, so that the tensors between them are kept.
+    keeps the outputs of products instead of all but attention's scores.
+    norms: "fused" norms save their input. Norms in "parts" save it in fp32, and also the normalized hidden state in the
+    compute dtype; "precise" ones save both in fp32, or in fp64 if that is the compute dtype.
+    statistics: numbers in fp32 that a norm saves for each row.
+    results: tensors of the feed-forward's width that the activation saves besides its inputs and its last result.
+    softmax: "fp32" if eager attention saves the softmax in fp32 and again in the compute dtype.
+    repeats_keys: whether eager attention saves keys and values once for each head of queries.
+    is_fused: whether one product computes queries, keys and values.
+    heads: "outer" if attention receives queries head by head, not token by token.
+    copies: dtypes in which fused attention writes its output in the queries' memory order, so that "outer" heads are
+    copied afterwards: "half" precisions, as CUDA's kernels, or "all", as the CPU's.
+    keeps_angles: whether each layer saves rotary angles of its own.
+    waits: whether the gradients of the layers' weights are computed in W.
+    splits: how tensor parallelism splits linear layers: "paired", one by its outputs and the next by its inputs, so
+    that the tensors between them are split as well, or each by its outputs, which are "gathered" immediately.
+    ends: "parts" if the tables of the embedding, the last norm and the logits' product are separate blocks, so that the
+    tensors between them are kept.
     """
 
     runtime: Literal["megatron", "atoll"] = "atoll"

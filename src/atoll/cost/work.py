@@ -133,11 +133,12 @@ class Vocabulary:
 class Workload:
     """A model: its blocks in order.
 
-    layers: the blocks that are layers.  shared: elements that the first block and the last share. trains_shared:
-    whether these are trained. joined: blocks that stay on the stage of the block before them.  costs: for each block,
-    the multiplications of a token with its parameters, by which stages are balanced; by default three for each element
-    of `matrices`. vocabulary: the rows of which each pipeline rank has a slice, if they are split.  split: returns the
-    same model with its vocabulary split over a number of pipeline ranks; None if those costs are unknown.
+    layers: the blocks that are layers.  shared: elements that the first block and the last share.
+    trains_shared: whether these are trained.
+    joined: blocks that stay on the stage of the block before them.  costs: for each block, the multiplications of a
+    token with its parameters, by which stages are balanced; by default three for each element of `matrices`.
+    vocabulary: the rows of which each pipeline rank has a slice, if they are split.  split: returns the same model with
+    its vocabulary split over a number of pipeline ranks; None if those costs are unknown.
     """
 
     name: str

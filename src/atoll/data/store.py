@@ -121,12 +121,12 @@ def prepare(
     Damaged arrays are created again: files that are missing, short or unreadable, and blocks for which an earlier run
     found a wrong digest.
 
-    source, text_field: see `atoll.data.corpus`. tokenizer: "bytes", "bpe-N" or the path of a tokenizer.json.
+    source, text_field: see `atoll.data.corpus`.
+    tokenizer: "bytes", "bpe-N" or the path of a tokenizer.json.
     validation: fraction of the tokens to hold out, or a separate source.
     chat: the chat template, if the source has conversations (`atoll.data.conversations`).
     sequence, how, too_long: see `Packing`; if samples are whole documents, the arrays include their lengths.
-    global_batch: only checked, see `Corpus.check`.
-    Raises DataError for an unusable source, tokenizer or cache.
+    global_batch: only checked, see `Corpus.check`. Raises DataError for an unusable source, tokenizer or cache.
     """
     say = report or (lambda line: None)
     packing = Packing(sequence=sequence, how=how, too_long=too_long)

@@ -214,9 +214,9 @@ def prepare_supply(
     """Return the samples of sources, each from its cache or encoded into it.
 
     weights: share of the samples from each source; None: in proportion to their samples, so an epoch passes each once.
-    recipe: see `prepare`; its "bpe-N" is trained on all sources. shard: number of bytes of a source that are encoded at
-    once during the run; None: all are encoded here. With a shard, a held-out share is taken from the first shard, and
-    without weights sources have shares by their bytes.
+    recipe: see `prepare`; its "bpe-N" is trained on all sources.
+    shard: number of bytes of a source that are encoded at once during the run; None: all are encoded here. With a
+    shard, a held-out share is taken from the first shard, and without weights sources have shares by their bytes.
     """
     say = report or (lambda line: None)
     found = _Sources.find(sources, recipe, shard)

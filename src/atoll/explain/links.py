@@ -22,7 +22,8 @@ class LinkUse:
     """Traffic of a rank on a link in a step.
 
     axis: of the mesh.  kind: gathers, reductions, updated parameters or messages.  times: their number.  nbytes: in
-    total. seconds: busy time of the link.
+    total.
+    seconds: busy time of the link.
     """
 
     axis: str

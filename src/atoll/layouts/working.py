@@ -23,9 +23,9 @@ def reduced_at_once(prefetch: int | None) -> int:
 class WorkingMemory:
     """Bytes of one rank.
 
-    live: whole copies of parameters.  ahead: prefetched parameters; part of `live` or `lent`. lent: reserved
-    permanently for blocks that the ranks of a group read in place.  buffers: whole gradients until they are reduced,
-    and their receive buffers.  flows: whole gradients until they are reduced; part of `lent` or `buffers`.
+    live: whole copies of parameters.  ahead: prefetched parameters; part of `live` or `lent`.
+    lent: reserved permanently for blocks that the ranks of a group read in place.  buffers: whole gradients until they
+    are reduced, and their receive buffers.  flows: whole gradients until they are reduced; part of `lent` or `buffers`.
     """
 
     live: int

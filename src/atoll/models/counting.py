@@ -42,8 +42,8 @@ def count(model: nn.Module, *, name: str | None = None, device: Device = "cuda")
     """Return the workload of a model with its adapter's blocks.
 
     model: a model with an adapter; on `meta` it needs no memory. Whether a parameter is trained matters, but not its
-    dtype: `Use.compute` sets the dtype of execution. The model is not changed. name: of the workload; the class's if
-    None.  device: the device whose kernels are counted, see `atoll.models.fused`.
+    dtype: `Use.compute` sets the dtype of execution. The model is not changed.
+    name: of the workload; the class's if None.  device: the device whose kernels are counted, see `atoll.models.fused`.
 
     `work(use)` raises ConfigError if blocks do not run without values, and for features that are not counted: tensor
     parallelism, a fused or chunked loss. `count` itself raises ConfigError for transformers models with other heads

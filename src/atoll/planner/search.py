@@ -64,9 +64,9 @@ A_CELL = 1.0
 class Found(NamedTuple):
     """The result of a search.
 
-    fitting: plans that fit, the fastest first.  nearest: if none fits, the plan with the lowest peak. bound: no plan
-    that fits is faster, in seconds.  frames: number of meshes with microbatches.  predicted: number of plans whose
-    programs were simulated.
+    fitting: plans that fit, the fastest first.  nearest: if none fits, the plan with the lowest peak.
+    bound: no plan that fits is faster, in seconds.  frames: number of meshes with microbatches.  predicted: number of
+    plans whose programs were simulated.
     """
 
     fitting: tuple[Candidate, ...]
@@ -94,8 +94,9 @@ class _Total(NamedTuple):
 class _Node(NamedTuple):
     """A set of plans. least: lower bounds of all of them.
 
-    orders: remaining schedules of a frame; travels: remaining choices of a frame and a schedule, with equal bounds; all
-    if empty.  turn: number of plans with this frame and schedule that were simulated when `least` was found.
+    orders: remaining schedules of a frame;
+    travels: remaining choices of a frame and a schedule, with equal bounds; all if empty.  turn: number of plans with
+    this frame and schedule that were simulated when `least` was found.
     """
 
     least: Least

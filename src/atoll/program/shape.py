@@ -15,13 +15,16 @@ PHASES: tuple[Phase, ...] = ("I", "W")
 class UnitShape:
     """A unit on one rank.
 
-    blocks: those of the whole model that use it, in order; none for a slice of the vocabulary. is_shared: whether
-    several blocks use the same parameters, and not each its own. whole: bytes of the copy that is gathered and freed; 0
-    if it is stored whole. ahead: bytes that a prefetch of it holds before its use; 0 if a gather only reads stored
-    blocks, and is made at its use. flows: the phases in which this rank computes a gradient of it, each with the bytes
-    of the whole gradients, which are 0 if they are stored whole. is_left_alone: whether its gradients are neither sent
-    nor summed with those of another rank. travel: what GATHER, the REDUCE or SYNC of a phase, or RETURN sends: bytes by
-    axis, one after the other. copies: pipeline ranks that have it.
+    blocks: those of the whole model that use it, in order; none for a slice of the vocabulary.
+    is_shared: whether several blocks use the same parameters, and not each its own.
+    whole: bytes of the copy that is gathered and freed; 0 if it is stored whole.
+    ahead: bytes that a prefetch of it holds before its use; 0 if a gather only reads stored blocks, and is made at its
+    use.
+    flows: the phases in which this rank computes a gradient of it, each with the bytes of the whole gradients, which
+    are 0 if they are stored whole.
+    is_left_alone: whether its gradients are neither sent nor summed with those of another rank.
+    travel: what GATHER, the REDUCE or SYNC of a phase, or RETURN sends: bytes by axis, one after the other.
+    copies: pipeline ranks that have it.
     """
 
     index: int

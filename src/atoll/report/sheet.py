@@ -19,9 +19,10 @@ from atoll.units import format_bytes, format_count, format_rate, format_seconds
 class Memory:
     """Bytes that pipeline ranks hold over a step, by component.
 
-    unit: "s", or "instructions" if seconds are unknown. times: for each rank, when its bytes change.  held: for each
-    rank and component, the bytes from each of these times on. limit: bytes of the device.  peaks: measured, of each
-    rank.  measured: their kind.
+    unit: "s", or "instructions" if seconds are unknown.
+    times: for each rank, when its bytes change.  held: for each rank and component, the bytes from each of these times
+    on.
+    limit: bytes of the device.  peaks: measured, of each rank.  measured: their kind.
     """
 
     unit: str

@@ -63,7 +63,8 @@ class Agreement:
         """Context in which this rank may wait for others. An error in it becomes the first error of any rank.
 
         what: the current work of this rank.  doing: a more exact description, if known; otherwise it waits for all
-        others. pace: time limit of the section, measured from the durations of the more exact work.
+        others.
+        pace: time limit of the section, measured from the durations of the more exact work.
         """
         begin = time.monotonic()
         try:

@@ -622,11 +622,18 @@ class Engine:
                     found[key] = shortest[key[0]]
 
     def taken(self) -> dict[tuple[Do, int], list[float]]:
-        """Return the seconds of each execution of the instructions of the last step, including waits."""
+        """Return the seconds of each execution of the instructions of the last step, including waits.
+
+        By instruction and index of its block or unit, as in `timing`; empty unless the step ran in that context. The
+        instructions are sequential, so they add up to the step except for host time between them.
+        """
         return {} if self._outcome is None else self._outcome.clock.seconds()
 
     def instructions(self) -> list[tuple[Instruction, float, float]]:
-        """Return the instructions of the last step with start and end, in seconds of the host's monotonic clock."""
+        """Return the instructions of the last step with start and end, in seconds of the host's monotonic clock.
+
+        Each precedes the instructions nested in it; empty unless the step ran in the context of `timing`.
+        """
         return [] if self._outcome is None else self._outcome.clock.instructions()
 
     def check_replicas(self) -> None:

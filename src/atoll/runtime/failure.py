@@ -200,7 +200,8 @@ class Watch:
         """Context in which this rank may wait for others, and ends if another one fails. Sections may be nested.
 
         what: the work of this rank in it.  doing: a more exact description, if known; otherwise it waits for all
-        others. pace: its time limit.
+        others.
+        pace: its time limit.
         """
         self._usual = self._usual if pace is UNKNOWN else pace
         self._sections.append(_Section(Doing(what, tuple(range(self.world))), doing, pace))

@@ -37,8 +37,8 @@ class Speed:
 
     shared: number of data-parallel ranks that use it at the same time.  pool: its name if pipeline ranks share it:
     those with one name take turns.  burst: bytes that it transfers at once after a pause, like a token bucket (`tc
-    tbf`, the limits of cloud machines); they count against its rate. busy: share of its transfer time during which the
-    rank cannot compute, because its own processor copies.
+    tbf`, the limits of cloud machines); they count against its rate.
+    busy: share of its transfer time during which the rank cannot compute, because its own processor copies.
     """
 
     latency: float = 0.0
@@ -75,11 +75,11 @@ class Rates:
     """The durations of one rank's instructions, and the speeds of its links.
 
     compute: seconds by operation and block or unit (-1: the stage's own, such as FINISH_F). Missing ones take no time;
-    for waiting instructions it is the part that nothing hides. `Engine.timing` measures them. message: bytes that a
-    stage sends for a microbatch, forward or backward.  messages: bytes of sends that differ from it, by operation and
-    stage, such as those of a split vocabulary; the total of all copies if several ranks get one. links: by axis ("pp",
-    "inter", "intra"); a missing one takes no time. to: links to single pipeline ranks, for messages to a neighbouring
-    stage there, instead of that of "pp".
+    for waiting instructions it is the part that nothing hides. `Engine.timing` measures them.
+    message: bytes that a stage sends for a microbatch, forward or backward.  messages: bytes of sends that differ from
+    it, by operation and stage, such as those of a split vocabulary; the total of all copies if several ranks get one.
+    links: by axis ("pp", "inter", "intra"); a missing one takes no time.
+    to: links to single pipeline ranks, for messages to a neighbouring stage there, instead of that of "pp".
     """
 
     compute: Mapping[tuple[Do, int], float] = field(default_factory=dict)
@@ -117,8 +117,9 @@ class Timing:
     """Start and end of a rank's instructions in a step, in seconds from the start of the first step.
 
     begin: end of the previous step.  ends: of each instruction, which starts at the end of the previous one, the first
-    one at `begin`. sent: for each instruction that waits for messages or sums of other pipeline ranks, in order, the
-    send time of the one that arrives last.
+    one at `begin`.
+    sent: for each instruction that waits for messages or sums of other pipeline ranks, in order, the send time of the
+    one that arrives last.
     """
 
     begin: float

@@ -88,9 +88,10 @@ class Measured:
 class Run:
     """The records of a run.
 
-    blocks: their names. timed_seconds: of the last step on rank 0.  timed, peaks: instructions and bytes of each
-    pipeline rank; () if the run did not reach that step. memory: kind of the peaks, "allocated" tensors or "resident"
-    memory.
+    blocks: their names.
+    timed_seconds: of the last step on rank 0.  timed, peaks: instructions and bytes of each pipeline rank; () if the
+    run did not reach that step.
+    memory: kind of the peaks, "allocated" tensors or "resident" memory.
     """
 
     folder: RunFolder

@@ -28,8 +28,9 @@ def predict(
     """Predict time and memory of a step of `config` under `plan`.
 
     cluster: None to predict only bytes.  vocabulary: number of ids of the model; `expected_vocabulary` if None.
-    reads_in_place: whether the ranks of a group read each other's memory, as on one host's CPUs. device: "cuda" or
-    "cpu", whose kernels save different tensors; if None, "cpu" if parallel.device is, otherwise "cuda".
+    reads_in_place: whether the ranks of a group read each other's memory, as on one host's CPUs.
+    device: "cuda" or "cpu", whose kernels save different tensors; if None, "cpu" if parallel.device is, otherwise
+    "cuda".
 
     Raises ConfigError or PlanError for a model or a plan whose costs are unknown.
     """

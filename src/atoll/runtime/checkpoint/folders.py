@@ -105,9 +105,9 @@ def set_aside(folder: Path) -> Path:
 def prune(root: Path, keep: int, *, hours: float | None = None, best: int = 0) -> None:
     """Delete checkpoints, except the `keep` newest and the one that `latest` names. Call it on one rank.
 
-    hours: also keep one checkpoint for every so many hours, by the time in its manifest, from the oldest on. best: also
-    keep this many with the lowest validation loss in the manifest. Those that were saved only for it (`extra` in the
-    manifest) do not count among the newest.
+    hours: also keep one checkpoint for every so many hours, by the time in its manifest, from the oldest on.
+    best: also keep this many with the lowest validation loss in the manifest. Those that were saved only for it
+    (`extra` in the manifest) do not count among the newest.
     """
     if keep < 1:
         raise CheckpointError(f"checkpoints to keep: {keep}; at least 1")

@@ -108,7 +108,8 @@ class _Score:
 
     calls: one for each instruction.  parts: the program, cut where another action begins.  forwards: position of each
     block's forward, by stage and microbatch.  awaits: for each instruction its text, and the ranks that it may wait
-    for. table: offset of the texts in this process's page.  name: a number that the program has on every rank, never 0.
+    for.
+    table: offset of the texts in this process's page.  name: a number that the program has on every rank, never 0.
     """
 
     program: Program
@@ -129,8 +130,9 @@ class Executor:
     """Executes the programs of this rank.
 
     outline: lists the rank's actions and lowers them.  sharded: the stages and units of the programs.  end: ends the
-    steps. loss: of the last stage's outputs and a microbatch. lanes: run transfers concurrently, which are recorded on
-    the programs' clock.
+    steps.
+    loss: of the last stage's outputs and a microbatch.
+    lanes: run transfers concurrently, which are recorded on the programs' clock.
 
     is_timed: whether each instruction is recorded on the clock, instead of each action only.
     probe: inspects the values of the next program, if given.

@@ -130,9 +130,9 @@ class VocabularyTable:
 class Scores:
     """The scores of a slice for a microbatch of N tokens.
 
-    sums: [3, N], the largest logit, the sum of exponentials relative to it, and the label's logit or 0. answer: [N +
-    labels in the slice, hidden], the mean of the head's rows, followed by the rows of the labels; if `logits` are
-    requested, these, [N, rows]; None if only the loss is needed.
+    sums: [3, N], the largest logit, the sum of exponentials relative to it, and the label's logit or 0.
+    answer: [N + labels in the slice, hidden], the mean of the head's rows, followed by the rows of the labels; if
+    `logits` are requested, these, [N, rows]; None if only the loss is needed.
     """
 
     sums: Tensor
