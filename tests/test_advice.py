@@ -22,7 +22,7 @@ def test_reductions_each_microbatch_have_a_price() -> None:
     (line,) = said("NGG", "1f1b")
     # 3/4 of 4 MB, eight times or once, and once to bring the parameters back.
     assert line == (
-        "layout NGG reduces gradients in each of 8 microbatches: 27 MB sent a rank and step, 6 MB with "
+        "layout NGG reduces gradients in each of 8 microbatches: 27 MB sent per rank and step,  6 MB with "
         "parallel.reduction = 'step', which keeps 4 MB of whole gradients"
     )
     assert not said("NGG", "1f1b", reduction="step")
@@ -31,7 +31,7 @@ def test_reductions_each_microbatch_have_a_price() -> None:
 
 def test_a_v_forgets_what_a_run_would_keep() -> None:
     (line,) = said("GNG", "zb-v", residency="run")
-    assert "schedule zb-v goes to and fro between its stages, so that residency 'run' gathers them" in line
+    assert "schedule zb-v alternates between its stages, so residency 'run' gathers them" in line
     assert "with parallel.residency = 'step', which keeps 8 MB of whole parameters" in line
     assert not said("GNG", "breadth-first", residency="run")
     assert not said("GNG", "zb-v", residency="step")

@@ -101,16 +101,16 @@ def test_finite_numbers(value: float) -> None:
 
 @pytest.mark.parametrize("value", [True, None, "1", [], float("nan"), float("inf")])
 def test_what_is_no_finite_number_is_shown(value: object) -> None:
-    with pytest.raises(ValueError, match=f"^{re.escape(repr(value))} is no finite number"):
+    with pytest.raises(ValueError, match=f"^{re.escape(repr(value))} is not a finite number"):
         finite(value)
 
 
 def test_counts_and_strings() -> None:
     assert [count(0), count(7, limit=7), count(-1, least=-1), string("a")] == [0, 7, -1, "a"]
     for value in (-1, 8, 1.0, True, None, "1"):
-        with pytest.raises(ValueError, match="is no whole number from 0 to 7"):
+        with pytest.raises(ValueError, match="is not a whole number from 0 to 7"):
             count(value, limit=7)
-    with pytest.raises(ValueError, match=r"^'aaa.*\.\.\..*a' is no whole number"):  # of a megabyte some is shown
+    with pytest.raises(ValueError, match=r"^'aaa.*\.\.\..*a' is not a whole number"):  # of a megabyte some is shown
         count("a" * 1_000_000)
     with pytest.raises(ValueError, match="7 is no string"):
         string(7)

@@ -53,8 +53,8 @@ def test_the_page_counts_and_shows_what_lives() -> None:
     explained = row(line=8, outcome="lived", why="It changes no result.")
     bare = row(module="data/order.py", package="data", within="", outcome="lived", why="")
     page = page_of([row(), row(outcome="timed out"), explained, bare], [{"module": "sim.py", "why": "No clock."}])
-    assert "2 of 4 are noticed, 50.0%" in page
-    assert "1 more are drawn and have not been run yet." in page
+    assert "2 of 4 are detected, 50.0%" in page
+    assert "1 more are drawn but have not been run yet." in page
     assert "| sim | 3 | 1 | 1 | 1 | 66.7% |" in page
     assert "| all | 4 | 1 | 1 | 2 | 50.0% |" in page
     shown = "    ```diff\n    - a = 1\n    + a = 2\n    ```\n\n    It changes no result."

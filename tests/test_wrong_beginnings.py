@@ -117,7 +117,7 @@ def test_a_loss_is_a_mean_which_the_engine_divides_again() -> None:
         return F.cross_entropy(outputs.flatten(0, 1), batch["labels"].flatten(), reduction=how)
 
     said = refused(lambda: step(RIGHT, loss=lambda outputs, batch: entropy(outputs, batch, "mean")))
-    assert "the loss gave 3." in said
+    assert "the loss returned 3." in said
     assert "for a microbatch of 2 samples" in said
     assert 'a mean. Give the sum over what counts, as reduction="sum" does' in said
     assert "or the pair (sum, count)" in said

@@ -202,31 +202,30 @@ def report(result: Mapping[str, Any]) -> str:
         [
             "# Chaos",
             "Written by `python benchmarks/run.py chaos` (`make chaos`, as root). Runs of two and four ranks in "
-            "float64 are disturbed at random moments, their start included; "
-            f"seed {result['seed']}, `parallel.timeout = {result['timeout']:g}`. Each must end with the losses and the "
-            "final checkpoint of the same run undisturbed, bit for bit, leave no process, and every checkpoint must be "
-            "whole. *two nodes* are two network namespaces with an agent of torchrun and half the ranks each; what a "
-            "cluster does is done from outside: an agent that ended is started again. *next step*: seconds from the "
-            "beginning of the disturbance to the next step that is written down, what the disturbance itself takes "
-            f"among them (a cut lasts {TIMEOUT + 2:g} to {2 * TIMEOUT:g} s), on two cores. *from outside*: how often a "
-            "launcher was started again because it had ended.",
+            f"float64 are disturbed at random moments, including their start; seed {result['seed']}, "
+            f"`parallel.timeout = {result['timeout']:g}`. Each must end with the losses and the final checkpoint of "
+            "the undisturbed run, bit for bit, and leave no process, and every checkpoint must be complete. *two "
+            "nodes* are two network namespaces, each with a torchrun agent and half of the ranks; as a cluster "
+            "would, the benchmark restarts an agent that has ended. *next step*: seconds from the start of the "
+            f"disturbance to the next recorded step, including the disturbance itself (a cut lasts {TIMEOUT + 2:g} to "
+            f"{2 * TIMEOUT:g} s), on two cores. *from outside*: number of restarts of a launcher that had ended.",
             tables.measured_in(result["environment"]) if "environment" in result else "",
             f"{len(rounds)} runs over {len({row['configuration'] for row in rounds})} configurations with {count} "
             f"disturbances, {kills(rounds)} of them kills ({result['wanted']} in a whole run): "
-            f"{len(rounds) - len(bad)} runs as undisturbed, {len(bad)} not. {_settings(rounds)}",
+            f"{len(rounds) - len(bad)} runs equal the undisturbed run, {len(bad)} do not. {_settings(rounds)}",
             "\n".join(
                 [
-                    "| what | launcher | times | next step s, median | longest | from outside |",
+                    "| disturbance | launcher | number | next step s, median | longest | from outside |",
                     "|---|---|--:|--:|--:|--:|",
                     *lines,
                 ]
             ),
-            "The run folder is an ext4 image of "
-            f"{DISK_MEGABYTES} MB: *disk full* fills it for 2 to 6 s, *disk frozen* stops every write for up to "
-            f"{TIMEOUT / 2:g} s. *bytes flipped*: one bit of the newest checkpoint, and a rank is killed, so that it "
-            "is read. *clock set*: the processes' wall clock, a minute to ten years back or ahead. *second run*: the "
-            "same command again, which must be refused. *packets lost*: 5 to 30 % of those between the nodes. No rank "
-            "is killed twice in a row: one that fails twice in the same step ends a run, as it should. Starts in a row "
+            f"The run folder is an ext4 image of {DISK_MEGABYTES} MB: *disk full* fills it for 2 to 6 s, *disk "
+            f"frozen* blocks all writes for up to {TIMEOUT / 2:g} s. *bytes flipped*: one bit of the newest "
+            "checkpoint is flipped and a rank is killed, so that the checkpoint is read. *clock set*: the processes' "
+            "wall clock is set a minute to ten years back or ahead. *second run*: the same command is run again and "
+            "must be refused. *packets lost*: 5 to 30 % of the packets between the nodes. No rank is killed twice in "
+            "a row, because a rank that fails twice in the same step ends a run by design. Consecutive starts "
             "without a new checkpoint wait for 0, 1, 5, 15 and 30 s, which is part of *next step*.",
             *map(_failed, bad),
         ]

@@ -106,9 +106,8 @@ def report(result: Mapping[str, Any]) -> str:
     """Write the page."""
     parts = [
         "# Choices",
-        "Written by `python benchmarks/run.py choices`. A planner chooses the fastest plan of a sweep whose plans "
-        "were all measured. Nothing is run: the measured seconds and peaks are those of the races, of which this page "
-        "reads the raw files.",
+        "Written by `python benchmarks/run.py choices`. A planner chooses the fastest plan of a sweep in which all "
+        "plans were measured. Nothing is run: measured step times and peaks are read from the raw files of the races.",
         tables.measured_in(result["environment"]) if "environment" in result else "",
         "\n".join(
             [
@@ -117,19 +116,20 @@ def report(result: Mapping[str, Any]) -> str:
                 *(_source(name, sweep["environment"]) for name, sweep in result["sweeps"].items()),
             ]
         ),
-        f"Of each race a third of Atoll's settings, and at most {sweeps.FEW}, calibrate the constants of the device "
-        "and the links, as `atoll calibrate` does. They are drawn by a hash of their names. The others are judged. The "
-        "constants begin as [predictions](../predictions/README.md) measured them on its machine. Settings with other "
-        "transports, which no plan can ask for, are left out. The emulated device sleeps for the seconds that it is "
-        "given.",
-        "Measured seconds are those of the turns in the race. Settings without turns have those of their visit, times "
-        "the median by which turns and visits differ. *noise*: by how much a setting's visit differs from its turns "
-        "otherwise, median and worst; a choice cannot be told from the best by less.",
+        f"A third of Atoll's settings in each race, and at most {sweeps.FEW}, calibrate the constants of the device "
+        "and the links, as `atoll calibrate` does. They are drawn by a hash of their names. The others are judged. "
+        "The constants start from those that [predictions](../predictions/README.md) measured on its machine. "
+        "Settings with other transports, which a plan cannot select, are left out. The emulated device sleeps for "
+        "its given durations.",
+        "Measured step times are those of the turns in the race. For settings without turns it is the time of their "
+        "visit, multiplied by the median ratio of turns to visits. *noise*: the remaining difference between a "
+        "setting's visit and its turns, median and worst; smaller differences between a choice and the best are not "
+        "significant.",
         "## The fastest plan",
-        "*over the best*: measured seconds of the setting that is predicted to be the fastest over those of the "
-        "fastest measured one. *pairs*: of two settings whose measured seconds differ by more than "
-        f"{judge.CLOSE - 1:.0%}, how often the faster is predicted to be. *error*: of predicted seconds, median and "
-        "worst. All of the judged settings, but for *of all*, where those that calibrate can be chosen too.",
+        "*over the best*: measured step time of the setting with the fastest prediction, relative to the fastest "
+        f"measured one. *pairs*: share of pairs of settings with measured times more than {judge.CLOSE - 1:.0%} apart "
+        "in which the faster one is predicted to be faster. *error*: of predicted step times, median and worst. All "
+        "are over the judged settings, except *of all*, where settings of the calibration can also be chosen.",
         "\n".join(
             [
                 "| race | settings | judged | over the best | of all | pairs | error | noise |",
@@ -138,10 +138,11 @@ def report(result: Mapping[str, Any]) -> str:
             ]
         ),
         "## Within a limit of memory",
-        "At every limit that is the measured peak of a judged setting: the fastest predicted setting whose predicted "
-        "peak fits, over the fastest measured one whose measured peak fits. *within 5 %*: limits at which it is at "
-        "most so much slower. *too large*: limits that its measured peak exceeds by more than 2 %. *none*: limits at "
-        "which nothing is predicted to fit. *peak*: error of predicted peaks, median and worst.",
+        "For each limit equal to the measured peak of a judged setting: the setting with the fastest prediction "
+        "whose predicted peak fits, relative to the fastest measured one whose measured peak fits. *within 5 %*: "
+        "limits at which it is at most 5 % slower. *too large*: limits that its measured peak exceeds by more than 2 "
+        "%. *none*: limits at which no setting is predicted to fit. *peak*: error of predicted peaks, median and "
+        "worst.",
         "\n".join(
             [
                 "| race | limits | median | worst | within 5 % | too large | none | peak |",

@@ -115,15 +115,15 @@ def report(result: Mapping[str, Any]) -> str:
         f"- {row['parser']}: `{words}`" for row in result["rows"] for words in row["errors"].values() if words.strip()
     ]
     parts = [
-        "# Changed documents",
-        "Written by `python benchmarks/run.py fuzz`. Each parser gets documents that it accepts, changed by atheris "
-        "(libFuzzer), which follows the branches of Atoll's code, and in half of the inputs by the changes of "
-        "[changes.py](changes.py): flipped bytes, cuts, repetitions, other numbers, words and JSON values. One input "
-        "in 64 may grow up to 64 KiB, the others up to 4. Documents with a digest get the right one for what was "
-        "changed.",
-        "*read*: accepted; *refused*: an error that the parser documents; *uncaught*: any other, or the end of the "
-        "process. *most s*: seconds of the processor, of one input; one that takes a minute of the clock ends the "
-        "process. *MB*: of one input, what the process had at its largest beyond what it had before.",
+        "# Fuzzing of parsers",
+        "Written by `python benchmarks/run.py fuzz`. Each parser gets mutated versions of valid documents, from "
+        "atheris (libFuzzer), which follows the branches of Atoll's code, and in half of the inputs from the "
+        "mutations of [changes.py](changes.py): flipped bytes, cuts, repetitions, other numbers, words and JSON "
+        "values. One input in 64 may grow up to 64 KiB, the others up to 4 KiB. Digests in documents are updated "
+        "after a mutation.",
+        "*read*: accepted; *refused*: an error that the parser documents; *uncaught*: any other error, or the end of "
+        "the process. *most s*: the largest CPU time of one input; an input that takes a minute ends the process. "
+        "*MB*: the largest growth of the process's memory for one input.",
         tables.measured_in(result["environment"]) if "environment" in result else "",
         "\n".join(
             [
@@ -132,7 +132,7 @@ def report(result: Mapping[str, Any]) -> str:
                 *lines,
             ]
         ),
-        f"{len(result['rows'])} of {result['parsers']} parsers have run.",
+        f"{len(result['rows'])} of {result['parsers']} parsers were run.",
         "\n".join(errors),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"

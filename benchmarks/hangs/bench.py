@@ -333,19 +333,19 @@ def report(result: Mapping[str, Any]) -> str:
     return "\n\n".join(
         [
             "# Hangs",
-            "Written by `python benchmarks/run.py hangs`. Each run of four ranks is struck once, at an instruction "
-            "that is known: a rank stops, sleeps or calls into C for good, or a link is cut. Right means: the ranks, "
-            "the step, the instruction and who waits for whom are named, once (by each rank for itself where the "
-            "monitor cannot be reached), and all ranks have left within "
-            f"{result['timeout']:g} + {judge.LATEST:g} s. *longest*: seconds from the blow to the end of the last "
-            "rank. Two machines are namespaces of network and processes on one.",
+            "Written by `python benchmarks/run.py hangs`. In each run of four ranks one fault is injected at a known "
+            "instruction: a rank is stopped, sleeps or never returns from C, or a link is cut. A diagnosis is right "
+            "if the ranks, the step, the instruction and the waiting ranks are named once (by each rank separately "
+            f"if the monitor cannot be reached), and all ranks have exited within {result['timeout']:g} + "
+            f"{judge.LATEST:g} s. *longest*: seconds from the fault to the exit of the last rank. *two machines* are "
+            "network and process namespaces on one machine.",
             tables.measured_in(result["environment"]) if "environment" in result else "",
-            f"{len(rows)} blows of {result['wanted']}, {len(rows) - len(wrong)} right. "
-            f"{sum(row['missed'] for row in rows)} runs ended before they were struck, and were repeated.",
-            "\n".join(["| what | started by | blows | right | longest s |", "|---|---|--:|--:|--:|", *lines]),
+            f"{len(rows)} faults of {result['wanted']}, {len(rows) - len(wrong)} diagnosed right. "
+            f"{sum(row['missed'] for row in rows)} runs ended before their fault, and were repeated.",
+            "\n".join(["| fault | started by | number | right | longest s |", "|---|---|--:|--:|--:|", *lines]),
             "Layouts: " + ", ".join(dict.fromkeys(row["layout"] for row in rows)) + ". Places: "
             + ", ".join(f"`{what}`" for what in dict.fromkeys(row["what"] for row in rows)) + ".",
-            "What is said, for example:",
+            "Examples of messages:",
             "\n\n".join(f"    {row['errors'][0]}" for row in examples if row is not None and row["errors"]),
             *(
                 f"* {row['layout']}, {row['start']}, rank {row['rank']}, {row['what']}, {row['manner']}: "

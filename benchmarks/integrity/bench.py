@@ -185,20 +185,20 @@ def report(result: Mapping[str, Any]) -> str:
         if row["subject"] == subject
     ]
     parts = [
-        "# Damage, and what it costs to find it",
-        "Written by `python benchmarks/run.py integrity`. One thing of a folder is changed at random, then it is read "
-        "as a run reads it: the state with its cross-checks and all tensors of a checkpoint, all tokens of a cache. "
-        "*right*: what was written came back, since nothing that is read was hit, or because a cache proved equal to "
-        "its fingerprint; *refused*: one error that names the folder; *wrong*: something else came back without an "
-        "error; *crashed*: any other exception. The last rows are the same damage to a checkpoint from before there "
-        "were digests: of such a one only the structure can be checked.",
+        "# Damage, and the cost of detecting it",
+        "Written by `python benchmarks/run.py integrity`. One item in a folder is changed at random, and the folder "
+        "is read as a run reads it: the state with its cross-checks and all tensors of a checkpoint, or all tokens "
+        "of a cache. *right*: the original content was returned, because the damage is not in data that is read, or "
+        "because a cache matched its fingerprint; *refused*: one error that names the folder; *wrong*: other content "
+        "was returned without an error; *crashed*: any other exception. The last rows show the same damage to a "
+        "checkpoint without digests, of an older version, for which only the structure can be checked.",
         tables.measured_in(result["environment"]) if "environment" in result else "",
-        "\n".join(["| what | damage | right | refused | wrong | crashed |", "|---|---|--:|--:|--:|--:|", *rows]),
-        "A checkpoint of tensors of 32 MiB, saved (fsync included) and loaded (from the page cache) with digests and "
-        "without in turns, on one core. *digests*: the seconds in the digests alone, as a share of the whole; *ratio*: "
-        "the median of the rounds' ratios to a checkpoint without. Saved without digests, torch computes a CRC32 of "
-        "each box, which it does not compare when it loads; with digests that is left out. *memory*: `/dev/shm`, where "
-        "nothing waits for a disk and the share is the largest.",
+        "\n".join(["| item | damage | right | refused | wrong | crashed |", "|---|---|--:|--:|--:|--:|", *rows]),
+        "A checkpoint of tensors of 32 MiB is saved (fsync included) and loaded (from the page cache) with and "
+        "without digests in turns, on one core. *digests*: the time of the digests as a share of the total; *ratio*: "
+        "the median over rounds of the ratio to a checkpoint without digests. Without digests, torch computes a "
+        "CRC32 of each box, which it does not verify on load; with digests the CRC32 is omitted. *memory*: "
+        "`/dev/shm`, which does not wait for a disk, so the share is the largest.",
         "\n".join(
             [
                 "| place | GB | save s | digests | ratio | load s | digests | ratio |",

@@ -1,4 +1,4 @@
-"""Everything with everything: each combination of `atoll.testing.matrix` against one process, in float64.
+"""The matrix of features: each combination of `atoll.testing.matrix` against one process, in float64.
 
 Thousands of runs take more than an hour. Each is written down when it is done, in results/cases.jsonl, and a run that
 was interrupted goes on from there as long as the package's source is the same.
@@ -132,10 +132,10 @@ def _note(name: str, found: Mapping[str, Any]) -> None:
 
 
 _PAGE = """\
-# Everything with everything
+# The matrix of features
 
 Every schedule × every effective layout × tensor parallelism 1 and 2 × recompute none, block and selective × kinds of \
-model ({models}), two pipeline ranks by two data-parallel ranks, each with what was drawn of {others}. Two steps of \
+model ({models}), two pipeline ranks by two data-parallel ranks, each with random values of {others}. Two steps of \
 AdamW with clipping in float64, compared with plain PyTorch in one process: loss, gradient norm and every parameter, \
 max|a-b| ≤ 1e-10 · max(1e-2, max|b|).
 
@@ -143,7 +143,7 @@ max|a-b| ≤ 1e-10 · max(1e-2, max|b|).
 
 ## Result
 
-{right} of {cases} are right; the largest difference is {worst:.1e}. They took {minutes:.0f} minutes. In each place \
-the number that is right, bold where not all are.
+{right} of {cases} are right; the largest difference is {worst:.1e}. They took {minutes:.0f} minutes. Each cell \
+has the number of right cases, in bold if not all are right.
 
 {tables}{problems}"""

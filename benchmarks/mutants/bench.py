@@ -82,7 +82,7 @@ def report(result: Mapping[str, Any]) -> str:
         caught=sum(row["outcome"] != "lived" for row in rows),
         share=_share(rows),
         least=result["least"],
-        left=f" **{left} more are drawn and have not been run yet.**" if (left := result["drawn"] - len(rows)) else "",
+        left=f" **{left} more are drawn but have not been run yet.**" if (left := result["drawn"] - len(rows)) else "",
         minutes=sum(row["seconds"] for row in rows) / 60,
         packages=_counts(rows, "package"),
         kinds=_counts(rows, "kind"),
@@ -207,7 +207,7 @@ def _share(rows: Sequence[Mapping[str, Any]]) -> float:
 
 def _counts(rows: Sequence[Mapping[str, Any]], by: str) -> str:
     names = list(dict.fromkeys(row[by] for row in rows))
-    lines = [f"| {by} | mutants | caught | timed out | lived | noticed |", "|---|---|---|---|---|---|"]
+    lines = [f"| {by} | mutants | caught | timed out | survived | detected |", "|---|---|---|---|---|---|"]
     for name in (*names, ""):
         mine = [row for row in rows if name in ("", row[by])]
         counts = [sum(row["outcome"] == outcome for row in mine) for outcome in ("caught", "timed out", "lived")]
@@ -274,32 +274,32 @@ def _note(name: str, found: Mapping[str, Any]) -> None:
 _writing = threading.Lock()
 
 _PAGE = """\
-# What the tests notice
+# Mutation tests
 
-The source is damaged in {mutants} places of `ir`, `layouts`, `sim`, `data` and `runtime`, one at a time: a \
-comparison, an operation, a number one off, a condition turned round, a loop that never runs or ends too late, a call \
-or a refusal left out, two arguments exchanged. The tests of the damaged module run against each and should fail. At \
-least {least:.0%} should be noticed, and what lives has to be explained.
+In {mutants} places of `ir`, `layouts`, `sim`, `data` and `runtime` the source is changed, one place at a time: a \
+comparison, an operation, a number by one, an inverted condition, a loop that never runs or ends too late, an omitted \
+call or refusal, two exchanged arguments. The tests of the changed module run against each mutant and should fail. At \
+least {least:.0%} should be detected, and survivors have to be explained.
 
 The places are drawn by a hash from every module, more from long ones. The tests of a module are a selection \
-(`table.py`): a mutant that lives here may still fail in `make test`. What hangs counts as noticed.
+(`table.py`): a mutant that survives here may still fail in `make test`. A mutant that hangs counts as detected.
 
-`make mutants` runs it. It works in copies of the tree and never in yours.
+`make mutants` runs it, in copies of the tree and never in yours.
 
 ## Result
 
-{caught} of {mutants} are noticed, {share:.1%}. The runs took {minutes:.0f} minutes, one after the \
+{caught} of {mutants} are detected, {share:.1%}. The runs took {minutes:.0f} minutes, one after the \
 other.{left}
 
 {packages}
 
 {kinds}
 
-## What lives
+## Survivors
 
 {lives}
-## What is not drawn
+## Excluded places
 
-Places where no test on this machine could fail, and changes that change nothing.
+Places that no test on this machine can cover, and changes without an effect.
 
 {excluded}"""

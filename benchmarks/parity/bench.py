@@ -91,10 +91,10 @@ def report(result: dict[str, Any]) -> str:
     ]
     parts = [
         "# Parity with one process",
-        "Written by `python benchmarks/run.py parity`. The cases of the tests in float64, beside plain PyTorch in one "
-        "process: three steps of AdamW with clipping, and the ten steps after each resume. A difference is max|a-b| / "
-        "max(1e-2, max|b|) of a tensor, the loss or the gradient norm.",
+        "Written by `python benchmarks/run.py parity`. The cases of the tests in float64 are compared with plain "
+        "PyTorch in one process: three steps of AdamW with clipping, and the ten steps after each resume. A "
+        "difference is max|a-b| / max(1e-2, max|b|) of a tensor, the loss or the gradient norm.",
         tables.measured_in(result["environment"]) if "environment" in result else "",
-        "\n".join(["| cases | how many | largest difference | where |", "|---|--:|--:|---|", *rows]),
+        "\n".join(["| cases | number | largest difference | location |", "|---|--:|--:|---|", *rows]),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"

@@ -90,11 +90,11 @@ def report(result: Mapping[str, Any]) -> str:
     plans = [f"- {row['name']}: {', '.join(f'{name} {value}' for name, value in row['plan'].items())}."
              for row in result["rows"]]  # fmt: skip
     parts = [
-        "# How long a plan takes",
+        "# Time of the planner",
         "Written by `python benchmarks/run.py planner`. Llama models on nodes of eight H100 with a card of 400 Gb/s "
-        "for each device, every choice free: [plan.md](../../docs/plan.md). *search*: seconds of one core, the longer "
-        "of two times; *same again*: whether all plans that were found, their order, seconds and bytes are equal both "
-        "times.",
+        "for each device; all choices are free: [plan.md](../../docs/plan.md). *search*: seconds of one core, the "
+        "longer of two runs; *same again*: whether both runs find equal plans in the same order, with equal seconds "
+        "and bytes.",
         tables.measured_in(result["environment"]) if "environment" in result else "",
         "\n".join(lines),
         "\n".join(plans),

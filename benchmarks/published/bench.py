@@ -121,18 +121,18 @@ def report(result: Mapping[str, Any]) -> str:
     read = result["read"]
     parts = [
         "# Predictions beside published measurements",
-        "Written by `python benchmarks/run.py published --rows FOLDER`. Steps that others have measured and published, "
-        "predicted by `atoll.cost` from the plan, the model's sizes and the cluster.",
+        "Written by `python benchmarks/run.py published --rows FOLDER`. Step times that others have measured and "
+        "published are predicted by `atoll.cost` from the plan, the model's sizes and the cluster.",
         tables.measured_in(result["environment"]) if "environment" in result else "",
-        f"Of {read['rows']} rows {read['with a step']} say enough to be predicted and were timed; {read['one node']} "
-        "more are vTrain's steps on one node. Constants of kernels and links were fitted to up to 120 steps of a row's "
-        "own kind where there are eight or more (`fit.py`, `constants.json`), else they are those that Atoll comes "
-        "with. A line judges no rows never seen; the draws do: their constants saw twenty rows, a line is about the "
-        "rest.",
-        "*mean*, *median*, *worst*: relative errors of a step without their sign. *bias*: their mean with it. "
-        "*regret*: by how much the plan predicted fastest is slower than the fastest measured, for the same model, "
-        "samples and devices: median and worst. *order*: pairs of such plans more than 3 % apart that are predicted in "
-        "the order that was measured.",
+        f"Of {read['rows']} rows {read['with a step']} are complete enough for a prediction and have a step time; "
+        f"{read['one node']} more are vTrain's steps on one node. Constants of kernels and links were fitted to up to "
+        "120 steps of a row's own kind if there are eight or more (`fit.py`, `constants.json`); otherwise they are "
+        "Atoll's own. In a line, the rows may be among those of the fit. In the draws they are not: their constants "
+        "were fitted to twenty rows, and a line is about the others.",
+        "*mean*, *median*, *worst*: absolute relative errors of a step. *bias*: their signed mean. *regret*: by how "
+        "much the plan with the fastest prediction is slower than the fastest measured plan, for the same model, "
+        "samples and devices: median and worst. *order*: pairs of such plans, more than 3 % apart, that are "
+        "predicted in the measured order.",
         "\n".join(
             [
                 "| rows | number | mean | median | worst | bias | regret | order | best published mean |",

@@ -136,8 +136,8 @@ def report(result: dict[str, Any]) -> str:
     ]
     parts = [
         "# Report",
-        "Written by `python benchmarks/run.py report`. How large a report is, and how fast headless Chromium opens, "
-        "scrolls and zooms it.",
+        "Written by `python benchmarks/run.py report`. The size of a report, and the speed at which "
+        "headless Chromium opens, scrolls and zooms it.",
         tables.measured_in(result["environment"]) if "environment" in result else "",
         f"One sheet of {result['ranks']} pipeline ranks with {result['microbatches']} microbatches under 1F1B: "
         f"{result['bars']:,} bars in two timelines, at least {result['least_bars_of_a_rank']:,} in the program of each "

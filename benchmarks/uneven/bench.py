@@ -186,14 +186,14 @@ def report(result: dict[str, Any]) -> str:
     parts = [
         "# Uneven models",
         "Written by `python benchmarks/run.py uneven`. **Simulated**: layers take times in proportion to their "
-        "operations, hops take none, and memory is not limited unless that is said.",
+        "operations, hops take no time, and memory is not limited unless stated.",
         tables.measured_in(result["environment"]) if "environment" in result else "",
-        "`atoll.joint.split_and_order` chooses the layers of each stage, the placement and the order. *bubble*: what "
-        "its step takes beyond the work, spread evenly over the ranks. The others in times of its step: *equal*, "
-        "interleaved 1F1B of two chunks with the same number of layers in each stage; *even*, the same with layers "
-        "spread by time; *best*, the best schedule of the catalogue on the even split of its placement. *in equal's "
-        "memory*: how many times as fast as *equal* the search is in no more than that keeps on its fullest rank, each "
-        "layer keeping as much, and each chunk of a rank counted as its largest one.",
+        "`atoll.joint.split_and_order` chooses the layers of each stage, the placement and the order. *bubble*: its "
+        "step time beyond the work, spread evenly over the ranks. The others are relative to its step time: *equal*, "
+        "interleaved 1F1B of two chunks with equally many layers in each stage; *even*, the same with layers split "
+        "by time; *best*, the best schedule of the catalogue on the even split of its placement. *in equal's "
+        "memory*: speed of the search relative to *equal*, limited to the memory of *equal*'s fullest rank, if each "
+        "layer keeps equally much and each chunk of a rank counts as its largest one.",
         "\n".join(summary),
         "\n".join(lines),
     ]

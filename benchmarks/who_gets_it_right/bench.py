@@ -161,34 +161,34 @@ def _label(row: str) -> str:
 
 _SET_UP = """\
 Embedding, {layers} layers of a norm and two linears, head; {microbatches} microbatches a data-parallel rank, {steps} \
-steps of plain SGD at a rate of 1, so that what a step takes off a parameter is its gradient. Everyone starts from the \
-same values, sees the same microbatches, and is compared with plain PyTorch in one process.
+steps of plain SGD at a rate of 1, so that the change of a parameter in a step is its gradient. All start from the \
+same values, get the same microbatches, and are compared with plain PyTorch in one process.
 
 - **right**: each gradient of the first step, and each parameter after the last, differs by at most 1e-10 · \
 max(1e-2, max|b|) in float64, 1e-4 in float32. The largest difference of those in float64 is {right:.1e}.
 - **wrong**: how many of the {parameters} parameters did not move at all (missing), how many others got a wrong \
 gradient, and by how much of its largest element. No error is raised.
-- **refused** when it is built, **fails** in a step, **hangs**: the words are below.
+- **refused** at construction, **fails** in a step, **hangs**: the messages are below.
 
-Means over data-parallel ranks (torch, DeepSpeed) or microbatches (DeepSpeed) are conventions, and are taken out."""
+Means over data-parallel ranks (torch, DeepSpeed) or microbatches (DeepSpeed) are conventions, and are removed."""
 
 _TORCH = """\
 The first row is the same sharding without a pipeline. *By hand* is the same pipeline without sharding, its gradients \
-averaged after the step. Both are right, so it is the pair that is not.
+averaged after the step. Both are right, so only the combination is wrong.
 
 **FSDP2, resharded** is `reshard_after_forward=True`. With a split backward torch lists a stage's parameters before it \
 gathers them, so those that are resharded at that moment are not found in the graph, and their gradients are dropped \
 without an error or a warning. *Gathered first* is the same with a gather before each part of a backward: right, which \
-shows the cause. **Kept** is `reshard_after_forward=False`, what torchtitan chooses beside a pipeline unless told \
-otherwise: right, and a stage's parameters stay whole.
+shows the cause. **Kept** is `reshard_after_forward=False`, torchtitan's default with a pipeline: \
+right, and a stage's parameters stay whole.
 
-**DDP** does not reduce what a split backward computes, since its hooks are not called (pytorch issue 144530): each \
-rank keeps its own gradient. Where all forwards come before the first backward it fails in the second step, because of \
-the forward by which a stage finds out its shapes; with *shapes given* it does not. `replicate` is its newer form, on \
+**DDP** does not reduce the gradients of a split backward, since its hooks are not called (pytorch issue 144530): each \
+rank keeps its own gradient. If all forwards precede the first backward it fails in the second step, because of \
+the forward with which a stage infers its shapes; with *shapes given* it does not. `replicate` is its newer form, on \
 FSDP2's code."""
 
 _DEEPSPEED = """\
-In 0.19.2 every stage divides by the number of microbatches, also what arrives divided: the first of the two gets an \
-eighth of its gradients (DeepSpeed issue 8152, repaired in 0.19.3). The project pins 0.19.2 for another reason \
-(`pyproject.toml`); other versions are put beside it as `bench.py` says. DeepSpeed's pipeline has one schedule. \
-Gradients in float64 it refuses, so it runs in float32."""
+In 0.19.2 every stage divides by the number of microbatches, including gradients that are divided already: the first \
+of the two gets an eighth of its gradients (DeepSpeed issue 8152, repaired in 0.19.3). The project pins 0.19.2 for \
+another reason (`pyproject.toml`); `bench.py` describes how to compare other versions. DeepSpeed's pipeline has one \
+schedule. It refuses gradients in float64, so it runs in float32."""

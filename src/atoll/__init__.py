@@ -5,8 +5,7 @@
     schedule = atoll.schedules.build("1f1b", ranks=4, microbatches=16)
     trace = atoll.simulate(schedule, atoll.Costs(forward=1.0, input_grad=1.0, weight_grad=1.0))
 
-Names load when they are first read: `import atoll` imports neither torch nor numpy, and only `Engine` and `programs_of`
-ever do.
+Names are loaded on first access: `import atoll` imports neither torch nor numpy; only `Engine` and `programs_of` do.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ _HOMES = {
     "programs_of": "atoll.runtime.assemble.describe",
     "simulate": "atoll.sim",
 }
-"""Where each name of the public surface lives."""
+"""Module in which each public name is defined."""
 
 _MODULES = (
     "config",

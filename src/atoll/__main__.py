@@ -1,4 +1,4 @@
-"""`python -m atoll` is `atoll`."""
+"""`python -m atoll`, equivalent to `atoll`."""
 
 from atoll.cli.main import main
 

@@ -1,7 +1,7 @@
-"""Every private name of torch that Atoll relies on, each with its reason.
+"""The private names of torch that Atoll uses, each with its reason.
 
-Private names may change in any release of torch. They are expected in the versions of `TORCH`
-and were tried with 2.13; a test compares the range with the installed torch and exercises each name.
+Private names may change in any release of torch. They are expected to exist in the versions of
+`TORCH` and were tested with 2.13. A test compares the range with the installed torch and exercises each name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 TORCH = ("2.11", "2.14")
-"""The first minor version of torch in which the names are expected, and the first in which they must be looked up."""
+"""Range of torch versions with these names: the first minor version, and the first one that has to be checked again."""
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 
@@ -44,15 +44,15 @@ CHECKPOINT_RECORDS: Mapping[tuple[str, str], str] = MappingProxyType(
         ("pathlib._local", "PosixPath"): "the same, from Python 3.13 on",
     }
 )
-"""Names that may occur in a Distributed Checkpoint's `.metadata` pickle.
+"""Names that may occur in the `.metadata` pickle of a Distributed Checkpoint.
 
-They are names in a file: reading never imports them, each becomes an inert record
-(`runtime/checkpoint/metadata.py`). Anything else is refused.
+Reading a file never imports them; each becomes an inert record (`runtime/checkpoint/metadata.py`). Any other name is
+refused.
 """
 
 
 class _Seen:
-    """A stream that shows what is written to it."""
+    """A stream that passes on everything written to it."""
 
     def __init__(self, inner: Any, seen: Callable[[Any], None]) -> None:
         self._inner = inner
@@ -66,8 +66,8 @@ class _Seen:
 
 
 class SeenItems(_StorageWriterTransforms):
-    """Set as the `transforms` of a FileSystemWriter, calls `seen(item.index)` before each item is written, and what
-    that returns with each part of the item's bytes.
+    """Transform of a FileSystemWriter that calls `seen(item.index)` before each item is written, and passes each part
+    of the item's bytes to the callable that `seen` returns.
 
     Private: `_StorageWriterTransforms`. The public extensions of streams leave their names in `.metadata`, and plain
     torch then refuses to read a checkpoint without them.
@@ -83,7 +83,7 @@ class SeenItems(_StorageWriterTransforms):
 
 
 def written_box(file: str, offset: int, length: int) -> Any:
-    """What a FileSystemWriter gives as the `storage_data` of a box that it wrote; other ranks send it as JSON.
+    """Return the location and box of an entry in the `storage_data` of a FileSystemWriter; other ranks send it as JSON.
 
     Private: `_StorageInfo`.
     """
@@ -92,8 +92,9 @@ def written_box(file: str, offset: int, length: int) -> Any:
 
 @contextmanager
 def pretended_ranks(rank: int, world: int) -> Iterator[None]:
-    """A section in which torch.distributed takes this process for one of `world` ranks, whose collectives do nothing:
-    a DeviceMesh can be made, and parameters split over it, while no other rank is there.
+    """Context in which torch.distributed treats this process as one of `world` ranks, with collectives that do nothing.
+
+    A DeviceMesh can be created and parameters can be split over it without any other rank.
 
     Private: `torch.testing._internal.distributed.fake_pg`, which registers the backend "fake".
     """
@@ -107,15 +108,18 @@ def pretended_ranks(rank: int, world: int) -> Iterator[None]:
 
 
 def is_profiling() -> bool:
-    """True if a profiler records. Private: `torch.autograd._profiler_enabled`; the public way to name a range costs
-    microseconds an action even when nobody records."""
+    """Return True if a profiler is recording.
+
+    Private: `torch.autograd._profiler_enabled`. The public way to name a range costs microseconds an action even if
+    nothing records.
+    """
     return bool(autograd._profiler_enabled())
 
 
 def fake_tensors() -> AbstractContextManager[Any]:
-    """A section in which tensors have shapes and no values, also where a model lies on `meta`.
+    """Context in which tensors have shapes but no values, also if a model is on `meta`.
 
-    Private: `torch._subclasses.FakeTensorMode`. On plain `meta` a model that asks for a tensor's value fails.
+    Private: `torch._subclasses.FakeTensorMode`. On plain `meta`, a model that reads a tensor's value fails.
     """
     mode: AbstractContextManager[Any] = FakeTensorMode(allow_non_fake_inputs=True)
     return mode
@@ -136,29 +140,29 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def watched_operations(seen: Callable[[Any, Sequence[Any], Any], None]) -> AbstractContextManager[Any]:
-    """A section in which `seen(operation, arguments, output)` is called after every operation of the dispatcher below
-    autograd, in the forward and in the backward. A condition on the values of a tensor on `meta` holds.
+    """Context in which `seen(operation, arguments, output)` is called after every operation of the dispatcher below
+    autograd, in the forward and in the backward. A condition on the values of a `meta` tensor is taken as true.
 
     Private: `torch.utils._python_dispatch.TorchDispatchMode`. Modes of `torch.overrides` see the calls of the model,
-    not the operations that they consist of, and no backward.
+    but neither the operations inside them nor the backward.
     """
     mode: AbstractContextManager[Any] = _Watch(seen)
     return mode
 
 
 def local_part(parameter: Tensor) -> Tensor:
-    """The tensor that holds this rank's part of a parameter: the parameter itself unless it is a DTensor.
+    """Return the tensor with this rank's part of a parameter: the parameter itself unless it is a DTensor.
 
-    Private: `DTensor._local_tensor`. The public `to_local()` gives a new view, and it is the very tensor that has to be
+    Private: `DTensor._local_tensor`. The public `to_local()` returns a new view, but the original tensor has to be
     moved to other storage.
     """
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
 def version(tensor: Tensor) -> int:
-    """How often a tensor has been written to in place.
+    """Return the number of in-place writes to a tensor.
 
-    Private: `Tensor._version`, which autograd checks saved tensors by; nothing public tells of a write.
+    Private: `Tensor._version`, with which autograd checks saved tensors. No public name reports writes.
     """
     return tensor._version
 
@@ -167,8 +171,8 @@ def version(tensor: Tensor) -> int:
 def parameter_replaced(module: nn.Module, name: str, tensor: Tensor) -> Iterator[None]:
     """Context in which a tensor of any kind replaces a module's parameter.
 
-    Private: `Module._parameters`. `torch.func.functional_call` does the same and then calls the module, whose forward
-    may be the one that asks for this.
+    Private: `Module._parameters`. `torch.func.functional_call` does the same but then calls the module, and here the
+    module's own forward may be running.
     """
     registry: dict[str, Any] = module._parameters
     before = registry[name]
@@ -180,9 +184,9 @@ def parameter_replaced(module: nn.Module, name: str, tensor: Tensor) -> Iterator
 
 
 def bare_copy(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> nn.Module:
-    """A module of the same class and attributes with parameters of its own, and empty buffers on the CPU.
+    """Return a module of the same class and attributes with its own parameters, and empty buffers on the CPU.
 
-    Private: `Module._parameters` and `Module._buffers`, which a shallow copy shares with its original; a deep one
+    Private: `Module._parameters` and `Module._buffers`: a shallow copy shares them with the original, and a deep copy
     copies the weights.
     """
     made = copy.copy(module)
@@ -194,9 +198,10 @@ def bare_copy(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> nn.M
 
 
 def reset_of(module: nn.Module) -> Callable[[], None] | None:
-    """What gives a module the values that torch starts it with: its `reset_parameters`; None where it has none.
+    """Return the function that sets a module to torch's initial values, its `reset_parameters`, or None if it has none.
 
-    Private: `nn.MultiheadAttention._reset_parameters`, which torch calls when one is built, and has no public name.
+    Private: `nn.MultiheadAttention._reset_parameters`, which torch calls in the constructor and which has no public
+    name.
     """
     reset: Any = getattr(module, "reset_parameters", None)
     if reset is None and isinstance(module, nn.MultiheadAttention):
@@ -205,10 +210,11 @@ def reset_of(module: nn.Module) -> Callable[[], None] | None:
 
 
 def run_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """`torch.autograd.backward(outputs, gradients)` where their shapes and dtypes are known to agree.
+    """Run `torch.autograd.backward(outputs, gradients)` for tensors whose shapes and dtypes agree.
 
     Private, on the CPU: `Variable._execution_engine`. The public function compares the shapes symbolically and copies
-    the context for threads of other devices, 0.15 ms a call from a cold cache; elsewhere it runs ahead of the device.
+    the context for threads of other devices, 0.15 ms a call with a cold cache; on other devices it runs ahead of the
+    device.
     """
     if outputs[0].is_cpu:
         engine = autograd.Variable._execution_engine

@@ -1,8 +1,8 @@
-"""Advice on wasteful settings of a plan, each with a better one.
+"""Advice on wasteful settings of a plan, each with a better setting.
 
-A pipeline adds gradients up over many microbatches, and a layout that shards them reduces them each time unless it is
-told otherwise; a V placement goes to and fro between its stages, so that a stage which stays whole as long as a rank
-stays on it hardly stays at all.
+A pipeline accumulates gradients over many microbatches, and by default a layout with sharded gradients reduces them
+after each one. A V placement alternates between its stages, so a residency that keeps a stage until the rank changes
+to another one hardly keeps it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ WORTH = 1.5
 
 @dataclass(frozen=True, slots=True)
 class StageSize:
-    """Elements of a stage's parameters, all and trained."""
+    """Number of elements of a stage's parameters, all and trained."""
 
     parameters: int
     trained: int
 
 
 def advice(plan: Plan, stages: Sequence[StageSize]) -> tuple[str, ...]:
-    """A sentence for each wasteful setting of a plan, with what it costs and what to set instead."""
+    """Return a sentence for each wasteful setting of a plan, with its cost and the setting to use instead."""
     if plan.mesh.data == 1 or plan.mesh.pipeline == 1:
         return ()
     found = []
@@ -49,7 +49,7 @@ def advice(plan: Plan, stages: Sequence[StageSize]) -> tuple[str, ...]:
     if plan.residency == "run" and plan.layout.parameters is not Level.N and plan.schedule.placement.kind == "v":
         better = _sent(plan, stages, "step", plan.reduction)
         found += _compare(
-            f"schedule {plan.schedule.name} goes to and fro between its stages, so that residency 'run' gathers them "
+            f"schedule {plan.schedule.name} alternates between its stages, so residency 'run' gathers them "
             f"{_gathers(plan):.0f} times a step",
             now,
             better,
@@ -63,7 +63,7 @@ def _compare(what: str, now: float, better: float, instead: str) -> list[str]:
     if now <= WORTH * better:
         return []
     return [
-        f"{what}: {format_bytes(now, decimal=True)} sent a rank and step, {format_bytes(better, decimal=True)} with "
+        f"{what}: {format_bytes(now, decimal=True)} sent per rank and step,  {format_bytes(better, decimal=True)} with "
         f"{instead}"
     ]
 
@@ -83,7 +83,7 @@ def _gathers(plan: Plan) -> float:
 
 
 def _sent(plan: Plan, stages: Sequence[StageSize], residency: Residency, reduction: Reduction) -> float:
-    """Bytes that the rank which sends most sends along data parallel in a step."""
+    """Return the data-parallel bytes a step of the rank that sends most."""
     item = ITEM_BYTES[plan.precision.compute]
     lowered = _lowered(plan, [stage.parameters * item for stage in stages], residency, reduction)
     most = 0.0

@@ -1,7 +1,7 @@
-"""Digests: whether the bytes that are read are the bytes that were written.
+"""Digests, which verify that the bytes read are the bytes written.
 
-XXH3 of 128 bits, the fastest of those measured (`benchmarks/integrity`): flipped bytes, lost ends and files of another
-folder are found. It is no signature: whoever can write a file can also write its digest.
+128-bit XXH3, the fastest of those measured (`benchmarks/integrity`). It detects flipped bytes, truncated files and
+files of another folder. It is not a signature: whoever can write a file can also write its digest.
 """
 
 from __future__ import annotations
@@ -23,34 +23,35 @@ _HEAD, _MIDDLE, _END = b'{"content": ', b', "digest": "', b'"}\n'
 
 
 class Digest:
-    """A digest of bytes that come in parts."""
+    """Incremental digest of bytes that arrive in parts."""
 
     def __init__(self) -> None:
         self._inner = xxhash.xxh3_128()
 
     def update(self, part: Buffer) -> None:
-        """Add the bytes that follow."""
+        """Add the next bytes."""
         self._inner.update(part)
 
     @property
     def value(self) -> str:
-        """32 hexadecimal digits."""
+        """Digest of all bytes, as 32 hexadecimal digits."""
         return self._inner.hexdigest()
 
 
 def digest(content: Buffer) -> str:
-    """The digest of `content`, as 32 hexadecimal digits."""
+    """Return the digest of `content`, as 32 hexadecimal digits."""
     return xxhash.xxh3_128_hexdigest(content)
 
 
 def seal(content: Mapping[str, Any]) -> bytes:
-    """A JSON document of `content` and its digest. Raises TypeError or ValueError for what JSON cannot express."""
+    """Return a JSON document of `content` and its digest. Raises TypeError or ValueError if JSON cannot express it."""
     body = json.dumps(content, allow_nan=False).encode()
     return _HEAD + body + _MIDDLE + digest(body).encode() + _END
 
 
 def unseal(document: bytes) -> dict[str, Any]:
-    """What `seal` was given. Raises ValueError unless every byte of the document is as `seal` writes an object."""
+    """Return the content of a sealed document. Raises ValueError unless every byte of it is as `seal` writes an
+    object."""
     end = len(document) - len(_END) - 32
     body = document[len(_HEAD) : end - len(_MIDDLE)]
     if document != _HEAD + body + _MIDDLE + digest(body).encode() + _END:
@@ -62,5 +63,6 @@ def unseal(document: bytes) -> dict[str, Any]:
 
 
 def read_sealed(path: Path) -> dict[str, Any]:
-    """What the file at `path` seals. Raises OSError if it cannot be read, ValueError if its digest does not match."""
+    """Return the content sealed in the file `path`. Raises OSError if it cannot be read, ValueError if its digest
+    differs."""
     return unseal(documents.read(path, limit=documents.LARGEST_JSON))

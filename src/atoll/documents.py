@@ -1,7 +1,7 @@
-"""Documents that come from outside, JSON, TOML and YAML: of a bounded size and depth, or one ValueError.
+"""External documents (JSON, TOML, YAML) of bounded size and depth. A document beyond the bounds raises ValueError.
 
-What is within the bounds can be walked by recursive functions, printed, and turned into floats. Whether it says what
-its reader expects is for the reader to check.
+A document within the bounds can be walked by recursive functions, printed, and converted to floats. Its reader
+checks the contents.
 """
 
 from __future__ import annotations
@@ -18,40 +18,41 @@ from pathlib import Path
 from typing import Any
 
 LARGEST_JSON = 1 << 30
-"""Bytes of the largest JSON document that is read."""
+"""Largest JSON document that is read, in bytes."""
 LARGEST_TOML = 16 << 20
-"""Bytes of the largest TOML document that is read."""
+"""Largest TOML document that is read, in bytes."""
 LARGEST_STREAM = 64 << 20
-"""Bytes that are read of what is no file, such as a pipe, whose size is not known beforehand."""
+"""Largest stream that is read, such as a pipe, whose size is not known in advance. In bytes."""
 LARGEST_YAML = 1 << 16
-"""Characters of the largest YAML document that is read, of which a megabyte takes many seconds."""
+"""Largest YAML document that is read, in characters; a megabyte takes many seconds."""
 DEEPEST = 100
-"""Tables and lists within each other."""
+"""Largest depth of nested tables and lists."""
 LARGEST_COUNT = (1 << 31) - 1
-"""Up to which things are counted: ranks, stages, steps."""
+"""Largest count of ranks, stages or steps."""
 LARGEST_BYTES = (1 << 63) - 1
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 INTEGERS = range(-(1 << 63), 1 << 64)
-"""Those of 64 bits, with a sign or without."""
+"""Signed and unsigned 64-bit integers."""
 
 
 def read_json(path: str | Path, *, limit: int = LARGEST_JSON) -> Any:
-    """The value of the JSON document at `path`. Raises OSError where it cannot be read, and what `parse_json` does."""
+    """Return the value of the JSON document at `path`. Raises OSError, and the errors of `parse_json`."""
     return parse_json(read(path, limit=limit), limit=limit)
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
-    """The tables of the TOML document at `path`. Raises OSError where it cannot be read, and what `parse_toml` does."""
+    """Return the tables of the TOML document at `path`. Raises OSError, and the errors of `parse_toml`."""
     return parse_toml(read_text(path, limit=LARGEST_TOML))
 
 
 def read_text(path: str | Path, *, limit: int) -> str:
-    """The text of a file of at most `limit` bytes. Raises OSError, or ValueError for a larger one or no UTF-8."""
+    """Return the text of a file of at most `limit` bytes. Raises OSError, or ValueError for a larger file or invalid
+    UTF-8."""
     return read(path, limit=limit).decode("utf-8").replace("\r\n", "\n")
 
 
 def read(path: str | Path, *, limit: int) -> bytes:
-    """The content of a file of at most `limit` bytes. Raises OSError, or ValueError for a larger one."""
+    """Return the content of a file of at most `limit` bytes. Raises OSError, or ValueError for a larger file."""
     with Path(path).open("rb") as file:
         about = os.fstat(file.fileno())
         if stat.S_ISREG(about.st_mode) and about.st_size <= limit:
@@ -67,10 +68,10 @@ def read(path: str | Path, *, limit: int) -> bytes:
 
 
 def parse_json(document: str | bytes, *, limit: int = LARGEST_JSON) -> Any:
-    """The value of a JSON document. Half of a surrogate pair, which no encoding of text has, becomes a "?".
+    """Return the value of a JSON document. Half of a surrogate pair, which has no encoding, becomes "?".
 
-    Raises ValueError for one that is not JSON, is larger than `limit`, is nested too deeply, or has an integer of more
-    than 64 bits.
+    Raises ValueError if the document is not JSON, is larger than `limit`, is nested too deeply, or has an integer of
+    more than 64 bits.
     """
     if len(document) > limit:
         raise ValueError(f"{len(document)} bytes of JSON; at most {limit} are read")
@@ -86,10 +87,10 @@ def parse_json(document: str | bytes, *, limit: int = LARGEST_JSON) -> Any:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """The tables of a TOML document.
+    """Return the tables of a TOML document.
 
-    Raises ValueError for one that is not TOML, is larger than `LARGEST_TOML`, is nested too deeply, or has an integer
-    of more than 64 bits.
+    Raises ValueError if the document is not TOML, is larger than `LARGEST_TOML`, is nested too deeply, or has an
+    integer of more than 64 bits.
     """
     if len(text) > LARGEST_TOML:
         raise ValueError(f"{len(text)} characters of TOML; at most {LARGEST_TOML} are read")
@@ -103,10 +104,10 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def parse_yaml(text: str) -> Any:
-    """The value of a YAML document of plain values.
+    """Return the value of a YAML document of plain values.
 
-    Raises ValueError for one that is not YAML, is larger than `LARGEST_YAML`, is nested too deeply, or refers to parts
-    of itself; ImportError without PyYAML.
+    Raises ValueError if the document is not YAML, is larger than `LARGEST_YAML`, is nested too deeply, or refers to
+    parts of itself, and ImportError without PyYAML.
     """
     import yaml
 
@@ -116,22 +117,22 @@ def parse_yaml(text: str) -> Any:
     try:
         _check_tokens(yaml.scan(text, loader))
         value = yaml.load(text, loader)
-    except (yaml.YAMLError, ValueError, OverflowError) as error:  # also dates and numbers that are none
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # also invalid dates and numbers
         raise ValueError(str(error)) from error
     except RecursionError:
         raise _too_deep() from None
     _check_depth(value)
     _check_integers(value)
     if not _has_words(value):
-        raise ValueError("a key that is no string")
+        raise ValueError("a key that is not a string")
     return value
 
 
 def _check_tokens(tokens: Iterable[Any]) -> None:
-    """Raise ValueError for what must not be loaded.
+    """Raise ValueError for a document that must not be loaded.
 
-    A document that refers to itself may stand for far more than it holds, and libyaml's loader recurses in C without a
-    limit: one of 60,000 brackets ends the process.
+    A document with references to itself may expand to far more than its size, and libyaml's loader recurses in C
+    without a limit: 60,000 brackets end the process.
     """
     depth = 0
     for token in tokens:
@@ -145,21 +146,21 @@ def _check_tokens(tokens: Iterable[Any]) -> None:
 
 
 def finite(value: Any) -> float:
-    """A finite number of a document. Raises ValueError for what is none."""
+    """Return a finite number of a document. Raises ValueError for any other value."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ValueError(f"{_shown(value)} is no finite number")
+        raise ValueError(f"{_shown(value)} is not a finite number")
     return float(value)
 
 
 def count(value: Any, *, least: int = 0, limit: int = LARGEST_COUNT) -> int:
-    """A whole number of a document from `least` to `limit`. Raises ValueError for what is none."""
+    """Return a whole number of a document from `least` to `limit`. Raises ValueError for any other value."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= limit:
-        raise ValueError(f"{_shown(value)} is no whole number from {least} to {limit}")
+        raise ValueError(f"{_shown(value)} is not a whole number from {least} to {limit}")
     return value
 
 
 def string(value: Any) -> str:
-    """A string of a document. Raises ValueError for what is none."""
+    """Return a string of a document. Raises ValueError for any other value."""
     if not isinstance(value, str):
         raise ValueError(f"{_shown(value)} is no string")
     return value
@@ -172,19 +173,19 @@ def _shown(value: Any) -> str:
 def _integer(digits: str) -> int:
     value = int(digits) if len(digits) <= 20 else None
     if value is None or value not in INTEGERS:
-        raise ValueError(f"an integer of {len(digits)} digits; those of 64 bits are read")
+        raise ValueError(f"an integer of {len(digits)} digits; only 64-bit integers are supported")
     return value
 
 
 def _check_integers(value: Any) -> None:
-    """Hexadecimal ones have no limit in Python, and then cannot be printed."""
+    """Raise ValueError for large integers. Python parses hexadecimal ones of any size, and then cannot print them."""
     for leaf in _leaves(value):
         if isinstance(leaf, int) and leaf not in INTEGERS:
-            raise ValueError(f"an integer of {leaf.bit_length()} bits; those of 64 bits are read")
+            raise ValueError(f"an integer of {leaf.bit_length()} bits; only 64-bit integers are supported")
 
 
 def _check_depth(value: Any) -> None:
-    """Level by level: a function that calls itself would need the depth that is to be found out."""
+    """Check the depth level by level: a recursive function would need as much depth as the document has."""
     level = [value] if isinstance(value, (dict, list)) else []
     for _ in range(DEEPEST):
         level = [child for each in level for child in _children(each) if isinstance(child, (dict, list))]
@@ -201,7 +202,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _has_words(value: Any) -> bool:
-    """Return True if all keys are strings; YAML takes anything."""
+    """Return True if all keys are strings. YAML allows any type."""
     if isinstance(value, dict) and not all(isinstance(key, str) for key in value):
         return False
     return not isinstance(value, (dict, list)) or all(map(_has_words, _children(value)))

@@ -1,4 +1,4 @@
-"""Everything Atoll raises.
+"""Exceptions raised by Atoll.
 
     AtollError                       exit code 1: something failed
     |-- UserError                    exit code 2: the request cannot be fulfilled
@@ -32,7 +32,7 @@ class AtollError(Exception):
     exit_code = 1
 
     def __str__(self) -> str:
-        """The message. Half of a surrogate pair of a document, which cannot be printed, is a "?"."""
+        """Return the message. Half of a surrogate pair, which cannot be printed, becomes "?"."""
         return super().__str__().encode(errors="replace").decode()
 
 
@@ -96,7 +96,7 @@ class ReplicaError(RunError):
 class RankError(RunError):
     """The first error of one rank, raised on every rank.
 
-    speaker: the rank that prints it, if the failing rank cannot.
+    speaker: the rank that reports it if the failing rank cannot.
     """
 
     def __init__(self, message: str, *, rank: int, exit_code: int = 1, speaker: int | None = None) -> None:

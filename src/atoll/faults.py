@@ -1,12 +1,12 @@
-"""Steps whose loss or gradients are not finite: what a run does about them, and where the first such value was made.
+"""Policies for steps whose loss or gradients are not finite, and the search for the first such value.
 
-    stop          raise BadStepError on every rank; nothing was updated
-    skip          go on with the next step's samples as if the step's gradients had been zero: parameters and optimizer
-                  state stay, the number of the step counts
-    rollback N    load the newest checkpoint that is at least N steps older, and go on from there with the samples
-                  behind those of the bad step (PaLM, arXiv 2204.02311, section 5.1)
+    stop          raise BadStepError on every rank; nothing is updated
+    skip          continue with the next step's samples as if the step's gradients were zero: parameters and optimizer
+                  state are unchanged, and the step is counted
+    rollback N    load the newest checkpoint that is at least N steps older, and continue from there with the samples
+                  after those of the bad step (PaLM, arXiv 2204.02311, section 5.1)
 
-Neither of the last two goes on for ever: see `SKIPS_IN_A_ROW` and `ROLLBACKS`. No torch here.
+Skips and rollbacks are limited: see `SKIPS_IN_A_ROW` and `ROLLBACKS`. No torch here.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import Any
 from atoll.errors import PlanError
 
 SKIPS_IN_A_ROW = 10
-"""Steps that are skipped one after the other; the next bad one stops the run."""
+"""Maximum number of consecutive skipped steps; the next bad step stops the run."""
 
 ROLLBACKS = 3
-"""Rollbacks that do not bring a run beyond the last bad step; the next one stops it."""
+"""Maximum number of rollbacks without progress beyond the last bad step; the next one stops the run."""
 
 
 class Answer(StrEnum):
@@ -37,7 +37,7 @@ class Answer(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """An answer, and how many steps a rollback goes back at least."""
+    """An answer, and the minimum number of steps of a rollback."""
 
     answer: Answer = Answer.STOP
     steps: int = 0
@@ -47,7 +47,9 @@ class Policy:
         """Read "stop", "skip" or "rollback N". Raises PlanError for anything else."""
         found = re.fullmatch(r"\s*(stop|skip|rollback\s+([1-9]\d{0,8}))\s*", text)
         if found is None:
-            raise PlanError(f'{text!r} is no policy for bad steps; it is "stop", "skip" or "rollback N", N from 1 on')
+            raise PlanError(
+                f'{text!r} is not a policy for bad steps; use "stop", "skip" or "rollback N", with N of at least 1'
+            )
         return Policy(Answer(found[1].split()[0]), int(found[2] or 0))
 
     def __str__(self) -> str:
@@ -67,17 +69,17 @@ class Made(IntEnum):
 
     @property
     def is_backward(self) -> bool:
-        """True if it is made in the backward, which visits the last block first."""
+        """True if the value is made in the backward, which visits the last block first."""
         return self >= Made.GRADIENT
 
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """The first value of one rank that is not finite.
+    """The first non-finite value of one rank.
 
-    microbatch: of the step's global batch, -1 for a parameter, which is bad before the first.  block: its place in the
-    model, -1 for a slice of the vocabulary.  name: the place of a parameter among the model's, -1 without one.
-    sample: the first row of the microbatch that is bad, -1 where rows are mixed.
+    microbatch: of the step's global batch; -1 for a parameter, which is bad before the first one.  block: its index in
+    the model; -1 for a slice of the vocabulary.  name: index of a parameter among the model's; -1 for other values.
+    sample: the first bad row of the microbatch; -1 if rows are mixed.
     """
 
     made: Made
@@ -89,31 +91,31 @@ class Sighting:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Sorts causes before effects: within a microbatch as it runs, forward and then backward."""
+        """Sort key that puts causes before effects: within a microbatch in execution order, forward before backward."""
         at = -self.block if self.made.is_backward else self.block
         is_late = 2 if self.made.is_backward else int(self.made is Made.LOSS)
         return self.microbatch, is_late, at, self.made, self.rank
 
     def encode(self) -> tuple[int, ...]:
-        """As numbers, of which the first is 1."""
+        """Return the sighting as numbers; the first is 1."""
         return 1, self.made, self.rank, self.microbatch, self.block, self.name, self.sample
 
     @staticmethod
     def decode(numbers: Sequence[float]) -> Sighting | None:
-        """What `encode` gave; None where the first number is 0."""
+        """Return the sighting that `encode` was called on, or None if the first number is 0."""
         there, made, rank, microbatch, block, name, sample = (int(number) for number in numbers)
         return Sighting(Made(made), rank, microbatch, block, name=name, sample=sample) if there else None
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A step whose loss or gradients were not finite, and where that began; the same on every rank.
+    """A step whose loss or gradients were not finite, and the origin of the first such value; equal on every rank.
 
-    loss: mean of a token.  units: those whose gradients were not finite.
-    rank, block, microbatch, samples: where the first such value was made when the step's microbatches were computed
-    again; None where nothing was found.  samples: positions in the step's global batch, one where it is known.
-    microbatches: all that had such values, then or, where they were finite then, in the step's own losses.
-    is_of_parameters: a parameter was not finite before the step.  was_repeated: it was not finite the second time.
+    loss: mean per token.  units: those whose gradients were not finite.
+    rank, block, microbatch: origin of the first such value when the step's microbatches were computed again; None if
+    none was found.  samples: positions in the step's global batch, one if it is known.
+    microbatches: all with such values in the second computation or, if it was finite, in the step's own losses.
+    is_of_parameters: a parameter was not finite before the step.  was_repeated: the second computation was not finite.
     """
 
     step: int
@@ -130,7 +132,7 @@ class Fault:
     was_repeated: bool = True
 
     def describe(self) -> str:
-        """What is known, in some lines."""
+        """Return a description of what is known, in a few lines."""
         lines = [f"step {self.step}: loss {self.loss:g}, gradient norm {self.grad_norm:g}: not finite"]
         if self.what:
             lines.append(f"the first value that is not finite: {self.what}")
@@ -152,7 +154,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Rollback:
-    """A return to a checkpoint. step: its own.  state: what the caller had saved with it."""
+    """A return to a checkpoint. step: that of the checkpoint.  state: what the caller saved with it."""
 
     step: int
     folder: Path

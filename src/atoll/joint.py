@@ -1,16 +1,17 @@
-"""Joint choice of the layers of each stage, the placement of stages, and the order of work.
+"""Joint choice of the layers of each stage, the placement of stages, and the schedule.
 
-For models whose layers are unequal, as with a large vocabulary, or dense and sparse blocks. Splits that are even leave
-gaps in some orders and fill those of others, so that the best split depends on the order, and the order on the split.
+For models with unequal layers, such as a large vocabulary, or dense and sparse blocks. The best split depends on the
+schedule and the schedule on the split, because an even split leaves gaps in some schedules and fills those of others.
 After AdaPtis, arXiv 2509.23722.
 
 [Note: how a split is found]
-1. On every placement, the even split of `atoll.stages` under every schedule of the catalogue that fits.
-2. Single layers moved between two stages, those between them passing one on, as long as one of these orders gets
-   shorter. A split whose busiest rank alone takes as long as the best step so far is not played.
-3. On the placements that are best then, an order searched for the split (`auto`), and the split moved again under that
-   order, in turns while that helps.
-The best is kept, so no schedule of the catalogue on the even split is better. All of it is a function of the arguments.
+1. On every placement, simulate the even split of `atoll.stages` under every schedule of the catalogue that fits.
+2. Move single layers between two stages, with those between them passing one on, as long as one of these schedules
+   gets shorter. A split whose busiest rank alone takes as long as the best step so far is not simulated.
+3. On the best placements, search a schedule for the split (`auto`) and move the split again under that schedule, in
+   turns as long as that helps.
+The best result is kept, so no schedule of the catalogue on the even split is better. The result is a function of the
+arguments alone.
 """
 
 from __future__ import annotations
@@ -30,26 +31,26 @@ from atoll.sim import Costs
 from atoll.stages import BlockWeight, split_blocks
 
 CHUNKS = (2, 3, 4)
-"""Stages a rank that are tried on a loop."""
+"""Stages per rank that are tried on a loop."""
 
 FINALISTS = 2
-"""Placements for which an order is searched."""
+"""Number of placements for which a schedule is searched."""
 
 ROUNDS = 3
-"""Times that split and order are improved in turns, at most."""
+"""Maximum number of rounds that improve split and schedule in turns."""
 
 PLAYED = 100_000_000 if IS_COMPILED else 1_000_000
-"""Actions that are played while splits are moved, at most, over all placements."""
+"""Maximum number of simulated actions while splits are changed, over all placements."""
 
 Way = tuple[int, ...]
-"""Layers of each stage."""
+"""Number of layers of each stage."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What a layer takes of a microbatch, in seconds or any one unit, and holds, in bytes or any one unit.
+    """Costs of a layer per microbatch, in seconds or any unit, and its memory, in bytes or any unit.
 
-    activation: kept from F to I.  pending: kept from I to W.  static: held all the time.
+    activation: kept from F to I.  pending: kept from I to W.  static: kept all the time.
     """
 
     forward: float
@@ -61,17 +62,17 @@ class Layer:
 
     @property
     def work(self) -> float:
-        """F, I and W."""
+        """Time of F, I and W."""
         return self.forward + self.input_grad + self.weight_grad
 
 
 @dataclass(frozen=True)
 class Joint:
-    """A split and an order for it.
+    """A split and a schedule for it.
 
-    layers_per_stage: of all layers, embedding and head among them.  costs, memory: what `atoll.simulate` plays the
-    schedule with; a rank's chunk is counted with the bytes of its largest one.  makespan: seconds.  bound: below which
-    no order is for this split.
+    layers_per_stage: counts all layers, including embedding and head.  costs, memory: those with which `atoll.simulate`
+    runs the schedule; each chunk of a rank counts with the bytes of its largest one.  makespan: seconds.  bound: lower
+    bound for every schedule of this split.
     """
 
     layers_per_stage: tuple[int, ...]
@@ -97,13 +98,13 @@ def split_and_order(
     placements: Sequence[Placement] | None = None,
     effort: int = PLAYED,
 ) -> Joint:
-    """The split, the placement and the order with the shortest step that is found: see the note above.
+    """Return the split, the placement and the schedule with the shortest step that is found: see the note above.
 
-    limit: bytes that a rank may hold, one number or one a rank.  placements: those to choose from; by default a line,
-    a V, and loops of 2 to 4 stages a rank, as far as the layers go.  effort: actions that are played while splits are
-    moved, at most.
+    limit: bytes that a rank may hold, one number or one per rank.  placements: those to choose from; by default a line,
+    a V, and loops of 2 to 4 stages per rank, as far as there are layers.  effort: maximum number of simulated actions
+    while splits are changed.
 
-    Raises PlanError where there are fewer layers than ranks, or no split fits the limit.
+    Raises PlanError if there are fewer layers than ranks, or no split fits the limit.
     """
     if len(layers) < ranks:
         raise PlanError(f"{len(layers)} layers for {ranks} pipeline ranks: each stage needs one; use fewer ranks")
@@ -161,11 +162,11 @@ class _Split:
 
     @property
     def has_order(self) -> bool:
-        """True if an order fits."""
+        """True if a schedule fits."""
         return math.isfinite(self.makespan)
 
     def result(self) -> Joint:
-        """The best."""
+        """The best result."""
         problem = self._problem(self.way)
         assert problem is not None
         return Joint(
@@ -173,7 +174,7 @@ class _Split:
         )
 
     def improve(self) -> None:
-        """An order for the split, and a split for the order, in turns."""
+        """Improve the schedule for the split and the split for the schedule, in turns."""
         for _ in range(ROUNDS):
             before = self.makespan
             problem = self._problem(self.way)
@@ -185,7 +186,7 @@ class _Split:
             self.descend()
 
     def descend(self) -> None:
-        """Move layers while an order gets shorter."""
+        """Move layers as long as a schedule gets shorter."""
         goes_on = True
         while goes_on:
             goes_on = False
@@ -201,7 +202,7 @@ class _Split:
         return Costs(forward, input_grad, weight_grad, hop=self.hop)
 
     def _memory(self, way: Way) -> Memory:
-        """Each chunk of a rank counts as the largest one."""
+        """Return the memory; each chunk of a rank counts as its largest one."""
         runs = [self.layers[first:last] for first, last in pairwise(accumulate(way, initial=0))]
         own = [[runs[stage] for stage in self.placement.stages_of(rank)] for rank in range(self.placement.ranks)]
         chunks = self.placement.chunks
@@ -213,19 +214,19 @@ class _Split:
         )
 
     def _problem(self, way: Way) -> Problem | None:
-        """None where a rank cannot hold one microbatch."""
+        """Return the scheduling problem, or None if a rank cannot hold one microbatch."""
         try:
             return Problem.of(self.placement, self.microbatches, costs=self.costs(way), memory=self._memory(way))
         except ConfigError:
             return None
 
     def _even(self) -> Way:
-        """The split of `atoll.stages`."""
+        """Return the split of `atoll.stages`."""
         blocks = [BlockWeight(str(at), "layer", layer.work, layer.static) for at, layer in enumerate(self.layers)]
         return tuple(map(len, split_blocks(blocks, self.placement)))
 
     def _catalogue(self, costs: Costs) -> Iterator[Schedule]:
-        """Orders that are not searched for."""
+        """Return the schedules that need no search."""
         for name, entry in CATALOGUE.items():
             if entry.placement != self.placement.kind or "placement" in entry.options:
                 continue
@@ -235,11 +236,11 @@ class _Split:
                     yield build(
                         name, ranks=self.placement.ranks, microbatches=self.microbatches, costs=known, **options
                     )
-                except AtollError:  # a size that it does not serve
+                except AtollError:  # a size that the schedule does not support
                     continue
 
     def _weigh(self, way: Way) -> bool:
-        """Play a split under the orders, and keep what is better than the best; whether anything was."""
+        """Simulate a split under the schedules and keep the best. Return True if it was improved."""
         times = [sum(parts) for parts in zip(*self._stages(way), strict=True)]
         ranks = range(self.placement.ranks)
         busiest = max(sum(times[stage] for stage in self.placement.stages_of(rank)) for rank in ranks)
@@ -258,12 +259,12 @@ class _Split:
         return is_better
 
     def _loaded(self, schedule: Schedule) -> tuple[Schedule, Integers, Integers]:
-        """A schedule with its order as the board has it."""
+        """Return a schedule from the order of a search."""
         self.board.load(schedule)
         return schedule, integers(self.board.order), integers(self.board.length)
 
     def _stages(self, way: Way) -> list[tuple[float, ...]]:
-        """F, I and W of each stage."""
+        """Return F, I and W of each stage."""
         bounds = list(pairwise(accumulate(way, initial=0)))
         return [tuple(column[last] - column[first] for first, last in bounds) for column in self.sums]
 

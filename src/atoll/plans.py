@@ -1,4 +1,4 @@
-"""Plans: what the engine executes and the planner returns."""
+"""Plans, which the planner returns and the engine executes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from atoll.layouts import Layout, Nest, Precision, Sharding
 from atoll.program import Ending
 
 MOST_MICROBATCHES = 8_191
-"""The largest number of microbatches of a rank in a step. A message's tag has 13 bits for its microbatch."""
+"""Maximum number of microbatches of a rank in a step. A message's tag has 13 bits for its microbatch."""
 
 RECOMPUTE = ("none", "block", "selective")
 COMPILE = ("none", "block", "block-eager")
@@ -78,7 +78,7 @@ class MeshShape:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One rank's coordinates in a mesh."""
+    """Coordinates of one rank in a mesh."""
 
     mesh: MeshShape
     pp: int
@@ -101,7 +101,7 @@ class Place:
 
     @property
     def data(self) -> int:
-        """Data-parallel rank: takes the `data`-th run of consecutive microbatches."""
+        """Index of the data-parallel rank, which takes the `data`-th run of consecutive microbatches."""
         return self.inter * self.mesh.intra + self.intra
 
     @property
@@ -110,7 +110,8 @@ class Place:
         return Nest(self.mesh.inter, self.mesh.intra, self.inter, self.intra)
 
     def peers(self, *axes: str) -> tuple[int, ...]:
-        """World ranks along `axes` through this one, in order; of one axis, this rank is at its own coordinate."""
+        """Return the world ranks along `axes` through this one, in order; along one axis, this rank is at its own
+        coordinate."""
         positions = product(*(range(self.mesh.sizes[axis]) for axis in axes))
         return tuple(
             Place(self.mesh, **{**self.coordinates, **dict(zip(axes, at, strict=True))}).rank for at in positions
@@ -198,14 +199,14 @@ class Plan:
 
     @property
     def end(self) -> Ending:
-        """How its steps end, as a rule."""
+        """The rule by which the plan's steps end."""
         return Ending.AHEAD if self.post_validation else Ending.AT_ONCE
 
     def sharding(self, place: Place) -> Sharding:
-        """The layout on the rank at `place`."""
+        """Return the layout on the rank at `place`."""
         return Sharding(self.layout, self.precision, place.nest, keeps_apart=self.post_validation, states=self.states)
 
     @property
     def global_batch(self) -> int:
-        """Samples a step over all ranks."""
+        """Number of samples per step over all ranks."""
         return self.microbatch * self.schedule.microbatches * self.mesh.data

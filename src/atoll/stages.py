@@ -1,22 +1,22 @@
 """The split of blocks into stages.
 
-    5 layers that cost 2 each, between an embedding of cost 0 and a head of cost 3
+5 layers that cost 2 each, between an embedding of cost 0 and a head of cost 3
 
     line of 3 ranks    embed 2 2 | 2 2 | 2 3           ranks 4, 4, 5
     v of 2 ranks       embed 2 2 | 2 2 | 2 | 3         ranks 4 + 3, 4 + 2
 
 [Note: what is even]
-Compared are, one after the other, of each the largest first and then the next:
+Splits are compared by these criteria in turn, each from its largest value to its smallest:
 
-1. What ranks have to do. Whatever the schedule, a step takes as long as its busiest rank works, every microbatch; a
-   long stage costs while the pipeline fills and drains. So ranks come before stages, and what a V puts on one rank, as
-   embedding and head, counts together.
-2. What stages have to do: schedules take the stages of a rank for equally long.
-3. What turns have to do, the more the better. The n-th stages of all ranks are a turn; they run at the same time, in
-   the time of the longest, so what is longer should be in one turn.
+1. The work of ranks. Under any schedule a step takes at least the work of its busiest rank, for every microbatch; a
+   long stage only costs time while the pipeline fills and drains. So ranks come before stages, and the blocks of one
+   rank count together, such as embedding and head on a V.
+2. The work of stages: schedules assume that the stages of a rank take equally long.
+3. The work of turns; here more is better. The n-th stages of all ranks are a turn. They run at the same time, in the
+   time of the longest, so long stages should be in one turn.
 4. The memory of ranks.
 
-Of equal splits the first stages get more: 1F1B waits least for them.
+Of equal splits, the one with more blocks in the first stages is chosen: it makes 1F1B wait least.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from atoll.ir import Placement
 from atoll.units import format_bytes
 
 TRIES = 6_000
-"""Ways that are weighed before the search takes no more detours."""
+"""Maximum number of splits that are evaluated before the search takes no more detours."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockWeight:
     """Cost and memory of a block.
 
-    kind: what blocks of the same sort have in common, such as their class.  cost: time of a microbatch, in any unit.
+    kind: equal for blocks of the same sort, such as their class.  cost: time per microbatch, in any unit.
     memory: bytes.  is_joined: whether it stays on the stage of the block before it.
     """
 
@@ -57,13 +57,13 @@ def split_blocks(
     layers_per_stage: Sequence[int] | None = None,
     limit: float | None = None,
 ) -> tuple[range, ...]:
-    """Cut blocks into a contiguous run for each stage, as evenly as the note above says, or by hand.
+    """Cut blocks into a contiguous run per stage, as evenly as the note above says, or as given.
 
-    layers_per_stage: how many layers each stage gets (`layers_of`); what comes before them goes with the first stage,
-    and what follows with the last.  limit: bytes that no rank's blocks may exceed together.
+    layers_per_stage: the number of layers (`layers_of`) of each stage; blocks before the layers go to the first stage,
+    and blocks after them to the last.  limit: bytes that the blocks of a rank may not exceed together.
 
-    The most even split on a line, and for equal layers on any placement; else one that is near it. Raises PlanError
-    where none is found.
+    The result is the most even split on a line, and for equal layers on any placement; otherwise it is close to it.
+    Raises PlanError if none is found.
     """
     parts = _parts(blocks)
     stages = placement.stages
@@ -86,9 +86,10 @@ def split_blocks(
 
 
 def layers_of(blocks: Sequence[BlockWeight]) -> range:
-    """Return the blocks that are layers: from the first to the last of the most common kind.
+    """Return the blocks that are layers: from the first to the last one of the most common kind.
 
-    Joined blocks are one with the block before them. Where no kind comes twice, all but the first and the last block.
+    Joined blocks count as one with the block before them. If no kind occurs twice: all but the first and the last
+    block.
     """
     parts = _parts(blocks)
     kinds = [blocks[part.start].kind for part in parts]
@@ -101,7 +102,7 @@ def layers_of(blocks: Sequence[BlockWeight]) -> range:
 
 
 def _parts(blocks: Sequence[BlockWeight]) -> list[range]:
-    """Blocks that stay together."""
+    """Return the runs of blocks that stay together."""
     starts = [at for at, block in enumerate(blocks) if at == 0 or not block.is_joined]
     return [range(first, last) for first, last in pairwise([*starts, len(blocks)])]
 
@@ -109,7 +110,7 @@ def _parts(blocks: Sequence[BlockWeight]) -> list[range]:
 def _by_hand(
     blocks: Sequence[BlockWeight], parts: Sequence[range], layers_per_stage: Sequence[int], stages: int
 ) -> list[int]:
-    """Parts of each stage."""
+    """Return the number of parts of each stage."""
     layers = layers_of(blocks)
     before = sum(part.start < layers.start for part in parts)
     after = sum(part.start >= layers.stop for part in parts)
@@ -133,7 +134,7 @@ def _by_hand(
 
 
 Way = tuple[int, ...]
-"""The number of parts of each stage."""
+"""Number of parts of each stage."""
 
 _Amounts = tuple[float, ...]
 _Weight = tuple[float, _Amounts, _Amounts, _Amounts, _Amounts, Way]
@@ -141,7 +142,7 @@ _LineWeight = tuple[_Amounts, _Amounts, Way]
 
 
 class _Search:
-    """Looks for the most even way to cut."""
+    """Search for the most even split."""
 
     def __init__(
         self, blocks: Sequence[BlockWeight], parts: Sequence[range], placement: Placement, limit: float | None
@@ -153,7 +154,7 @@ class _Search:
         self._tries = 0
 
     def find(self) -> Way:
-        """The most even way that was found; where it is above the limit, so are all others that were tried."""
+        """Return the most even split that was found; if it exceeds the limit, so do all others that were tried."""
         stages = self._placement.stages
         found = _cut_line(self._costs, self._memory, stages, limit=self._limit)
         if found is not None:
@@ -165,7 +166,8 @@ class _Search:
         return found
 
     def _improve(self, way: Way) -> Way:
-        """Move parts between stages while that helps, then see whether it helps after a move that does not."""
+        """Move parts between stages as long as that helps, then try whether further moves help after one that does
+        not."""
         if self._placement.kind == "line":
             return way
         self._tries = TRIES
@@ -185,7 +187,7 @@ class _Search:
         return way
 
     def _descend(self, way: Way) -> tuple[_Weight, Way]:
-        """To a way that no move makes more even."""
+        """Apply the best move until no move improves the split."""
         best = self._weigh(way)
         goes_on = True
         while goes_on:
@@ -199,9 +201,9 @@ class _Search:
         return best, way
 
     def _weigh(self, way: Way, best: _Weight | None = None) -> _Weight:
-        """What the note says of a way, after the bytes above the limit: less is better.
+        """Return the criteria of the note for a split, after the bytes above the limit; less is better.
 
-        `best` again, which ends the comparison early, if the way's ranks have more to do.
+        Returns `best` early if the ranks of this split have more work.
         """
         self._tries -= 1
         costs = self._turns(self._costs, way)
@@ -230,7 +232,7 @@ class _Search:
 
 
 def _moved(way: Way, move: tuple[int, int]) -> Way:
-    """A stage gives one part to another; those between them pass one on."""
+    """Return a split in which a stage gives one part to another; those between them pass one on."""
     giver, taker = move
     changed = list(way)
     changed[giver] -= 1
@@ -239,9 +241,10 @@ def _moved(way: Way, move: tuple[int, int]) -> Way:
 
 
 def _cut_line(costs: Sequence[float], memory: Sequence[float], stages: int, limit: float = math.inf) -> Way | None:
-    """The most even way on a line, from running sums; None if each has a stage above the limit.
+    """Return the most even split on a line, or None if each has a stage above the limit.
 
-    Dynamic programming: which of two ways to cut the first parts is more even does not change with what follows.
+    Dynamic programming over running sums: which of two splits of the first parts is more even does not depend on the
+    rest.
     """
     parts = len(costs) - 1
     best: dict[int, _LineWeight] = {0: ((), (), ())}
@@ -274,7 +277,7 @@ def _running_sum(values: Iterable[float]) -> list[float]:
 
 
 def _check_memory(blocks: Sequence[BlockWeight], placement: Placement, runs: Sequence[range], limit: float) -> None:
-    """Raise PlanError if a rank holds more than the limit, for the one that holds most."""
+    """Raise PlanError for the rank with the most memory, if it exceeds the limit."""
     held = [
         sum(blocks[at].memory for stage in placement.stages_of(rank) for at in runs[stage])
         for rank in range(placement.ranks)

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def to_toml(tables: Mapping[str, Mapping[str, Any]]) -> str:
-    """One `[table]` per entry; keys without a value (None) are left out."""
+    """Return TOML text with one `[table]` per entry. Keys without a value (None) are left out."""
     parts = []
     for name, table in tables.items():
         lines = [f"{key} = {value_to_toml(value)}" for key, value in table.items() if value is not None]
@@ -17,9 +17,10 @@ def to_toml(tables: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def nested_to_toml(tables: Mapping[str, Any]) -> str:
-    """Tables within tables, to any depth: one `[table]` for each that has values of its own, by its dotted name.
+    """Return TOML text of tables within tables, to any depth: one `[table]` with a dotted name for each with its own
+    values.
 
-    A table comes before those within it.
+    A table precedes those within it.
     """
     flat: dict[str, dict[str, Any]] = {}
     _flatten(tables, (), flat)
@@ -36,7 +37,7 @@ def _flatten(tables: Mapping[str, Any], path: tuple[str, ...], into: dict[str, d
 
 
 def value_to_toml(value: bool | int | float | str | list[Any] | tuple[Any, ...] | Mapping[str, Any]) -> str:
-    """One value, as TOML writes it; a table in one line."""
+    """Return one value as TOML; a table is written in one line."""
     if isinstance(value, Mapping):
         items = ", ".join(f"{json.dumps(key)} = {value_to_toml(item)}" for key, item in value.items())
         return f"{{ {items} }}" if items else "{}"
@@ -52,6 +53,6 @@ def value_to_toml(value: bool | int | float | str | list[Any] | tuple[Any, ...] 
 
 
 def _in_lines(text: str) -> str:
-    """A string of one line as one of several, whose first line break TOML leaves out."""
-    parts = text.split("\\\\")  # between them, what is an escape is one
+    """Return a string of one line as several lines; TOML drops the first line break."""
+    parts = text.split("\\\\")  # an escape is one unit
     return '""' + "\\\\".join(part.replace("\\n", "\n") for part in parts).replace('"', '"\n', 1) + '""'

@@ -1,7 +1,7 @@
-"""Spans of every rank, and measures of them.
+"""Spans of every rank, and metrics computed from them.
 
-The simulator and a real run make the same type, so every measure works from the spans alone. Times are seconds from
-any common origin (or whatever unit the costs of a simulation have).
+The simulator and a real run produce the same type, so every metric is computed from spans alone. Times are seconds
+from any common origin, or the unit of a simulation's costs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STEP_LANE = "step"
 
 
 def lane_of(op: Op) -> str:
-    """The lane of a rank on which actions of `op` are shown."""
+    """Return the lane of a rank on which actions of `op` are shown."""
     if op.is_compute:
         return COMPUTE_LANE
     if op.is_sharding:
@@ -39,11 +39,11 @@ def lane_of(op: Op) -> str:
 
 
 MOST_RANKS = 1 << 16
-"""Pipeline ranks of a trace that is read."""
+"""Maximum number of pipeline ranks in a trace that is read."""
 
 
 class Span(NamedTuple):
-    """An action of a rank from `start` to `end`. A receive's span is the wait for it."""
+    """An action of a rank from `start` to `end`. A receive's span is the time spent waiting for it."""
 
     rank: int
     lane: str
@@ -63,10 +63,10 @@ class MemorySample(NamedTuple):
 class Idle(NamedTuple):
     """The bubble of a rank, by cause.
 
-    before    nothing has arrived yet
+    before    no input has arrived yet
     waiting   between actions: a peer is late
-    memory    between actions: a forward is there to be run, and does not fit
-    after     nothing is left to do
+    memory    between actions: a forward is ready but does not fit
+    after     no action is left
     """
 
     before: float
@@ -77,12 +77,12 @@ class Idle(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """Spans of `ranks` pipeline ranks with `chunks` stages each. Measures are of compute actions.
+    """Spans of `ranks` pipeline ranks with `chunks` stages each. Metrics are over compute actions.
 
-    memory        bytes that ranks hold over time, if they are known: a pending W keeps some too
-    memory_wait   per rank, idle time in which a forward was there and did not fit; empty where no limit is known
+    memory        bytes of each rank over time, if known; a pending W holds some too
+    memory_wait   per rank, idle time in which a forward was ready but did not fit; empty if no limit is known
 
-    Raises UserError if there is no compute span, or one of a rank that does not exist.
+    Raises UserError if there is no compute span, or a span of a rank that does not exist.
     """
 
     spans: tuple[Span, ...]
@@ -100,13 +100,13 @@ class Trace:
 
     @classmethod
     def from_spans(cls, spans: Iterable[Span], *, chunks: int = 1) -> Trace:
-        """A trace of as many ranks as the spans name, ordered by rank and time."""
+        """Return a trace with as many ranks as the spans name, ordered by rank and time."""
         ordered = tuple(sorted(spans, key=lambda span: (span.rank, span.start, span.end)))
         return cls(ordered, ranks=1 + max((span.rank for span in ordered), default=-1), chunks=chunks)
 
     @cached_property
     def _rows(self) -> tuple[tuple[Span, ...], ...]:
-        """Compute spans of each rank in the order of time."""
+        """Return the compute spans of each rank in the order of time."""
         rows: list[list[Span]] = [[] for _ in range(self.ranks)]
         for span in self.spans:
             if span.action.op.is_compute:
@@ -116,11 +116,12 @@ class Trace:
         return tuple(map(tuple, rows))
 
     def compute(self, rank: int) -> tuple[Span, ...]:
-        """Compute spans of `rank` in the order of time."""
+        """Return the compute spans of `rank` in the order of time."""
         return self._rows[rank]
 
     def hidden(self, lane: str) -> float:
-        """Share of the time of a lane's spans, on all ranks, in which their rank computes; 1 if they take none."""
+        """Return the share of a lane's time, on all ranks, in which the rank also computes; 1 if the lane has no
+        spans."""
         taken = hidden = 0.0
         for rank, row in enumerate(self._rows):
             spans = sorted((span.start, span.end) for span in self.spans if (span.rank, span.lane) == (rank, lane))
@@ -137,7 +138,7 @@ class Trace:
 
     @cached_property
     def finish(self) -> float:
-        """End of the last action of any kind: gradients may be reduced after the last compute."""
+        """End of the last action of any kind. Gradients may be reduced after the last compute."""
         return max(span.end for span in self.spans)
 
     @cached_property
@@ -157,7 +158,7 @@ class Trace:
 
     @cached_property
     def rank_spans(self) -> tuple[float, ...]:
-        """Per rank, the end of its last action - the start of its first."""
+        """For each rank, the end of its last action - the start of its first."""
         return tuple(max(span.end for span in row) - row[0].start if row else 0.0 for row in self._rows)
 
     @property
@@ -167,7 +168,7 @@ class Trace:
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """Per rank, the time in compute actions."""
+        """For each rank, the time in compute actions."""
         return tuple(math.fsum(span.end - span.start for span in row) for row in self._rows)
 
     @property
@@ -181,18 +182,18 @@ class Trace:
         return 1.0 - max(self.busy) / self.span if self.span else 0.0
 
     def idle(self, rank: int) -> Idle:
-        """The rank's share of the makespan in which it computes nothing, by cause."""
+        """Return the share of the makespan in which the rank computes nothing, by cause."""
         row = self._rows[rank]
         if not row:
             return Idle(self.makespan, 0.0, 0.0, 0.0)
         before, after = row[0].start - self.start, self.end - max(span.end for span in row)
         between = self.makespan - self.busy[rank] - before - after
         memory = self.memory_wait[rank] if self.memory_wait else 0.0
-        return Idle(before, max(0.0, between - memory), memory, after)  # rounding can leave less than nothing
+        return Idle(before, max(0.0, between - memory), memory, after)  # rounding can make it slightly negative
 
     @cached_property
     def peak_bytes(self) -> tuple[float, ...]:
-        """Per rank, the most bytes it holds at a time: empty if the trace knows nothing of memory."""
+        """Peak bytes of each rank; empty if the trace has no memory samples."""
         if not self.memory:
             return ()
         peaks = [0.0] * self.ranks
@@ -202,10 +203,10 @@ class Trace:
 
     @cached_property
     def peak_microbatches(self) -> tuple[float, ...]:
-        """Per rank, the most microbatches whose activations it keeps at a time, in whole shares of the rank.
+        """Peak number of microbatches whose activations each rank keeps, in shares of the whole rank.
 
-        A chunk's activations are kept from the start of F to the end of I, or of B: nothing starts inside a B, so
-        where in it the input's gradient is done makes no difference. A pending W is not counted.
+        A chunk's activations are kept from the start of F to the end of I, or of B. Nothing starts inside a B, so the
+        time at which its input gradient is ready makes no difference. A pending W is not counted.
         """
         peaks = []
         for row in self._rows:
@@ -220,10 +221,10 @@ class Trace:
         return tuple(peaks)
 
     def critical_path(self, *, slack: float | None = None) -> tuple[Span, ...]:
-        """The chain of actions that ends last, each waiting for the one before it, from the first to the last.
+        """Return the chain of actions that ends last, each waiting for the one before it, in order.
 
-        An action that starts within `slack` of the end of its rank's previous one is taken to have waited for that
-        one, else for its input from a peer. Default slack: a billionth of the makespan, right for simulations.
+        An action that starts within `slack` of the end of its rank's previous action is assumed to have waited for that
+        one, otherwise for its input from a peer. Default slack: a billionth of the makespan, which suits simulations.
         """
         limit = 1e-9 * self.makespan if slack is None else slack
         previous = {span: before for row in self._rows for before, span in pairwise(row)}
@@ -242,7 +243,7 @@ class Trace:
             seen.add(chosen)
 
     def _producers(self, action: Action) -> list[Action]:
-        """What other stages, or slices of the vocabulary, may have made for `action`."""
+        """Return the actions of other stages, or slices of the vocabulary, whose output `action` may need."""
         stage, microbatch, last = action.stage, action.microbatch, self.ranks * self.chunks - 1
         slices, backward = range(self.ranks), (Op.I, Op.B)
         made: tuple[Iterable[int], tuple[Op, ...]] = (), ()
@@ -262,7 +263,7 @@ class Trace:
 
 
 class Timed(Protocol):
-    """Anything with a start and an end."""
+    """An object with a start and an end."""
 
     @property
     def start(self) -> float: ...
@@ -290,10 +291,10 @@ def apart(spans: Iterable[AnyTimed]) -> list[list[AnyTimed]]:
 
 
 def to_chrome(trace: Trace) -> str:
-    """The trace as JSON for Perfetto and `chrome://tracing` (the Trace Event Format).
+    """Return the trace as JSON for Perfetto and `chrome://tracing` (the Trace Event Format).
 
-    A process is a pipeline rank, and a thread is a lane. Times are microseconds from the earliest span or sample, in
-    whole nanoseconds. Spans of one lane that overlap are on several threads, because the format requires the events of
+    Processes are pipeline ranks, and threads are lanes. Times are microseconds from the earliest span or sample, in
+    whole nanoseconds. Overlapping spans of one lane are on several threads, because the format requires the events of
     a thread to be nested.
     """
     origin = min((*(span.start for span in trace.spans), *(sample.time for sample in trace.memory)))
@@ -329,7 +330,7 @@ def to_chrome(trace: Trace) -> str:
 
 
 def from_chrome(text: str) -> Trace:
-    """The trace that `to_chrome` has written, in seconds from its earliest span. Raises UserError for other files."""
+    """Return the trace written by `to_chrome`, in seconds from its earliest span. Raises UserError for other files."""
     try:
         found = parse_json(text)
         about, events = found.get("otherData", {}), found["traceEvents"]

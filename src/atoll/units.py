@@ -1,4 +1,4 @@
-"""Numbers as people read them: bytes, seconds, counts."""
+"""Formatting and parsing of bytes, seconds and counts."""
 
 from __future__ import annotations
 
@@ -10,38 +10,39 @@ _COUNTS = ("", "k", "M", "B", "T")
 
 
 def format_bytes(count: float, *, decimal: bool = False) -> str:
-    """`count` bytes in three significant digits: "512 B", "1.5 KiB", "80 GiB"; powers of 1000 if `decimal`."""
+    """Return `count` bytes in three significant digits: "512 B", "1.5 KiB", "80 GiB"; in powers of 1000 if
+    `decimal`."""
     names = _DECIMAL if decimal else _BINARY
     value, name = _scale(count, base=1000 if decimal else 1024, names=names)
     return f"{_digits(value)} {name}"
 
 
 def format_count(count: float) -> str:
-    """`count` things in three significant digits: "950", "2.5M", "7B" (a billion)."""
+    """Return `count` in three significant digits: "950", "2.5M", "7B" (a billion)."""
     value, name = _scale(count, base=1000, names=_COUNTS)
     return f"{_digits(value)}{name}"
 
 
 def parse_count(text: str) -> float:
-    """A number of things as people write it: "7e9", "7b", "7B" (a billion), "70m", "1.5T".
+    """Parse a count such as "7e9", "7b", "7B" (a billion), "70m" or "1.5T".
 
-    Raises ValueError for what is no number.
+    Raises ValueError if the text is not a number.
     """
     scale = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}.get(text[-1:].lower(), 1.0)
     number = text[:-1] if scale > 1.0 else text
     try:
         return float(number) * scale
     except ValueError:
-        raise ValueError(f"{text!r} is no number of things such as 7e9, 7b or 350m") from None
+        raise ValueError(f"{text!r} is not a count such as 7e9, 7b or 350m") from None
 
 
 def format_rate(per_second: float, unit: str) -> str:
-    """`per_second` of `unit`: "7.2k tokens/s"."""
+    """Return a rate of `unit`: "7.2k tokens/s"."""
     return f"{format_count(per_second)} {unit}/s"
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration: "850 us", "12.3 ms", "4.56 s", "3 min 05 s", "2 h 07 min", "3 d 04 h"."""
+    """Return a duration: "850 us", "12.3 ms", "4.56 s", "3 min 05 s", "2 h 07 min", "3 d 04 h"."""
     if not math.isfinite(seconds):
         return "unknown"
     if seconds < 0:
@@ -70,7 +71,7 @@ def _scale(value: float, *, base: int, names: tuple[str, ...]) -> tuple[float, s
 
 
 def _digits(value: float) -> str:
-    """Three significant digits without an exponent or trailing zeros."""
+    """Return three significant digits without an exponent or trailing zeros."""
     if abs(value) >= 99.95:
         return f"{value:.0f}"
     text = f"{value:.1f}" if abs(value) >= 9.995 else f"{value:.2f}"

@@ -164,7 +164,7 @@ def test_a_run_without_a_timed_step_is_compared_all_the_same(run: Path) -> None:
     assert found["differences"] == found["ranks"] == []
     assert found["timed_seconds"] is None
     assert found["seconds"]["measured"] > 0
-    assert "did not come to its last step" in atoll("compare", run).stdout
+    assert "did not reach its last step" in atoll("compare", run).stdout
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_what_is_predicted_differs_from_itself_by_nothing(run: Path) -> None:
     }
     found = compare(prediction, [slow, same[1]])
     assert {(each.rank, each.do) for each in found if each.seconds} == {(0, Do.F)}
-    assert found[0].cause == "kernels take 2.00 times what the device's constants say"
+    assert found[0].cause == "kernels take 2.00 times as long as the device's constants predict"
     predicted, measured = by_part(found, 0)["forward"]
     assert measured == pytest.approx(2 * predicted)
     with pytest.raises(ConfigError, match="1 ranks have been timed and the plan has 2"):

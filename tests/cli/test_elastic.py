@@ -131,7 +131,7 @@ def test_local_ranks_that_do_not_come_back_are_left_out(config: Path) -> None:
         ranks_of(process.pid)[1].kill()
         _, words = process.communicate(timeout=120)
     assert process.returncode == 0, words
-    assert "note: 2 ranks did not come back, so 1 go on from step-" in words
+    assert "note: 2 ranks did not return, so 1 go on from step-" in words
     assert world_of(folder) == 1
     assert losses_of(folder) == pytest.approx(losses_without(config, "parallel.ranks=1"), abs=1e-10)
     assert nobody_is_left(config)

@@ -115,4 +115,4 @@ def test_what_is_nothing_of_the_kind_is_refused(
 ) -> None:
     for path in (tmp_path, tmp_path / "none"):
         assert verify(monkeypatch, path) == 2
-        assert "is no checkpoint" in capsys.readouterr().err
+        assert "is not a checkpoint" in capsys.readouterr().err

@@ -71,7 +71,7 @@ def test_a_stage_beside_a_strategy_is_noted() -> None:
         ({"stage": True}, r"stage = True: must be 0, 1, 2 or 3"),
         ({"stag": 2}, r"zero_optimization.stag: unknown word; did you mean 'stage'\?"),
         ({"overlap_com": True}, r"did you mean 'overlap_comm'\?"),
-        ({"qqqqqqqq": True}, r"the layout's words are stage, paro_strategy"),
+        ({"qqqqqqqq": True}, r"the layout's keys are stage, paro_strategy"),
         ({"paro_strategy": "NIX"}, r"paro_strategy: no layout 'NIX'"),
         ({"paro_strategy": 3}, r"paro_strategy = 3: must be three levels"),
         ({"stage": 2, "mics_shard_size": 8}, r"mics_shard_size = 8 needs stage = 3, the block has stage = 2"),

@@ -135,7 +135,7 @@ def test_bytes_are_known_without_a_cluster() -> None:
     found = predicted(mesh=MeshShape(2), on=cluster())
     alone = replace(found, cluster=None)
     assert [alone.peak(rank).allocated for rank in (0, 1)] == [found.peak(rank).allocated for rank in (0, 1)]
-    with pytest.raises(ConfigError, match="a prediction without a cluster knows bytes alone"):
+    with pytest.raises(ConfigError, match="a prediction without a cluster has only bytes"):
         _ = alone.seconds
 
 

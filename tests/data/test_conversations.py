@@ -81,9 +81,9 @@ def test_text_has_no_records(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"text": "a"}, 'line 2: no conversation: it has text, and needs "messages"'),
-        ({}, "line 2: no conversation: it has no keys"),
-        ({"prompt": "a"}, "line 2: no conversation: it has prompt"),
+        ({"text": "a"}, 'line 2: not a conversation: it has text, and needs "messages"'),
+        ({}, "line 2: not a conversation: it has no keys"),
+        ({"prompt": "a"}, "line 2: not a conversation: it has prompt"),
         ({"messages": "a"}, "line 2: messages is a str, not a list of 1 to"),
         ({"messages": []}, "line 2: messages is a list of 0, not"),
         ({"messages": [ASKED] * (MOST_MESSAGES + 1)}, "line 2: messages is a list of 10001"),

@@ -80,7 +80,7 @@ def test_a_document_that_is_too_long_goes_on_in_another_row(corpus: Corpus) -> N
     assert b"d" * 13 + b"." in found
     assert sum(len(each) - 1 for each in found) == sum(LENGTHS) - len(LENGTHS)
     (note,) = rows.notes
-    assert note.startswith("1 of 10 documents have more than data.sequence + 1 = 17 tokens and go on in another row")
+    assert note.startswith("1 of 10 documents have more than data.sequence + 1 = 17 tokens and continue in another row")
 
 
 @pytest.mark.parametrize(("rule", "left"), [("drop", []), ("truncate", [b"d" * 17])])

@@ -229,7 +229,7 @@ def test_a_block_that_a_run_found_damaged_is_made_anew_by_the_next(tmp_path: Pat
     lines: list[str] = []
     run = _prepare(folder, tmp_path, tokenizer="bytes", report=lines.append)
     assert not lines, "nobody has read so far"
-    with pytest.raises(DataError, match=r"damaged \(train\.npy: its digest .*the next run makes it anew"):
+    with pytest.raises(DataError, match=r"damaged \(train\.npy: its digest .*the next run creates it again"):
         np.asarray(run.train)
     assert _preview(folder, tmp_path) is not None
     assert file.read_bytes() != content, "a preview writes nothing"
@@ -307,7 +307,7 @@ def test_a_cache_from_before_there_were_digests_gets_them_once_it_is_verified(tm
     lines: list[str] = []
     assert _prepare(folder, tmp_path, report=lines.append).fingerprint == first.fingerprint
     assert len(lines) == 1
-    assert "made before caches had digests" in lines[0]
+    assert "created by a version without digests" in lines[0]
     assert manifest.read_bytes() == made
 
     manifest.unlink()

@@ -235,7 +235,7 @@ def test_a_file_that_changes_under_a_run_is_found(tmp_path: Path) -> None:
     source.write_text(text.replace("00200 ", "00200 y", 1).replace('x"', '"', 1))
     assert len(source.read_text()) == len(text)
     os.utime(source, (1, 1))
-    with pytest.raises(DataError, match=r"its files have changed since it was first encoded; bring them back, or"):
+    with pytest.raises(DataError, match=r"its files have changed since it was first encoded; restore them, or"):
         supply(source, tmp_path).take(0, total)
 
 

@@ -69,7 +69,7 @@ def test_errors_name_the_row() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("0F0\r1F0", "the schedule is no CSV"),
+        ("0F0\r1F0", "the schedule is not CSV"),
         ("0F" + "9" * 5000, "is not an action"),
         ("0F9999999", "too few for 1 stages and 10000000 microbatches"),
         ("9999999F0", "no placement"),

@@ -14,12 +14,15 @@ from atoll.ir.validate import LAWS, violations
 from tests.ir.shapes import LOOP, V, random_schedule, typed
 
 BROKEN = {
-    "stage of another rank": (["0F0 0B0", "1F0 0F0 1B0"], ["rank 1, step 1: 0F0 is not of this rank  [at home]"]),
-    "stage that does not exist": (["0F0 0B0", "1F0 7F0 1B0"], ["7F0 is not of this rank"]),
+    "stage of another rank": (
+        ["0F0 0B0", "1F0 0F0 1B0"],
+        ["rank 1, step 1: 0F0 is not an action of this rank  [at home]"],
+    ),
+    "stage that does not exist": (["0F0 0B0", "1F0 7F0 1B0"], ["7F0 is not an action of this rank"]),
     "microbatch outside": (["0F0 0B0", "1F0 1F4 1B0"], ["1F4 has a microbatch outside 0 to 0"]),
     "a program's step": (
         ["0F0 0B0 0STEP", "1F0 1B0"],
-        ["0STEP is of programs, which end with it; a schedule has none"],
+        ["0STEP belongs at the end of a program, not in a schedule"],
     ),
     "repeated": (["0F0 0F0 0B0", "1F0 1B0"], ["rank 0, step 1: 0F0 comes twice"]),
     "no forward": (["0F0 0F1", "1F0"], ["rank 1 never runs 1F1"]),
@@ -48,7 +51,7 @@ BROKEN = {
     "never received": (["0F0 0SEND_F0 0RECV_B0 0B0", "1F0 1B0 1SEND_B0"], ["the input of 1F0 is never received"]),
     "sent before it is made": (
         ["0SEND_F0 0F0 0RECV_B0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0"],
-        ["0SEND_F0 comes before what it carries"],
+        ["0SEND_F0 comes before the action whose result it sends"],
     ),
     "received after its use": (
         ["0F0 0SEND_F0 0RECV_B0 0B0", "1F0 1RECV_F0 1B0 1SEND_B0"],
@@ -114,7 +117,7 @@ def test_no_message_inside_one_rank() -> None:
 
 
 def test_a_sharding_action_has_no_microbatch() -> None:
-    with pytest.raises(ScheduleError, match="UNSHARD is of a whole stage"):
+    with pytest.raises(ScheduleError, match="UNSHARD applies to a whole stage"):
         Schedule("typed", Placement("line", 1), 1, ((Action(0, Op.UNSHARD, 0), Action(0, Op.F, 0)),))
 
 

@@ -165,7 +165,7 @@ def test_a_model_may_bring_its_adapter() -> None:
 
 
 def test_a_parameter_in_no_block_is_named() -> None:
-    with pytest.raises(PlanError, match="lie in no block: scale"):
+    with pytest.raises(PlanError, match="are in no block: scale"):
         adapter_for(_OwnAdapter(forget=True))
 
 

@@ -84,7 +84,7 @@ def test_a_loss_over_all_routers_is_refused() -> None:
 
 
 def test_layers_that_are_left_out_at_random_are_refused() -> None:
-    with pytest.raises(PlanError, match=r"leaves out layers at random \(config.layerdrop = 0.1\)"):
+    with pytest.raises(PlanError, match=r"skips layers at random \(config.layerdrop = 0.1\)"):
         adapter_for(on_meta("opt", layerdrop=0.1))
 
 

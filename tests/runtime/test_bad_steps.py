@@ -281,7 +281,7 @@ def break_a_parameter(case: Case, policy: str) -> tuple[str, Fault]:
 def test_a_parameter_that_is_bad_before_the_step_cannot_be_skipped(policy: str) -> None:
     for said, fault in run_ranks(break_a_parameter, 4, Case(layout="GGG", pipeline=2, intra=2), policy):
         assert "parameter 3.up.weight on rank" in said
-        assert ("skipping steps does not mend" in said) == (policy == "skip")
+        assert ("skipping steps does not repair" in said) == (policy == "skip")
         assert fault.is_of_parameters
         assert fault.block == "3"
 
@@ -391,7 +391,7 @@ def test_a_run_without_an_old_enough_checkpoint_stops(tmp_path: Path) -> None:
     case = Case(intra=2, model=Poisoned(bad=((2, 0),)), steps=5)
     for found, said, _ in run_ranks(roll_back, 2, case, str(tmp_path), "rollback 2", 2):
         assert [step for step, _ in found] == [1, 2]
-        assert "no whole checkpoint of step 1 or before" in said
+        assert "no complete checkpoint of step 1 or before" in said
 
 
 # ---- what is pure

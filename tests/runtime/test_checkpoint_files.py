@@ -369,7 +369,7 @@ def test_everything_that_differs_is_named_and_nothing_is_touched(saved: Path) ->
     assert "4 problems" in text
     assert "it lacks 'model.more' of shape (2,)" in text
     assert "'optim.state.layers.0.weight.step' has shape () there and (4,) here" in text
-    assert "it has 'model.layers.0.bias', which nothing here takes" in text
+    assert "it has 'model.layers.0.bias', which this model does not have" in text
     assert "it has 'optim.state.layers.0.weight.exp_avg'" in text
     assert_equal(found, before)
 

@@ -78,7 +78,7 @@ def test_a_flipped_bit_names_rank_and_block(layout: str, what: str, said: str) -
     for found in run_ranks(compare, 4, case, 2, 3, what):
         assert said in found
         assert "after step 2" in found
-        assert "equal last was step 2" in found
+        assert "last equal at step 2" in found
 
 
 def test_copies_of_a_tied_parameter_are_replicas() -> None:

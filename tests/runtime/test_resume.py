@@ -212,7 +212,7 @@ def test_after_a_damaged_checkpoint_every_rank_can_load_another(tmp_path: Path) 
     results = run_ranks(load_the_good_one, case.ranks, case, str(tmp_path / "damaged"), str(tmp_path / "good"))
     assert len({refused for refused, _, _ in results}) == 1
     assert "__1_0.distcp" in results[0][0]
-    assert all("load a whole checkpoint first" in stopped for _, stopped, _ in results)
+    assert all("load a complete checkpoint first" in stopped for _, stopped, _ in results)
     wanted = reference(CASE)
     wanted = History(wanted.losses[SAVED_AT:], wanted.norms[SAVED_AT:], wanted.parameters)
     for _, _, history in results:

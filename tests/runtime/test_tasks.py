@@ -144,5 +144,5 @@ def test_labels_that_stand_where_they_are_predicted_are_not_shifted(model: Heade
 
 
 def test_the_vocabulary_of_other_heads_is_not_split() -> None:
-    with pytest.raises(PlanError, match="BertForSequenceClassification is no language model"):
+    with pytest.raises(PlanError, match="BertForSequenceClassification is not a language model"):
         adapter_for(Headed("bert").build()).vocabulary()  # type: ignore[attr-defined]

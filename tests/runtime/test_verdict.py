@@ -76,7 +76,7 @@ def test_ranks_that_were_seen_and_others_are_told_apart() -> None:
     assert found.ranks == (1, 0)
     assert found.message == (
         "rank 0 is stopped in step 3, F and sent no heartbeat for 22 s. rank 1 sent no heartbeat for 25 s; last heard "
-        "in step 3, F. Stopped, or machine or network are gone"
+        "in step 3, F. The process is stopped, or its machine or network has failed"
     )
 
 

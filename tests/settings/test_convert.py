@@ -175,9 +175,9 @@ def test_the_command_writes_a_config_that_loads(tmp_path: Path, capsys: pytest.C
     ("a.yaml", "a: &x [1]\nb: *x\n", "anchors and aliases are not read"),
     ("a.yaml", "a: [1", "expected ',' or ']'"),
     ("a.yaml", f"a: 0x{'F' * 5000}", "an integer of 20000 bits"),
-    ("a.yaml", "1: a", "a key that is no string"),
+    ("a.yaml", "1: a", "a key that is not a string"),
     ("a.yaml", f"a: {'b' * 70_000}", "70003 characters of YAML; at most 65536"),
-    ("a.txt", "", "known are .json"),
+    ("a.txt", "", "supported are .json"),
 ])  # fmt: skip
 def test_what_cannot_be_read_is_named(tmp_path: Path, name: str, content: str, words: str) -> None:
     from atoll.cli.convert import command

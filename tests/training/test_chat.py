@@ -241,7 +241,7 @@ def test_long_conversations_are_left_out_and_counted(folder: Folder) -> None:
 @pytest.mark.parametrize(
     ("text", "record", "message"),
     [
-        (PLAIN, {"text": "a"}, r"records\.jsonl, line 31: no conversation: it has text"),
+        (PLAIN, {"text": "a"}, r"records\.jsonl, line 31: not a conversation: it has text"),
         (PLAIN, {"prompt": "a", "completion": ""}, r"records\.jsonl, line 31, message 2: an empty answer"),
         (RAISES, {"prompt": "a", "completion": "b"}, r"records\.jsonl, line 1: the chat template refuses it: no such"),
         ("none", {"prompt": "a", "completion": "b"}, r"line 1: .*(no token of an answer|cannot be told)"),

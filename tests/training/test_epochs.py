@@ -206,7 +206,7 @@ def test_steps_are_rounded_up_once(epochs: float, samples: int, steps: int) -> N
 
 
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"train\.steps = 300 and train\.epochs = 2 both say how long the run is"):
+    with pytest.raises(ConfigError, match=r"train\.steps = 300 and train\.epochs = 2 both set the length of the run"):
         from_dict({"train": {"epochs": 2, "steps": 300}})
     with pytest.raises(ConfigError, match=r"train\.epochs = 0"):
         from_dict({"train": {"epochs": 0}})

@@ -290,7 +290,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         stranger = adapter_for(Family("gpt2").build())
     with pytest.raises(PlanError, match=r"lacks .* of the model's"):
         weights_for(stranger, tmp_path / "other")
-    with pytest.raises(CheckpointError, match="is no finished checkpoint"):
+    with pytest.raises(CheckpointError, match="is neither a finished checkpoint"):
         export_folder(tmp_path, tmp_path / "out")
     with pytest.raises(ConfigError, match=r"model\.source = 'nowhere'"):
         import_folder(Path("nowhere"), tmp_path / "out")
@@ -317,9 +317,9 @@ def test_ranks_refuse_a_folder_together(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_another_program_is_not_exported(tmp_path: Path) -> None:
-    """It is whole, and does not say which model it is of."""
+    """It is whole, and does not name its model."""
     folder = step_folder(tmp_path, 1)
     save_checkpoint(folder, [Piece(("model", "w"), (4,), 0, 4, torch.ones(4))], {"step": 1})
-    with pytest.raises(CheckpointError, match="does not say which model it is of"):
+    with pytest.raises(CheckpointError, match="does not name its model"):
         export_folder(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -150,7 +150,7 @@ def test_what_cannot_be_gone_on_with_is_refused() -> None:
     batches = atoll.data.loader(Numbers(), plan_of(), seed=1)
     with pytest.raises(DataError, match="seed is 1, and was 2"):
         batches.load_state_dict(atoll.data.loader(Numbers(), plan_of(), seed=2).state_dict())
-    with pytest.raises(DataError, match="no state of a loader: it has step"):
+    with pytest.raises(DataError, match="not a state of a loader: it has step"):
         batches.load_state_dict({"step": 3})
     with pytest.raises(DataError, match="has 37 samples, and a step takes 64"):
         atoll.data.loader(Numbers(), replace(plan_of(), microbatch=16))

@@ -135,7 +135,7 @@ def test_ranks_that_do_not_come_back_are_left_out(play: Callable[..., Play], aga
     assert found.run(least=1) == 0
     assert found.worlds == [4, 4, 2]
     assert found.said[-1] == (
-        "note: 4 ranks did not come back, so 2 go on from step-000004 (2 of 3 without a new checkpoint)"
+        "note: 4 ranks did not return, so 2 go on from step-000004 (2 of 3 without a new checkpoint)"
     )
 
 

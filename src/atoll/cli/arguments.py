@@ -1,4 +1,4 @@
-"""The arguments that commands share, and the cluster that they read."""
+"""Arguments shared by several commands, and the loading of a cluster file."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ EXAMPLE = """
 
 
 def with_cluster(overrides: Sequence[str] | None, cluster: Path | None) -> list[str]:
-    """Return the overrides with --cluster as one more, which replaces run.cluster."""
+    """Return the overrides with --cluster appended, which replaces run.cluster."""
     named = [] if cluster is None else [f"run.cluster={value_to_toml(str(cluster))}"]
     return [*(overrides or ()), *named]
 
 
 def read_cluster(path: str | Path | None) -> Cluster:
-    """The cluster of a file. Raises ConfigError where none is named, with what to write into one."""
+    """Return the cluster of a file. Raises ConfigError if no file is given, and names the keys to write into one."""
     from atoll.cost import Cluster, presets
     from atoll.errors import ConfigError
 

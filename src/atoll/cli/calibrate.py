@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from atoll.cost.calibration import Fitted, Step
 
 WIDEST = 0.99
-"""The largest spread that a cluster may have."""
+"""Largest spread that a cluster may have."""
 
 
 def command(

@@ -1,4 +1,4 @@
-"""`atoll compare RUN`: hold a run against its prediction."""
+"""`atoll compare RUN`: compare a run with its prediction."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from atoll.training.measurements import Run
 
 SHOWN = 10
-"""Differences that are printed."""
+"""Number of differences that are printed."""
 
 
 def command(
@@ -113,7 +113,7 @@ def _values(run: Run, prediction: Prediction, differences: tuple[Difference, ...
 
 def _describe(run: Run, prediction: Prediction, differences: tuple[Difference, ...]) -> Iterator[str]:
     if not run.timed:
-        yield "the run did not come to its last step, whose instructions are timed: there is no more to compare"
+        yield "the run did not reach its last step, whose instructions are timed: there is nothing else to compare"
         return
     yield from _parts(run, prediction, differences)
     yield f"\nthe largest differences{'rank':>9}{'times':>7}{'predicted':>12}{'measured':>12}{'difference':>12}"
@@ -150,7 +150,7 @@ def _title(run: Run) -> str:
 
 
 def _name(run: Run, each: Difference) -> str:
-    """An instruction with the name of its block."""
+    """Return an instruction with the name of its block."""
     if each.do.is_of_block:
         return f"{each.do} {run.blocks[each.of]}"
     return f"{each.do} unit {each.of}" if each.do.is_of_unit else str(each.do)

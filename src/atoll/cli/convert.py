@@ -1,4 +1,4 @@
-"""`atoll convert FILE`: a config of another system as one of Atoll."""
+"""`atoll convert FILE`: convert another system's config to one of Atoll."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def command(
 
 
 def converted(path: Path) -> Conversion:
-    """The config of a file, of a system that is known. Raises ConfigError where it is none, or its values do not fit
-    together."""
+    """Return the config converted from a file of a known system. Raises ConfigError for other files, and if the values
+    do not fit together."""
     from atoll.config import from_dict
     from atoll.settings.convert import convert
 
@@ -58,7 +58,7 @@ def converted(path: Path) -> Conversion:
 
 
 def _document(path: Path) -> dict[str, Any]:
-    """Raises ConfigError for a file that cannot be read."""
+    """Read a config file. Raises ConfigError if it cannot be read."""
     from atoll.documents import LARGEST_TOML, parse_yaml, read_json, read_text, read_toml
 
     try:
@@ -70,7 +70,7 @@ def _document(path: Path) -> dict[str, Any]:
             case ".yaml" | ".yml":
                 found = parse_yaml(read_text(path, limit=LARGEST_TOML))
             case _:
-                raise ConfigError(f"{path}: known are .json (DeepSpeed), .yaml (Accelerate) and .toml (torchtitan)")
+                raise ConfigError(f"{path}: supported are .json (DeepSpeed), .yaml (Accelerate) and .toml (torchtitan)")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror or error})") from error
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""`atoll doctor`: what this machine can do, what is missing, and how to get it."""
+"""`atoll doctor`: check what this machine supports, what is missing, and how to install it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from atoll.measuring.host import machine_memory
 
 @dataclass(frozen=True)
 class Device:
-    """One CUDA device."""
+    """A CUDA device."""
 
     name: str
     memory_bytes: int
@@ -26,7 +26,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Package:
-    """An optional package: its version or None, what it enables, the extra that installs it."""
+    """An optional package: its version or None, the feature it enables, and the extra that installs it."""
 
     name: str
     version: str | None
@@ -36,7 +36,7 @@ class Package:
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that is missing, how to get it, and whether training is impossible without it."""
+    """A missing component, how to install it, and whether training is impossible without it."""
 
     what: str
     remedy: str
@@ -45,7 +45,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Examination:
-    """What `atoll doctor --json` prints, with `ready` beside it."""
+    """Result of `atoll doctor --json`, without `ready`."""
 
     python: str
     torch: str | None
@@ -62,7 +62,7 @@ class Examination:
 
     @property
     def ready(self) -> bool:
-        """Training can run here."""
+        """True if training can run on this machine."""
         return not any(problem.fatal for problem in self.problems)
 
 
@@ -122,7 +122,7 @@ def command(
 
 
 def examine() -> Examination:
-    """Looks at this machine; starts two short-lived processes, changes nothing."""
+    """Examine this machine. Starts two short-lived processes and changes nothing."""
     problems: list[Problem] = []
     torch = _version("torch")
     devices: tuple[Device, ...] = ()
@@ -157,11 +157,11 @@ def examine() -> Examination:
 
 
 EXCHANGE_SECONDS = 20.0
-"""Time that one of the two processes waits for the other."""
+"""Seconds for which each of the two processes waits for the other."""
 
 
 def exchange() -> None:
-    """What each of the two processes runs: joins the other, adds up one number with it, leaves."""
+    """Join the other process, all-reduce one number with it, and leave. Run by both processes."""
     import torch
 
     from atoll.plans import MeshShape
@@ -213,7 +213,7 @@ def _device_problems(devices: tuple[Device, ...], *, cuda: str | None, nccl: boo
 
 
 def _time_message(problems: list[Problem]) -> float | None:
-    """Seconds for two processes to start as in `atoll train`, meet, and exchange a message."""
+    """Return the seconds for two processes to start as in `atoll train`, rendezvous, and exchange a message."""
     import time
 
     from atoll.errors import AtollError

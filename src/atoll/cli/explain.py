@@ -1,4 +1,4 @@
-"""`atoll explain CONFIG|RUN`: where the bytes and seconds of a plan go, and what else could have been chosen."""
+"""`atoll explain CONFIG|RUN`: explain the memory, step time and alternatives of a plan."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def command(
     if as_json:
         _echo_json(plain.values(explanation))
         return
-    lines = list(text.describe(explanation))  # nothing is printed where something is refused
+    lines = list(text.describe(explanation))  # print nothing if the config is refused
     typer.echo("\n".join(lines))
 
 
@@ -92,7 +92,7 @@ def _settings(system: str, path: Path, overrides: tuple[str, ...], cluster: Path
     if as_json:
         _echo_json(asdict(found))
         return
-    lines = [f"{found.system}: settings after the documentation of {found.version}"]
+    lines = [f"{found.system}: settings following the documentation of {found.version}"]
     for name, text in found.files.items():
         lines += ["", f"==> {name} <==", text.rstrip()]
     lines += ["", "start it with", *(f"  {line}" for line in found.launch)]

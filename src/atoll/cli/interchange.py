@@ -1,4 +1,4 @@
-"""`atoll import` and `atoll export`: Hugging Face folders to checkpoints, and back."""
+"""`atoll import` and `atoll export`: convert between Hugging Face folders and checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`atoll layouts`: the 27 layouts for a size, memory per rank and traffic per link."""
+"""`atoll layouts`: memory per rank and traffic per link of the 27 layouts, for a given size."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def table(
     microbatches: int,
     gradient_bytes: float = 2,
 ) -> list[dict[str, Any]]:
-    """One object a layout, with the documented keys of `atoll layouts --json`."""
+    """Return one object per layout, with the documented keys of `atoll layouts --json`."""
     from atoll.layouts import ALL, published_memory, traffic
 
     travel_bytes = 2
@@ -93,7 +93,7 @@ def table(
 
 
 def _number(value: float) -> int | float:
-    """Whole bytes as an integer."""
+    """Return whole bytes as an integer."""
     return int(value) if value == int(value) else value
 
 

@@ -1,11 +1,11 @@
 """The command `atoll`: its subcommands and its exit codes.
 
-    0    it is done
-    1    something failed
-    2    what was asked for cannot be done: an unknown option, a wrong key, an impossible size
+    0    success
+    1    failure
+    2    invalid request: an unknown option, a wrong key, an impossible size
     130  stopped by SIGINT, 143 by SIGTERM; `atoll train` has saved a checkpoint
 
-Results go to stdout, progress and errors to stderr. A command imports what is heavy inside its function, so that
+Results go to stdout, progress and errors to stderr. Commands import heavy modules inside their functions, so that
 `atoll --help` and the pure commands start without torch.
 """
 
@@ -61,7 +61,7 @@ app.command("doctor")(doctor.command)
 
 
 def main() -> None:
-    """Runs the command line and exits with the code of its outcome."""
+    """Run the command line and exit with the code of its outcome."""
     try:
         app(prog_name="atoll")
     except AtollError as error:

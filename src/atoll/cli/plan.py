@@ -1,4 +1,4 @@
-"""`atoll plan CONFIG`: the fastest plan for a model on a cluster, and why."""
+"""`atoll plan CONFIG`: find the fastest plan for a model on a cluster, and explain it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def command(
 
 
 def _own(config: Config) -> Prediction | None:
-    """The config's own plan; None where it is none."""
+    """Return the config's own plan, or None if it has none."""
     from atoll.errors import UserError
     from atoll.training.prediction import predict_on
 
@@ -74,7 +74,7 @@ def _own(config: Config) -> Prediction | None:
 
 
 def summary(answer: Answer, own: Prediction | None = None) -> dict[str, Any]:
-    """The JSON object of `atoll plan`."""
+    """Return the JSON object of `atoll plan`."""
     from atoll.cost.summary import summary as predicted
     from atoll.planner import choices, settings
 
@@ -92,7 +92,7 @@ def summary(answer: Answer, own: Prediction | None = None) -> dict[str, Any]:
         "prediction": predicted(answer.prediction),
         "runners_up": [row(each) for each in answer.runners_up],
         "alternatives": alternatives,
-        "undone": alternatives,  # the old name, for one version
+        "undone": alternatives,  # the former name, kept for one version
         "changes": [
             {
                 "what": each.what,

@@ -1,4 +1,4 @@
-"""`atoll predict CONFIG`: seconds and bytes of a plan before it runs."""
+"""`atoll predict CONFIG`: predict step time and memory of a plan before it runs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def report(prediction: Prediction, *, as_json: bool) -> None:
 
         typer.echo(json.dumps(summary(prediction)))
         return
-    lines = list(describe(prediction))  # nothing is printed where something is refused
+    lines = list(describe(prediction))  # print nothing if the config is refused
     typer.echo("\n".join(lines))
 
 

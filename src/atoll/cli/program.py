@@ -1,4 +1,4 @@
-"""`atoll program CONFIG`: what a rank does in a step, instruction by instruction."""
+"""`atoll program CONFIG`: print the instructions that a rank executes in a step."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ def _described(config: Config, rank: int, *, training: bool) -> Described:
 
 
 def _has_gpus(config: Config) -> bool:
-    """True if this machine has a GPU for each rank. With fewer, `atoll train` runs on CPUs."""
+    """Return True if this machine has a GPU for each rank. With fewer, `atoll train` runs on CPUs."""
     import torch
 
     return torch.cuda.is_available() and torch.cuda.device_count() >= config.parallel.ranks
 
 
 def describe(found: Described, *, microbatch: int | None = None) -> list[str]:
-    """The units, the listing, and the most that is held."""
+    """Yield the units, the listing, and the peak of gathered parameters and gradients."""
     from atoll.program.draw import listing
     from atoll.units import format_bytes
 
@@ -93,7 +93,7 @@ def describe(found: Described, *, microbatch: int | None = None) -> list[str]:
 
 
 def summary(found: Described, rank: int) -> dict[str, Any]:
-    """The documented JSON object."""
+    """Return the documented JSON object."""
     from atoll.program.memory import held_after
 
     program = found.program

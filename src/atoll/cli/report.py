@@ -1,4 +1,4 @@
-"""`atoll report RUN|PLAN...`: one HTML page."""
+"""`atoll report RUN|PLAN...`: write one HTML page about runs and plans."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def command(
 def _build(
     name: str, sizes: dict[str, int], asked: dict[str, Any], costs: Costs, memory: Memory
 ) -> tuple[Schedule, float]:
-    """The schedule and the lower bound of its problem. Notes what it has no use for."""
+    """Return the schedule and the lower bound of its problem. Prints a note for each option without effect."""
     from atoll import schedules
     from atoll.schedules.exact import solve
 
@@ -138,12 +138,12 @@ def _build(
         bound = _bound(schedule, asked["objective"], costs, memory)
     for option, own in (("chunks", schedule.chunks), ("placement", schedule.placement.kind), ("unit", None)):
         if option not in known and asked[option] not in (None, own):
-            typer.echo(f"note: {name} has no use for --{option}", err=True)
+            typer.echo(f"note: {name} ignores --{option}", err=True)
     return schedule, bound
 
 
 def _split_head(schedule: Schedule, costs: Costs, head: float) -> tuple[Schedule, Costs]:
-    """The schedule with look-ups and scores of a split vocabulary, and what they take."""
+    """Return the schedule with the look-ups and scores of a split vocabulary, and their costs."""
     from dataclasses import replace
 
     from atoll.ir import insert_vocabulary
@@ -180,7 +180,7 @@ def _bound(schedule: Schedule, objective: Objective, costs: Costs, memory: Memor
 
 
 def _excess(schedule: Schedule, memory: Memory) -> list[tuple[int, float, float]]:
-    """Ranks that hold more than their limit: how much, and the limit."""
+    """Return the excess of each rank above its memory limit, and the limit."""
     from atoll.schedules.memory import peak_of
     from atoll.schedules.problem import TOLERANCE
 
@@ -245,20 +245,20 @@ def _describe(schedule: Schedule, trace: Trace, bound: float, objective: str) ->
 
 
 def _numbers(option: str, text: str) -> float | tuple[float, ...]:
-    """`"1"` -> 1.0, `"1,2"` -> (1.0, 2.0). Raises ConfigError for what is not a number."""
+    """Parse `"1"` to 1.0 and `"1,2"` to (1.0, 2.0). Raises ConfigError for anything else."""
     from atoll.errors import ConfigError
 
     try:
         numbers = tuple(float(number) for number in text.split(","))
     except ValueError:
         raise ConfigError(
-            f"{option} is {text!r}: give a number, or one a rank separated by commas, as in 1,1.5"
+            f"{option} is {text!r}: give a number, or one per rank separated by commas, as in 1,1.5"
         ) from None
     return numbers if len(numbers) > 1 else numbers[0]
 
 
 def _hop(text: str) -> float | Links:
-    """A number, or the links of a file."""
+    """Return a number, or the links read from a file."""
     from atoll.schedules import Links
 
     try:

@@ -71,7 +71,7 @@ def command(
 
 
 def _dry_run(request: Request, *, elsewhere: bool) -> None:
-    """Print the prediction of the run. Raises what a start would. elsewhere: the run is for other machines."""
+    """Print the prediction of the run. Raises the errors of a start. elsewhere: the run is for other machines."""
     from atoll.cost import Cluster
     from atoll.training.dry_run import check_run
     from atoll.training.prediction import predict

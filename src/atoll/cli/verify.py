@@ -1,4 +1,4 @@
-"""`atoll verify PATH`: compare what is stored with its digests."""
+"""`atoll verify PATH`: compare stored files with their digests."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def command(
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found of one checkpoint or cache; its fields are the keys of the JSON object."""
+    """Result for one checkpoint or cache; its fields are the keys of the JSON object."""
 
     path: str
     kind: str
@@ -52,7 +52,7 @@ class Finding:
     problems: tuple[str, ...] = ()
 
     def describe(self) -> str:
-        """One line, and one more a problem."""
+        """Return one line, followed by one line per problem."""
         if self.problems:
             return "\n  ".join([f"{self.path}: damaged", *self.problems])
         if not self.verified:
@@ -72,7 +72,7 @@ def _findings(path: Path) -> Iterator[Finding]:
     several = [*checkpoint.candidates(path), *RunFolder(path).candidates()]
     if not several and not checkpoint.is_one(path):
         raise CheckpointError(
-            f"{path} is no checkpoint, no folder of a run with checkpoints and no token cache; name a folder such as "
+            f"{path} is not a checkpoint, a run folder with checkpoints, or a token cache; give a folder such as "
             "<run>/checkpoints/step-..."
         )
     for each in several or [path]:

@@ -1,4 +1,4 @@
-"""`atoll watch RUN`: the report of a run while it goes on, served to this machine's browser."""
+"""`atoll watch RUN`: serve the report of a running run to a local browser."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 REST = 9.0
-"""Times as long as it takes to make the content, in which it is not made again."""
+"""Pause between two renderings of the content, as a multiple of the time one takes."""
 
 
 def command(
@@ -51,14 +51,14 @@ def command(
 
 
 def serve(reader: RunReader, port: int = 0) -> ThreadingHTTPServer:
-    """A server of a run's page on the loopback address. Raises OSError where the port is taken."""
+    """Return a server of a run's page on the loopback address. Raises OSError if the port is in use."""
     server = ThreadingHTTPServer((LOOPBACK, port), partial(_Handler, source=_Source(reader)))
     server.daemon_threads = True
     return server
 
 
 class _Content(NamedTuple):
-    """What the page shows. tag: names it.  text: its HTML."""
+    """Content of the page. tag: its entity tag.  text: its HTML."""
 
     tag: str
     sheet: Sheet
@@ -66,7 +66,8 @@ class _Content(NamedTuple):
 
 
 class _Source:
-    """The content of the page, made anew when a file of the run has changed, in a tenth of the time at most."""
+    """Source of the page's content, rendered again after a file of the run has changed, in at most a tenth of the
+    time."""
 
     def __init__(self, reader: RunReader) -> None:
         self.reader = reader
@@ -76,13 +77,13 @@ class _Source:
         self._due = 0.0
 
     def newest(self) -> _Content:
-        """What the run's files say, or said a moment ago."""
+        """Return the content of the run's files, rendered now or a moment ago."""
         with self._lock:
             stamp, begun = self.reader.stamp(), time.monotonic()
             if self._content is None or (stamp != self._stamp and begun >= self._due):
                 self._content, self._stamp = self._make(stamp), stamp
                 ended = time.monotonic()
-                self._due = ended + REST * (ended - begun)  # the run needs the processors more
+                self._due = ended + REST * (ended - begun)  # leave the processors to the run
             return self._content
 
     def _make(self, stamp: object) -> _Content:
@@ -97,12 +98,12 @@ class _Source:
 
         try:
             return self.reader.sheet()
-        except UserError as error:  # a folder that is empty still, or a file that is half written
+        except UserError as error:  # an empty folder, or a half-written file
             return Sheet(self.reader.root.name, "run", notes=(f"waiting: {error}",))
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers GET of `/`, the page, and of `/report`, its content."""
+    """Answers GET requests for `/`, the page, and `/report`, its content."""
 
     server_version = "atoll"
     sys_version = ""
@@ -113,13 +114,13 @@ class _Handler(BaseHTTPRequestHandler):
         super().__init__(*args)
 
     def do_GET(self) -> None:
-        """Answer one request."""
+        """Answer one GET request."""
         from atoll.report import page
 
-        # A page of another origin may have its name point here (DNS rebinding); its requests carry that name.
+        # The name of a page of another origin may resolve to this host (DNS rebinding); its requests carry that name.
         port = self.connection.getsockname()[1]
         if self.headers.get("Host") not in (f"{LOOPBACK}:{port}", f"localhost:{port}"):
-            self._refuse(HTTPStatus.MISDIRECTED_REQUEST, "this server answers to its loopback address alone")
+            self._refuse(HTTPStatus.MISDIRECTED_REQUEST, "this server only answers requests to its loopback address")
             return
         if self.path not in ("/", "/report"):
             self._refuse(HTTPStatus.NOT_FOUND, "there is only / here")
@@ -152,4 +153,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-        """Requests are not written down."""
+        """Do not log requests."""

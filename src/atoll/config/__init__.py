@@ -1,4 +1,4 @@
-"""The schema of a config, reading it, and its plan."""
+"""The schema of a config, its loading, and its plan."""
 
 from atoll.config.load import from_dict, known_keys, load
 from atoll.config.schema import Checkpoint, Config, Data, Lora, Model, Parallel, Run, Train

@@ -1,4 +1,4 @@
-"""A `zero_optimization` block in DeepSpeed's words <-> a layout and a group size."""
+"""Translation between DeepSpeed's `zero_optimization` block and a layout with a group size."""
 
 from __future__ import annotations
 
@@ -68,14 +68,15 @@ NO_EFFECT_WORDS = (
     "use_all_reduce_for_fetch_params",
     "use_multi_rank_bucket_allreduce",
 )
-"""Valid in DeepSpeed; they tune how it moves data and do not change what is trained or where state rests."""
+"""Keys that are valid in DeepSpeed but only tune how it moves data. They affect neither results nor where state is
+stored."""
 
 _STAGES = ("NNN", "NNG", "NGG", "GGG")
 
 
 @dataclass(frozen=True, slots=True)
 class Translation:
-    """What a block says. layout None: it could not be read, see problems. intra None: it names no group size."""
+    """Meaning of a block. layout: None if the block is invalid, see problems.  intra: None if it sets no group size."""
 
     layout: str | None
     intra: int | None = None
@@ -84,7 +85,7 @@ class Translation:
 
 
 def translate(block: Any) -> Translation:
-    """Read a `zero_optimization` block; never raises, every problem is in the answer."""
+    """Translate a `zero_optimization` block. Never raises; the result lists every problem."""
     if not isinstance(block, Mapping):
         return Translation(None, problems=(f"{WHERE} = {block!r}: must be a table, as in {{ stage = 2 }}",))
     problems = [*_refused(block), *_unknown(block), *_ill_typed(block)]
@@ -96,8 +97,8 @@ def translate(block: Any) -> Translation:
 
 
 def zero_block(layout: Layout, intra: int) -> dict[str, Any] | None:
-    """The block that `translate` reads as a layout with groups of `intra` ranks; None where DeepSpeed has no words for
-    it."""
+    """Return the block that `translate` reads as a layout with groups of `intra` ranks, or None if DeepSpeed cannot
+    express it."""
     match layout.name:
         case "III" if intra > 1:
             return {"stage": 3, "mics_shard_size": intra}
@@ -107,7 +108,7 @@ def zero_block(layout: Layout, intra: int) -> dict[str, Any] | None:
 
 
 def _choose(block: Mapping[str, Any], notes: list[str]) -> Translation:
-    """The layout and group size of a block whose words are known and well typed."""
+    """Return the layout and group size of a block with known keys and valid types."""
     mics = block.get("mics_shard_size", -1)
     hpz = block.get("zero_hpz_partition_size", 1)
     strategy = block.get("paro_strategy")
@@ -154,7 +155,8 @@ def _refused(block: Mapping[str, Any]) -> list[str]:
                 f"(IGG, GGG), more ranks or recompute to save memory"
             )
     problems.extend(
-        f"{WHERE}.{word}: quantized communication is not supported; remove it, values travel in the training precision"
+        f"{WHERE}.{word}: quantized communication is not supported; remove it; values are sent in the training "
+        "precision"
         for word in QUANTIZED_WORDS
         if block.get(word, False) is not False
     )
@@ -168,7 +170,7 @@ def _unknown(block: Mapping[str, Any]) -> list[str]:
         if word in known:
             continue
         near = difflib.get_close_matches(word, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"the layout's words are {', '.join(LAYOUT_WORDS)}"
+        hint = f"did you mean {near[0]!r}?" if near else f"the layout's keys are {', '.join(LAYOUT_WORDS)}"
         problems.append(f"{WHERE}.{word}: unknown word; {hint}")
     return problems
 

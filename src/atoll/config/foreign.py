@@ -1,4 +1,4 @@
-"""Names of settings in other systems -> the keys of Atoll's config.
+"""Names of settings in other systems, with the keys of Atoll's config.
 
 The names are those of `TrainingArguments` of transformers 5.0, of Accelerate's configs, DeepSpeed's JSON (0.18),
 torchtitan's TOML (0.2) and Megatron-LM's arguments (core 0.14), without dashes and sections.

@@ -1,4 +1,4 @@
-"""TOML file and `--set` overrides -> Config, or one ConfigError with every problem and its place."""
+"""Loading of a TOML file and `--set` overrides as a Config. All problems are reported in one ConfigError."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from atoll.errors import ConfigError
 
 Keys = tuple[str, ...]
 
-RETIRED = {("run", "overwrite"): "a run is deleted by --overwrite on the command line alone"}
-"""Keys that configs and checkpoints of older versions have, and what to do instead. They have no effect."""
+RETIRED = {("run", "overwrite"): "only --overwrite on the command line deletes a run"}
+"""Keys of older versions, in configs and checkpoints, and their replacements. They have no effect."""
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -41,7 +41,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 def from_dict(
     values: Mapping[str, Any], *, overrides: Sequence[str] = (), source: str = "config", text: str = ""
 ) -> Config:
-    """Check `values` (sections of keys, as TOML gives them) after `overrides`; `source` and `text` locate problems."""
+    """Validate `values` (sections of keys, as in TOML) after `overrides`. `source` and `text` locate problems."""
     raw = _copy(values)
     if raw.get("parallel") == "auto":
         raw["parallel"] = {"auto": True}
@@ -83,7 +83,7 @@ def _copy(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _override(raw: dict[str, Any], overrides: Sequence[str]) -> frozenset[Keys]:
-    """Write `overrides` into `raw`; the keys they set."""
+    """Write `overrides` into `raw`. Return the keys that they set."""
     changed = []
     for text in overrides:
         name, equals, value = text.partition("=")
@@ -104,7 +104,7 @@ def _override(raw: dict[str, Any], overrides: Sequence[str]) -> frozenset[Keys]:
 
 
 def _drop_replaced(raw: dict[str, Any], changed: Sequence[Keys]) -> None:
-    """The layout has two spellings: one given by an override replaces the file's other."""
+    """Remove the file's spelling of the layout if an override sets the other one."""
     heads = {keys[:2] for keys in changed}
     layout, words = ("parallel", "layout"), ("parallel", "zero_optimization")
     if layout in heads and words not in heads:
@@ -126,7 +126,7 @@ def _value(text: str) -> Any:
 
 
 def _drop_retired(raw: dict[str, Any]) -> list[str]:
-    """Remove the keys of RETIRED from `raw`; a note for each that asks for something."""
+    """Remove the keys of RETIRED from `raw`. Return a note for each one that sets something."""
     notes = []
     for (section, key), instead in RETIRED.items():
         table = raw.get(section)
@@ -136,7 +136,7 @@ def _drop_retired(raw: dict[str, Any]) -> list[str]:
 
 
 def _resolve_layout(raw: dict[str, Any]) -> tuple[tuple[str, ...], list[str]]:
-    """Replace `zero_optimization` in `raw` by the layout and group size it means; notes and problems."""
+    """Replace `zero_optimization` in `raw` by its layout and group size. Return notes and problems."""
     parallel = raw.get("parallel")
     if not isinstance(parallel, dict) or "zero_optimization" not in parallel:
         return (), []
@@ -161,7 +161,7 @@ def _describe(error: ValidationError, *, text: str, changed: frozenset[Keys]) ->
     for detail in error.errors(include_url=False):
         keys = tuple(str(part) for part in detail["loc"])
         if detail["type"] == "value_error" and len(keys) < 2:
-            # A section's own checks: the messages name their keys.
+            # A section's own checks have messages that name the keys.
             problems.extend(str(detail["ctx"]["error"]).split("\n"))
             continue
         problems.append(f"{'.'.join(keys)}{_message(detail, keys)}{_place(keys, text=text, changed=changed)}")
@@ -180,7 +180,7 @@ def _message(detail: ErrorDetails, keys: Keys) -> str:
 
 
 def _nearest(keys: Keys) -> str:
-    """What the unknown key may have meant: a near key of its section, or the same key of another."""
+    """Return the likely intended key of an unknown one: a similar key of its section, or the same key of another."""
     known = known_keys()
     if len(keys) == 1:
         homes = [f"{section}.{keys[0]}" for section, names in known.items() if keys[0] in names]
@@ -193,7 +193,7 @@ def _nearest(keys: Keys) -> str:
 
 
 def known_keys() -> dict[str, tuple[str, ...]]:
-    """Section -> its keys, in order."""
+    """Return the keys of each section, in order."""
     known = {}
     for name, field in Config.model_fields.items():
         section = field.annotation
@@ -211,7 +211,7 @@ def _place(keys: Keys, *, text: str, changed: frozenset[Keys]) -> str:
 
 
 def line_of(text: str, keys: Keys) -> int | None:
-    """Line of a TOML `text`, from 1, that sets `keys` or opens their table; None if no single line does."""
+    """Return the line of a TOML `text`, from 1, that sets `keys` or opens their table; None if no single line does."""
     table: Keys = ()
     opened = None
     for number, line in enumerate(text.splitlines(), start=1):

@@ -1,4 +1,4 @@
-"""Config -> Plan: the sections against each other."""
+"""Conversion of a Config to a Plan, and validation of its sections against each other."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 MOST_FORWARDS = 100_000
-"""The most forward actions of a step, over all ranks. Larger schedules take too long to build and validate."""
+"""Maximum number of forward actions in a step, over all ranks. Larger schedules take too long to build and validate."""
 
 
 def plan_of(config: Config, world: int | None = None) -> Plan:
-    """The plan of `config` on `world` ranks, parallel.ranks if None. Raises ConfigError with all problems."""
+    """Return the plan of `config` on `world` ranks, by default parallel.ranks. Raises ConfigError with all problems."""
     parallel, train = config.parallel, config.train
     if parallel.auto:
         raise ConfigError("parallel.auto: the plan is not chosen yet; `atoll plan` chooses one for a cluster")
@@ -33,7 +33,7 @@ def plan_of(config: Config, world: int | None = None) -> Plan:
     data = 0 if problems else ranks // (parallel.pipeline * parallel.tensor)
     if data:
         problems += _batch_problems(config, data)
-    # Where the batch does not factor, the schedule's name and stages are still checked, on a batch that does.
+    # If the batch does not factor, check the schedule's name and stages on a batch that does.
     fits = bool(data) and not problems
     microbatches = train.global_batch // (train.microbatch * data) if fits else parallel.pipeline
 
@@ -77,7 +77,7 @@ def plan_of(config: Config, world: int | None = None) -> Plan:
 
 
 def _schedule(parallel: Parallel, microbatches: int, *, fits: bool) -> Schedule:
-    """The schedule that is named or given. fits: whether the batch has so many microbatches."""
+    """Return the named or given schedule. fits: whether the number of microbatches is valid."""
     given = parallel.schedule
     if not _is_given(given):
         forwards = parallel.pipeline * (parallel.chunks or 1) * microbatches
@@ -106,12 +106,12 @@ def _schedule(parallel: Parallel, microbatches: int, *, fits: bool) -> Schedule:
 
 
 def _is_given(schedule: str) -> bool:
-    """Return True if it is an order, or the file of one, and no name."""
+    """Return True if the text is an order, or the file of one, rather than a name."""
     return "\n" in schedule or schedule.endswith(".csv")
 
 
 def _read(path: str) -> Schedule:
-    """An order from torch's CSV, without messages and sharding actions, which a plan adds itself."""
+    """Read an order from torch's CSV, without send, receive and sharding actions, which a plan adds itself."""
     try:
         text = read_text(path, limit=LARGEST_JSON)
     except (OSError, ValueError) as error:
@@ -156,7 +156,7 @@ def _batch_problems(config: Config, data: int) -> list[str]:
 
 
 def _rollback_problems(config: Config) -> list[str]:
-    """A rollback needs a checkpoint that is old enough to be kept until then."""
+    """Return a problem if no checkpoint would be old enough, and still kept, when a rollback needs it."""
     steps, kept = Policy.parse(config.train.bad_steps).steps, config.checkpoint
     if steps <= kept.every * (kept.keep - 1):
         return []
@@ -178,17 +178,17 @@ def _length_problems(config: Config) -> list[str]:
 
 
 def _objective_problems(config: Config) -> list[str]:
-    """What does not go with what is learnt."""
+    """Return problems between the objective and other settings."""
     problems = []
     if config.train.objective == "masked" and config.data.how != "blocks":
         problems.append(
-            f'train.objective = "masked" hides tokens of joined text; it does not go with data.packing = '
+            f'train.objective = "masked" masks tokens of joined text; it is not compatible with data.packing = '
             f'"{config.data.how}"'
         )
     if config.data.streaming and config.train.epochs is not None:
         problems.append(
-            f"train.epochs = {config.train.epochs:g} with data.streaming: the samples of an epoch are not known before "
-            "it is over; set train.steps instead"
+            f"train.epochs = {config.train.epochs:g} with data.streaming: the number of samples in an epoch is "
+            "unknown until it ends; set train.steps instead"
         )
     if config.train.patience and config.data.validation == 0:
         problems.append(
@@ -199,7 +199,8 @@ def _objective_problems(config: Config) -> list[str]:
 
 
 def _compile_problems(config: Config) -> list[str]:
-    """torch's DTensor cannot trace the backward of the decoder's layers where each rank has whole sequences."""
+    """Return problems of compilation: torch's DTensor cannot trace the decoder's backward if each rank has whole
+    sequences."""
     parallel = config.parallel
     is_split = config.model.is_builtin and parallel.tensor > 1 and not parallel.sequence_parallel
     if not is_split or parallel.compile == "none":
@@ -211,7 +212,7 @@ def _compile_problems(config: Config) -> list[str]:
 
 
 def _stage_problems(config: Config, schedule: Schedule) -> list[str]:
-    """What the engine would say of the decoder's blocks, whatever they weigh."""
+    """Return the engine's problems with the split of the decoder's blocks, which do not depend on their weights."""
     parallel, layers = config.parallel, config.model.layers
     names = ["embed", *(f"layers.{at}" for at in range(layers)), "head"]
     blocks = [BlockWeight(name, name.split(".")[0], cost=1, memory=1) for name in names]
@@ -226,6 +227,6 @@ def _stage_problems(config: Config, schedule: Schedule) -> list[str]:
 
 
 def divisors(number: int) -> list[int]:
-    """In ascending order."""
+    """Return the divisors in ascending order."""
     small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
     return sorted({*small, *(number // size for size in small)})

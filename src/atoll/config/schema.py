@@ -185,7 +185,7 @@ def _as_sources(value: Any) -> Any:
         raise ValueError('must be "stdlib", a file or a folder, or a list of these')
     twice = sorted({each for each in given if given.count(each) > 1})
     if twice:
-        raise ValueError(f"{', '.join(map(repr, twice))} more than once; say in data.weights how much is taken of it")
+        raise ValueError(f"{', '.join(map(repr, twice))} more than once; set its share in data.weights")
     return given
 
 
@@ -275,7 +275,8 @@ class Data(Section):
 class Train(Section):
     """[train]: steps, batch and optimizer. Batches are in sequences; `warmup`, `decay` and the `eval_` keys in steps.
 
-    epochs: passes over the corpus, instead of `steps`, which are known once it is prepared: see `Config.with_steps_of`.
+    epochs: passes over the corpus, instead of `steps`. The steps are known once the corpus is prepared; see
+    `Config.with_steps_of`.
     lr_schedule: one of `RATES`, or `module:function`, which is called with the steps done and train.steps and returns a
     factor of `lr`.  decay: number of last steps over which "wsd" decays; a tenth of `steps` if not given.
     optimizer: name of an optimizer of torch.optim, or `module:factory`, which is called like an optimizer's class.
@@ -334,7 +335,8 @@ class Train(Section):
         problems = []
         if self.epochs is not None and "steps" in self.model_fields_set:
             problems.append(
-                f"train.steps = {self.steps} and train.epochs = {self.epochs:g} both say how long the run is; keep one"
+                f"train.steps = {self.steps} and train.epochs = {self.epochs:g} both set the length of the run; "
+                "keep one"
             )
         if self.decay is not None and self.lr_schedule != "wsd":
             problems.append(
@@ -501,9 +503,11 @@ class Config(Section):
         return plan_of(self, world)
 
     def with_steps_of(self, samples: int | None) -> Config:
-        """The same config with the steps that train.epochs of so many samples are, if it says epochs.
+        """Return the config with the steps of train.epochs over `samples` samples; the same config without
+        train.epochs.
 
-        samples: of an epoch; None where they are not known. ConfigError then, and for more steps than a run can have.
+        samples: number of samples in an epoch, or None if unknown. Raises ConfigError if it is needed and unknown, and
+        if a run cannot have so many steps.
         """
         epochs, batch = self.train.epochs, self.train.global_batch
         if epochs is None:

@@ -1,9 +1,9 @@
-"""A config on another world than it was written for: fewer ranks are left, or more have come.
+"""Adaptation of a config to another world size, after ranks have failed or joined.
 
-stays         tensor, layout, schedule and chunks, global_batch and microbatch: the steps are the same
-gives way     the number of groups, in any config; where it names parallel.min_ranks, the ranks of a group and then
-              those of the pipeline too, as little as possible
-is refused    a world that nothing fits, with those that would do
+kept        tensor, layout, schedule and chunks, global_batch and microbatch, so the steps are equal
+changed     the number of groups, in any config; if parallel.min_ranks is set, also the ranks of a group, and then
+            those of the pipeline, as little as possible
+refused     a world size without a plan; the error names others that have one
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from atoll.config.schema import Config
 
 NAMED = 4
-"""Worlds that an error names."""
+"""Number of world sizes that an error names."""
 
 
 def fit(config: Config, world: int | None) -> tuple[str, ...]:
-    """Overrides that give the config a plan on `world` ranks; none where it has one, or world is None.
+    """Return overrides that give the config a plan on `world` ranks; none if it has one already, or world is None.
 
-    Raises ConfigError where there is no plan, unless the config does not name parallel.min_ranks: then `to_plan` does.
+    Raises ConfigError if there is no plan and the config sets parallel.min_ranks; without it `to_plan` raises.
     """
     check_world(config, world)
     if config.parallel.min_ranks is None or world is None:
@@ -42,7 +42,7 @@ def fit(config: Config, world: int | None) -> tuple[str, ...]:
 
 
 def check_world(config: Config, world: int | None) -> None:
-    """ConfigError for fewer ranks than the run may go on with."""
+    """Raise ConfigError for fewer ranks than the run may continue with."""
     ranks, least = config.parallel.ranks if world is None else world, config.parallel.min_ranks
     if least is not None and ranks < least:
         name = "parallel.ranks" if world is None else "the launched world"
@@ -50,7 +50,7 @@ def check_world(config: Config, world: int | None) -> None:
 
 
 def _fitting(config: Config, world: int) -> tuple[str, ...] | None:
-    """The overrides of the largest pipeline that has a plan, with the largest groups."""
+    """Return the overrides of the largest pipeline that has a plan, with the largest groups."""
     parallel = config.parallel
     for pipeline in reversed(divisors(parallel.pipeline)):
         data, rest = divmod(world, pipeline * parallel.tensor)
@@ -65,12 +65,12 @@ def _fitting(config: Config, world: int) -> tuple[str, ...] | None:
 
 
 def _others(config: Config, world: int) -> str:
-    """The worlds next to `world` that have a plan."""
+    """Return the nearest world sizes that have a plan."""
     parallel = config.parallel
     most = max(world, parallel.ranks, parallel.pipeline * parallel.tensor * parallel.intra)
     sizes = sorted(range(parallel.min_ranks or 1, most + 1), key=lambda size: abs(size - world))
     found = [size for size in sizes[: 16 * NAMED] if size != world and _fitting(config, size) is not None][:NAMED]
     given = f"with parallel.min_ranks = {parallel.min_ranks}"
     if not found:
-        return f"{given}, no world of up to {most} ranks has a plan"
+        return f"{given}, no world of at most {most} ranks has a plan"
     return f"{given}, worlds of {', '.join(map(str, sorted(found)))} ranks have a plan"

@@ -1,4 +1,4 @@
-"""Cost of a plan: workloads, clusters, and the seconds and bytes that follow from both. Imports no torch."""
+"""Cost of a plan: workloads, clusters, and the predicted seconds and bytes. Imports no torch."""
 
 from atoll.cost.breakdown import Breakdown, break_down
 from atoll.cost.cluster import Cluster, Device, Efficiency, Link, Node, presets

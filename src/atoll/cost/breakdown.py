@@ -13,15 +13,15 @@ from atoll.sim import Played, Rates
 class Breakdown(NamedTuple):
     """Seconds of one pipeline rank in a step. They add up to the step.
 
-    forward, backward, weights: F, I and W without the collectives of tensor parallelism. Without a pipeline nobody
-    waits for I, which then makes the weights' gradients too. Recomputing is part of I. Of a split vocabulary,
+    forward, backward, weights: F, I and W without the collectives of tensor parallelism. Without a pipeline no rank
+    waits for I, which then also computes the weights' gradients. Recomputing is part of I. Of a split vocabulary,
     look-ups (L), their sum and scores (S) are part of F, the gradient that is combined from scores is part of I, and
     the slices' gradients (T, G) are part of W.
-    tensor: what those collectives add.  optimizer: its step.  other: pauses, and all else that rates have seconds for.
+    tensor: time of those collectives.  optimizer: its step.  other: pauses, and everything else with a time.
     bubble: waits for a message or a sum that another pipeline rank has not sent yet.
-    messages: waits for messages between stages that are on their way.
+    messages: waits for messages between stages that are in flight.
     gathers, reductions: waits for parameters and gradients on the data-parallel links.
-    sums: waits for the sums at a step's end that are on their way.
+    sums: waits for the sums at a step's end that are in flight.
     """
 
     forward: float = 0.0
@@ -38,7 +38,7 @@ class Breakdown(NamedTuple):
 
     @property
     def total(self) -> float:
-        """The step."""
+        """Seconds of the step."""
         return sum(self)
 
 
@@ -78,20 +78,20 @@ Seconds = Mapping[tuple[Do, int], float]
 
 
 def part_of(do: Do) -> str:
-    """The field of `Breakdown` that an instruction's seconds belong to: that of its waits, where it waits."""
+    """Return the field of `Breakdown` for an instruction's seconds; if it waits, the field of its waits."""
     return _WAITS.get(do) or _COMPUTE.get(do, "other")
 
 
 def break_down(
     played: Played, rates: Sequence[Rates], inside: Sequence[Seconds] | None = None
 ) -> tuple[Breakdown, ...]:
-    """Add up the last step of programs that have been played, on each pipeline rank.
+    """Return the breakdown of the last step of simulated programs, on each pipeline rank.
 
-    rates: what it has been played with, one a rank.
-    inside: of each rank, what collectives of tensor parallelism add to its instructions; None where there are none.
+    rates: those of the simulation, one per rank.
+    inside: for each rank, the time that tensor-parallel collectives add to its instructions; None if there are none.
 
-    A rank's seconds add up to what lies between its own ends of two steps, which is the step's length once the ranks
-    are settled.
+    A rank's seconds add up to the time between its own ends of two steps, which is the step's length once the ranks
+    are in a steady state.
     """
     parts: Sequence[Seconds] = [{}] * len(rates) if inside is None else inside
     return tuple(
@@ -100,7 +100,7 @@ def break_down(
 
 
 class Piece(NamedTuple):
-    """A time in which a pipeline rank does one thing. nth: the instruction of its program.  part: of `Breakdown`."""
+    """A period in which a pipeline rank does one thing. nth: the instruction of its program.  part: of `Breakdown`."""
 
     nth: int
     part: str
@@ -111,7 +111,7 @@ class Piece(NamedTuple):
 def pieces(played: Played, rank: int, compute: Seconds, inside: Seconds | None = None) -> Iterator[Piece]:
     """Yield the pieces of a rank's last simulated step, in order and without gaps.
 
-    A wait for another rank is the bubble until that has sent, and then its own cause.  compute, inside: as in
+    A wait for another rank is the bubble until that rank has sent, and then its own cause.  compute, inside: as in
     `break_down`, of this rank.
     """
     timing, program = played.timings[rank], played.programs.ranks[rank]
@@ -143,7 +143,7 @@ def _of_rank(played: Played, rank: int, compute: Seconds, inside: Seconds) -> Br
 
 
 def busiest_rank(breakdown: Sequence[Breakdown]) -> int:
-    """The pipeline rank that waits least for others: it sets the pace."""
+    """Return the pipeline rank that waits least for others. It sets the pace."""
     return min(range(len(breakdown)), key=lambda rank: breakdown[rank].bubble)
 
 

@@ -1,11 +1,11 @@
-"""Fits a cluster's constants to measured steps.
+"""Fitting of a cluster's constants to measured steps.
 
-A step's seconds are a sum over the instructions on its critical path. Played once with each kind of instruction a
-little slower, a prediction tells how much of the step each kind makes up; the sum then follows the constants without
-being played again. Fitting and playing alternate until the path does not change any more.
+A step's seconds are a sum over the instructions on its critical path. Simulating each kind of instruction a little
+slower gives the share of each kind in the step; the sum as a function of the constants then needs no simulation.
+Fitting and simulating alternate until the path no longer changes.
 
-Few steps say little about ten constants. So each constant is held to where it was by a pull, as strong as if it were
-known to within its `Range.spread`. Constants on which no step depends stay as they are.
+A few steps carry little information about ten constants. So each constant has a prior at its previous value, with the
+uncertainty `Range.spread`. Constants on which no step depends are unchanged.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ NUDGE = 1e-3
 """Factor by which a kind of instruction is slowed down to measure its share."""
 
 NOISE = 0.03
-"""The relative error that a step's prediction is expected to keep."""
+"""Relative error that is expected of a step's prediction."""
 
 FEW = 12
-"""Groups of steps up to which the spread is the error of groups that are left out of the fit. The error of more of them
-is that of the fit."""
+"""Number of groups of steps up to which the spread is the leave-one-group-out error. With more groups it is the error
+of the fit."""
 
 FAR = 3.0
-"""Factor by which a constant is changed, either way, to test if a step depends on it."""
+"""Factor by which a constant is changed, up and down, to test if a step depends on it."""
 
 ROUNDS = 4
-"""Times that the steps are played, at most."""
+"""Maximum number of rounds of simulation."""
 
 
 class Range(NamedTuple):
@@ -66,15 +66,15 @@ LIMITS: Mapping[str, Range] = {
     "network.reach": Range(0.02, 1.0, 0.3),
     "network.latency": Range(1e-7, 1e-2, 1.0),
 }
-"""The constants that can be fitted, by their keys in a cluster's TOML."""
+"""Constants that can be fitted, by their keys in a cluster's TOML."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """A measured step. seconds: between the ends of two steps.
 
-    played: predictions of one or two shorter steps with the same blocks, which are quick to play, and what each of them
-    counts; (1, prediction) for the step itself.
+    played: predictions of one or two shorter steps with the same blocks, which are quick to simulate, and the weight of
+    each; (1, prediction) for the step itself.
     group: steps of one group, such as those of one system, are left out of a fit together; a step without a group is
     left out alone.
     """
@@ -91,11 +91,11 @@ class Step:
 
     @property
     def predicted(self) -> float:
-        """Seconds by prediction."""
+        """Predicted seconds."""
         return sum(weight * prediction.seconds for weight, prediction in self.played)
 
     def on(self, cluster: Cluster) -> Step:
-        """The same on another cluster."""
+        """Return the same step on another cluster."""
         return replace(self, played=tuple((weight, each.on(cluster)) for weight, each in self.played))
 
 
@@ -103,12 +103,12 @@ class Step:
 class Fitted:
     """A cluster with fitted constants.
 
-    constants: those that were fitted, by their keys in `LIMITS`.  before: what they were.
-    error: mean relative error of the steps, without a sign.
-    spread: the error to expect of a group of steps that was not measured, such as another system's. Of up to `FEW`
-    groups each is predicted with constants that are fitted to the others, along the paths that are critical with all of
-    them, or with the constants before where there is one group. Of more groups it is `error`.
-    left_out: by group, the mean error that `spread` is the mean of; empty where it is `error`.
+    constants: those that were fitted, by their keys in `LIMITS`.  before: their previous values.
+    error: mean absolute relative error of the steps.
+    spread: expected error for a group of steps that was not measured, such as another system's. With up to `FEW`
+    groups, each is predicted with constants fitted to the others, along the paths that are critical with all of them;
+    with one group, with the previous constants. With more groups it is `error`.
+    left_out: by group, the mean errors whose mean is `spread`; empty if that is `error`.
     """
 
     cluster: Cluster
@@ -120,11 +120,11 @@ class Fitted:
 
 
 def calibrate(steps: Iterable[Step], constants: Sequence[str] = ()) -> Fitted:
-    """Fit constants to steps on clusters of one kind, beginning with those that the first one's cluster has.
+    """Fit constants to steps on clusters of one kind, starting from the constants of the first one's cluster.
 
-    constants: keys of `LIMITS`, all if not given. Of these the ones that any step depends on are fitted.
+    constants: keys of `LIMITS`, by default all. Those that any step depends on are fitted.
 
-    Raises ConfigError for an unknown constant, for no steps, and where scipy is missing.
+    Raises ConfigError for an unknown constant, for no steps, and if scipy is missing.
     """
     steps = list(steps)
     unknown = sorted(set(constants) - set(LIMITS))
@@ -175,7 +175,7 @@ def _left_out(
     begin: Mapping[str, float],
     prior: Mapping[str, float],
 ) -> dict[str, float]:
-    """Mean relative error of each group with constants fitted to the others."""
+    """Return the mean relative error of each group with constants fitted to the others."""
     found = {}
     for group in dict.fromkeys(groups):
         steps = list(zip(linear, seconds, groups, strict=True))
@@ -200,8 +200,8 @@ def _fit(
     def residuals(logs: Any) -> list[float]:
         values = {name: math.exp(each) for name, each in zip(names, logs, strict=True)}
         errors = (math.log(each.seconds(values) / wanted) / NOISE for each, wanted in zip(linear, seconds, strict=True))
-        # Steps that no constants explain, as those measured beside other work, pull less than their squares (Huber's
-        # loss, smoothed).
+        # Steps that no constants explain, such as those measured beside other work, have less weight than in least
+        # squares (Huber's loss, smoothed).
         soft = [math.copysign(math.sqrt(2.0 * (math.hypot(1.0, error) - 1.0)), error) for error in errors]
         return soft + [math.log(values[name] / prior[name]) / LIMITS[name].spread for name in names]
 
@@ -215,24 +215,24 @@ def _fit(
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """The latency of an axis' link."""
+    """Latency of an axis' link."""
 
     axis: str
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """The seconds of a byte on an axis' link."""
+    """Seconds of a byte on an axis' link."""
 
     axis: str
 
 
 Kind = tuple[Kernel, ...] | Hop | Way | Literal["update", "pause"]
-"""Kernels of a part of a block, what a link takes, the optimizer's step, or pauses."""
+"""Kernels of a part of a block, traffic of a link, the optimizer's step, or pauses."""
 
 
 class _Linear:
-    """The seconds of a step as a sum that follows the constants, along the path that is critical now."""
+    """The seconds of a step as a sum that depends on the constants, along the currently critical path."""
 
     def __init__(self, step: Step) -> None:
         self._any = step.played[0][1]
@@ -296,13 +296,13 @@ def _shares(prediction: Prediction) -> Iterator[tuple[Kind, float]]:
 
 
 def constants_of(cluster: Cluster) -> dict[str, float]:
-    """The constants that a cluster has, by their keys in `LIMITS`."""
+    """Return the constants of a cluster, by their keys in `LIMITS`."""
     found = ((name, constant_of(cluster, name)) for name in LIMITS)
     return {name: value for name, value in found if value is not None}
 
 
 def constant_of(cluster: Cluster, name: str) -> float | None:
-    """A constant by its key in `LIMITS`; None where the cluster has no such link."""
+    """Return a constant by its key in `LIMITS`; None if the cluster has no such link."""
     value: Any = cluster
     for key in name.split("."):
         value = None if value is None else getattr(value, key)
@@ -310,7 +310,7 @@ def constant_of(cluster: Cluster, name: str) -> float | None:
 
 
 def changed(cluster: Cluster, constants: Mapping[str, float]) -> Cluster:
-    """A cluster with other constants, by their keys in `LIMITS`; those of a network only where it has one."""
+    """Return a cluster with other constants, by their keys in `LIMITS`; those of a network only if it has one."""
     device, node, network = cluster.device, cluster.node, cluster.network
     efficiency = {name.rpartition(".")[2]: each for name, each in constants.items() if name.startswith("device.")}
     inside = {name.rpartition(".")[2]: each for name, each in constants.items() if name.startswith("node.")}

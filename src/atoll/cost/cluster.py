@@ -7,7 +7,7 @@
 
     [node]
     devices = 8
-    cards = 8                     # network cards, over which the node's traffic is spread
+    cards = 8                     # network cards, which share the node's traffic
     link = { preset = "nvlink3" }
 
     [network]
@@ -50,19 +50,18 @@ class Efficiency(_Table):
     """Efficiency of kernels, relative to a device's rates.
 
     products: share of the peak that a large matrix product reaches.
-    depth: inner size of a product at which half of that is lost.
+    depth: inner size of a product that reaches half of that share.
     waves: share of the time of a last, partly filled wave of tiles that is lost.
     attention: share of the peak that fused attention reaches.
-    memory: share of the memory's bandwidth that everything else reaches.
-    half: share of that which kernels on elements of two bytes reach; less than 1 on a CPU, which converts them.
-    update: bytes that the optimizer reads and writes for a parameter, as Adam's step with a master in fp32.
+    memory: share of the memory bandwidth that all other kernels reach.
+    half: factor of that share for kernels on elements of two bytes; less than 1 on a CPU, which converts them.
+    update: bytes that the optimizer reads and writes per parameter, for Adam's step with an fp32 master.
     launch: seconds of the shortest kernel on the device.
-    dispatch: seconds that the host needs to launch a kernel. A block takes no less than that for all of its kernels.
-    pause: seconds of a stage's F and of its I that no kernel fills, as where the host waits for a message or the device
-    before it launches what comes next.
-    spread: relative error of a step's seconds that the constants left on the rows that they were fitted on; 0 if that
-    is not known.
-    source: what they were measured or fitted on.
+    dispatch: seconds that the host needs to launch a kernel. A block takes at least this time for all of its kernels.
+    pause: idle seconds of a stage's F and of its I, such as when the host waits for a message or the device before it
+    launches the next kernels.
+    spread: relative error of a step's seconds that is left after the fit of the constants; 0 if unknown.
+    source: hardware or data they were measured on or fitted to.
     """
 
     products: Share = 0.8
@@ -82,7 +81,7 @@ class Efficiency(_Table):
 class Device(_Table):
     """A device.
 
-    memory: bytes.  context: bytes that are taken before the first tensor, by driver and communicators.
+    memory: bytes.  context: bytes taken by driver and communicators before the first tensor.
     bandwidth: of its memory, bytes a second.  units: multiprocessors, over which tiles of a product are spread.
     rates: FLOP/s by torch's dtype names, and "float8".
     """
@@ -105,11 +104,11 @@ class Device(_Table):
 
     @property
     def is_cpu(self) -> bool:
-        """True if it is a rank's share of a CPU."""
+        """True if the device is a rank's share of a CPU."""
         return self.units == 1
 
     def rate(self, dtype: str) -> float:
-        """FLOP/s of products in a dtype. Raises ConfigError where the device's rates do not name it."""
+        """Return the FLOP/s of products in a dtype. Raises ConfigError if the device has no rate for it."""
         if dtype not in self.rates:
             raise ConfigError(
                 f"the device has no rate for {dtype}, only for {', '.join(self.rates)}; add it to [device.rates]"
@@ -120,12 +119,12 @@ class Device(_Table):
 class Link(_Table):
     """A link of a device or of a network card, in one direction.
 
-    rate: bytes a second.  latency: seconds of one hop.  reach: share of the rate that large messages reach.
-    burst: bytes that it carries at once after a pause, as a token bucket does; they count against its rate.
-    busy: share of the time of what it carries during which the device computes nothing: 1 where the processor that
-    computes copies, as between ranks on one CPU, 0 where a card does.
+    rate: bytes a second.  latency: seconds of one hop.  reach: share of the rate that large messages achieve.
+    burst: bytes that it transfers at once after a pause, like a token bucket; they count against its rate.
+    busy: share of transfer time during which the device cannot compute: 1 if the computing processor copies, as between
+    ranks on one CPU, 0 if a network card does.
     shared: bytes a second of gathers and reductions in a group whose ranks read each other's memory, as on one CPU;
-    None where they exchange messages.
+    None if they exchange messages.
     """
 
     rate: Above
@@ -137,7 +136,7 @@ class Link(_Table):
     source: str = ""
 
     def times(self, factor: float) -> Link:
-        """The same with as many times the bytes a second."""
+        """Return the link with a multiple of its bytes a second."""
         shared = None if self.shared is None else self.shared * factor
         return self.model_copy(update={"rate": self.rate * factor, "shared": shared})
 
@@ -147,12 +146,12 @@ class Link(_Table):
         return self.rate * self.reach
 
     def speed(self, count: float) -> Speed:
-        """Return the link multiplied: several as one, or a part of one."""
+        """Return the link multiplied: several links as one, or a part of one."""
         return Speed(self.latency, self.goodput * count, burst=self.burst * count, busy=self.busy)
 
 
 class Node(_Table):
-    """A node: devices with a link each, and network cards that they share. link: None where there is one device."""
+    """A node: devices with a link each, and network cards that they share. link: None for one device."""
 
     devices: Count = 1
     cards: Count = 1
@@ -166,9 +165,9 @@ class Node(_Table):
 
 
 class Cluster(_Table):
-    """Nodes of one kind. network: the link of one card; None where there is one node.
+    """Nodes of one kind. network: the link of one card; None for one node.
 
-    nodes: how many a planner may use; predictions take as many as the plan needs.
+    nodes: maximum number that a planner may use; predictions use as many as the plan needs.
     """
 
     nodes: Count = 1
@@ -178,7 +177,7 @@ class Cluster(_Table):
 
     @staticmethod
     def read(path: str | Path) -> Cluster:
-        """Read a TOML file. Raises ConfigError, with every problem, where it is not a cluster."""
+        """Read a TOML file. Raises ConfigError with every problem if it is not a cluster."""
         try:
             values = read_toml(path)
         except (OSError, ValueError) as error:
@@ -187,7 +186,7 @@ class Cluster(_Table):
 
     @staticmethod
     def of(values: Mapping[str, Any], *, source: str = "cluster") -> Cluster:
-        """Check the tables of a cluster, with presets in the places of their names."""
+        """Validate the tables of a cluster, with preset names replaced by their values."""
         try:
             return Cluster.model_validate(_with_presets(values))
         except ConfigError as error:
@@ -197,18 +196,18 @@ class Cluster(_Table):
             raise ConfigError("\n  ".join([f"{source}: {len(problems)} problems", *problems])) from error
 
     def tables(self) -> dict[str, Any]:
-        """The tables of its TOML, presets written out and defaults left out."""
+        """Return the tables of its TOML, with presets expanded and defaults left out."""
         return self.model_dump(exclude_none=True, exclude_unset=True)
 
     def dump(self) -> str:
-        """The TOML that `read` reads back to an equal cluster."""
+        """Return TOML that `read` reads back to an equal cluster."""
         return nested_to_toml(self.tables())
 
     def along(self, mesh: MeshShape, axis: str) -> Speed:
-        """The link that each rank has for a collective along an axis, while all groups along it use theirs.
+        """Return the link of each rank for a collective along an axis, while all groups along it communicate.
 
-        A ring crosses from node to node once in each direction, so the ranks that one group has in a node share one
-        group's part of the cards. Raises ConfigError where the axis leaves the node and there is no network.
+        A ring crosses between nodes once in each direction, so the ranks of a group in one node share one group's part
+        of the cards. Raises ConfigError if the axis leaves the node and there is no network.
         """
         sizes = mesh.sizes
         inner = 1
@@ -241,7 +240,7 @@ class Cluster(_Table):
         at = axes.index("pp")
         stride = math.prod(sizes[axis] for axis in axes[at + 1 :])
         outer = math.prod(sizes[axis] for axis in axes[:at])
-        # Pipelines begin at every one of these places in a node, which come again after as many.
+        # Pipelines begin at each of these places in a node, which repeat after as many.
         begins = {
             (number * stride * mesh.pipeline + inner) % devices
             for number in range(min(outer, devices))
@@ -250,14 +249,14 @@ class Cluster(_Table):
         return all((first + one * stride) // devices == (first + other * stride) // devices for first in begins)
 
     def inside(self) -> Speed:
-        """The link of a device within its node."""
+        """Return the link of a device within its node."""
         link = self.node.link
         return Speed() if link is None else link.speed(1.0)
 
 
 @lru_cache(maxsize=1)
 def presets() -> Mapping[str, Mapping[str, Any]]:
-    """Presets by kind ("devices" and "links") and name, as the tables that they stand for."""
+    """Return presets by kind ("devices" and "links") and name, as tables."""
     text = files("atoll.cost").joinpath("presets.toml").read_text(encoding="utf-8")
     return parse_toml(text)
 
@@ -286,7 +285,7 @@ def _filled(table: Mapping[str, Any], kind: str) -> dict[str, Any]:
 
 
 def _over(preset: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """The preset's keys with own ones in their places, within tables too."""
+    """Return the preset's keys overridden by others, also in nested tables."""
     tables = {key: _over(preset[key], table) for key, table in own.items() if _is_table(table, preset.get(key))}
     return {**preset, **own, **tables}
 

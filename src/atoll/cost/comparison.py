@@ -1,7 +1,7 @@
-"""Holds a measured step against its prediction, instruction by instruction.
+"""Comparison of a measured step with its prediction, instruction by instruction.
 
-A rank's instructions follow each other, so what they take adds up to its step, measured as predicted. The difference of
-two steps is therefore the sum of the differences of their instructions, and of what the host does between them.
+A rank executes its instructions one after the other, so their times add up to its step, both measured and predicted.
+The difference of two steps is therefore the sum of the differences of their instructions, and of the time between them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from atoll.errors import ConfigError
 from atoll.program import Do
 
 LATE = 0.5
-"""The link, and not the sender, is the likely cause where the shortest wait explains more than this share of what all
-waits took longer."""
+"""The link, not the sender, is the likely cause if the shortest wait explains more than this share of the extra time of
+all waits."""
 
 PARTS = Breakdown._fields
 
@@ -25,7 +25,7 @@ PARTS = Breakdown._fields
 class Taken(NamedTuple):
     """Duration of an instruction in a step of one rank.
 
-    times: how often it was played.  seconds: all of them together.  shortest: the shortest one.
+    times: number of executions.  seconds: total time.  shortest: time of the shortest one.
     """
 
     times: int
@@ -56,25 +56,25 @@ class Difference:
 
     @property
     def seconds(self) -> float:
-        """Seconds a step that it took longer than predicted."""
+        """Seconds per step by which it took longer than predicted."""
         return self.measured.seconds - self.predicted.seconds
 
     @property
     def part(self) -> str:
-        """The field of `Breakdown` that it belongs to."""
+        """Its field of `Breakdown`."""
         return part_of(self.do)
 
     @property
     def cause(self) -> str:
-        """Why it likely took longer, or shorter."""
+        """The likely cause of the difference."""
         predicted, measured = self.predicted, self.measured
         match self.part:
             case "forward" | "backward" | "weights" if predicted.seconds:
                 times = measured.seconds / predicted.seconds
-                return f"kernels take {times:.2f} times what the device's constants say"
+                return f"kernels take {times:.2f} times as long as the device's constants predict"
             case "optimizer" if predicted.seconds:
                 times = measured.seconds / predicted.seconds
-                return f"the optimizer takes {times:.2f} times what device.efficiency.update says"
+                return f"the optimizer takes {times:.2f} times as long as device.efficiency.update predicts"
             case "messages" | "sums" if self.seconds < 0:
                 return "waits less for other pipeline ranks"
             case "messages" | "sums":
@@ -103,11 +103,11 @@ def taken(prediction: Prediction, rank: int) -> dict[tuple[Do, int], Taken]:
 
 
 def compare(prediction: Prediction, measured: Sequence[Timed]) -> tuple[Difference, ...]:
-    """The instructions of all pipeline ranks, the largest differences first.
+    """Return the instructions of all pipeline ranks, the largest differences first.
 
-    measured: one a pipeline rank. Instructions that take no time in either are left out.
+    measured: one per pipeline rank. Instructions without time in both are left out.
 
-    Raises ConfigError where there are not as many as the prediction has pipeline ranks.
+    Raises ConfigError if their number differs from the prediction's pipeline ranks.
     """
     ranks = prediction.plan.mesh.pipeline
     if len(measured) != ranks:
@@ -123,9 +123,9 @@ def compare(prediction: Prediction, measured: Sequence[Timed]) -> tuple[Differen
 
 
 def by_part(differences: Sequence[Difference], rank: int) -> dict[str, tuple[float, float]]:
-    """Predicted and measured seconds of a pipeline rank, by the fields of `Breakdown`.
+    """Return predicted and measured seconds of a pipeline rank, by the fields of `Breakdown`.
 
-    Collectives of tensor parallelism are in the part that they are made in, and waits for a late sender are messages.
+    Tensor-parallel collectives count in the part that contains them, and waits for a late sender count as messages.
     """
     found = dict.fromkeys(PARTS, (0.0, 0.0))
     for each in differences:

@@ -43,7 +43,8 @@ class Embedding:
         )
 
     def without_tokens(self, use: Use) -> Work:
-        """The embedding's work without the rows of tokens: rows of positions and types, and what follows them."""
+        """Return the embedding's work without the rows of tokens: rows of positions and types, and the operations after
+        them."""
         s, i = self.sizes, use.item
         hidden = use.tokens * s.hidden // use.parts
         forward: list[Kernel] = [Pass(3.0 * i * hidden)] if s.positions or s.dropout else []
@@ -96,7 +97,7 @@ class Head:
             backward.append(Exchange(kind, i * tokens * s.hidden))
         logits = tokens * rows
         if use.loss == "eager":
-            # The logits are cast, their largest taken off, exponentials made and divided: five times through memory.
+            # The logits are cast, their maximum subtracted, exponentials computed and divided: five passes over memory.
             moved = (i + 4.0) * logits + 5 * 8.0 * logits
         else:
             moved = 2.0 * i * logits
@@ -105,12 +106,13 @@ class Head:
         pending = [Saved("logits' gradient", i * logits, "W")]
         peak, loss = i * logits, 0
         if s.implementation.runtime == "atoll" and use.loss == "eager":
-            # Logits in half precision are cast first. Backward, the gradient of the log-softmax and that of its input.
+            # Logits in half precision are cast first. Backward: the gradient of the log-softmax and that of its input.
             precise = max(4, i) * logits
             peak, loss = precise if precise > i * logits else 0, 2 * precise
         forward: list[Kernel] = [*products, Pass(moved, 2 * use.chunks)]
         if is_chunked:
-            # Each part of the logits is made, and its gradient taken to the hidden state and the weight, in F already.
+            # Each part of the logits is computed, and its gradient applied to the hidden state and the weight, in F
+            # already.
             peak = (sum(each.nbytes for each in ended) + i * logits) // use.chunks
             forward += [*backward, *weights]
             hidden = tokens * s.hidden // use.parts
@@ -131,7 +133,7 @@ class Head:
         )
 
     def without_logits(self, use: Use) -> Work:
-        """The head's work before the logits."""
+        """Return the head's work before the logits."""
         s, i, tokens = self.sizes, use.item, use.tokens
         hidden = tokens * s.hidden // use.parts
         dense = [Product(tokens, s.hidden, s.hidden)] if s.transform else []
@@ -157,7 +159,7 @@ class Head:
         )
 
     def _saved(self, use: Use) -> Iterator[Saved]:
-        """The input, which the runtime keeps, and what the kernels before the logits save."""
+        """Return the input, which the runtime keeps, and the tensors saved by the kernels before the logits."""
         s, i = self.sizes, use.item
         hidden = use.tokens * s.hidden // use.parts
         yield Saved("input", i * hidden, "W" if s.transform else "I")
@@ -186,6 +188,6 @@ class Head:
 
 
 def without(kernels: Iterable[Kernel], products: Iterable[Product]) -> tuple[Kernel, ...]:
-    """Kernels but for some products."""
+    """Return the kernels without some products."""
     left = set(products)
     return tuple(kernel for kernel in kernels if kernel not in left)

@@ -1,9 +1,9 @@
 """Kernels of a device, and their durations.
 
-A product of matrices is bound by arithmetic or by memory; its arithmetic reaches a share of the peak that grows with
-its inner size and falls with the part of the last wave of tiles that is empty. Fused attention reaches a share of its
-own, and everything else moves bytes. A block takes the longer of what its kernels take on the device, one after the
-other, and what the host takes to launch them.
+A product of matrices is bound by compute or by memory. Its compute reaches a share of the peak that grows with its
+inner size and falls with the empty part of the last wave of tiles. Fused attention reaches a share of its own, and all
+other kernels move bytes. A block takes the longer of the total time of its kernels on the device and the time that the
+host needs to launch them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TILE = (128, 256)
 class Product:
     """`count` products of matrices, [rows, inner] x [inner, columns] each.
 
-    share: what they reach of the rate of others, as where tensor cores do not take them.
+    share: factor of the usual rate, if tensor cores cannot be used.
     """
 
     rows: int
@@ -35,22 +35,22 @@ class Product:
 
     @property
     def flops(self) -> float:
-        """Operations."""
+        """Number of operations."""
         return 2.0 * self.rows * self.inner * self.columns * self.count
 
     def moved(self, item: int) -> float:
-        """Bytes read and written where an element has `item`."""
+        """Return the bytes read and written with elements of `item` bytes."""
         sizes = self.rows * self.inner + self.inner * self.columns + self.rows * self.columns
         return float(item * sizes * self.count)
 
     @property
     def swapped(self) -> Product:
-        """The gradient of the left factor: [rows, columns] x [columns, inner]."""
+        """Return the gradient of the left factor: [rows, columns] x [columns, inner]."""
         return replace(self, inner=self.columns, columns=self.inner)
 
     @property
     def learnt(self) -> Product:
-        """The gradient of the right factor: [inner, rows] x [rows, columns]."""
+        """Return the gradient of the right factor: [inner, rows] x [rows, columns]."""
         return replace(self, rows=self.inner, inner=self.rows)
 
 
@@ -64,7 +64,7 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Kernels that read and write memory: `nbytes` in all."""
+    """Kernels that read and write memory: `nbytes` in total."""
 
     nbytes: float
     kernels: int = 1
@@ -83,9 +83,9 @@ Kernel = Product | Attention | Pass | Exchange
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """Tells how long kernels take: on a device, in a dtype, beside a tensor-parallel group.
+    """Computes the duration of kernels on a device, in a dtype, with a tensor-parallel group.
 
-    item: bytes of an element.  ranks: of the group, which talk over `link`.
+    item: bytes of an element.  ranks: of the group, which communicates over `link`.
     """
 
     device: Device
@@ -95,7 +95,8 @@ class Clock:
     link: Speed = field(default_factory=Speed)
 
     def seconds(self, kernels: Iterable[Kernel]) -> float:
-        """One after the other on the device, but no less than the host takes to launch them."""
+        """Return the seconds of kernels run one after the other on the device, or of their launches on the host if
+        longer."""
         device = host = 0.0
         for kernel in kernels:
             device += self.of(kernel)
@@ -103,7 +104,7 @@ class Clock:
         return max(device, host)
 
     def of(self, kernel: Kernel) -> float:
-        """One kernel on the device."""
+        """Return the seconds of one kernel on the device."""
         efficiency = self.device.efficiency
         match kernel:
             case Product():
@@ -133,7 +134,8 @@ class Clock:
 
 
 def collective(kind: str, nbytes: float, *, ranks: int, link: Speed) -> float:
-    """Seconds of a ring over `ranks`: each sends (ranks - 1) / ranks of the buffer, in an all-reduce twice."""
+    """Return the seconds of a ring over `ranks`: each sends (ranks - 1) / ranks of the buffer, twice in an
+    all-reduce."""
     if ranks == 1:
         return 0.0
     rounds = (ranks - 1) * (2 if kind == "all-reduce" else 1)

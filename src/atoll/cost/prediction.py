@@ -1,5 +1,5 @@
-"""Prediction of a plan on a cluster: its programs are simulated with the times of kernels and links, and their bytes
-are added up instruction by instruction.
+"""Prediction of a plan on a cluster. Its programs are simulated with the times of kernels and links, and their bytes
+are counted instruction by instruction.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ Parts = tuple[float, float, float]
 """Seconds of F, I and W of a block."""
 
 NEAR = "pp-near"
-"""The link of pipeline ranks on one node, where those at its ends have neighbours on other nodes."""
+"""Name of the link between pipeline ranks on one node, if those at its ends have neighbours on other nodes."""
 
 SETTLED = 3
-"""Steps that are played; the last one's length is that of those behind it."""
+"""Number of simulated steps; the length of the last one equals that of later ones."""
 
 
 class Held(NamedTuple):
     """Bytes of a rank at one time, by component.
 
-    parameters, gradients, optimizer: what rests, and gradients that are sharded as long as they are there.
-    gathered: whole copies, and what is gathered ahead.  buffers: whole gradients that are made and reduced, what
-    arrives for them, and messages that slices of a split vocabulary receive and send.
-    activations: what F, L and S keep.  pending: what I has left for W and G.  passing: within an operation.
-    context: what the driver takes.
+    parameters, gradients, optimizer: stored state, and sharded gradients while they exist.
+    gathered: whole copies, and prefetched parameters.  buffers: whole gradients during backward and reduction, their
+    receive buffers, and messages that slices of a split vocabulary receive and send.
+    activations: kept by F, L and S.  pending: kept by I for W and G.  passing: within an operation.
+    context: taken by the driver.
     """
 
     parameters: int = 0
@@ -61,7 +61,7 @@ class Held(NamedTuple):
 
     @property
     def allocated(self) -> int:
-        """Bytes allocated on the device: all but the driver's."""
+        """Bytes allocated on the device: all except the driver's."""
         return self.total - self.context
 
 
@@ -69,9 +69,9 @@ class Held(NamedTuple):
 class Prediction:
     """A workload under a plan on a cluster.
 
-    cluster: None where bytes alone are asked for; what takes seconds, and what fits, then raises ConfigError.
+    cluster: None to predict only bytes; seconds, and whether the plan fits, then raise ConfigError.
 
-    Raises PlanError or ConfigError where they do not fit.
+    Raises PlanError or ConfigError if they do not match.
     """
 
     workload: Workload
@@ -92,15 +92,15 @@ class Prediction:
 
     @property
     def given(self) -> Cluster:
-        """The cluster. Raises ConfigError where there is none."""
+        """Return the cluster. Raises ConfigError if there is none."""
         if self.cluster is None:
-            raise ConfigError("a prediction without a cluster knows bytes alone; give it a cluster")
+            raise ConfigError("a prediction without a cluster has only bytes; give it a cluster")
         return self.cluster
 
     # ---- seconds
 
     def on(self, cluster: Cluster) -> Prediction:
-        """The same on another cluster. What does not depend on it is shared."""
+        """Return the prediction on another cluster. Parts that do not depend on the cluster are shared."""
         other = replace(self, cluster=cluster)
         other.__dict__["ranks"] = self.ranks
         return other
@@ -112,8 +112,8 @@ class Prediction:
 
     @property
     def links(self) -> dict[str, Speed]:
-        """The links between the pipeline ranks and between the data-parallel ones, by axis of the mesh; and that of
-        neighbouring pipeline ranks on one node, where others are on several."""
+        """Return the links between the pipeline ranks and between the data-parallel ones, by axis of the mesh, and the
+        link of neighbouring pipeline ranks on one node, if others are on several."""
         mesh = self.plan.mesh
         found = {axis: self.given.along(mesh, axis) for axis in ("pp", "inter", "intra") if mesh.sizes[axis] > 1}
         if any(map(self.near, range(mesh.pipeline))) and not all(
@@ -123,15 +123,15 @@ class Prediction:
         return found
 
     def near(self, rank: int) -> list[int]:
-        """The other pipeline ranks on the node of one."""
+        """Return the other pipeline ranks on the node of one."""
         mesh, others = self.plan.mesh, range(self.plan.mesh.pipeline)
         return [other for other in others if other != rank and self.given.share_nodes(mesh, rank, other)]
 
     @property
     def hops(self) -> Links:
-        """The minimum seconds of messages between pipeline ranks, one at a time on each pair's link.
+        """Return the minimum seconds of messages between pipeline ranks, one at a time on each pair's link.
 
-        A link with a burst may carry what has gathered at once, so its messages do not wait for each other here.
+        A link with a burst may transfer accumulated bytes at once, so its messages do not wait for each other here.
         """
         hops = {name: self._hop(speed) for name, speed in self.links.items() if name in ("pp", NEAR)}
         if not hops:
@@ -154,8 +154,8 @@ class Prediction:
         pause: float = 1.0,
         links: Mapping[str, Speed] | None = None,
     ) -> tuple[Rates, ...]:
-        """What instructions take where blocks take `parts`, links are others, and the optimizer's step and pauses take
-        `update` and `pause` times as long as on this cluster."""
+        """Return the seconds of instructions if blocks take `parts`, links are others, and the optimizer's step and
+        pauses take `update` and `pause` times as long as on this cluster."""
         message = float(self.message_bytes)
         links = self.links if links is None else links
         found = []
@@ -171,34 +171,34 @@ class Prediction:
     def update_seconds(self) -> float:
         """Seconds of the optimizer's step per parameter.
 
-        `efficiency.update` is Adam's, which reads the gradient, reads and writes the master and two states: of seven
-        tensors, an optimizer with fewer states leaves two out for each.
+        `efficiency.update` is Adam's, which reads the gradient and reads and writes the master and two states: seven
+        tensors, of which an optimizer with fewer states omits two per state.
         """
         efficiency = self.device.efficiency
         tensors = (3 + 2 * self.plan.states) / 7
         return efficiency.update * tensors / (self.device.bandwidth * efficiency.memory)
 
     def _stepped(self, rank: int) -> float:
-        """Parameters that the optimizer of a pipeline rank steps."""
+        """Return the number of parameters that the optimizer of a pipeline rank steps."""
         one, none = (self.ranks.footprint(rank, states=states).optimizer for states in (1, 0))
         return (one - none) / ITEM_BYTES[self.plan.precision.master]
 
     @cached_property
     def clock(self) -> Clock:
-        """The clock that gives the seconds of kernels."""
+        """Clock of the device, which gives the seconds of kernels."""
         tensor = self.plan.mesh.tensor
         link = {"link": self.given.along(self.plan.mesh, "tp")} if tensor > 1 else {}
         return Clock(self.device, self.use.compute, self.use.item, tensor, **link)
 
     def _by_instruction(self, rank: int, of_work: Callable[[Work], Parts]) -> dict[tuple[Do, int], float]:
-        """Seconds of a rank's blocks and slices, given F, I and W of each, by the instructions that take them."""
+        """Return the seconds of a rank's blocks and slices, given F, I and W of each, by instruction."""
         found: defaultdict[tuple[Do, int], float] = defaultdict(float)
         is_split = len(self.ranks.runs) > 1
         for at in self.ranks.blocks_of(rank):
             forward, backward, weights = of_work(self.ranks.works[at])
             found[Do.F, at] += forward
             found[Do.I, at] += backward
-            # A block all of whose gradients I makes, as an embedding, has no W.
+            # A block whose gradients are all computed in I, such as an embedding, has no W.
             is_deferred = is_split and at in self.ranks.weighed_with
             found[(Do.W, self.ranks.weighed_with[at]) if is_deferred else (Do.I, at)] += weights
         for work, begins, ends in zip(self.ranks.slices.works, (Do.L, Do.S), (Do.G, Do.T), strict=False):
@@ -206,10 +206,10 @@ class Prediction:
         return dict(found)
 
     def parts(self, work: Work) -> Parts:
-        """F, I and W; those of one work once."""
+        """Return F, I and W of each work; equal works are computed once."""
         if id(work) not in self._known:
             kernels = work.forward, work.backward, work.weights
-            # The work is kept with its seconds, so that no other one can have its id.
+            # The work is kept with its seconds, so that no other work can have its id.
             self._known[id(work)] = work, tuple(map(self.clock.seconds, kernels))  # type: ignore[assignment]
         return self._known[id(work)][1]
 
@@ -218,29 +218,29 @@ class Prediction:
         return {}
 
     def _collectives(self, work: Work) -> Parts:
-        """The seconds of tensor parallelism's collectives within F, I and W."""
+        """Return the seconds of tensor-parallel collectives within F, I and W."""
         every = work.forward, work.backward, work.weights
         alone = (self.clock.seconds(k for k in kernels if not isinstance(k, Exchange)) for kernels in every)
         return tuple(whole - part for whole, part in zip(self.parts(work), alone, strict=True))  # type: ignore[return-value]
 
     @cached_property
     def played(self) -> Played:
-        """The last of some steps."""
+        """Simulation of several steps."""
         return play(self.ranks.programs, self.rates, steps=SETTLED)
 
     @property
     def trace(self) -> Trace:
-        """The trace of the simulated step."""
+        """Trace of the simulated step."""
         return self.played.trace
 
     @property
     def seconds(self) -> float:
-        """A step, once the first ones are over."""
+        """Seconds of a step in the steady state."""
         return self.played.seconds
 
     @property
     def interval(self) -> tuple[float, float]:
-        """The seconds less and more the spread of the device's constants."""
+        """Seconds minus and plus the spread of the device's constants."""
         spread = self.device.efficiency.spread
         return self.seconds * (1.0 - spread), self.seconds * (1.0 + spread)
 
@@ -261,8 +261,8 @@ class Prediction:
 
     @cached_property
     def mfu(self) -> float:
-        """Model FLOPs utilisation: the share of the devices' peak in the compute dtype that the step's operations are,
-        recomputing not counted (`Workload.flops`)."""
+        """Model FLOPs utilization: the operations of a step as a share of the devices' peak in the compute dtype,
+        without recompute (`Workload.flops`)."""
         mesh = self.plan.mesh
         flops = self.workload.flops(self.use) * self.plan.schedule.microbatches * mesh.data
         return flops / (self.seconds * mesh.world * self.device.rate(self.use.compute))
@@ -273,15 +273,15 @@ class Prediction:
         """Return the memory of a pipeline rank between steps, then within and after each instruction of a step."""
         program = self.ranks.programs.ranks[rank]
         state, need = self.ranks.footprint(rank), self.ranks.working_memory(rank, program)
-        # What is lent for the group to read in place is not among the buffers.
+        # Buffers lent to the group for reading in place are not among the buffers.
         is_lent = self.reads_in_place and self.plan.mesh.intra > 1
         arriving = need.buffers - (0 if is_lent else need.flows)
         context = 0 if self.cluster is None else self.cluster.device.context
         rest = Held(state.parameters, state.gradients, state.optimizer, context=context)
         is_whole = self.plan.layout.gradients is Level.N
         yield rest if is_whole else rest._replace(gradients=0)
-        # A unit's sharded gradients take memory from their first reduction to the optimizer's step, which a
-        # post-validated step ends in the next one.
+        # A unit's sharded gradients take memory from their first reduction to the optimizer's step, which for a
+        # post-validated step is in the next step.
         is_there = is_whole or self.plan.post_validation
         to_come = {} if is_there else self.ranks.sharded_gradients(rank)
         rest = rest._replace(gradients=rest.gradients - sum(to_come.values()))
@@ -311,11 +311,11 @@ class Prediction:
             )
 
     def _messages(self, rank: int) -> Iterator[int]:
-        """Bytes of messages after each instruction that are in no block's work.
+        """Return the bytes of messages after each instruction that are not part of a block's work.
 
-        Room for a message is taken when its receive is posted, and kept for later ones when the microbatch's W is done.
-        Between, a received activation is what the stage's first block saves of its input, and a received gradient is
-        what its last block leaves for W. Messages of a split vocabulary are counted with its slices.
+        A message's buffer is allocated when its receive is posted, and reused after the microbatch's W. In between, a
+        received activation is the input saved by the stage's first block, and a received gradient is kept by its last
+        block for W. Messages of a split vocabulary are counted with its slices.
         """
         instructions, runs = self.ranks.programs.ranks[rank].instructions, self.ranks.runs
         forward = {(do, stage) for stage in range(1, len(runs)) for do in (Do.POST_F, Do.RECV_F)}
@@ -338,11 +338,12 @@ class Prediction:
 
     @property
     def message_bytes(self) -> int:
-        """Bytes that a stage sends for a microbatch, forward or backward."""
+        """Return the bytes that a stage sends for a microbatch, forward or backward."""
         return max((self.ranks.works[run.stop - 1].wire for run in self.ranks.runs[:-1]), default=0)
 
     def _sent(self, block: int) -> int:
-        """Bytes of a block's output that are kept for its backward because it is sent, and no block here saves it."""
+        """Return the bytes of a block's output that are kept for its backward because it is sent, and no block here
+        saves it."""
         placement = self.plan.schedule.placement
         for stage, run in enumerate(self.ranks.runs[:-1]):
             if block == run.stop - 1 and placement.rank_of(stage) != placement.rank_of(stage + 1):
@@ -350,7 +351,8 @@ class Prediction:
         return 0
 
     def _change(self, kept: Counter[str], instruction: Instruction) -> int:
-        """Add what an instruction keeps, take away what it was the last to need; what it has besides."""
+        """Add the bytes that an instruction keeps and subtract those that it was the last to need. Return its temporary
+        bytes."""
         works, is_split = self.ranks.works, len(self.ranks.runs) > 1
         do, _, of, _ = instruction
         if do is Do.F:
@@ -390,11 +392,12 @@ class Prediction:
         return next(self.held(rank))
 
     def saved(self, rank: int) -> int:
-        """Bytes of host memory that a pipeline rank keeps for saving in the background."""
+        """Return the bytes of host memory that a pipeline rank keeps for saving in the background."""
         return self.ranks.saved(rank)
 
     def margin(self, rank: int) -> int:
-        """Bytes of the device's memory that a pipeline rank leaves at its peak; below 0 where it does not fit."""
+        """Return the bytes of the device's memory that are free at a pipeline rank's peak; negative if it does not
+        fit."""
         return self.device.memory - self.peak(rank).total
 
     @property

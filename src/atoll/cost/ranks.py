@@ -1,8 +1,8 @@
-"""The programs of a plan, from a workload instead of a model: what `atoll.programs_of` gives, without torch.
+"""Programs of a plan, from a workload instead of a model: the result of `atoll.programs_of`, without torch.
 
-Each block, or each group of layers where a plan has units of several blocks, is a unit of up to three segments: what W
-makes, what I makes, and what is frozen. Parameters that the first block shares with the last are a unit of their own.
-Slices of a split vocabulary are units of one segment each, before all others.
+Each block, or each group of layers if a plan has units of several blocks, is a unit of up to three segments: gradients
+computed in W, gradients computed in I, and frozen parameters. Parameters that the first block shares with the last form
+a unit of their own. Slices of a split vocabulary are units of one segment each, before all others.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def _split(
 
 @dataclass(frozen=True)
 class Ranks:
-    """A workload that is split as a plan says, under one use of it.
+    """A workload split according to a plan, under one use of it.
 
     reads_in_place: whether the ranks of a group read each other's memory.
 
-    Raises PlanError where plan and workload do not fit.
+    Raises PlanError if plan and workload do not match.
     """
 
     workload: Workload
@@ -63,7 +63,7 @@ class Ranks:
 
     @cached_property
     def model(self) -> Workload:
-        """The workload, with its vocabulary split where the plan says so."""
+        """The workload, with its vocabulary split if the plan splits it."""
         split = self.workload.split if self.plan.vocabulary_parallel else None
         return self.workload if split is None else split(self.plan.mesh.pipeline)
 
@@ -84,7 +84,7 @@ class Ranks:
 
     @cached_property
     def first_trained(self) -> int:
-        """The first block with a backward. Slices of a vocabulary, which come before it, are trained."""
+        """The first block with a backward. Slices of a vocabulary, which precede it, are trained."""
         if self.model.vocabulary is not None:
             return 0
         trained = (at for at, work in enumerate(self._whole_works) if work.parameters > work.frozen)
@@ -136,11 +136,11 @@ class Ranks:
         options = {"residency": plan.residency, "room": plan.resident, "reduction": plan.reduction}
         return lower(self.computed, sizes=self.sizes, slices=self.slices.resident, **options)
 
-    # ---- what a rank stores
+    # ---- stored state
 
     @property
     def _shared(self) -> int:
-        """Elements that both ends have in common, of one rank of a tensor-parallel group."""
+        """Number of elements that both ends share, on one rank of a tensor-parallel group."""
         return -(-self.model.shared // self.use.tensor)
 
     @property
@@ -150,9 +150,9 @@ class Ranks:
 
     @cached_property
     def units(self) -> Mapping[int, tuple[int, ...]]:
-        """The blocks of each unit; blocks without parameters of their own are in none.
+        """Blocks of each unit; blocks without parameters of their own are in none.
 
-        Up to `plan.unit` layers that follow each other in a stage are together.
+        Up to `plan.unit` consecutive layers of a stage are together.
         """
         groups: list[list[int]] = []
         layers, together = self.model.layers, self.plan.unit
@@ -188,13 +188,13 @@ class Ranks:
         return (*shared, self.unit_of[block]) if block in self.unit_of else shared
 
     def blocks_of(self, rank: int) -> list[int]:
-        """The blocks of a pipeline rank, in the model's order."""
+        """Return the blocks of a pipeline rank, in the model's order."""
         return sorted(at for stage in self.stages_of(rank) for at in self.runs[stage])
 
     def segments(self, rank: int) -> dict[int, tuple[SegmentShape, ...]]:
         """Return the segments of each unit of a pipeline rank, in the model's order: of W, of I, and frozen.
 
-        Without a pipeline nobody waits for I, which makes all gradients.
+        Without a pipeline no rank waits for I, which computes all gradients.
         """
         is_split, last, shared = len(self.runs) > 1, len(self.works) - 1, self._shared
         own = self.blocks_of(rank)
@@ -225,27 +225,28 @@ class Ranks:
         return SegmentShape(own, phases, self.plan.precision.compute)  # type: ignore[arg-type]
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages of a pipeline rank."""
+        """Return the stages of a pipeline rank."""
         return tuple(self.plan.schedule.placement.stages_of(rank))
 
     def place(self, rank: int) -> Place:
-        """The first place in the mesh of a pipeline rank; all others with it hold as much, but for padding."""
+        """Return the first place in the mesh of a pipeline rank; its other places hold equally many bytes, apart from
+        padding."""
         return Place(self.plan.mesh, pp=rank, inter=0, intra=0, tp=0)
 
     def footprint(self, rank: int, *, states: int | None = None) -> Footprint:
-        """Bytes of the state that a pipeline rank holds; `states` as in `atoll.layouts.footprint`."""
+        """Return the bytes of the state of a pipeline rank; `states` as in `atoll.layouts.footprint`."""
         own = [segment for segments in self.segments(rank).values() for segment in segments]
         return footprint(own, self.plan.sharding(self.place(rank)), states=states)
 
     def saved(self, rank: int) -> int:
-        """Bytes that a pipeline rank writes of a checkpoint, and keeps a copy of in host memory when it saves in the
+        """Return the bytes of a checkpoint that a pipeline rank writes, and copies to host memory when it saves in the
         background: masters and the optimizer's state, divided by all ranks that hold them."""
         own = [segment for segments in self.segments(rank).values() for segment in segments]
         found = footprint(own, replace(self.plan, layout=Layout("GGG")).sharding(self.place(rank)))
         return found.parameters + found.optimizer
 
     def sharded_gradients(self, rank: int) -> dict[tuple[int, Phase | None], int]:
-        """Bytes of a pipeline rank's gradients where they rest, by unit and by the phase that makes them."""
+        """Return the bytes of a pipeline rank's sharded gradients, by unit and by the phase that computes them."""
         sharding = self.plan.sharding(self.place(rank))
         found: Counter[tuple[int, Phase | None]] = Counter()
         for unit, segments in self.segments(rank).items():
@@ -311,7 +312,7 @@ class Ranks:
 
     @cached_property
     def programs(self) -> Programs:
-        """The programs of all pipeline ranks for a step."""
+        """Return the programs of all pipeline ranks for a step."""
         each = [self._program(rank) for rank in range(self.plan.mesh.pipeline)]
         return Programs(self.plan.schedule.placement, tuple(each))
 

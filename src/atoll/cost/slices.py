@@ -22,7 +22,8 @@ At = tuple[Do, int]
 
 @dataclass(frozen=True)
 class Slices:
-    """Slices of the vocabulary on the pipeline ranks of a plan, under one use. A vocabulary that is whole has none."""
+    """Slices of the vocabulary on the pipeline ranks of a plan, under one use. Empty for a vocabulary that is not
+    split."""
 
     plan: Plan
     use: Use
@@ -34,7 +35,7 @@ class Slices:
 
     @property
     def units(self) -> tuple[int, int] | tuple[None, None]:
-        """Units of embedding and head; the same one if they are tied. They precede all other units."""
+        """Units of embedding and head; a single unit if they are tied. They precede all other units."""
         return None, None
 
     def elements(self, rank: int) -> tuple[int, ...]:
@@ -42,7 +43,7 @@ class Slices:
         return ()
 
     def insert(self, costs: Sequence[float]) -> Schedule:
-        """The plan's schedule with L, S, T and G. costs: of the blocks, as in `Workload`."""
+        """Return the plan's schedule with L, S, T and G. costs: of the blocks, as in `Workload`."""
         return self.plan.schedule
 
     @property
@@ -51,11 +52,12 @@ class Slices:
         return None
 
     def freed(self, row: Sequence[Action], sizes: Mapping[int, float]) -> frozenset[Action] | None:
-        """Look-ups and scores of a compute-only row after which a slice is freed. sizes: bytes of the rank's stages."""
+        """Return the look-ups and scores of a list of compute actions after which a slice is freed. sizes: bytes of the
+        rank's stages."""
         return None
 
     def sent(self, rank: int) -> Mapping[At, float]:
-        """Bytes that a pipeline rank sends to slices and from its own."""
+        """Return the bytes that a pipeline rank sends to slices and from its own."""
         return {}
 
     def held(self, rank: int) -> Mapping[At, Counter[str]]:
@@ -66,7 +68,7 @@ class Slices:
 
 @dataclass(frozen=True)
 class VocabularySlices(Slices):
-    """Slices of a vocabulary that is split. The largest one stands for all of them, but for `elements`."""
+    """Slices of a split vocabulary. The largest one represents all of them, except in `elements`."""
 
     vocabulary: Vocabulary
 
@@ -104,7 +106,7 @@ class VocabularySlices(Slices):
 
     @property
     def _rows(self) -> int:
-        """Rows of the largest slice."""
+        """Number of rows of the largest slice."""
         mesh = self.plan.mesh
         return -(-self.vocabulary.rows // (mesh.pipeline * mesh.tensor))
 
@@ -135,7 +137,7 @@ class VocabularySlices(Slices):
 
     @property
     def copies(self) -> int:
-        """Messages by which an end gives all slices the same: one for each other rank."""
+        """Number of messages by which an end gives all slices the same: one for each other rank."""
         return self._others
 
     def sent(self, rank: int) -> dict[At, float]:

@@ -1,4 +1,4 @@
-"""A prediction as plain values: what `atoll predict --json` prints, and what a run records beside its measurement."""
+"""A prediction as plain values: the output of `atoll predict --json`, which a run records beside its measurements."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from atoll.cost.prediction import Held, Prediction
 
 
 def summary(prediction: Prediction) -> dict[str, Any]:
-    """The JSON object that docs/cli.md documents. Without a cluster what takes seconds, and what fits, is null."""
+    """Return the JSON object documented in docs/cli.md. Without a cluster, seconds and fits are null."""
     plan = prediction.plan
     ranks = range(plan.mesh.pipeline)
     is_timed = prediction.cluster is not None
@@ -42,7 +42,7 @@ def summary(prediction: Prediction) -> dict[str, Any]:
 
 
 def bytes_of(held: Held) -> dict[str, int]:
-    """Bytes by component, and their total."""
+    """Return bytes by component, and their total."""
     return {**held._asdict(), "total": held.total}
 
 

@@ -1,8 +1,8 @@
-"""Transformers by formula: what a layer, the embedding and the head compute and keep.
+"""Formulas for transformers: operations and saved activations of a layer, the embedding and the head.
 
-Norms, activations, biases with dropout and the softmax of eager attention are a kernel each, which reads its inputs and
-writes its output once. Activations that are kept follow Korthikanti et al. (arXiv 2205.05198), for GPT with dropout
-34 s b h + 5 a s² b bytes a layer, where an `Implementation` does not say otherwise.
+Norms, activations, biases with dropout and the softmax of eager attention are one kernel each, which reads its inputs
+and writes its output once. Saved activations follow Korthikanti et al. (arXiv 2205.05198), 34 s b h + 5 a s² b bytes
+per layer for GPT with dropout, unless an `Implementation` differs.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from atoll.cost.work import BlockOf, Saved, Use, Vocabulary, Work, Workload
 from atoll.errors import ConfigError
 
 ALIGNED, UNALIGNED = 16, 1 / 16
-"""Bytes at multiples of which a head has to begin for tensor cores to take Megatron's products of heads, and the share
-of the rate that is left elsewhere: that of BLOOM's steps with heads of 108 and of 150 elements, on A100 in 2022."""
+"""Alignment in bytes of a head for which tensor cores take Megatron's products of heads, and the factor of the rate for
+other heads: that of BLOOM's steps with heads of 108 and of 150 elements, on A100 in 2022."""
 
 FLASH_BACKWARD = 2.5
-"""Operations of fused attention's backward over its forward's: five products, where the forward has two."""
+"""Ratio of operations of fused attention's backward to its forward: five products to two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,12 +35,12 @@ class Transformer:
     products, as SwiGLU.  norm: parameters of a norm, an element of the hidden size.  biases: whether
     linear layers have them, or "qkv" for those of queries, keys and values alone.  positions: rows of a learned
     embedding of positions.  rotary: positions rotate queries and keys.
-    head_norms: whether queries and keys are normalised, each head by itself.
-    order: "pre" normalises before attention and before the feed-forward, "post" their sums with the residual;
+    head_norms: whether queries and keys are normalized per head.
+    order: "pre" normalizes before attention and before the feed-forward, "post" their sums with the residual;
     "parallel" adds both to the same residual.
-    types: rows of an embedding of token types, behind which the embedding is normalised.
+    types: rows of an embedding of token types, which is followed by a norm.
     transform: whether the head has a linear layer, an activation and a norm, and biases, instead of a norm alone.
-    pooled: whether a second head takes a pooled token to two classes.
+    pooled: whether a second head maps a pooled token to two classes.
     """
 
     name: str = "transformer"
@@ -69,7 +69,7 @@ class Transformer:
     @staticmethod
     def gpt(*, layers: int, hidden: int, heads: int, vocabulary: int, positions: int, ffn: int | None = None,
             dropout: bool = True) -> Transformer:  # fmt: skip
-        """GPT-2 and GPT-3: layer norms, biases, GELU, learned positions, tied ends."""
+        """Return GPT-2 or GPT-3: layer norms, biases, GELU, learned positions, tied ends."""
         return Transformer(
             name="gpt",
             layers=layers,
@@ -85,7 +85,7 @@ class Transformer:
     @staticmethod
     def llama(*, layers: int, hidden: int, heads: int, ffn: int, vocabulary: int, kv_heads: int | None = None,
               width: int | None = None, tied: bool = False) -> Transformer:  # fmt: skip
-        """Llama and its kin: root mean square norms, SwiGLU, rotary positions, no biases."""
+        """Return Llama or a similar model: root mean square norms, SwiGLU, rotary positions, no biases."""
         return Transformer(
             name="llama",
             layers=layers,
@@ -105,7 +105,7 @@ class Transformer:
     @staticmethod
     def decoder(*, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocabulary: int, tied: bool = False,
                 dropout: bool = False, on_cpu: bool = False) -> Transformer:  # fmt: skip
-        """Atoll's own decoder, as its code saves it on CUDA or on the CPU."""
+        """Return Atoll's own decoder, with the tensors that its code saves on CUDA or on the CPU."""
         sizes = Transformer.llama(
             layers=layers, hidden=hidden, heads=heads, ffn=ffn, vocabulary=vocabulary, kv_heads=kv_heads, tied=tied
         )
@@ -115,8 +115,8 @@ class Transformer:
     @staticmethod
     def bert(*, layers: int, hidden: int, heads: int, vocabulary: int, positions: int,
              ffn: int | None = None) -> Transformer:  # fmt: skip
-        """BERT as in Megatron-LM: a GPT whose attention is not causal, with a transform before the logits and a second
-        head that tells whether two sentences follow each other."""
+        """Return BERT as in Megatron-LM: a GPT with attention in both directions, a transform before the logits, and a
+        second head that predicts whether two sentences follow each other."""
         decoder = Transformer.gpt(
             layers=layers, hidden=hidden, heads=heads, vocabulary=vocabulary, positions=positions, ffn=ffn
         )
@@ -124,39 +124,39 @@ class Transformer:
 
     @property
     def queries(self) -> int:
-        """Elements of a token's queries."""
+        """Number of elements of a token's queries."""
         return self.heads * self.head_width
 
     @property
     def keys(self) -> int:
-        """Elements of a token's keys, and of its values."""
+        """Number of elements of a token's keys, and of its values."""
         return (self.heads if self.kv_heads is None else self.kv_heads) * self.head_width
 
     @property
     def head_width(self) -> int:
-        """Elements of a head."""
+        """Number of elements of a head."""
         return self.hidden // self.heads if self.width is None else self.width
 
     @property
     def up(self) -> int:
-        """Outputs of the first part of the feed-forward."""
+        """Number of outputs of the first part of the feed-forward."""
         return self.ffn * (2 if self.gated else 1)
 
     @property
     def workload(self) -> Workload:
-        """Embedding, layers, head."""
+        """Return the workload: embedding, layers, head."""
         shared = self.vocabulary * self.hidden if self.tied else 0
         whole = self._around_layers(Embedding("embedding", self), Head("head", self), self.vocabulary)
         return replace(whole, shared=shared, split=self.split)
 
     def split(self, ranks: int) -> Workload:
-        """The same, with a vocabulary whose rows are split over so many pipeline ranks."""
+        """Return the same with a vocabulary whose rows are split over so many pipeline ranks."""
         rest = self._around_layers(LookedUp("embedding", self, ranks), Scored("head", self, ranks), 0)
         slices = EmbeddingSlice("embedding's rows", self, ranks), HeadSlice("head's rows", self, ranks)
         return replace(rest, vocabulary=Vocabulary(self.vocabulary, *slices, is_tied=self.tied))
 
     def _around_layers(self, first: BlockOf, last: BlockOf, rows: int) -> Workload:
-        """Layers between two ends. rows: of the head that its block multiplies by."""
+        """Return the workload of layers between two ends. rows: of the head that its block multiplies by."""
         layers = [TransformerLayer(f"layers.{at}", self) for at in range(self.layers)]
         head = rows * self.hidden + (self.hidden**2 if self.transform else 0)
         costs = (0.0, *[3.0 * layers[0].matrices] * self.layers, 3.0 * head)
@@ -164,7 +164,7 @@ class Transformer:
 
     @property
     def parameters(self) -> int:
-        """Parameters of the whole model; tied ends count once."""
+        """Number of parameters of the whole model; tied ends count once."""
         return self.workload.parameters
 
 
@@ -225,18 +225,18 @@ class TransformerLayer:
         )
 
     def parameters(self, tensor: int) -> int:
-        """Elements of one rank of a tensor-parallel group."""
+        """Return the number of elements on one rank of a tensor-parallel group."""
         s = self.sizes
         split = {True: s.queries + 2 * s.keys + s.up, "qkv": s.queries + 2 * s.keys, False: 0}[s.biases]
         whole = 2 * s.hidden if s.biases is True else 0
-        if self._is_gathered:  # the biases of all linear layers go with their outputs
+        if self._is_gathered:  # the biases of all linear layers are split with their outputs
             split, whole = split + whole, 0
         norms = 2 * s.norm * (s.hidden + (s.head_width if s.head_norms else 0))
         return -(-(self.matrices + split) // tensor) + whole + norms
 
     @property
     def matrices(self) -> int:
-        """Elements of the linear layers' weights."""
+        """Number of elements of the linear layers' weights."""
         s = self.sizes
         return s.hidden * (s.queries + 2 * s.keys) + s.queries * s.hidden + s.hidden * s.up + s.ffn * s.hidden
 
@@ -266,16 +266,17 @@ class TransformerLayer:
         return self.sizes.implementation.splits == "gathered"
 
     def _inside(self, use: Use) -> int:
-        """Over how many ranks heads and the feed-forward's width are split, between the linear layers."""
+        """Return the number of ranks over which heads and the feed-forward's width are split, between the linear
+        layers."""
         return 1 if self._is_gathered else use.tensor
 
     def _multiply(self, use: Use, name: str) -> Iterator[Kernel]:
-        """A linear layer, forward."""
+        """Return the kernels of a linear layer's forward."""
         yield self._products(use)[name]
         yield from self._exchange(use, "all-gather", self._linear[name][1])
 
     def _multiply_back(self, use: Use, name: str) -> Iterator[Kernel]:
-        """The gradient of a linear layer's input."""
+        """Return the kernels of the gradient of a linear layer's input."""
         yield self._products(use)[name].swapped
         yield from self._exchange(use, "all-reduce", self._linear[name][0])
 
@@ -284,7 +285,7 @@ class TransformerLayer:
             yield Exchange(kind, use.tokens * width * use.item)
 
     def _scores(self, use: Use) -> Iterator[Kernel]:
-        """Attention between its two linear layers, forward."""
+        """Return the kernels of attention between its two linear layers, forward."""
         s, i = self.sizes, use.item
         heads, length = use.samples * s.heads // self._inside(use), use.sequence
         if use.attention == "flash":
@@ -303,9 +304,9 @@ class TransformerLayer:
         yield Product(length, length, s.head_width, heads, share)
 
     def _softmax(self, scores: int, heads: int, item: int) -> Pass:
-        """Scaled, masked scores and their softmax. Megatron has a kernel for all of it where samples times heads are a
-        multiple of four (`FusedScaleMaskSoftmax.is_kernel_available`); else it casts, scales, masks, divides and casts
-        back, in fp32."""
+        """Return the kernels of scaled, masked scores and their softmax. Megatron fuses all of it if samples times
+        heads are a multiple of four (`FusedScaleMaskSoftmax.is_kernel_available`); otherwise it casts, scales, masks,
+        divides and casts back, in fp32."""
         is_fused = self.sizes.implementation.runtime != "megatron" or heads % 4 == 0
         return Pass(2.0 * item * scores) if is_fused else Pass((2.0 * item + 32.0) * scores, 5)
 
@@ -331,7 +332,7 @@ class TransformerLayer:
         yield Pass(3.0 * i * hidden + masks)
 
     def _backward(self, use: Use) -> Iterator[Kernel]:
-        """I: the gradients of what comes in."""
+        """Return the kernels of I, the gradients of the inputs."""
         s, i, tokens = self.sizes, use.item, use.tokens
         hidden = tokens * s.hidden // use.parts
         masks = hidden if s.dropout else 0
@@ -368,7 +369,8 @@ class TransformerLayer:
                     yield Pass(kernel.nbytes + i * scores, kernel.kernels)
 
     def _enter(self, use: Use) -> Iterator[Kernel]:
-        """The hidden state comes to modules split by outputs; in the backward, to those split by inputs."""
+        """Return the traffic of the hidden state at modules split by outputs; in the backward, at those split by
+        inputs."""
         if self._inside(use) > 1 and use.sequence_parallel:
             yield Exchange("all-gather", use.tokens * self.sizes.hidden * use.item)
 
@@ -378,10 +380,10 @@ class TransformerLayer:
             kind = "reduce-scatter" if use.sequence_parallel else "all-reduce"
             yield Exchange(kind, use.tokens * self.sizes.hidden * use.item)  # type: ignore[arg-type]
 
-    # ---- what is kept
+    # ---- saved tensors
 
     def _saved(self, use: Use) -> Iterator[Saved]:
-        """The input, which the runtime keeps, and what the kernels save."""
+        """Return the input, which the runtime keeps, and the tensors saved by the kernels."""
         s, i, tokens, t = self.sizes, use.item, use.tokens, self._inside(use)
         hidden = tokens * s.hidden // use.parts
         norm = partial(s.implementation.saved_by_norm, use)
@@ -406,7 +408,7 @@ class TransformerLayer:
             yield from norm("last norm", hidden, s.hidden, is_kept=False)
 
     def _saved_by_attention(self, use: Use) -> Iterator[Saved]:
-        """Between its two linear layers."""
+        """Return the tensors saved between the two linear layers of attention."""
         s, i, tokens, t = self.sizes, use.item, use.tokens, self._inside(use)
         how, is_eager = s.implementation, use.attention == "eager"
         if s.head_norms:
@@ -418,7 +420,7 @@ class TransformerLayer:
         yield Saved("queries and keys", i * tokens * (s.queries + keys) // t, "I")
         values = s.queries + 2 * s.keys if self._is_slice(use) else keys
         yield Saved("values", i * tokens * values // t, "I")
-        # Kernels that write as queries lie: head by head it takes a copy to go on.
+        # Kernels write in the queries' memory order: head by head, the output is copied.
         if how.heads == "outer" and not is_eager and (i < 4 or how.copies == "all"):
             yield Saved("attention's output", i * tokens * s.queries // t, "I")
         scores = use.samples * s.heads // t * use.sequence**2
@@ -433,7 +435,8 @@ class TransformerLayer:
             yield Saved("dropped softmax", i * scores, "I")
 
     def _outputs(self, use: Use) -> tuple[Saved, ...]:
-        """What the products of linear layers give; what else is saved under the same name is the same tensor."""
+        """Return the outputs of the products of linear layers; another saved tensor of the same name is the same
+        tensor."""
         s, i, tokens, t = self.sizes, use.item, use.tokens, self._inside(use)
         if use.tensor > t:  # parts are kept, and gathered again
             products = self._products(use).items()
@@ -457,14 +460,14 @@ class TransformerLayer:
         )
 
     def _is_copied(self, use: Use) -> bool:
-        """True if attention saves copies: eager attention, whose product takes samples and heads that lie side by
-        side."""
+        """True if attention saves copies: eager attention, whose product needs samples and heads to be adjacent in
+        memory."""
         s = self.sizes
         is_repeated = s.implementation.repeats_keys and s.queries != s.keys
         return use.attention == "eager" and (use.samples > 1 or is_repeated)
 
     def _is_slice(self, use: Use) -> bool:
-        """Return True if values are a part of a larger product, all of which is saved with them."""
+        """Return True if values are a part of a larger product, which is saved as a whole."""
         return self.sizes.implementation.is_fused and self.sizes.rotary and not self._is_copied(use)
 
     def _gradients(self, use: Use) -> tuple[Saved, ...]:
@@ -474,7 +477,7 @@ class TransformerLayer:
         return (
             Saved("down's gradient", i * tokens * s.hidden // use.parts, "W"),
             Saved("up's gradient", i * tokens * s.up // t, "W"),
-            # Of two branches from one residual the gradients are one tensor.
+            # The gradients of two branches from one residual are one tensor.
             *(() if s.order == "parallel" else out),
             Saved("qkv's gradient", i * tokens * (s.queries + 2 * s.keys) // t, "W"),
         )

@@ -1,7 +1,8 @@
-"""A vocabulary whose rows are split over the ranks of a pipeline, by formula: the slices, and what the ends still do.
+"""Formulas for a vocabulary whose rows are split over the ranks of a pipeline: the slices, and the work left at the
+ends.
 
-`atoll.runtime.vocabulary` runs it so. Sums and losses are in fp32, or in fp64 for fp64. Labels are taken to be spread
-evenly over the slices.
+`atoll.runtime.vocabulary` executes it. Sums and losses are in fp32, or in fp64 for fp64. Labels are assumed to be
+spread evenly over the slices.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class _Part:
 
 
 class LookedUp(_Part):
-    """The embedding's block: adds up what the slices have looked up."""
+    """Block of the embedding: adds the rows looked up by the slices."""
 
     def work(self, use: Use) -> Work:
         """See `Work`."""
@@ -36,19 +37,19 @@ class LookedUp(_Part):
         added: list[Kernel] = [Pass(3.0 * whole * (self.ranks - 1), self.ranks - 1)]
         if use.tensor > 1:
             added.append(Exchange("all-reduce", whole))
-        # What is added to the rows is kept by the next block as its input, and the rows besides, for another forward.
+        # The sum is kept by the next block as its input, and the rows for another forward.
         rows = (Saved("tokens' rows", whole, "I"),) if rest.forward else ()
         return replace(rest, forward=(*added, *rest.forward), saved=(*rows, *rest.saved))
 
 
 class Scored(_Part):
-    """The head's block: combines what the slices have scored, in its I. The head's input is kept by the slice."""
+    """Block of the head: combines the slices' scores, in its I. The slice keeps the head's input."""
 
     def work(self, use: Use) -> Work:
         """See `Work`."""
         before = Head(self.name, self.sizes).without_logits(use)
         i, precise, hidden = use.item, _precise(use), use.tokens * self.sizes.hidden
-        # Each answer is cast, then scaled and added to the gradient; rows of labels are taken off it once.
+        # Each answer is cast, then scaled and added to the gradient; rows of labels are subtracted once.
         each = (i + precise) * (precise > i) + 3 * precise
         combined: list[Kernel] = [Pass(float(hidden * (self.ranks * each + 8 * precise + i)), 10 * (self.ranks + 1))]
         if use.tensor > 1:
@@ -85,7 +86,7 @@ class EmbeddingSlice(_Part):
 class HeadSlice(_Part):
     """The largest slice of the head. F and W are S and T.
 
-    S multiplies twice, for the logits and for their part of the hidden state's gradient; T once.
+    S multiplies twice, for the logits and for their part of the hidden state's gradient; T multiplies once.
     """
 
     def work(self, use: Use) -> Work:
@@ -96,7 +97,7 @@ class HeadSlice(_Part):
         logits = tokens * rows
         cast = (i + precise) * (precise > i)
         answer = i * s.hidden * (tokens + -(-tokens // (self.ranks * use.tensor)))
-        # Largest, difference, exponentials, sum, quotient: eight times through the logits, and a cast on either side.
+        # Maximum, difference, exponentials, sum, quotient: eight passes over the logits, and a cast before and after.
         scored = Pass(float((8 * precise + 2 * cast) * logits), 12)
         learnt = Pass(float((2 * precise + 2 * cast) * logits), 8)
         # In half precisions S holds the logits and two copies of them in fp32; T holds two copies of their gradient, or

@@ -1,8 +1,7 @@
 """A workload: the work of a model's blocks on a device.
 
-A `Use` says how it is run, and a block answers with its `Work` under that use: parameters, kernels of F, I and W, bytes
-that stay from one to the other, and bytes on the wire. Blocks are those of a model's adapter, embedding and head
-included.
+A `Use` describes how the model is executed, and a block returns its `Work` under that use: parameters, kernels of F, I
+and W, bytes kept between them, and bytes sent. Blocks are those of a model's adapter, including embedding and head.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class Use:
     samples, sequence: of one microbatch.  tensor: ranks of a tensor-parallel group.  compute: torch's name of the dtype
     of activations.  recompute: as `Plan` has it.  attention: "eager" writes all scores to memory, "flash" none of them.
     loss: "eager" keeps the logits in compute and in fp32, "fused" once.
-    chunks: parts in which the loss is computed one after the other, each with its own part of the logits.
+    chunks: number of parts in which the loss is computed, each with its own part of the logits.
     """
 
     samples: int
@@ -40,7 +39,7 @@ class Use:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a microbatch."""
+        """Number of tokens of a microbatch."""
         return self.samples * self.sequence
 
     @property
@@ -50,13 +49,13 @@ class Use:
 
     @property
     def parts(self) -> int:
-        """Ranks over which what lies between the split modules is spread."""
+        """Number of ranks over which tensors between the split modules are divided."""
         return self.tensor if self.sequence_parallel else 1
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A tensor that is saved for the backward. until: what needs it last, the loss's backward or the block's I or W."""
+    """A tensor that is saved for the backward. until: its last use, the loss's backward or the block's I or W."""
 
     name: str
     nbytes: int
@@ -67,13 +66,13 @@ class Saved:
 class Work:
     """Work of one block for one microbatch on one rank.
 
-    parameters: elements of a rank.  matrices: those of them whose gradients W makes where the backward is split.
+    parameters: elements on a rank.  matrices: those whose gradients W computes in a split backward.
     frozen: those that are not trained.
     forward, backward, weights: kernels of F, of I and of W. Recomputing is part of `backward`.
-    saved: from F on.  pending: what I makes and W needs, gradients of outputs of linear layers.
-    again: what a recomputed forward saves within the block's I.  peak: bytes that come and go within an operation.
-    loss: bytes that come and go in the loss's backward, before the block's I.
-    wire: bytes of the output, where the next block is on another stage.
+    saved: from F on.  pending: computed by I for W, the gradients of outputs of linear layers.
+    again: saved by a recomputed forward within the block's I.  peak: temporary bytes within an operation.
+    loss: temporary bytes in the loss's backward, before the block's I.
+    wire: bytes of the output, sent if the next block is on another stage.
     """
 
     parameters: int
@@ -91,17 +90,17 @@ class Work:
 
     @property
     def kept(self) -> int:
-        """Bytes from F to I."""
+        """Bytes kept from F to I."""
         return sum(each.nbytes for each in self.saved)
 
     @property
     def kept_for_loss(self) -> int:
-        """The part that is freed after the loss's backward."""
+        """Part of them that is freed after the loss's backward."""
         return sum(each.nbytes for each in self.saved if each.until == "loss")
 
     @property
     def kept_for_weights(self) -> int:
-        """Bytes from I to W."""
+        """Bytes kept from I to W."""
         return sum(each.nbytes for each in (*self.saved, *self.again, *self.pending) if each.until == "W")
 
 
@@ -110,15 +109,15 @@ class BlockOf(Protocol):
 
     @property
     def name(self) -> str:
-        """In the model."""
+        """Name in the model."""
 
     def work(self, use: Use) -> Work:
-        """Under a use."""
+        """Return the work under a use."""
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The rows of embedding and head, where they are split over the ranks of a pipeline and belong to no block.
+    """Rows of embedding and head, if they are split over the ranks of a pipeline and belong to no block.
 
     rows: of each table, one for each id.  embedding, head: the largest slice of each. Their F and W are L and G, and S
     and T; they have no I.  is_tied: whether one table is both.
@@ -134,12 +133,12 @@ class Vocabulary:
 class Workload:
     """A model: its blocks in order.
 
-    layers: which of them are layers.  shared: elements that the first block and the last have in common.
+    layers: the blocks that are layers.  shared: elements that the first block and the last share.
     trains_shared: whether these are trained.
-    joined: blocks that stay on the stage of the block before them.  costs: of each block, the multiplications that a
-    token asks of its parameters, by which stages are made even; three for each element of `matrices` if not given.
-    vocabulary: the rows that each pipeline rank has a slice of, if they are split.  split: returns the same model with
-    its vocabulary split over a number of pipeline ranks; None where the costs of that are not known.
+    joined: blocks that stay on the stage of the block before them.  costs: for each block, the multiplications of a
+    token with its parameters, by which stages are balanced; by default three for each element of `matrices`.
+    vocabulary: the rows of which each pipeline rank has a slice, if they are split.  split: returns the same model with
+    its vocabulary split over a number of pipeline ranks; None if those costs are unknown.
     """
 
     name: str
@@ -154,17 +153,16 @@ class Workload:
 
     @property
     def parameters(self) -> int:
-        """Elements of all blocks; shared ones once. Those of a split vocabulary are not counted."""
+        """Number of elements of all blocks; shared ones count once. Those of a split vocabulary are not counted."""
         use = Use(samples=1, sequence=1)
         return sum(block.work(use).parameters for block in self.blocks) - self.shared
 
     def flops(self, use: Use) -> float:
-        """Operations of one microbatch, forward and backward, with nothing computed twice: what MFU counts.
+        """Operations of one microbatch, forward and backward, without recompute: the count of MFU.
 
-        All products of matrices, all scores of attention among them, masked or not: for a decoder of N parameters in
-        matrices, l layers and hidden size h that is 6 N + 12 l h s a token at sequence length s (PaLM, arXiv
-        2204.02311, appendix B). The head's matrix is one of N's, the embedding's rows are not. A frozen matrix asks for
-        no gradient.
+        All products of matrices and all scores of attention, masked or not: for a decoder of N parameters in matrices,
+        l layers and hidden size h that is 6 N + 12 l h s per token at sequence length s (PaLM, arXiv 2204.02311,
+        appendix B). The head's matrix is part of N, the embedding's rows are not. A frozen matrix needs no gradient.
         """
         plain = replace(
             use, tensor=1, sequence_parallel=False, recompute="none", attention="eager", loss="eager", chunks=1

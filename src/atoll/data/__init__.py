@@ -1,5 +1,4 @@
-"""Text to token arrays, and the order of samples. Does not import torch, except for `loader`, which is loaded when
-it is first read."""
+"""Conversion of text to token arrays, and the order of samples. Imports torch only for `loader`, on first access."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Files of a token cache that are compared with their digests where they are read, block by block.
+"""Files of a token cache that are verified block by block when they are read.
 
     <cache>/<key>/manifest.json    {"content": {"version": 1, "block": 65536, "files": {"train.npy": [bytes, digests]}},
                                     "digest": that of the content}
 
-`digests` has 16 hexadecimal digits of XXH3 for each block, one after the other. Samples are read in a random order, so
-a block is checked when a sample of it is taken for the first time: a whole epoch then reads each byte once more.
+`digests` has 16 hexadecimal digits of XXH3 per block, concatenated. Samples are read in random order, so a block is
+verified when its first sample is read: over an epoch, each byte is read once more.
 """
 
 from __future__ import annotations
@@ -25,19 +25,21 @@ from atoll.errors import DataError
 MANIFEST = "manifest.json"
 VERSION = 1
 BLOCK = 1 << 16
-"""Bytes that have one digest: little more than a sample is read to check it, and 16 digits of 65,536 bytes are few."""
+"""Number of bytes with one digest. Verifying a sample reads little more than the sample, and 16 digits are few."""
 
 MARK = "damaged"
-"""The file that says what damage a run has met."""
+"""File in which a run records the damage that it has found."""
 
 _DIGITS = 16
 
 
 class DamagedCorpusError(DataError):
-    """A token cache that does not hold what was written. reason: which file, and what is wrong with it."""
+    """A token cache whose content differs from what was written. reason: the file and its fault."""
 
     def __init__(self, folder: Path, reason: object) -> None:
-        super().__init__(f"{folder}: this cached corpus is damaged ({reason}); start again: the next run makes it anew")
+        super().__init__(
+            f"{folder}: this cached corpus is damaged ({reason}); start again: the next run creates it again"
+        )
         self.reason = reason
 
 
@@ -61,11 +63,11 @@ class Blocks:
         return cls({name: (int(size), str(digests)) for name, (size, digests) in content["files"].items()})
 
     def encode(self) -> bytes:
-        """The content of the manifest."""
+        """Return the content of the manifest."""
         return seal({"version": VERSION, "block": BLOCK, "files": dict(self.files)})
 
     def open(self, path: Path, *, marks: bool = False) -> CheckedFile:
-        """A file of the folder. Raises DamagedCorpusError if it has another length.
+        """Open a file of the folder. Raises DamagedCorpusError if its length differs.
 
         marks: see `CheckedFile`.
         """
@@ -74,9 +76,9 @@ class Blocks:
 
 
 class CheckedFile:
-    """A file in memory maps, whose blocks are compared with their digests before they are given out.
+    """A memory-mapped file whose blocks are verified before they are returned.
 
-    marks: whether damage that is found is noted in the folder, so that who opens it next knows before reading so far.
+    marks: whether damage is recorded in the folder, so that the next reader detects it when it opens the file.
     """
 
     def __init__(self, path: Path, size: int, digests: str, *, marks: bool = False) -> None:
@@ -92,7 +94,7 @@ class CheckedFile:
         self._is_checked = np.zeros(-(-size // BLOCK), dtype=np.bool_)
 
     def check(self, blocks: NDArray[np.integer[Any]] | None = None) -> None:
-        """Raise DataError unless these blocks, or all, are as they were written."""
+        """Raise DataError unless these blocks, or all, match their digests."""
         wanted = np.arange(len(self._is_checked)) if blocks is None else blocks
         if self._is_checked[wanted].all():
             return
@@ -103,14 +105,14 @@ class CheckedFile:
             self._is_checked[block] = True
 
     def read(self) -> bytes:
-        """All of it."""
+        """Return the whole content."""
         self.check()
         return self._bytes.tobytes()
 
     def _damage(self, words: str) -> DamagedCorpusError:
         reason = f"{self.path.name}: {words}"
         if self._marks:
-            with suppress(OSError):  # a cache that may only be read
+            with suppress(OSError):  # a read-only cache
                 (self.path.parent / MARK).write_text(reason, encoding="utf-8")
         return DamagedCorpusError(self.path.parent, reason)
 
@@ -120,14 +122,14 @@ TOKENS: tuple[type[np.unsignedinteger[Any]], ...] = (np.uint16, np.uint32)
 
 
 class CheckedTokens:
-    """A read-only array of tokens in an .npy file, a part of which is checked when it is taken.
+    """A read-only array of tokens in an .npy file. Each part is verified when it is read.
 
-    kinds: the types that its elements may have.
+    kinds: allowed types of its elements.
     """
 
     def __init__(self, file: CheckedFile, kinds: tuple[type[np.unsignedinteger[Any]], ...] = TOKENS) -> None:
         self._file = file
-        file.check(np.zeros(1, dtype=np.int64))  # the header, before numpy reads it
+        file.check(np.zeros(1, dtype=np.int64))  # verify the header before numpy reads it
         is_empty = file.path.stat().st_size <= 128  # an empty array cannot be mapped
         try:
             self._array: NDArray[np.integer[Any]] = np.load(
@@ -141,7 +143,7 @@ class CheckedTokens:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The dtype of the elements."""
+        """Dtype of the elements."""
         return self._array.dtype
 
     def __len__(self) -> int:
@@ -162,7 +164,7 @@ class CheckedTokens:
         return array
 
     def _block_of(self, at: NDArray[np.integer[Any]]) -> NDArray[np.integer[Any]]:
-        """The blocks of elements; none has an element in part, since header and blocks are multiples of its size."""
+        """Return the blocks of elements. Header and blocks are multiples of an element's size, so none is split."""
         blocks: NDArray[np.integer[Any]] = (at * self._array.itemsize + self._header) // BLOCK
         return blocks
 

@@ -1,10 +1,10 @@
-"""Records of conversations and instructions, as messages that a chat template can write out.
+"""Records of conversations and instructions, converted to messages for a chat template.
 
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
     {"prompt": "..." or messages, "completion": "..." or messages}
     {"instruction": "...", "input": "..." (may be missing), "output": "..."}
 
-The roles are system (first, if at all), user and assistant, the last two in turn from the user on.
+The roles are an optional system message, followed by user and assistant in turn.
 """
 
 from __future__ import annotations
@@ -20,45 +20,46 @@ from atoll.data.corpus import Source, records
 from atoll.errors import DataError
 
 Messages = list[dict[str, str]]
-"""Each with a role and its content, and whatever else the record's messages have that is text."""
+"""Messages with a role, content, and any other text fields of the record's messages."""
 
 COLUMNS = ("messages", "prompt", "completion", "instruction", "input", "output")
 FORMS = '"messages", "prompt" and "completion", or "instruction" and "output"'
 MOST_MESSAGES = 10_000
-"""Messages of a conversation; a template may be rendered twice for each."""
+"""Maximum number of messages in a conversation; a template may be rendered twice for each."""
 
 _SYSTEM, _USER, _ASSISTANT = "system", "user", "assistant"
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """The tokens of a conversation. is_answer: whether each is part of an answer."""
+    """Tokens of a conversation. is_answer: whether each token is part of an answer."""
 
     ids: NDArray[np.uint32]
     is_answer: NDArray[np.bool_]
 
 
 class ChatTemplate(Protocol):
-    """Writes conversations out as tokens."""
+    """Renders conversations as tokens."""
 
     @property
     def fingerprint(self) -> str:
-        """A hash of all that decides the tokens, besides the tokenizer's own file."""
+        """Hash of everything that determines the tokens, apart from the tokenizer's own file."""
         ...
 
     def render(self, messages: Messages) -> Rendered:
-        """The tokens of a conversation. Raises ValueError for one that the template refuses."""
+        """Return the tokens of a conversation. Raises ValueError if the template refuses it."""
         ...
 
 
 def conversations(source: Source) -> Iterator[tuple[str, Messages]]:
-    """The conversations of a source, each with where it is. Raises DataError for a record that is none."""
+    """Yield the conversations of a source with their locations. Raises DataError for a record that is not a
+    conversation."""
     for where, record in records(source, COLUMNS, hint=f"a conversation has {FORMS}"):
         yield where, messages_of(record, where)
 
 
 def messages_of(record: dict[str, Any], where: str) -> Messages:
-    """The messages of a record. Raises DataError where it has none, or where they are out of order."""
+    """Return the messages of a record. Raises DataError if it has none or their roles are out of order."""
     has = {key for key, value in record.items() if value is not None}
     if "messages" in has:
         messages = _messages(record["messages"], "messages", where)
@@ -74,13 +75,13 @@ def messages_of(record: dict[str, Any], where: str) -> Messages:
             {"role": _ASSISTANT, "content": _text(record["output"], "output", where)},
         ]
     else:
-        raise DataError(f"{where}: no conversation: it has {', '.join(sorted(has)) or 'no keys'}, and needs {FORMS}")
+        raise DataError(f"{where}: not a conversation: it has {', '.join(sorted(has)) or 'no keys'}, and needs {FORMS}")
     _check_order(messages, where)
     return messages
 
 
 def _side(value: Any, role: str, key: str, where: str) -> Messages:
-    """A prompt or a completion: one message of a role, or messages."""
+    """Return the messages of a prompt or a completion, given as one text or as messages."""
     if isinstance(value, str):
         return [{"role": role, "content": _text(value, key, where)}]
     return _messages(value, key, where)
@@ -109,7 +110,7 @@ def _text(value: Any, what: str, where: str) -> str:
 
 
 def _check_order(messages: Messages, where: str) -> None:
-    """Raise DataError for roles out of turn, and for answers that say nothing."""
+    """Raise DataError for roles out of turn and for empty answers."""
     turn = _USER
     for number, message in enumerate(messages, start=1):
         role, at = message["role"], f"{where}, message {number}"
@@ -123,7 +124,7 @@ def _check_order(messages: Messages, where: str) -> None:
                 "assistant take turns"
             )
         if role == _ASSISTANT and not message["content"].strip():
-            raise DataError(f"{at}: an empty answer, of which nothing can be learnt; leave the record out")
+            raise DataError(f"{at}: an empty answer, from which nothing can be learned; remove the record")
         turn = _ASSISTANT if role == _USER else _USER
     if all(message["role"] != _ASSISTANT for message in messages):
         raise DataError(f"{where}: no message is the assistant's, so there is no answer to learn")

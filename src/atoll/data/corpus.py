@@ -1,9 +1,9 @@
-"""Sources of text: a source is a list of files, read document by document.
+"""Sources of text. A source is a list of files that are read document by document.
 
 "stdlib"             the .py files of the running interpreter's standard library
-a file               its records or its text, see `atoll.data.files`
+a file               records or text, see `atoll.data.files`
 a folder             every file below it with a known suffix, in the order of their relative paths
-a datasets folder    what Hugging Face `Dataset.save_to_disk` wrote; of several splits, "train"
+a datasets folder    the output of Hugging Face `Dataset.save_to_disk`; of several splits, "train"
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ CODE_SUFFIXES = frozenset(
     {".c", ".cpp", ".css", ".go", ".h", ".hpp", ".java", ".js", ".py", ".rs", ".sh", ".sql", ".ts"}
 )
 TEXT_SUFFIXES = PROSE_SUFFIXES | CODE_SUFFIXES
-"""Files that a folder gives as text; a file named by itself may have any other suffix."""
+"""Suffixes of files in a folder that are read as text; a single file may have any other suffix."""
 
 RECORD_SUFFIXES = frozenset({".json"})
-"""Files beside JSON lines and parquet that may have records."""
+"""Suffixes of further files that may hold records, besides JSON lines and parquet."""
 
 TEXT_FIELD = "text"
-"""The key or column of the text, unless it is named."""
+"""Default key or column of the text."""
 
 _READ_BYTES = 1 << 20
 
 
 class Kind(StrEnum):
-    """The kind of files of a source."""
+    """The kind of a source's files."""
 
     FILES = "files"
     DATASETS = "datasets"
@@ -63,9 +63,9 @@ class Kind(StrEnum):
 class Source:
     """Files of one corpus. `root` is the folder that their relative paths start from.
 
-    key: of the config, which names the source.
-    identity: stands for the contents; None: a hash of them does.
-    parts: of each file, where the source is a part of another: the records that it has, None for all of them.
+    key: the config's key that names the source.
+    identity: identifies the contents; None: their hash does.
+    parts: if the source is a part of another one, the records of each file that belong to it; None for all records.
     """
 
     name: str
@@ -84,27 +84,27 @@ class Source:
 
     @property
     def pieces(self) -> Iterator[tuple[Path, Range | None]]:
-        """Its files, each with the part that it has of it."""
+        """Return the files, each with the part of it that belongs to the source."""
         return zip(self.files, self.parts or (None,) * len(self.files), strict=True)
 
     @property
     def nbytes(self) -> int:
-        """The size of all files."""
+        """Size of all files in bytes."""
         return sum(file.stat().st_size for file in self.files)
 
     def relative(self, file: Path) -> str:
-        """A file's path below the root, with forward slashes."""
+        """Return a file's path relative to the root, with forward slashes."""
         return file.relative_to(self.root).as_posix()
 
 
 def find_source(
     source: str, *, text_field: str = TEXT_FIELD, has_records: bool = False, key: str = "data.source"
 ) -> Source:
-    """The files of a source, in a fixed order. Raises DataError if there are none.
+    """Return the files of a source, in a fixed order. Raises DataError if there are none.
 
-    text_field: the key or column that holds the text of JSONL, parquet and datasets.
-    has_records: whether it is read as records; a folder then gives no text files.
-    key: of the config, which names it.
+    text_field: key or column of the text in JSONL, parquet and datasets.
+    has_records: whether the source is read as records; text files of a folder are then skipped.
+    key: the config's key that names the source.
     """
     return find_sources([source], text_field=text_field, has_records=has_records, key=key)[0]
 
@@ -112,7 +112,7 @@ def find_source(
 def find_sources(
     sources: Sequence[str], *, text_field: str = TEXT_FIELD, has_records: bool = False, key: str = "data.source"
 ) -> tuple[Source, ...]:
-    """Several sources that are read alike, see `find_source`."""
+    """Return several sources with the same settings, see `find_source`."""
     found = tuple(_find(source, text_field, has_records=has_records, key=key) for source in sources)
     files = [file for each in found if each.kind is Kind.FILES for file in each.files]
     has_fields = len(files) < sum(len(each.files) for each in found)
@@ -174,9 +174,9 @@ def _stdlib(text_field: str, key: str) -> Source:
 
 
 def _below(root: Path, *, without: frozenset[str] = frozenset()) -> list[Path]:
-    """The regular files below a folder, by relative path.
+    """Return the regular files below a folder, by relative path.
 
-    Hidden files and folders (a name that starts with a dot) are left out, and so are folders named in `without`.
+    Hidden files and folders (a name that starts with a dot) are skipped, and so are folders named in `without`.
     """
     found = []
     for folder, subfolders, names in os.walk(root):
@@ -206,7 +206,7 @@ def fingerprint(source: Source) -> str:
 
 
 def documents(source: Source) -> Iterator[str]:
-    """The documents that are not empty, in a fixed order."""
+    """Yield the documents that are not empty, in a fixed order."""
     column, hint = source.text_field, "set data.text_field"
     if source.kind is Kind.DATASETS:
         texts = (field(record, column, where) for where, record in _saved_dataset(source, [column], hint))
@@ -216,7 +216,7 @@ def documents(source: Source) -> Iterator[str]:
 
 
 def records(source: Source, columns: Sequence[str], *, hint: str) -> Iterator[Record]:
-    """The records of a source, in a fixed order. columns, hint: see `read_records`."""
+    """Yield the records of a source, in a fixed order. columns, hint: see `read_records`."""
     if source.kind is Kind.DATASETS:
         return _saved_dataset(source, columns, hint)
     return (
@@ -246,7 +246,7 @@ def _saved_dataset(source: Source, columns: Sequence[str], hint: str) -> Iterato
             continue
         try:
             rows = split.select(range(first, last)).select_columns(chosen)
-            rows.data.table.validate(full=True)  # arrow takes offsets into the file as they are
+            rows.data.table.validate(full=True)  # arrow uses offsets of the file without checks
             for number, record in enumerate(rows, start=first + 1):
                 yield f"{source.root}, row {number}", record
         except DataError:
@@ -256,7 +256,7 @@ def _saved_dataset(source: Source, columns: Sequence[str], hint: str) -> Iterato
 
 
 def dataset_rows(source: Source) -> int:
-    """The records of a datasets folder."""
+    """Yield the records of a datasets folder."""
     return sum(len(split) for split in _splits(source))
 
 
@@ -264,7 +264,7 @@ def _splits(source: Source) -> list[Any]:
     datasets = optional("datasets", "datasets", source.root)
     try:
         loaded = datasets.load_from_disk(str(source.root))
-    except Exception as error:  # whatever the package raises for a broken folder, it is this folder's fault
+    except Exception as error:  # the package raises various errors for a broken folder
         raise _no_dataset(source, error) from error
     if isinstance(loaded, dict):
         return [loaded["train"]] if "train" in loaded else list(loaded.values())
@@ -276,5 +276,5 @@ def _no_dataset(source: Source, error: Exception) -> DataError:
 
 
 def unreadable(path: Path, error: OSError) -> DataError:
-    """The error of a file that cannot be read."""
+    """Return the error for an unreadable file."""
     return DataError(f"{path}: cannot be read ({error.strerror or error}); check the file and its permissions")

@@ -1,4 +1,4 @@
-"""Documents and conversations to files of tokens."""
+"""Encoding of documents and conversations into files of tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _GROUP_CHARACTERS = 4_000_000
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A source's tokens in a file, document after document. answers: a file of as many flags, of conversations."""
+    """Tokens of a source in a file, document after document. answers: file of one flag per token, for conversations."""
 
     tokens: Path
     answers: Path | None
@@ -30,17 +30,17 @@ class Encoded:
     lengths: list[int]
 
     def ranges(self, chosen: NDArray[np.bool_]) -> Sequence[Range]:
-        """The ranges of tokens of some documents."""
+        """Return the ranges of tokens of some documents."""
         return ranges_of(np.asarray(self.lengths, dtype=np.int64), chosen)
 
     def chosen(self, chosen: NDArray[np.bool_]) -> NDArray[np.uint32]:
-        """The lengths of some documents."""
+        """Return the lengths of some documents."""
         return np.asarray(self.lengths, dtype=np.uint32)[chosen]
 
     def write(
         self, folder: Path, part: str, ranges: Sequence[Range], lengths: NDArray[np.uint32] | None = None
     ) -> None:
-        """Write the arrays of a split. lengths: of its documents, where they are kept."""
+        """Write the arrays of a split. lengths: of its documents, if they are kept."""
         _write(folder / f"{part}.npy", _mapped(self.tokens, self.dtype), ranges)
         if lengths is not None:
             np.save(folder / f"{part}-lengths.npy", lengths)
@@ -55,9 +55,9 @@ class Encoded:
 
 
 def encode(folder: Path, source: Source, tokenizer: Tokenizer, *, chat: ChatTemplate | None) -> Encoded:
-    """Encode a source into files of `folder`. Raises DataError where it has no text.
+    """Encode a source into files of `folder`. Raises DataError if it has no text.
 
-    chat: what writes out its conversations, if it has these.
+    chat: the template, if the source has conversations.
     """
     dtype = np.dtype(np.uint16 if tokenizer.size <= 1 << 16 else np.uint32)
     tokens, answers = folder / "tokens.bin", None
@@ -78,7 +78,7 @@ def encode(folder: Path, source: Source, tokenizer: Tokenizer, *, chat: ChatTemp
 
 
 def _rendered(source: Source, chat: ChatTemplate, tokenizer: Tokenizer) -> Iterator[Rendered]:
-    """The conversations of a source as tokens. Raises DataError for one in which no label would count."""
+    """Yield the conversations of a source as tokens. Raises DataError for one without a label in the loss."""
     for where, messages in conversations(source):
         try:
             found = chat.render(messages)
@@ -98,7 +98,7 @@ def _mapped(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
 
 
 def _encode_texts(texts: Iterable[str], tokenizer: Tokenizer, path: Path, dtype: np.dtype[Any]) -> list[int]:
-    """Write the tokens of all documents one after the other; the number of tokens of each, end of text included."""
+    """Write the tokens of all documents, concatenated. Return the number of tokens of each, with the end of text."""
     closing = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
     lengths: list[int] = []
     length = 0
@@ -116,7 +116,8 @@ def _encode_texts(texts: Iterable[str], tokenizer: Tokenizer, path: Path, dtype:
 
 
 def _pieces(texts: Iterable[str]) -> Iterator[tuple[str, bool]]:
-    """Cut long documents where a line ends, if one does, so that cores can share them: (piece, is the last one)."""
+    """Yield pieces of long documents, cut at a line break if there is one, to share them among cores: (piece, is
+    last)."""
     for text in texts:
         start = 0
         while len(text) - start > _PIECE_CHARACTERS:

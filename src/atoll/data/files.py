@@ -1,13 +1,12 @@
-"""The documents of one file, whatever its name says, by what is in it.
+"""Documents of one file, whose format is detected from its content.
 
-    gzip, zstd     what they hold, as below
-    parquet        one document a row
-    JSON lines     one document an object: .jsonl, .ndjson, and what begins with two lines that are objects
-    a JSON array   one document an object: .json that begins with a bracket and an object
+    gzip, zstd     any of the formats below, decompressed
+    parquet        one document per row
+    JSON lines     one document per object: .jsonl, .ndjson, and files that begin with two lines of objects
+    a JSON array   one document per object: .json files that begin with a bracket and an object
     text           everything else, one document
 
-Text that is not UTF-8 is read with replacement characters: a corpus may not stop at one bad byte. What is no text at
-all is refused.
+Invalid UTF-8 is read with replacement characters, because one bad byte must not stop a run. Binary files are refused.
 """
 
 from __future__ import annotations
@@ -46,23 +45,23 @@ FOREIGN = {
     b"\xff\xfe": "text in UTF-16; convert it to UTF-8",
     b"\xfe\xff": "text in UTF-16; convert it to UTF-8",
 }
-"""First bytes of files that are not UTF-8 text, and what to do."""
+"""First bytes of files that are not UTF-8 text, and how to convert them."""
 
 HEAD_BYTES = 1 << 16
 CHUNK = 1 << 10
-"""Bytes of a zstd file that are unpacked at once, to 64 MB at most."""
+"""Number of bytes of a zstd file that are decompressed at once, to at most 64 MB."""
 PACKED_FREELY, MOST_PACKED = 1 << 20, 64
-"""A compressed file may unpack to so many bytes, and so many times its size more: text is packed to a tenth or so."""
+"""Maximum decompressed size: a number of bytes, plus a multiple of the compressed size. Text compresses about 10:1."""
 BOM = b"\xef\xbb\xbf"
 """Byte order mark of UTF-8."""
 
 
 CONVERSATION_KEYS = frozenset({"messages", "prompt", "instruction"})
-"""Keys of what data.format = "chat" reads."""
+"""Keys that data.format = "chat" reads."""
 
 
 class Form(StrEnum):
-    """How a file is read."""
+    """Format of a file."""
 
     TEXT = "text"
     LINES = "JSON lines"
@@ -71,13 +70,13 @@ class Form(StrEnum):
 
 
 def inner_suffix(path: Path) -> str:
-    """The last suffix in small letters, without one that says how the file is compressed."""
+    """Return the last suffix in lower case, apart from the suffix of a compression."""
     name = Path(path.name.lower())
     return Path(name.stem).suffix if name.suffix in PACKED_SUFFIXES else name.suffix
 
 
 def form_of(path: Path) -> Form:
-    """How a file is read. Raises DataError for one that holds no text, and OSError."""
+    """Return the format of a file. Raises DataError for a file without text, and OSError."""
     with opened(path) as stream:
         head = stream.read(HEAD_BYTES)
     if head.startswith(PARQUET) or inner_suffix(path) in PARQUET_SUFFIXES:
@@ -122,9 +121,9 @@ Range = tuple[int, int]
 
 
 def read_file(path: Path, text_field: str, part: Range | None = None) -> Iterator[str]:
-    """The documents of a file, or of a part of it, empty ones too. text_field: the key or column of their text.
+    """Yield the documents of a file or a part of it, including empty ones. text_field: key or column of their text.
 
-    Raises DataError for what cannot be read, and OSError.
+    Raises DataError for unreadable content, and OSError.
     """
     if form_of(path) is Form.TEXT:
         with opened(path) as stream:
@@ -135,10 +134,10 @@ def read_file(path: Path, text_field: str, part: Range | None = None) -> Iterato
 
 
 def read_records(path: Path, columns: Sequence[str], *, hint: str, part: Range | None = None) -> Iterator[Record]:
-    """The records of a file, or of a part of it.
+    """Yield the records of a file or a part of it.
 
-    columns: those that are read of a table, which has to have one of them.  hint: what to do where it has none.
-    Raises DataError for what cannot be read or has no records, and OSError.
+    columns: columns to read of a table, which must have at least one of them.  hint: what to do if it has none.
+    Raises DataError for unreadable content or a file without records, and OSError.
     """
     match form_of(path):
         case Form.PARQUET:
@@ -153,7 +152,7 @@ def read_records(path: Path, columns: Sequence[str], *, hint: str, part: Range |
 
 @contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
-    """Open a file, decompressed if it is compressed."""
+    """Open a file; a compressed one is decompressed."""
     with path.open("rb") as file:
         begin = file.read(4)
         file.seek(0)
@@ -174,7 +173,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
 
 class _Frames:
-    """The decompressed frames of a zstd file. zstandard's own reader does not detect a truncated one."""
+    """Decompressed frames of a zstd file. zstandard's own reader does not detect a truncated frame."""
 
     def __init__(self, file: BinaryIO, unpacks: Any) -> None:
         self._file, self._unpacks = file, unpacks
@@ -197,7 +196,7 @@ class _Frames:
 
 
 class _Unpacked(io.RawIOBase):
-    """Stream of the decompressed content of a file, up to the ratio of text. Raises DataError beyond it."""
+    """Stream of the decompressed content of a file, limited to the ratio of text. Raises DataError beyond it."""
 
     def __init__(self, stream: Any, path: Path) -> None:
         self._stream, self._path = stream, path
@@ -219,7 +218,7 @@ class _Unpacked(io.RawIOBase):
 
 
 class _Between(io.RawIOBase):
-    """The lines of a file that begin within some bytes."""
+    """Lines of a file that begin within a range of bytes."""
 
     def __init__(self, file: BinaryIO, part: Range) -> None:
         self._file = file
@@ -227,7 +226,7 @@ class _Between(io.RawIOBase):
         file.seek(begin)
 
     def _line_from(self, at: int) -> int:
-        """Where the first line begins that does not begin before a byte."""
+        """Return the position of the first line that begins at or after a byte."""
         if at == 0:
             return 0
         self._file.seek(at - 1)
@@ -275,7 +274,7 @@ def _array(path: Path) -> Iterator[Record]:
     for number, record in enumerate(records, start=1):
         where = f"{path}, object {number}"
         if not isinstance(record, dict):
-            raise DataError(f"{where}: a {type(record).__name__}; an array of documents has objects alone")
+            raise DataError(f"{where}: a {type(record).__name__}; an array of documents may only contain objects")
         yield where, record
 
 
@@ -292,12 +291,13 @@ def _parquet(path: Path, columns: Sequence[str], hint: str, part: Range | None) 
                 yield f"{path}, row {number}", record
     except DataError:
         raise
-    except Exception as error:  # of several kinds, and OSError for what is no fault of the disk
+    except Exception as error:  # of several types, also OSError for corrupt content
         raise DataError(f"{path}: cannot be read as parquet ({error}); write it again") from error
 
 
 def parts_of(path: Path, nbytes: int) -> list[Range] | None:
-    """A file in parts of about so many bytes; None for one that cannot be cut: text, an array, what is compressed."""
+    """Return parts of a file with about so many bytes, or None if it cannot be cut: text, an array, a compressed
+    file."""
     size = path.stat().st_size
     match form_of(path):
         case Form.LINES if not _is_packed(path):
@@ -307,7 +307,7 @@ def parts_of(path: Path, nbytes: int) -> list[Range] | None:
             try:
                 groups = parquet.read_metadata(path).num_row_groups
             except Exception as error:  # see `_parquet`
-                raise DataError(f"{path}: cannot be read as parquet ({error}); write it anew") from error
+                raise DataError(f"{path}: cannot be read as parquet ({error}); write it again") from error
             ends = [*range(0, groups, max(1, groups * nbytes // size)), groups]
         case _:
             return None
@@ -320,7 +320,7 @@ def _is_packed(path: Path) -> bool:
 
 
 def known_columns(has: Sequence[str], wanted: Sequence[str], where: str, hint: str) -> list[str]:
-    """The wanted columns that a table has. Raises DataError where there is none."""
+    """Return the requested columns that a table has. Raises DataError if there is none."""
     found = [name for name in wanted if name in has]
     if not found:
         raise DataError(f"{where}: no column {' or '.join(map(repr, wanted))} (it has {', '.join(has)}); {hint}")
@@ -328,7 +328,7 @@ def known_columns(has: Sequence[str], wanted: Sequence[str], where: str, hint: s
 
 
 def field(record: dict[str, Any], text_field: str, where: str) -> str:
-    """The text of a record. Raises DataError where there is none."""
+    """Return the text of a record. Raises DataError if there is none."""
     if text_field not in record:
         keys = ", ".join(sorted(record)) or "no keys"
         is_chat = not CONVERSATION_KEYS.isdisjoint(record)
@@ -342,7 +342,7 @@ def field(record: dict[str, Any], text_field: str, where: str) -> str:
 
 
 def optional(module: str, package: str, path: Path) -> Any:
-    """A module of an extra. Raises DataError where it is not installed."""
+    """Import a module of an optional extra. Raises DataError if it is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

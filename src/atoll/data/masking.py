@@ -1,8 +1,8 @@
-"""The masked-language objective (arXiv 1810.04805): which tokens are hidden, and by what.
+"""The masked-language objective (arXiv 1810.04805): the choice of masked tokens and of their replacements.
 
-Of a sample's tokens a share is chosen; four in five of them become the hiding token, one in ten another token, the
-rest stay as they are. The label of a chosen position is what was there, of all others none. The choice depends on the
-seed and on the sample's position in the order, never on ranks or batches.
+A share of a sample's tokens is chosen. Of these, 80 % become the mask token, 10 % become another token, and 10 % are
+unchanged. The label of a chosen position is its original token; other positions have no label. The choice depends on
+the seed and on the sample's position in the order, never on ranks or batches.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import numpy as np
 from atoll.data.order import IGNORED_LABEL, Batch
 
 HIDDEN, OTHER = 0.8, 0.1
-"""Shares of the chosen tokens that are hidden, and that another token replaces."""
+"""Shares of the chosen tokens that become the mask token, and that become another token."""
 
 
 def hide(batch: Batch, positions: Iterable[int], *, seed: int, ratio: float, token: int) -> Batch:
-    """Mask some tokens of the batch; `positions` are those of its samples in the order.
+    """Mask some tokens of the batch. `positions` are those of its samples in the order.
 
-    token: what hides; ids below it may replace others, as all of them may where it is the largest.
+    token: id of the mask token. Replacements are ids below it, or all ids if it is the largest.
     """
     ids = batch["input_ids"].copy()
     labels = np.full_like(ids, IGNORED_LABEL)

@@ -1,8 +1,8 @@
-"""From which of several sources each position of a run takes its sample.
+"""The source of the sample at each position of a run with several sources.
 
-The positions are cut into periods. In each period every source has the same number of positions, at places that are
-shuffled anew. So the shares are exact from period to period, and any position is found without looking at those before
-it: a source's k-th sample of period p is sample p * (its positions of a period) + k of its own endless order.
+Positions are divided into periods. In each period every source has the same number of positions, at places that are
+shuffled again per period. So the shares are exact in each period, and any position is found without the ones before
+it: a source's k-th sample of period p is sample p * (its positions per period) + k of its own endless order.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from atoll.data.order import shuffled
 from atoll.errors import DataError
 
 PERIOD = 10_000
-"""Positions of a period under weights: shares are rounded to hundredths of a percent."""
+"""Positions of a period with weights: shares are rounded to hundredths of a percent."""
 
 _MIXED = 1 << 31
-"""Beyond the number of any source: the places of a period are drawn apart from the samples."""
+"""Seed word beyond the number of any source: the places of a period are drawn independently of the samples."""
 
 
 class Mix:
-    """counts: positions that each source has in a period."""
+    """counts: number of positions of each source in a period."""
 
     def __init__(self, counts: Sequence[int], seed: int) -> None:
         self.counts = tuple(counts)
@@ -51,7 +51,7 @@ class Mix:
         return np.concatenate(sources or none), np.concatenate(positions or none)
 
     def _draw(self, number: int) -> None:
-        """Lay out a period."""
+        """Draw the sources of a period."""
         if number == self._number:
             return
         places = np.repeat(np.arange(len(self.counts)), self.counts)
@@ -63,7 +63,7 @@ class Mix:
 
 
 def shares(weights: Sequence[float], *, total: int = PERIOD) -> list[int]:
-    """Whole numbers in proportion to the weights that add up to `total`, by largest remainder."""
+    """Return integers in proportion to the weights that add up to `total`, by largest remainder."""
     exact = [weight * total / sum(weights) for weight in weights]
     found = [int(each) for each in exact]
     order = sorted(range(len(weights)), key=lambda at: (found[at] - exact[at], at))
@@ -73,7 +73,7 @@ def shares(weights: Sequence[float], *, total: int = PERIOD) -> list[int]:
 
 
 def weighted(names: Sequence[str], weights: Sequence[float]) -> list[int]:
-    """The positions of a period that sources have under weights. Raises DataError for one that has none."""
+    """Return the positions of each source in a period under weights. Raises DataError if a source has none."""
     found = shares(weights)
     for name, weight, count in zip(names, weights, found, strict=True):
         if count == 0:

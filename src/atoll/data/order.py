@@ -18,30 +18,31 @@ from atoll.errors import DataError
 
 Tokens: TypeAlias = NDArray[np.integer[Any]] | CheckedTokens
 Batch: TypeAlias = dict[str, NDArray[np.int64]]
-"""input_ids and labels, [B, S]; labels[b, t] is the token after input_ids[b, t], or -100 where none counts.
+"""input_ids and labels, [B, S]; labels[b, t] is the token after input_ids[b, t], or -100 if it is not in the loss.
 
-Rows of several documents have position_ids too, which start again at each."""
+Rows of several documents also have position_ids, which restart at each document.
+"""
 
 IGNORED_LABEL = -100
 
 
 def sample_count(tokens: Tokens, sequence: int) -> int:
-    """The number of full samples of `sequence` tokens in an array; each needs one more token for its last label."""
+    """Return the number of full samples of `sequence` tokens; each needs one more token for its last label."""
     check_sequence(sequence)
     return max(0, (len(tokens) - 1) // sequence)
 
 
 def shuffled(count: int, *words: int) -> NDArray[np.int64]:
-    """A permutation of 0..count-1 that these words decide, the same in every version of numpy."""
-    # numpy promises the raw bits of its bit generators for all versions, but not what permutation() does with them.
+    """Return a permutation of 0..count-1 that depends on the seed words only, for all versions of numpy."""
+    # numpy guarantees the raw bits of its bit generators across versions, but not the result of permutation().
     keys = np.random.Philox(np.random.SeedSequence(words)).random_raw(count)
     return np.argsort(keys, kind="stable").astype(np.int64)
 
 
 class SampleOrder:
-    """The endless order of `samples` samples under a seed.
+    """The endless order of `samples` samples for a seed.
 
-    number: of the source, each of which has an order of its own.
+    number: index of the source; each source has its own order.
     """
 
     def __init__(self, samples: int, seed: int, number: int = 0) -> None:
@@ -56,7 +57,7 @@ class SampleOrder:
         self._permutation = np.empty(0, dtype=np.int64)
 
     def take(self, position: int, count: int) -> NDArray[np.int64]:
-        """Indices of the samples at positions position .. position+count-1."""
+        """Return the indices of the samples at positions position .. position+count-1."""
         if position < 0 or count < 0:
             raise DataError(f"position {position} and count {count} must be at least 0")
         parts = []
@@ -70,13 +71,13 @@ class SampleOrder:
 
     def _of_epoch(self, epoch: int) -> NDArray[np.int64]:
         if epoch != self._epoch:
-            # Zeros at the end change nothing for SeedSequence: the order of source 0 is that of a single source.
+            # Trailing zeros do not change SeedSequence: the order of source 0 equals that of a single source.
             self._epoch, self._permutation = epoch, shuffled(self.samples, self.seed, epoch, self.number)
         return self._permutation
 
 
 def batch(tokens: Tokens, indices: NDArray[np.int64], sequence: int) -> Batch:
-    """The samples with these indices, int64 [len(indices), sequence]."""
+    """Return the samples with these indices, int64 [len(indices), sequence]."""
     samples = sample_count(tokens, sequence)
     if len(indices) and (indices.min() < 0 or indices.max() >= samples):
         raise DataError(
@@ -88,7 +89,7 @@ def batch(tokens: Tokens, indices: NDArray[np.int64], sequence: int) -> Batch:
 
 
 def scatter(parts: Sequence[tuple[NDArray[np.int64], Batch]], count: int) -> Batch:
-    """Return one batch of `count` samples from parts that each say the places of their samples."""
+    """Return one batch of `count` samples from parts with the places of their samples."""
     found = {name: np.empty((count, *values.shape[1:]), values.dtype) for name, values in parts[0][1].items()}
     for places, batch in parts:
         for name, values in batch.items():
@@ -97,10 +98,10 @@ def scatter(parts: Sequence[tuple[NDArray[np.int64], Batch]], count: int) -> Bat
 
 
 def validation_batches(tokens: Tokens, sequence: int, *, size: int, limit: int | None = None) -> Iterator[Batch]:
-    """Batches of `size` samples in order, in which every token but the first is a label exactly once.
+    """Yield batches of `size` samples in order, in which every token but the first is a label exactly once.
 
-    What the last sample and the last batch lack is padded with label -100, so that all batches have one shape.
-    limit: at most so many batches.
+    The last sample and the last batch are padded with label -100, so all batches have one shape.
+    limit: maximum number of batches.
     """
     check_sequence(sequence)
     if size < 1:
@@ -119,6 +120,6 @@ def validation_batches(tokens: Tokens, sequence: int, *, size: int, limit: int |
 
 
 def check_sequence(sequence: int) -> None:
-    """Raise DataError for a number of tokens that no sample can have."""
+    """Raise DataError if the number of tokens is invalid for a sample."""
     if sequence < 1:
         raise DataError(f"data.sequence = {sequence}: must be at least 1")

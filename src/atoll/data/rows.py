@@ -1,12 +1,12 @@
-"""Samples: a run of tokens across document boundaries, or a row of whole documents.
+"""Samples: blocks of tokens across document boundaries, or rows of whole documents.
 
     blocks      all tokens of a split joined and cut every S tokens (`atoll.data.order`)
-    documents   rows of S tokens, each filled with whole documents; their positions start again at 0
+    documents   rows of S tokens, each filled with whole documents; positions restart at 0 in each
     pad         rows of S tokens with one document each
 
 A document of n tokens fills n - 1 places of a row: each token but the last is an input, and each but the first a
-label. What a row lacks is padded with tokens of id 0 whose labels do not count; in a packed row the padding is a
-document of its own. Which documents share a row depends on their lengths alone, never on ranks or batches.
+label. Rows are padded with tokens of id 0 whose labels are ignored; in a packed row the padding is a document of its
+own. The documents of a row depend on their lengths alone, never on ranks or batches.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ TooLong = Literal["split", "drop", "truncate"]
 class Packing:
     """Rules that turn documents into samples of `sequence` tokens.
 
-    too_long: what is done about a document with more than sequence + 1 tokens. "split" goes on in another row, as a
-    document of its own, "drop" leaves it out and "truncate" leaves its end out.
+    too_long: rule for a document with more than sequence + 1 tokens. "split" continues it in another row as a document
+    of its own, "drop" removes it and "truncate" removes its end.
     """
 
     sequence: int
@@ -41,15 +41,15 @@ class Packing:
 
     @property
     def keeps_documents(self) -> bool:
-        """True if a sample has whole documents."""
+        """True if a sample consists of whole documents."""
         return self.how != "blocks"
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The tokens of a split. lengths: tokens of each document, where these are known.
+    """Tokens of a split. lengths: number of tokens of each document, if known.
 
-    answers: 1 where a token is part of an answer, and its label counts; None where all count.
+    answers: 1 if a token is part of an answer, and its label counts; None if all labels count.
     """
 
     tokens: CheckedTokens
@@ -58,7 +58,7 @@ class Part:
 
 
 class Rows(Protocol):
-    """The samples of a split."""
+    """Samples of a split."""
 
     @property
     def notes(self) -> Sequence[str]:
@@ -68,12 +68,12 @@ class Rows(Protocol):
     def __len__(self) -> int: ...
 
     def take(self, indices: NDArray[np.int64]) -> Batch:
-        """The samples with these indices."""
+        """Return the samples with these indices."""
         ...
 
     @property
     def in_order_count(self) -> int:
-        """The number of samples that `in_order` has."""
+        """Number of samples of `in_order`."""
         ...
 
     def in_order(self, size: int, *, limit: int) -> Iterator[Batch]:
@@ -82,7 +82,7 @@ class Rows(Protocol):
 
 
 def rows_of(part: Part, packing: Packing) -> Rows:
-    """The samples of a split."""
+    """Return the samples of a split."""
     return _Documents(part, packing) if packing.keeps_documents else _Blocks(part.tokens, packing.sequence)
 
 
@@ -114,7 +114,7 @@ class _Documents:
     def __init__(self, part: Part, packing: Packing) -> None:
         check_sequence(packing.sequence)
         if part.lengths is None:
-            raise DataError("this token cache does not say where documents end")
+            raise DataError("this token cache does not record where documents end")
         self._part, self._packing = part, packing
         lengths = np.asarray(part.lengths[:], dtype=np.int64)
         if (total := int(lengths.sum())) != len(part.tokens):
@@ -147,7 +147,7 @@ class _Documents:
             yield self._batch([*rows, *[[]] * (size - len(rows))])
 
     def _row(self, at: int) -> list[int]:
-        """The documents of a row."""
+        """Return the documents of a row."""
         documents: list[int] = self._order[self._ends[at] : self._ends[at + 1]].tolist()
         return documents
 
@@ -165,7 +165,7 @@ class _Documents:
         return found
 
     def _place(self, batch: Batch, row: int, at: int, document: int) -> int:
-        """Write a document into a row from place `at` on; the place behind it."""
+        """Write a document into a row from place `at` on. Return the place after it."""
         start, stop = self._documents[document].tolist()
         tokens = np.asarray(self._part.tokens[start:stop], dtype=np.int64)
         end = at + len(tokens) - 1
@@ -178,10 +178,10 @@ class _Documents:
             batch["position_ids"][row, at:end] = np.arange(end - at)
         return end
 
-    # ---- what is too long
+    # ---- documents that are too long
 
     def _fit(self, documents: Ends) -> Ends:
-        """The documents that rows can hold; those of a single token predict nothing and are left out."""
+        """Return the documents that rows can hold. Documents of a single token predict nothing and are left out."""
         most, rule = self._packing.sequence + 1, self._packing.too_long
         lengths = documents[:, 1] - documents[:, 0]
         is_long = lengths > most
@@ -191,7 +191,7 @@ class _Documents:
             case "drop":
                 found, words = documents[(lengths > 1) & ~is_long], "are left out"
             case "split":
-                found, words = self._split(documents), "go on in another row"
+                found, words = self._split(documents), "continue in another row"
             case "truncate":
                 cut = documents.copy()
                 cut[is_long, 1] = cut[is_long, 0] + most
@@ -206,7 +206,8 @@ class _Documents:
         return found
 
     def _split(self, documents: Ends) -> Ends:
-        """Documents cut so that each token but the first is a label once; pieces in which none counts are left out."""
+        """Cut documents so that each token but the first is a label once. Pieces without a label that counts are left
+        out."""
         step = self._packing.sequence
         pieces = []
         for start, stop in documents.tolist():
@@ -221,13 +222,13 @@ class _Documents:
 
 
 def pack(sizes: NDArray[np.integer[Any]], room: int) -> list[list[int]]:
-    """Put things of these sizes, each from 1 to `room`, into rows of `room`; the indices in each row.
+    """Pack items of sizes from 1 to `room` into rows of `room`. Return the indices in each row.
 
-    Best fit decreasing: the largest first, each into the fullest row that it fits in. Rows and what is in them are in
-    the order of their first things.
+    Best fit decreasing: the largest item first, each into the fullest row with room for it. Rows and their items are in
+    the order of their first items.
     """
     rows: list[list[int]] = []
-    spaces: list[int] = []  # that some row has left, each once
+    spaces: list[int] = []  # free spaces of the rows, each once
     with_space: dict[int, list[int]] = {}
     for index in np.argsort(-sizes, kind="stable").tolist():
         size = int(sizes[index])

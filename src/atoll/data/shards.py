@@ -1,7 +1,7 @@
-"""A large source in shards of about so many bytes, which are encoded one by one.
+"""Division of a large source into shards of a given size, which are encoded one by one.
 
-Files are taken in their order. Small ones share a shard. A large file of JSON lines is cut where a line begins, parquet
-between groups of rows, a datasets folder between rows. A large file that cannot be cut is a shard alone.
+Files are used in order. Small files share a shard. A large file of JSON lines is cut at the beginning of a line,
+parquet between row groups, a datasets folder between rows. A large file that cannot be cut is a shard of its own.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Shard:
 
 
 Piece = tuple[Path, Range | None, int]
-"""A file, the part of it, and the bytes of that."""
+"""A file, a part of it, and the number of bytes of that part."""
 
 
 def identity_of(source: Source) -> str:
-    """Return a hash of the relative paths and sizes of the files, which identifies a source that is not read first."""
+    """Return a hash of the relative paths and sizes of the files, which identifies a source without reading it."""
     total = hashlib.sha256()
     for file in source.files:
         total.update(source.relative(file).encode("utf-8", errors="surrogateescape") + b"\0")
@@ -38,7 +38,7 @@ def identity_of(source: Source) -> str:
 
 
 def cut(source: Source, nbytes: int) -> tuple[Shard, ...]:
-    """The shards of a source whose `identity` is known."""
+    """Return the shards of a source whose `identity` is known."""
     if source.kind is Kind.DATASETS:
         size, rows = sum(_size(file) for file in source.files), dataset_rows(source)
         parts = pairwise([*range(0, rows, max(1, rows * nbytes // max(1, size))), rows])
@@ -63,7 +63,7 @@ def _pieces(source: Source, nbytes: int) -> Iterator[Piece]:
 
 
 def _groups(pieces: Iterator[Piece], nbytes: int) -> Iterator[list[Piece]]:
-    """Pieces that follow each other, up to so many bytes together."""
+    """Yield groups of consecutive pieces, up to a number of bytes each."""
     group: list[Piece] = []
     total = 0
     for piece in pieces:
@@ -79,7 +79,7 @@ def _groups(pieces: Iterator[Piece], nbytes: int) -> Iterator[list[Piece]]:
 def _shard(source: Source, number: int, group: Sequence[Piece], count: int) -> Shard:
     begin = group[0][0] if source.kind is Kind.FILES else None
     where = "" if begin is None else f" from {source.relative(begin)} on"
-    # Where a file was changed and has its old size, its shard is encoded anew; the index then tells that it differs.
+    # If a file changes and keeps its size, its shard is encoded again, and the index reports the difference.
     times = [path.stat().st_mtime_ns for path, _, _ in group]
     about = (source.identity, number, [part for _, part, _ in group], times)
     return Shard(

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from atoll.errors import DataError
 
 TOLERATED = 0.5
-"""Maximum relative deviation of the held-out share before documents are too coarse."""
+"""Maximum relative deviation of the held-out share. Beyond it, documents are too coarse."""
 
 Range = tuple[int, int]
 """First token and one past the last."""
@@ -19,7 +19,7 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Disjoint ranges of tokens, in order, that together cover all; `by` is "documents" or "tail"."""
+    """Disjoint, ordered ranges of tokens that together cover all. `by` is "documents" or "tail"."""
 
     train: tuple[Range, ...]
     validation: tuple[Range, ...]
@@ -27,10 +27,11 @@ class Split:
 
 
 def split(lengths: Sequence[int] | NDArray[np.int64], fraction: float) -> Split:
-    """Hold back about `fraction` of the tokens of documents with these lengths; at least one stays for training.
+    """Hold out about `fraction` of the tokens of documents with these lengths; at least one token remains for training.
 
-    Whole documents, spread evenly: one is held back when those before it fall short of the fraction, whatever its own
-    length. Where that misses the fraction by half (few or long documents), the contiguous tail is held back instead.
+    Whole documents are held out, spread evenly: a document is held out if the fraction is not reached before it,
+    whatever its own length. If the result misses the fraction by half (few or long documents), the contiguous tail is
+    held out instead.
     """
     check_fraction(fraction)
     sizes = np.asarray(lengths, dtype=np.int64)
@@ -45,7 +46,7 @@ def split(lengths: Sequence[int] | NDArray[np.int64], fraction: float) -> Split:
 
 
 def hold_back(lengths: Sequence[int], fraction: float) -> NDArray[np.bool_]:
-    """Return the held-out documents if none may be cut: like `split`, and at least one of several."""
+    """Return the held-out documents if documents may not be cut: like `split`, and at least one of several."""
     check_fraction(fraction)
     held = held_back(lengths, fraction)
     if fraction and len(lengths) > 1 and not held.any():
@@ -54,13 +55,13 @@ def hold_back(lengths: Sequence[int], fraction: float) -> NDArray[np.bool_]:
 
 
 def check_fraction(fraction: float) -> None:
-    """Raise DataError for a share that cannot be held back."""
+    """Raise DataError if the share cannot be held out."""
     if not 0.0 <= fraction < 1.0:
         raise DataError(f"data.validation = {fraction}: must be at least 0 and less than 1")
 
 
 def held_back(lengths: Sequence[int], fraction: float) -> NDArray[np.bool_]:
-    """Return the held-out documents: each before which fewer tokens than the fraction are."""
+    """Return the held-out documents: each one before which less than the fraction is held out."""
     held = np.zeros(len(lengths), dtype=np.bool_)
     seen = held_tokens = 0
     for index, length in enumerate(lengths):
@@ -71,7 +72,7 @@ def held_back(lengths: Sequence[int], fraction: float) -> NDArray[np.bool_]:
 
 
 def ranges_of(sizes: NDArray[np.int64], chosen: NDArray[np.bool_]) -> tuple[Range, ...]:
-    """Token ranges of the chosen documents, neighbours joined."""
+    """Return the token ranges of the chosen documents; adjacent ones are joined."""
     ends = np.concatenate(([0], np.cumsum(sizes)))
     edges = np.flatnonzero(np.diff(np.concatenate(([False], chosen, [False])).astype(np.int8)))
     found = [(int(ends[start]), int(ends[stop])) for start, stop in edges.reshape(-1, 2)]

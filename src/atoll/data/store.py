@@ -1,18 +1,18 @@
-"""A corpus as two token arrays, made once and cached.
+"""A corpus as two token arrays, created once and cached.
 
     <cache>/<key>/          key = hash of (content of the source, tokenizer, split, version of this format)
-        tokenizer.json      as the `tokenizers` library writes it; not there for "bytes"
+        tokenizer.json      as the `tokenizers` library writes it; absent for "bytes"
         train.npy           uint16, or uint32 for more than 65536 ids
-        train-lengths.npy   uint32, tokens of each document, where samples are whole documents
-        train-answers.npy   uint8, 1 where a token is part of an answer, of conversations
-        validation...       the same of what is held back
-        about.json          where it came from; its fingerprint
-        manifest.json       digests of the blocks of the others (`atoll.data.blocks`)
-        damaged             what a run found to differ from them; the next one makes the folder anew
-    <cache>/<key>.lock      held by the one process that makes it
+        train-lengths.npy   uint32, tokens per document, if samples are whole documents
+        train-answers.npy   uint8, 1 for tokens of an answer, for conversations
+        validation...       the same for the held-out tokens
+        about.json          origin and fingerprint
+        manifest.json       digests of the blocks of the other files (`atoll.data.blocks`)
+        damaged             damage found by a run; the next run creates the folder again
+    <cache>/<key>.lock      held by the process that creates it
 
-The folder is made under another name and renamed when it is whole: who finds it can use it, and a killed preparation
-leaves nothing that looks finished.
+The folder is created under another name and renamed when it is complete, so a killed preparation leaves no folder
+that looks finished.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ from atoll.documents import parse_json, read_json
 from atoll.errors import DataError
 
 FORMAT = 2
-"""Raised whenever the same source and settings would give other arrays."""
+"""Version of the arrays, increased whenever the same source and settings would give other arrays."""
 
 BYTES = "bytes"
 TOKENIZER = "tokenizer.json"
 TRAIN, VALIDATION = "train", "validation"
 CONTENT = (TOKENIZER, "train.npy", "validation.npy")
-"""Files whose content the fingerprint is of."""
+"""Files whose content the fingerprint covers."""
 OPTIONAL = tuple(f"{part}-{what}.npy" for part in (TRAIN, VALIDATION) for what in ("lengths", "answers"))
-"""The same, where they are."""
+"""Further files covered by the fingerprint, if they exist."""
 
 PREVIEWED_BYTES = 8 << 20
-"""The largest source that `preview` makes token arrays of."""
+"""Largest source whose token arrays `preview` creates, in bytes."""
 
 Report = Callable[[str], None]
-"""Told what a preparation is doing, one line at a time."""
+"""Callback for the progress of a preparation, one line at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Corpus:
     """Training and validation tokens, as read-only memory maps whose blocks are verified when they are read.
 
     fingerprint: a hash of all arrays and the tokenizer; equal fingerprints mean equal samples.
-    folder: of its files.
+    folder: the folder of its files.
     """
 
     trained: Part
@@ -75,18 +75,19 @@ class Corpus:
 
     @property
     def train(self) -> CheckedTokens:
-        """The tokens to train on."""
+        """Tokens for training."""
         return self.trained.tokens
 
     @property
     def validation(self) -> CheckedTokens:
-        """The tokens that are held back."""
+        """Tokens held out for validation."""
         return self.held.tokens
 
     def check(self, packing: Packing, *, global_batch: int) -> None:
-        """Raise DataError unless the corpus has samples for one global batch, and a validation token if any is held.
+        """Raise DataError unless the corpus has samples for one global batch, and a validation token if any are held
+        out.
 
-        global_batch: samples of a step.
+        global_batch: samples per step.
         """
         samples = len(rows_of(self.trained, packing))
         if samples < global_batch:
@@ -115,17 +116,17 @@ def prepare(
     chat: ChatTemplate | None = None,
     report: Report | None = None,
 ) -> Corpus:
-    """The token arrays of a source, from the cache or built by one process while others wait.
+    """Return the token arrays of a source, from the cache or built by one process while others wait.
 
-    Arrays that are known to be damaged are made anew: files that are missing, short or unreadable, and blocks that an
-    earlier run found to differ from their digests.
+    Damaged arrays are created again: files that are missing, short or unreadable, and blocks for which an earlier run
+    found a wrong digest.
 
-    source, text_field: see `atoll.data.corpus`. tokenizer: "bytes", "bpe-N" or the path of a tokenizer.json.
-    validation: fraction of the tokens to hold back, or a source of its own.
-    chat: what writes out conversations, where the source has these (`atoll.data.conversations`).
-    sequence, how, too_long: see `Packing`; where samples are whole documents, the arrays say where these end.
-    global_batch: only checked, see `Corpus.check`.
-    Raises DataError for a source, a tokenizer or a cache that cannot be used.
+    source, text_field: see `atoll.data.corpus`.
+    tokenizer: "bytes", "bpe-N" or the path of a tokenizer.json.
+    validation: fraction of the tokens to hold out, or a separate source.
+    chat: the chat template, if the source has conversations (`atoll.data.conversations`).
+    sequence, how, too_long: see `Packing`; if samples are whole documents, the arrays include their lengths.
+    global_batch: only checked, see `Corpus.check`. Raises DataError for an unusable source, tokenizer or cache.
     """
     say = report or (lambda line: None)
     packing = Packing(sequence=sequence, how=how, too_long=too_long)
@@ -138,7 +139,7 @@ def prepare(
     try:
         corpus = load_cache(folder, folder.name, say, marks=True)
     except DamagedCorpusError as error:
-        say(f"{folder}: this cached corpus was damaged ({error.reason}); making it anew")
+        say(f"{folder}: this cached corpus was damaged ({error.reason}); creating it again")
         _make_once(folder, recipe, say)
         corpus = load_cache(folder, folder.name, say, marks=True)
     corpus.check(packing, global_batch=global_batch)
@@ -158,10 +159,10 @@ def preview(
     too_long: TooLong = "split",
     chat: ChatTemplate | None = None,
 ) -> Corpus | None:
-    """Return or raise what `prepare` would, without writing to the cache.
+    """Return the result of `prepare`, or raise its errors, without writing to the cache.
 
-    None where the cache lacks the arrays and the source has more than PREVIEWED_BYTES: it is there, and how many tokens
-    it has is not known.
+    Returns None if the arrays are not cached and the source has more than PREVIEWED_BYTES: it exists, but its number of
+    tokens is unknown.
     """
     packing = Packing(sequence=sequence, how=how, too_long=too_long)
     recipe = _Recipe.find(
@@ -183,11 +184,11 @@ def preview(
 
 
 def expected_ids(tokenizer: str, *, masked: bool = False) -> int:
-    """The number of ids of a tokenizer by its name, without a corpus; for "bpe-N" the maximum.
+    """Return the number of ids of a tokenizer by its name, without a corpus; for "bpe-N" the maximum.
 
-    masked: with one that hides others, where the tokenizer has none.
+    masked: count a mask token if the tokenizer has none.
 
-    Raises DataError for a tokenizer that cannot be used.
+    Raises DataError for an unusable tokenizer.
     """
     found: Tokenizer = ByteTokenizer()
     size = bpe_size(tokenizer)
@@ -198,10 +199,10 @@ def expected_ids(tokenizer: str, *, masked: bool = False) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Recipe:
-    """All that decides the arrays; the contents are hashes of what was read.
+    """Everything that determines the arrays; contents are given as hashes.
 
-    held: where what is held back comes from; None: it is a share of the source, `validation`.
-    keeps_documents: whether the arrays say where documents end.
+    held: source of the held-out tokens; None: a share of the source, `validation`.
+    keeps_documents: whether the arrays include the lengths of documents.
     """
 
     source: Source
@@ -283,7 +284,7 @@ class _Recipe:
 
 
 def _key(about: Mapping[str, Any]) -> str:
-    """The name of a cache's folder, from what its about.json says among other things."""
+    """Return the name of a cache's folder, computed from a part of its about.json."""
     chosen = {name: about[name] for name in ("format", "source", "kind", "text_field", "tokenizer", "validation")}
     chosen |= {name: about[name] for name in ("held", "keeps_documents", "chat") if name in about}
     return hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:32]
@@ -320,22 +321,22 @@ def _make_once(folder: Path, recipe: _Recipe, say: Report) -> None:
 
 @contextmanager
 def writing_cache(cache: Path) -> Iterator[None]:
-    """Make the folder of a cache. What cannot be written is raised as DataError."""
+    """Create the folder of a cache. Write errors are raised as DataError."""
     try:
         cache.mkdir(parents=True, exist_ok=True)
         yield
     except OSError as error:
         reason = error.strerror or error
         raise DataError(
-            f"data.cache = {cache}: cannot be written ({reason}); set data.cache to a folder that can, with room for "
-            "two to four bytes a token"
+            f"data.cache = {cache}: cannot be written ({reason}); set data.cache to a writable folder with space "
+            "for two to four bytes per token"
         ) from error
 
 
 def _set_aside(folder: Path) -> bool:
-    """Take a damaged folder out of the way; False for a whole one, which another process may have just made.
+    """Move a damaged folder away. Returns False for an intact one, which another process may have just created.
 
-    Who has its files open reads on in them.
+    Processes with open files continue to read from them.
     """
     try:
         load_cache(folder, folder.name, lambda line: None)
@@ -400,9 +401,10 @@ def _content_hash(folder: Path) -> str:
 
 
 def verify(folder: Path) -> int:
-    """Compare all of the token cache in `folder` with its digests; the bytes that were read.
+    """Verify all of the token cache in `folder` against its digests. Return the number of bytes read.
 
-    A cache from before there were digests is compared with its fingerprint. Raises DamagedCorpusError if it is damaged.
+    A cache without digests, of an older version, is compared with its fingerprint. Raises DamagedCorpusError if it is
+    damaged.
     """
     load_cache(folder, folder.name, lambda line: None)
     blocks = _blocks(folder, lambda line: None)
@@ -412,12 +414,12 @@ def verify(folder: Path) -> int:
 
 
 def is_cache(folder: Path) -> bool:
-    """Return True if a folder looks like one that `prepare` made."""
+    """Return True if a folder looks like one created by `prepare`."""
     return (folder / "about.json").is_file() and (folder / "train.npy").is_file()
 
 
 def load_cache(folder: Path, key: str, say: Report, *, marks: bool = False) -> Corpus:
-    """The corpus in a folder that is to be the one of `key`. Raises DamagedCorpusError unless it is, undamaged."""
+    """Return the corpus in the folder of `key`. Raises DamagedCorpusError if it is damaged or has another key."""
     try:
         if (mark := folder / MARK).exists():
             with mark.open("rb") as file:
@@ -429,9 +431,9 @@ def load_cache(folder: Path, key: str, say: Report, *, marks: bool = False) -> C
         if (found := _key(about)) != key:
             raise ValueError(f"it is the one of {found}")
         if about.get("keeps_documents") and (trained.lengths is None or held.lengths is None):
-            raise ValueError("it does not say where documents end")
+            raise ValueError("it does not record where documents end")
         if about.get("chat") and (trained.answers is None or held.answers is None):
-            raise ValueError("it does not say what answers are")
+            raise ValueError("it does not record which tokens are answers")
         tokenizer: Tokenizer = ByteTokenizer()
         if TOKENIZER in blocks.files:
             blocks.open(folder / TOKENIZER).check()
@@ -444,7 +446,7 @@ def load_cache(folder: Path, key: str, say: Report, *, marks: bool = False) -> C
 
 
 def _part(folder: Path, part: str, blocks: Blocks, *, marks: bool) -> Part:
-    """The arrays of a split. Raises DamagedCorpusError, OSError and ValueError where they cannot be read."""
+    """Return the arrays of a split. Raises DamagedCorpusError, OSError and ValueError if they cannot be read."""
 
     def array(name: str, *kinds: type[np.unsignedinteger[Any]]) -> CheckedTokens | None:
         file = blocks.open(folder / name, marks=marks) if name in blocks.files else None
@@ -461,15 +463,15 @@ def _part(folder: Path, part: str, blocks: Blocks, *, marks: bool) -> Part:
 
 
 def _blocks(folder: Path, say: Report) -> Blocks:
-    """The digests of a cache. One from before there were any gets them, once its content is that of its fingerprint."""
+    """Return the digests of a cache. One of an older version gets them once its content matches its fingerprint."""
     if (folder / MANIFEST).exists():
         return Blocks.read(folder)
-    say(f"comparing {folder} with its fingerprint, once: it was made before caches had digests")
+    say(f"comparing {folder} with its fingerprint, once: it was created by a version without digests")
     recorded = read_json(folder / "about.json")["fingerprint"]
     if (found := _content_hash(folder)) != recorded:
         raise ValueError(f"its content has the fingerprint {found}, and it was made with {recorded}")
     blocks = _digests_of(folder)
-    with suppress(OSError):  # a cache that may only be read is compared each time
+    with suppress(OSError):  # a read-only cache is verified each time
         _publish(folder, blocks)
     return blocks
 
@@ -479,7 +481,7 @@ def _digests_of(folder: Path) -> Blocks:
 
 
 def _publish(folder: Path, blocks: Blocks) -> None:
-    """Write the manifest so that nobody sees a part of it."""
+    """Write the manifest atomically."""
     descriptor, draft = tempfile.mkstemp(prefix=".manifest-", dir=folder)
     with os.fdopen(descriptor, "wb") as stream:
         stream.write(blocks.encode())

@@ -1,15 +1,15 @@
-"""The samples of a large source, whose shards are encoded when they are near.
+"""Samples of a large source whose shards are encoded shortly before they are used.
 
-    epoch       the shards in an order that is drawn anew; the first epoch begins with the first shard
-    window      WINDOW shards that follow each other in that order; the first of a run has one, to begin soon
-    sample      those of a window, shuffled
+    epoch       the shards in a new random order; the first epoch begins with the first shard
+    window      WINDOW consecutive shards of that order; the first window of a run has one, to start early
+    sample      the samples of a window, shuffled
 
-    <cache>/<key>.stream/<shard>/   token arrays, see `atoll.data.store`; the KEPT that were opened last, and the first
-    <cache>/<key>.stream/index...   how many samples each visited shard has, under a packing
+    <cache>/<key>.stream/<shard>/   token arrays, see `atoll.data.store`; the KEPT most recently opened, and the first
+    <cache>/<key>.stream/index...   number of samples of each visited shard, per packing
 
-Where a position is follows from the numbers of samples before it, so a resumed run opens the window that it is in, and
-no other. The next window is encoded in a thread while this one is trained on. All ranks do the same; one process of
-those that share the cache encodes a shard, the others wait for its lock.
+The location of a position is computed from the numbers of samples before it, so a resumed run opens only the window
+that contains its position. The next window is encoded in a thread while the current one is used for training. All
+ranks do the same; of the processes that share the cache, one encodes a shard and the others wait for its lock.
 """
 
 from __future__ import annotations
@@ -40,26 +40,27 @@ from atoll.digests import read_sealed, seal
 from atoll.errors import DataError
 
 WINDOW = 3
-"""Shards whose samples are shuffled together."""
+"""Number of shards whose samples are shuffled together."""
 
 KEPT = 3 * WINDOW
-"""Shards on disk: of this window, the next, and the one before it, in which another rank may still be."""
+"""Number of shards on disk: the current and next window, and the previous one, which another rank may still use."""
 
 NOTED_SECONDS = 1.0
-"""A wait for the encoder that is worth a note."""
+"""Minimum wait for the encoder that is reported, in seconds."""
 
 _SHARDS, _SAMPLES = 1 << 31, (1 << 31) + 1
-"""Words of the seeds of shard and sample orders, which no source's number has."""
+"""Words of the seeds of shard and sample orders, distinct from the number of any source."""
 
 Encode = Callable[[int], Corpus]
-"""The token arrays of a shard, from the cache or encoded into it."""
+"""Returns the token arrays of a shard, from the cache or after encoding it."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Window:
     """Shards of an epoch that are shuffled together.
 
-    start: position of its first sample.  passed: bytes of the epoch before it.  counts: samples of each shard.
+    start: position of its first sample.  passed: bytes of the epoch before it.  counts: number of samples of each
+    shard.
     """
 
     epoch: int
@@ -87,7 +88,8 @@ class _Opened:
         self._ends = np.cumsum(window.counts)
 
     def find(self, position: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the shard of each position of the window from `position` on, and the sample in that shard."""
+        """Return the shard of each position of the window from `position` on, and the index of the sample in that
+        shard."""
         offset = position - self.window.start
         samples = self._order[offset : offset + count]
         shards = np.searchsorted(self._ends, samples, side="right")
@@ -95,17 +97,17 @@ class _Opened:
         return shards, samples - begins[shards]
 
     def take(self, position: int, count: int) -> list[tuple[NDArray[np.int64], Batch]]:
-        """Samples from `position` on, with their places among them."""
+        """Return the samples from `position` on, with their places among them."""
         shards, samples = self.find(position, count)
         places = [(at, np.flatnonzero(shards == at)) for at in np.unique(shards).tolist()]
         return [(place, self._rows[at].take(samples[place])) for at, place in places]
 
 
 class Stream:
-    """The feed of a source in shards.
+    """Sample sequence of a source in shards.
 
-    folder: of its shards' token arrays, which `encode` makes.  first: the name of the first shard's, which validates
-    and is kept.  number: of the source among those of the run.
+    folder: contains the shards' token arrays, which `encode` creates.  first: name of the first shard's folder, which
+    is used for validation and kept.  number: index of the source among those of the run.
     """
 
     def __init__(
@@ -137,7 +139,7 @@ class Stream:
         self._is_closed = threading.Event()
 
     def take(self, position: int, count: int) -> Batch:
-        """The samples at positions position .. position+count-1."""
+        """Return the samples at positions position .. position+count-1."""
         parts: list[tuple[NDArray[np.int64], Batch]] = []
         done = 0
         while done < count:
@@ -148,7 +150,7 @@ class Stream:
         return scatter(parts, count)
 
     def names(self, position: int, count: int) -> list[int | str]:
-        """The number of each in its shard, and which that is."""
+        """Return each sample's number in its shard, and the shard's."""
         found: list[int | str] = []
         while len(found) < count:
             window = self._find(position + len(found))
@@ -158,7 +160,7 @@ class Stream:
         return found
 
     def epoch(self, position: int) -> float:
-        """How often its bytes have been passed before a position, as far as the numbers of samples are known."""
+        """Return how often the source's bytes have been passed before a position, as far as sample counts are known."""
         if position == 0:
             return 0.0
         last, window = position - 1, None
@@ -172,28 +174,28 @@ class Stream:
         return sum(self._shards[shard].nbytes for shard in shards)
 
     def close(self) -> None:
-        """Encode no other shard. The process ends when the one under way is done."""
+        """Stop encoding. The process ends when the shard being encoded is done."""
         self._is_closed.set()
 
-    # ---- where a position is
+    # ---- location of positions
 
     def _find(self, position: int) -> _Window:
-        """The window of a position. Shards whose samples were never counted are encoded for that."""
+        """Return the window that contains a position. Encodes shards whose samples have not been counted yet."""
         found = next((window for window in self._nearby(position) if window.has(position)), None)
-        # The epochs after the first are found by their number once every shard is counted, as it is now.
+        # Once every shard is counted, epochs after the first are found by their number.
         found = found or next((window for window in self._nearby(position) if window.has(position)), None)
         assert found is not None, "every position is in a window once all shards are counted"
         return found
 
     def _nearby(self, position: int, *, counts: bool = True) -> Iterator[_Window]:
-        """The opened window of a position, or what `_walk` gives."""
+        """Return the opened window that contains a position, or the result of `_walk`."""
         opened = [each.window for each in self._recent if each.window.has(position)]
         yield from opened or self._walk(position, counts=counts)
 
     def _walk(self, position: int, *, counts: bool = True) -> Iterator[_Window]:
-        """The windows of the epoch of a position, from its first on; of the first epoch, until all shards are counted.
+        """Yield the windows of a position's epoch, from its first on; of the first epoch, until all shards are counted.
 
-        counts: whether shards that were never counted are; else the walk ends before them.
+        counts: whether shards that were never counted are counted; otherwise the walk ends before them.
         """
         epoch = start = passed = 0
         total = self._index.total(len(self._shards))
@@ -214,7 +216,7 @@ class Stream:
             passed += self._bytes(shards)
 
     def _windows(self, epoch: int) -> list[tuple[int, ...]]:
-        """The shards of each window."""
+        """Return the shards of each window."""
         order = shuffled(len(self._shards), self._seed, epoch, self._number, _SHARDS).tolist()
         if epoch == 0:
             order.remove(0)
@@ -229,10 +231,10 @@ class Stream:
         self._say(f"encoding {self._shards[shard].source.name}, to count its samples")
         return len(self._open_shard(shard))
 
-    # ---- what is in the cache
+    # ---- contents of the cache
 
     def _at(self, position: int) -> _Opened:
-        """The window of a position, opened. The one behind it is encoded from then on."""
+        """Return the window of a position, opened. Starts to encode the next one."""
         for opened in self._recent:
             if opened.window.has(position):
                 return opened
@@ -251,7 +253,7 @@ class Stream:
         return found
 
     def _open_after(self, window: _Window) -> _Opened:
-        """The next window that has a sample."""
+        """Open the next window that has a sample."""
         number, epoch = window.number + 1, window.epoch
         start, passed = window.start + window.samples, window.passed + self._bytes(window.shards)
         while True:
@@ -274,17 +276,18 @@ class Stream:
         return _Opened(window, [self._open_shard(shard) for shard in window.shards], self._seed, self._number)
 
     def _open_shard(self, shard: int) -> Rows:
-        """The samples of a shard. Raises DataError where it is not what it was when it was counted."""
+        """Return the samples of a shard. Raises DataError if it has changed since it was counted."""
         corpus = self._encode(shard)
         rows = rows_of(corpus.trained, self._packing)
         self._index.note(shard, len(rows), corpus.fingerprint, self._shards[shard].source.name)
-        with suppress(OSError):  # a cache that may only be read
+        with suppress(OSError):  # a read-only cache
             os.utime(corpus.folder)
         self._trim()
         return rows
 
     def _trim(self) -> None:
-        """Delete the shards that were opened longest ago, but for the KEPT newest and the first, which validates."""
+        """Delete the least recently opened shards, except the KEPT newest and the first, which is used for
+        validation."""
         with suppress(OSError):  # another process may delete the same
             found = [path for path in self._folder.iterdir() if path.is_dir() and ".part-" not in path.name]
             found = sorted(
@@ -297,7 +300,7 @@ class Stream:
 
 
 def _in_background(work: Callable[[], _Opened]) -> Future[_Opened]:
-    """Do work in a thread; what it raises is raised by who asks for the result."""
+    """Run a function in a thread. Its exception is raised where the result is requested."""
     found: Future[_Opened] = Future()
 
     def do() -> None:
@@ -306,13 +309,13 @@ def _in_background(work: Callable[[], _Opened]) -> Future[_Opened]:
         except BaseException as error:
             found.set_exception(error)
 
-    # No daemon: the interpreter must not end while native code encodes.
+    # Not a daemon: the interpreter must not end while native code encodes.
     threading.Thread(target=do, name="atoll-shards").start()
     return found
 
 
 class _Index:
-    """How many samples visited shards have, in memory and in a file of the cache."""
+    """Number of samples of visited shards, in memory and in a file of the cache."""
 
     def __init__(self, folder: Path, packing: Packing) -> None:
         about = json.dumps([packing.sequence, packing.how, packing.too_long])
@@ -321,15 +324,15 @@ class _Index:
         self._read()
 
     def get(self, shard: int) -> tuple[int, str] | None:
-        """Samples and fingerprint of a shard."""
+        """Return the number of samples and the fingerprint of a shard."""
         return self._known.get(shard)
 
     def total(self, shards: int) -> int | None:
-        """Samples of all shards, if all are counted."""
+        """Return the number of samples of all shards, if all are counted."""
         return sum(count for count, _ in self._known.values()) if len(self._known) == shards else None
 
     def note(self, shard: int, samples: int, fingerprint: str, name: str) -> None:
-        """Write down what a shard has. Raises DataError where it had something else before."""
+        """Record the samples of a shard. Raises DataError if the shard had others before."""
         known = self._known.get(shard)
         if known is None:
             with writing_cache(self._path.parent), FileLock(self._path.with_suffix(".lock")):
@@ -341,12 +344,12 @@ class _Index:
                 os.replace(draft, self._path)
         if known != (samples, fingerprint):
             raise DataError(
-                f"{name}: its files have changed since it was first encoded; bring them back, or delete {self._path} "
+                f"{name}: its files have changed since it was first encoded; restore them, or delete {self._path} "
                 "and begin a new run"
             )
 
     def _read(self) -> None:
-        """Add what the file has. One that is damaged says nothing: the shards are counted again."""
+        """Read the file. If it is damaged, its shards are counted again."""
         with suppress(OSError, ValueError, TypeError):
             found = {
                 int(shard): (int(count), str(print_)) for shard, (count, print_) in read_sealed(self._path).items()

@@ -1,8 +1,8 @@
-"""The samples that a run trains on: those of one source, or of several in their shares.
+"""Samples of a run, from one source or from several in given shares.
 
     Feed        the endless sequence of a source's samples under a seed, from token arrays or a stream of them
-    Mix         from which feed each position takes its sample (`atoll.data.mixing`)
-    Supply      the two together, with what is held back for validation
+    Mix         the feed that provides the sample of each position (`atoll.data.mixing`)
+    Supply      both, with the held-out samples
 
 The sample at a position depends on the sources, the shares and the seed alone, never on ranks or batches.
 """
@@ -34,28 +34,28 @@ from atoll.units import format_bytes, format_count
 Get = Callable[..., Corpus | None]
 
 SAMPLED = 8
-"""Shards of a streamed source, spread evenly, whose begin trains a tokenizer."""
+"""Number of shards of a streamed source, spread evenly, whose beginnings train a tokenizer."""
 
 Name = int | str
-"""The name of a sequence: its number, with source and shard where the number is ambiguous."""
+"""Name of a sample: its number, with source and shard if the number is ambiguous."""
 
 
 class Feed(Protocol):
-    """The endless sequence of a source's samples under a seed."""
+    """The endless sequence of a source's samples for a seed."""
 
     @property
     def name(self) -> str:
-        """The name of the source."""
+        """Name of the source."""
         ...
 
     @property
     def size(self) -> int:
-        """How much an epoch of it counts, among the other feeds of the supply."""
+        """Weight of an epoch of this feed among the other feeds of the supply."""
         ...
 
     @property
     def samples(self) -> int | None:
-        """Samples of an epoch. None where they are not known."""
+        """Number of samples in an epoch, or None if unknown."""
         ...
 
     @property
@@ -64,24 +64,24 @@ class Feed(Protocol):
         ...
 
     def take(self, position: int, count: int) -> Batch:
-        """The samples at positions position .. position+count-1."""
+        """Return the samples at positions position .. position+count-1."""
         ...
 
     def names(self, position: int, count: int) -> list[Name]:
-        """What these samples are called."""
+        """Return the names of these samples."""
         ...
 
     def epoch(self, position: int) -> float:
-        """How often its samples have been passed before a position."""
+        """Return how often its samples have been passed before a position."""
         ...
 
     def close(self) -> None:
-        """No more samples are taken."""
+        """Release resources. No more samples can be taken."""
         ...
 
 
 class Whole:
-    """The feed of token arrays."""
+    """Feed of token arrays."""
 
     def __init__(self, name: str, rows: Rows, *, seed: int, number: int) -> None:
         self.name = name
@@ -90,24 +90,24 @@ class Whole:
         self._rows, self._order = rows, SampleOrder(max(1, len(rows)), seed, number)
 
     def take(self, position: int, count: int) -> Batch:
-        """The samples at positions position .. position+count-1."""
+        """Return the samples at positions position .. position+count-1."""
         return self._rows.take(self._order.take(position, count))
 
     def names(self, position: int, count: int) -> list[Name]:
-        """Their numbers."""
+        """Return the numbers of these samples."""
         return [int(index) for index in self._order.take(position, count)]
 
     def epoch(self, position: int) -> float:
-        """How often its samples have been passed before a position."""
+        """Return how often its samples have been passed before a position."""
         return position / self.samples
 
     def close(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: no work is in progress."""
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What is held back of a source, or a source of its own."""
+    """Held-out samples of a source, or a separate source."""
 
     name: str
     rows: Rows
@@ -115,9 +115,9 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Supply:
-    """What a run is trained on, and judged by.
+    """Training and validation samples of a run.
 
-    fingerprint: equal ones mean the same samples.  size: of it all, in words.
+    fingerprint: equal fingerprints mean equal samples.  size: total size as text.
     """
 
     feeds: tuple[Feed, ...]
@@ -129,7 +129,7 @@ class Supply:
 
     @property
     def samples(self) -> int | None:
-        """Samples of an epoch, which is as many as all sources have. None where they are not known."""
+        """Number of samples in an epoch, the sum over all sources; None if unknown."""
         known = [feed.samples for feed in self.feeds if feed.samples is not None]
         return sum(known) if len(known) == len(self.feeds) else None
 
@@ -144,14 +144,14 @@ class Supply:
         return found
 
     def take(self, position: int, count: int) -> Batch:
-        """The samples at positions position .. position+count-1."""
+        """Return the samples at positions position .. position+count-1."""
         parts = [(places, self.feeds[at].take(begin, len(places))) for at, places, begin in self._of(position, count)]
         if len(parts) == 1:
             return parts[0][1]
         return scatter(parts, count)
 
     def names(self, position: int, count: int) -> list[Name]:
-        """What the samples at these positions are called."""
+        """Return the names of the samples at these positions."""
         found: list[Name] = [0] * count
         for at, places, begin in self._of(position, count):
             names = self.feeds[at].names(begin, len(places))
@@ -160,36 +160,36 @@ class Supply:
         return found
 
     def epoch(self, position: int) -> float:
-        """How often the sources have been passed before a position: of several the mean by their sizes."""
+        """Return how often the sources have been passed before a position: for several, the mean weighted by size."""
         epochs = self.epochs(position)
         sizes = [feed.size for feed in self.feeds]
         return sum(epoch * size for epoch, size in zip(epochs, sizes, strict=True)) / sum(sizes)
 
     def epochs(self, position: int) -> list[float]:
-        """How often each source has been passed before a position, up to a period of the mix."""
+        """Return how often each source has been passed before a position, up to a period of the mix."""
         return [
             feed.epoch(position * count // self.mix.period)
             for feed, count in zip(self.feeds, self.mix.counts, strict=True)
         ]
 
     def _of(self, position: int, count: int) -> Iterator[tuple[int, NDArray[np.int64], int]]:
-        """The sources of some positions: their numbers, their places among these, their own first position."""
+        """Yield the sources of some positions: their number, their places among these, and their own first position."""
         sources, positions = self.mix.take(position, count)
         for at in np.unique(sources).tolist() or [0]:
             places = np.flatnonzero(sources == at)
             yield at, places, int(positions[places[0]]) if len(places) else 0
 
     def close(self) -> None:
-        """No more samples are taken."""
+        """Release resources. No more samples can be taken."""
         for feed in self.feeds:
             feed.close()
 
     # ---- validation
 
     def validation(self, size: int, *, limit: int) -> Iterator[tuple[str, Batch]]:
-        """Batches of `size` samples in order, each of one source, whose name comes with it.
+        """Yield batches of `size` samples in order, each from one source and with its name.
 
-        limit: at most so many, in proportion to what the sources have, though one of each.
+        limit: maximum number of batches, shared in proportion to the sources' samples, with at least one each.
         """
         held = [each for each in self.held if each.rows.in_order_count]
         counts = [each.rows.in_order_count for each in held]
@@ -211,12 +211,12 @@ def prepare_supply(
     report: Report | None = None,
     **recipe: Any,
 ) -> Supply:
-    """The samples of sources, each from its cache or encoded into it.
+    """Return the samples of sources, each from its cache or encoded into it.
 
-    weights: shares of the samples that are taken from each; None: as many as each has, so that an epoch passes each
-    once.  recipe: as of `prepare`, whose "bpe-N" is trained on all sources.
-    shard: bytes of a source that are encoded at once while the run goes on; None: all of it is encoded here. A share
-    that is held back is one of the first shard then, and without weights sources have shares by their bytes.
+    weights: share of the samples from each source; None: in proportion to their samples, so an epoch passes each once.
+    recipe: see `prepare`; its "bpe-N" is trained on all sources.
+    shard: number of bytes of a source that are encoded at once during the run; None: all are encoded here. With a
+    shard, a held-out share is taken from the first shard, and without weights sources have shares by their bytes.
     """
     say = report or (lambda line: None)
     found = _Sources.find(sources, recipe, shard)
@@ -238,8 +238,8 @@ def preview_supply(
     shard: int | None = None,
     **recipe: Any,
 ) -> Supply | None:
-    """What `prepare_supply` would return or raise, without writing to the cache; None as of `preview`, and for streamed
-    sources."""
+    """Return the result of `prepare_supply`, or raise its errors, without writing to the cache. Returns None as
+    `preview` does, and for streamed sources."""
     found = _Sources.find(sources, recipe, shard)
     if shard is not None:
         return None
@@ -257,9 +257,9 @@ def preview_supply(
 
 @dataclass(frozen=True, slots=True)
 class _Sources:
-    """Sources that are there.
+    """Existing sources of a supply.
 
-    own: a source of the validation.  recipe: as of `prepare`, for all of them.  shards: of each, if they are streamed.
+    own: a separate validation source.  recipe: see `prepare`, for all sources.  shards: of each source, if streamed.
     """
 
     trained_on: tuple[Source, ...]
@@ -276,7 +276,7 @@ class _Sources:
         if shard is not None:
             found = tuple(replace(each, identity=identity_of(each)) for each in found)
             return _Sources(found, held, recipe, tuple(cut(each, shard) for each in found))
-        if len(found) > 1:  # so that what trains the tokenizer and what encodes need not both read them
+        if len(found) > 1:  # training of the tokenizer and encoding then need not both compute them
             found = tuple(replace(each, identity=fingerprint(each)) for each in found)
         return _Sources(found, held, recipe, ())
 
@@ -286,7 +286,7 @@ class _Sources:
 
     @property
     def trains_together(self) -> bool:
-        """Whether a tokenizer has to be trained before any source can be encoded."""
+        """True if a tokenizer has to be trained before any source can be encoded."""
         return (len(self.trained_on) > 1 or bool(self.shards)) and bpe_size(self.tokenizer) is not None
 
     @property
@@ -299,7 +299,7 @@ class _Sources:
         return sum(source.nbytes for source in self.trained_on)
 
     def texts(self) -> Iterator[str]:
-        """What the tokenizer is trained on; of streamed sources the begin of SAMPLED shards each."""
+        """Yield the texts to train the tokenizer on; for streamed sources, the beginnings of SAMPLED shards each."""
         if self.shards:
             chosen = [each for shards in self.shards for each in shards[:: -(-len(shards) // SAMPLED)]]
             for each in chosen:
@@ -309,12 +309,12 @@ class _Sources:
 
     @property
     def packing(self) -> Packing:
-        """What a sample is."""
+        """Rules of the samples."""
         how, too_long = self.recipe.get("how", "blocks"), self.recipe.get("too_long", "split")
         return Packing(sequence=self.recipe["sequence"], how=how, too_long=too_long)
 
     def streamed(self, tokenizer: str, weights: Sequence[float] | None, seed: int, say: Report) -> Supply:
-        """The supply of sources whose shards are encoded when they are near; the first of each is here."""
+        """Return the supply of streamed sources. The first shard of each is encoded here."""
         share = 0.0 if self.own is not None else self.recipe.get("validation", 0.0)
         recipe = {**self.recipe, "tokenizer": tokenizer, "global_batch": 0}
         cache: Path = recipe["cache"].expanduser()
@@ -322,7 +322,7 @@ class _Sources:
         feeds, held, fingerprints = [], [], []
         held_share = [f"data.validation = {share:g} is a share of its first shard"] if share else []
         for number, (source, shards) in enumerate(zip(self.trained_on, self.shards, strict=True)):
-            # The numbers of samples that the folder's index has are those under all of this.
+            # The sample counts in the folder's index are valid for these settings.
             facts = (source.identity, len(shards), shards[0].source.parts, content_of(tokenizer), share)
             about = (
                 *facts,
@@ -365,7 +365,8 @@ class _Sources:
         )
 
     def supply(self, get: Get, tokenizer: str, weights: Sequence[float] | None, seed: int) -> Supply | None:
-        """What `get`, which is `prepare` or `preview`, gives of each source; None where it has none."""
+        """Return the supply of the sources' results of `get` (`prepare` or `preview`), or None if one of them is
+        None."""
         recipe, packing = {**self.recipe, "tokenizer": tokenizer}, self.packing
         if len(self.trained_on) == 1:
             corpora = [get(self.trained_on[0], **recipe)]
@@ -404,14 +405,14 @@ class _Sources:
 
 @dataclass(frozen=True, slots=True)
 class _Encode:
-    """Makes the token arrays of a shard. share: of the first that is held back."""
+    """Creates the token arrays of a shard. share: held-out share of the first shard."""
 
     shards: Sequence[Shard]
     recipe: Mapping[str, Any]
     share: float
 
     def recipe_of(self, number: int) -> dict[str, Any]:
-        """As of `prepare`."""
+        """Arguments of `prepare`."""
         return {**self.recipe, "validation": 0.0 if number else self.share}
 
     def __call__(self, number: int) -> Corpus:
@@ -419,14 +420,14 @@ class _Encode:
 
 
 def content_of(tokenizer: str) -> str:
-    """What stands for a tokenizer: its name, or a hash of its file."""
+    """Return the name of a tokenizer, or a hash of its file."""
     path = Path(tokenizer).expanduser()
     file = path / "tokenizer.json" if path.is_dir() else path
     return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else tokenizer
 
 
 def _check(feeds: Sequence[Whole], tokens: int, packing: Packing, batch: int) -> None:
-    """Raise DataError for a source without a sample, and for less than a step in all of several."""
+    """Raise DataError if a source has no sample, or all together have less than a step."""
     if len(feeds) == 1:
         return
     for feed in feeds:
@@ -444,7 +445,7 @@ def _check(feeds: Sequence[Whole], tokens: int, packing: Packing, batch: int) ->
 
 
 def together(fingerprints: Sequence[str]) -> str:
-    """The fingerprint of several things; that of a single one is its own."""
+    """Return the fingerprint of several fingerprints; a single one is returned unchanged."""
     if len(fingerprints) == 1:
         return fingerprints[0]
     return hashlib.sha256("\0".join(fingerprints).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Text to token ids and back.
+"""Tokenizers: conversion between text and token ids.
 
     "bytes"          the 256 bytes of UTF-8 and nothing else: no end of text
     "bpe-4096"       byte-level byte-pair encoding (arXiv:1508.07909) of at most 4096 ids, trained on the corpus
@@ -31,13 +31,13 @@ MASK_NAMES = ("[MASK]", "<mask>", "<|mask|>")
 """Names of the mask token in a tokenizer.json; the first known one is used."""
 
 SMALLEST_BPE = 257
-"""All bytes and the end of text."""
+"""Number of ids of all bytes and the end of text."""
 
 TRAINING_CHARACTERS = 40_000_000
-"""Text that a tokenizer is trained on at most: a larger corpus would cost minutes and gigabytes for the same merges."""
+"""Maximum number of characters to train a tokenizer on. More would cost minutes and gigabytes for the same merges."""
 
 LONGEST_WORD = 1000
-"""Characters after which a word is cut for training, whose time grows with the square of a word's length."""
+"""Number of characters after which a word is cut for training, whose time is quadratic in a word's length."""
 
 _LONG_WORD = re.compile(rf"\S{{{LONGEST_WORD}}}|\s{{{LONGEST_WORD}}}")
 
@@ -45,58 +45,58 @@ Ids = NDArray[np.integer[Any]] | Sequence[int]
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back."""
+    """Converts text to token ids and back."""
 
     @property
     def size(self) -> int:
-        """Number of ids: every id is below it. May be less than what was asked for, on a small corpus."""
+        """Number of ids; every id is below it. May be less than requested on a small corpus."""
         ...
 
     @property
     def end_of_text(self) -> int | None:
-        """The id that closes a document, if there is one."""
+        """Id that ends a document, or None."""
         ...
 
     @property
     def mask(self) -> int | None:
-        """The id that hides others, if there is one."""
+        """Id of the mask token, or None."""
         ...
 
     def encode(self, text: str) -> NDArray[np.uint32]:
-        """Token ids of a text, without any special token."""
+        """Return the token ids of a text, without special tokens."""
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
-        """Token ids of several texts, on all cores."""
+        """Return the token ids of several texts, computed on all cores."""
         ...
 
     def decode(self, ids: Ids) -> str:
-        """The text of token ids; bytes that are not UTF-8 come as replacement characters."""
+        """Return the text of token ids. Invalid UTF-8 becomes replacement characters."""
         ...
 
 
 def _utf8(text: str) -> bytes:
-    # A lone surrogate is no text in any encoding; both kinds of tokenizer write "?" for it.
+    # A lone surrogate has no encoding; both tokenizers write "?" for it.
     return text.encode("utf-8", errors="replace")
 
 
 class ByteTokenizer:
-    """Ids 0..255 are the bytes of UTF-8."""
+    """Tokenizer whose ids 0..255 are the bytes of UTF-8."""
 
     size = 256
     end_of_text = None
     mask = None
 
     def encode(self, text: str) -> NDArray[np.uint32]:
-        """The bytes of a text."""
+        """Return the bytes of a text."""
         return np.frombuffer(_utf8(text), dtype=np.uint8).astype(np.uint32)
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
-        """The bytes of several texts."""
+        """Return the bytes of several texts."""
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Ids) -> str:
-        """The text of bytes."""
+        """Return the text of bytes."""
         return bytes(int(each) for each in ids).decode("utf-8", errors="replace")
 
 
@@ -107,7 +107,7 @@ class FileTokenizer:
         self._inner = inner
         self._inner.no_truncation()
         self._inner.no_padding()
-        # A text may speak of "<|endoftext|>" (this very file does): it then means the characters, not the token.
+        # "<|endoftext|>" in a text (as in this file) means its characters, not the token.
         self._inner.encode_special_tokens = True
 
     @staticmethod
@@ -121,43 +121,43 @@ class FileTokenizer:
             raise DataError(f"{path}: cannot be read as a tokenizer.json ({error})") from error
 
     def to_json(self) -> str:
-        """The content of a tokenizer.json."""
+        """Return the content of a tokenizer.json."""
         return str(self._inner.to_str())
 
     @property
     def size(self) -> int:
-        """One more than the largest id."""
+        """Number of ids, one more than the largest."""
         return 1 + max(self._inner.get_vocab(with_added_tokens=True).values(), default=-1)
 
     @property
     def end_of_text(self) -> int | None:
-        """The id of the first of END_OF_TEXT_NAMES that the tokenizer knows."""
+        """Id of the first of END_OF_TEXT_NAMES that the tokenizer has."""
         known = (self._inner.token_to_id(name) for name in END_OF_TEXT_NAMES)
         return next((token for token in known if token is not None), None)
 
     @property
     def mask(self) -> int | None:
-        """The id of the first of MASK_NAMES that the tokenizer knows."""
+        """Id of the first of MASK_NAMES that the tokenizer has."""
         known = (self._inner.token_to_id(name) for name in MASK_NAMES)
         return next((token for token in known if token is not None), None)
 
     def encode(self, text: str) -> NDArray[np.uint32]:
-        """Token ids of a text."""
+        """Return the token ids of a text."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
-        """Token ids of several texts."""
+        """Return the token ids of several texts."""
         plain = [_utf8(text).decode("utf-8") for text in texts]
         encodings = self._inner.encode_batch_fast(plain, add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def decode(self, ids: Ids) -> str:
-        """The text of token ids, special tokens included."""
+        """Return the text of token ids, including special tokens."""
         return str(self._inner.decode([int(each) for each in ids], skip_special_tokens=False))
 
 
 def train_bpe(texts: Iterable[str], size: int) -> FileTokenizer:
-    """Train a byte-level BPE of at most `size` ids (SMALLEST_BPE or more); same texts, same tokenizer."""
+    """Train a byte-level BPE of at most `size` ids (SMALLEST_BPE or more). Equal texts give equal tokenizers."""
     inner = tokenizers.Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
@@ -173,7 +173,7 @@ def train_bpe(texts: Iterable[str], size: int) -> FileTokenizer:
 
 
 def _without_long_words(text: str) -> Iterator[str]:
-    """The text in pieces, cut inside runs without a space (base64, minified code) and inside runs of nothing else."""
+    """Yield the text in pieces, cut inside runs without a space (base64, minified code) and nowhere else."""
     start = 0
     for match in _LONG_WORD.finditer(text):
         yield text[start : match.end()]
@@ -182,9 +182,9 @@ def _without_long_words(text: str) -> Iterator[str]:
 
 
 def sample(texts: Iterable[str], total: int, *, limit: int = TRAINING_CHARACTERS) -> Iterator[str]:
-    """Yield at most about `limit` of `total` characters, spread evenly over the texts; all if they are fewer.
+    """Yield at most about `limit` of `total` characters, spread evenly over the texts; all if there are fewer.
 
-    From each text the same share is kept, from its start.
+    From each text the same share is taken, from its start.
     """
     share = min(1.0, limit / max(1, total))
     for text in texts:
@@ -192,7 +192,7 @@ def sample(texts: Iterable[str], total: int, *, limit: int = TRAINING_CHARACTERS
 
 
 def head(texts: Iterable[str], limit: int) -> Iterator[str]:
-    """The first `limit` characters."""
+    """Yield the first `limit` characters."""
     for text in texts:
         yield text[:limit]
         limit -= len(text)
@@ -201,7 +201,7 @@ def head(texts: Iterable[str], limit: int) -> Iterator[str]:
 
 
 def bpe_size(name: str) -> int | None:
-    """4096 for "bpe-4096", None for any other word; DataError for a size that cannot be."""
+    """Return 4096 for "bpe-4096", None for any other name. Raises DataError for an invalid size."""
     match = re.fullmatch(r"bpe-(\d+)", name)
     if match is None:
         return None

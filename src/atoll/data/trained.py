@@ -1,6 +1,6 @@
-"""A tokenizer that is trained on several sources, or on a sample of large ones, kept apart from their token arrays.
+"""Tokenizers trained on several sources or on a sample of large ones, cached separately from token arrays.
 
-<cache>/<key>/          key = hash of (what stands for the contents of the sources, the tokenizer's name)
+<cache>/<key>/          key = hash of (identities of the sources, the tokenizer's name)
     tokenizer.json
     manifest.json       its digests
 """
@@ -27,7 +27,7 @@ FORMAT = 1
 
 
 def folder_of(name: str, sources: Sequence[Source], cache: Path) -> Path:
-    """Where the tokenizer of these sources is kept. Their `identity` has to be known."""
+    """Return the folder of the tokenizer of these sources, whose `identity` must be known."""
     about = {
         "format": FORMAT,
         "trained": name,
@@ -37,7 +37,7 @@ def folder_of(name: str, sources: Sequence[Source], cache: Path) -> Path:
 
 
 def is_kept(folder: Path) -> bool:
-    """Whether an undamaged tokenizer is in a folder."""
+    """Return True if a folder has an undamaged tokenizer."""
     try:
         Blocks.read(folder).open(folder / TOKENIZER).check()
     except (OSError, ValueError, LookupError, TypeError, AttributeError, DamagedCorpusError):
@@ -46,7 +46,7 @@ def is_kept(folder: Path) -> bool:
 
 
 def train(folder: Path, name: str, texts: Callable[[], Iterable[str]], say: Report) -> Path:
-    """The tokenizer.json of a folder; it is trained on the texts and written unless it is there."""
+    """Return the tokenizer.json of a folder, after training it on the texts unless it exists."""
     size = bpe_size(name)
     if size is None:
         raise DataError(f"data.tokenizer = {name!r} is none that is trained")

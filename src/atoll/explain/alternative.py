@@ -42,7 +42,7 @@ def use_of(plan: Plan, use: Use) -> Use:
 
 
 def predicted(base: Prediction, plan: Plan, cluster: Cluster | None = None) -> Prediction:
-    """Another plan of the same model, on the same cluster if no other is given."""
+    """Return the prediction of another plan of the same model, on the same cluster by default."""
     return Prediction(base.workload, plan, cluster or base.given, use_of(plan, base.use), base.reads_in_place)
 
 
@@ -50,8 +50,8 @@ def predicted(base: Prediction, plan: Plan, cluster: Cluster | None = None) -> P
 class Alternative:
     """The effect of a change on a plan.
 
-    choice, value: what is made differently, and how.  was: its value in the plan.
-    prediction: of the changed plan; None where there is none, and `refusal` says why.
+    choice, value: the changed choice and its new value.  was: its value in the plan.
+    prediction: of the changed plan; None if there is none, for the reason in `refusal`.
     """
 
     base: Prediction
@@ -68,7 +68,7 @@ class Alternative:
 
     @property
     def found(self) -> Prediction:
-        """The prediction. Raises ValueError where there is none."""
+        """The prediction. Raises ValueError if there is none."""
         if self.prediction is None:
             raise ValueError(f"{self.name} has no prediction: {self.refusal}")
         return self.prediction
@@ -80,19 +80,19 @@ class Alternative:
 
     @property
     def speed(self) -> float:
-        """Tokens a second, as a multiple of the plan's."""
+        """Tokens per second, as a multiple of the plan's."""
         return self.found.tokens_a_second / self.base.tokens_a_second
 
     @cached_property
     def parts(self) -> Mapping[str, float]:
-        """Seconds of a step more than the plan's by the fields of `Breakdown`, means of the pipeline ranks. They add up
-        to `seconds` once the ranks are settled."""
+        """Seconds of a step more than the plan's by the fields of `Breakdown`, means over the pipeline ranks. They add
+        up to `seconds` in the steady state."""
         before, after = mean(self.base.breakdown), mean(self.found.breakdown)
         return {name: getattr(after, name) - getattr(before, name) for name in before._fields}
 
     @property
     def causes(self) -> Mapping[str, float]:
-        """The same, with what is computed together: where there is no pipeline I makes the weights' gradients too."""
+        """The same, with compute as one cause: without a pipeline, I also computes the weights' gradients."""
         computed = {part: self.parts[part] for part in COMPUTED}
         return {"computation": sum(computed.values())} | {
             PARTS[part]: seconds for part, seconds in self.parts.items() if part not in computed
@@ -100,7 +100,7 @@ class Alternative:
 
     @property
     def cause(self) -> str:
-        """The cause that changes most in the direction of the total."""
+        """The cause with the largest change in the direction of the total."""
         sign = 1.0 if self.seconds >= 0 else -1.0
         return max(self.causes, key=lambda name: sign * self.causes[name])
 
@@ -117,13 +117,13 @@ class Alternative:
 
     @property
     def byte_cause(self) -> str:
-        """The field of `Held` that changes most in the direction of the total."""
+        """The field of `Held` with the largest change in the direction of the total."""
         sign = 1 if self.nbytes >= 0 else -1
         return max(self.components, key=lambda name: sign * self.components[name])
 
     @property
     def margin(self) -> int:
-        """Bytes that the fullest rank leaves free; below 0 where it does not fit."""
+        """Free bytes of the fullest rank; negative if it does not fit."""
         return min(map(self.found.margin, range(self.found.plan.mesh.pipeline)))
 
     @property
@@ -138,12 +138,12 @@ class Alternative:
 
     @property
     def is_better(self) -> bool:
-        """True if it fits and gives more tokens a second, by `EQUAL` at least."""
+        """True if it fits and has a higher token rate, by `EQUAL` at least."""
         return self.fits and self.speed >= 1.0 + EQUAL
 
 
 def attempt(base: Prediction, choice: str, value: str, was: str, prediction: Prediction | None) -> Alternative:
-    """An alternative whose prediction has been played; where that is refused, its refusal."""
+    """Return an alternative with its simulated prediction or, if it is refused, its refusal."""
     try:
         if prediction is not None:
             prediction.seconds  # noqa: B018  (what cannot be predicted raises when it is played)

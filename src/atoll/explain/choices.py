@@ -1,7 +1,7 @@
 """The choices of a plan, and plans with one choice changed.
 
-A changed plan keeps the ranks and the global batch. Where a choice moves ranks from one axis to another or resizes the
-microbatch, the number of microbatches follows, and the schedule is built again.
+A changed plan keeps the ranks and the global batch. If a choice moves ranks from one axis to another or resizes the
+microbatch, the number of microbatches changes accordingly, and the schedule is built again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NO = "off"
 YES = "on"
 
 FIXED = tuple(name for name, entry in CATALOGUE.items() if entry.bubbles)
-"""Schedules whose order follows from their sizes. The others are found by a search, which may take minutes."""
+"""Schedules whose order is determined by their sizes. Others are found by a search, which may take minutes."""
 
 UNITS = (1, 2, 4)
 
@@ -30,10 +30,10 @@ UNITS = (1, 2, 4)
 class Choice:
     """One choice of a plan.
 
-    name: what it is called.  key: of the config.  now: its value in a plan.  others: further values worth a look.
-    make: the plan with another value; raises PlanError or ConfigError where there is none.
-    plain: the value that asks for nothing special; None where no value does.
-    is_exact: whether a plan with another value trains like this one but for the order of sums.
+    name: shown to users.  key: of the config.  now: its value in a plan.  others: other values to compare.
+    make: returns the plan with another value; raises PlanError or ConfigError if there is none.
+    plain: the value without any special feature; None if there is none.
+    is_exact: whether a plan with another value has the same results, apart from the order of sums.
     """
 
     name: str
@@ -58,11 +58,11 @@ def rebuilt(
     batch: int | None = None,
     chunks: int | None = None,
 ) -> Plan:
-    """A plan on another mesh, with another schedule, microbatch or global batch.
+    """Return a plan on another mesh, with another schedule, microbatch or global batch.
 
-    chunks: stages of a rank, for schedules that take them; the plan's own if the schedule stays.
+    chunks: stages per rank, for schedules that take them; the plan's own if the schedule stays.
 
-    Raises PlanError where the global batch cannot be divided so, or where the schedule's order has to be searched.
+    Raises PlanError if the global batch is not divisible, or if the schedule's order has to be searched.
     """
     mesh, microbatch, batch = mesh or plan.mesh, microbatch or plan.microbatch, batch or plan.global_batch
     name = schedule or plan.schedule.name
@@ -93,9 +93,10 @@ def rebuilt(
 
 
 def with_axis(mesh: MeshShape, axis: str, size: int, *, gives: tuple[str, str]) -> MeshShape:
-    """The same ranks with `size` of them along an axis. gives: the axes that give or take the others, in order.
+    """Return the mesh of the same ranks with `size` of them along an axis. gives: the axes that give or take the
+    others, in order.
 
-    Raises PlanError where no axis can.
+    Raises PlanError if no axis can.
     """
     for other in gives:
         whole = _whole(mesh, axis, other)
@@ -126,14 +127,14 @@ def _whole(mesh: MeshShape, *axes: str) -> int:
 
 
 def _around(now: int) -> Iterator[str]:
-    """Half and twice as many."""
+    """Return half and twice the number."""
     if now % 2 == 0:
         yield str(now // 2)
     yield str(2 * now)
 
 
 def _switch(name: str, key: str, field: str, *, where: Callable[[Plan], bool]) -> Choice:
-    """Return the choice of a field of `Plan` that is on or off, where it has an effect."""
+    """Return the choice of a field of `Plan` that is on or off, if it has an effect."""
     return Choice(
         name,
         key,

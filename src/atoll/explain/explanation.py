@@ -1,6 +1,6 @@
 """Explanation of a plan: its memory and time, its bottleneck, and its alternatives.
 
-Nothing is predicted before it is asked for, and nothing twice.
+Predictions are made on first use, and only once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FASTER = 1.1
 """Factor by which a resource is made faster to find the bottleneck."""
 
 NEARLY_FULL = 0.05
-"""Share of a device's memory below which what the fullest rank leaves is called little."""
+"""Share of a device's memory below which the fullest rank's free memory counts as little."""
 
 
 _Make = Callable[[], Prediction]
@@ -32,8 +32,8 @@ _Make = Callable[[], Prediction]
 class Measured(NamedTuple):
     """Measurements of a run.
 
-    seconds: of a typical step.  parts: of each pipeline rank in the timed step, predicted and measured seconds by the
-    fields of `Breakdown`.  peaks: bytes of each pipeline rank.  memory: what those are of, "allocated" tensors or
+    seconds: of a typical step.  parts: for each pipeline rank in the timed step, predicted and measured seconds by the
+    fields of `Breakdown`.  peaks: bytes of each pipeline rank.  memory: kind of the peaks, "allocated" tensors or
     "resident" memory.
     """
 
@@ -53,7 +53,7 @@ class Resource:
 
 @dataclass(frozen=True, slots=True)
 class LayoutRow:
-    """One of the effective layouts in the place of the plan's. travel: None where the layout is refused."""
+    """One of the effective layouts in place of the plan's. travel: None if the layout is refused."""
 
     alternative: Alternative
     travel: Travel | None
@@ -100,8 +100,8 @@ class Explanation:
 
     @property
     def most_computing(self) -> tuple[int, float]:
-        """The pipeline rank that computes for longest, and its seconds: a bound on the step of any order of the same
-        stages. Collectives of tensor parallelism count, since they are within what is computed."""
+        """The pipeline rank that computes longest, and its seconds: a bound on the step of any order of the same
+        stages. Tensor-parallel collectives count, since they are part of the computation."""
         parts = self.prediction.breakdown
         seconds = [own.forward + own.backward + own.weights + own.tensor + own.optimizer for own in parts]
         most = max(range(len(seconds)), key=seconds.__getitem__)
@@ -141,7 +141,7 @@ class Explanation:
         return self._known[key]
 
     def attempt(self, choice: str, value: str, make: Callable[[], Plan]) -> Alternative:
-        """The plan that `make` makes, under a name; where it raises UserError, its refusal."""
+        """Return the plan of `make`, under a name; if it raises UserError, its refusal."""
         return self._attempt(choice, value, lambda: predicted(self.prediction, make()))
 
     def _attempt(self, choice: str, value: str, make: _Make) -> Alternative:
@@ -153,17 +153,17 @@ class Explanation:
         return attempt(self.prediction, choice, value, was, found)
 
     def alternatives(self, choice: str) -> tuple[Alternative, ...]:
-        """All values of a choice that differ from the plan's."""
+        """Return all values of a choice that differ from the plan's."""
         return tuple(self.alternative(choice, value) for value in CHOICES[choice].values(self.plan))
 
     @cached_property
     def others(self) -> tuple[Alternative, ...]:
-        """The alternatives of every choice but the layout, which has a table of its own."""
+        """The alternatives of every choice except the layout, which has a table of its own."""
         return tuple(each for name in CHOICES if name != "layout" for each in self.alternatives(name))
 
     @cached_property
     def undone(self) -> tuple[Alternative, ...]:
-        """Alternatives that undo one choice of the plan each."""
+        """Alternatives that each undo one choice of the plan."""
         return tuple(
             self.alternative(choice.name, choice.plain)
             for choice in CHOICES.values()

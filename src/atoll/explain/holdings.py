@@ -14,7 +14,7 @@ from atoll.program import Do, Instruction
 class State:
     """State of some blocks on a rank.
 
-    name: "8 layers", a block's own, or what the parameters are shared by.  elements: parameters, padding counted.
+    name: "8 layers", a block's own name, or the blocks that share the parameters.  elements: parameters with padding.
     parameters, gradients, optimizer: bytes.
     """
 
@@ -26,7 +26,7 @@ class State:
 
     @property
     def total(self) -> int:
-        """Bytes of all three."""
+        """Sum of all three."""
         return self.parameters + self.gradients + self.optimizer
 
 
@@ -43,8 +43,8 @@ class InFlight:
 class Holding:
     """Memory of a pipeline rank at its peak, by component.
 
-    during: the instruction at which it holds most; None between steps.  blocks: names of those that it has.
-    state: what it keeps between steps, by what it is of.  in_flight: of each of its stages.
+    during: the instruction at the peak; None between steps.  blocks: names of its blocks.
+    state: kept between steps, by part of the model.  in_flight: for each of its stages.
     """
 
     rank: int
@@ -56,7 +56,7 @@ class Holding:
 
     @property
     def microbatches(self) -> int:
-        """Microbatches in flight on its stages together."""
+        """Number of microbatches in flight on its stages together."""
         return sum(each.microbatches for each in self.in_flight)
 
 
@@ -64,8 +64,8 @@ def holding(prediction: Prediction, rank: int) -> Holding:
     """Return the memory of a pipeline rank at its peak."""
     instructions = prediction.ranks.programs.ranks[rank].instructions
     totals = [held.total for held in prediction.held(rank)]
-    at = totals.index(prediction.peak(rank).total)  # 0 is between steps, n what follows n instructions
-    # Within the last I of a microbatch its activations are still there.
+    at = totals.index(prediction.peak(rank).total)  # 0 is between steps, n the time after n instructions
+    # During the last I of a microbatch its activations are still kept.
     played = instructions[: at - 1] if at and instructions[at - 1].do is Do.I else instructions[:at]
     names = [block.name for block in prediction.ranks.model.blocks]
     return Holding(
@@ -79,7 +79,7 @@ def holding(prediction: Prediction, rank: int) -> Holding:
 
 
 def _in_flight(prediction: Prediction, rank: int, played: tuple[Instruction, ...]) -> list[InFlight]:
-    """A microbatch is in flight from the first block's F to that block's I."""
+    """Return the microbatches in flight: from the first block's F to that block's I."""
     ranks, found = prediction.ranks, []
     for stage in ranks.stages_of(rank):
         run = ranks.runs[stage]

@@ -21,8 +21,9 @@ _KINDS = {
 class LinkUse:
     """Traffic of a rank on a link in a step.
 
-    axis: of the mesh.  kind: gathers, reductions, updated parameters or messages.  times: how often.  nbytes: in all.
-    seconds: the link is busy.
+    axis: of the mesh.  kind: gathers, reductions, updated parameters or messages.  times: their number.  nbytes: in
+    total.
+    seconds: busy time of the link.
     """
 
     axis: str
@@ -60,7 +61,7 @@ def link_uses(prediction: Prediction, rank: int) -> tuple[LinkUse, ...]:
 class Travel:
     """Data-parallel traffic of the rank that sends most, and its waits.
 
-    inter, intra: bytes a step.  seconds: the slower of both links is busy.  waited: nothing hides.
+    inter, intra: bytes per step.  seconds: busy time of the slower of both links.  waited: time that nothing hides.
     """
 
     inter: float
@@ -70,7 +71,7 @@ class Travel:
 
     @property
     def hidden(self) -> float:
-        """Share of the busy seconds beside which the rank computes, or waits for something else."""
+        """Share of the busy seconds during which the rank computes, or waits for something else."""
         return 1.0 - min(1.0, self.waited / self.seconds) if self.seconds else 1.0
 
 

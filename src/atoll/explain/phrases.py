@@ -37,7 +37,7 @@ def signed_bytes(nbytes: float) -> str:
 
 
 def mesh(shape: MeshShape) -> str:
-    """ "64 ranks: pp 4 x inter 2 x intra 8"."""
+    """Return a mesh: "64 ranks: pp 4 x inter 2 x intra 8"."""
     sizes = " x ".join(f"{name} {size}" for name, size in shape.sizes.items() if size > 1)
     return "1 rank" if shape.world == 1 else f"{shape.world} ranks: {sizes}"
 
@@ -59,7 +59,7 @@ def setting(alternative: Alternative) -> str:
 
 
 def longer(alternative: Alternative) -> str:
-    """ "120 ms longer, 2.3 %, mostly pipeline bubble"."""
+    """Return a longer time: "120 ms longer, 2.3 %, mostly pipeline bubble"."""
     seconds = alternative.seconds
     if alternative.is_as_long:
         return f"equal within {percent(EQUAL)}"
@@ -69,7 +69,7 @@ def longer(alternative: Alternative) -> str:
 
 
 def more(alternative: Alternative, *, than: str = "") -> str:
-    """ "1.2 GiB more, mostly activations"."""
+    """Return more bytes: "1.2 GiB more, mostly activations"."""
     nbytes = alternative.nbytes
     if not nbytes:
         return "unchanged"
@@ -88,7 +88,7 @@ def subject(alternative: Alternative) -> str:
 
 
 def room(margin: int) -> str:
-    """ "19.4 GiB free", or "1.2 GiB over"."""
+    """Return "19.4 GiB free", or "1.2 GiB over"."""
     return f"{format_bytes(abs(margin))} {'free' if margin >= 0 else 'over'}"
 
 
@@ -106,7 +106,7 @@ def outcome(alternative: Alternative) -> str:
 
 
 def in_flight(holding: Holding) -> str:
-    """ "4 microbatches of stage 0 in flight, 10.8 GiB each"."""
+    """Return microbatches in flight: "4 microbatches of stage 0 in flight, 10.8 GiB each"."""
     return ", ".join(
         f"{each.microbatches} microbatch{'' if each.microbatches == 1 else 'es'} of stage {each.stage} in flight, "
         f"{format_bytes(each.nbytes)} each"

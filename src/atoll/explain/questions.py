@@ -50,7 +50,7 @@ class Question:
 
 
 def ask(explanation: Explanation, key: str) -> Answer:
-    """Answer the question with this key. Raises ConfigError, with close matches, where there is none."""
+    """Answer the question with this key. Raises ConfigError with similar keys if there is none."""
     if key not in QUESTIONS:
         word = key.lower()
         near = [each for each in QUESTIONS if word in each] or difflib.get_close_matches(
@@ -359,7 +359,7 @@ def _faster(explanation: Explanation) -> Sentences:
 def _another_node(explanation: Explanation) -> Sentences:
     plan, cluster = explanation.plan, explanation.prediction.given
     devices, unit = cluster.node.devices, plan.mesh.world // plan.mesh.inter
-    step = -(-devices // unit)  # groups that a node adds
+    step = -(-devices // unit)  # number of groups that a node adds
     inter = plan.mesh.inter + step
     nodes = step * unit / devices
     title = "one more node" if nodes == 1 else f"{nodes:g} more nodes"

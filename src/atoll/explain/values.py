@@ -11,7 +11,7 @@ from atoll.explain.questions import Answer
 
 
 def values(explanation: Explanation) -> dict[str, Any]:
-    """The JSON object that docs/cli.md documents."""
+    """Return the JSON object documented in docs/cli.md."""
     prediction = explanation.prediction
     return {
         "prediction": summary(prediction),

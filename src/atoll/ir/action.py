@@ -1,4 +1,4 @@
-"""One step of one rank: an op, a stage, a microbatch. Written as torch.distributed.pipelining writes it."""
+"""One step of one rank: an op, a stage, a microbatch. Written in the notation of torch.distributed.pipelining."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ class Op(StrEnum):
     2B0       both in one
     2SEND_F0  stage 2 sends its output to the rank of stage 3         3RECV_F0  stage 3 receives its input
     3SEND_B0  stage 3 sends its input's gradient to stage 2           2RECV_B0  stage 2 receives its output's gradient
-    2UNSHARD  opens the stage's parameters    2RESHARD  frees what is still whole
+    2UNSHARD  opens the stage's parameters    2RESHARD  frees those that are still gathered
     2REDUCE_GRAD  flushes the gradients that have not been reduced
 
-    Where the vocabulary is split over the ranks, each has a slice of embedding and head, named by its first stage:
+    If the vocabulary is split over the ranks, each has a slice of embedding and head, named by its first stage:
 
-    2L0       looks up microbatch 0 in the slice              2SEND_L0  sends that to the rank of stage 0
+    2L0       looks up microbatch 0 in the slice              2SEND_L0  sends the rows to the rank of stage 0
     2S0       scores the last stage's output by the slice     2SEND_S0  sends the scores to the last stage's rank
     2T0       backward for the slice of the head              2G0       backward for the slice of the embedding
-    2RECV_S0, 2RECV_T0 and 2RECV_G0 receive what these three work on. Stage 0 sends its input's gradient to all slices
-    (0SEND_B0) and receives what they looked up (0RECV_F0); the last stage, say 3, sends its output (3SEND_F0), receives
-    the scores (3RECV_B0), which are the loss and the gradient, and sends what T needs of them (3SEND_T0).
+    2RECV_S0, 2RECV_T0 and 2RECV_G0 receive the inputs of these three. Stage 0 sends its input's gradient to all slices
+    (0SEND_B0) and receives the rows that they looked up (0RECV_F0). The last stage, say 3, sends its output (3SEND_F0),
+    receives the scores (3RECV_B0), which give the loss and the gradient, and sends the inputs of T (3SEND_T0).
 
-    STEP is of no schedule: programs end with it (see `atoll.program`), named by the first stage of their rank.
+    STEP is not part of a schedule: programs end with it (see `atoll.program`), named by the first stage of their rank.
     """
 
     code: int
@@ -65,38 +65,38 @@ class Op(StrEnum):
 
     @property
     def is_compute(self) -> bool:
-        """F, I, W or B, or L, S, T or G."""
+        """True for F, I, W or B, and L, S, T or G."""
         return self.code < COMPUTE_CODES
 
     @property
     def is_of_slice(self) -> bool:
-        """True for actions of a vocabulary slice, which the first stage of its rank names."""
+        """True for actions of a vocabulary slice, which have the first stage of its rank."""
         return self in _OF_SLICE
 
     @property
     def is_message(self) -> bool:
-        """A send or a receive."""
+        """True for sends and receives."""
         return COMPUTE_CODES <= self.code < MICROBATCH_CODES
 
     @property
     def has_microbatch(self) -> bool:
-        """Compute and messages."""
+        """True for compute and messages."""
         return self.code < MICROBATCH_CODES
 
     @property
     def is_sharding(self) -> bool:
-        """UNSHARD, RESHARD or REDUCE_GRAD: actions of a stage, without a microbatch."""
+        """True for UNSHARD, RESHARD or REDUCE_GRAD: actions of a stage, without a microbatch."""
         return MICROBATCH_CODES <= self.code < SCHEDULE_CODES
 
 
 COMPUTE_CODES = 8
-"""Codes below it are compute."""
+"""Codes below this are compute actions."""
 
 MICROBATCH_CODES = 18
-"""Codes below it carry a microbatch."""
+"""Codes below this have a microbatch."""
 
 SCHEDULE_CODES = 21
-"""Codes below it are of schedules."""
+"""Codes below this are actions of schedules."""
 
 VOCABULARY = (Op.L, Op.S, Op.T, Op.G)
 COMPUTE = (Op.F, Op.I, Op.W, Op.B, *VOCABULARY)
@@ -122,7 +122,7 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """`"2SEND_F0"` -> Action(2, Op.SEND_F, 0). Raises ScheduleError for what is not an action."""
+        """Parse `"2SEND_F0"` to Action(2, Op.SEND_F, 0). Raises ScheduleError for text that is not an action."""
         match = _NOTATION.fullmatch(text.strip())
         if match is None or match[2] not in Op.__members__:
             raise ScheduleError(

@@ -48,10 +48,10 @@ class _Box(NamedTuple):
 
 
 def draw(schedule: Schedule, trace: Timeline | None = None, *, width: int = 160) -> str:
-    """A row a rank. Without a trace every action is one column wide; with one, columns are time.
+    """Return one row per rank. Without a trace every action is one column wide; with one, columns are time.
 
-    A line's actions are written without their stage, which is the rank. In time, an action is as wide as it takes,
-    and a picture is at most `width` columns (where the last of a narrow action's name are cut).
+    The actions of a line are written without their stage, which is the rank. In time, an action is as wide as its
+    duration, and a picture has at most `width` columns (the end of a narrow action's name is cut off).
     """
     rows = layout_rows(schedule, _label(schedule)) if trace is None else _time_rows(schedule, trace, width)
     cells = max(len(cell) for row in rows for cell in row) if trace is None else 0
@@ -64,7 +64,8 @@ def draw(schedule: Schedule, trace: Timeline | None = None, *, width: int = 160)
 
 
 def layout_rows(schedule: Schedule, write: Callable[[Action], str]) -> list[list[str]]:
-    """Cells of each rank. Compute-only: a column is the time of one action, waiting is IDLE. Lowered: just the list."""
+    """Return the cells of each rank. Compute-only: a column is the time of one action, and waits are IDLE. Lowered: the
+    list."""
     table = schedule.table
     rows: list[list[str]] = [[] for _ in range(schedule.ranks)]
     in_columns = not (schedule.has_messages or schedule.has_sharding)
@@ -84,7 +85,7 @@ def _label(schedule: Schedule) -> Callable[[Action], str]:
 
 
 def _time_rows(schedule: Schedule, trace: Timeline, width: int) -> list[list[str]]:
-    """One string a rank, as a row of one cell."""
+    """Return one string per rank, as a row of one cell."""
     boxes = _timed_boxes(trace)
     write = _label(schedule)
     first, last = min(box.start for box in boxes), max(box.end for box in boxes)
@@ -121,13 +122,13 @@ text { fill: #e6edf3 } .name { fill: #14202b }
 .page { fill: #0d1117 } .lane { fill: #1c232b } .tick { stroke: #4a525b } .quiet { fill: #9aa4ae }
 }
 </style>"""
-"""Colours of pictures, on a page of their own, so that they are readable on any page around them."""
+"""Colours of pictures on a background of their own, so that they are readable on any page."""
 
 
 def draw_svg(picture: Timeline | Schedule, *, width: int = 1200, title: str = "") -> str:
-    """A self-contained SVG `width` pixels wide: a bar an action, with its name and times as a tooltip.
+    """Return a self-contained SVG, `width` pixels wide: a bar per action, with its name and times as a tooltip.
 
-    Where every rank runs the stage of its own number, bars are named without it. The `title` is written above.
+    If every rank runs the stage of its own number, bars are named without it. The `title` is written above.
     """
     boxes = _unit_boxes(picture) if isinstance(picture, Schedule) else _timed_boxes(picture)
     ranks = 1 + max(box.rank for box in boxes)
@@ -169,16 +170,16 @@ def _unit_boxes(schedule: Schedule) -> list[_Box]:
 
 
 def _bar(box: _Box, x: float, wide: float, *, y: int, turn: int, is_line: bool) -> str:
-    """Later chunks of a rank have an outline of their own, so that they are told apart without another colour."""
+    """Draw one bar. Later chunks of a rank have an outline, which distinguishes them without another colour."""
     name = str(box.action)[len(str(box.action.stage)) if is_line else 0 :]
     outline = ' stroke="#333333"' if turn % 2 else ""
-    # Where the name has no room, the colour tells the op.
+    # If the name does not fit, the colour identifies the op.
     shown = next((each for each in (name, str(box.action.microbatch)) if wide > _LETTER * len(each)), None)
     text = ""
     if shown is not None:
         text = f'<text class="name" x="{x + wide / 2:.2f}" y="{y + _BAR / 2 + 4:g}" text-anchor="middle">{shown}</text>'
     tip = f"{box.action} on rank {box.rank}: {box.start:g} to {box.end:g}"
-    # A pixel less than it takes, so that neighbours are told apart on any page.
+    # One pixel narrower, so that adjacent bars are distinguishable on any page.
     bar = (f'<rect x="{x:.2f}" y="{y}" width="{max(wide - 1, 0.5):.2f}" height="{_BAR}" rx="2" '
            f'fill="{_COLOURS[box.action.op]}"{outline}/>')  # fmt: skip
     return f"<g><title>{tip}</title>{bar}{text}</g>"

@@ -1,10 +1,10 @@
-"""Lowering: from what is computed in which order to everything a rank does.
+"""Lowering: from an order of compute actions to all actions of a rank.
 
     compute-only      0F0
     + sharding        0UNSHARD 0F0 0RESHARD
     + messages        0UNSHARD 0F0 0SEND_F0 0RESHARD
 
-The result is validated like any schedule: that it cannot deadlock is checked, not assumed.
+The result is validated like any schedule, so it is checked to be free of deadlocks.
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ _Actions = dict[int, list[Action]]
 
 
 def lower(schedule: Schedule, **options: Any) -> Schedule:
-    """Sharding actions, then messages: a message leaves before its stage is closed or its gradients are reduced.
+    """Insert sharding actions, then messages: a send precedes the close of its stage and the reduction of its
+    gradients.
 
-    options: as `insert_sharding` has them.
+    options: see `insert_sharding`.
     """
     return insert_messages(insert_sharding(schedule, **options))
 
 
 def insert_messages(schedule: Schedule) -> Schedule:
-    """SEND right after the producing action, RECV right before the consuming one; none inside one rank.
+    """Insert SEND directly after the producing action and RECV directly before the consuming one; none inside one rank.
 
-    Where a rank consumes in another order than its peer sends, the earlier messages of that pair are received first:
-    the receives of a directed pair of ranks are in the sender's order. This adds no wait, since the peer sent them
-    before the one that is waited for; so what could not deadlock still cannot. What travels to and from slices of the
-    vocabulary has an order of its own for each of its kinds, which all slices have in common.
+    If a rank consumes in another order than its peer sends, the earlier messages of that pair are received first: the
+    receives of a directed pair of ranks are in the sender's order. This adds no wait, since the peer sent them before
+    the awaited one; so it cannot introduce a deadlock. Messages to and from slices of the vocabulary have a separate
+    order for each of their kinds, common to all slices.
 
-    Raises ScheduleError if messages are there already.
+    Raises ScheduleError if the schedule has messages already.
     """
     refuse_if(schedule.has_messages, schedule, "insert_messages", "a schedule without messages")
     table = schedule.table
@@ -54,14 +55,14 @@ def insert_messages(schedule: Schedule) -> Schedule:
 
 
 def _messages(table: Table) -> tuple[_Actions, _Actions]:
-    """Cell -> the receives before it, and cell -> the sends after it."""
+    """Return the receives before each cell, and the sends after each cell."""
     queues: dict[tuple[int, int, int], dict[int, Action]] = {}
     after: dict[int, dict[Action, None]] = {}
     consumers = [(needed, cell) for cell, needed in enumerate(table.need) if table.crosses[cell]]
     consumers += [(needed, cell) for cell, others in table.others.items() for needed in others]
     for needed, cell in sorted(consumers):
         action, made, used = table.cells[cell], table.code[needed], table.code[cell]
-        if used == T:  # what it works on is known before the gradient is, with the scores
+        if used == T:  # its input is known before the gradient is, with the scores
             continue
         sent = Op.SEND_F if made == F else Op.SEND_B if made in (I, B) else _SENDS[made]
         maker = table.cells[needed]
@@ -85,7 +86,7 @@ _RECEIVES = {S: Op.RECV_S, T: Op.RECV_T, G: Op.RECV_G}
 
 
 def _place_receives(queue: Mapping[int, Action], end: int, before: _Actions) -> None:
-    """Puts the receives of one order, given by their consumers in the sender's order, before cells.
+    """Place the receives of one order, given by their consumers in the sender's order, before cells.
 
     Walking back from the last message, each is received before its consumer and before any later message.
     """
@@ -99,7 +100,8 @@ def _place_receives(queue: Mapping[int, Action], end: int, before: _Actions) -> 
 
 
 def _place_totals(table: Table, before: _Actions) -> None:
-    """SEND_T right after the last stage's RECV_B; RECV_T before each T of another rank, in the sender's order."""
+    """Place SEND_T directly after the last stage's RECV_B, and RECV_T before each T of another rank, in the sender's
+    order."""
     last = table.placement.stages - 1
     order: list[int] = []
     for cell in sorted(before):

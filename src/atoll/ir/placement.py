@@ -6,7 +6,7 @@
     rank 2         2           2 6               2 5
     rank 3         3           3 7               3 4
 
-Chunk c of a rank is the c-th stage in its row.
+Chunk c of a rank is its c-th stage.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Placement:
         return self.ranks * self.chunks
 
     def rank_of(self, stage: int) -> int:
-        """The rank that runs `stage`."""
+        """Return the rank that runs `stage`."""
         if not 0 <= stage < self.stages:
             sizes = f"{self.ranks} ranks x {self.chunks} chunks"
             raise ScheduleError(f"stage {stage} does not exist: {sizes} have stages 0 to {self.stages - 1}")
@@ -51,7 +51,7 @@ class Placement:
         return self.ranks - 1 - place if self.kind == "v" and turn == 1 else place
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages of `rank`, in model order."""
+        """Return the stages of `rank`, in model order."""
         if not 0 <= rank < self.ranks:
             raise ScheduleError(f"rank {rank} does not exist: there are ranks 0 to {self.ranks - 1}")
         if self.kind == "v":

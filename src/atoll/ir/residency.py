@@ -3,9 +3,9 @@
 Under residency `unit` a stage is open for one action at a time, and inside it each block is freed after its use. Under
 `run` and `step` an open stage stays gathered from UNSHARD to RESHARD: while it fits in memory, or for the step.
 
-Eviction uses the whole row: the stage whose next use is furthest away is evicted, and a stage that would only evict one
-with an earlier next use is opened for its action alone (Belady, IBM Systems Journal 5(2), 1966). W needs no weights: a
-stage is closed right after its last F, I or B.
+Eviction knows all actions of the rank: the stage whose next use is furthest away is evicted, and a stage that would
+only evict one with an earlier next use is opened for its action alone (Belady, IBM Systems Journal 5(2), 1966). W needs
+no weights: a stage is closed right after its last F, I or B.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def insert_sharding(
 
 @dataclass(frozen=True, slots=True)
 class Slices:
-    """Bytes of a rank's rows of embedding and head, where the vocabulary is split; the same rows if they are tied."""
+    """Bytes of a rank's rows of embedding and head, if the vocabulary is split; the same rows if they are tied."""
 
     embedding: float
     head: float
@@ -95,16 +95,16 @@ def slices_freed(
     sizes: Mapping[int, float],
     room: float | None = None,
 ) -> frozenset[Action]:
-    """The look-ups and scores of a compute-only row after which their slice of the vocabulary is freed.
+    """Return the look-ups and scores of a rank's compute actions after which their slice of the vocabulary is freed.
 
-    sizes: bytes of the rank's stages.  The rest is as in `insert_sharding`, which decides the same.
+    sizes: bytes of the rank's stages.  Other arguments are those of `insert_sharding`, which makes the same decisions.
     """
     _, closed = _openings(row, sizes, slices, residency, room)
     return frozenset(row[at] for at in closed if row[at].op in _SLICES)
 
 
 def refuse_if(is_lowered: bool, schedule: Schedule, name: str, wanted: str) -> None:
-    """Raise ScheduleError where the pass `name` is given a schedule that has been lowered already."""
+    """Raise ScheduleError if the pass `name` is applied to a schedule that has been lowered already."""
     if is_lowered:
         raise ScheduleError(
             f"{name} takes {wanted}, and {schedule} has been lowered already: start from schedule.compute_only()"
@@ -119,7 +119,7 @@ def _check(word: str, known: Sequence[str], name: str) -> None:
 def _openings(
     row: Row, stages: Mapping[int, float], slices: Slices | None, residency: Residency, room: float | None
 ) -> tuple[set[int], set[int]]:
-    """Steps of a row before which what they use is opened, and after which it is closed: a stage, or a slice."""
+    """Return the steps before which a stage or slice is opened, and after which it is closed."""
     sizes = dict(stages)
     keys: dict[Op, int] = {}
     if slices is not None:
@@ -140,7 +140,7 @@ def _openings(
         if key not in kept:
             opened.add(at)
         kept[key] = at
-        # Close what is not used again or never fits, then what is used again last, until the rest fits.
+        # Close what is not used again or never fits, then what is used last, until the rest fits.
         while kept:
             last = max(kept, key=lambda held: (sizes[held] > limit, next_use[kept[held]], held == key))
             if next_use[kept[last]] < math.inf and sum(sizes[held] for held in kept) <= limit:
@@ -150,7 +150,7 @@ def _openings(
 
 
 def _early(row: Row, opened: set[int], closed: set[int], ahead: int) -> dict[int, list[int]]:
-    """Stages to open before a step of a row, each up to `ahead` uses before it is used."""
+    """Return the stages to open before each step, each up to `ahead` uses before its use."""
     uses = [at for at, action in enumerate(row) if action.op in _USES]
     found: dict[int, list[int]] = {}
     for nth, at in enumerate(uses):
@@ -164,7 +164,7 @@ def _early(row: Row, opened: set[int], closed: set[int], ahead: int) -> dict[int
 
 
 def _reductions(row: Row, reduction: Reduction) -> set[int]:
-    """Steps of a row after which the gradients of its stage are reduced."""
+    """Return the steps after which the gradients of their stage are reduced."""
     ends = [at for at, action in enumerate(row) if action.op in _ENDS]
     if reduction == "microbatch":
         return set(ends)
@@ -178,7 +178,7 @@ def _reductions(row: Row, reduction: Reduction) -> set[int]:
 
 
 def held_stages(row: Row) -> list[frozenset[int]]:
-    """For each step of a lowered row: the stages that stay open beyond one use at that time."""
+    """Return for each step of a lowered list of actions the stages that stay open beyond one use at that time."""
     uses: dict[int, int] = {}
     begun: dict[int, int] = {}
     spans: list[tuple[int, int, int]] = []
@@ -199,7 +199,7 @@ def held_stages(row: Row) -> list[frozenset[int]]:
 
 
 def counts(row: Row) -> dict[int, tuple[int, int]]:
-    """Return for each stage of a lowered row the number of its gathers and reductions."""
+    """Return for each stage of a lowered list of actions the number of its gathers and reductions."""
     found: dict[int, tuple[int, int]] = {}
     for action in row:
         gathers, reductions = found.get(action.stage, (0, 0))

@@ -14,17 +14,17 @@ from atoll.ir.validate import check
 
 Rows = tuple[tuple[Action, ...], ...]
 CHECKED_PLACES = 100_000
-"""Stages times microbatches up to which a schedule that lacks actions is told which."""
+"""Maximum number of stages times microbatches for which an error lists missing actions."""
 
 
 @dataclass(frozen=True)
 class Schedule:
     """The order of actions of every rank.
 
-    `actions[rank]` is the order of that rank; nothing else orders it. A schedule without sends and receives is
-    *compute-only*: its executor or simulator moves results where they are needed.
+    `actions[rank]` is the order of that rank. A schedule without sends and receives is
+    *compute-only*: its executor or simulator transfers results.
 
-    Raises ScheduleError with every law that is broken (atoll.ir.validate).
+    Raises ScheduleError with every violated law (atoll.ir.validate).
     """
 
     name: str
@@ -43,7 +43,7 @@ class Schedule:
         check(self.name, self.table)
 
     def _check_size(self) -> None:
-        """Before there is a table, whose size is that of the pipeline: a few actions may name a huge one."""
+        """Check the size before the table is built: a few actions may name a huge pipeline."""
         places = self.placement.stages * self.microbatches
         actions = sum(map(len, self.actions))
         if places > max(actions, CHECKED_PLACES):
@@ -64,36 +64,36 @@ class Schedule:
 
     @property
     def chunks(self) -> int:
-        """Stages of each rank."""
+        """Number of stages of each rank."""
         return self.placement.chunks
 
     @property
     def stages(self) -> int:
-        """Stages of the whole pipeline."""
+        """Number of stages of the whole pipeline."""
         return self.placement.stages
 
     @property
     def has_backward(self) -> bool:
-        """True if any microbatch is run backward."""
+        """True if any microbatch has a backward."""
         return Op.B.code in self.table.code or Op.I.code in self.table.code
 
     @property
     def has_messages(self) -> bool:
-        """True if sends and receives are in place."""
+        """True if it has sends and receives."""
         return self.table.has_messages
 
     @property
     def has_sharding(self) -> bool:
-        """True if UNSHARD, RESHARD or REDUCE_GRAD are in place."""
+        """True if it has UNSHARD, RESHARD or REDUCE_GRAD."""
         return self.table.has_sharding
 
     @property
     def has_vocabulary(self) -> bool:
-        """True if embedding and head are split over the ranks, and L, S, T and G in place."""
+        """True if embedding and head are split over the ranks, with L, S, T and G."""
         return self.table.has_vocabulary
 
     def only(self, ops: Collection[Op]) -> Schedule:
-        """The same orders with nothing but `ops`; still validated."""
+        """Return the same orders with only `ops`; they are validated."""
         kept = frozenset(ops)
         rows = tuple(tuple(action for action in row if action.op in kept) for row in self.actions)
         return Schedule(self.name, self.placement, self.microbatches, rows)
@@ -103,9 +103,9 @@ class Schedule:
         return self.only(COMPUTE)
 
     def forward_only(self) -> Schedule:
-        """The forward part, for evaluation: F with its messages, and UNSHARD and RESHARD around at least one F.
+        """Return the forward part, for evaluation: F with its messages, and UNSHARD and RESHARD around at least one F.
 
-        Of a split vocabulary L and S with their messages.
+        With a split vocabulary, also L and S with their messages.
         """
         rows = tuple(_forward_row(row, self.stages - 1 if self.has_vocabulary else None) for row in self.actions)
         return Schedule(self.name, self.placement, self.microbatches, rows)
@@ -119,9 +119,9 @@ _FORWARD = frozenset({Op.F, Op.SEND_F, Op.RECV_F, Op.UNSHARD, Op.RESHARD, Op.L, 
 
 
 def _forward_row(row: tuple[Action, ...], scored: int | None) -> tuple[Action, ...]:
-    """The forward part of one rank. An UNSHARD ... RESHARD pair that then holds no F goes too.
+    """Return the forward part of one rank. An UNSHARD ... RESHARD pair without an F is removed.
 
-    scored: the stage that receives scores, if any does.
+    scored: the stage that receives scores, if there is one.
     """
     empty: set[int] = set()
     opened: dict[int, int] = {}

@@ -1,7 +1,7 @@
-"""A schedule's cells in flat arrays: what the validator, the drawing and the simulator walk over.
+"""A schedule's cells in flat arrays, for the validator, the drawing and the simulator.
 
-Cells are numbered rank by rank, in the order of each rank's list. The table is made before the laws are checked, so
-nothing here assumes that the schedule is a valid one.
+Cells are numbered rank by rank, in the order of each rank's list. The table is built before the laws are checked, so
+this code does not assume a valid schedule.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Table:
     offset                    rank -> its first cell; one more entry closes the last rank
     code, rank, key           cell -> code of its op; its rank; stage * microbatches + microbatch (-1: no such place)
     at                        code, key -> the first such cell, or -1
-    strays, repeats           cells outside the pipeline or on another's rank; (cell, first cell) of what comes twice
+    strays, repeats           cells outside the pipeline or on another rank; (cell, first cell) of duplicates
     has_messages              whether any send or receive is present; has_sharding, has_vocabulary likewise
     need                      cell -> the cell that must have finished on another (or its own) rank before it, or -1
-    crosses                   cell -> whether what it needs comes from another rank
-    others                    cell -> what it needs besides, all from other ranks, where it gathers from many
+    crosses                   cell -> whether its input comes from another rank
+    others                    cell -> further inputs, all from other ranks, if it collects from many
     """
 
     def __init__(self, placement: Placement, microbatches: int, actions: Sequence[Sequence[Action]]) -> None:
@@ -65,29 +65,29 @@ class Table:
                 self._find_vocabulary_needs(cell)
 
     def step(self, cell: int) -> int:
-        """The cell's place in its rank's list."""
+        """Return the cell's index in its rank's list."""
         return cell - self.offset[self.rank[cell]]
 
     def gradient(self, key: int) -> int:
-        """The cell that makes the input's gradient at `key`: its I, or its B, or -1."""
+        """Return the cell that computes the input's gradient at `key`: its I, or its B, or -1."""
         cell = self.at[I][key]
         return cell if cell >= 0 else self.at[B][key]
 
     def needs(self, cell: int) -> Iterator[int]:
-        """Everything that a cell waits for on other ranks."""
+        """Return the cells on other ranks that a cell waits for."""
         if self.crosses[cell]:
             yield self.need[cell]
         yield from self.others.get(cell, ())
 
     def source(self, cell: int) -> int:
-        """The compute cell whose result the SEND_F or SEND_B in `cell` carries, or -1."""
+        """Return the compute cell whose result the SEND_F or SEND_B in `cell` sends, or -1."""
         key = self.key[cell]
         return self.at[F][key] if self.code[cell] == SEND_F else self.gradient(key)
 
     def blocked(self) -> list[int]:
-        """First cell of each rank that can never run, for ranks that have one: empty if every rank finishes.
+        """Return the first cell of each rank that can never run; empty if every rank finishes.
 
-        Sends never block, receives do. Needs inside one rank are taken as met: their order is another law.
+        Sends never block, receives do. Dependencies inside one rank count as met: another law checks their order.
         """
         need, crosses, others, offset = self.need, self.crosses, self.others, self.offset
         position = offset[:-1]
@@ -114,9 +114,9 @@ class Table:
         return [cell for rank, cell in enumerate(position) if cell < offset[rank + 1]]
 
     def levels(self) -> list[int]:
-        """cell -> its column when every compute action takes one column and everything else comes for free.
+        """Return the column of each cell if every compute action takes one column and all others take none.
 
-        For the drawing of a valid schedule: column of a cell = the latest of what it waits for, plus one.
+        For the drawing of a valid schedule: the column of a cell is the latest of its dependencies, plus one.
         """
         position = self.offset[:-1]
         clock = [0] * len(position)
@@ -172,7 +172,8 @@ class Table:
             self.key.append(key)
 
     def _find_needs(self) -> None:
-        """F and RECV_F need the stage below, I, B and RECV_B the stage above; with messages the receive waits."""
+        """Find dependencies: F and RECV_F need the stage below, I, B and RECV_B the stage above; with messages the
+        receive waits."""
         microbatches, places, rank = self.microbatches, len(self.at[F]), self.rank
         for cell, (code, key) in enumerate(zip(self.code, self.key, strict=True)):
             if key < 0 or code not in _OF_STAGES:
@@ -195,9 +196,10 @@ class Table:
             self.crosses[cell] = crosses
 
     def _find_vocabulary_needs(self, cell: int) -> None:
-        """Stage 0 needs what all slices looked up, the last stage what they scored, and they what these stages made.
+        """Find dependencies of a split vocabulary: stage 0 needs the look-ups of all slices, the last stage their
+        scores, and the slices need the results of these stages.
 
-        With messages the receives wait for the sends, and everything for what is made on its own rank.
+        With messages the receives wait for the sends, and all others for results on their own rank.
         """
         code, here = self.code[cell], self.rank[cell]
         key = self.key[cell]
@@ -217,7 +219,7 @@ class Table:
             self.others[cell] = tuple(there)
 
     def _vocabulary_sources(self, code: int, stage: int, microbatch: int) -> tuple[list[int], list[int]]:
-        """What makes that which an op uses, and what sends it: cells, or -1."""
+        """Return the cells that compute the input of an op, and those that send it, or -1."""
         at, size = self.at, self.microbatches
         slices = range(microbatch, self.placement.ranks * size, size)
         key, last = stage * size + microbatch, len(at[F]) - size + microbatch

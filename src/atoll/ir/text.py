@@ -1,4 +1,4 @@
-"""Schedules as text: our grid, and torch.distributed.pipelining's CSV. Both ways."""
+"""Text formats of schedules: our grid, and torch.distributed.pipelining's CSV. Both are read and written."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HEADER = re.compile(r"# (.+): (line|loop|v), ranks (\d{1,7}), chunks (\d{1,7}),
 
 
 def to_text(schedule: Schedule) -> str:
-    """A header and a row of actions a rank, in columns of equal cost where nothing but compute is in it.
+    """Return a header and a row of actions per rank, in columns of equal cost if the schedule is compute-only.
 
         # gpipe: line, ranks 2, chunks 1, microbatches 2
         0F0 0F1 .   .   0B0 0B1
@@ -42,25 +42,25 @@ def from_text(text: str) -> Schedule:
 
 
 def to_csv(schedule: Schedule) -> str:
-    """torch's format: a line a rank, actions separated by commas."""
+    """Return torch's format: a line per rank, actions separated by commas."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([str(action) for action in row] for row in schedule.actions)
     return text.getvalue()
 
 
 def from_csv(text: str, *, name: str = "csv", placement: Placement | None = None) -> Schedule:
-    """Reads torch's format, compute-only or lowered; empty cells are skipped.
+    """Parse torch's format, compute-only or lowered; empty cells are skipped.
 
-    The format has no header: without `placement` the first that fits the stages of each row is taken (line, v, loop),
-    and the number of microbatches is the largest one named. Raises ScheduleError where none fits.
+    The format has no header: without `placement`, the first one that matches the stages of each rank is used (line, v,
+    loop), and the number of microbatches is the largest one in the file. Raises ScheduleError if none matches.
     """
     try:
         lines = [line for line in csv.reader(io.StringIO(text)) if line]
     except csv.Error as error:
-        raise ScheduleError(f"the schedule is no CSV: {error}") from error
+        raise ScheduleError(f"the schedule is not CSV: {error}") from error
     rows = tuple(_parse_row(rank, line) for rank, line in enumerate(lines))
     if not any(rows):
-        raise ScheduleError("the CSV of a schedule has a line of actions a rank, and this one has no action")
+        raise ScheduleError("the CSV of a schedule has one line of actions per rank, and this one has no action")
     microbatches = 1 + max((action.microbatch or 0) for row in rows for action in row)
     return Schedule(name, placement or _placement_of(rows), microbatches, rows)
 

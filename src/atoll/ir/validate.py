@@ -1,6 +1,6 @@
-"""The laws of schedules. Each is a function Table -> violations; all are checked, always, when a schedule is built.
+"""The laws of schedules. Each is a function Table -> violations. All of them are checked whenever a schedule is built.
 
-A schedule may be forward-only, compute-only, or lowered: a law about actions that are absent holds.
+A schedule may be forward-only, compute-only, or lowered: a law about absent actions holds.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from atoll.ir.table import (
 )
 
 DRAWN = 5
-"""Violations whose cells are drawn; all are listed."""
+"""Maximum number of violations that are drawn; all are listed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """A broken law: what is wrong, a detail, and the cells (None: the cell is what is missing)."""
+    """A violated law: the problem, a detail, and the cells (None if the cell is missing)."""
 
     law: str
     message: str
@@ -51,19 +51,19 @@ class Violation:
 
 
 def at_home(table: Table) -> list[Violation]:
-    """Every action is of a stage of its rank, of a microbatch of the step, and written as its op wants."""
+    """Every action has a stage of its rank, a microbatch of the step if its op needs one, and none otherwise."""
     found = []
     for cell in table.strays:
         action, rank = table.cells[cell], table.rank[cell]
         stages = table.placement.stages_of(rank)
         if action.stage not in stages:
-            problem = f"{action} is not of this rank"
+            problem = f"{action} is not an action of this rank"
         elif action.op.is_of_slice and action.stage != rank:
-            problem = f"{action} is of a slice of the vocabulary, which the rank's first stage names"
+            problem = f"{action} belongs to a slice of the vocabulary, named by the rank's first stage"
         elif action.op is Op.STEP:
-            problem = f"{action} is of programs, which end with it; a schedule has none"
+            problem = f"{action} belongs at the end of a program, not in a schedule"
         elif action.op.is_sharding:
-            problem = f"{action} has a microbatch, {action.op} is of a whole stage"
+            problem = f"{action} has a microbatch, {action.op} applies to a whole stage"
         else:
             problem = f"{action} has a microbatch outside 0 to {table.microbatches - 1}"
         detail = f"rank {rank} runs stage(s) {', '.join(map(str, stages))}"
@@ -72,13 +72,13 @@ def at_home(table: Table) -> list[Violation]:
 
 
 def no_repeats(table: Table) -> list[Violation]:
-    """An action with a microbatch comes at most once."""
+    """An action with a microbatch occurs at most once."""
     return [
         Violation(
             "no repeats",
             f"{table.cells[cell]} comes twice",
             cell,
-            f"it runs at step {table.step(first)} already",
+            f"it already runs at step {table.step(first)}",
             (first,),
         )
         for cell, first in table.repeats
@@ -119,7 +119,7 @@ def whole_backward(table: Table) -> list[Violation]:
 
 
 def order_on_rank(table: Table) -> list[Violation]:
-    """On its rank F comes before I or B, and I before W; between stages of one rank results come before their use."""
+    """On a rank F precedes I or B, and I precedes W; between stages of one rank results precede their use."""
     found = []
     for key, forward in enumerate(table.at[F]):
         for before, after in ((forward, table.gradient(key)), (table.at[I][key], table.at[W][key])):
@@ -147,7 +147,7 @@ def whole_vocabulary(table: Table) -> list[Violation]:
                 problem = f"rank {key // size} never runs {_name(table, key, op)}"
                 found.append(Violation("whole vocabulary", problem, None, "every rank has a slice of the vocabulary"))
             elif cell >= 0 and not is_wanted:
-                problem = f"{table.cells[cell]} is of a microbatch that is not run backward"
+                problem = f"{table.cells[cell]} has a microbatch without a backward"
                 found.append(Violation("whole vocabulary", problem, cell))
     return found
 
@@ -155,7 +155,7 @@ def whole_vocabulary(table: Table) -> list[Violation]:
 def messages_complete(table: Table) -> list[Violation]:
     """With messages: one send and one receive for every result that another rank uses, and no others.
 
-    The send comes after what it carries, the receive before what uses it.
+    The send follows the action that produces its content, and the receive precedes the one that uses it.
     """
     if not table.has_messages:
         return []
@@ -178,13 +178,13 @@ def messages_complete(table: Table) -> list[Violation]:
     for cell, (code, key) in enumerate(zip(table.code, table.key, strict=True)):
         is_message = COMPUTE_CODES <= code < MICROBATCH_CODES
         if is_message and key >= 0 and table.at[code][key] == cell and cell not in wanted:
-            reason = "nothing is passed between ranks there"
+            reason = "no result is passed between ranks there"
             found.append(Violation(_COMPLETE, f"{table.cells[cell]} is not needed", cell, reason))
     return found
 
 
 def _vocabulary_messages(table: Table) -> Iterator[tuple[int, int, int, int]]:
-    """(producer, send, receive, consumer) of what travels between the slices of the vocabulary and the two ends."""
+    """Yield (producer, send, receive, consumer) of messages between the slices of the vocabulary and the two ends."""
     if not table.has_vocabulary:
         return
     at, size = table.at, table.microbatches
@@ -212,7 +212,7 @@ def _message(table: Table, producer: int, sent: int, received: int, consumer: in
         problem = f"the result of {cells[producer]} is never sent"
         found.append(Violation(_COMPLETE, problem, producer, _who_needs(table, consumer), (consumer,)))
     elif sent < producer:
-        problem = f"{cells[sent]} comes before what it carries"
+        problem = f"{cells[sent]} comes before the action whose result it sends"
         found.append(Violation(_COMPLETE, problem, sent, _where(table, producer), (producer,)))
     if received < 0:
         problem = f"the input of {cells[consumer]} is never received"
@@ -226,7 +226,7 @@ def _message(table: Table, producer: int, sent: int, received: int, consumer: in
 def messages_in_order(table: Table) -> list[Violation]:
     """Receives of a directed pair of ranks, forward and backward together, are in the order of its sends.
 
-    What travels to and from slices of the vocabulary has for each of its kinds an order of its own.
+    Messages to and from slices of the vocabulary have a separate order for each of their kinds.
     """
     found = []
     latest: dict[tuple[int, int, int], tuple[int, int]] = {}
@@ -275,10 +275,10 @@ def sharding_alternates(table: Table) -> list[Violation]:
 
 
 def reductions_have_gradients(table: Table) -> list[Violation]:
-    """For a stage with REDUCE_GRAD: each follows a W or B that it reduces, and none is left unreduced."""
+    """For a stage with REDUCE_GRAD: each follows a W or B that it reduces, and every W or B is reduced."""
     found = []
     managed = {table.cells[cell].stage for cell, code in enumerate(table.code) if code == REDUCE_GRAD}
-    pending: dict[int, int] = {}  # stage -> its last W or B that nothing has reduced yet
+    pending: dict[int, int] = {}  # stage -> its last W or B that has not been reduced
     for cell, code in enumerate(table.code):
         stage = table.cells[cell].stage
         if code in (W, B):
@@ -294,7 +294,7 @@ def reductions_have_gradients(table: Table) -> list[Violation]:
 
 
 def executable(table: Table) -> list[Violation]:
-    """Played with sends that never block and receives that do, every rank finishes."""
+    """If sends never block and receives do, every rank finishes."""
     blocked = table.blocked()
     if not blocked:
         return []
@@ -313,7 +313,8 @@ def _waits_for(table: Table, cell: int, first: Mapping[int, int]) -> str:
 
 
 def _cycle(table: Table, first: dict[int, int]) -> list[int]:
-    """The blocked cells that wait for each other. A rank with what a blocked one needs is itself blocked before it."""
+    """Return the blocked cells that wait for each other. A rank on which a blocked one depends is itself blocked before
+    it."""
     path: list[int] = []
     cell = min(first.values())
     while cell not in path:
@@ -323,7 +324,7 @@ def _cycle(table: Table, first: dict[int, int]) -> list[int]:
 
 
 def _awaited(table: Table, cell: int, first: Mapping[int, int]) -> int:
-    """Return the cell that a blocked cell waits for; of several, one behind the first blocked cell of its rank."""
+    """Return the cell that a blocked cell waits for; of several, one after the first blocked cell of its rank."""
     return next(needed for needed in table.needs(cell) if first.get(table.rank[needed], needed + 1) <= needed)
 
 
@@ -345,12 +346,12 @@ LAWS: tuple[Law, ...] = (
 
 
 def violations(table: Table) -> list[Violation]:
-    """Every violation of every law."""
+    """Return all violations of all laws."""
     return [violation for law in LAWS for violation in law(table)]
 
 
 def check(name: str, table: Table) -> None:
-    """Raises one ScheduleError that lists all violations and draws the first few."""
+    """Raise one ScheduleError that lists all violations and draws the first few."""
     found = violations(table)
     if not found:
         return
@@ -368,7 +369,8 @@ def _describe(table: Table, violation: Violation) -> str:
 
 
 def excerpt(table: Table, violation: Violation, *, reach: int = 6) -> str:
-    """The grid around the violation's cells, by steps: marked cells in brackets, `reach` steps to either side."""
+    """Return the grid around the violation's cells, by steps: marked cells in brackets, `reach` steps to either
+    side."""
     marked = [cell for cell in (violation.cell, *violation.needed) if cell is not None]
     steps = [table.step(cell) for cell in marked] or [0]
     ranks = sorted({table.rank[cell] for cell in marked}) or list(range(min(table.placement.ranks, 8)))

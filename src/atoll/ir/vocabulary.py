@@ -1,18 +1,18 @@
 """Insertion of look-ups and scores of vocabulary slices (Vocabulary Parallelism, arXiv 2411.05288).
 
-Rows of embedding and head are split over the pipeline's ranks, so that neither end is the fullest or the slowest:
+Rows of embedding and head are split over the pipeline ranks, so that neither end is the fullest or the slowest:
 
-    L   every rank looks up, before F of stage 0, which works on the sum
-    S   every rank scores what F of the last stage gave, before the last stage's backward, which needs all scores
+    L   every rank looks up, before F of stage 0, which uses the sum
+    S   every rank scores the output of the last stage's F, before the last stage's backward, which needs all scores
     T   the slice's own gradient of S, some time after
     G   the slice's own gradient of L, after the backward of stage 0
 
-The order of F, I, W and B stays as it is. It is played, with the times that the ops take, and what a slice has to do is
-put where it comes up: S as soon as there is something to score, since the last stage waits for it; L ahead of its use;
-G when its gradient is there; T where the rank would wait, and before anything else once `PENDING` are left. An op that
-would keep the rank busy when the next S comes up lets what else is there go first.
+The order of F, I, W and B is unchanged. It is simulated with the times of the ops, and the actions of slices are
+inserted when they become ready: S as soon as there is something to score, since the last stage waits for it; L ahead of
+its use; G when its gradient has arrived; T when the rank would wait, and before anything else once `PENDING` are left.
+An op that would keep the rank busy when the next S becomes ready lets other ready ones go first.
 
-What is written down is an order in which everything was run, so it cannot deadlock; like any schedule it is checked.
+The result is an order in which all actions were simulated, so it cannot deadlock; like any schedule it is validated.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from atoll.ir.schedule import Schedule
 from atoll.ir.table import B, F, G, I, L, S, T, W
 
 AHEAD = 2
-"""Microbatches that are looked up before stage 0 begins with the one before them."""
+"""Number of microbatches that are looked up before stage 0 begins with the one before them."""
 
 PENDING = 2
-"""Scores whose gradient for the slice a rank puts off at a time: each keeps its logits."""
+"""Maximum number of postponed T of a rank: each keeps its logits."""
 
 
 def insert_vocabulary(schedule: Schedule, *, score: float = 1.0, hop: float = 0.0) -> Schedule:
-    """L, S, T and G of every rank, in a schedule that has none.
+    """Insert L, S, T and G of every rank into a schedule that has none.
 
-    score: how long an S takes against a rank's forward of a microbatch; a T takes half of it, one product of two.
-    hop: latency of a message, likewise.
+    score: time of an S relative to a rank's forward of a microbatch; a T takes half of it, one product of two.
+    hop: latency of a message, in the same unit.
 
-    Raises ScheduleError for a schedule that is lowered already, for one that runs no backward, and for other sizes.
+    Raises ScheduleError for a schedule that is lowered already, for one without a backward, and for invalid sizes.
     """
     is_lowered = schedule.has_sharding or schedule.has_messages or schedule.has_vocabulary
     refuse_if(is_lowered, schedule, "insert_vocabulary", "a schedule of F, I, W and B alone")
     if not schedule.has_backward:
-        raise ScheduleError(f"insert_vocabulary takes a schedule for training, and {schedule} runs nothing backward")
+        raise ScheduleError(f"insert_vocabulary takes a schedule for training, and {schedule} has no backward")
     for name, value in (("score", score), ("hop", hop)):
         if not (math.isfinite(value) and value >= 0):
             raise ScheduleError(f"{name} = {value}: it must be a finite number, 0 or more")
@@ -65,9 +65,9 @@ class _Cells:
     """The input of both runs, in flat arrays.
 
     table           the schedule's own cells; those of the slices follow them in number: op by op, and rank by rank
-    times, hop      code of an op -> how long it takes; the latency of a message
-    takes           cell of the table -> how long it takes
-    users, lags     cell of the table -> the cell that works on its result, or -1; how long after its end that arrives
+    times, hop      code of an op -> its duration; the latency of a message
+    takes           cell of the table -> its duration
+    users, lags     cell of the table -> the cell that uses its result, or -1; how long after its end that arrives
     """
 
     def __init__(self, schedule: Schedule, score: float, hop: float) -> None:
@@ -83,29 +83,29 @@ class _Cells:
                 self.lags[needed] = hop if table.crosses[cell] else 0.0
 
     def lags_of(self, end: int) -> list[float]:
-        """Rank -> how long a message takes between it and the rank of stage `end`."""
+        """Return the latency of a message between each rank and the rank of stage `end`."""
         home = self.table.rank_of_stage[end]
         return [0.0 if rank == home else self.hop for rank in range(self.table.placement.ranks)]
 
     def first(self, code: int) -> list[int]:
-        """Rank -> the cell in which its slice runs an op on microbatch 0; those of the others follow it."""
+        """Return for each rank the cell in which its slice runs an op on microbatch 0; other microbatches follow."""
         ranks, size = self.table.placement.ranks, self.table.microbatches
         start = len(self.table.cells) + (code - L) * ranks * size
         return list(range(start, start + ranks * size, size))
 
     def actions(self) -> list[Action]:
-        """Cell -> its action, those of the slices too."""
+        """Return the action of each cell, including those of the slices."""
         ranks, microbatches = range(self.table.placement.ranks), range(self.table.microbatches)
         of_slices = [Action(rank, op, number) for op in VOCABULARY for rank in ranks for number in microbatches]
         return self.table.cells + of_slices
 
 
 class _Slices:
-    """One op of all slices. Every rank runs it on the microbatches in the order in which they come up.
+    """One op of all slices. Every rank runs it on the microbatches in the order in which they become ready.
 
-    microbatches    those that have come up so far
-    times, lags     when each did; rank -> how much later it is there
-    begun, coming   rank -> how many it has begun; when the next one is there, infinite while that is not known
+    microbatches    those that are ready so far
+    times, lags     when each did; rank -> how much later it arrives there
+    begun, coming   rank -> how many it has begun; when the next one arrives, infinite while unknown
     users, back     of L and S: microbatch -> the cell that waits for all ranks, or -1; rank -> how much later than its
                     end what it has made arrives there
     missing, all    of L and S: microbatch -> how many ranks have not begun it; when what the others make is there
@@ -123,7 +123,8 @@ class _Slices:
         self.missing, self.all = [ranks] * size, [0.0] * size
 
     def begin(self, rank: int, end: float) -> tuple[int, int, float]:
-        """The next one of a rank, which `end`s then: its cell, and with the last rank the user and when all arrive."""
+        """Begin the next microbatch on a rank, which `end`s then. Return its cell and, with the last rank, the user and
+        the arrival of all."""
         number = self.begun[rank]
         self.begun[rank] = number + 1
         self.coming[rank] = self.times[number + 1] + self.lags[rank]
@@ -141,14 +142,14 @@ class _Slices:
 
 
 class _Play:
-    """One run of the schedule. `rows` is what every rank did, in cells, `finish` when the last of them was done.
+    """One run of the schedule. `rows` are the cells that every rank ran, `finish` the end of the last one.
 
-    A rank looks for something to run at 0, at each end of what it ran, and, if it found nothing, at the first arrival
-    that it knows of or is told of: what it can run, and whether it should, changes at no other time.
+    A rank looks for a cell to run at 0, at the end of each cell, and, if it found none, at the first known or announced
+    arrival: its choices change at no other time.
 
-    free, wake: rank -> when it is done with what it runs; when it looks next, which is then unless it idles.
-    due: cell of the table -> when what it works on arrives, infinite while that is not known.
-    waits: whether a rank that knows when the next S comes up idles rather than be late for it.
+    free, wake: rank -> end of its running cell; when it looks next, which is the same unless it idles.
+    due: cell of the table -> when its input arrives, infinite while unknown.
+    waits: whether a rank that knows when the next S becomes ready idles rather than be late for it.
     """
 
     def __init__(self, cells: _Cells, *, waits: bool) -> None:
@@ -165,7 +166,7 @@ class _Play:
         self._look_up_grad = _Slices(cells, G, from_first)
         self._score = _Slices(cells, S, from_last, from_last, scored)
         self._score_grad = _Slices(cells, T, from_last)
-        self._looked_up = deque(sorted(range(size), key=table.at[F].__getitem__))  # as stage 0 runs them forward
+        self._looked_up = deque(sorted(range(size), key=table.at[F].__getitem__))  # in the order of stage 0's forwards
         for _ in range(AHEAD):
             self._announce_look_up(0.0)
         self._run(waits=waits)
@@ -183,7 +184,7 @@ class _Play:
         slices: _Slices | None
         while wakes:
             now, rank = heappop(wakes)
-            while wake[rank] <= now:  # if not, it was told of something earlier and has looked then
+            while wake[rank] <= now:  # otherwise an earlier arrival was announced and it has looked then
                 if look_ups[rank] <= now:
                     slices = look_up
                 elif look_up_grads[rank] <= now:
@@ -223,10 +224,11 @@ class _Play:
                 if user >= 0:
                     due[user] = arrival
                     other = home[user]
-                    if free[other] <= arrival < wake[other]:  # it idles: the two are the same while it is busy
+                    if free[other] <= arrival < wake[other]:  # it idles: both are equal while it is busy
                         wake[other] = arrival
                         heappush(wakes, (arrival, other))
-                # Not simply the same rank again after what took no time: a lower rank may have been told of it.
+                # Not necessarily the same rank again after an action without duration: a lower rank may have got an
+                # arrival.
                 now, rank = heappushpop(wakes, (end, rank))
 
     def _announce_from(self, cell: int, begin: float, end: float) -> None:
@@ -250,7 +252,7 @@ class _Play:
             self._announce(self._look_up, self._looked_up.popleft(), time)
 
     def _announce(self, slices: _Slices, microbatch: int, time: float) -> None:
-        """Every rank can run the op on the microbatch from `time` on, or when a message with it arrives."""
+        """Enable the op on the microbatch on every rank from `time` on, or when a message with its input arrives."""
         number = len(slices.microbatches)
         slices.microbatches.append(microbatch)
         slices.times[number] = time

@@ -1,4 +1,4 @@
-"""Cost of a layout on one rank: bytes stored between steps and bytes sent per step.
+"""Cost of a layout on one rank: bytes stored between steps, and bytes sent per step.
 
 `footprint` counts what Atoll really keeps, from the flat maps, padding included. `published_memory` and `traffic`
 are the formulas of the papers (PaRO, arXiv 2310.06003), for a number of parameters instead of a model; the traffic is
@@ -34,7 +34,7 @@ GATHERS_A_MICROBATCH = 2
 class Footprint:
     """Bytes of one rank's model state. Only tensors count, not step counters.
 
-    Gradients that are sharded are given back at a step's end; all others, and all else, rest from step to step.
+    Sharded gradients are freed at the end of a step; everything else is kept between steps.
     """
 
     parameters: int
@@ -43,7 +43,7 @@ class Footprint:
 
     @property
     def total(self) -> int:
-        """All three."""
+        """Sum of all three."""
         return self.parameters + self.gradients + self.optimizer
 
     def at_rest(self, layout: Layout) -> Footprint:
@@ -92,7 +92,7 @@ def _segment_footprint(segment: SegmentShape, sharding: Sharding, states: int) -
 class PublishedMemory:
     """Bytes of a rank by the published accounting, in which every copy of the parameters is stored.
 
-    held: the same without the parameters that Atoll does not store, those that rest with their master.
+    held: the same without the parameters that Atoll does not store apart from their master.
     """
 
     parameters: float
@@ -142,7 +142,7 @@ class Traffic(NamedTuple):
 
     @property
     def total(self) -> float:
-        """Both."""
+        """Sum of both."""
         return self.intra_bytes + self.inter_bytes
 
 
@@ -159,7 +159,7 @@ def traffic(
 ) -> Traffic:
     """Bytes that a rank sends in a step.
 
-    parameters_bytes, trainable_bytes: what travels of all and of the trainable parameters. Every move along intra
+    parameters_bytes, trainable_bytes: bytes sent for all and for the trainable parameters. Every move along intra
     sends (m-1)/m of the whole volume V, every move along inter (ng-1)/ng of V/m: a ring's share, on two levels.
     gathers, reductions: of a parameter in a step, as `atoll.ir.residency.counts` has them; if not given, those of
     residency `unit` with a reduction each microbatch.

@@ -13,7 +13,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Nest:
-    """A rank's place among the data-parallel ranks: group `i` of `inter`, rank `j` of `intra` in it."""
+    """Position of a rank among the data-parallel ranks: group `i` of `inter`, rank `j` of `intra` in it."""
 
     inter: int = 1
     intra: int = 1
@@ -26,15 +26,15 @@ class Nest:
         return self.inter * self.intra
 
     def size(self, axis: Axis) -> int:
-        """Ranks along `axis`."""
+        """Return the number of ranks along `axis`."""
         return self.intra if axis is Axis.INTRA else self.inter
 
     def index(self, axis: Axis) -> int:
-        """This rank's position along `axis`."""
+        """Return this rank's position along `axis`."""
         return self.j if axis is Axis.INTRA else self.i
 
     def range(self, level: Level, numel: int) -> range:
-        """Elements of a flat buffer of `numel` (a multiple of n) that this rank holds at `level`."""
+        """Return the range of a flat buffer of `numel` elements (a multiple of n) that this rank holds at `level`."""
         if level is Level.N:
             return range(numel)
         if level is Level.I:
@@ -55,13 +55,13 @@ class Box:
 
     @staticmethod
     def whole(shape: Iterable[int]) -> Box:
-        """All of a tensor."""
+        """Return all of a tensor."""
         sizes = tuple(shape)
         return Box(sizes, (0,) * len(sizes), sizes)
 
     @staticmethod
     def part(shape: Iterable[int], dim: int, index: int, count: int) -> Box:
-        """Part `index` of `count` along a dim, as torch.chunk cuts."""
+        """Return part `index` of `count` along a dim, as cut by torch.chunk."""
         sizes = list(shape)
         each = -(-sizes[dim] // count)
         start = min(index * each, sizes[dim])
@@ -72,11 +72,11 @@ class Box:
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return math.prod(self.sizes)
 
     def overlaps(self, other: Box) -> bool:
-        """Return True if an element lies in both."""
+        """Return True if both have an element in common."""
         return all(
             max(a, b) < min(a + n, b + m)
             for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
@@ -100,7 +100,7 @@ class Entry:
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
 
@@ -134,11 +134,11 @@ class FlatMap:
 
     @property
     def numel(self) -> int:
-        """Elements without padding."""
+        """Number of elements without padding."""
         return sum(entry.numel for entry in self.entries)
 
     def slices(self, held: range) -> tuple[Slice, ...]:
-        """The parameters' parts inside `held`, in order; offsets count from the start of `held`."""
+        """Return the parameters' parts inside `held`, in order; offsets count from the start of `held`."""
         parts = []
         for entry in self.entries:
             start = max(held.start, entry.offset)

@@ -20,7 +20,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "III": ("mics", "hsdp"),
     }
 )
-"""Layout -> the names that other systems gave it."""
+"""Names that other systems use for each layout."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -38,7 +38,7 @@ class Layout:
 
     @staticmethod
     def parse(text: str) -> Layout:
-        """The layout called `text`: three levels or an alias ("zero-2", "ZeRO2", "hsdp"), in any case."""
+        """Return the layout called `text`: three levels or an alias ("zero-2", "ZeRO2", "hsdp"), in any case."""
         word = text.strip().lower()
         squeezed = word.replace("-", "").replace("_", "")
         for name, aliases in ALIASES.items():

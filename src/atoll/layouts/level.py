@@ -77,7 +77,7 @@ GATHER_PARAMETER: Mapping[Level, Moves] = MappingProxyType(
         G: (GATHER_INTER, GATHER_INTRA),
     }
 )
-"""Parameters at rest -> whole, each time a unit is gathered."""
+"""Moves from stored parameters to whole ones, each time a unit is gathered."""
 
 REDUCE_GRADIENT: Mapping[Level, Moves] = MappingProxyType(
     {
@@ -86,7 +86,7 @@ REDUCE_GRADIENT: Mapping[Level, Moves] = MappingProxyType(
         G: (REDUCE_INTRA, REDUCE_INTER),
     }
 )
-"""Whole gradient of one microbatch -> its level, each microbatch."""
+"""Moves from the whole gradient of a microbatch to its level, for each microbatch."""
 
 SYNC_GRADIENT: Mapping[tuple[Level, Level], Moves] = MappingProxyType(
     {
@@ -101,7 +101,7 @@ SYNC_GRADIENT: Mapping[tuple[Level, Level], Moves] = MappingProxyType(
         (G, G): (),
     }
 )
-"""(level of g, level of os) -> the moves that turn accumulated gradients into the optimizer's, once a step."""
+"""(level of g, level of os) -> the moves from accumulated gradients to the optimizer's, once a step."""
 
 SYNC_PARAMETER: Mapping[tuple[Level, Level], Moves] = MappingProxyType(
     {
@@ -116,4 +116,4 @@ SYNC_PARAMETER: Mapping[tuple[Level, Level], Moves] = MappingProxyType(
         (G, G): (),
     }
 )
-"""(level of os, level of p) -> the moves that bring updated parameters to where they rest, once a step."""
+"""(level of os, level of p) -> the moves of updated parameters to their storage, once a step."""

@@ -39,7 +39,7 @@ class Stored(Enum):
 
     ALONE: parameters, which are frozen.
     SHARED: one buffer, at the coarser level of parameters and optimizer, is parameters and master: they have one dtype.
-    CAST: the master. Parameters rest at its level and are cast from it each time they are gathered.
+    CAST: the master. Parameters are cast from it each time they are gathered.
     APART: parameters and master, each at its level.
     """
 
@@ -53,8 +53,8 @@ class Stored(Enum):
 class Sharding:
     """A layout on one rank.
 
-    nest: its place among the data-parallel ranks.  keeps_apart: parameters and master are stored apart even where one
-    could serve for both, as a post-validated optimizer step needs it.  states: tensors that the optimizer keeps of
+    nest: its place among the data-parallel ranks.  keeps_apart: parameters and master are stored separately even if one
+    could serve for both, as a post-validated optimizer step requires.  states: tensors that the optimizer keeps of
     every parameter besides the master.
     """
 
@@ -75,20 +75,21 @@ class Sharding:
         return Stored.CAST if self.layout.parameters is self.layout.optimizer else Stored.APART
 
     def rests_whole(self, segment: SegmentShape) -> bool:
-        """Return True if the parameters rest whole as the forward takes them, so that nothing is gathered or cast."""
+        """Return True if the parameters are stored whole in the dtype of the forward, so that nothing is gathered or
+        cast."""
         return self.layout.parameters is Level.N and self.stored(segment) is not Stored.CAST
 
     def stays_alone(self, segment: SegmentShape) -> bool:
-        """Return True if none of its tensors is ever sent, within a step or after it."""
+        """Return True if none of its tensors is ever sent, in a step or after it."""
         rests_whole = self.rests_whole(segment) and (not segment.trainable or self.layout.gradients is Level.N)
         return rests_whole and self.nest.ranks == 1
 
     def real(self, moves: Sequence[Move]) -> tuple[Move, ...]:
-        """The moves along which there is another rank."""
+        """Return the moves along axes with more than one rank."""
         return tuple(move for move in moves if self.nest.size(move.axis) > 1)
 
     def sent(self, segment: SegmentShape, moves: Sequence[Move], dtype: str) -> tuple[tuple[str, int], ...]:
-        """The bytes by axis that moves of a segment's buffer send, one after the other."""
+        """Return the bytes by axis that moves of a segment's buffer send, one after the other."""
         item, padded = ITEM_BYTES[dtype], segment.map.padded
         return tuple(
             (move.axis.value, (self.nest.size(move.axis) - 1) * len(self.nest.range(move.fine, padded)) * item)
@@ -96,11 +97,11 @@ class Sharding:
         )
 
     def whole_bytes(self, segment: SegmentShape) -> int:
-        """Bytes of the copy that is gathered and freed; 0 where the parameters rest whole."""
+        """Bytes of the copy that is gathered and freed; 0 if the parameters are stored whole."""
         return 0 if self.rests_whole(segment) else segment.map.padded * ITEM_BYTES[segment.compute]
 
     def bytes_ahead(self, segment: SegmentShape, *, reads_in_place: bool) -> int:
-        """Bytes that a gather ahead of its use holds; none where a gather only reads what rests, which is done then.
+        """Return the bytes that a prefetch holds; 0 if a gather only reads stored blocks, and is then made at its use.
 
         reads_in_place: whether the ranks of a group read each other's memory.
         """
@@ -112,7 +113,7 @@ class Sharding:
         return len(held) * ITEM_BYTES[segment.compute]
 
     def flow_bytes(self, segment: SegmentShape) -> int:
-        """Bytes of the whole gradients of a phase that are made and reduced; 0 where they rest whole."""
+        """Return the bytes of the whole gradients of a phase until they are reduced; 0 if they are stored whole."""
         if self.layout.gradients is Level.N:
             return 0
         return segment.map.padded * ITEM_BYTES[self.precision.gradient]

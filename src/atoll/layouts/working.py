@@ -11,7 +11,7 @@ from atoll.layouts.precision import ITEM_BYTES
 from atoll.layouts.storage import SegmentShape, Sharding
 
 AT_ONCE = 2
-"""Syncs, and at most gathers, under way at once: one on the slow link, one on the fast one."""
+"""Maximum number of concurrent syncs, and of gathers: one on the slow link, one on the fast one."""
 
 
 def reduced_at_once(prefetch: int | None) -> int:
@@ -23,9 +23,9 @@ def reduced_at_once(prefetch: int | None) -> int:
 class WorkingMemory:
     """Bytes of one rank.
 
-    live: whole copies of parameters.  ahead: what may be gathered before it is asked for; part of `live` or `lent`.
-    lent: set aside for good, for what the ranks of a group read in place.  buffers: gradients that are made and
-    reduced, and what arrives for them.  flows: whole gradients that are made and reduced; part of `lent` or `buffers`.
+    live: whole copies of parameters.  ahead: prefetched parameters; part of `live` or `lent`.
+    lent: reserved permanently for blocks that the ranks of a group read in place.  buffers: whole gradients until they
+    are reduced, and their receive buffers.  flows: whole gradients until they are reduced; part of `lent` or `buffers`.
     """
 
     live: int
@@ -36,7 +36,7 @@ class WorkingMemory:
 
     @property
     def total(self) -> int:
-        """The most of all of them at once."""
+        """Largest sum of all of them at the same time."""
         return self.live + self.lent + self.buffers
 
 
@@ -69,7 +69,7 @@ def working_memory(
     behind = reduced_at_once(prefetch)
     flows = (behind + 1) * flow if made is None else made
     at_worst = max((behind + 1) * flow, flows)
-    # Where nothing is gathered ahead, one staged part is enough: it is given back before the next is asked for.
+    # Without prefetch, one staged part is enough: it is released before the next is allocated.
     lent = (max(ahead, (behind + 1) * staged) if staged else 0) + (at_worst if is_shared else 0)
     limit = ahead if not staged else 0
     return WorkingMemory(

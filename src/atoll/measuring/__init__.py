@@ -1,1 +1,1 @@
-"""Measures the devices and links of a machine by running, and writes them as the TOML of an `atoll.cost.Cluster`."""
+"""Measurement of a machine's devices and links, written as the TOML of an `atoll.cost.Cluster`."""

@@ -1,6 +1,6 @@
-"""Measures a device: rates of products, bandwidth of its memory, and what other kernels reach of both.
+"""Measurement of a device: rates of products, memory bandwidth, and the shares of both that other kernels reach.
 
-All ranks of a machine measure at once, as they compute at once in a step: they share cores, memory and power.
+All ranks of a machine measure at the same time, as they compute in a step: they share cores, memory and power.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ def read_device(stopwatch: Stopwatch, together: Callable[[], None]) -> Reading:
 
 
 def to_device(reading: Reading, device: torch.device, *, local_ranks: int, source: str) -> Device:
-    """The device of a cluster. local_ranks: ranks of this machine, which share its memory where they run on the CPU."""
+    """Return the device of a cluster. local_ranks: ranks of this machine, which share its memory if they run on the
+    CPU."""
     if device.type == "cuda":
         memory = torch.cuda.mem_get_info(device)[1]
     else:
@@ -123,7 +124,7 @@ def describe_device(device: torch.device) -> str:
 
 
 class _Bench:
-    """The kernels that are timed. main: the dtype in which depth, passes and attention are."""
+    """The timed kernels. main: the dtype of depth, passes and attention."""
 
     def __init__(self, stopwatch: Stopwatch) -> None:
         self.stopwatch = stopwatch
@@ -134,14 +135,15 @@ class _Bench:
         self.dtype = DTYPES[self.main]
 
     def bandwidth(self) -> float:
-        """Bytes a second: the faster of copy and triad, on buffers as large as the budget allows."""
+        """Return bytes a second: the faster of copy and triad, on buffers as large as the budget allows."""
         numel, copy = self.copy
         a, b, c = self._buffers(numel, torch.float32)
         triad = self.stopwatch.seconds(lambda: torch.add(a, b, alpha=0.5, out=c))
         return max(2 * a.nbytes / self.stopwatch.seconds(copy), 3 * a.nbytes / triad)
 
     def passes(self, dtype: torch.dtype) -> float:
-        """Bytes a second that a sum, a norm and an activation reach together, each of inputs and outputs once."""
+        """Return the bytes a second that a sum, a norm and an activation reach together, each of inputs and outputs
+        once."""
         a, b, c = (each.view(-1, 1024) for each in self._buffers(self.copy[0], dtype))
         calls: tuple[tuple[int, Call], ...] = (
             (3, lambda: torch.add(a, b, out=c)),
@@ -152,7 +154,7 @@ class _Bench:
         return sum(tensors for tensors, _ in calls) * a.nbytes / seconds
 
     def depth(self, bandwidth: float) -> float:
-        """See `Efficiency.depth`; from products of one outer size that memory does not bind."""
+        """Return `Efficiency.depth`, from products of one outer size that are not bound by memory."""
         outer, _ = self.square
         timings, bound = {}, {}
         for inner in (outer >> step for step in range(6)):
@@ -163,17 +165,19 @@ class _Bench:
         return fit_depth(free if len(free) > 2 else timings)
 
     def rate(self, dtype: str, depth: float) -> float | None:
-        """FLOP/s with which `Clock` gives the largest square product its seconds; None without products of a dtype."""
+        """Return the FLOP/s with which `Clock` gives the largest square product its seconds; None without products of a
+        dtype."""
         try:
             size, call = self._largest_square(DTYPES[dtype])
-        except RuntimeError:  # not implemented, or refused by the device
+        except RuntimeError:  # not implemented, or not supported by the device
             return None
         reached = Efficiency(products=1.0, depth=depth)
         device = Device(memory=1, bandwidth=1.0, units=_units(self.device), rates={"float32": 1.0}, efficiency=reached)
         return rate_of(Product(size, size, size), self.stopwatch.seconds(call), device)
 
     def attention(self) -> float:
-        """FLOP/s of fused causal attention, forward and backward: the mean over the three longest sequences."""
+        """Return the FLOP/s of fused causal attention, forward and backward: the mean over the three longest
+        sequences."""
         longest, _ = self.stopwatch.largest(self._attention, LENGTHS, growth=4.0)
         found = []
         for length in (longest // 4, longest // 2, longest):
@@ -182,12 +186,13 @@ class _Bench:
         return statistics.fmean(found)
 
     def update(self) -> float:
-        """Seconds of a parameter in AdamW's step, as `torch.optim` makes it without options, all states in fp32."""
+        """Return the seconds per parameter of AdamW's step, as created by `torch.optim` without options, all states in
+        fp32."""
         numel, call = self.stopwatch.largest(self._adam, BUFFERS, growth=4.0)
         return self.stopwatch.seconds(call) / numel
 
     def shortest(self) -> tuple[float, float]:
-        """Seconds of the shortest kernel, and of the host to launch it."""
+        """Return the seconds of the shortest kernel, and of the host to launch it."""
         one = torch.zeros(1, device=self.device)
         found = [self.stopwatch.behind(self.square[1], lambda: one.add_(1.0), SHORT_CALLS) for _ in range(5)]
         return typical([own for own, _ in found]), typical([host for _, host in found])
@@ -196,19 +201,19 @@ class _Bench:
 
     @cached_property
     def copy(self) -> tuple[int, Call]:
-        """Elements of the largest buffer that is measured, and a copy of it."""
+        """Return the number of elements of the largest measured buffer, and a copy of it."""
         return self.stopwatch.largest(self._copy, BUFFERS, growth=4.0)
 
     @cached_property
     def square(self) -> tuple[int, Call]:
-        """Size of the largest square product that is measured, and the product."""
+        """Return the size of the largest measured square product, and the product."""
         return self._largest_square(self.dtype)
 
     def _largest_square(self, dtype: torch.dtype) -> tuple[int, Call]:
         return self.stopwatch.largest(lambda size: self._product(Product(size, size, size), dtype), SQUARES, growth=8.0)
 
     def _random(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        # A GPU draws less power for constant values, and runs faster than it would in a step.
+        # With constant values a GPU draws less power, and runs faster than in a step.
         return torch.randn(shape, device=self.device, dtype=dtype)
 
     def _buffers(self, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -245,7 +250,7 @@ def _units(device: torch.device) -> int:
 
 
 def _context(device: torch.device) -> int:
-    """Bytes of a GPU that are taken and not by tensors; others who use it count too."""
+    """Return the bytes of a GPU that are in use and not by tensors; those of other processes count too."""
     if device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info(device)

@@ -1,4 +1,4 @@
-"""The arithmetic between timings and the figures of a cluster. Imports no torch."""
+"""Conversion of timings to the figures of a cluster. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from atoll.errors import RunError
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Seconds of a size: `start + size * each`."""
+    """Seconds by size: `start + size * each`."""
 
     start: float
     each: float
@@ -22,10 +22,10 @@ class Line:
 
 
 def fit_line(timings: Mapping[float, float]) -> Line:
-    """The line with the smallest relative errors through seconds by size, with a start of at least 0.
+    """Return the line with the smallest relative errors through seconds by size, with a start of at least 0.
 
-    Errors are relative so that small sizes decide the start and large ones the slope. Raises RunError for fewer than
-    two sizes, or where larger sizes do not take longer.
+    Errors are relative so that small sizes determine the start and large ones the slope. Raises RunError for fewer than
+    two sizes, or if larger sizes do not take longer.
     """
     if len(timings) < 2 or min(timings.values()) <= 0:
         raise RunError(f"a line needs two sizes and seconds above 0, not {dict(timings)}; measure for longer")
@@ -42,7 +42,8 @@ def fit_line(timings: Mapping[float, float]) -> Line:
 
 
 def fit_depth(timings: Mapping[int, float]) -> float:
-    """The inner size at which a product reaches half of its rate, from seconds by inner size at equal outer sizes.
+    """Return the inner size at which a product reaches half of its rate, from seconds by inner size at equal outer
+    sizes.
 
     `Clock` gives a product of `inner` seconds in proportion to `inner + depth`.
     """
@@ -51,16 +52,17 @@ def fit_depth(timings: Mapping[int, float]) -> float:
 
 
 def rate_of(product: Product, seconds: float, device: Device) -> float:
-    """The rate in FLOP/s with which `Clock` gives a product, bound by arithmetic, these seconds on a device."""
+    """Return the rate in FLOP/s with which `Clock` gives a product, bound by compute, these seconds on a device."""
     efficiency = device.efficiency.model_copy(update={"launch": 0.0})
     slow = device.model_copy(update={"rates": {"float32": 1.0}, "efficiency": efficiency})
     return Clock(slow, "float32", 0).of(product) / seconds
 
 
 def goodput_of(nbytes: float, seconds: float, *, ranks: int, latency: float) -> float:
-    """Bytes a second with which `collective` gives an all-gather or reduce-scatter of a whole buffer these seconds.
+    """Return the bytes a second with which `collective` gives an all-gather or reduce-scatter of a whole buffer these
+    seconds.
 
-    Where hops alone would take as long, they are taken to cost nothing.
+    If hops alone would take as long, they are assumed to cost nothing.
     """
     rounds = ranks - 1
     left = seconds - rounds * latency

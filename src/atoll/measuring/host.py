@@ -10,10 +10,10 @@ from pathlib import Path
 
 
 def machine_memory(groups: Path = Path("/proc/self/cgroup"), limits: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes of the machine's memory, or what this process's control group and those around it may use of it."""
+    """Return the bytes of the machine's memory, or the limit of this process's control group and its parents."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     texts = [file.read_text().strip() for file in _limit_files(groups, limits) if file.exists()]
-    return min([total, *(int(text) for text in texts if text.isdecimal())])  # version 2 says "max" where there is none
+    return min([total, *(int(text) for text in texts if text.isdecimal())])  # version 2 has "max" if there is no limit
 
 
 def _limit_files(groups: Path, limits: Path) -> Iterator[Path]:
@@ -25,13 +25,13 @@ def _limit_files(groups: Path, limits: Path) -> Iterator[Path]:
             root, name = limits / "memory", "memory.limit_in_bytes"
         else:
             continue
-        # A container may see its own group as the root, under a path that is the host's.
+        # A container may see its own group as the root, with the host's path.
         folder = Path(own.lstrip("/"))
         yield from (root / each / name for each in (folder, *folder.parents))
 
 
 def processor_name() -> str:
-    """The CPU's model, or its architecture where the system does not say."""
+    """Return the CPU's model, or its architecture if the system does not report it."""
     info = Path("/proc/cpuinfo")
     found = re.search(r"^model name\s*: (.+)$", info.read_text(), re.MULTILINE) if info.exists() else None
     return found[1].strip() if found else platform.processor() or platform.machine()

@@ -1,7 +1,7 @@
-"""Measures the links inside and between nodes with the transport of a run.
+"""Measurement of the links inside and between nodes, with the transport of a run.
 
-Small and large messages go to and fro between two ranks. Gathers and reductions of a large buffer then say what
-collectives reach of the links: all groups have theirs at once, as in a step.
+Small and large messages are exchanged between two ranks. Gathers and reductions of a large buffer then give the rate
+of collectives: all groups run theirs at the same time, as in a step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from atoll.runtime.transport import Channel, Peers, Tag, Transport, connect
 
 GROWTH, LEAST_SIZES = 8, 7
 MESSAGES = tuple(8 * GROWTH**step for step in range(9))
-"""Bytes: 8 B to 128 MiB, of which at least those up to 2 MiB are sent."""
+"""Bytes: 8 B to 128 MiB; at least those up to 2 MiB are sent."""
 SHORTEST_BUFFER, LONGEST_BUFFER = 2**20, 2**28
 """Bytes that are gathered and reduced."""
 BLOCKS = 5
@@ -46,7 +46,7 @@ class Wire:
 
 
 def read_links(shape: MeshShape, *, rank: int, device: torch.device, budget: float, cards: int, source: str) -> Links:
-    """Measure the links between `inter` nodes of `intra` ranks each; all ranks call it, and all get the same.
+    """Measure the links between `inter` nodes of `intra` ranks each. All ranks call it, and all get the same result.
 
     budget: seconds for a size of messages.  cards: network cards of a node, which its ranks share evenly.
     """
@@ -61,7 +61,7 @@ def read_links(shape: MeshShape, *, rank: int, device: torch.device, budget: flo
         if device.type == "cpu":
             apart = _Ranks(connect(MeshShape(pipeline=nodes, inter=local).place(rank), device), budget)
             node = _link(wire, apart.gather("inter", wire), share=1.0, source=source)
-            # Ranks on the CPU copy for each other with the processors that compute.
+            # Ranks on the CPU copy for each other on the processors that compute.
             node = node.model_copy(update={"busy": 1.0, "shared": within})
             apart.transport.close()
         else:
@@ -77,13 +77,13 @@ def read_links(shape: MeshShape, *, rank: int, device: torch.device, budget: flo
 
 
 def _link(wire: Wire, goodput: float, *, share: float, source: str) -> Link:
-    """share: cards' rate over a rank's. Where collectives are faster than messages, the rate is theirs."""
+    """Return a link. share: cards' rate over a rank's. If collectives are faster than messages, the rate is theirs."""
     rate = max(wire.rate, goodput)
     return Link(rate=rate * share, latency=wire.latency, reach=goodput / rate, source=source)
 
 
 class _Ranks:
-    """All ranks, on one transport. What one of them measures is agreed, so that all do the same next."""
+    """All ranks, on one transport. They agree on each measurement, so that all continue in the same way."""
 
     def __init__(self, transport: Transport, budget: float) -> None:
         self.transport = transport
@@ -91,7 +91,8 @@ class _Ranks:
         self.device = transport.device
 
     def exchange_messages(self, peer: int | None) -> Wire:
-        """Messages to and fro between pairs of ranks, all pairs at once. peer: of this rank, None for who watches."""
+        """Exchange messages between pairs of ranks, all pairs at the same time. peer: of this rank, None if it only
+        waits."""
         timings: dict[float, float] = {}
         for nbytes in MESSAGES:
             tensor = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
@@ -107,7 +108,8 @@ class _Ranks:
         return Wire(line.start, 1.0 / line.each)
 
     def gather(self, axis: str, wire: Wire) -> float:
-        """Bytes a second with which `collective` gives gathers and reductions along an axis their seconds."""
+        """Return the bytes a second with which `collective` gives gathers and reductions along an axis their
+        seconds."""
         transport, peers = self.transport, Peers.along(axis, self.transport.place)
         ranks = len(peers.ranks)
         wanted = min(max(SHORTEST_BUFFER, self.budget * wire.rate / BLOCKS), LONGEST_BUFFER)
@@ -139,7 +141,7 @@ class _Ranks:
             move(tensor, peer, TAG).wait()
 
     def _seconds(self, call: Callable[[], None], *, takes_part: bool = True) -> float:
-        """Seconds of a call: `typical` of blocks of calls, mean over the ranks that take part."""
+        """Return the seconds of a call: `typical` of blocks of calls, mean over the participating ranks."""
         call()
         once = self._agree(self._block(call, 1), takes_part=takes_part)
         count = max(1, math.floor(self.budget / BLOCKS / once))
@@ -156,7 +158,7 @@ class _Ranks:
         return time.perf_counter() - start
 
     def _agree(self, seconds: float, *, takes_part: bool) -> float:
-        """The mean over the ranks that take part, the same on each."""
+        """Return the mean over the participating ranks, the same on each."""
         mine = torch.tensor([seconds, 1.0] if takes_part else [0.0, 0.0], dtype=torch.float64)
         total, count = self.transport.total(mine).tolist()
         return total / count

@@ -1,4 +1,4 @@
-"""Measures a cluster: what ranks find together, as `atoll.cost.Cluster` and as its TOML."""
+"""Measurement of a cluster by all ranks together, as `atoll.cost.Cluster` and as its TOML."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from atoll.toml import nested_to_toml
 from atoll.units import format_bytes, format_seconds
 
 DIGITS = 4
-"""Significant ones that are written."""
+"""Number of significant digits that are written."""
 
 
 def measure(world: int, *, local: int, device: torch.device, seconds: float, cards: int = 1) -> Cluster:
-    """Measure the devices and links of all ranks; each calls it once torch.distributed is initialised.
+    """Measure the devices and links of all ranks. Each rank calls it after torch.distributed is initialized.
 
-    local: ranks of each node, which have successive numbers.  seconds: for each quantity.  cards: network cards of a
-    node. The same on every rank. Raises ConfigError where nodes have different numbers of ranks.
+    local: ranks of each node, with consecutive numbers.  seconds: for each quantity.  cards: network cards of a node.
+    The result is the same on every rank. Raises ConfigError if nodes have different numbers of ranks.
     """
     rank = world_rank()
     transport = connect(MeshShape(intra=world).place(rank), device)
     total, squares = transport.total(torch.tensor([local, local**2])).tolist()
-    if world % local or world * squares != total**2:  # equal only where all are, so that every rank raises or none
+    if world % local or world * squares != total**2:  # equal only if all are, so that every rank raises or none
         raise ConfigError(f"rank {rank}'s node has {local} of {world} ranks, others have more or fewer; start as many")
     at_once = f", {local} at once" if local > 1 else ""
     version, today = torch.__version__, datetime.date.today().isoformat()
@@ -50,12 +50,12 @@ def measure(world: int, *, local: int, device: torch.device, seconds: float, car
 
 
 def to_tables(cluster: Cluster) -> dict[str, Any]:
-    """The tables of a measured cluster, with numbers as they are written: what was measured, and no defaults."""
+    """Return the tables of a measured cluster, with rounded numbers: measurements only, no defaults."""
     return _rounded(cluster.tables())
 
 
 def to_text(cluster: Cluster) -> str:
-    """The TOML that `Cluster.read` reads."""
+    """Return TOML for `Cluster.read`."""
     return nested_to_toml(to_tables(cluster))
 
 
@@ -93,7 +93,7 @@ def _link_row(name: str, link: Link | None) -> list[tuple[str, str]]:
 
 
 def _mean(own: Reading, transport: Transport) -> Reading:
-    """The mean over all ranks. A dtype that some rank cannot multiply is left out."""
+    """Return the mean over all ranks. A dtype that some rank cannot multiply is left out."""
 
     def means(values: Sequence[float]) -> list[float]:
         total = transport.total(torch.tensor(values, dtype=torch.float64))

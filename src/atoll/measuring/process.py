@@ -1,4 +1,4 @@
-"""`atoll doctor --measure`: the parent that starts local ranks, what each rank does, and the file of rank 0."""
+"""`atoll doctor --measure`: the parent that starts local ranks, the measurement in each rank, and rank 0's file."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from atoll.cost import Cluster
 
 TIMEOUT = 300.0
-"""Seconds until a silent rank is given up."""
+"""Seconds until a silent rank is abandoned."""
 LOCAL_RANKS = 2
-"""Ranks where there is no GPU."""
+"""Number of ranks without a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
     """Options of `atoll doctor --measure`.
 
-    path: the file to write.  ranks: local processes; None for one on each GPU, or two.  cards: network cards of a node.
+    path: the file to write.  ranks: local processes; None for one per GPU, or two.  cards: network cards of a node.
     seconds: for each quantity.  as_json: print the tables as one JSON object.
     """
 
@@ -48,7 +48,7 @@ class Request:
 
 
 def run(request: Request) -> int:
-    """Measure as a rank, if the environment says that this process is one, or start the ranks; the exit code."""
+    """Measure as a rank if the environment describes one, or start the ranks. Return the exit code."""
     rendezvous = torchrun_environment()
     if rendezvous is not None:
         return run_rank(request, rendezvous)
@@ -60,7 +60,7 @@ def run(request: Request) -> int:
 
 
 def run_rank(request: Request, rendezvous: Rendezvous) -> int:
-    """One rank's whole life; its exit code. Errors end the process, as `leave` says."""
+    """Run one rank from start to end and return its exit code. Errors end the process, see `leave`."""
     watch_parent()
     watch: Watch | None = None
     try:
@@ -107,7 +107,7 @@ def _conclude(request: Request, cluster: Cluster, *, seconds: float) -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a whole file: an old one stays until the new one is complete. Raises RunError where the disk fails."""
+    """Write a whole file: an old one stays until the new one is complete. Raises RunError if the disk fails."""
     draft = path.with_name(f".{path.name}.new")
     try:
         draft.write_text(text, encoding="utf-8")
@@ -117,7 +117,7 @@ def write(path: Path, text: str) -> None:
 
 
 def _check(request: Request) -> None:
-    """Before minutes are spent: what cannot be measured, or written."""
+    """Check in advance that the measurement is possible and the file can be written."""
     for name, value in (("ranks", request.ranks), ("cards", request.cards)):
         if value is not None and value < 1:
             raise ConfigError(f"--{name} {value}: at least 1")
@@ -143,7 +143,7 @@ def _check_gpus(gpus: int, ranks: int) -> None:
 
 
 def _choose_device(rendezvous: Rendezvous) -> torch.device:
-    """A GPU of its own for each rank of this machine, or the CPU where there are none."""
+    """Return a separate GPU for each rank of this machine, or the CPU if there are none."""
     import torch
 
     gpus = _count_gpus()

@@ -1,4 +1,4 @@
-"""Times calls on a device."""
+"""Timing of calls on a device."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch
 Call = Callable[[], object]
 
 SHORTEST_SAMPLE = 1e-3
-"""Seconds: calls that are shorter are timed several at once."""
+"""Minimum seconds of a sample; shorter calls are timed several at a time."""
 LEAST_SAMPLES = 5
 
 
 def typical(samples: Sequence[float]) -> float:
-    """The lower quartile: what else runs on a machine makes samples longer, and a GPU's first ones may be shorter."""
+    """Return the lower quartile: other processes make samples longer, and the first ones on a GPU may be shorter."""
     return statistics.quantiles(samples, n=4, method="inclusive")[0]
 
 
@@ -30,7 +30,7 @@ class Stopwatch:
     budget: float
 
     def seconds(self, call: Call) -> float:
-        """Seconds of a call on the device: `typical` of samples, behind a warm-up."""
+        """Return the seconds of a call on the device: `typical` of samples, after a warm-up."""
         call()
         count = math.ceil(SHORTEST_SAMPLE / self.of(call, 1))
         end = time.perf_counter() + self.budget
@@ -40,9 +40,9 @@ class Stopwatch:
         return typical(samples)
 
     def largest(self, make: Callable[[int], Call], sizes: Sequence[int], *, growth: float) -> tuple[int, Call]:
-        """The largest of ascending sizes of which several calls fit into the budget, and its call.
+        """Return the largest of ascending sizes of which several calls fit into the budget, and its call.
 
-        growth: how many times as long a call of the next size takes. No size is tried that would take too long.
+        growth: factor of the time of a call from one size to the next. Sizes that would take too long are not tried.
         """
         found: tuple[int, Call] | None = None
         for size in sizes:
@@ -60,7 +60,7 @@ class Stopwatch:
         return found
 
     def of(self, call: Call, count: int) -> float:
-        """Seconds of `count` calls on the device, one after the other."""
+        """Return the seconds of `count` calls on the device, one after the other."""
         if self.device.type != "cuda":
             start = time.perf_counter()
             for _ in range(count):
@@ -75,10 +75,10 @@ class Stopwatch:
         return first.elapsed_time(last) / 1e3
 
     def behind(self, busy: Call, call: Call, count: int) -> tuple[float, float]:
-        """Seconds of a short call on the device, and those that the host takes to launch it.
+        """Return the seconds of a short call on the device, and those that the host takes to launch it.
 
-        `busy` runs first and keeps the device, so that `count` calls lie ready when it comes to them. On the CPU both
-        are one, since the host computes.
+        `busy` runs first and keeps the device busy, so that `count` calls are queued when it reaches them. On the CPU
+        both are equal, since the host computes.
         """
         if self.device.type != "cuda":
             alone = self.seconds(call)

@@ -1,26 +1,26 @@
 """The split of a model into blocks, its loss, and its initialization.
 
-A stage is a run of consecutive blocks. Whatever the runtime knows of a model, it knows through an `Adapter`:
+A stage is a run of consecutive blocks. The runtime uses a model only through an `Adapter`:
 
-    blocks()      the whole model in the order of execution; each parameter lies in one block, or is one object
+    blocks()      the whole model in the order of execution; each parameter is in one block, or is one object
                   shared by several
-    forward()     some consecutive blocks; between two blocks passes one tensor
+    forward()     some consecutive blocks; one tensor is passed between two blocks
     loss()        a sum over what counts, and perhaps the count: the runtime divides once, by the step's total
     initialise()  the initial values of one module's own parameters
 
-One that can be split over a tensor-parallel group has besides
+A model that can be split over a tensor-parallel group also has
 
-    tensor_plan() pattern of a module's name -> how it is split, in the words of transformers' plans
+    tensor_plan() pattern of a module's name -> its split, with the names of transformers' plans
 
 and one whose vocabulary can be split over the pipeline
 
-    vocabulary()  which modules are the embedding and the head
+    vocabulary()  the modules of embedding and head
 
-and one that takes rows of several documents, which position ids that start again separate
+and one that supports rows of several documents, separated by position ids that restart
 
-    check_documents()  raises PlanError where it does not keep them apart
+    check_documents()  raises PlanError unless it keeps them apart
 
-A model brings its own adapter by a method `atoll_adapter()`; the built-in decoder and `nn.Sequential` need none.
+A model provides its own adapter by a method `atoll_adapter()`; the built-in decoder and `nn.Sequential` need none.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from atoll.models.decoder import Decoder, document_mask
 Loss = Callable[[Any, Batch], "Tensor | tuple[Tensor, Tensor | float]"]
 """(outputs, batch) -> the loss SUMMED over what counts, or a pair of this sum and its count.
 
-A sum alone is divided by the labels of the step that count (integers but -100, every other value), or by its samples
-where the batch has no labels. The count of a pair may be any number, such as a sum of weights. Either way the runtime
-divides once, by the total of all microbatches on all ranks.
+A sum alone is divided by the labels of the step that count (integers except -100, or all other values), or by its
+samples if the batch has no labels. The count of a pair may be any number, such as a sum of weights. Either way the
+runtime divides once, by the total of all microbatches on all ranks.
 """
 
 STYLES = (
@@ -55,14 +55,14 @@ STYLES = (
     "embedding_rowwise",
     "replicated_with_grad_allreduce",
 )
-"""Ways to split a module over a tensor-parallel group; the runtime's `tensor_parallel` says what they do."""
+"""Ways to split a module over a tensor-parallel group; the runtime's `tensor_parallel` describes them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
     """The embedding and the head of a model, by the qualified names of their modules.
 
-    embedding: an `nn.Embedding`, or one of a class which does something to each row by itself, as scaling does.
+    embedding: an `nn.Embedding`, or one of a class that transforms each row by itself, such as by scaling.
     head: an `nn.Linear`, whose output, times `scale` and then capped to `cap` * tanh(logit / `cap`), is the logits, and
     whose loss is `token_cross_entropy`.
     """
@@ -74,7 +74,7 @@ class Vocabulary:
 
     @property
     def ends(self) -> tuple[str, str]:
-        """Embedding and head."""
+        """Names of embedding and head."""
         return self.embedding, self.head
 
 
@@ -90,17 +90,18 @@ class Block:
     is_joined: bool = False
 
     def named_modules(self) -> Iterable[tuple[str, nn.Module]]:
-        """The block's modules with their qualified names in the model, parents first; one used twice comes twice."""
+        """Return the block's modules with their qualified names in the model, parents first; one used twice is listed
+        twice."""
         for name, module in self.module.named_modules(remove_duplicate=False):
             yield (f"{self.name}.{name}" if name else self.name), module
 
     def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
-        """The block's parameters with their qualified names in the model; one used twice comes twice."""
+        """Return the block's parameters with their qualified names in the model; one used twice is listed twice."""
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             yield f"{self.name}.{name}", parameter
 
     def parameters_but(self, modules: Container[str]) -> Iterable[nn.Parameter]:
-        """The block's parameters without those of some modules; one used twice comes twice."""
+        """Return the block's parameters without those of some modules; one used twice is listed twice."""
         for name, module in self.named_modules():
             if name not in modules:
                 yield from module.parameters(recurse=False)
@@ -111,19 +112,20 @@ class Adapter(Protocol):
     """How a model splits into blocks, and how they run: the interface between a model and the runtime."""
 
     def blocks(self) -> Sequence[Block]:
-        """The whole model in the order of execution."""
+        """Return the whole model in the order of execution."""
         ...
 
     def forward(self, first: int, last: int, hidden: Tensor | None, batch: Batch) -> Tensor:
-        """Run blocks first..last-1. `hidden` is None for block 0; with the model's last block, gives the logits.
+        """Run blocks first..last-1. `hidden` is None for block 0; with the model's last block, return the logits.
 
-        Blocks are called as `module(...)`: what each gives is a leaf of the next one's graph, to which nothing is
+        Blocks are called as `module(...)`: the output of each is a leaf of the next one's graph, and must not be
         written in place.
         """
         ...
 
     def loss(self, logits: Any, batch: Batch) -> Tensor | tuple[Tensor, Tensor | float]:
-        """The SUM of the losses of what counts, in fp32 (fp64 for fp64 logits), and perhaps the count; see `Loss`."""
+        """Return the SUM of the losses that count, in fp32 (fp64 for fp64 logits), optionally with the count; see
+        `Loss`."""
         ...
 
     def initialise(self, module: nn.Module, generator: torch.Generator) -> None:
@@ -132,7 +134,7 @@ class Adapter(Protocol):
 
 
 def token_cross_entropy(logits: Tensor, batch: Batch) -> Tensor:
-    """Cross-entropy summed over the labels that are not -100, in fp32 (fp64 for fp64 logits).
+    """Return the cross-entropy summed over the labels that are not -100, in fp32 (fp64 for fp64 logits).
 
     logits [B, S, vocabulary], labels [B, S].
     """
@@ -151,25 +153,26 @@ def sum_and_count(found: object) -> tuple[Tensor, Tensor | float | None]:
         total, count = found
     else:
         raise PlanError(
-            f"the loss gave a {type(found).__name__}; a loss gives the sum over what counts as a tensor with one "
-            "element, or a pair (sum, count)"
+            f"the loss returned a {type(found).__name__}; a loss returns the sum over what counts as a tensor with "
+            "one element, or a pair (sum, count)"
         )
     for what, value in (("sum", total), ("count", count)):
         if isinstance(value, Tensor) and value.numel() != 1:
             raise PlanError(
-                f"the loss gave a {what} of shape {tuple(value.shape)}; it is one number: add up over the microbatch"
+                f"the loss returned a {what} of shape {tuple(value.shape)}; it is one number: add up over the "
+                "microbatch"
             )
     if count is not None and not isinstance(count, (Tensor, int, float)):
-        raise PlanError(f"the loss gave a count of type {type(count).__name__}; it is a number or a tensor of one")
+        raise PlanError(f"the loss returned a count of type {type(count).__name__}; it is a number or a tensor of one")
     return total.reshape(()), count
 
 
 def run_blocks(
     blocks: Sequence[Block], first: int, last: int, hidden: Tensor, *, layers: Sequence[Tensor] = ()
 ) -> Tensor:
-    """Feed `hidden` (for block 0: the model's input) through blocks first..last-1.
+    """Pass `hidden` (for block 0: the model's input) through blocks first..last-1.
 
-    layers: what the blocks between the first and the last of the model are given besides.
+    layers: additional arguments of the blocks between the first and the last of the model.
     """
     if not 0 <= first < last <= len(blocks):
         raise PlanError(f"blocks {first}..{last - 1} do not exist: the model has {len(blocks)}, counted from 0")
@@ -202,11 +205,11 @@ class DecoderAdapter:
         check_blocks(self._blocks, model)
 
     def blocks(self) -> Sequence[Block]:
-        """embed, the layers, head."""
+        """Return embed, the layers, head."""
         return self._blocks
 
     def forward(self, first: int, last: int, hidden: Tensor | None, batch: Batch) -> Tensor:
-        """Run blocks first..last-1. With `position_ids` [B, S] that start again in a row, its documents are apart."""
+        """Run blocks first..last-1. `position_ids` [B, S] that restart within a row separate its documents."""
         given = _entry(self._blocks, first, hidden, batch)
         if "position_ids" not in batch:
             return run_blocks(self._blocks, first, last, given)
@@ -214,14 +217,14 @@ class DecoderAdapter:
         return run_blocks(self._blocks, first, last, given, layers=(positions, document_mask(positions)))
 
     def check_documents(self, rows: int) -> None:
-        """Any number of documents a row."""
+        """Accept any number of documents per row."""
 
     def loss(self, logits: Tensor, batch: Batch) -> Tensor:
-        """Cross-entropy summed over the tokens that count."""
+        """Return the cross-entropy summed over the tokens that count."""
         return token_cross_entropy(logits, batch)
 
     def initialise(self, module: nn.Module, generator: torch.Generator) -> None:
-        """Norms start at one, linear and embedding weights normal; see `DecoderConfig.initial_std`."""
+        """Set norms to one, and linear and embedding weights to normal values; see `DecoderConfig.initial_std`."""
         config = self.model.config
         match module:
             case nn.RMSNorm():
@@ -234,7 +237,7 @@ class DecoderAdapter:
                 raise PlanError(f"the decoder has no initial values for a {type(module).__name__}")
 
     def tensor_plan(self, ranks: int) -> Mapping[str, str]:
-        """Heads and features of layers, vocabulary of embedding and head."""
+        """Split heads and features of layers, and the vocabulary of embedding and head."""
         config = self.model.config
         check_heads(ranks, config.heads, config.kv_heads)
         return {
@@ -247,7 +250,7 @@ class DecoderAdapter:
         }
 
     def vocabulary(self) -> Vocabulary:
-        """The embedding, and the projection behind the final norm."""
+        """Return the embedding, and the projection after the final norm."""
         return Vocabulary("embed", "head.output")
 
     def _layers(self) -> Iterable[Any]:
@@ -255,7 +258,7 @@ class DecoderAdapter:
 
 
 def check_heads(ranks: int, heads: int, kv_heads: int) -> None:
-    """Raise PlanError where the heads of attention cannot be split over so many ranks."""
+    """Raise PlanError if the heads of attention cannot be split over so many ranks."""
     for what, count in (("attention heads", heads), ("key and value heads", kv_heads)):
         if count % ranks:
             raise PlanError(f"tensor = {ranks} ranks cannot split {count} {what} evenly; use a divisor of {count}")
@@ -264,10 +267,10 @@ def check_heads(ranks: int, heads: int, kv_heads: int) -> None:
 class SequentialAdapter:
     """Any `nn.Sequential`: each of its modules is a block.
 
-    The first takes `batch["input_ids"]` (or `batch["inputs"]`), the last gives the logits or outputs. loss: see `Loss`;
-    without one, outputs are logits [B, S, vocabulary] of `batch["labels"]`.
-    Modules start by their own `reset_parameters`.  tensor_plan: how modules are split, see the module.
-    vocabulary: which of them are the embedding and the head.
+    The first takes `batch["input_ids"]` (or `batch["inputs"]`), the last returns the logits or outputs. loss: see
+    `Loss`; without one, outputs are logits [B, S, vocabulary] of `batch["labels"]`. Modules are initialized by their
+    own `reset_parameters`.  tensor_plan: how modules are split, see the module. vocabulary: names of the embedding and
+    the head.
     """
 
     def __init__(
@@ -290,7 +293,7 @@ class SequentialAdapter:
         _check_meta_buffers(model)
 
     def blocks(self) -> Sequence[Block]:
-        """The modules of the nn.Sequential."""
+        """Return the modules of the nn.Sequential."""
         return self._blocks
 
     def forward(self, first: int, last: int, hidden: Tensor | None, batch: Batch) -> Tensor:
@@ -298,15 +301,15 @@ class SequentialAdapter:
         return run_blocks(self._blocks, first, last, _entry(self._blocks, first, hidden, batch))
 
     def loss(self, logits: Any, batch: Batch) -> Tensor | tuple[Tensor, Tensor | float]:
-        """The loss that was given, or token cross-entropy; summed."""
+        """Return the summed loss: the one given at construction, or token cross-entropy."""
         return self._loss(logits, batch)
 
     def initialise(self, module: nn.Module, generator: torch.Generator) -> None:
-        """The module's own `reset_parameters`; see `reset_module`."""
+        """Call the module's own `reset_parameters`; see `reset_module`."""
         reset_module(module, generator)
 
     def tensor_plan(self, ranks: int) -> Mapping[str, str]:
-        """The plan that was given."""
+        """Return the tensor-parallel plan given at construction."""
         if self._tensor_plan is None:
             raise PlanError(
                 f"tensor = {ranks}: it is not defined how this nn.Sequential is split; give it a method "
@@ -327,11 +330,11 @@ class SequentialAdapter:
 
 
 def reset_module(module: nn.Module, generator: torch.Generator) -> None:
-    """Call the module's `reset_parameters`, or what torch has in its place, with the global CPU generator seeded from
+    """Call the module's `reset_parameters`, or torch's equivalent, with the global CPU generator seeded from
     `generator`.
 
-    The global generator is put back afterwards. A module that has parameters of its own and no `reset_parameters`
-    raises PlanError; one without parameters is left as it is built.
+    The global generator is restored afterwards. A module with parameters of its own and no `reset_parameters` raises
+    PlanError; one without parameters is unchanged.
     """
     reset = reset_of(module)
     if reset is not None:
@@ -377,13 +380,13 @@ def check_blocks(blocks: Sequence[Block], model: nn.Module) -> None:
     held = {id(parameter) for block in blocks for _, parameter in block.named_parameters()}
     missing = [name for name, parameter in model.named_parameters() if id(parameter) not in held]
     if missing:
-        problems.append(f"parameters that lie in no block: {', '.join(missing)}; move them into a module of a block")
+        problems.append(f"parameters that are in no block: {', '.join(missing)}; move them into a module of a block")
     if problems:
         raise PlanError(f"{type(model).__name__} does not split into its blocks:\n  " + "\n  ".join(problems))
 
 
 def adapter_for(model: object) -> Adapter:
-    """The adapter of a model: its own, or the one that fits its class; an adapter is returned as it is."""
+    """Return the adapter of a model: its own, or the one for its class; an adapter is returned unchanged."""
     if isinstance(model, nn.Module) and _is_of(model, "peft", "PeftModel"):
         wrapped: Any = model
         return adapter_for(wrapped.get_base_model())
@@ -417,7 +420,7 @@ def adapter_for(model: object) -> Adapter:
 
 
 def check_documents(model: object, rows: int) -> None:
-    """Raise PlanError where a model does not keep the documents of a row apart, in microbatches of `rows` rows."""
+    """Raise PlanError if a model does not keep the documents of a row apart, in microbatches of `rows` rows."""
     check: Callable[[int], None] | None = getattr(adapter_for(model), "check_documents", None)
     if check is None:
         raise PlanError(
@@ -428,5 +431,5 @@ def check_documents(model: object, rows: int) -> None:
 
 
 def _is_of(model: nn.Module, package: str, name: str) -> bool:
-    """Return True if a model is of a class of a package that need not be installed."""
+    """Return True if a model is of a class in a package that may not be installed."""
     return any(base.__name__ == name and base.__module__.split(".")[0] == package for base in type(model).__mro__)

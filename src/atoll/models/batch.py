@@ -18,7 +18,7 @@ IGNORED_LABEL = -100
 
 
 def tensors_in(batch: Batch, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Every tensor with its path, such as `image.pixels`."""
+    """Yield every tensor with its path, such as `image.pixels`."""
     for name, value in batch.items():
         if isinstance(value, Mapping):
             yield from tensors_in(value, f"{prefix}{name}.")
@@ -27,7 +27,7 @@ def tensors_in(batch: Batch, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def map_tensors(batch: Batch, change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-    """The same nest with every tensor changed."""
+    """Return the same nested structure with every tensor changed."""
     return {
         name: map_tensors(value, change) if isinstance(value, Mapping) else change(value)
         for name, value in batch.items()
@@ -35,9 +35,9 @@ def map_tensors(batch: Batch, change: Callable[[Tensor], Tensor]) -> dict[str, A
 
 
 def as_tensors(batch: Batch, device: torch.device, prefix: str = "") -> dict[str, Any]:
-    """The batch as tensors on a device.
+    """Return the batch as tensors on a device.
 
-    Raises PlanError for what is neither a mapping nor a tensor or an array with a row for each sample.
+    Raises PlanError for values that are neither a mapping nor a tensor or an array with a row for each sample.
     """
     if not isinstance(batch, Mapping):
         raise PlanError(
@@ -66,9 +66,10 @@ def as_tensors(batch: Batch, device: torch.device, prefix: str = "") -> dict[str
 
 
 def count_labels(batch: Batch) -> Tensor:
-    """Return the number of labels that count, on the batch's device: integers but -100, all others, or samples if none.
+    """Return the number of labels that count, on the batch's device: integers except -100, all others, or samples if
+    there are no labels.
 
-    `labels` that are a mapping count as none: what they mean is for a loss to say.
+    A mapping of `labels` counts as none: only the loss knows its meaning.
     """
     labels = batch.get("labels")
     if isinstance(labels, Tensor) and not labels.is_floating_point():

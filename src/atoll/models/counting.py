@@ -1,22 +1,22 @@
-"""Workloads from models: what the blocks of any model do and save, found by running them on `meta`.
+"""Workloads from models: operations and saved tensors of any model's blocks, counted by running them on `meta`.
 
-    F    each block runs once, by its adapter, on tensors that have shapes and no values
+    F    each block runs once, with its adapter, on tensors that have shapes but no values
     I    its backward runs, from the last block to the first; the weight of an `nn.Linear` waits for W, as in a run
     W    one product for each weight that waits
 
-An operation of the dispatcher becomes a kernel: a product of matrices, fused attention, or bytes that are read and
-written. Tensors that autograd saves are counted by storage, so one that several operations save counts once. Blocks
-that are alike are run once for a `Use`, so a model of a hundred layers takes as long as one of three.
+An operation of the dispatcher becomes a kernel: a product of matrices, fused attention, or bytes read and written.
+Tensors that autograd saves are counted by storage, so one that several operations save counts once. Equal blocks are
+run once for a `Use`, so a model of a hundred layers takes as long as one of three.
 
 [Note: what belongs to a block]
 The input of a block counts as saved, since the runtime keeps it for the block's backward; its output counts with the
-block after it. What the model computes behind a block, up to the next one or to the loss, belongs to the block.
-Parameters, buffers and the batch do not count, nor what the model computes before the first block and hands to all
+block after it. Operations of the model after a block, up to the next one or to the loss, belong to the block.
+Parameters, buffers and the batch do not count, nor tensors computed before the first block and passed to all
 layers, such as masks and rotary angles.
 
 [Note: conditions]
-A model may ask for values that a tensor on `meta` does not have, as whether nothing is padded. The answer is yes: what
-is counted is a batch of whole samples.
+A model may read values that a tensor on `meta` does not have, such as whether nothing is padded. The answer is yes:
+the counted batch has samples without padding.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ from atoll.models.weigh import weigh_blocks
 
 
 def count(model: nn.Module, *, name: str | None = None, device: Device = "cuda") -> Workload:
-    """Return the workload of a model, whose blocks are those of its adapter.
+    """Return the workload of a model with its adapter's blocks.
 
-    model: a model that has an adapter; on `meta` it needs no memory. Whether a parameter is trained matters, its dtype
-    does not: `Use.compute` says what the model is run in. The model stays as it is.
-    name: of the workload; the class's if None.  device: whose kernels count, see `atoll.models.fused`.
+    model: a model with an adapter; on `meta` it needs no memory. Whether a parameter is trained matters, but not its
+    dtype: `Use.compute` sets the dtype of execution. The model is not changed.
+    name: of the workload; the class's if None.  device: the device whose kernels are counted, see `atoll.models.fused`.
 
-    `work(use)` raises ConfigError where blocks do not run without values, and for what is not counted: tensor
-    parallelism, a fused or chunked loss. `count` itself raises ConfigError for models of transformers with other heads
-    than language models have, and for encoders with decoders; PlanError where the model has no adapter.
+    `work(use)` raises ConfigError if blocks do not run without values, and for features that are not counted: tensor
+    parallelism, a fused or chunked loss. `count` itself raises ConfigError for transformers models with other heads
+    than those of language models, and for encoders with decoders; PlanError if the model has no adapter.
     """
     return _Counts(model, device).workload(name or type(model).__name__)
 
 
 @dataclass(frozen=True)
 class CountedBlock:
-    """A block whose work is counted when it is first asked for."""
+    """A block whose work is counted on first use."""
 
     name: str
     _at: int = field(repr=False)
@@ -66,7 +66,7 @@ class CountedBlock:
 
 
 class _State(NamedTuple):
-    """The shape of the tensor between one run of blocks and the next."""
+    """Shape of the tensor between one run of blocks and the next."""
 
     shape: tuple[int, ...]
     is_trained: bool
@@ -75,7 +75,7 @@ class _State(NamedTuple):
 class _Counts:
     """The works of a model's blocks, by use.
 
-    A run is a block with those that are joined to it. Runs that are alike and get the same input are counted once.
+    A run is a block with those joined to it. Equal runs with the same input are counted once.
     """
 
     def __init__(self, model: nn.Module, device: Device) -> None:
@@ -113,7 +113,7 @@ class _Counts:
         )
 
     def _shared(self) -> list[nn.Parameter]:
-        """Parameters that the first block and the last have in common; others have to lie in one block."""
+        """Return the parameters that the first block and the last share; all others must be in one block."""
         found: dict[nn.Parameter, list[int]] = {}
         for at, block in enumerate(self._blocks):
             for parameter in block.module.parameters():
@@ -145,7 +145,7 @@ class _Counts:
 
     @property
     def counted(self) -> int:
-        """Runs of blocks that were counted so far, for all uses together."""
+        """Number of runs of blocks that were counted so far, for all uses together."""
         return len(self._known)
 
     def _count(self, run: range, state: _State, use: Use) -> tuple[tuple[Work, ...], _State]:
@@ -201,11 +201,11 @@ def _check(use: Use) -> None:
         )
 
 
-# ---- which blocks are alike
+# ---- equal blocks
 
 
 def _layers(blocks: Sequence[Block]) -> range:
-    """The longest run of consecutive blocks of one class that consist of modules."""
+    """Return the longest run of consecutive blocks of one class that consist of modules."""
     found = [range(0)]
     for at, block in enumerate(blocks):
         last = found[-1]
@@ -241,13 +241,13 @@ def _attributes(block: Block) -> dict[tuple[str, str], bool | int | float | str]
     }
 
 
-# ---- the model, as it is run
+# ---- the model during counting
 
 
 @contextmanager
 def _as_before(model: nn.Module) -> Iterator[None]:
-    """A section in training mode, after which modes and buffers are what they were: adapters move buffers to the
-    device of a batch."""
+    """Context in training mode. Restores modes and buffers afterwards: adapters move buffers to the device of a
+    batch."""
     modes = {module: module.training for module in model.modules()}
     buffers = [(module, key, buffer) for module in modes for key, buffer in module.named_buffers(recurse=False)]
     model.train()
@@ -262,7 +262,7 @@ def _as_before(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _attention(model: nn.Module, use: Use) -> Iterator[None]:
-    """A section in which a model of transformers has the attention of a use."""
+    """Context in which a transformers model uses the attention of a use."""
     choose = getattr(model, "set_attn_implementation", None)
     if choose is None:
         yield
@@ -288,7 +288,7 @@ def _attention(model: nn.Module, use: Use) -> Iterator[None]:
 
 @contextmanager
 def _on_meta(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """A section in which a block has parameters of a dtype, and lies on `meta`. Shared parameters stay shared."""
+    """Context in which a block has parameters of a dtype on `meta`. Shared parameters stay shared."""
     made: dict[Tensor, nn.Parameter] = {}
     with ExitStack() as stack:
         for each in module.modules():

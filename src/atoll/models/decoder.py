@@ -1,6 +1,6 @@
 """A decoder-only transformer: the built-in model, with its sizes as data.
 
-    embed -> layers.0 -> ... -> layers.n-1 -> head          each is a block, and only the hidden state passes between
+    embed -> layers.0 -> ... -> layers.n-1 -> head          each is a block; only the hidden state is passed on
 
     layer:  x = x + dropout(attention(norm(x)))             RMSNorm: arXiv:1910.07467, pre-norm
             x = x + dropout(feed_forward(norm(x)))          SwiGLU: arXiv:2002.05202
@@ -8,8 +8,8 @@
 Attention has rotary positions (arXiv:2104.09864) and grouped queries (arXiv:2305.13245). There are no buffers: rotary
 angles are computed from the sequence length, so a model built on the meta device needs nothing but its parameters.
 
-Position ids that start again inside a row separate documents: each has rotary positions of its own, and attention does
-not cross from one to another.
+Position ids that restart inside a row separate documents: each has rotary positions of its own, and attention does not
+cross from one to another.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from atoll.errors import PlanError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
-    """Sizes of a decoder; impossible ones raise PlanError with all that is wrong.
+    """Sizes of a decoder. Raises PlanError with all problems for impossible sizes.
 
     initial_std: standard deviation of the initial linear and embedding weights; the two linears of a layer that write
     to the residual stream start smaller, by 1/sqrt(2 * layers).
@@ -81,7 +81,7 @@ class DecoderConfig:
 
 
 def rotate(states: Tensor, theta: float, positions: Tensor | None = None) -> Tensor:
-    """Rotary positions applied to [batch, heads, S, head size]: `positions` [batch, S], or 0..S-1.
+    """Apply rotary positions to [batch, heads, S, head size]: `positions` [batch, S], or 0..S-1.
 
     Angles are computed in fp32 (fp64 for fp64 states), so that half precisions do not lose late positions.
     """
@@ -101,7 +101,7 @@ def rotate(states: Tensor, theta: float, positions: Tensor | None = None) -> Ten
 def document_mask(positions: Tensor) -> Tensor:
     """Return the attention mask, bool [B, 1, S, S]: causal, inside each document.
 
-    positions: [B, S]. A document begins wherever a position does not follow the one before it.
+    positions: [B, S]. A document begins at each position that does not follow the previous one.
     """
     begins = torch.ones_like(positions, dtype=torch.bool)
     begins[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
@@ -112,8 +112,8 @@ def document_mask(positions: Tensor) -> Tensor:
 def _has_grouped_kernel(states: Tensor, mask: Tensor | None) -> bool:
     """Return True if the fast attention kernels take fewer key heads than query heads.
 
-    On CUDA the fp32 and fp64 kernels do not, nor those that take a mask: grouped queries would fall back to one that
-    holds all S x S scores.
+    On CUDA the fp32 and fp64 kernels do not, nor those with a mask: grouped queries would fall back to a kernel that
+    stores all S x S scores.
     """
     return states.device.type != "cuda" or (mask is None and states.dtype in (torch.bfloat16, torch.float16))
 
@@ -130,7 +130,7 @@ class Attention(nn.Module):
         self.output = nn.Linear(config.hidden, config.hidden, bias=False)
 
     def forward(self, hidden: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        """Mix each position with itself and those before it; positions, mask: of documents, see `document_mask`."""
+        """Attend from each position to itself and earlier ones; positions, mask: of documents, see `document_mask`."""
         config = self.config
         query = rotate(self._heads(self.query(hidden)), config.rope_theta, positions)
         key = rotate(self._heads(self.key(hidden)), config.rope_theta, positions)
@@ -149,7 +149,7 @@ class Attention(nn.Module):
         return self.output(mixed.transpose(1, 2).flatten(2))
 
     def _heads(self, projected: Tensor) -> Tensor:
-        """[B, S, heads * head size] -> [B, heads, S, head size]."""
+        """Reshape [B, S, heads * head size] -> [B, heads, S, head size]."""
         return projected.unflatten(-1, (-1, self.config.head_size)).transpose(1, 2)
 
 
@@ -197,7 +197,7 @@ class Head(nn.Module):
         self.output = nn.Linear(config.hidden, config.vocabulary, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Normalise and project."""
+        """Normalize and project."""
         return self.output(self.norm(hidden))
 
 
@@ -217,7 +217,7 @@ class Decoder(nn.Module):
             self.head.output.weight = self.embed.weight
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Run all blocks in sequence. position_ids: [B, S], which start again at each document of a row."""
+        """Run all blocks in sequence. position_ids: [B, S], which restart at each document of a row."""
         hidden = self.embed(input_ids)
         mask = None if position_ids is None else document_mask(position_ids)
         for layer in self.layers:

@@ -1,6 +1,6 @@
-"""Calls for which a device has one kernel, on `meta`, where torch would take them apart.
+"""Calls for which a device has one kernel, run on `meta`, where torch would decompose them.
 
-Each is replaced by a function that saves what the kernel saves and counts it as one. CUDA has such kernels for
+Each is replaced by a function that saves the kernel's tensors and counts as one kernel. CUDA has such kernels for
 attention, root mean square norms and dropout, the CPU for attention without dropout.
 """
 
@@ -21,7 +21,7 @@ Device = Literal["cuda", "cpu"]
 
 
 class Count(Protocol):
-    """Takes kernels."""
+    """Receives the counted kernels."""
 
     def add(self, kernel: Kernel) -> None:
         """Count a kernel."""
@@ -30,7 +30,7 @@ class Count(Protocol):
 class _FusedAttention(torch.autograd.Function):
     """Attention that saves its inputs, its output and the logarithms of the softmax's sums.
 
-    is_as_query: whether the output lies in memory as the query does; else [batch, length, heads, width].
+    is_as_query: whether the output has the memory order of the query; otherwise [batch, length, heads, width].
     """
 
     @staticmethod
@@ -55,7 +55,7 @@ class _FusedAttention(torch.autograd.Function):
 
 
 class _FusedNorm(torch.autograd.Function):
-    """Root mean square norm that saves its input and one number a row."""
+    """Root mean square norm that saves its input and one number per row."""
 
     @staticmethod
     def forward(ctx: Any, count: Count, hidden: Tensor, weight: Tensor | None) -> Tensor:
@@ -102,8 +102,8 @@ class FusedCalls(TorchFunctionMode):
     ) -> Tensor | None:
         if not self._is_flash or (dropout_p and not self._is_cuda):
             return None
-        # On CUDA flash attention writes as the query lies; memory-efficient attention, which takes the other dtypes,
-        # does not.
+        # On CUDA flash attention writes in the query's memory order; memory-efficient attention, which supports the
+        # other dtypes, does not.
         is_as_query = not self._is_cuda or query.dtype in (torch.float16, torch.bfloat16)
         out: Tensor = _FusedAttention.apply(self._count, is_causal, is_as_query, query, key, value)
         return out

@@ -1,32 +1,33 @@
 """Any Hugging Face model whose layers are one list, or two, split by putting other modules into its slots.
 
-The model's own `forward` runs on every stage, so masks, rotary angles and whatever else a family computes from the
-batch need no code here. What a stage does not own is replaced while it runs:
+The model's own `forward` runs on every stage, so masks, rotary angles and other values that a family computes from the
+batch need no code here. Modules that a stage does not own are replaced while it runs:
 
-    what comes before the layers   a stub that gives zeros of the right shape; they are dropped below
-    a layer before the stage's     passes on what it is given, in the form that layers of this model give
-    the stage's first layer        is given the hidden state that the stage received instead
-    the stage's last layer         ends the forward; its hidden state is what the stage gives
+    modules before the layers      a stub that returns zeros of the right shape, which are not used
+    layers before the stage's      return their input, in the form of this model's layers
+    the stage's first layer        gets the hidden state that the stage received
+    the stage's last layer         ends the forward; its hidden state is the stage's output
 
-The last stage goes on through the model's own norm, head and whatever it does to logits. A look at the model, without
-values, layers or memory (see probe.py), says what runs before, in and after the layers.
+The last stage continues with the model's own norm, head and operations on logits. A probe of the model, without
+values, layers or memory (see probe.py), finds the modules that run before, in and after the layers.
 
-Of a model with an encoder and a decoder, a stage that begins in the decoder is given the encoder's output and the
-decoder's hidden state, one behind the other along the sequence, and gives both. Its forward takes the former as its
-`encoder_outputs`, and so leaves the encoder out.
+In a model with an encoder and a decoder, a stage that begins in the decoder receives the encoder's output and the
+decoder's hidden state, concatenated along the sequence, and returns both. Its forward gets the former as
+`encoder_outputs`, and so skips the encoder.
 
 [Note: one tensor for several blocks]
-Each block has a graph of its own, and the layers of a decoder all take the encoder's output. The first of a stage takes
-the tensor itself, the others a leaf in its place; the gradient that gathers in the leaf joins that of the first layer,
-whose backward is the last.
+Each block has a graph of its own, and the layers of a decoder all take the encoder's output. The first layer of a stage
+takes the tensor itself, the others a leaf in its place. The gradient accumulated in the leaf is added to that of the
+first layer, whose backward is the last.
 
-[Note: names] Parameters keep the names that the model's `state_dict` has. Of a model of the `peft` package these are
-its base model's. A shared weight has the name under which the model's files have it, also where that is of a module
-which does not run, as T5's `shared`.
+[Note: names] Parameters have the names of the model's `state_dict`; for a model of the `peft` package, those of its
+base model. A shared weight has its name in the model's files, even if that is of a module which does not run, such as
+T5's `shared`.
 
 [Note: rules from outside]
-The rule of a module that holds the layers may start a parameter of a block, as T5's class its embedding. It is run for
-each block behind the block's own rules, with the block's seed and all other parameters marked as initialised.
+The rule of a module that contains the layers may initialize a parameter of a block, as T5's class does its embedding.
+It is run for each block after the block's own rules, with the block's seed and all other parameters marked as
+initialized.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ from atoll.models.tasks import LABELS, task_of
 class HuggingFaceAdapter:
     """A `transformers` model with a head of a kind that `atoll.models.tasks` knows; see the module.
 
-    Raises PlanError for a model that does not split this way, with the part that does not.
+    Raises PlanError for a model that cannot be split this way, and names the part.
     """
 
     def __init__(self, model: Any) -> None:
@@ -103,7 +104,7 @@ class HuggingFaceAdapter:
         return self._blocks
 
     def forward(self, first: int, last: int, hidden: Tensor | None, batch: Batch) -> Tensor:
-        """Run blocks first..last-1 by the model's own forward."""
+        """Run blocks first..last-1 with the model's own forward."""
         self._check(first, last, hidden)
         inputs = self._inputs(batch)
         training = self._blocks[first].module.training
@@ -140,18 +141,19 @@ class HuggingFaceAdapter:
 
     @property
     def task_heads(self) -> tuple[str, ...]:
-        """Blocks that the files of a language model, or of a headless model, do not have; they then start anew."""
+        """Blocks that are missing in the files of a language model, or of a headless model, and are then
+        initialized."""
         after = [block.name for block in self._blocks[self._end :]]
         return () if self._task.is_language else tuple(n for n in after if "." not in n or n.endswith(".pooler"))
 
     @property
     def is_language_model(self) -> bool:
-        """True if it is one list of layers with a score for each word of each token."""
+        """True if the model has one list of layers, and scores each word for each token."""
         return self._task.is_language and not self._is_encoder_decoder
 
     @property
     def predicts_next(self) -> bool:
-        """True if an output is for the token behind its own, so that labels may be shifted along the sequence."""
+        """True if an output predicts the next token, so that labels may be shifted along the sequence."""
         return self.is_language_model and self.model.loss_type != "ForMaskedLM"
 
     @property
@@ -159,11 +161,12 @@ class HuggingFaceAdapter:
         return len(self._stacks) > 1
 
     def loss(self, logits: Tensor, batch: Batch) -> Any:
-        """The loss of the model's task, summed over what counts; labels stand where they are predicted."""
+        """Return the loss of the model's task, summed over what counts; labels are at the positions that predict
+        them."""
         return self._task.loss(logits, batch, self.model.config)
 
     def initialise(self, module: nn.Module, generator: torch.Generator) -> None:
-        """The values that the model's family starts with, and those of adapters of the `peft` package."""
+        """Set the initial values of the model's family, and those of adapters of the `peft` package."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(generator.initial_seed())
             self.model._init_weights(module)
@@ -175,7 +178,7 @@ class HuggingFaceAdapter:
             if any(module is block.module for block in self._blocks):
                 self._start_from_outside(module, generator.initial_seed())
         unset = any(parameter.isnan().any() for parameter in module.parameters(recurse=False))
-        if unset and reset_of(module) is not None:  # else the rule of a module around it may set them
+        if unset and reset_of(module) is not None:  # otherwise the rule of an enclosing module may set them
             reset_module(module, generator)
 
     def _start_from_outside(self, block: nn.Module, seed: int) -> None:
@@ -194,8 +197,9 @@ class HuggingFaceAdapter:
                 del tensor._is_hf_initialized
 
     def tensor_plan(self, ranks: int) -> Mapping[str, str]:
-        """The model's own plan, where it has one that splits its layers; else, and with low-rank adapters, every linear
-        layer by its outputs, which are whole again afterwards: right for any model, with more to send."""
+        """Return the model's own plan if it has one that splits its layers. Otherwise, and with low-rank adapters,
+        split every linear layer by its outputs, which are gathered afterwards: valid for any model, with more
+        communication."""
         own = {name: style for name, style in (self.model.tp_plan or {}).items() if style in STYLES}
         layers = [self._blocks[at] for placed in self._stacks for at in placed.run]
         inside = [name for block in layers for name, _ in block.named_modules()]
@@ -212,7 +216,7 @@ class HuggingFaceAdapter:
             for name, module in block.named_modules()
             if (type(module) is nn.Linear or type(module).__name__ == "Conv1D") and ".lora_" not in name
         }
-        if not self.is_language_model:  # more may be done to their tables and outputs
+        if not self.is_language_model:  # there may be more operations on their tables and outputs
             return plan
         ends: list[tuple[Any, str, type]] = [(self.model.get_input_embeddings(), "embedding_rowwise", nn.Embedding)]
         ends += [(self.model.get_output_embeddings(), "colwise_gather_output", nn.Linear)]
@@ -220,10 +224,11 @@ class HuggingFaceAdapter:
         return {**plan, **{names[id(module)]: style for module, style, kind in ends if isinstance(module, kind)}}
 
     def vocabulary(self) -> Vocabulary:
-        """The model's own input and output embeddings, and what its forward does to logits."""
+        """Return the model's own input and output embeddings, and its forward's operations on logits."""
         if not self.is_language_model:
             raise PlanError(
-                f"vocabulary_parallel: {type(self.model).__name__} is no language model of one list of layers, whose "
+                f"vocabulary_parallel: {type(self.model).__name__} is not a language model with one list of layers, "
+                "whose "
                 "embedding and head could be split over the pipeline; turn it off"
             )
         names = {id(module): name for name, module in self.model.named_modules()}
@@ -249,15 +254,15 @@ class HuggingFaceAdapter:
         return Vocabulary(embedding, head, scale=1.0 if abs(scale - 1.0) < 1e-6 else scale, cap=cap)
 
     def check_documents(self, rows: int) -> None:
-        """Look at what each layer is given for rows of several documents.
+        """Check the inputs of each layer for rows of several documents.
 
         A mask has to forbid attention from one document to another. Flash attention takes none: it separates documents
-        by their positions, and in a single row alone.
+        by their positions, and only in a single row.
         """
         kind = type(self.model).__name__
         if not self.is_language_model:
             raise PlanError(
-                f"{kind} is no language model of one list of layers, which rows of several documents are for"
+                f"{kind} is not a language model with one list of layers, which rows of several documents are for"
             )
         if "position_ids" not in self._accepted:
             raise PlanError(f"{kind} takes no position_ids, which separate the documents of a row")
@@ -271,7 +276,7 @@ class HuggingFaceAdapter:
                 raise PlanError(f"layer {at} of {kind} is given nothing that keeps the documents of a row apart")
 
     def _given_to_layers(self, positions: Tensor) -> list[list[Tensor]]:
-        """The tensors besides the hidden state that each layer is given for rows with these positions."""
+        """Return the tensors, apart from the hidden state, that each layer gets for rows with these positions."""
         (placed,) = self._stacks
         form, found = placed.stack.form, list[list[Tensor]]()
 
@@ -287,7 +292,7 @@ class HuggingFaceAdapter:
         for module in self._between:
             self._place(module, hidden.device)
         with torch.no_grad(), self._only(self._end, len(self._blocks), hidden, inputs=inputs) as options:
-            for slot in placed.slots:  # all of them stand for their layers, which belong to another stage
+            for slot in placed.slots:  # all slots replace their layers, which belong to another stage
                 slot.doing(note)
             try:
                 self.model(**inputs, position_ids=positions, **options)
@@ -296,7 +301,7 @@ class HuggingFaceAdapter:
         raise PlanError(f"{type(self.model).__name__} ends before its last layer")
 
     def _check_rows(self, embedding: Any) -> None:
-        """Raise PlanError for an embedding that does not work on each of its rows alone, as scaling does."""
+        """Raise PlanError for an embedding that does not transform each of its rows alone, as scaling does."""
         if type(embedding) is nn.Embedding or not isinstance(embedding, nn.Embedding):
             return
         weight = torch.arange(12.0, dtype=torch.float64).view(4, 3)
@@ -315,7 +320,7 @@ class HuggingFaceAdapter:
             )
 
     def _logits_of(self, given: Tensor, head: str) -> Tensor:
-        """What the model's forward gives where its head gives `given`, and what is before that what it gets."""
+        """Return the model's logits if its head returns `given`, and the head's input."""
         hidden = given.new_zeros(1, 2, self.model.get_input_embeddings().embedding_dim)
         stood = []
         for block in self._blocks[self._end :]:
@@ -349,8 +354,8 @@ class HuggingFaceAdapter:
     def _only(
         self, first: int, last: int, hidden: Tensor | None, *, inputs: Mapping[str, Tensor]
     ) -> Iterator[dict[str, Any]]:
-        """Blocks first..last-1 in their places, and something in the places of the others; what the model's forward is
-        given besides the batch."""
+        """Context with blocks first..last-1 in their places and replacements for the others. Yields additional
+        arguments of the model's forward."""
         options, stage = dict(self._options), _Stage(first, last, hidden, _Memory())
         if hidden is not None and self._is_encoder_decoder and first >= self._stacks[1].begin:
             target = inputs[DECODER_IDS].shape[1]
@@ -378,7 +383,7 @@ class HuggingFaceAdapter:
                 setattr(parent, leaf, module)
 
     def _sizes(self, inputs: Mapping[str, Tensor]) -> dict[int, int]:
-        """What the primes of the look are in a batch."""
+        """Return the sizes in a batch for the primes of the probe."""
         given = inputs[self._input]
         sizes = {self._primes[0]: given.shape[0]}
         if self._input == "input_ids":
@@ -392,7 +397,7 @@ class HuggingFaceAdapter:
         return self.model.get_submodule(above), leaf
 
     def _place(self, module: nn.Module, device: torch.device) -> None:
-        """Buffers of what is no block, such as rotary frequencies: every stage computes with them."""
+        """Move buffers outside of blocks, such as rotary frequencies, which every stage uses."""
         own = dict(module.named_buffers(recurse=False))
         if any(buffer.is_meta for buffer in own.values()):
             for name, buffer in own.items():
@@ -406,14 +411,14 @@ class HuggingFaceAdapter:
 
 
 class _Handed(Exception):  # noqa: N818  (the end of a stage, not an error)
-    """Ends a forward with the hidden state that its stage gives."""
+    """Ends a forward with the hidden state that its stage returns."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.hidden = hidden
 
 
 class _Slot(nn.Module):
-    """Stands where a layer stood and looks like it."""
+    """Replaces a layer and has its attributes."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -421,7 +426,7 @@ class _Slot(nn.Module):
         self._act: Callable[..., Any] | None = None
 
     def doing(self, act: Callable[..., Any]) -> _Slot:
-        """This slot, with `act` as its forward until it is given another."""
+        """Return this slot, with `act` as its forward until the next call."""
         self._act = act
         return self
 
@@ -429,7 +434,7 @@ class _Slot(nn.Module):
         return getattr(self.__dict__["_layer"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Whatever the slot is for in the present stage."""
+        """Run the slot's function in the present stage."""
         assert self._act is not None, "a slot stands in the model only with something to do"
         return self._act(*args, **kwargs)
 
@@ -438,7 +443,7 @@ class _Slot(nn.Module):
 class _Placed:
     """A stack whose layers are blocks from `begin` on.
 
-    stubs: what stands for the modules that run before it.  slots: what stands for its layers.
+    stubs: replacements of the modules that run before it.  slots: replacements of its layers.
     """
 
     stack: Stack
@@ -451,7 +456,7 @@ class _Placed:
 
     @property
     def end(self) -> int:
-        """The block behind its last layer."""
+        """The block after its last layer."""
         return self.begin + len(self.slots)
 
     @property
@@ -462,7 +467,7 @@ class _Placed:
 
 @dataclass(slots=True)
 class _Stage:
-    """Blocks first..last-1 during one forward. hidden: what the first of them is given, None for block 0."""
+    """Blocks first..last-1 during one forward. hidden: input of the first one, None for block 0."""
 
     first: int
     last: int
@@ -526,7 +531,8 @@ class _Memory:
 
 
 class _Stub(nn.Module):
-    """Gives zeros of the shapes that a module gave, and looks like it; has a `weight` without elements."""
+    """Returns zeros of the shapes of a module's outputs, and has the module's attributes; has a `weight` without
+    elements."""
 
     def __init__(self, shape: Shape, module: nn.Module) -> None:
         super().__init__()
@@ -536,7 +542,7 @@ class _Stub(nn.Module):
         self.weight = torch.empty(0)
 
     def doing(self, sizes: Mapping[int, int], like: Tensor) -> _Stub:
-        """This stub, for a batch of such sizes and on the device and in the dtype of a hidden state."""
+        """Return this stub, for a batch of such sizes on the device and in the dtype of a hidden state."""
         self._sizes = sizes
         if self.weight.device != like.device or self.weight.dtype != like.dtype:
             self.weight = torch.empty(0, device=like.device, dtype=like.dtype)
@@ -546,13 +552,13 @@ class _Stub(nn.Module):
         return getattr(self.__dict__["_module"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Zeros."""
+        """Return zeros."""
         return self._shape.zeros(self._sizes, like=self.weight)
 
 
 def _share_position_bias(model: nn.Module) -> None:
-    """Give each layer the table of T5's kind that the first one alone has: it hands the bias which it computes to the
-    others, and where a stage begins with one of these, that computes it."""
+    """Give each layer the bias table that in T5 and similar models only the first one has. The first layer computes the
+    bias and passes it to the others; if a stage begins with another layer, that one computes it."""
     for layers in [each for each in model.modules() if isinstance(each, nn.ModuleList)]:
         if len({type(layer) for layer in layers}) != 1:
             continue
@@ -575,12 +581,12 @@ def _encoder_outputs(encoded: Tensor) -> Any:
 
 
 def _sees(given: Sequence[Tensor], positions: Tensor) -> bool:
-    """Return True if a layer is given the positions themselves, and no mask."""
+    """Return True if a layer gets the positions themselves, and no mask."""
     return any(torch.equal(each, positions) for each in given) and not any(each.dim() == 4 for each in given)
 
 
 def _separates(given: Sequence[Tensor], positions: Tensor) -> bool:
-    """True if the masks that a layer is given forbid attention between documents, and leave each token itself."""
+    """Return True if a layer's masks forbid attention between documents, and allow each token to attend to itself."""
     document = (positions == 0).cumsum(-1)
     apart = document[:, None, :, None] != document[:, None, None, :]
     masks = [each for each in given if each.dim() == 4 and each.shape[-2:] == apart.shape[-2:]]
@@ -591,7 +597,7 @@ def _separates(given: Sequence[Tensor], positions: Tensor) -> bool:
 
 
 def _rows(plan: Mapping[str, str]) -> list[str]:
-    """Patterns of modules that are split by their inputs."""
+    """Return patterns of modules that are split by their inputs."""
     return [pattern for pattern, style in plan.items() if style in ("rowwise", "rowwise_split_input")]
 
 

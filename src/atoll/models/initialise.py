@@ -1,13 +1,12 @@
-"""Initial weights that depend on the seed and on names, and on nothing else.
+"""Initial weights that depend only on the seed and on names.
 
-Each module draws from a generator of its own, seeded from (seed, qualified name), in fp32 on the CPU; the values are
-then copied to where and what the parameter is. So a stage equals the whole model bit for bit, whichever blocks, layout
-or device it has, and a bf16 or fp64 model starts from the values of the fp32 one.
+Each module draws from a generator of its own, seeded from (seed, qualified name), in fp32 on the CPU. The values are
+then copied to the parameter's device and dtype. So a stage equals the whole model bit for bit, with any blocks, layout
+or device, and a bf16 or fp64 model starts from the values of the fp32 one.
 
-[Note: shared parameters start by their first use]
-A parameter with several names takes the values of its first name in the model's order, also on a stage that does not
-own the block of that first name. Moving a model off the meta device may break the identity by which sharing is seen:
-take `shared_parameters(adapter)` before, and pass it.
+[Note: shared parameters start by their first use] A parameter with several names takes the values of its first name in
+the model's order, also on a stage that does not own the block of that first name. Moving a model off the meta device
+may break the identity by which sharing is detected: call `shared_parameters(adapter)` before, and pass its result.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from atoll.models.adapter import Adapter, Block
 
 
 def name_seed(seed: int, name: str) -> int:
-    """A 63-bit seed from (seed, name), the same on every machine, process and Python version."""
+    """Return a 63-bit seed from (seed, name), equal on every machine, process and Python version."""
     digest = hashlib.sha256(f"{seed}\0{name}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
 def shared_parameters(adapter: Adapter) -> dict[str, str]:
-    """Each later name of a shared parameter -> the name of its first use, in the model's order."""
+    """Return each later name of a shared parameter with the name of its first use, in the model's order."""
     first_names: dict[int, str] = {}
     later: dict[str, str] = {}
     for block in adapter.blocks():
@@ -52,10 +51,9 @@ def initialise_block(
 ) -> None:
     """Set every parameter of a block, children before parents, from (seed, qualified name).
 
-    The block's parameters may be of any dtype and on any device; on meta they stay without values. A module may set
-    those of modules inside it too.
-    shared: later name -> first name of shared parameters, where the model's identities no longer show it.
-    known: first names of parameters whose values come from elsewhere; they are left alone.
+    The block's parameters may be of any dtype and on any device; on meta they stay without values. A module may also
+    set those of modules inside it. shared: later name -> first name of shared parameters, if the model's identities no
+    longer show it. known: first names of parameters whose values come from elsewhere; they are skipped.
     """
     names = shared_parameters(adapter) if shared is None else shared
     left = {name for name, _ in block.named_parameters() if names.get(name, name) not in known}
@@ -77,9 +75,9 @@ def initialise_model(adapter: Adapter, seed: int) -> None:
 
 
 def initial_values(adapter: Adapter, module: nn.Module, seed: int, *, name: str) -> dict[str, Tensor]:
-    """The initial values of a module's own parameters, fp32 on the CPU, by their names in the module.
+    """Return the initial values of a module's own parameters, fp32 on the CPU, by their names in the module.
 
-    Buffers are set in place. The module's parameters are untouched, so they may be on meta, sharded or of any dtype.
+    Buffers are set in place. The module's parameters are not changed, so they may be on meta, sharded or of any dtype.
     """
     with _drawn_in_fp32({name: module}) as drafts, torch.no_grad():
         _draw(adapter, module, seed, name)
@@ -107,9 +105,10 @@ def _check_set(modules: Mapping[str, nn.Module], drafts: Mapping[str, nn.Paramet
 
 
 def _block_values(adapter: Adapter, block: Block, seed: int, wanted: Container[str] | None = None) -> dict[str, Tensor]:
-    """The values of a block's names, all or those that are `wanted`, fp32 on the CPU, as its own modules draw them.
+    """Return the values of a block's names, all or those that are `wanted`, fp32 on the CPU, as its own modules draw
+    them.
 
-    Buffers are set in place. What a module draws besides is drawn too and dropped: what follows is then the same.
+    Buffers are set in place. Other values of a module are also drawn and discarded, so that later values are the same.
     """
 
     def takes_part(name: str, module: nn.Module) -> bool:
@@ -129,7 +128,7 @@ def _block_values(adapter: Adapter, block: Block, seed: int, wanted: Container[s
 
 
 def _first_use(adapter: Adapter, seed: int, name: str) -> Tensor:
-    """The value of a shared parameter, as the block of its first name draws it.
+    """Return the value of a shared parameter, as drawn by the block of its first name.
 
     See [Note: shared parameters start by their first use].
     """
@@ -143,10 +142,10 @@ def _first_use(adapter: Adapter, seed: int, name: str) -> Tensor:
 def _drawn_in_fp32(
     modules: Mapping[str, nn.Module], beside: Mapping[str, nn.Module] = MappingProxyType({})
 ) -> Iterator[dict[str, nn.Parameter]]:
-    """Put fp32 CPU drafts in the place of the modules' own parameters, and the parameters back at the end.
+    """Context with fp32 CPU drafts in place of the modules' own parameters, which are restored at the end.
 
-    Drafts, by qualified name, start as NaN, so that one which nothing sets is seen. Modules `beside` get such that
-    nobody looks at: what is drawn for them, perhaps by one of `modules` that they lie in, changes nothing.
+    Drafts, by qualified name, start as NaN, so that one which is never set is noticed. Modules `beside` get drafts that
+    are discarded: values drawn for them, perhaps by one of `modules` that contains them, have no effect.
     """
     originals = [
         (name, module, key, parameter)

@@ -14,14 +14,14 @@ DECODER_IDS = "decoder_input_ids"
 
 
 def main_input(model: nn.Module) -> str:
-    """The name of what the first block reads, as the model's class says it."""
+    """Return the name of the first block's input, as given by the model's class."""
     return str(getattr(model, "main_input_name", "input_ids"))
 
 
 def example(model: nn.Module, rows: int, lengths: tuple[int, int]) -> dict[str, Tensor]:
-    """Zeros of the shapes that the model's forward takes.
+    """Return zeros of the shapes of the model's inputs.
 
-    lengths: of token ids, and of what a decoder reads beside an encoder.
+    lengths: of token ids, and of the decoder's input beside an encoder.
     """
     config: Any = model.config
     first = next(model.parameters())
@@ -33,7 +33,7 @@ def example(model: nn.Module, rows: int, lengths: tuple[int, int]) -> dict[str, 
         image = sizes.image_size if isinstance(sizes.image_size, (tuple, list)) else (sizes.image_size,) * 2
         given = torch.zeros(rows, sizes.num_channels, *image, dtype=first.dtype, device=first.device)
     elif name == "input_features":
-        frames = 2 * config.max_source_positions  # Whisper's: a convolution halves them
+        frames = 2 * config.max_source_positions  # Whisper: a convolution halves them
         given = torch.zeros(rows, config.num_mel_bins, frames, dtype=first.dtype, device=first.device)
     found = {name: given}
     if is_encoder_decoder(model):

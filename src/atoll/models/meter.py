@@ -1,4 +1,4 @@
-"""Counts what a run of blocks does and saves, while it runs on `meta` forward and backward."""
+"""Counting of the operations and saved tensors of a run of blocks, while it runs on `meta` forward and backward."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from atoll.models.operations import PRODUCTS, kernel_of, tensors
 
 
 class _Linear(torch.autograd.Function):
-    """A linear layer whose weight's gradient waits for W, as `atoll.runtime.pipeline.deferred` has it."""
+    """A linear layer whose weight gradient is deferred to W, as in `atoll.runtime.pipeline.deferred`."""
 
     @staticmethod
     def forward(
@@ -46,11 +46,11 @@ class _Linear(torch.autograd.Function):
 class _Tally:
     """The measured operations of one block.
 
-    Kernels inside the block's forward come apart from those behind it, which are never recomputed. saved, products,
-    pending: bytes by the number of a storage. products: outputs of products of matrices, which selective recomputing
-    saves.  entered: storages of the input.  behind: storages that are saved behind the block or because it ends.
-    peaks: bytes that were alive at most, beyond those before it: in a forward that saves, and in one that does not.
-    loss: the same of the loss's backward.
+    Kernels inside the block's forward are separate from those after it, which are never recomputed. saved, products,
+    pending: bytes by the number of a storage. products: outputs of products of matrices, which selective recompute
+    saves.  entered: storages of the input.  behind: storages that are saved after the block or because it ends.
+    peaks: peak bytes beyond those before it: in a forward that saves, and in one that does not.
+    loss: the same for the loss's backward.
     """
 
     block: Block
@@ -113,7 +113,7 @@ def _is_deferrable(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 class Meter:
-    """Counts what a run of blocks does and saves.
+    """Counts the operations and saved tensors of a run of blocks.
 
     strangers: tensors whose storages do not count.  until_weights: storages that W needs.
     """
@@ -143,11 +143,11 @@ class Meter:
             self._numbers[storage] = next(self._next)
         return self._numbers[storage]
 
-    # ---- what happens
+    # ---- recording
 
     @contextmanager
     def measuring(self, device: Device) -> Iterator[None]:
-        """A section in which the blocks count."""
+        """Context in which the blocks are counted."""
         with ExitStack() as stack:
             for tally in self.tallies:
                 for module in tally.block.module.modules():
@@ -166,7 +166,7 @@ class Meter:
             yield
 
     def add(self, kernel: Kernel, *, is_product: bool = False) -> None:
-        """Count a kernel where the run is."""
+        """Add a kernel at the run's current place."""
         if self._now is None or self._phase == "rehearsal":
             return
         match self._phase:
@@ -178,7 +178,7 @@ class Meter:
                 self._now.backward.append(kernel)
 
     def collect(self, module: nn.Linear, hidden: Tensor, gradient: Tensor) -> None:
-        """Count what W does for a linear layer, and what it needs."""
+        """Count W of a linear layer, and its inputs."""
         assert self._now is not None, "a backward belongs to a block"
         rows = hidden.numel() // hidden.shape[-1]
         self._now.weights.append(Product(hidden.shape[-1], rows, gradient.shape[-1]))
@@ -205,7 +205,7 @@ class Meter:
             self.add(kernel, is_product=is_product)
 
     def _follows(self, arguments: Sequence[Any], output: Any) -> bool:
-        """Return True if an operation works on what a block of this run gave, and not on the model's preparations."""
+        """Return True if an operation uses the output of a block of this run, and not the model's preparations."""
         found = any(self.number(each) in self._following for each in tensors(arguments))
         if found:
             self._following |= {self.number(each) for each in tensors(output)}
@@ -269,12 +269,12 @@ class Meter:
         return called
 
     def _note_peak(self) -> None:
-        """The block that ran last, and what is behind it, are over."""
+        """Record the end of the block that ran last, with the operations after it."""
         if self._now is not None:
             self._now.peak = self._most - self._before
 
     def _rehearse(self, tally: _Tally, forward: Callable[[], Any]) -> None:
-        """The block's forward as it is where it will be run again: nothing is saved but the outputs of products."""
+        """Run the block's forward as when it is recomputed: only the outputs of products are saved."""
         phase, self._phase, before = self._phase, "rehearsal", self._live
         self._most = before
         with torch.no_grad():
@@ -284,7 +284,7 @@ class Meter:
         self._phase = phase
 
     def finish(self, output: Tensor, *, is_last: bool) -> None:
-        """The forward is over. A block's output counts with the block that takes it; else it stays because the block
+        """End the forward. A block's output counts with the block that takes it; otherwise it is kept because the block
         ends there."""
         self._note_peak()
         if is_last:
@@ -309,7 +309,8 @@ class Meter:
         self.tallies[-1].wire = 0 if is_last else output.untyped_storage().nbytes()
 
     def backward(self, output: Tensor, *, is_last: bool) -> None:
-        """From the output, the loss after the last block of the model, block by block to the input."""
+        """Run the backward from the output, or the loss after the last block of the model, block by block to the
+        input."""
         self._phase = "backward"
         if output.requires_grad:
             gradient = torch.empty_like(output)
@@ -326,7 +327,7 @@ class Meter:
 
 @contextmanager
 def _forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """A section in which a module has another forward."""
+    """Context in which a module has another forward."""
     before = vars(module).get("forward")
     module.forward = forward
     try:
@@ -338,7 +339,7 @@ def _forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterato
 
 
 def _replace(value: Any, by: Mapping[int, Tensor]) -> Any:
-    """The same nest with some tensors replaced."""
+    """Return the same nested structure with some tensors replaced."""
     if isinstance(value, Tensor):
         return by.get(id(value), value)
     if type(value) is dict:

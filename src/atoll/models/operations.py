@@ -1,4 +1,4 @@
-"""The kernel that an operation of torch's dispatcher is."""
+"""Kernels of the operations of torch's dispatcher."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from atoll.cost import Attention, Kernel, Pass, Product
 from atoll.cost.transformer import FLASH_BACKWARD
 
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-"""Operations whose outputs selective recomputing saves, as in `atoll.runtime.pipeline.block`."""
+"""Operations whose outputs selective recompute saves, as in `atoll.runtime.pipeline.block`."""
 
 _BATCHED = (torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default)
 _GROUPED = torch.ops.aten._grouped_mm.default
@@ -33,9 +33,9 @@ _LOOKUPS = (
 
 
 def kernel_of(operation: Any, arguments: Sequence[Any], output: Any) -> Kernel | None:
-    """The kernel of an operation of the dispatcher; None where it reads and writes nothing, as views do.
+    """Return the kernel of an operation of the dispatcher; None if it reads and writes nothing, such as a view.
 
-    A grouped product, of tokens with their experts, counts as if each expert had as many tokens.
+    A grouped product, of tokens with their experts, counts as if each expert had equally many tokens.
     """
     given = list(tensors(arguments))
     if operation in (*PRODUCTS, *_BATCHED):
@@ -56,7 +56,7 @@ def kernel_of(operation: Any, arguments: Sequence[Any], output: Any) -> Kernel |
 
 
 def attention_of(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Attention:
-    """Fused attention of [batch, heads, length, width] queries, keys and values."""
+    """Return fused attention of [batch, heads, length, width] queries, keys and values."""
     *pairs, length, width = query.shape
     flops = 2.0 * math.prod(pairs) * length * key.shape[-2] * (width + value.shape[-1])
     out = math.prod(pairs) * length * value.shape[-1] * query.element_size()
@@ -69,7 +69,7 @@ def backward_of(forward: Attention) -> Attention:
 
 
 def _grouped(left: Tensor, right: Tensor, output: Tensor) -> Product:
-    """Rows that are sorted by group, times the matrix of each group; or, for the gradient of these, columns times
+    """Return the product of rows sorted by group with the matrix of each group; or, for its gradient, of columns with
     rows."""
     if output.dim() == 3:
         groups = output.shape[0]
@@ -79,13 +79,13 @@ def _grouped(left: Tensor, right: Tensor, output: Tensor) -> Product:
 
 
 def _convolution(weight: Tensor, output: Tensor, *, groups: int) -> Product:
-    """As a product of patches with filters, for each group of channels."""
+    """Return a convolution as a product of patches with filters, for each group of channels."""
     rows = output.numel() // output.shape[1]
     return Product(rows, weight[0].numel(), weight.shape[0] // groups, groups)
 
 
 def _is_view(tensor: Tensor, given: Sequence[Tensor]) -> bool:
-    """Return True if an output is another look at an argument. What is written in place is the argument itself."""
+    """Return True if an output is a view of an argument. An argument that is written in place is not a view."""
     if any(each is tensor for each in given):
         return False
     storage = tensor.untyped_storage()
@@ -93,12 +93,12 @@ def _is_view(tensor: Tensor, given: Sequence[Tensor]) -> bool:
 
 
 def moved(tensor: Tensor) -> int:
-    """Bytes to read a tensor once; what is expanded is read where it lies."""
+    """Return the bytes to read a tensor once; expanded dimensions are read once."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
-    """Every tensor in nested tuples, lists and mappings."""
+    """Yield every tensor in nested tuples, lists and mappings."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):

@@ -1,10 +1,10 @@
 """Probe of a Hugging Face model before, in and after its layers: one forward without values or layers.
 
-Tensors are fake (shapes only) and the layers are replaced by recorders that pass on what they are given, so the look
-costs no memory and no layer is run. Batch and lengths are primes that no parameter has, so that they are known again in
-the shapes of what comes out.
+Tensors are fake (shapes only) and the layers are replaced by recorders that return their input, so the probe needs no
+memory and runs no layer. Batch and lengths are primes that no parameter has, so they are recognized in the shapes of
+outputs.
 
-A model has one list of layers, or two where it has an encoder and a decoder.
+A model has one list of layers, or two if it has an encoder and a decoder.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """The return of layers: the hidden state (0), or the length of a tuple that starts with it."""
+    """Output form of layers: the hidden state (0), or the length of a tuple that starts with it."""
 
     length: int
 
     def wrap(self, hidden: Tensor, rest: Any = None) -> Any:
-        """A hidden state in this form."""
+        """Return a hidden state in this form."""
         return (hidden, *[rest] * (self.length - 1)) if self.length else hidden
 
     @staticmethod
     def unwrap(output: Any) -> Tensor:
-        """The hidden state of what a layer returned."""
+        """Return the hidden state in a layer's output."""
         hidden: Tensor = output[0] if isinstance(output, tuple) else output
         return hidden
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The shapes of what a module gave. Batch and lengths are stood for by primes."""
+    """Shapes of a module's outputs, with primes for batch and lengths."""
 
     output: Any
 
     def zeros(self, sizes: Mapping[int, int], like: Tensor) -> Any:
-        """Zeros of these shapes for a batch whose `sizes` are known by their primes, of the dtype and on the device of
-        `like`."""
+        """Return zeros of these shapes for a batch whose `sizes` are known by their primes, of the dtype and on the
+        device of `like`."""
 
         def of(fake: Any) -> Any:
             if isinstance(fake, tuple):
@@ -69,7 +69,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """A list of layers that run one after the other. memory: the argument in which they take what the encoder gives."""
+    """A list of layers that run one after the other. memory: the argument for the encoder's output."""
 
     name: str
     layers: nn.ModuleList
@@ -82,8 +82,8 @@ class Look:
     """The result of the probe.
 
     around: names of the modules with parameters that run before, between and after the stacks, in order.
-    shapes: of what those before and between gave.  primes: rows, length and length of the decoder in them.
-    kept: part that runs -> name of a module that has the same parameters and does not run.
+    shapes: of the outputs of those before and between.  primes: rows, length and length of the decoder in them.
+    kept: module that runs -> name of a module with the same parameters that does not run.
     """
 
     stacks: tuple[Stack, ...]
@@ -94,30 +94,30 @@ class Look:
 
 
 def hidden_argument(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    """The hidden state among a layer's arguments: the first, or the one of that name."""
+    """Return the hidden state among a layer's arguments: the first, or the one of that name."""
     hidden: Tensor = args[0] if args else kwargs["hidden_states"]
     return hidden
 
 
 def replace_hidden(args: Sequence[Any], kwargs: Mapping[str, Any], hidden: Any) -> Arguments:
-    """A layer's arguments with another hidden state."""
+    """Return a layer's arguments with another hidden state."""
     return replace_argument(args, kwargs, 0 if args else "hidden_states", hidden)
 
 
 def argument(args: Sequence[Any], kwargs: Mapping[str, Any], at: Argument) -> Any:
-    """One of a layer's arguments."""
+    """Return one of a layer's arguments."""
     return args[at] if isinstance(at, int) else kwargs[at]
 
 
 def replace_argument(args: Sequence[Any], kwargs: Mapping[str, Any], at: Argument, value: Any) -> Arguments:
-    """A layer's arguments with another one in a place."""
+    """Return a layer's arguments with one replaced."""
     if isinstance(at, int):
         return (*args[:at], value, *args[at + 1 :]), dict(kwargs)
     return tuple(args), {**kwargs, at: value}
 
 
 def look_at(model: nn.Module) -> Look:
-    """Look at a model. Raises PlanError where it does not split at its layers."""
+    """Probe a model. Raises PlanError if it cannot be split at its layers."""
     _check_config(model)
     lists = _encoder_and_decoder(model) if is_encoder_decoder(model) else [_find_layers(model)]
     sizes = {size for parameter in model.parameters() for size in parameter.shape}
@@ -148,13 +148,13 @@ _FORMS = tuple(Form(length) for length in range(4))
 
 
 class _Rest:
-    """Stands for what a layer returns besides the hidden state."""
+    """Placeholder for a layer's outputs other than the hidden state."""
 
 
 @dataclass(slots=True)
 class _Record:
-    """What happened in a forward. Of events, layers are numbers, counted on from one stack to the next, and other
-    modules names. memory: what the encoder gave, and the argument in which the decoder's layers took it."""
+    """The events of a forward: numbers of layers, counted across stacks, and names of other modules. memory: the
+    encoder's output, and the argument in which the decoder's layers took it."""
 
     events: list[str | int] = field(default_factory=list)
     outputs: dict[str, Any] = field(default_factory=dict)
@@ -164,7 +164,7 @@ class _Record:
 
 
 class _Recorder(nn.Module):
-    """Stands for a layer: notes what it is given, and passes the hidden state on."""
+    """Replaces a layer: records its inputs, and returns the hidden state."""
 
     def __init__(self, layer: nn.Module, at: int, record: _Record, form: Form) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ class _Recorder(nn.Module):
         return getattr(self.__dict__["_layer"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Note, and pass on."""
+        """Record the inputs and return the hidden state."""
         hidden = hidden_argument(args, kwargs)
         others: dict[Argument, Any] = dict(enumerate(args))
         others.update(kwargs)
@@ -197,7 +197,7 @@ def _check_config(model: nn.Module) -> None:
     dropped = [key for key in _LAYERDROP if getattr(config, key, 0.0)]
     if dropped:
         raise PlanError(
-            f"{_kind(model)} leaves out layers at random (config.{dropped[0]} = {getattr(config, dropped[0])}), also "
+            f"{_kind(model)} skips layers at random (config.{dropped[0]} = {getattr(config, dropped[0])}), also "
             "those at which a stage ends; set it to 0"
         )
 
@@ -225,18 +225,18 @@ def _encoder_and_decoder(model: Any) -> list[tuple[str, nn.ModuleList]]:
             raise PlanError(f"{_kind(model)} has no {what} with a list of layers; {HOW_TO_ADAPT}")
         found.append((names[id(lists[0][1])], lists[0][1]))
     if "encoder_outputs" not in inspect.signature(model.forward).parameters or found[0] == found[1]:
-        raise PlanError(f"{_kind(model)} has an encoder whose outputs cannot be handed in; {HOW_TO_ADAPT}")
+        raise PlanError(f"{_kind(model)} has an encoder whose outputs cannot be passed in; {HOW_TO_ADAPT}")
     return found
 
 
 def _lists(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
-    """Lists of modules, the outermost first."""
+    """Return lists of modules, the outermost first."""
     lists = [(name, each) for name, each in model.named_modules() if isinstance(each, nn.ModuleList)]
     return sorted(lists, key=lambda each: (each[0].count("."), each[0]))
 
 
 def _run(model: nn.Module, stacks: Sequence[Stack], primes: tuple[int, int, int]) -> _Record:
-    """One forward with recorders for layers that return what their stack's form says."""
+    """Run one forward with recorders for layers that return their stack's form."""
     record = _Record()
     names = {id(module): name for name, module in model.named_modules()}
     inside = {id(module) for stack in stacks for module in stack.layers.modules()}
@@ -256,7 +256,7 @@ def _run(model: nn.Module, stacks: Sequence[Stack], primes: tuple[int, int, int]
         with fake_tensors(), torch.enable_grad():
             output = model(**example(model, primes[0], primes[1:]), **fixed_options(model))
     except Exception as error:
-        record.problem = f"a forward with layers that pass on what they get fails: {type(error).__name__}: {error}"
+        record.problem = f"a forward with layers that return their input fails: {type(error).__name__}: {error}"
     finally:
         for stack, key, layer in owned:
             setattr(stack.layers, key, layer)
@@ -268,7 +268,7 @@ def _run(model: nn.Module, stacks: Sequence[Stack], primes: tuple[int, int, int]
 
 
 def _trained_through(output: Any) -> Any:
-    """The same with a mark on its tensors that autograd carries on, also where nothing is trained."""
+    """Run the same with a mark on its tensors that autograd propagates, even if nothing is trained."""
     if isinstance(output, Tensor) and output.is_floating_point() and not output.requires_grad:
         return output.detach().requires_grad_()
     return tuple(_trained_through(each) for each in output) if type(output) is tuple else output
@@ -283,7 +283,7 @@ def fixed_options(model: nn.Module) -> dict[str, Any]:
 def _problem(
     model: nn.Module, record: _Record, stacks: Sequence[Stack], *, output: Any, primes: tuple[int, int, int]
 ) -> str | None:
-    """Why what happened cannot be split, if it cannot."""
+    """Return why the model cannot be split after this forward, or None."""
     count = sum(len(stack.layers) for stack in stacks)
     order = [event for event in record.events if isinstance(event, int)]
     if order != list(range(count)):
@@ -303,13 +303,13 @@ def _problem(
 
 
 def _runs(stacks: Sequence[Stack]) -> list[range]:
-    """The numbers of each stack's layers."""
+    """Return the numbers of each stack's layers."""
     ends = [sum(len(stack.layers) for stack in stacks[:at]) for at in range(len(stacks) + 1)]
     return [range(first, last) for first, last in pairwise(ends)]
 
 
 def _memory(model: Any, record: _Record, first: int) -> Argument | None:
-    """The argument in which the decoder's first layer is given just what the encoder has returned."""
+    """Return the argument in which the decoder's first layer takes the encoder's output."""
     names = {id(module): name for name, module in model.named_modules()}
     encoded = record.outputs.get(names[id(model.get_encoder())])
     memory = getattr(encoded, "last_hidden_state", None)
@@ -322,12 +322,12 @@ def _memory(model: Any, record: _Record, first: int) -> Argument | None:
 def _problem_of_stack(record: _Record, run: range, stacks: Sequence[Stack]) -> str | None:
     is_decoder = run.start > 0
     if is_decoder and record.memory is None:
-        return "its decoder's layers are not given just what its encoder returns, in states of the same width"
+        return "its decoder's layers do not get exactly what its encoder returns, in states of the same width"
     shape = record.given[run.start][0].shape
     for at in run:
         got = record.given[at][0]
         if at > run.start and got is not record.outputs[f"layer {at - 1}"]:
-            return f"layer {at} is not given just what layer {at - 1} returns"
+            return f"layer {at} does not get exactly what layer {at - 1} returns"
         if got.shape != shape:
             return f"layer {at} is given {tuple(got.shape)} and layer {run.start} {tuple(shape)}"
     layers = stacks[-1 if is_decoder else 0].layers
@@ -348,12 +348,12 @@ def _problem_of_stack(record: _Record, run: range, stacks: Sequence[Stack]) -> s
 
 
 def computes_position_bias(layer: nn.Module) -> bool:
-    """Return True if a layer of T5's kind has the table of the bias that it is otherwise given."""
+    """Return True if a layer of T5 or a similar model has the bias table, which other layers get as an argument."""
     return any(getattr(module, "has_relative_attention_bias", False) for module in layer.modules())
 
 
 def _parts(model: nn.Module, stacks: Sequence[Stack], record: _Record) -> tuple[tuple[str, ...], ...]:
-    """The largest modules with parameters before, between and after the stacks, in the order in which they run."""
+    """Return the largest modules with parameters before, between and after the stacks, in execution order."""
     events = record.events
     runs = [(events.index(run.start), events.index(run.stop - 1)) for run in _runs(stacks)]
     gaps = list(zip([-1, *[last for _, last in runs]], [*[first for first, _ in runs], len(events)], strict=True))
@@ -395,8 +395,8 @@ def _parts(model: nn.Module, stacks: Sequence[Stack], record: _Record) -> tuple[
 
 
 def _kept_apart(model: nn.Module, record: _Record, parts: Sequence[str]) -> dict[str, str]:
-    """Name of a part that runs -> name of a module of the same class and with the same parameters that does not run,
-    and which the model's files name these parameters by."""
+    """Return the name of each part that runs with that of a module of the same class and parameters that does not run,
+    whose names the model's files use for these parameters."""
     modules = dict(model.named_modules())
     kept: dict[str, str] = {}
     for name, module in modules.items():

@@ -1,4 +1,4 @@
-"""The sizes of a model from its configuration: what `atoll.cost.Transformer` needs for its formulas."""
+"""Sizes of a model from its configuration, for the formulas of `atoll.cost.Transformer`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def _decoder(config: DecoderConfig) -> Transformer:
 
 
 def _llama(config: Any) -> Transformer:
-    """Llama and Mistral; Qwen2, which has biases of queries, keys and values; Qwen3, which normalises heads."""
+    """Return the sizes of Llama, Mistral, Qwen2 (with biases of queries, keys and values) or Qwen3 (with normalized
+    heads)."""
     _expect(config, hidden_act="silu", attention_dropout=0.0, attention_bias=False, mlp_bias=False)
     return Transformer(
         name=config.model_type,
@@ -99,7 +100,7 @@ def _gpt_neox(config: Any) -> Transformer:
 
 
 def _bert(config: Any) -> Transformer:
-    """BERT with a head for masked tokens."""
+    """Return the sizes of BERT with a head for masked tokens."""
     _expect(config, is_decoder=False, add_cross_attention=False, hidden_act="gelu")
     return Transformer(
         name="bert",
@@ -133,7 +134,7 @@ FAMILIES: Mapping[str, Callable[[Any], Transformer]] = MappingProxyType(
 """Families of transformers with formulas, by `model_type`."""
 
 _RESULTS = {"gelu": 0, "gelu_pytorch_tanh": 0, "gelu_new": 3}
-"""Tensors that each activation saves besides its input and its result."""
+"""Number of tensors that each activation saves besides its input and its result."""
 
 
 def _results(config: Any, activation: str) -> int:
@@ -146,7 +147,7 @@ def _results(config: Any, activation: str) -> int:
 
 
 def _expect(config: Any, **expected: Any) -> None:
-    """Refuse options that the formulas do not know; one that a family does not have is as expected."""
+    """Refuse options that the formulas do not support; a missing option has the expected value."""
     other = {key: getattr(config, key, value) for key, value in expected.items()}
     strange = [f"{key} = {value!r}" for key, value in other.items() if value != expected[key]]
     if strange:

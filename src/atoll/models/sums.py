@@ -1,4 +1,4 @@
-"""Whether a loss of the caller's gives a sum, as it must, or a mean: the two parts of a microbatch tell."""
+"""Check that a user's loss returns a sum, as required, and not a mean, using two parts of a microbatch."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from atoll.models.adapter import Loss
 from atoll.models.batch import Batch, map_tensors, tensors_in
 
 SLACK = 1e-3
-"""By which share of the larger part's loss the whole one's may differ from what it is compared with."""
+"""Tolerance of the comparisons, relative to the larger part's loss."""
 
 
 def check_sum(loss: Loss, outputs: Any, batch: Batch, *, found: object) -> bool:
-    """Raise PlanError where `found`, the loss of a microbatch, is a mean; whether that could be told.
+    """Raise PlanError if `found`, the loss of a microbatch, is a mean. Return whether this could be determined.
 
-    The sum over all samples is what the sums over the first and over the other ones add up to; their mean is between
-    the means of both. A loss that is neither, such as one that contrasts samples, is not refused, and one that gives a
-    count besides is never a mean. Only views are made of the microbatch, nothing is kept for backward.
+    A sum over all samples equals the total of the sums over the first and over the others; a mean lies between the
+    means of both. A loss that is neither, such as a contrastive one, is accepted, and so is one that returns a count.
+    Only views of the microbatch are made, and nothing is kept for backward.
     """
     samples = {tensor.shape[0] for _, tensor in tensors_in(batch)}
     if not isinstance(found, Tensor) or len(samples) != 1 or (count := samples.pop()) < 2:
@@ -31,7 +31,7 @@ def check_sum(loss: Loss, outputs: Any, batch: Batch, *, found: object) -> bool:
         try:
             given = [loss(_part(outputs, part, count), map_tensors(batch, _cutter(part))) for part in parts]
             first, second, whole = (float(torch.as_tensor(each).detach()) for each in (*given, found))
-        except Exception:  # a loss may be one of whole microbatches only: then nothing is known of it
+        except Exception:  # a loss may require whole microbatches: then it cannot be checked
             return True
     if not all(map(math.isfinite, (first, second, whole))):
         return False
@@ -40,8 +40,8 @@ def check_sum(loss: Loss, outputs: Any, batch: Batch, *, found: object) -> bool:
         return whole != 0
     if min(first, second) - slack <= whole <= max(first, second) + slack:
         raise PlanError(
-            f"the loss gave {whole:g} for a microbatch of {count} samples, {first:g} for the first {count // 2} and "
-            f'{second:g} for the others: a mean. Give the sum over what counts, as reduction="sum" does, which '
+            f"the loss returned {whole:g} for a microbatch of {count} samples, {first:g} for the first {count // 2} "
+            f'and {second:g} for the others: a mean. Give the sum over what counts, as reduction="sum" does, which '
             "the engine divides once for the whole step; or the pair (sum, count)"
         )
     return True
@@ -52,7 +52,7 @@ def _cutter(part: slice) -> Any:
 
 
 def _part(outputs: Any, part: slice, count: int) -> Any:
-    """Some samples of outputs, which may be nested; what has no row for each sample stays whole."""
+    """Return some samples of outputs, which may be nested; tensors without a row per sample are unchanged."""
     match outputs:
         case Tensor():
             return outputs[part] if outputs.dim() and outputs.shape[0] == count else outputs

@@ -1,10 +1,10 @@
 """Heads of Hugging Face models: their outputs as one tensor, and their loss.
 
-The kind of a head is the one by which transformers picks the model's own loss. The losses are the same, as sums:
+The kind of a head is the one by which transformers selects the model's own loss. The losses are the same, as sums:
 
-    tokens   a class for each token: language models, causal, masked or with an encoder; token classification
-    classes  a class, several or a number for each sample: sequence and image classification, as `config.problem_type`
-             and `config.num_labels` say
+    tokens   a class per token: language models (causal, masked or with an encoder), token classification
+    classes  a class, several classes or a number per sample: sequence and image classification, depending on
+             `config.problem_type` and `config.num_labels`
     spans    the first and the last token of an answer
 """
 
@@ -24,21 +24,21 @@ from atoll.models.adapter import token_cross_entropy
 from atoll.models.batch import IGNORED_LABEL, Batch
 
 SPAN = ("start_positions", "end_positions")
-"""The labels of question answering."""
+"""Labels of question answering."""
 
 LABELS = ("labels", *SPAN)
 """Keys of labels in a batch, which the model's forward does not receive."""
 
 
 Summed = Tensor | tuple[Tensor, Tensor]
-"""The sum of the losses that count, and how many count where the labels do not tell."""
+"""The sum of the losses that count, with their number if labels do not determine it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
     """The task of a head.
 
-    outputs: what the model's forward returns -> one tensor, or None where it has none.
+    outputs: the result of the model's forward -> one tensor, or None if it has none.
     loss: (that tensor, batch, the model's configuration) -> see `Summed`.
     is_language: whether there is a score for each word of the vocabulary.
     """
@@ -50,7 +50,7 @@ class Task:
 
 
 def task_of(model: nn.Module) -> Task:
-    """The task of a model of transformers; one whose loss has no name of its own is a language model."""
+    """Return the task of a transformers model; one whose loss has no name of its own is a language model."""
     return _TASKS.get(str(getattr(model, "loss_type", None)), _LANGUAGE)
 
 
@@ -60,7 +60,7 @@ def _logits(output: Any) -> Tensor | None:
 
 
 def _span_logits(output: Any) -> Tensor | None:
-    """[B, S, 2]: the scores of each token as the first and as the last of the answer."""
+    """Return [B, S, 2]: the scores of each token as the first and as the last of the answer."""
     if getattr(output, "start_logits", None) is None:
         return None
     return torch.stack([output.start_logits, output.end_logits], dim=-1)
@@ -71,7 +71,8 @@ def _token_loss(logits: Tensor, batch: Batch, config: Any) -> Tensor:
 
 
 def _class_loss(logits: Tensor, batch: Batch, config: Any) -> Summed:
-    """[B, num_labels] against labels of [B], or of the shape of the logits for several labels and for regression."""
+    """Return the loss of [B, num_labels] against labels of [B], or of the logits' shape for several labels and
+    regression."""
     labels = torch.as_tensor(batch["labels"], device=logits.device)
     scores = logits if logits.dtype == torch.float64 else logits.float()
     problem = config.problem_type or _problem_of(config.num_labels, labels)
@@ -108,7 +109,7 @@ def _check_labels(is_right: bool, logits: Tensor, labels: Tensor, problem: str) 
 
 
 def _span_loss(logits: Tensor, batch: Batch, config: Any) -> tuple[Tensor, Tensor]:
-    """The mean of both cross-entropies, summed over the samples whose answer is inside of the sequence, and their
+    """Return the mean of both cross-entropies, summed over the samples whose answer is inside the sequence, and their
     number."""
     scores = logits if logits.dtype == torch.float64 else logits.float()
     length = scores.shape[1]

@@ -14,17 +14,16 @@ TRAINED_COPIES = 4
 
 
 def weigh_blocks(blocks: Sequence[Block], *, apart: Container[str] = ()) -> tuple[BlockWeight, ...]:
-    """Cost and memory of each block.
+    """Return cost and memory of each block.
 
-    cost: multiplications a token, of matrices and their like: parameters of two dimensions or more, except tables that
-    are looked up in. Each is multiplied once in F, once for the input's gradient, and once for its own if it is
-    trained; a shared one counts wherever it is multiplied. Products of activations, as in attention, are not counted,
-    nor that a mixture of experts uses some of them only: layers of one kind are weighed right against each other, and
-    less than they are against a head.
+    cost: multiplications per token, of matrices and similar parameters: those of two dimensions or more, except look-up
+    tables. Each is multiplied once in F, once for the input's gradient, and once for its own if it is trained; a shared
+    one counts at each use. Products of activations, as in attention, are not counted, nor that a mixture of experts
+    uses only some of them: layers of one kind have the right ratio to each other, but are too light relative to a head.
 
-    memory: bytes of parameters in the dtype that they have, and for trained ones of what belongs to them, unsharded.
+    memory: bytes of parameters in their dtype and, for trained ones, of their gradients and states, unsharded.
 
-    apart: modules that weigh nothing, since every rank has a part of them.
+    apart: modules without weight, since every rank has a part of them.
     """
     return tuple(
         BlockWeight(

@@ -1,4 +1,4 @@
-"""Weights of a Hugging Face folder, read by range: a rank reads what it keeps and nothing else."""
+"""Weights of a Hugging Face folder, read by range: a rank reads only its own parts."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from atoll.models.initialise import shared_parameters
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
-"""Kinds of safetensors that parameters are read from."""
+"""Dtypes of safetensors that parameters are read from."""
 
 
 class Weights:
-    """The safetensors of a folder, by the names that a model's parameters have.
+    """The safetensors of a folder, by the names of a model's parameters.
 
-    Files are mapped into memory, so only what is asked for is read. Where the file's names lack or have the prefix of
-    the headless model, such as "model." or "transformer.", they are found all the same.
+    Files are memory-mapped, so only requested ranges are read. The files' names may lack or have the prefix of the
+    headless model, such as "model." or "transformer.".
 
-    rename: the name that a tensor of an older file has in the model.
+    rename: returns the name in the model of a tensor of an older file.
 
     Raises PlanError for a folder without safetensors, and for one that lacks some of `names`, except those that `added`
-    lists: they are not in the folder, and start as a new model does.
+    lists, which are initialized as in a new model.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Weights:
             at += box.numel()
 
     def whole(self, name: str) -> torch.Tensor:
-        """All of a parameter, as a view of the file."""
+        """Return all of a parameter, as a view of the file."""
         shape = tuple(self._slice(name).get_shape())
         return self._box(name, (0,) * len(shape), shape)
 
@@ -107,9 +107,9 @@ class Weights:
 
 
 def weights_for(adapter: Adapter, folder: Path) -> Weights:
-    """The weights of a folder for a model, by the first name of each parameter.
+    """Return the weights of a folder for a model, by the first name of each parameter.
 
-    The folder may lack those of adapters of the `peft` package, and the head that an adapter says is a task's.
+    The folder may lack those of adapters of the `peft` package, and the head that an adapter declares as a task's.
     """
     shared = shared_parameters(adapter)
     named = [pair for block in adapter.blocks() for pair in block.named_parameters() if pair[0] not in shared]
@@ -127,11 +127,11 @@ def weights_for(adapter: Adapter, folder: Path) -> Weights:
 
 
 def _renaming(model: Any) -> Callable[[str], str]:
-    """Return transformers' renaming of tensors in older files. Tensors that it also computes with keep their names."""
+    """Return transformers' renaming of tensors in older files. Tensors that it also transforms keep their names."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-    except ImportError:  # not installed, or of a version that renames nothing
+    except ImportError:  # not installed, or a version without renaming
         return str
     if not hasattr(model, "base_model_prefix"):
         return str
@@ -152,7 +152,7 @@ def has_weights(folder: Path) -> bool:
 
 
 def _open_files(folder: Path) -> dict[str, Any]:
-    """Name in the files -> the open file."""
+    """Return each name in the files with its open file."""
     from safetensors import SafetensorError, safe_open
 
     if not has_weights(folder):
@@ -179,9 +179,9 @@ def _open_files(folder: Path) -> dict[str, Any]:
 
 
 def _listed(index: Path) -> dict[str, list[str]]:
-    """File -> names of its tensors, as an index has them. Raises PlanError for an index that is not one.
+    """Return each file with its names of tensors, from an index. Raises PlanError for an invalid index.
 
-    A file is a plain name in the index's folder: whoever wrote the index does not choose what else is read.
+    A file must be a plain name in the index's folder: the author of the index must not choose other files to read.
     """
     try:
         listed = read_json(index)["weight_map"]

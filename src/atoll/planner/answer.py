@@ -43,9 +43,9 @@ class Alternative(NamedTuple):
 class Change(NamedTuple):
     """The effect of a change of the cluster or the goal on the step.
 
-    same: seconds of the same plan; None where it does not fit, or has another batch or mesh.  best: the fastest plan
-    found then, with an eighth of the effort, the runners-up among them; None where none was found that fits, though
-    there may be one.
+    same: seconds of the same plan; None if it does not fit, or has another batch or mesh.  best: seconds of the fastest
+    plan found then, with an eighth of the effort and the runners-up as candidates; None if none was found that fits,
+    though there may be one.
     """
 
     what: str
@@ -55,14 +55,14 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class Answer:
-    """The fastest plan found, and why. `print` shows the output of `atoll plan`."""
+    """The fastest plan found, and the reasons. `print` shows the output of `atoll plan`."""
 
     search: Search
     found: Found
 
     @staticmethod
     def of(search: Search) -> Answer:
-        """Search. Raises ConfigError where the goal and the cluster do not fit, and where no plan does."""
+        """Search for a plan. Raises ConfigError if the goal and the cluster do not match, and if no plan fits."""
         found = Answer(search, search.with_made(search.run()))
         _ = found.best
         return found
@@ -73,7 +73,7 @@ class Answer:
     @cached_property
     def best(self) -> Candidate:
         """The fastest plan that fits, or a simpler one among those found that is as fast to a thousandth, see
-        `atoll.planner.simpler`. Raises ConfigError where none fits, with the nearest and what it lacks."""
+        `atoll.planner.simpler`. Raises ConfigError if none fits, with the nearest plan and the memory that it lacks."""
         if not self.found.fitting:
             raise ConfigError(self.shortfall)
         return next(filter(self._fits, simplest_first(self.found.fitting, self.search.space)))
@@ -85,7 +85,7 @@ class Answer:
 
     @property
     def gap(self) -> float:
-        """Share of the best plan's seconds by which another plan may be faster at most; 0 where none is."""
+        """Share of the best plan's seconds by which another plan may be faster at most; 0 if none can be."""
         return max(0.0, 1.0 - self.found.bound / self.best.seconds)
 
     @property
@@ -109,7 +109,7 @@ class Answer:
 
     @cached_property
     def runners_up(self) -> tuple[Candidate, ...]:
-        """The next fastest plans that fit and differ from it, and from each other, in two main choices."""
+        """The next fastest plans that fit and differ from the best, and from each other, in two main choices."""
         chosen = [self.best]
         for other in self._slower:
             if len(chosen) > RUNNERS_UP:
@@ -139,7 +139,7 @@ class Answer:
 
     @cached_property
     def _slower(self) -> tuple[Candidate, ...]:
-        """Plans that are not faster than the best; whether they fit may not be known."""
+        """Return plans that are not faster than the best; whether they fit may be unknown."""
         return tuple(each for each in self.found.fitting if each.seconds >= self.best.seconds and each != self.best)
 
     def _fits(self, candidate: Candidate) -> bool:
@@ -150,7 +150,7 @@ class Answer:
 
     @cached_property
     def changes(self) -> tuple[Change, ...]:
-        """The slowest link half as fast, less memory, twice the nodes, half the batch."""
+        """Return the changes: the slowest link half as fast, less memory, twice the nodes, half the batch."""
         search, cluster = self.search, self.search.cluster
         found = [
             self._changed("the slow link half as fast", replace(search, cluster=_slower(cluster))),
@@ -164,7 +164,7 @@ class Answer:
         return tuple(found)
 
     def _changed(self, what: str, search: Search, *, is_same: bool = True) -> Change:
-        """is_same: whether the plan is one of the changed question too."""
+        """Return the effect of a change. is_same: whether the plan is also valid for the changed goal."""
         easier = replace(search, effort=search.effort // EASIER)
         fitting = easier.run().fitting
         known = [self._again(each, search) for each in (self.best, *self.runners_up)] if is_same else [None]
@@ -172,7 +172,7 @@ class Answer:
         return Change(what, None if known[0] is None else known[0].seconds, best)
 
     def _again(self, candidate: Candidate, search: Search) -> Candidate | None:
-        """A plan where the cluster has changed; None where it does not fit."""
+        """Return the prediction of a plan on the changed cluster; None if it does not fit."""
         known = self.prediction if candidate is self.best else self.search.predict(candidate)
         prediction = known.on(search.cluster)
         peak = max(prediction.peak(rank).total for rank in range(prediction.plan.mesh.pipeline))
@@ -205,7 +205,7 @@ def _smaller(cluster: Cluster, share: float) -> Cluster:
 
 
 def _doubled(search: Search) -> Mapping[str, Any]:
-    """Cluster and goal with twice the ranks, and the same work."""
+    """Return cluster and goal with twice the ranks, and the same work."""
     goal, cluster = search.goal, search.cluster
     ranks = None if goal.ranks is None else 2 * goal.ranks
     return {"cluster": cluster.model_copy(update={"nodes": 2 * cluster.nodes}), "goal": replace(goal, ranks=ranks)}

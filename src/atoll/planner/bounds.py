@@ -1,19 +1,18 @@
 """Cheap lower bounds on the seconds and bytes of a plan's programs.
 
-[Note: why these are bounds]
-A program computes what its schedule says, in its order, and waits besides for data-parallel ranks. So its step is no
-shorter than the schedule played with the seconds of stages alone, all links between data-parallel ranks infinitely
-fast; nor than what its busiest link of data-parallel ranks has to carry, since a link carries one thing at a time. A
-step that ends at once begins after all ranks have ended the one before: then the step is no shorter than the schedule
-from its first start to its last end. One that is validated later may overlap the next; but each rank ends its own row
-before it begins it again, and between a forward and its input's gradient lie all later stages, however little the rank
-has to do meanwhile.
+[Note: why these are bounds] A program computes the actions of its schedule in order, and also waits for data-parallel
+ranks. So its step is no shorter than the schedule simulated with the seconds of stages alone, with infinitely fast
+links between data-parallel ranks; nor shorter than the traffic of its busiest data-parallel link, since a link makes
+one transfer at a time. Without post validation a step begins after all ranks have ended the previous one: then it is no
+shorter than the schedule from its first start to its last end. A post-validated step may overlap the next; but each
+rank ends its own actions before it begins them again, and all later stages run between a forward and its input's
+gradient, however little the rank computes meanwhile.
 
-A rank holds, at the time when it keeps most activations, these and what rests. What is gathered, made, reduced or sent
-comes on top.
+When a rank keeps most activations, it holds at least these and its stored state. Buffers of gathers, gradients,
+reductions and messages are added to that.
 
-A unit at a turn of the row may stay whole, so of two uses of a stage that follow each other the second gathers as much
-less as may be whole at once.
+The unit that ends one action and starts the next may stay gathered, so of two consecutive uses of a stage the second
+gathers less, by up to the bytes that may be gathered at once.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ USES = (Op.F, Op.I, Op.B)
 class Least(NamedTuple):
     """Lower bounds of a plan: seconds of a step, and the highest peak of a rank in bytes.
 
-    likely: what it may well take, by which plans are tried in turn; no bound.
+    likely: an estimate, not a bound, by which plans are tried in turn.
     """
 
     seconds: float
@@ -66,7 +65,7 @@ class Least(NamedTuple):
 
 @dataclass(frozen=True)
 class Skeleton:
-    """All plans with one schedule and one use of the model, on any mesh and whatever its data-parallel ranks store.
+    """All plans with one schedule and one use of the model, on any mesh and with any storage on data-parallel ranks.
 
     base: the prediction without data parallelism.
     """
@@ -76,9 +75,9 @@ class Skeleton:
     def least(self, travels: Sequence[Travel], mesh: MeshShape) -> Least:
         """Return the bounds of plans with these choices and one layout, residency and reduction.
 
-        Likely is that a use of a stage gathers all but the unit at the turn, that the first microbatch waits in each
-        stage for what its forward does not hide, and that a rank's last reduction and the optimizer's moves are hidden
-        by no more than one microbatch.
+        The estimate assumes that a use of a stage gathers all but the unit that stays gathered, that the first
+        microbatch waits in each stage for transfers that its forward does not hide, and that a rank's last reduction
+        and the optimizer's transfers are hidden by at most one microbatch.
         """
         travel = travels[0]
         once, each = self._loads(travel, mesh, live=3 * max(other.unit for other in travels))
@@ -102,23 +101,23 @@ class Skeleton:
 
     @property
     def chunks(self) -> int:
-        """Stages of a rank."""
+        """Number of stages of a rank."""
         return self._schedule.chunks
 
     @property
     def cells(self) -> int:
-        """Actions of all ranks."""
+        """Number of actions of all ranks."""
         return len(self._schedule.table.code)
 
     @property
     def _schedule(self) -> Schedule:
         return self.base.ranks.computed
 
-    # ---- what is computed
+    # ---- compute
 
     @cached_property
     def _takes(self) -> tuple[tuple[float, ...], ...]:
-        """Seconds by stage, or by rank for a slice of the vocabulary, and code of an op."""
+        """Return seconds by stage, or by rank for a slice of the vocabulary, and code of an op."""
         base, ranks = self.base, self.base.ranks
         pause, found = base.device.efficiency.pause, []
         for run in ranks.runs:
@@ -140,7 +139,8 @@ class Skeleton:
 
     @cached_property
     def _gives(self) -> list[list[float]]:
-        """Like `_takes`, until the result can be sent: a full backward continues with the weights' gradients."""
+        """Like `_takes`, up to the time when the result can be sent: a full backward continues with the weights'
+        gradients."""
         found = [list(takes) for takes in self._takes]
         for takes in found:
             takes[FULL] = takes[I]
@@ -148,7 +148,7 @@ class Skeleton:
 
     @cached_property
     def _busy(self) -> tuple[float, ...]:
-        """Seconds of each rank's row before the optimizer's step, at least."""
+        """Return the minimum seconds of each rank's actions before the optimizer's step."""
         table, takes = self._schedule.table, self._takes
         round_trips = self._round_trips
         found = []
@@ -168,7 +168,7 @@ class Skeleton:
 
     @cached_property
     def _round_trips(self) -> tuple[float, ...]:
-        """Seconds of each stage from the start of a forward to its input's gradient, without messages."""
+        """Return the seconds of each stage from the start of a forward to its input's gradient, without messages."""
         found, total = [], 0.0
         for takes in reversed(self._takes[: len(self.base.ranks.runs)]):
             total += takes[F] + takes[I]
@@ -178,15 +178,15 @@ class Skeleton:
     def _makespan(self, mesh: MeshShape) -> float:
         """Return the seconds from the first start to the last end."""
         real = replace(self.base, plan=replace(self.base.plan, mesh=mesh))
-        # What slices of a vocabulary send between ranks that are no neighbours takes no time.
+        # Messages between slices of a vocabulary on ranks that are not neighbours take no time.
         hops = replace(Hops.of(self._schedule.placement, real.hops), far=0.0)
         if hops not in self._makespans:
             self._makespans[hops] = last_end(self._schedule, self._takes, self._gives, hops)
         return self._makespans[hops]
 
     def _sliced(self, mesh: MeshShape) -> float:
-        """Seconds for which the busiest rank's link is likely to carry what goes to the slices of a vocabulary on other
-        nodes, and from them."""
+        """Return the estimated seconds of the busiest rank's link for messages to and from slices of a vocabulary on
+        other nodes."""
         schedule, found = self._schedule, 0.0
         if not schedule.has_vocabulary:
             return found
@@ -211,11 +211,11 @@ class Skeleton:
         """Compute of the longest stage for one microbatch, which can overlap the transfers of once per step."""
         return max(takes[F] + takes[FULL] for takes in self._takes)
 
-    # ---- what is stored
+    # ---- stored state
 
     @cached_property
     def _sizes(self) -> tuple[dict[tuple[Phase, ...], int], ...]:
-        """Elements of each rank by the phase that computes their gradients."""
+        """Return the number of elements of each rank by the phase that computes their gradients."""
         found = []
         for rank in range(self._schedule.ranks):
             sizes: Counter[tuple[Phase, ...]] = Counter()
@@ -226,11 +226,11 @@ class Skeleton:
 
     @cached_property
     def _trained(self) -> list[int]:
-        """Elements of each rank that the optimizer steps."""
+        """Return the number of elements of each rank that the optimizer steps."""
         return [sum(numel for phases, numel in sizes.items() if phases) for sizes in self._sizes]
 
     def _held(self, travel: Travel, mesh: MeshShape) -> list[float]:
-        """Bytes of each rank: what rests, and the most activations that it keeps."""
+        """Return the bytes of each rank: stored state, and its peak of activations."""
         base = self.base
         plan = replace(base.plan, mesh=mesh, layout=travel.layout, post_validation=travel.post_validation)
         compute, found = plan.precision.compute, []
@@ -241,7 +241,7 @@ class Skeleton:
                 for phases, numel in sizes.items()
             ]
             state = footprint(segments, sharding).at_rest(travel.layout).total
-            # Parameters that do not rest whole are gathered for the block that runs.
+            # Parameters that are not stored whole are gathered for the running block.
             whole = any(map(sharding.whole_bytes, segments)) * ITEM_BYTES[plan.precision.compute]
             most = max((held + whole * gathered for held, gathered in kept.items()), default=0)
             found.append(float(state + most + base.device.context))
@@ -249,8 +249,8 @@ class Skeleton:
 
     @cached_property
     def _kept(self) -> tuple[dict[int, int], ...]:
-        """By rank: the most bytes of activations and of what W waits for, in the last block of a forward, with the
-        elements of that block's parameters."""
+        """Return for each rank the peak bytes of activations and of the inputs of W, in the last block of a forward,
+        with the number of elements of that block's parameters."""
         ranks, schedule = self.base.ranks, self._schedule
         works = [[ranks.works[at] for at in run] for run in ranks.runs]
         after = [sum(work.kept for work in own) for own in works]
@@ -283,10 +283,10 @@ class Skeleton:
         ranks = self.base.ranks
         return bool(ranks.model.shared) and block in (0, len(ranks.works) - 1)
 
-    # ---- what is sent
+    # ---- traffic
 
     def _exposed(self, travel: Travel, mesh: MeshShape, once: Mapping[_Link, float]) -> float:
-        """Seconds at the begin and the end of a step that no computation is likely to hide; `once` as in `_loads`."""
+        """Return the seconds at the start and end of a step that are unlikely to be hidden; `once` as in `_loads`."""
         precision = self.base.plan.precision
         gather, reduce = GATHER_PARAMETER[travel.layout.parameters], REDUCE_GRADIENT[travel.layout.gradients]
         window = self._window
@@ -308,8 +308,8 @@ class Skeleton:
         return begin + end
 
     def _loads(self, travel: Travel, mesh: MeshShape, *, live: int) -> tuple[dict[_Link, float], dict[_Link, float]]:
-        """Seconds by rank and axis that its links carry: once a step, and with the microbatches, where so many blocks
-        may be whole at once."""
+        """Return the seconds of traffic by rank and axis: once per step, and per microbatch, if so many blocks may be
+        gathered at once."""
         plan, layout = self.base.plan, travel.layout
         links = data_links(self.base.given, mesh)
         p, g, os = layout.parameters, layout.gradients, layout.optimizer
@@ -327,7 +327,7 @@ class Skeleton:
                 synced = trained * (
                     gradient * _along(axis, SYNC_GRADIENT[g, os]) + compute * _along(axis, SYNC_PARAMETER[os, p])
                 )
-                # What a link carries at once after a pause may stand for as much of a step's load.
+                # A burst after a pause may cover that much of a step's traffic.
                 spared = links[axis].burst / links[axis].rate
                 sent = gathered * _along(axis, GATHER_PARAMETER[p]) + reduced * _along(axis, REDUCE_GRADIENT[g])
                 once[rank, axis] = links[axis].seconds(synced * part_of(axis, mesh))
@@ -358,7 +358,7 @@ class Skeleton:
 
     @cached_property
     def _uses(self) -> tuple[dict[int, _Uses], ...]:
-        """By rank and stage."""
+        """Return the uses by rank and stage."""
         found = []
         for rank, row in enumerate(self._schedule.actions):
             uses = [action.stage for action in row if action.op in USES]
@@ -373,9 +373,9 @@ class Skeleton:
 
     @cached_property
     def _kept_runs(self) -> tuple[dict[int, int], ...]:
-        """Number of gathers of each stage of each rank under residency `run`."""
+        """Return the number of gathers of each stage of each rank under residency `run`."""
         ranks, schedule = self.base.ranks, self._schedule
-        if schedule.table.has_vocabulary:  # slices take room too
+        if schedule.table.has_vocabulary:  # slices also need memory
             return tuple({} for _ in schedule.actions)
         lowered = insert_sharding(schedule, residency="run", sizes=ranks.sizes)
         return tuple({stage: gathers for stage, (gathers, _) in counts(row).items()} for row in lowered.actions)
@@ -386,9 +386,9 @@ _Link = tuple[int, str]
 
 
 class _Uses(NamedTuple):
-    """Uses of a stage in a rank's row.
+    """Uses of a stage by a rank's actions.
 
-    all: its F, I and B.  following: those whose use before is of the same stage.  ends: its W and B.  runs: of these,
+    all: its F, I and B.  following: those that follow a use of the same stage.  ends: its W and B.  runs: of these,
     those that do not follow one of the same stage.
     """
 
@@ -399,7 +399,7 @@ class _Uses(NamedTuple):
 
 
 class _Sent(NamedTuple):
-    """Elements of a stage, and how often they are gathered and reduced."""
+    """Elements of a stage, and the number of their gathers and reductions."""
 
     parameters: int
     trained: int
@@ -408,12 +408,12 @@ class _Sent(NamedTuple):
 
 
 def data_links(cluster: Cluster, mesh: MeshShape) -> dict[str, Speed]:
-    """Between data-parallel ranks, by axis."""
+    """Return the links between data-parallel ranks, by axis."""
     return {axis: cluster.along(mesh, axis) for axis in ("inter", "intra") if mesh.sizes[axis] > 1}
 
 
 def part_of(axis: str, mesh: MeshShape) -> float:
-    """Return the share of a buffer that a rank sends in one move along an axis."""
+    """Return the share of a buffer that a rank sends in one transfer along an axis."""
     return 1.0 - 1.0 / mesh.intra if axis == "intra" else (1.0 - 1.0 / mesh.inter) / mesh.intra
 
 

@@ -9,8 +9,8 @@ from atoll.planner.space import Frame, Order, Travel
 
 
 class Candidate(NamedTuple):
-    """A plan that was predicted. seconds: of a step.  peak: bytes of its fullest rank; None where it was too slow to
-    be asked for."""
+    """A predicted plan. seconds: of a step.  peak: bytes of its fullest rank; None if it was too slow for memory to be
+    predicted."""
 
     frame: Frame
     order: Order
@@ -20,7 +20,7 @@ class Candidate(NamedTuple):
 
 
 def choices(candidate: Candidate) -> dict[str, str]:
-    """The choices of a plan, by name, as text."""
+    """Return the choices of a plan, by name, as text."""
     frame, order, travel = candidate.frame, candidate.order, candidate.travel
     mesh = frame.mesh
     sizes = " x ".join(f"{axis} {size}" for axis, size in mesh.sizes.items() if size > 1) or "1 rank"
@@ -42,7 +42,7 @@ def choices(candidate: Candidate) -> dict[str, str]:
 
 
 def settings(candidate: Candidate) -> dict[str, dict[str, Any]]:
-    """The sections and keys of a config for a plan."""
+    """Return the sections and keys of a config for a plan."""
     frame, order, travel = candidate.frame, candidate.order, candidate.travel
     parallel = {
         "ranks": frame.mesh.world,

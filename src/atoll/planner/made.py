@@ -1,8 +1,8 @@
-"""Orders made for one plan: its split, placement and order searched together, for its seconds, links and memory.
+"""Schedules searched for one plan: split, placement and order together, with its seconds, links and memory.
 
-The schedules of the catalogue know no seconds. Where stages are unequal or one link is slow, an order that does is
-faster (`atoll.joint`). It is searched for the meshes and microbatches of the fastest plans alone, since it takes as
-long as predicting many plans.
+The schedules of the catalogue do not depend on seconds. If stages are unequal or one link is slow, an order that does
+is faster (`atoll.joint`). It is searched only for the meshes and microbatches of the fastest plans, since a search
+takes as long as predicting many plans.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from atoll.joint import PLAYED, Layer, split_and_order
 from atoll.planner.space import Made
 
 EFFORT = PLAYED // 5
-"""Actions that are played while splits are moved: a fifth of what `split_and_order` plays."""
+"""Maximum number of simulated actions while splits are changed, a fifth of that of `split_and_order`."""
 
 
 def made_for(base: Prediction, limit: float) -> Made | None:
-    """The order found for the work of a plan's microbatch, its links, and the memory that it leaves for activations.
+    """Return the order found for the work of a plan's microbatch, its links, and the memory that it leaves for
+    activations.
 
     base: a plan on the same mesh, with the same microbatch.  limit: bytes that a rank may hold. State is counted by
-    parameters, and what passes is taken to be as much as `base` has, so the result has to be predicted.
+    parameters, and temporary bytes are assumed to equal those of `base`, so the result has to be predicted.
 
-    None where no order fits.
+    Returns None if no order fits.
     """
     ranks = range(base.plan.mesh.pipeline)
     peaks = [base.peak(rank) for rank in ranks]
@@ -55,7 +56,8 @@ def made_for(base: Prediction, limit: float) -> Made | None:
 
 
 def _parts(base: Prediction) -> list[range]:
-    """Blocks that stay together: what `layers_per_stage` counts, what comes before, and what follows."""
+    """Return the blocks that stay together: the layers of `layers_per_stage`, the blocks before them, and those after
+    them."""
     layers, joined = base.ranks.model.layers, base.ranks.model.joined
     blocks = range(len(base.ranks.works))
     starts = [at for at in layers if at not in joined]
@@ -64,7 +66,7 @@ def _parts(base: Prediction) -> list[range]:
 
 
 def _layer(base: Prediction, part: range, state: float) -> Layer:
-    """state: bytes of a parameter with its gradient and optimizer state."""
+    """Return a layer. state: bytes of a parameter with its gradient and optimizer state."""
     works = [base.ranks.works[at] for at in part]
     forward, backward, weights = (sum(column) for column in zip(*map(base.parts, works), strict=True))
     return Layer(

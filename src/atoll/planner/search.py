@@ -1,17 +1,17 @@
-"""The search: best bound first, from meshes to schedules to layouts, each plan predicted at most once.
+"""The search: best bound first, from meshes to schedules to layouts. Each plan is predicted at most once.
 
-[Note: branch and bound]
-A node is a set of plans: those of a mesh and a microbatch, of a schedule on it, or one alone. A heap gives the node
-that is likely to be the fastest; it is opened into its parts, or predicted where it is one plan. What cannot be faster
-than the best plan that fits, or holds more than there is, is left out: by a bound, so no better plan is lost. It ends
-when nothing is left, or when it has played as many instructions as it may; then the smallest bound that is left says
-how much faster a plan could be at most. Both are counts and not seconds, so the same question has the same answer.
+[Note: branch and bound] A node is a set of plans: those of a mesh and a microbatch, of a schedule on it, or a single
+plan. A heap returns the node with the lowest estimate; it is expanded into its parts, or predicted if it is a single
+plan. Nodes whose bound is not below the best plan that fits, or exceeds the memory, are pruned; since these are bounds,
+no better plan is lost. The search ends when no node is left, or when it has simulated its budget of instructions; then
+the smallest remaining bound limits how much faster another plan can be. The budget counts instructions and not seconds,
+so the result is deterministic.
 
 [Note: plans that are unlikely to fit]
-The bound on bytes leaves out what passes within an operation, what is gathered and what is in flight. The difference
-depends on the use of the model more than on anything else. So once a plan of a use has been predicted, others of that
-use whose bound and this difference exceed the memory wait until all other nodes are done; so do meshes on which 1F1B
-would not fit. They are late, not left out.
+The bound on bytes omits temporary bytes of operations, gathered parameters and messages in flight. The difference
+mostly depends on the use of the model. So once a plan of a use has been predicted, other plans of that use whose bound
+plus this difference exceeds the memory wait until all other nodes are done; so do meshes on which 1F1B would not fit.
+They are postponed, not pruned.
 """
 
 from __future__ import annotations
@@ -41,20 +41,21 @@ AT_MOST = 4
 """Factor of the budget while no plan fits."""
 
 LATER = 1.02
-"""How much longer a frame's next schedule, or the next plan with one schedule, is taken to be than the one before it,
-when it is decided what to open next: so that the search looks elsewhere before it plays plans that hardly differ."""
+"""Factor by which a frame's next schedule, or the next plan with one schedule, is assumed to be slower than the
+previous one when the next node is chosen: the search then looks elsewhere before it simulates plans that hardly
+differ."""
 
 MADE = 2
-"""Meshes with microbatches for which an order is made."""
+"""Number of meshes with microbatches for which an order is searched."""
 
 NEAR = 1.1
 """Maximum time, relative to the best plan, of a plan for whose mesh an order is searched."""
 
 ROUNDS = 3
-"""Times that an order is made for less memory, until what is predicted fits."""
+"""Maximum number of times that an order is searched with less memory, until its prediction fits."""
 
 WORTH = 0.01
-"""Share of the seconds that an order has to gain to be taken. A made order is written into the config in full."""
+"""Minimum share of the seconds that a searched order must gain. It is written into the config in full."""
 
 A_CELL = 1.0
 """Cost of bounding one action of a schedule, in lowered and simulated instructions."""
@@ -63,9 +64,9 @@ A_CELL = 1.0
 class Found(NamedTuple):
     """The result of a search.
 
-    fitting: plans that fit, the fastest first.  nearest: where none does, the plan whose fullest rank holds least.
-    bound: no plan that fits is faster, in seconds.  frames: meshes with microbatches that there are.  predicted: plans
-    whose programs were played.
+    fitting: plans that fit, the fastest first.  nearest: if none fits, the plan with the lowest peak.
+    bound: no plan that fits is faster, in seconds.  frames: number of meshes with microbatches.  predicted: number of
+    plans whose programs were simulated.
     """
 
     fitting: tuple[Candidate, ...]
@@ -80,8 +81,8 @@ PLAIN = Travel(Layout("NNN"), "unit", "microbatch", 1, None, False)
 
 
 class _Total(NamedTuple):
-    """Seconds of a microbatch through all blocks, and through each layer, the shortest first; of the layers its kept
-    bytes, their state, and the elements that are trained."""
+    """Seconds of a microbatch through all blocks, and through each layer, the shortest first; of the layers also their
+    kept bytes, their state, and the number of trained elements."""
 
     seconds: float
     layers: tuple[float, ...]
@@ -91,10 +92,11 @@ class _Total(NamedTuple):
 
 
 class _Node(NamedTuple):
-    """Plans that are not told apart yet. least: what all of them take at least.
+    """A set of plans. least: lower bounds of all of them.
 
-    orders: schedules that are left of a frame, travels: what is left of a frame and a schedule, alike in their bound;
-    all that there are if empty.  turn: plans with this frame and schedule that were played when `least` was found.
+    orders: remaining schedules of a frame;
+    travels: remaining choices of a frame and a schedule, with equal bounds; all if empty.  turn: number of plans with
+    this frame and schedule that were simulated when `least` was found.
     """
 
     least: Least
@@ -110,8 +112,8 @@ class Search:
     """The plans of a workload on a cluster.
 
     space: the choices; all of them if not given.  reads_in_place: whether the ranks of a group read each other's
-    memory, as they do on one host's CPUs.  effort: instructions that are played at most.  states: tensors that the
-    optimizer keeps of every parameter, as in `Plan`.
+    memory, as on one host's CPUs.  effort: maximum number of simulated instructions.  states: number of tensors that
+    the optimizer keeps of every parameter, as in `Plan`.
     """
 
     workload: Workload
@@ -128,7 +130,7 @@ class Search:
         return self.cluster.device.memory * (1.0 - self.goal.headroom)
 
     def run(self) -> Found:
-        """Search. Raises ConfigError where the goal and the cluster do not fit."""
+        """Search. Raises ConfigError if the goal and the cluster do not match."""
         found = self._search(fastest=True)
         if found.fitting:
             return found
@@ -139,7 +141,7 @@ class Search:
     def with_made(self, found: Found) -> Found:
         """Add searched orders for the fastest pipeline plans, if schedules are not fixed.
 
-        Only for meshes on which an order can gain `WORTH`, as far as their bounds tell, and where it does.
+        Only for meshes on which an order can gain `WORTH` according to the bounds, and only if it does.
         """
         if self.space.schedules is not None or not found.fitting:
             return found
@@ -156,8 +158,8 @@ class Search:
         return found._replace(fitting=tuple(fitting), predicted=found.predicted + min(MADE, len(bases)))
 
     def _made(self, base: Candidate) -> Candidate | None:
-        """The plan with an order made for it; None where none fits."""
-        from atoll.planner.made import made_for  # with numba, if that is there
+        """Return the plan with an order searched for it; None if none fits."""
+        from atoll.planner.made import made_for  # with numba, if it is installed
 
         prediction, over = self.predict(base), 0.0
         for _ in range(ROUNDS):
@@ -176,7 +178,7 @@ class Search:
         return None
 
     def predict(self, candidate: Candidate) -> Prediction:
-        """The prediction of a plan that was found."""
+        """Return the prediction of a plan that was found."""
         return self._prediction(candidate.frame, candidate.order, candidate.travel)
 
     # ---- the search
@@ -188,8 +190,8 @@ class Search:
         fitting: list[Candidate] = []
         nearest: Candidate | None = None
         best, work, predicted = math.inf, 0.0, 0
-        unseen: dict[Use, float] = {}  # bytes that the bound of a use leaves out, at least
-        played_of: Counter[tuple[Frame, Order]] = Counter()  # plans with one schedule that were played
+        unseen: dict[Use, float] = {}  # bytes that the bound of a use omits, at least
+        played_of: Counter[tuple[Frame, Order]] = Counter()  # number of simulated plans with one schedule
 
         def aim(least: Least) -> float:
             return least.seconds if fastest else least.nbytes
@@ -213,7 +215,7 @@ class Search:
                 heappush(heap, (True, excess, next(numbers), node))
                 continue
             if node.order is None:
-                # One schedule at a time: the plain one may give a plan that rules out much before the others are made.
+                # One schedule at a time: the plain one may give a plan that prunes many before the others are built.
                 order, *others = node.orders or self.space.orders(node.frame)
                 known = len(self._skeletons)
                 skeleton = self._skeleton(node.frame, order)
@@ -242,7 +244,7 @@ class Search:
                 played_of[node.frame, node.order] += 1
                 if candidate is None:
                     continue
-                for travel in node.travels[1:]:  # they will take about as long
+                for travel in node.travels[1:]:  # they are likely to take equally long
                     least = node.least._replace(likely=candidate.seconds)
                     push(_Node(least, node.frame, node.order, (travel,)))
                 if candidate.peak is not None:
@@ -263,8 +265,8 @@ class Search:
         return Found(tuple(fitting), nearest, bound if fastest else math.inf, len(frames), predicted)
 
     def _played(self, node: _Node, best: float) -> tuple[Candidate | None, int]:
-        """A plan's prediction, and the instructions of its programs. Its bytes are asked for where it is faster than
-        `best`; None where the plan is refused."""
+        """Return a plan's prediction, and the number of instructions of its programs. Its bytes are predicted only if
+        it is faster than `best`. Returns None if the plan is refused."""
         assert node.order is not None
         try:
             prediction = self._prediction(node.frame, node.order, node.travels[0])
@@ -279,7 +281,7 @@ class Search:
     # ---- plans
 
     def plan(self, frame: Frame, order: Order, travel: Travel) -> Plan:
-        """The plan of some choices. Raises UserError where they do not fit together."""
+        """Return the plan of some choices. Raises UserError if they are incompatible."""
         return Plan(
             mesh=frame.mesh,
             layout=travel.layout,
@@ -340,16 +342,16 @@ class Search:
     def _least_of(self, frame: Frame) -> Least | None:
         """Return the lower bounds of all plans of a frame, or None if the model does not allow it.
 
-        Seconds: the mean of what its ranks compute; and as layers are whole, one rank has at least their mean number,
-        rounded up. Bytes: the mean of what ranks hold when the first microbatch has passed all stages and no
-        backward has begun, with their state spread as far as it can be. Likely are half of the bubble of 1F1B, and
-        gradients and parameters that travel once a step, of which one microbatch hides its seconds.
+        Seconds: the mean compute of its ranks; since layers are whole, one rank has at least their mean number, rounded
+        up. Bytes: the mean over ranks when the first microbatch has passed all stages and no backward has begun, with
+        their state sharded as far as possible. The estimate assumes half of the bubble of 1F1B, and one transfer of
+        gradients and parameters per step, of which one microbatch hides its own seconds.
         """
         total = self._total(frame)
         if total is None:
             return None
         mesh, microbatches = frame.mesh, frame.microbatches
-        # Slices of a vocabulary have kernels of their own, which are likely to take what the whole head's do.
+        # Slices of a vocabulary have kernels of their own, which are likely to take as long as those of the whole head.
         mean = (sum(total.layers) if frame.vocabulary_parallel else total.seconds) / mesh.pipeline
         most = sum(total.layers[: -(-len(total.layers) // mesh.pipeline)])
         nbytes = (total.kept + total.state / mesh.data) / mesh.pipeline + self.cluster.device.context
@@ -362,8 +364,8 @@ class Search:
         return Least(max(mean, most) * microbatches, nbytes, likely + exposed)
 
     def _in_flight(self, frame: Frame) -> float:
-        """Bytes of a rank of 1F1B's pipeline, whose first rank keeps as many microbatches as there are ranks. Most
-        schedules keep as much; those that keep less can wait until others are done."""
+        """Return the bytes of a rank of 1F1B's pipeline, whose first rank keeps as many microbatches as there are
+        ranks. Most schedules keep as many; those that keep fewer can wait until others are done."""
         total = self._total(frame)
         assert total is not None, "the frame has a bound"
         pipeline = frame.mesh.pipeline

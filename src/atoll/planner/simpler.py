@@ -1,9 +1,9 @@
-"""Choice of the simplest among plans that are about equally fast.
+"""Choice of the simplest among plans of nearly equal speed.
 
-A prediction is not exact to a thousandth, so a special choice that gains less is not worth its line in a config. Simple
-and not small: in the eight measured races of benchmarks/choices, the simplest of the plans that are predicted to be
-equally fast is at most 5 % over the fastest measured one in six, 9.9 % at worst; the one that holds the fewest bytes in
-five, 22.8 % at worst.
+A prediction is not exact to a thousandth, so a special choice that gains less is not worth its line in a config. The
+criterion is simplicity and not memory: in the eight measured races of benchmarks/choices, the simplest of the plans
+with equal predictions is at most 5 % over the fastest measured one in six, and 9.9 % at worst; the one with the fewest
+bytes is in five, and 22.8 % at worst.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from atoll.planner.candidate import Candidate
 from atoll.planner.space import Space
 
 EQUAL = 0.001
-"""Share of a step's seconds up to which plans count as equally fast."""
+"""Relative difference of step times up to which plans count as equally fast."""
 
 OF_A_FRAME = ("recompute", "precision", "sequence_parallel", "vocabulary_parallel")
 OF_A_TRAVEL = ("residency", "reduction", "unit", "prefetch", "post_validation")
@@ -24,8 +24,8 @@ OF_A_TRAVEL = ("residency", "reduction", "unit", "prefetch", "post_validation")
 def specials(candidate: Candidate, space: Space) -> int:
     """Return the number of special choices of a plan.
 
-    One for each of: a pipeline, tensor parallelism, several groups of data-parallel ranks, each state that is sharded,
-    an order that was made, and each choice that is not the first of its values in the space.
+    One for each of: a pipeline, tensor parallelism, several groups of data-parallel ranks, each sharded state, a
+    searched order, and each choice that is not the first of its values in the space.
     """
     frame, order, travel = candidate.frame, candidate.order, candidate.travel
     mesh, layout = frame.mesh, travel.layout
@@ -38,8 +38,8 @@ def specials(candidate: Candidate, space: Space) -> int:
 
 
 def simplest_first(found: Sequence[Candidate], space: Space) -> list[Candidate]:
-    """Plans that take at most `EQUAL` longer than the fastest, those with the fewest special choices first; of equally
-    simple ones the faster.
+    """Return plans that take at most `EQUAL` longer than the fastest, those with the fewest special choices first; of
+    equally simple ones the faster.
 
     found: the fastest plan first.
     """

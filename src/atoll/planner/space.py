@@ -21,10 +21,10 @@ Word = TypeVar("Word", bound=str)
 class Goal:
     """The requirements of a step.
 
-    global_batch: samples of a step, of `sequence` tokens each.  ranks: devices; all of the cluster's if not given.
-    headroom: share of a device's memory that a plan has to leave free, for what a prediction may be off by.
+    global_batch: samples per step, of `sequence` tokens each.  ranks: devices; by default all of the cluster.
+    headroom: share of a device's memory that a plan has to leave free, for errors of the prediction.
 
-    Raises ConfigError for sizes that cannot be.
+    Raises ConfigError for impossible sizes.
     """
 
     global_batch: int
@@ -42,14 +42,14 @@ class Goal:
 
 
 class Made(NamedTuple):
-    """An order that was made for one plan, and how many layers each of its stages has."""
+    """An order searched for one plan, and the number of layers of each of its stages."""
 
     schedule: Schedule
     layers_per_stage: tuple[int, ...]
 
 
 class Order(NamedTuple):
-    """A schedule by name, and its stages a rank if it takes a number; or one that was made, under a name of its own."""
+    """A schedule by name, with its stages per rank if it takes a number; or a searched order with a name of its own."""
 
     name: str
     chunks: int | None = None
@@ -99,7 +99,7 @@ class Frame(NamedTuple):
 
 
 class Travel(NamedTuple):
-    """The choices that decide what data-parallel ranks store and send."""
+    """The choices of storage and communication on data-parallel ranks."""
 
     layout: Layout
     residency: Residency
@@ -113,11 +113,11 @@ class Travel(NamedTuple):
 class Space:
     """The values that a planner chooses from, the simplest first; None for all.
 
-    pipeline, tensor, intra: ranks along these axes; all divisors if not given. A group lies within a node, and
-    tensor-parallel ranks too.  order: of the mesh's axes over the ranks.  schedules: of a pipeline, those of
-    `atoll.planner.space.ORDERS_OF_A_PIPELINE` if not given, and orders made for the fastest plans.  microbatch:
-    samples; all divisors of a rank's share if not given.  precision: presets of `atoll.Precision`; those for whose
-    dtype the device has no rate are left out.
+    pipeline, tensor, intra: ranks along these axes; by default all divisors. A group is within a node, and so are
+    tensor-parallel ranks.  order: of the mesh's axes over the ranks.  schedules: of a pipeline, those of
+    `atoll.planner.space.ORDERS_OF_A_PIPELINE` if not given, and orders searched for the fastest plans.  microbatch:
+    samples; all divisors of a rank's share if not given.  precision: presets of `atoll.Precision`; those with a dtype
+    for which the device has no rate are left out.
     """
 
     pipeline: tuple[int, ...] | None = None
@@ -138,10 +138,10 @@ class Space:
     vocabulary_parallel: tuple[bool, ...] = (False, True)
 
     def frames(self, goal: Goal, cluster: Cluster, *, blocks: int) -> Iterator[Frame]:
-        """Every mesh with the microbatches that it allows. blocks: of the model; a pipeline is no longer.
+        """Yield every mesh with its possible microbatches. blocks: of the model, the maximum length of a pipeline.
 
-        Meshes that lie alike on the network come once, in the first order of `order`. Raises ConfigError where the
-        device has no rate for any of the precisions.
+        Meshes with equal placement on the network are yielded once, in the first order of `order`. Raises ConfigError
+        if the device has no rate for any of the precisions.
         """
         computes = {name: Precision.preset(name).compute for name in self.precision}
         precisions = [name for name, compute in computes.items() if compute in cluster.device.rates]
@@ -161,7 +161,7 @@ class Space:
                     yield Frame(mesh, size, share // size, recompute, precision, is_spread, is_sliced)
 
     def meshes(self, world: int, cluster: Cluster, *, blocks: int) -> Iterator[MeshShape]:
-        """Every mesh of so many ranks."""
+        """Yield every mesh of so many ranks."""
         devices = cluster.node.devices
         for tensor in _chosen(self.tensor, world):
             if tensor > devices:
@@ -181,16 +181,16 @@ class Space:
                             yield mesh
 
     def orders(self, frame: Frame) -> tuple[Order, ...]:
-        """The schedules of a frame."""
+        """Return the schedules of a frame."""
         if self.schedules is None:
             return ORDERS_ALONE if frame.mesh.pipeline == 1 else ORDERS_OF_A_PIPELINE
         return self.schedules
 
     def travels(self, frame: Frame, *, chunks: int) -> Iterator[tuple[Travel, ...]]:
-        """Yield the distinct ways to store and send state; each tuple has those with about the same traffic.
+        """Yield the distinct ways to store and send state, in tuples of about equal traffic.
 
-        chunks: stages of a rank. A rank of one stage stays on it for the step, unless its slice of the vocabulary needs
-        the room.
+        chunks: stages of a rank. A rank with one stage keeps it for the step, unless its slice of the vocabulary needs
+        the memory.
         """
         stays = chunks == 1 and not frame.vocabulary_parallel
         mesh, several = frame.mesh, frame.microbatches > 1 or frame.mesh.pipeline > 1
@@ -208,7 +208,7 @@ class Space:
                 self.residency[:1] if is_whole or not several else _distinct(self.residency, stays),
                 self.reduction[:1] if layout.gradients is Level.N or not several else _distinct(self.reduction, stays),
             ):
-                # Of a larger unit more stays whole between two uses of a stage.
+                # With a larger unit more parameters stay gathered between two uses of a stage.
                 is_apart = residency == "unit" and not is_whole and several
                 for alike in [(unit,) for unit in units] if is_apart else [units]:
                     yield tuple(
@@ -218,7 +218,7 @@ class Space:
 
 
 def world_of(goal: Goal, cluster: Cluster) -> int:
-    """The ranks of a goal. Raises ConfigError where the cluster has fewer."""
+    """Return the ranks of a goal. Raises ConfigError if the cluster has fewer."""
     every = cluster.nodes * cluster.node.devices
     if goal.ranks is not None and goal.ranks > every:
         raise ConfigError(
@@ -229,18 +229,18 @@ def world_of(goal: Goal, cluster: Cluster) -> int:
 
 
 def _chosen(given: tuple[int, ...] | None, share: int) -> list[int]:
-    """The divisors of a share, or those of the given numbers that divide it."""
+    """Return the divisors of a share, or those of the given numbers that divide it."""
     candidates = range(1, share + 1) if given is None else sorted(set(given))
     return [size for size in candidates if share % size == 0]
 
 
 def _distinct(words: tuple[Word, ...], stays: bool) -> tuple[Word, ...]:
-    """Without "step" where "run" is there and a rank stays on its stage."""
+    """Return the residencies without "step" if "run" is among them and a rank has one stage."""
     return tuple(word for word in words if not stays or word != "step" or "run" not in words)
 
 
 def _placed(layout: Layout, mesh: MeshShape) -> Layout:
-    """The layout with one name for levels that are one: N in a group of one rank, G where there is one group."""
+    """Return the layout with one name for equivalent levels: N in a group of one rank, G if there is one group."""
     alike = "N" if mesh.intra == 1 else "G" if mesh.inter == 1 else "I"
     name = layout.name.replace("I", alike)
     return Layout(name if mesh.data > 1 else "NNN")

@@ -1,4 +1,4 @@
-"""A program to read: columns by lane with the bytes held, and a picture."""
+"""Listing and picture of a program: columns by lane with the bytes held."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _WIDTH = 16
 
 
 def listing(program: Program, *, microbatch: int | None = None) -> Iterator[str]:
-    """An instruction a line, in the column of its lane, with what is held after it.
+    """Yield an instruction per line, in the column of its lane, with the bytes held after it.
 
-    microbatch: leave out what is for others.
+    microbatch: leave out instructions of others.
     """
     heads = "".join(str(lane).ljust(_WIDTH) for lane in _COLUMNS)
     yield f"{'':>6}  {heads}{'parameters':>12}{'gradients':>12}"
@@ -65,7 +65,7 @@ class _Bar(NamedTuple):
 
 
 def draw_program(program: Program, *, width: int = 1200, title: str = "") -> str:
-    """A self-contained SVG: computation, what travels from its beginning to where it is waited for, and bytes held.
+    """Return a self-contained SVG: computation, transfers from their start to their wait, and bytes held.
 
     Every instruction of the computation takes one column; times are not known here.
     """
@@ -127,7 +127,7 @@ def _rows(bars: Sequence[_Bar]) -> dict[_Bar, int]:
 
 
 def _columns(instructions: Sequence[Instruction]) -> Iterator[int]:
-    """The column in which each instruction stands: how many of the computation came before it."""
+    """Return the column of each instruction: the number of compute instructions before it."""
     now = 0
     for each in instructions:
         yield now

@@ -2,13 +2,13 @@
 
     at once    SYNCED and RETURN of each unit, with SUMS, TOTAL, VERDICT and STEP between them: all ranks add up the
                norm and wait for it
-    ahead      SYNCED and AHEAD of each unit, as its gradients arrive; SUMS, CORRECT, TOTAL. Nobody waits: the verdict
-               comes in the next program, before its first backward
+    ahead      SYNCED and AHEAD of each unit, as its gradients arrive; SUMS, CORRECT, TOTAL. No rank waits: the verdict
+               is in the next program, before its first backward
     chain      SYNCED of each unit; SUMS, JOIN, PASS, AHEAD of each unit: a rank steps unless what the ranks before it
                know forbids it
 
-The last two are post-validated (Zero Bubble, arXiv 2401.10241, section 4). Their programs are the same up to TAKE_BACK,
-where it is known which of them is played on: ahead where the step before was taken as it was, else along the chain.
+The last two are post-validated (Zero Bubble, arXiv 2401.10241, section 4). Their programs are equal up to TAKE_BACK,
+where the choice between them is known: ahead if the previous step was taken unchanged, otherwise along the chain.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Ending(StrEnum):
 
 
 BACKWARD = frozenset({Op.RECV_B, Op.B, Op.I, Op.RECV_S, Op.S})
-"""The first of these starts a row's backwards: scores are the first part of the last stage's backward."""
+"""The first of these starts the backwards: scores are the first part of the last stage's backward."""
 
 
 def insert_end(instructions: Sequence[Instruction], shape: RankShape, end: Ending | None) -> Iterator[Instruction]:
-    """The verdict on the step before in front of the first backward, where this step is post-validated, and the step's
-    end behind the last instruction of a row."""
+    """Insert the verdict on the previous step before the first backward, if this step is post-validated, and the end of
+    the step after the last instruction."""
     action = Action(min(shape.stages, default=0), Op.STEP)
     verdict = (Do.VERDICT, Do.STEP, Do.TAKE_BACK) if end in (Ending.AHEAD, Ending.CHAIN) else ()
     for each in instructions:

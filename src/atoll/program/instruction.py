@@ -24,36 +24,36 @@ class Do(StrEnum):
 
     F         the forward of a block                   FINISH_F  the loss, or what the next stage is given
     START_I   the loss's backward, or the gradient that was received
-    I         the backward of a block                  FINISH_I  the gradient that the stage before is owed
-    W         the weights' gradients of a unit         FINISH_W  lets go of what the microbatch has received
+    I         the backward of a block                  FINISH_I  the gradient for the previous stage
+    W         the weights' gradients of a unit         FINISH_W  releases the microbatch's received buffers
     L S T G   of a slice of the vocabulary, as in `atoll.ir.Op`
 
     SEND_x    sends                                    POST_x    begins to receive
     RECV_x    waits for what was posted
 
-    GATHER    begins to gather a unit's parameters     WHOLE     waits for that, or for the parameters' way back
-    FETCH     gathers them, and waits                  FREE      gives the whole copy back
+    GATHER    begins to gather a unit's parameters     WHOLE     waits for that, or for RETURN
+    FETCH     gathers them, and waits                  FREE      frees the whole copy
 
-    REDUCE    begins to reduce a phase's gradients     REDUCED   waits for that: their whole buffer is given back
+    REDUCE    begins to reduce a phase's gradients     REDUCED   waits for that: their whole buffer is freed
     SYNC      begins to bring a phase's gradients to the optimizer's level
 
-    DRAIN     lets go of all microbatches, behind the last message that was sent
+    DRAIN     releases all microbatches, after the last send
 
     The step's end, of a unit:
-    SYNCED    waits for SYNC, and for the parameters' way back where the step did not use them
+    SYNCED    waits for SYNC, and for RETURN if the step did not use the parameters
     UNSCALE   divides the gradients by the loss scale   COPIES   sums them over the ranks that share the unit
     AHEAD     steps it ahead of the verdict, then as RETURN
-    RETURN    begins the way of what the optimizer wrote, to where the parameters rest
+    RETURN    begins to send the updated parameters to where they are stored
 
     and of all:
-    QUIET     waits until no other rank reads this one's gradients where they rest
+    QUIET     waits until no other rank reads this one's gradients in place
     SUMS      adds up loss, norm and which parameters have gradients, over the ranks of a stage
     CORRECT   steps units again whose parameters have gradients where none had been expected, or none
     JOIN      adds the sums of the pipeline ranks before       PASS     gives them to the next one
     TOTAL     begins to add up the sums of all ranks
-    VERDICT   waits for that, or for what comes back along the pipeline: the step is taken, clipped or refused
+    VERDICT   waits for that, or for the sums passed back along the pipeline: the step is taken, clipped or refused
     STEP      steps the optimizer for good
-    TAKE_BACK begins the program anew where a step ahead was wrong
+    TAKE_BACK begins the program again if a step ahead was wrong
     """
 
     F = "F"
@@ -156,7 +156,7 @@ _WAITS = frozenset({
 })  # fmt: skip
 
 BEGINS = frozenset({Do.GATHER, Do.FREE, Do.REDUCE, Do.SYNC})
-"""Instructions that neither compute nor wait. Those that follow a block's forward are played before control returns to
+"""Instructions that neither compute nor wait. Those after a block's forward are executed before control returns to
 the model."""
 
 

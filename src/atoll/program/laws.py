@@ -19,7 +19,7 @@ from atoll.program.instruction import Do, Instruction, Phase
 from atoll.program.shape import RankShape
 
 SHOWN = 3
-"""Instructions around a wrong one, and wrong ones, that an error shows."""
+"""Number of instructions around a wrong one, and of wrong ones, in an error."""
 
 
 def check(instructions: Sequence[Instruction], shape: RankShape) -> None:
@@ -32,7 +32,7 @@ def check(instructions: Sequence[Instruction], shape: RankShape) -> None:
 
 
 def _around(instructions: Sequence[Instruction], at: int) -> str:
-    """A piece of a program with the instruction at `at` marked."""
+    """Return a piece of a program with the instruction at `at` marked."""
     first = max(0, at - SHOWN)
     piece = enumerate(instructions[first : at + SHOWN + 1], first)
     return "\n".join(f"  {'>' if here == at else ' '} {here:6} {each}" for here, each in piece)
@@ -124,7 +124,7 @@ _WORK = frozenset({Do.F, Do.I, Do.W, Do.L, Do.S, Do.T, Do.G, Do.REDUCE})
 def _badly_ended(
     instructions: Sequence[Instruction], shape: RankShape, synced: Collection[tuple[int, Phase]]
 ) -> Iterator[tuple[int, str]]:
-    """Violations in the step's end (DRAIN and later), and in the verdict on the step before."""
+    """Yield violations in the end of the step (DRAIN and later), and in the verdict on the previous step."""
     end = len(instructions) - 1
     drain = next((at for at, each in enumerate(instructions) if each.do is Do.DRAIN), None)
     if drain is None:

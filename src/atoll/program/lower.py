@@ -1,4 +1,4 @@
-"""Lowering: from a row of a schedule to the program of a rank.
+"""Lowering: from a rank's actions in a schedule to its program.
 
     the row           0UNSHARD 0F0 0SEND_F0 0RESHARD
     cut into blocks   0UNSHARD 0F0.0 0F0.1 0FINISH_F0 0SEND_F0 0RESHARD
@@ -8,7 +8,7 @@
     + the step's end  see `atoll.program.end`
 
 Each pass is a function from one list of steps to another, with access to the whole row. A step is an instruction, or a
-mark of the row that a later pass replaces: a stage is opened, closed or reduced.
+mark that a later pass replaces: a stage is opened, closed or reduced.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from atoll.program.program import Program
 from atoll.program.shape import PHASES, RankShape
 
 POSTED = 2
-"""Receives that are posted beyond the one that is wanted next."""
+"""Number of receives that are posted beyond the next one."""
 
 FAR = 16
-"""Gathers that are looked at for one that may begin."""
+"""Number of gathers that are considered for an early start."""
 
 Step = Instruction | Action
 """An instruction, or a mark: UNSHARD, RESHARD or REDUCE_GRAD of a stage."""
@@ -45,7 +45,7 @@ def lower_row(
     frees: Collection[Action] | None = None,
     reduces_each: bool = True,
 ) -> Program:
-    """The program of a rank for its row of a lowered schedule, messages included.
+    """Return the program of a rank for its actions in a lowered schedule, including messages.
 
     end: how the step ends; None: with the row, where nothing is trained.
     frees: look-ups and scores after which their slice of the vocabulary is freed, at the row's end at last; after each
@@ -62,8 +62,8 @@ def lower_row(
 
 
 def cut_into_blocks(row: Sequence[Action], shape: RankShape) -> Steps:
-    """Each F and I as those of its blocks, each W as those of its units, and each B as I, the message that waits for
-    it, and W: the stage before goes on while the weights' gradients are computed.
+    """Cut each F and I into those of its blocks, each W into those of its units, and each B into I, the message that
+    waits for it, and W: the previous stage continues while the weights' gradients are computed.
 
     Under recompute the W of a unit follows its last I in a B instead, since what W keeps of a whole recomputed stage
     would be many times what the microbatch kept of it before.
@@ -129,9 +129,10 @@ def _weighed_early(stage: int, block: int, shape: RankShape) -> Iterator[int]:
 def insert_reductions(
     steps: Iterable[Step], row: Sequence[Action], shape: RankShape, *, reduces_each: bool = True
 ) -> Steps:
-    """REDUCE where a unit's gradients of a phase are complete in the last microbatch before a REDUCE_GRAD, so that they
-    leave while the rest is computed; SYNC after the last of a phase. REDUCED once more than `shape.behind` are under
-    way, and before gradients after the next ones are made, whose room it is. The step's end waits for the others.
+    """Insert REDUCE when a unit's gradients of a phase are complete in the last microbatch before a REDUCE_GRAD, so
+    that they are sent while the rest is computed, and SYNC after the last of a phase. Insert REDUCED once more than
+    `shape.behind` are in flight, and before later gradients that need their memory. The step's end waits for the
+    others.
     """
     reduced, last = _reduced(row), _last(row)
     slices = {Op.T: shape.head, Op.G: shape.embedding}
@@ -188,7 +189,7 @@ def insert_reductions(
 
 
 def _makes(step: Instruction, shape: RankShape) -> Iterator[tuple[int, Phase]]:
-    """Whole gradients, by unit and phase, that an instruction writes to."""
+    """Return the whole gradients, by unit and phase, that an instruction writes to."""
     if step.do is Do.I:
         yield from ((index, "I") for index in shape.units_of[step.of] if shape.units[index].flows.get("I"))
     elif step.do is Do.W and shape.units[step.of].flows.get("W"):
@@ -240,10 +241,10 @@ def _reduced(row: Sequence[Action]) -> _Phases:
 def insert_gathers(
     steps: Sequence[Step], row: Sequence[Action], shape: RankShape, *, frees: Collection[Action] | None = None
 ) -> list[Instruction]:
-    """WHOLE or FETCH before what uses a unit, FREE behind it, and GATHER ahead of it, as far as `shape.limit` goes.
+    """Insert WHOLE or FETCH before a use of a unit, FREE after it, and GATHER ahead of it within `shape.limit`.
 
-    A stage that the row keeps open is whole from its first use to its RESHARD. Where the row turns round, what it has
-    used last is often what it uses next, and is not freed, if anything is gathered ahead at all.
+    A stage that is kept open is whole from its first use to its RESHARD. A block that ends one action and starts the
+    next stays gathered, if anything is prefetched at all.
     """
     events, freed_at = _events(steps, row, shape, frees=frees)
     if shape.limit > 0:
@@ -274,7 +275,7 @@ def insert_gathers(
 
 
 def _needs(step: Instruction, shape: RankShape) -> tuple[int, ...]:
-    """Units that an instruction reads."""
+    """Return the units that an instruction reads."""
     if step.do is Do.F or step.do is Do.I:
         return shape.units_of[step.of]
     if step.do is Do.L and shape.embedding is not None:
@@ -286,7 +287,7 @@ def _needs(step: Instruction, shape: RankShape) -> tuple[int, ...]:
 
 @dataclass(slots=True)
 class _Event:
-    """A step that finds units missing."""
+    """A step with missing units."""
 
     at: int
     missing: list[int]
@@ -336,7 +337,7 @@ def _events(
 
 
 def _keep_turns(events: Sequence[_Event], frees: dict[int, list[int]]) -> None:
-    """Free nothing that the next event asks for again."""
+    """Remove frees of units that the next event needs again."""
     following = 0
     for at in sorted(frees):
         while following < len(events) and events[following].at <= at:
@@ -350,7 +351,7 @@ def _keep_turns(events: Sequence[_Event], frees: dict[int, list[int]]) -> None:
 
 
 class _Ahead:
-    """The gathers that have started, during a walk through a row.
+    """The gathers that have started, during a walk through the actions.
 
     whole: units that are whole now.
     """
@@ -364,7 +365,7 @@ class _Ahead:
         self._coming = 0
 
     def look(self, action: Action) -> list[Instruction]:
-        """Begin what comes next, as far as the limit goes."""
+        """Start the next gathers within the limit."""
         found: list[Instruction] = []
         if self._shape.limit <= 0:
             return found
@@ -384,13 +385,13 @@ class _Ahead:
         return found
 
     def come(self, event: _Event, action: Action) -> list[Instruction]:
-        """Make what an event asks for whole. What it takes on its way is free for the next one when it is there."""
+        """Make an event's units whole. Their share of the limit is free for the next ones once they have arrived."""
         begun = self._begun.pop(self._next, None)
         self._next += 1  # before the look ahead, which begins with the event behind this one
         self._coming = self._size(event.missing) if self._shape.limit > 0 else 0
         own = self._begin(event.missing, action) if begun is None and self._shape.limit > 0 else []
         more = self.look(action)
-        if begun is None and len(own) == 1 and not more:  # nothing would run beside it
+        if begun is None and len(own) == 1 and not more:  # there is no compute to hide it
             self._under_way.discard(own.pop().of)
         found = [*own, *more]
         found += [
@@ -414,7 +415,7 @@ class _Ahead:
 
 
 def insert_posts(instructions: Sequence[Instruction]) -> Iterator[Instruction]:
-    """Begin each receive `POSTED` receives before it is waited for, in the order of the row, which is the sender's."""
+    """Post each receive `POSTED` receives before its wait, in the order of the actions, which is the sender's."""
     receives = [each for each in instructions if each.do in _POST]
     posts = iter([Instruction(_POST[each.do], each.action) for each in receives])
     yield from islice(posts, POSTED)

@@ -13,8 +13,8 @@ from atoll.program.shape import RankShape
 class Bytes(NamedTuple):
     """Bytes of one rank.
 
-    parameters: whole copies, and what is under way where it takes their room.  staged: what is gathered for others of
-    the group to read.  gradients: whole gradients that are made and reduced.
+    parameters: whole copies, and gathers in flight that use their memory.  staged: gathered for others of the group to
+    read.  gradients: whole gradients until they are reduced.
     """
 
     parameters: int = 0
@@ -72,7 +72,7 @@ def held_after(instructions: Iterable[Instruction], shape: RankShape) -> Iterato
 
 
 def _make(made: set[tuple[int, Phase]], unit: int, phase: Phase, shape: RankShape) -> int:
-    """Bytes of a whole gradient that is not there yet."""
+    """Return the bytes of a whole gradient that is not allocated yet."""
     size = shape.units[unit].flows.get(phase, 0)
     if not size or (unit, phase) in made:
         return 0
@@ -81,7 +81,7 @@ def _make(made: set[tuple[int, Phase]], unit: int, phase: Phase, shape: RankShap
 
 
 def peaks(instructions: Iterable[Instruction], shape: RankShape) -> Bytes:
-    """The most bytes at once, of each component on its own."""
+    """Return the peak bytes of each component."""
     most = Bytes()
     for held in held_after(instructions, shape):
         most = Bytes(*map(max, most, held))

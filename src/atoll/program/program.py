@@ -1,4 +1,4 @@
-"""A program: what one rank plays, checked when it is built."""
+"""A program: the instructions of one rank, checked when it is built."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Programs:
 
 @dataclass(frozen=True)
 class Program:
-    """The instructions of one pipeline rank for one row. Raises ScheduleError with every law that is broken."""
+    """The instructions of one pipeline rank for its actions. Raises ScheduleError with every violated law."""
 
     instructions: tuple[Instruction, ...]
     shape: RankShape
@@ -42,15 +42,15 @@ class Program:
 
     @cached_property
     def digest(self) -> int:
-        """A checksum of the instructions. Ranks that share parameters must have the same."""
+        """Checksum of the instructions, which must be equal on ranks that share parameters."""
         return zlib.crc32("\n".join(map(str, self.instructions)).encode())
 
     @cached_property
     def sent(self) -> Counter[str]:
-        """Bytes by axis that it sends to data-parallel ranks, but for sums of a few numbers."""
+        """Bytes by axis that it sends to data-parallel ranks, apart from sums of a few numbers."""
         return sent_by(self.instructions, self.shape)
 
     @cached_property
     def peaks(self) -> Bytes:
-        """The most bytes at once, of each component on its own."""
+        """Peak bytes of each component."""
         return peaks(self.instructions, self.shape)

@@ -17,11 +17,12 @@ class UnitShape:
 
     blocks: those of the whole model that use it, in order; none for a slice of the vocabulary.
     is_shared: whether several blocks use the same parameters, and not each its own.
-    whole: bytes of the copy that is gathered and freed; 0 where it rests whole.
-    ahead: bytes that a gather of it holds before it is used; 0 where a gather only reads what rests, and is done then.
+    whole: bytes of the copy that is gathered and freed; 0 if it is stored whole.
+    ahead: bytes that a prefetch of it holds before its use; 0 if a gather only reads stored blocks, and is made at its
+    use.
     flows: the phases in which this rank computes a gradient of it, each with the bytes of the whole gradients, which
-    are 0 where they rest whole.
-    is_left_alone: whether its gradients neither travel nor are summed with those of another rank.
+    are 0 if they are stored whole.
+    is_left_alone: whether its gradients are neither sent nor summed with those of another rank.
     travel: what GATHER, the REDUCE or SYNC of a phase, or RETURN sends: bytes by axis, one after the other.
     copies: pipeline ranks that have it.
     """
@@ -72,8 +73,8 @@ class StageShape:
 class RankShape:
     """The stages and units of a pipeline rank, equal on all ranks that share its parameters.
 
-    limit: bytes that may be gathered, or on their way, before they are asked for.
-    behind: reductions under way while the next one's gradients are made.
+    limit: bytes that may be prefetched or in flight.
+    behind: reductions in flight while the next one's gradients are computed.
     embedding, head: units of its slice of the vocabulary, if that is split.
     rank, ranks: its place in the pipeline, and how many there are.
     is_scaled: whether gradients come multiplied by a loss scale.

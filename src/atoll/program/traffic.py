@@ -12,7 +12,7 @@ _GATHERS = (Do.GATHER, Do.FETCH)
 
 
 def way_of(instruction: Instruction, shape: RankShape) -> tuple[tuple[str, int], ...]:
-    """Bytes by axis that an instruction begins to send to data-parallel ranks, one axis after the other."""
+    """Return the bytes by axis that an instruction starts to send to data-parallel ranks, one axis after the other."""
     do, _, index, phase = instruction
     if do in _GATHERS:
         return shape.units[index].travel.get((Do.GATHER, None), ())
@@ -24,7 +24,7 @@ def way_of(instruction: Instruction, shape: RankShape) -> tuple[tuple[str, int],
 
 
 def sent_by(instructions: Iterable[Instruction], shape: RankShape) -> Counter[str]:
-    """Bytes by axis that a program sends to data-parallel ranks."""
+    """Return the bytes by axis that a program sends to data-parallel ranks."""
     total: Counter[str] = Counter()
     for instruction in instructions:
         for axis, count in way_of(instruction, shape):

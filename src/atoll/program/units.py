@@ -1,4 +1,4 @@
-"""Units as lowering knows them, from the segments that a rank stores."""
+"""Units for lowering, from the segments that a rank stores."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def unit_shape(
     copies: int = 1,
     reads_in_place: bool = False,
 ) -> UnitShape:
-    """The shape of a unit with these segments, for lowering.
+    """Return the shape of a unit with these segments, for lowering.
 
     blocks, is_shared, copies: as in `UnitShape`.  reads_in_place: whether the ranks of a group read each other's
     memory.

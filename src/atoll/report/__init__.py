@@ -1,4 +1,4 @@
-"""Writes what a plan is predicted to do, and what a run did, as one self-contained HTML page. Imports no torch."""
+"""Report of plans and runs, predicted and measured, as one self-contained HTML page. Imports no torch."""
 
 from atoll.report.page import fragment, page
 from atoll.report.sheet import Curves, Layout, Memory, Sheet, measured, predicted_sheet

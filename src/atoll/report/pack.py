@@ -1,4 +1,4 @@
-"""Numbers as the page carries them: columns, deflated, in base64."""
+"""Encoding of numbers in the page: columns, deflated, in base64."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from atoll.report.sheet import Curves, Memory
 from atoll.report.timeline import Timeline
 
 TICKS = 2**30
-"""Ticks of a step. Times are whole ticks, so that sums of them are exact in the browser."""
+"""Ticks of a step. Times are whole ticks, so their sums are exact in the browser."""
 
 COLUMNS = ("gap", "length", "part", "do", "stage", "microbatch", "of", "bytes")
-"""Of bars, as signed 32-bit integers. gap: since the end of the bar before.  part, do, bytes: indices of tables."""
+"""Columns of bars, as signed 32-bit integers. gap: since the end of the previous bar.  part, do, bytes: indices of
+tables."""
 
 
 def packed(code: str, columns: Iterable[Iterable[float]]) -> str:
-    """Columns one behind the other, as little-endian items of `array` type `code`."""
+    """Return columns, concatenated, as little-endian items of `array` type `code`."""
     items = array(code)
     for column in columns:
         items.extend(column)  # type: ignore[arg-type]
@@ -30,7 +31,7 @@ def packed(code: str, columns: Iterable[Iterable[float]]) -> str:
 
 
 def pack_timeline(timeline: Timeline, parts: Sequence[str]) -> dict[str, Any]:
-    """The object that the page's script reads. parts: the order of parts."""
+    """Return the object for the page's script. parts: the order of parts."""
     last = max((row.bars[-1].end for row in timeline.rows if row.bars), default=0.0)
     tick = max(last, timeline.seconds) / TICKS or 1.0
     part_at = {part: at for at, part in enumerate(parts)}
@@ -63,7 +64,7 @@ def pack_timeline(timeline: Timeline, parts: Sequence[str]) -> dict[str, Any]:
 
 
 def pack_memory(memory: Memory) -> dict[str, Any]:
-    """The object that the page's script reads."""
+    """Return the object for the page's script."""
     return {
         "unit": memory.unit,
         "components": memory.components,
@@ -77,7 +78,7 @@ def pack_memory(memory: Memory) -> dict[str, Any]:
 
 
 def pack_curves(curves: Curves) -> dict[str, Any]:
-    """The object that the page's script reads."""
+    """Return the object for the page's script."""
     return {
         name: {
             "columns": [*table],

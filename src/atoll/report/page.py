@@ -1,7 +1,7 @@
-"""The page: one HTML file that loads nothing.
+"""The page: one HTML file that loads no other files.
 
-What is words, tables and pictures of a fixed size is written here, and is there without scripts. Timelines, memory and
-metrics are drawn by `page.js` on d3 from columns that the page carries.
+Text, tables and pictures of a fixed size are written here, and need no scripts. Timelines, memory and metrics are drawn
+by `page.js` with d3 from columns in the page.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ STYLES = {
 """Styles by part of `atoll.cost.Breakdown`. Each wait has its own hatch."""
 
 LABELLED = 0.2
-"""The share of a line from which a bar has its words inside."""
+"""Share of a line from which a bar has its label inside."""
 
 CAUSE_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#f0e442", "#56b4e9", "#8a8a8a")
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
 
 def page(sheets: Sequence[Sheet], *, live: str = "") -> str:
-    """The page of some runs and plans.
+    """Return the page of some runs and plans.
 
     live: the tag of its content, for a page that asks its server every second for a newer one, at /report.
     """
@@ -74,7 +74,7 @@ def page(sheets: Sequence[Sheet], *, live: str = "") -> str:
 
 
 def fragment(sheets: Sequence[Sheet]) -> str:
-    """The page's content, which a live page replaces."""
+    """Return the page's content, which a live page replaces."""
     sections = [
         ("timeline", "Timeline", _timelines(sheets)),
         ("seconds", "Where a step goes", _side(sheets, map(_seconds, sheets))),
@@ -93,7 +93,7 @@ def fragment(sheets: Sequence[Sheet]) -> str:
     return (
         f'<main id="main" tabindex="-1">\n<header>\n<h1>{_title(sheets)}</h1>\n{_summary(sheets)}\n'
         f'<nav aria-label="Sections"><ul>{links}</ul></nav>\n</header>\n'
-        f"<noscript><p>Timeline, memory and metrics are drawn by a script. What follows is readable without.</p>"
+        f"<noscript><p>Timeline, memory and metrics are drawn by a script. The rest is readable without scripts.</p>"
         f'</noscript>\n<p id="trouble" role="alert" hidden></p>\n{body}\n'
         f'<script type="application/json" id="data">{_json(_data(sheets))}</script>\n</main>'
     )
@@ -122,7 +122,7 @@ def _data(sheets: Iterable[Sheet]) -> dict[str, Any]:
 
 
 def _json(values: Any) -> str:
-    """JSON that cannot end the element it is in."""
+    """Return JSON that cannot end its enclosing element."""
     text = json.dumps(values, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -133,7 +133,7 @@ def _asset(name: str) -> str:
 
 
 def _swatches() -> str:
-    """Styles of the parts, for legends and bars."""
+    """Return the styles of the parts, for legends and bars."""
     angles = {"/": -45, "\\": 45, "|": 90, "-": 0}
     lines = []
     for key, (colour, hatch) in STYLES.items():
@@ -149,7 +149,7 @@ def _swatches() -> str:
 
 
 def _ink(colour: str, hatch: str = "") -> str:
-    """What is read on a colour; nothing is on hatches, where words would not be."""
+    """Return a text colour that is readable on a colour; none on hatches, which have no labels."""
     return "transparent" if hatch else "#fff" if colour == "#0072b2" else "#111"
 
 
@@ -157,7 +157,7 @@ def _ink(colour: str, hatch: str = "") -> str:
 
 
 def _scroll(html: str, name: str) -> str:
-    """A part that may be higher than its room, which a keyboard reaches too."""
+    """Wrap a part that may be higher than its area, so that it can be scrolled, also by keyboard."""
     return f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(name, quote=True)}">{html}</div>'
 
 
@@ -174,7 +174,7 @@ def _side(sheets: Sequence[Sheet], views: Iterable[str]) -> str:
 
 
 def _summary(sheets: Sequence[Sheet]) -> str:
-    """Predicted and measured figures, a column each."""
+    """Return predicted and measured figures, a column each."""
     rows = [*dict.fromkeys(name for sheet in sheets for name in sheet.figures)]
     columns = [
         (sheet, kind, at)
@@ -233,7 +233,7 @@ def _and(words: Iterable[str]) -> str:
 
 
 def _seconds(sheet: Sheet) -> str:
-    """Seconds by part: the mean of the pipeline ranks, and a stacked bar for each of them."""
+    """Return seconds by part: the mean of the pipeline ranks, and a stacked bar for each of them."""
     if not sheet.timelines:
         return ""
     columns, bars = [], []
@@ -283,7 +283,7 @@ def _part_bars(parts: dict[str, float], longest: float) -> Iterator[tuple[str, f
 
 
 def _stack(bars: Iterable[tuple[str, float, str]]) -> str:
-    """Shares of a line, each with a class and what it says."""
+    """Return shares of a line, each with a class and a label."""
     found = [*bars]
     said = escape("; ".join(words for _, _, words in found), quote=True)
     inner = "".join(
@@ -321,7 +321,7 @@ def _peak_row(sheet: Sheet, rank: int) -> str:
 
 
 def _traffic(sheet: Sheet) -> str:
-    """Bars of each pipeline rank by link, and the causes."""
+    """Return bars of each pipeline rank by link, and the causes."""
     if not sheet.traffic:
         return "<p>One rank sends nothing.</p>" if sheet.layout is not None else ""
     causes = [cause for cause in CAUSES if any(flow.cause == cause for flow in sheet.traffic)]

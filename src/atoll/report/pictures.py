@@ -1,4 +1,4 @@
-"""Pictures of a fixed size: who keeps which part of the model's state."""
+"""Pictures of a fixed size: the storage of each part of the model's state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WIDTH, _BAR, _GAP, _LINE = 150, 9, 4, 46
 
 
 def draw_layout(layout: Layout) -> str:
-    """A table of the pipeline ranks, and a picture of the ranks that share each one's state."""
+    """Return a table of the pipeline ranks, and a picture of the ranks that share each one's state."""
     picture = f"<figure>{_mesh(layout)}<figcaption>{_caption(layout)}</figcaption></figure>"
     return f'<div class="pair">{_stages(layout)}{picture}</div>'
 
@@ -70,7 +70,7 @@ def _mesh(layout: Layout) -> str:
 
 
 def _rank(layout: Layout, nest: Nest, x: int, y: int) -> list[str]:
-    """Three bars, with the part of each state that a rank keeps."""
+    """Return three bars, with the part of each state that a rank keeps."""
     shards = nest.ranks
     parts = [f'<text x="{x}" y="{y + 22}" class="rank">{nest.i * nest.intra + nest.j}</text>']
     for at, (state, short) in enumerate(STATES.items()):

@@ -1,4 +1,4 @@
-"""Everything that the page shows of one run or plan, as plain values."""
+"""The page's content for one run or plan, as plain values."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from atoll.units import format_bytes, format_count, format_rate, format_seconds
 class Memory:
     """Bytes that pipeline ranks hold over a step, by component.
 
-    unit: "s", or "instructions" where seconds are not known.
-    times: of each rank, when it holds something else.  held: of each rank, per component, the bytes from each of these
-    times on.
-    limit: bytes of the device.  peaks: measured, of each rank.  measured: what these are of.
+    unit: "s", or "instructions" if seconds are unknown.
+    times: for each rank, when its bytes change.  held: for each rank and component, the bytes from each of these times
+    on.
+    limit: bytes of the device.  peaks: measured, of each rank.  measured: their kind.
     """
 
     unit: str
@@ -36,7 +36,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Stage:
-    """A pipeline rank: the names of its blocks, stage by stage, and bytes of the states on its first rank at rest."""
+    """A pipeline rank: the names of its blocks, stage by stage, and bytes of the states that its first rank stores."""
 
     blocks: tuple[tuple[str, ...], ...]
     states: Mapping[str, int]
@@ -44,7 +44,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where state rests: levels of the states, on a mesh.  stages: of each pipeline rank."""
+    """Storage of state: levels of the states, on a mesh.  stages: of each pipeline rank."""
 
     name: str
     levels: Mapping[str, Level]
@@ -64,8 +64,8 @@ class Curves:
 class Sheet:
     """The content of a page for one run or plan.
 
-    words: the plan, as pairs of what is said and about what.  figures: predicted and measured, "" where not known.
-    timelines: predicted before measured.  blocks, units: names by index.  notes: what is missing, and why.
+    words: the plan, as pairs of statement and subject.  figures: predicted and measured, "" if unknown.
+    timelines: predicted before measured.  blocks, units: names by index.  notes: missing data, with the reasons.
     """
 
     name: str
@@ -148,14 +148,14 @@ def layout(prediction: Prediction) -> Layout:
 
 
 def measured(sheet: Sheet, figures: Mapping[str, str], **changes: object) -> Sheet:
-    """The sheet with measured figures beside the predicted ones, and fields replaced."""
+    """Return the sheet with measured figures beside the predicted ones, and some fields replaced."""
     found = dict(sheet.figures)
     for name, value in figures.items():
         found[name] = found.get(name, ("", ""))[0], value
     return replace(sheet, figures=found, **changes)  # type: ignore[arg-type]
 
 
-# ---- words
+# ---- text
 
 
 LEVELS = {

@@ -1,4 +1,4 @@
-"""Timelines of pipeline ranks: bars on rows, from a prediction, a recorded step or a trace."""
+"""Timelines of pipeline ranks: bars in rows, from a prediction, a recorded step or a trace."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from atoll.program.traffic import way_of
 from atoll.trace import GATHER_LANE, REDUCE_LANE, Span, Trace, apart
 
 PROGRAM = "program"
-"""The lane of what a rank computes and waits for, one after the other. The others are links, beside it."""
+"""Lane of a rank's program, which computes and waits. The other lanes are links."""
 
 _TRAVELS = {Do.GATHER: GATHER_LANE, Do.FETCH: GATHER_LANE, Do.REDUCE: REDUCE_LANE, Do.SYNC: REDUCE_LANE}
 _LINK_PART = {GATHER_LANE: "gathers", REDUCE_LANE: "reductions"}
@@ -34,11 +34,11 @@ _PART_OF_OP = {
 
 
 class Bar(NamedTuple):
-    """A time in which a rank, or one of its links, does one thing.
+    """A period in which a rank, or one of its links, does one thing.
 
     part: a field of `atoll.cost.Breakdown`.  do: the instruction, or the op of an action, with its phase.
-    of: index of the block or unit that it is about; -1, as for stage and microbatch, for none.
-    bytes: what it sends.
+    of: index of its block or unit; -1, as for stage and microbatch, for none.
+    bytes: sent by it.
     """
 
     part: str
@@ -61,7 +61,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """A step. title: "predicted" or "measured", and of which step.  seconds: how long it takes; bars begin at 0."""
+    """A step. title: "predicted" or "measured", with the step.  seconds: its duration; bars begin at 0."""
 
     title: str
     seconds: float
@@ -88,7 +88,7 @@ class Timeline:
 
 
 def _rows(rank: int, lanes: Mapping[str, Iterable[Bar]]) -> Iterator[Row]:
-    """The program's row, then one or more rows of each link."""
+    """Return the program's row, then one or more rows of each link."""
     for lane, bars in lanes.items():
         for row in apart(bars):
             yield Row(rank, lane, tuple(row))
@@ -98,7 +98,7 @@ def _rows(rank: int, lanes: Mapping[str, Iterable[Bar]]) -> Iterator[Row]:
 
 
 def predicted_timeline(prediction: Prediction) -> Timeline:
-    """The last of the steps that are played. Raises ConfigError where the prediction has no cluster."""
+    """Return the last simulated step. Raises ConfigError if the prediction has no cluster."""
     origin = min(timing.begin for timing in prediction.played.timings)
     rows: list[Row] = []
     for rank in range(prediction.plan.mesh.pipeline):
@@ -144,7 +144,7 @@ def _travelled(prediction: Prediction, rank: int, origin: float) -> dict[str, li
 
 
 def traced_timeline(trace: Trace, title: str = "measured") -> Timeline:
-    """A trace, whose bars are actions: what an action waits for inside is not told apart."""
+    """Return the timeline of a trace, whose bars are actions: waits inside actions are not separated."""
     origin = min(span.start for span in trace.spans)
     lanes: defaultdict[int, dict[str, list[Bar]]] = defaultdict(lambda: {PROGRAM: []})
     for span in trace.spans:
@@ -162,7 +162,8 @@ def _acted(span: Span, origin: float) -> Bar:
 
 
 def recorded_timeline(ranks: Sequence[Mapping[str, Any]], title: str = "measured") -> Timeline:
-    """A step whose instructions were timed: the `ranks` of a run's timeline.json. Raises UserError for what is not.
+    """Return the timeline of a step with timed instructions: the `ranks` of a run's timeline.json. Raises UserError for
+    invalid data.
 
     A wait for a message is the bubble until the other rank has sent it. Messages of a split vocabulary and sums come
     from several ranks, and waits for them are not divided.
@@ -212,7 +213,7 @@ def _times(start: Any, end: Any) -> tuple[float, float]:
 
 
 def _flat(bars: Iterable[Bar]) -> Iterator[Bar]:
-    """Cut bars where others were played within them. Each comes before those within it."""
+    """Cut bars at those nested in them. Each precedes those nested in it."""
     around: list[Bar] = []
     at = -math.inf
     for bar in bars:
@@ -231,7 +232,7 @@ def _flat(bars: Iterable[Bar]) -> Iterator[Bar]:
 
 
 def _divided(bars: Iterable[Bar], sent: Mapping[tuple[str, int, int], float]) -> Iterator[Bar]:
-    """Cut waits for messages where these were sent."""
+    """Divide waits for messages at the time of their send."""
     for bar in bars:
         sender = _SENDER.get(bar.do)
         when = None if sender is None else sent.get((bar.do[-1], bar.stage + sender, bar.microbatch))

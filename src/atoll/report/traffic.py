@@ -41,7 +41,7 @@ _BY_DO = {
 
 
 class Flow(NamedTuple):
-    """Bytes that a pipeline rank, one of its data-parallel ranks, sends in a step over a link for a cause."""
+    """Bytes that one data-parallel rank of a pipeline rank sends in a step over a link for one cause."""
 
     rank: int
     link: str
@@ -81,7 +81,7 @@ def _sent(prediction: Prediction, rank: int) -> dict[tuple[str, str], float]:
 
 
 def _exchanged(kernels: Iterable[Kernel], ranks: int) -> float:
-    """Bytes that a rank of a ring sends: an all-reduce is a reduce-scatter and an all-gather."""
+    """Return the bytes sent by a rank of a ring: an all-reduce is a reduce-scatter and an all-gather."""
     trips = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}
     each = (trips[kernel.kind] * kernel.nbytes for kernel in kernels if isinstance(kernel, Exchange))
     return sum(each) * (ranks - 1) / ranks

@@ -22,12 +22,12 @@ from atoll.runtime.transport import Later, Transport, world_store
 from atoll.runtime.verdict import named
 
 DIGESTS = 1 << 16
-"""Digests are below it, so that sums of their squares over many ranks are exact in float64."""
+"""Digests are below this number, so sums of their squares over many ranks are exact in float64."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """An agreement under way: whether any rank has a problem, and the sum of a count."""
+    """An agreement in progress: whether any rank has a problem, and the sum of a count."""
 
     key: str
     problem: Exception | None
@@ -37,7 +37,7 @@ class Question:
 class Agreement:
     """Owns the watch of one rank, or shares that of its process; `close` ends its own.
 
-    steps, evaluations: how long they take. An agreement on the way to a step may take as long as the step.
+    steps, evaluations: durations of these. An agreement before a step may take as long as the step.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -60,10 +60,11 @@ class Agreement:
     def guard(
         self, what: str, doing: Callable[[], Doing | None] | None = None, *, pace: Pace = UNKNOWN
     ) -> Iterator[None]:
-        """A section in which this rank may wait for others; an error there becomes the first error of any rank.
+        """Context in which this rank may wait for others. An error in it becomes the first error of any rank.
 
-        what: what this rank does in it.  doing: more exactly, where that is known; else it waits for all others.
-        pace: how long it may take; it learns how long what is known more exactly took.
+        what: the current work of this rank.  doing: a more exact description, if known; otherwise it waits for all
+        others.
+        pace: time limit of the section, measured from the durations of the more exact work.
         """
         begin = time.monotonic()
         try:
@@ -75,7 +76,7 @@ class Agreement:
             if error is self._refusal:
                 raise
             if isinstance(error, (SystemExit, KeyboardInterrupt)):
-                # Nobody may leave alone, whatever exit code was asked for.
+                # No rank may leave alone, whatever its exit code.
                 left = RunError(f"rank {self._rank} left in {what}: {type(error).__name__}: {error}")
                 self._watch.report(left)
                 self.close()
@@ -101,9 +102,9 @@ class Agreement:
         return Question(key, problem, self._transport.total_later(said))
 
     def end(self, question: Question) -> float:
-        """The sum; or raise the first rank's problem on every rank: a DamageError if all problems are.
+        """Return the sum, or raise the first rank's problem on every rank; a DamageError if all problems are.
 
-        Nothing has been sent or changed where it raises, so the ranks go on with the next call.
+        If it raises, nothing has been sent or changed, so the ranks can continue with the next call.
         """
         problems, damages, count = question.totals.wait().tolist()
         if not problems:
@@ -112,25 +113,25 @@ class Agreement:
         only_damage = problems == damages
         if problem is None or (isinstance(problem, DamageError) and not only_damage):
             found = self._watch.first(wait=5.0, key=question.key)
-            problem = found or RunError("another rank refused without a word")
+            problem = found or RunError("another rank refused without a message")
             if only_damage:
                 problem = DamageError(str(problem))
         self.refuse(problem)
         raise problem
 
     def agree(self, problem: Exception | None, count: float = 0.0) -> float:
-        """Ask, and wait for the answer."""
+        """Start an agreement and wait for its result."""
         return self.end(self.begin(problem, count))
 
     def agree_on(self, digests: Sequence[int], problem: Exception) -> None:
-        """Raise a problem on every rank unless the digests of each place are the same on all ranks that have one there.
+        """Raise a problem on every rank unless all ranks with a value have equal digests at each place.
 
-        digests: any number for each place; a rank that has nothing to say of a place gives -1 for it.
+        digests: a number for each place; -1 for places without a value on this rank.
         """
         own = torch.tensor([max(0, digest) % DIGESTS for digest in digests], dtype=torch.float64)
         has = torch.tensor([float(digest >= 0) for digest in digests], dtype=torch.float64)
         holders, total, square = self._transport.total(torch.cat([has, own * has, own * own * has])).chunk(3)
-        # Equal numbers alone have a sum whose square is their count times the sum of their squares.
+        # Only equal numbers have a sum whose square is their count times the sum of their squares.
         if bool((total * total != holders * square).any()):
             self.refuse(problem)
             raise problem
@@ -140,7 +141,7 @@ class Agreement:
         self._refusal = problem
 
     def _fail(self, error: Exception, what: str) -> AtollError | None:
-        """The error that this rank leaves with instead of `error` in `what`: the first one of any rank."""
+        """Return the error that this rank raises instead of `error` in `what`: the first one of any rank."""
         if not isinstance(error, AtollError) or "Connection" in str(error) or "Timed out" in str(error):
             earlier = self._watch.first(wait=CAUSE_SECONDS)
             if earlier is not None and (earlier.rank != self._rank or earlier.speaker is not None):
@@ -161,7 +162,7 @@ class Agreement:
 
 
 def _new_watch(store: Store | None, transport: Transport, name: str) -> Watch:
-    """A watch for an engine of a script that somebody else launched; all ranks ask in one order."""
+    """Create the watch of an engine in a script that another launcher started; all ranks call it in the same order."""
     rank, world = transport.place.rank, transport.place.mesh.world
     if store is None:
         return Watch(None, rank, world)

@@ -1,7 +1,7 @@
-"""The C library's allocator, which on the CPU stands where CUDA's caching allocator does.
+"""Settings of the C library's allocator, which takes the role of CUDA's caching allocator on the CPU.
 
-Units, activations and gradients are made and given back many times a step. Left alone, glibc gives each large block
-back to the system and takes it anew: most of a gather's time goes into page faults, and much of a loss's backward.
+Units, activations and gradients are allocated and freed many times a step. By default, glibc returns each large block
+to the system and requests it again: page faults then take most of a gather's time, and much of a loss's backward.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 import ctypes
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""Numbers of `mallopt`'s parameters in malloc.h."""
+"""Parameter numbers of `mallopt` in malloc.h."""
 
 LARGEST_KEPT = 32 << 20
-"""The largest block that glibc may be told to keep, on 64-bit systems."""
+"""Largest block that glibc can be told to keep, on 64-bit systems."""
 
 
 def keep_freed_memory() -> bool:
-    """Have the process keep blocks of up to `LARGEST_KEPT` bytes that it frees; False where the C library can't."""
+    """Make the process keep freed blocks of up to `LARGEST_KEPT` bytes. Return False if the C library cannot."""
     library = ctypes.CDLL(None)
     if not hasattr(library, "mallopt"):
         return False

@@ -1,4 +1,4 @@
-"""A rank's share of a step, cut into microbatches that all ranks have agreed to run."""
+"""A rank's share of a step, cut into microbatches after agreement with all ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from atoll.runtime.vocabulary.slice import VocabularySlice
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Microbatches on this rank's device, and how much counts on all ranks: labels, or samples without them."""
+    """Microbatches on this rank's device, and the count over all ranks: labels, or samples without them."""
 
     pieces: list[Batch]
     tokens: int
@@ -34,18 +34,19 @@ class _Announced:
 
 
 Labels = Literal["shifted", "unshifted"]
-"""The meaning of a label. shifted: the target of its position.  unshifted: the token at its own position, as
-transformers takes it; position t then predicts label t + 1."""
+"""Meaning of a label. shifted: the target of its position.  unshifted: the token at its own position, as in
+transformers; position t then predicts label t + 1."""
 
 
 TELLING = 8
-"""Labels that must tell a copy of `input_ids` from a label of the next token: fewer may be equal by chance."""
+"""Minimum number of labels that distinguish a copy of `input_ids` from next-token labels; fewer may be equal by
+chance."""
 
 
 class Batches:
-    """Cuts batches, and agrees on them before anything of them is sent.
+    """Cuts batches, and agrees on them before any communication for them.
 
-    may_copy: whether labels may equal `input_ids`, as a loss of the caller's may want them.
+    may_copy: whether labels may equal `input_ids`, as a user's loss may require.
     """
 
     def __init__(
@@ -66,26 +67,26 @@ class Batches:
         self._announced: _Announced | None = None
 
     def announce(self, batch: Mapping[str, Any]) -> None:
-        """Begin to agree on the batch that the next `claim` will ask for."""
+        """Start to agree on the batch of the next `claim`."""
         self._announced = self._ask(batch, exactly=self._plan.schedule.microbatches)
 
     def claim(self, batch: Mapping[str, Any]) -> Share:
-        """A training step's share, which may have been announced with the one before."""
+        """Return a training step's share, which may have been announced during the previous step."""
         announced, self._announced = self._announced, None
         if announced is not None and announced.batch is not batch:
             with self._agreement.guard("forgetting an announced batch", pace=self._agreement.steps):
-                announced.question.totals.wait()  # its messages are under way, and have the tags of the next ones
+                announced.question.totals.wait()  # its messages are in flight, with the tags of the next ones
             announced = None
         if announced is None:
             announced = self._ask(batch, exactly=self._plan.schedule.microbatches)
         return self._conclude(announced)
 
     def take(self, batch: Mapping[str, Any]) -> Share:
-        """A share of any number of microbatches, at most a step's."""
+        """Return a share of any number of microbatches, at most a step's."""
         return self._conclude(self._ask(batch, exactly=None))
 
     def take_one(self, batch: Mapping[str, Any]) -> Batch:
-        """A single microbatch of any size, perhaps without labels."""
+        """Return a single microbatch of any size, with or without labels."""
         problem: Exception | None = None
         tensors: Batch = {}
         try:
@@ -145,8 +146,8 @@ class Batches:
         return [map_tensors(tensors, itemgetter(slice(at * size, (at + 1) * size))) for at in range(count)]
 
     def _check(self, batch: Batch) -> None:
-        """Ids that a split vocabulary knows; and sequences that ranks of a tensor-parallel group, which work on a part
-        each, can split evenly."""
+        """Raise PlanError for ids outside a split vocabulary, and for sequences that a tensor-parallel group cannot
+        split evenly."""
         if self._vocabulary is not None:
             self._vocabulary.check(batch)
         if not self._plan.sequence_parallel:
@@ -162,10 +163,10 @@ class Batches:
 
 
 def _count(batch: Batch, *, labels: Labels, may_copy: bool) -> int:
-    """Return the number of labels that count. Raises PlanError if the labels equal the model's input, were shifted
-    twice, or are those of padding.
+    """Return the number of labels that count. Raises PlanError if labels equal the model's input, were shifted twice,
+    or include padding.
 
-    The counts are read at once: on CUDA each reading waits for the device.
+    All counts are read at once, because on CUDA each read waits for the device.
     """
     sums = torch.stack([count_labels(batch), *_signs(batch)])
     counted, copied, telling, others, telling_ahead, hidden = sums.tolist()
@@ -192,11 +193,11 @@ def _count(batch: Batch, *, labels: Labels, may_copy: bool) -> int:
 
 
 def _signs(batch: Batch) -> tuple[torch.Tensor, ...]:
-    """Numbers that show what the labels are; zeros where they are no next tokens.
+    """Return counts that reveal the meaning of the labels; zeros if they are not next tokens.
 
-    Labels that count and equal their token, and those that tell: another token follows theirs. Labels that count and do
-    not equal the token after the next, and those that tell. Labels that count where the mask hides their token, if all
-    are the same.
+    In order: labels that count and equal their own token; those of them that are conclusive, because another token
+    follows. Labels that count and differ from the token after the next; those that are conclusive. Labels that count at
+    masked positions, if all are equal.
     """
     labels: Any = batch.get("labels")
     ids: Any = batch.get("input_ids")
@@ -217,7 +218,7 @@ def _signs(batch: Batch) -> tuple[torch.Tensor, ...]:
 
 
 def _padding(labels: torch.Tensor, counts: torch.Tensor, mask: Any) -> torch.Tensor:
-    """Labels that count at positions which a mask of zeros and ones hides, if they are all one id."""
+    """Return the number of labels that count at masked positions of a 0/1 mask, if all are the same id."""
     none = counts.new_zeros((), dtype=torch.long)
     if not isinstance(mask, torch.Tensor) or mask.shape != labels.shape:
         return none

@@ -1,4 +1,4 @@
-"""The engine: executes a plan on torch.distributed."""
+"""The engine, which executes a plan on torch.distributed."""
 
 from __future__ import annotations
 
@@ -70,10 +70,10 @@ from atoll.trace import Trace
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Sums over what was evaluated on all ranks.
+    """Sums over the evaluated samples of all ranks.
 
-    tokens: labels that count, or samples where a batch has no labels.  counted: what the loss is a sum over: `tokens`,
-    unless it says otherwise.
+    tokens: labels that count, or samples of a batch without labels.  counted: the count of the loss, `tokens` unless
+    the loss returns another one.
     """
 
     loss_sum: float
@@ -82,11 +82,11 @@ class Evaluation:
 
     @property
     def loss(self) -> float:
-        """Mean loss of what counts; 0 where nothing does."""
+        """Mean loss; 0 if the count is 0."""
         return self.loss_sum / self.counted if self.counted else 0.0
 
     def __add__(self, other: Evaluation) -> Evaluation:
-        """Return the evaluation of both batches together."""
+        """Return the sum of both evaluations."""
         return Evaluation(self.loss_sum + other.loss_sum, self.tokens + other.tokens, self.counted + other.counted)
 
 
@@ -250,9 +250,10 @@ class Engine:
         )
 
     def _lower(self) -> None:
-        """Make this rank's programs, the same as on all ranks that share its parameters, and set aside what they lend.
+        """Lower this rank's programs, equal on all ranks that share its parameters, and reserve the memory they lend.
 
-        What they lend follows from the program for ranks that read each other's memory; whether they do is known after.
+        The lent memory depends on a program in which ranks read each other's memory; whether they do is known
+        afterwards.
         """
         place = self.place
         shape = shape_of(self._sharded, self.plan, place, reads_in_place=True)
@@ -262,7 +263,7 @@ class Engine:
         self.reads_in_place = seeing == place.mesh.world
         if not self.reads_in_place:
             self.program = self._executor.lower(shape_of(self._sharded, self.plan, place, reads_in_place=False))
-        # Of a model that keeps values besides its parameters, the first step shows what a forward does to them.
+        # If a model keeps values besides its parameters, the first step shows how a forward changes them.
         self._watches_buffers = self.agree(float(bool(self._buffers()))) > 0
         mesh = self.plan.mesh
         digests = [-1] * (mesh.pipeline * mesh.tensor)
@@ -270,7 +271,8 @@ class Engine:
         self._agreement.agree_on(
             digests,
             PlanError(
-                "ranks that share parameters would play different programs; build the same model with the same plan on "
+                "ranks that share parameters would execute different programs; build the same model with the same "
+                "plan on "
                 "every rank"
             ),
         )
@@ -283,7 +285,7 @@ class Engine:
         return found
 
     def _split_loss(self) -> AbstractContextManager[None]:
-        """The loss of logits that are split over a tensor-parallel group, forward and backward."""
+        """Return the loss of logits that are split over a tensor-parallel group, forward and backward."""
         return loss_parallel() if self.plan.mesh.tensor > 1 else nullcontext()
 
     # ---- training
@@ -332,7 +334,7 @@ class Engine:
         if self._watches_buffers:
             self._watches_buffers = False
             self._check_buffers(before)
-        # With a post-validated step, the verdict that has just been heard is on the one before.
+        # With a post-validated step, this verdict is on the step before.
         self._played = {at: played for at, played in self._played.items() if at == self.step_number - 1}
         self._played[self.step_number] = share, self._outcome
         refused = self._end.take_refused()
@@ -340,7 +342,7 @@ class Engine:
             answered, self._answered = self._answered, None
             return self._count(self._end.take_result()) or answered
         result = self._answer(refused)
-        if refused.result.step < self.step_number:  # it has seen a step behind it, which is played anew
+        if refused.result.step < self.step_number:  # a step that follows it has run, and is replayed
             self._outcome = self._play(share, self.step_number - 1, since=begin, look=look)
             self._played[self.step_number] = share, self._outcome
         return result
@@ -354,7 +356,7 @@ class Engine:
         look: Callable[[], None] | None = None,
         is_rehearsal: bool = False,
     ) -> Outcome:
-        """Play the program of the step behind `step`."""
+        """Run the program of the step after `step`."""
         since = time.monotonic() if since is None else since
         with (
             self._agreement.guard(f"step {step + 1}", self._executor.doing, pace=self._agreement.steps),
@@ -373,7 +375,7 @@ class Engine:
             )
 
     def _show_gradients(self) -> None:
-        """Call the step's `before_update`. Where it raises, the step has not been: its gradients are forgotten."""
+        """Call the step's `before_update`. If it raises, the step is undone: its gradients are discarded."""
         assert self._before_update is not None, "there is something to be called"
         self._has_gradients = True
         try:
@@ -391,7 +393,7 @@ class Engine:
         return answered
 
     def _settle(self) -> None:
-        """The same, and keep the result for the next call of `settle` or `submit`."""
+        """Wait for the verdict, and keep the result for the next call of `settle` or `submit`."""
         if not self._end.is_outstanding:
             return
         with self._agreement.guard("the verdict on a step", pace=self._agreement.steps):
@@ -402,7 +404,7 @@ class Engine:
     # ---- bad steps
 
     def _count(self, result: StepResult | None) -> StepResult | None:
-        """Note that a step was taken."""
+        """Record that a step was taken."""
         if result is not None and not result.skipped:
             self._skips = 0
             if result.step > self._furthest:
@@ -410,8 +412,8 @@ class Engine:
         return result
 
     def _answer(self, refused: Refused) -> StepResult:
-        """Do about a bad step what the policy says: its result, with the fault. Raises BadStepError on every rank where
-        the run is to stop; the engine is then as it was before the step."""
+        """Apply the policy to a bad step and return its result with the fault. Raises BadStepError on every rank if the
+        run stops; the engine is then in the state before the step."""
         step = refused.result.step
         self._end.cancel()
         fault = self._find(refused)
@@ -420,7 +422,7 @@ class Engine:
         if self.bad_steps.answer is Answer.SKIP:
             self._skips += 1
             if fault.is_of_parameters:
-                why = "Nothing was updated; skipping steps does not mend parameters"
+                why = "Nothing was updated; skipping steps does not repair parameters"
             elif self._skips > SKIPS_IN_A_ROW:
                 why = f"Nothing was updated in the {SKIPS_IN_A_ROW} steps before either, which were skipped"
             else:
@@ -433,13 +435,13 @@ class Engine:
             elif rollback := self._go_back(step - self.bad_steps.steps):
                 return replace(result, rollback=rollback)
             else:
-                why = f"There is no whole checkpoint of step {max(0, step - self.bad_steps.steps)} or before"
+                why = f"There is no complete checkpoint of step {max(0, step - self.bad_steps.steps)} or before"
         self.step_number = step - 1
         narrow = ", or use precision fp32" if self.plan.precision.compute in ("float16", "bfloat16") else ""
         others = [f'"{each}"' for each in ("skip", "rollback N") if not each.startswith(self.bad_steps.answer)]
         raise BadStepError(
-            f"{fault.describe()}\n{why}. Lower the learning rate, clip the gradient norm{narrow}; or go on past such "
-            f"steps with bad_steps = {' or '.join(others)}",
+            f"{fault.describe()}\n{why}. Lower the learning rate, clip the gradient norm{narrow}; or continue past "
+            f"such steps with bad_steps = {' or '.join(others)}",
             fault=fault,
         )
 
@@ -450,7 +452,7 @@ class Engine:
         count = self.plan.schedule.microbatches
         first, total = self.place.data * count, count * self.plan.mesh.data
         names = places_of(specs)
-        # The losses of the step itself tell more than those of a rehearsal that does not show the fault again.
+        # If the replay does not show the fault again, the losses of the step itself tell more.
         probe = Probe(self.place.rank, first=first, size=self.plan.microbatch, names=names)
         last = len(self.adapter.blocks()) - 1
         for microbatch, loss in outcome.losses.items():
@@ -512,8 +514,8 @@ class Engine:
         return replace(fault, rank=cause.rank, block=block, microbatch=cause.microbatch, samples=samples, what=what)
 
     def _go_back(self, step: int) -> Rollback | None:
-        """Load the newest whole checkpoint of `step` or before; None, on every rank, where there is none."""
-        with suppress(CheckpointError, RankError):  # a save that failed is not there to go back to
+        """Load the newest complete checkpoint of `step` or before; return None on every rank if there is none."""
+        with suppress(CheckpointError, RankError):  # a failed save is not a checkpoint to return to
             self.finish_saving()
         while True:
             known = [at for at, folder in self.checkpoints.items() if at <= step and is_complete(folder)]
@@ -528,7 +530,8 @@ class Engine:
     # ---- evaluation
 
     def evaluate(self, batch: Mapping[str, Any]) -> Evaluation:
-        """Loss over this rank's share of a batch, at most one step's microbatches, without dropout or gradients.
+        """Return the loss over this rank's share of a batch, at most one step's microbatches, without dropout or
+        gradients.
 
         Every data-parallel rank must pass the same number of samples; pad the last batch with labels of -100.
         """
@@ -541,8 +544,8 @@ class Engine:
         return Evaluation(total, share.tokens, counted if said else share.tokens)
 
     def logits(self, batch: Mapping[str, Any]) -> Any:
-        """The model's output for one microbatch: [B, S, vocabulary], or whatever its last block gives, on the last
-        stage's ranks, None elsewhere."""
+        """Return the model's output for one microbatch on the last stage's ranks: [B, S, vocabulary], or the output of
+        its last block. Return None on other ranks."""
         self._settle()
         outcome = self._run_forward([self._batches.take_one(batch)], keep_logits=True)
         return outcome.logits[0] if outcome.logits else None
@@ -555,7 +558,7 @@ class Engine:
                 stage.train(False)
             return self._executor.run(batches, training=False, keep_logits=keep_logits)
 
-    # ---- what the rank holds
+    # ---- state and measurements of the rank
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -564,19 +567,19 @@ class Engine:
 
     @property
     def busy_seconds(self) -> float:
-        """Seconds that this rank computed in the last training step."""
+        """Seconds of compute of this rank in the last training step."""
         return self._end.busy
 
     def memory(self) -> Footprint:
-        """Bytes of parameters, gradients and optimizer state that this rank stores now."""
+        """Return the bytes of parameters, gradients and optimizer state that this rank stores now."""
         return held_now(self.units, self._optimizer.state_tensors())
 
     def footprint(self, *, states: int | None = None) -> Footprint:
-        """The predicted bytes of this rank's state between steps; `states` as in `atoll.layouts.footprint`."""
+        """Return the predicted bytes of this rank's state between steps; `states` as in `atoll.layouts.footprint`."""
         return held_at_rest(self.units, self.plan.sharding(self.place), states=states)
 
     def working_memory(self) -> WorkingMemory:
-        """The bytes that this rank needs within a step in addition to stored state and saved activations."""
+        """Return the bytes that this rank needs within a step in addition to stored state and saved activations."""
         return self._needed(reads_in_place=self.reads_in_place)
 
     def _needed(self, *, reads_in_place: bool) -> WorkingMemory:
@@ -584,7 +587,7 @@ class Engine:
         return needed_in_a_step(self._sharded, self.plan, self.place, reads_in_place=reads_in_place, peaks=peaks)
 
     def trace(self) -> Trace:
-        """This rank's timeline of the last training step, in seconds of the host's monotonic clock."""
+        """Return this rank's timeline of the last training step, in seconds of the host's monotonic clock."""
         if self._outcome is None:
             raise PlanError("no training step has run yet, so there is no timeline")
         placement = self.plan.schedule.placement
@@ -619,7 +622,7 @@ class Engine:
                     found[key] = shortest[key[0]]
 
     def taken(self) -> dict[tuple[Do, int], list[float]]:
-        """Seconds of each execution of the instructions of the last step, waits included.
+        """Return the seconds of each execution of the instructions of the last step, including waits.
 
         By instruction and index of its block or unit, as in `timing`; empty unless the step ran in that context. The
         instructions are sequential, so they add up to the step except for host time between them.
@@ -627,7 +630,7 @@ class Engine:
         return {} if self._outcome is None else self._outcome.clock.seconds()
 
     def instructions(self) -> list[tuple[Instruction, float, float]]:
-        """The instructions of the last step with start and end, in seconds of the host's monotonic clock.
+        """Return the instructions of the last step with start and end, in seconds of the host's monotonic clock.
 
         Each precedes the instructions nested in it; empty unless the step ran in the context of `timing`.
         """
@@ -652,17 +655,17 @@ class Engine:
         if len(found) > SHOWN:
             lines.append(f"and {len(found) - SHOWN} more differences")
         raise ReplicaError(
-            f"after step {self.step_number}: {'; '.join(lines)}. Memory, a device or a link has changed bits, or code "
-            f"wrote on some ranks alone. What was equal last was step {self._compared}: go on from a checkpoint of "
-            "that step or before, without the machine that is named",
+            f"after step {self.step_number}: {'; '.join(lines)}. Memory, a device or a link has changed bits, or "
+            f"code wrote on only some ranks. Replicas were last equal at step {self._compared}: continue from a "
+            "checkpoint of that step or before, without the named machine",
             ranks=tuple(sorted({rank for each in found for rank in each.ranks})),
         )
 
-    # ---- what users read and edit
+    # ---- reading and editing of parameters
 
     @contextmanager
     def full_parameters(self, names: str | Sequence[str] = "*") -> Iterator[dict[str, torch.Tensor]]:
-        """Full parameters by name inside the context; in-place edits are written back.
+        """Context with the full parameters by name; in-place edits are written back.
 
         names: names or patterns of `fnmatch`. A rank gets those of its pipeline stages. Values are the optimizer's, in
         the master's dtype. Every rank of the mesh must enter with the same names, and make the same edits to parameters
@@ -686,7 +689,7 @@ class Engine:
             edit.write()
 
     def state_dict(self, *, whole: bool = True) -> dict[str, torch.Tensor] | dict[str, list[Piece]]:
-        """Parameters and persistent buffers of this rank's pipeline stages, by name; every rank must call it.
+        """Return parameters and persistent buffers of this rank's pipeline stages, by name; every rank must call it.
 
         With `whole`, full tensors, as in `full_parameters`; otherwise the shards that this rank stores, as ranges of
         flattened tensors. Shards are views: do not write to them.
@@ -701,7 +704,7 @@ class Engine:
         return found
 
     def full_gradients(self, names: str | Sequence[str] = "*") -> dict[str, torch.Tensor]:
-        """Full gradients by name, summed over all ranks and not yet clipped; only within `before_update` of `step`.
+        """Return full gradients by name, summed over all ranks and not clipped; only within `before_update` of `step`.
 
         Every rank of the mesh must call it with the same names; it gets those of its pipeline stages.
         """
@@ -716,7 +719,7 @@ class Engine:
         return found if correction == 1.0 else {name: value * correction for name, value in found.items()}
 
     def _agreed_names(self, names: str | Sequence[str]) -> tuple[str, ...]:
-        """The parameters that `names` chooses, which must be the same on every rank."""
+        """Return the parameters selected by `names`, which must be the same on every rank."""
         self._settle_parameters()
         problem: Exception | None = None
         chosen: tuple[str, ...] = ()
@@ -727,7 +730,7 @@ class Engine:
         with self._agreement.guard("choosing parameters"):
             self._agreement.agree(problem)
             digest = zlib.crc32(repr(chosen).encode())
-            problem = PlanError("the ranks ask for different parameters; give every rank the same names")
+            problem = PlanError("the ranks request different parameters; give every rank the same names")
             self._agreement.agree_on([digest], problem)
         return chosen
 
@@ -775,17 +778,17 @@ class Engine:
         with self._agreement.guard("waiting for a checkpoint to be written"):
             try:
                 self._background.finish()
-            except (CheckpointError, RankError) as error:  # which training need not mind
+            except (CheckpointError, RankError) as error:  # training does not depend on it
                 self._agreement.refuse(error)
                 raise
 
     @property
     def saving_bytes(self) -> int:
-        """Host memory of this rank's copy for saving in the background; 0 before the first save."""
+        """Bytes of host memory of this rank's copy for saving in the background; 0 before the first save."""
         return self._background.nbytes
 
     def load(self, folder: str | Path, *, check: Callable[[Archive], object] | None = None) -> dict[str, Any]:
-        """Load a checkpoint of the same model from any layout and world size; returns the caller's `state`.
+        """Load a checkpoint of the same model from any layout and world size. Return the caller's `state`.
 
         check: called with the checkpoint on this rank before anything is changed; its error is raised on every rank.
 
@@ -828,18 +831,21 @@ class Engine:
         return caller
 
     def _check_whole(self) -> None:
-        """Raise RunError while some values are those of a checkpoint that turned out to be damaged."""
+        """Raise RunError while some values come from a damaged checkpoint."""
         if self._damage is not None:
-            raise RunError(f"the last load filled the engine in part; load a whole checkpoint first: {self._damage}")
+            raise RunError(
+                f"the last load only filled a part of the engine; load a complete checkpoint first: {self._damage}"
+            )
 
     def _settle_parameters(self) -> None:
-        """Before an agreement behind which parameters are written: nobody reads them any more."""
+        """Wait until nothing reads the parameters, before an agreement after which they are written."""
         with self._agreement.guard("settling parameters"):
             for unit in self.units:
                 unit.settle_parameters()
 
     def _buffers(self) -> dict[str, torch.Tensor]:
-        """Persistent buffers of this rank's blocks by qualified name; under tensor parallelism the plain tensors."""
+        """Return persistent buffers of this rank's blocks by qualified name; under tensor parallelism, the plain
+        tensors."""
         found = {}
         blocks = self.adapter.blocks()
         for stage in self._sharded.stages:
@@ -854,10 +860,10 @@ class Engine:
         return {name: digest_of([buffer]) for name, buffer in self._buffers().items()}
 
     def _check_buffers(self, before: Mapping[str, str]) -> None:
-        """Raise PlanError on every rank where the forward has left buffers that one process would not have.
+        """Raise PlanError on every rank if the forward has changed buffers in a way that one process would not.
 
-        A statistic of what has passed, as BatchNorm's, is of a rank's own samples; and where a forward is recomputed,
-        it counts them twice.
+        Running statistics, such as those of BatchNorm, cover only a rank's own samples, and a recomputed forward
+        updates them twice.
         """
         with self._agreement.guard("comparing buffers"):
             after = self._digests_of_buffers()
@@ -885,14 +891,14 @@ class Engine:
     # ---- agreement and failure
 
     def agree(self, value: float) -> float:
-        """The sum of `value` over all ranks."""
+        """Return the sum of `value` over all ranks."""
         with self._agreement.guard("agreeing on a number", pace=self._agreement.steps):
             return float(self.transport.total(torch.tensor([value], dtype=torch.float64)))
 
     def close(self) -> None:
-        """Wait for a checkpoint that is being written, and stop the engine's threads; called before the process group
-        is destroyed, and at the interpreter's end."""
-        with suppress(Exception):  # finish_saving tells
+        """Wait for a checkpoint in progress, and stop the engine's threads. Call it before the process group is
+        destroyed; it is also called when the interpreter exits."""
+        with suppress(Exception):  # finish_saving raises the error
             self._background.wait()
         self._agreement.close()
         for lane in self._lanes.values():
@@ -901,8 +907,8 @@ class Engine:
 
 
 def _check_same(model: nn.Module, plan: Plan, **options: object) -> None:
-    """ConfigError on every rank unless all have the same software, plan, options and model, with the same values where
-    it has any."""
+    """Raise ConfigError on every rank unless all have the same software, plan, options and model, and equal initial
+    values."""
     store = world_store()
     if store is None or world_size() == 1:
         return
@@ -923,14 +929,14 @@ def _check_same(model: nn.Module, plan: Plan, **options: object) -> None:
 
 
 def _fact(value: object) -> str:
-    """Orders are compared where the programs are, which are made of them."""
+    """Return a comparable fact. Orders are left out: they are compared as programs, which are lowered from them."""
     if not isinstance(value, Schedule):
         return str(value)
     return f"{value.name}, {value.ranks} ranks, {value.chunks} chunks, {value.microbatches} microbatches"
 
 
 def _parts(model: nn.Module) -> dict[str, list[tuple[str, nn.Parameter]]]:
-    """Parameters by the layer that they are in: names up to their first number, or their first word."""
+    """Return parameters grouped by layer: by name up to the first number, or by the first word."""
     found: dict[str, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in model.named_parameters():
         numbered = re.match(r"(.*?\.\d+)\.", name)
@@ -939,9 +945,9 @@ def _parts(model: nn.Module) -> dict[str, list[tuple[str, nn.Parameter]]]:
 
 
 class _OwnLoss:
-    """A caller's loss, which knows nothing of outputs that are split over a tensor-parallel group.
+    """A user's loss, which does not support outputs that are split over a tensor-parallel group.
 
-    The first microbatches show whether it gives a sum.
+    The first microbatches show whether it returns a sum.
     """
 
     def __init__(self, loss: Loss, device: torch.device) -> None:
@@ -958,7 +964,7 @@ class _OwnLoss:
 
 
 class _keeping_random_state:  # noqa: N801  (a context manager, used as a verb)
-    """Puts the user's generators back after blocks were seeded."""
+    """Context that restores the user's random generators after blocks were seeded."""
 
     def __init__(self, device: torch.device) -> None:
         devices = [device] if device.type == "cuda" else []

@@ -45,14 +45,14 @@ from atoll.runtime.page import own_page
 from atoll.runtime.verdict import LONGEST_SECONDS, OUTSIDE, RECENT, named, patience, silence
 
 GRACE_SECONDS = 3.0
-"""Time that a rank has to exit by itself after another rank's error."""
+"""Seconds for a rank to exit by itself after another rank's error."""
 CAUSE_SECONDS = GONE_SECONDS + 0.5
-"""After a connection is lost, how long its cause may take to be told."""
+"""Seconds after a lost connection in which its cause may be reported."""
 HOST_SECONDS = 1.5
-"""Time that the process hosting the monitor stays after an error, so that the others receive it; also the time that a
+"""Seconds for which the process with the monitor stays after an error, so that other ranks receive it; also for which a
 process stays after it lost the monitor, so that the others notice it too."""
 ANSWERED_SECONDS = 2.0
-"""Time that a rank waits for the monitor's answer before it reconnects."""
+"""Seconds for which a rank waits for the monitor's answer before it reconnects."""
 STACK_CHARACTERS = 20_000
 MESSAGE_CHARACTERS = 20_000
 
@@ -61,7 +61,7 @@ FRAME = attrgetter("f_code.co_filename", "f_lineno", "f_code.co_name")
 
 
 def frames_of(thread: int) -> list[tuple[str, int, str]]:
-    """File, line and function of each frame of a thread, the innermost first; none where there is no such thread.
+    """Return file, line and function of each frame of a thread, innermost first; empty if there is no such thread.
 
     [Note: stacks of a running thread] The thread must not run while its frames are read: Python 3.11 crashes in
     `f_back` once a generator on the way has returned to a caller that has ended. Only C code reads them here, in one
@@ -76,7 +76,7 @@ def frames_of(thread: int) -> list[tuple[str, int, str]]:
     collects = gc.isenabled()
     gc.disable()
     try:
-        frames.extend(map(FRAME, callers))  # what came before an error stays
+        frames.extend(map(FRAME, callers))  # keep an earlier error
     except (KeyError, AttributeError):
         pass
     finally:
@@ -88,8 +88,8 @@ def frames_of(thread: int) -> list[tuple[str, int, str]]:
 class Doing(NamedTuple):
     """The current work of a rank. waits_for: ranks that must act before it can continue, if it waits.
 
-    mark: anything that differs whenever the rank has got on.  program: which one it plays, 0 for none; ranks that play
-    the same one have marks that can be compared.
+    mark: changes whenever the rank makes progress.  program: the one it executes, 0 for none; marks of ranks in the
+    same program can be compared.
     """
 
     what: str
@@ -99,25 +99,25 @@ class Doing(NamedTuple):
 
 
 class Pace:
-    """Durations of the latest sections of one kind on this rank, and the time limit of the next."""
+    """Durations of the latest sections of one kind on this rank, which set the time limit of the next."""
 
     def __init__(self) -> None:
         self._took: deque[float] = deque(maxlen=RECENT)
         self.patience = LONGEST_SECONDS
 
     def took(self, seconds: float) -> None:
-        """One is over."""
+        """Add the duration of a section."""
         self._took.append(seconds)
         self.patience = patience(tuple(self._took))
 
 
 UNKNOWN = Pace()
-"""Pace of sections without a measurement."""
+"""Pace of sections without measurements."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Section:
-    """everyone: what the rank does in it, if it waits for all others.  doing, pace: see `Watch.section`."""
+    """everyone: the work of the rank if it waits for all others.  doing, pace: see `Watch.section`."""
 
     everyone: Doing
     doing: Callable[[], Doing | None] | None
@@ -136,13 +136,13 @@ NEAREST = 8
 class Watch:
     """A rank's side of the monitor.
 
-    limit: seconds without an answer after which this process ends; None for what this rank does may take.
-    hosts: the monitor, where it is in this process; it is closed with the watch.
-    Without an address there is nobody to tell: nothing is watched.
+    limit: seconds without an answer after which this process ends; None: the time limit of the rank's current work.
+    hosts: the monitor, if it is in this process; it is closed with the watch.
+    Without an address, nothing is watched.
     """
 
     current: ClassVar[Watch | None] = None
-    """The watch of a process that is a rank of one run from its start to its end."""
+    """Watch of a process that is a rank of one run from its start to its end."""
 
     def __init__(
         self,
@@ -171,13 +171,13 @@ class Watch:
         self._in_thread = threading.main_thread().ident or 0
 
     def start(self) -> Watch:
-        """Begin to watch."""
+        """Start to watch."""
         if self._address is not None:
             self._thread.start()
         return self
 
     def stop(self) -> None:
-        """Stop watching: the process goes its own way. A thread must not meet the interpreter's end."""
+        """Stop watching, before the interpreter exits: a thread must not run then."""
         if self._stop.is_set():
             return
         self._stop.set()
@@ -191,16 +191,17 @@ class Watch:
         if self.hosts is not None:
             self.hosts.close()
 
-    # ---- what this rank does
+    # ---- current work of this rank
 
     @contextmanager
     def section(
         self, what: str, doing: Callable[[], Doing | None] | None = None, pace: Pace = UNKNOWN
     ) -> Iterator[None]:
-        """While in it this rank may wait for others, and ends if another one fails. Sections may lie inside others.
+        """Context in which this rank may wait for others, and ends if another one fails. Sections may be nested.
 
-        what: what this rank does in it.  doing: more exactly, where that is known; else it waits for all others.
-        pace: how long it may take.
+        what: the work of this rank in it.  doing: a more exact description, if known; otherwise it waits for all
+        others.
+        pace: its time limit.
         """
         self._usual = self._usual if pace is UNKNOWN else pace
         self._sections.append(_Section(Doing(what, tuple(range(self.world))), doing, pace))
@@ -218,7 +219,7 @@ class Watch:
         try:
             section = self._sections[-1]
             found = (section.doing and section.doing()) or section.everyone
-        except IndexError:  # outside of all sections, or it left the last one meanwhile
+        except IndexError:  # outside of all sections, or the last one has just ended
             found = Doing(OUTSIDE, tuple(range(self.world)))
         return found._replace(waits_for=tuple(rank for rank in found.waits_for if rank != self._rank))
 
@@ -261,11 +262,11 @@ class Watch:
         """Make this rank's error that of the run, unless another one came first; under another key it ends nothing."""
         if self._address is None or isinstance(error, RankError):
             return
-        with contextlib.suppress(OSError, ValueError):  # the monitor is gone, so everyone is leaving already
+        with contextlib.suppress(OSError, ValueError):  # the monitor has closed, so all ranks are leaving already
             self._ask({"report": words_of(error, self._rank), "key": key})
 
     def first(self, *, wait: float = 0.0, key: str = KEY) -> RankError | None:
-        """The first error that any rank reported under `key`, looked for during `wait` seconds."""
+        """Return the first error that any rank reported under `key` within `wait` seconds."""
         if self._address is None:
             return None
         end = time.monotonic() + wait
@@ -281,7 +282,7 @@ class Watch:
             time.sleep(0.05)
 
     def left(self) -> list[int]:
-        """Ranks that said goodbye to the monitor: their programs have ended."""
+        """Return the ranks that disconnected from the monitor in order: their programs have ended."""
         if self._address is None:
             return []
         try:
@@ -290,7 +291,7 @@ class Watch:
             return []
 
     def orphaned(self, what: str) -> str | None:
-        """Return the message for a connection lost in `what` if the monitor is gone too and cannot explain it; else
+        """Return the message for a connection lost in `what` if the monitor cannot be reached and explain it; otherwise
         None."""
         if self._address is None or self.hosts is not None or self.is_heard():
             return None
@@ -300,20 +301,20 @@ class Watch:
         )
 
     def may_speak(self) -> bool:
-        """Return True once: the caller reports the error that ends the run, either the watch's thread or the rank's
-        own."""
+        """Return True once: the caller, either the watch's thread or the rank itself, reports the error that ends the
+        run."""
         with self._speaking:
             spoke, self._spoke = self._spoke, True
         return not spoke
 
     def speak(self, message: str) -> None:
-        """Print what ends the run, unless this process has."""
+        """Print the error that ends the run, unless this process has printed it."""
         if self.may_speak():
             sys.stderr.write(f"error: {message}\n")
             sys.stderr.flush()
 
     def _ask(self, words: Words, seconds: float = ANSWERED_SECONDS) -> Words:
-        """Raises OSError or ValueError where no answer comes in time; the next call connects anew."""
+        """Ask the monitor. Raises OSError or ValueError if no answer arrives in time; the next call reconnects."""
         assert self._address is not None, "somebody to ask"
         with self._lock:
             if self._connection is None:
@@ -335,7 +336,7 @@ class Watch:
             said = self._beat_of(said)
             limit = said["patience"] if self._limit is None else self._limit
             try:
-                left = answered + limit - time.monotonic()  # all that wait in vain must find out at about one time
+                left = answered + limit - time.monotonic()  # all waiting ranks must find out together
                 answer = self._ask({"beat": said}, min(ANSWERED_SECONDS, max(BEAT_SECONDS, left)))
                 if answer.get("wants_stack"):
                     self._ask({"stack": self._stack()})
@@ -379,13 +380,13 @@ class Watch:
                 f"between is gone; {hosts}, and {own}"
             )
         self.speak(message)
-        time.sleep(HOST_SECONDS)  # others must say the same before they lose this rank, or that one
+        time.sleep(HOST_SECONDS)  # the others must receive it before they lose this rank, or that one
         if self._monitors is not None and status:
             _end(self._monitors[:2])
         os._exit(1)
 
     def _meet_the_end(self, failure: Words) -> None:
-        """Leave with what ended the run, once this rank had its chance to do so by itself."""
+        """Exit with the error that ended the run, after the rank had time to exit by itself."""
         is_late = "ends" in failure
         if is_late and failure["rank"] != self._rank:
             for process in failure["ends"]:
@@ -403,7 +404,8 @@ class Watch:
 
 
 class _Connection:
-    """One connection to a monitor, of which each read takes at most `seconds`. monitors: its process, and its page."""
+    """A connection to a monitor, whose reads take at most `seconds` each. monitors: the monitor's process, and its
+    page."""
 
     def __init__(self, address: Address, rank: int, seconds: float) -> None:
         self._socket = socket.create_connection((address.host, address.port), timeout=seconds)
@@ -440,19 +442,19 @@ class _Connection:
 
 
 def words_of(error: BaseException, rank: int) -> Words:
-    """An error as the monitor keeps it."""
+    """Convert an error to the form that the monitor keeps."""
     code = error.exit_code if isinstance(error, AtollError) else 1
     kind = "" if isinstance(error, AtollError) else f"{type(error).__name__}: "
     return {"rank": rank, "exit_code": code, "message": f"{kind}{error}"[:MESSAGE_CHARACTERS]}
 
 
 def error_of(words: Words) -> RankError:
-    """The error that every rank raises."""
+    """Return the error that every rank raises."""
     return RankError(words["message"], rank=words["rank"], exit_code=words["exit_code"], speaker=words.get("speaker"))
 
 
 def _end(process: tuple[str, int]) -> None:
-    """Kill a rank of this machine that is late: it may be stopped, and cannot leave by itself."""
+    """Kill a late rank of this machine: it may be stopped, and cannot exit by itself."""
     host, pid = process
     mine, own = process_of_this()
     if host == mine and pid != own:

@@ -28,26 +28,26 @@ KINDS: tuple[Kind, ...] = ("reduce", "sync", "gather")
 
 
 class Recorder(Protocol):
-    """Notes when what travelled did."""
+    """Records when transfers end."""
 
     def now(self) -> float:
-        """A point in time of what runs here."""
+        """Return the current time on this device."""
 
     def travelled(self, kind: Kind, unit: int, start: float) -> None:
-        """A unit's job that began at `start` is over."""
+        """Record the end of a unit's job that began at `start`."""
 
 
 class Job(Protocol):
-    """Work under way."""
+    """Work in progress."""
 
     def wait(self) -> None:
-        """Go on when it is done (on CUDA: what is launched from here on goes on then). Raises its error."""
+        """Wait for the job; on CUDA, work launched afterwards waits for it. Raises its error."""
 
 
 class Lane(ABC):
-    """Runs jobs beside the computation.
+    """Runs jobs concurrently with the computation.
 
-    clock: of the row that is played, if one is.
+    clock: of the program that runs, if any.
     """
 
     def __init__(self, kind: Kind) -> None:
@@ -55,11 +55,11 @@ class Lane(ABC):
         self.clock: Recorder | None = None
 
     def start(self, work: Callable[[], None], *, unit: int, after: Job | None = None) -> Job:
-        """Begin `work` on a unit behind another job, or let it wait for its turn."""
+        """Start `work` on a unit after another job, or queue it."""
         return self._begin(partial(self.do, work, unit=unit, after=after))
 
     def do(self, work: Callable[[], None], *, unit: int, after: Job | None = None) -> None:
-        """Do `work` on a unit here, behind another job."""
+        """Run `work` on a unit here, after another job."""
         if after is not None:
             after.wait()
         clock = self.clock
@@ -73,7 +73,7 @@ class Lane(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Start nothing any more."""
+        """Start no further jobs."""
 
 
 class _Done:
@@ -82,7 +82,7 @@ class _Done:
 
 
 class Inline(Lane):
-    """Does the work at once: where there is nobody to talk to."""
+    """Runs the work immediately. Used if there are no other ranks."""
 
     def _begin(self, work: Callable[[], None]) -> Job:
         with torch.no_grad():
@@ -114,8 +114,8 @@ class _ThreadJob:
 
 
 class Threads(Lane):
-    """`AT_ONCE` threads that start with the first job. They are daemons: one that waits for a rank that is gone must
-    not keep the process."""
+    """`AT_ONCE` threads, started with the first job. They are daemons, so that a thread that waits for a failed rank
+    does not keep the process alive."""
 
     def __init__(self, kind: Kind) -> None:
         super().__init__(kind)
@@ -150,7 +150,7 @@ class Threads(Lane):
             if job is None:
                 return
             job.run()
-            del job  # or this thread would hold its tensors until the next one comes
+            del job  # otherwise this thread would hold its tensors until the next job
 
 
 class _StreamJob:
@@ -162,8 +162,8 @@ class _StreamJob:
 
 
 class Stream(Lane):
-    """A stream of its own. What a job allocates belongs to the stream, whose next job begins after everything that
-    the computation had launched by then, so memory that the computation gave back is never written too early."""
+    """A CUDA stream. Tensors that a job allocates belong to the stream, and its next job starts after all work that the
+    computation had launched by then, so memory that the computation freed is never written too early."""
 
     def __init__(self, kind: Kind, device: torch.device) -> None:
         super().__init__(kind)
@@ -182,14 +182,15 @@ class Stream(Lane):
 
 
 class _StreamThreadJob(_ThreadJob):
-    """A thread's job on its stream: begins after what the computation had launched, and the other way around."""
+    """A thread's job on its stream. It starts after the work launched by the computation, and later work waits for
+    it."""
 
     def __init__(self, work: Callable[[], None], own: threading.local) -> None:
         super().__init__(self._on_stream)
         self._wanted = work
         self._own = own
         self._began, self._ended = torch.cuda.Event(), torch.cuda.Event()
-        self._began.record()  # here, on the computation's stream: the thread may come to it much later
+        self._began.record()  # here, on the computation's stream: the thread may run much later
 
     def _on_stream(self) -> None:
         if not hasattr(self._own, "stream"):
@@ -206,7 +207,7 @@ class _StreamThreadJob(_ThreadJob):
 
 
 class StreamThreads(Threads):
-    """Threads with a stream each, for messages that the host waits for between copies from and to the device."""
+    """Threads with a stream each, for transports that wait on the host between copies from and to the device."""
 
     def __init__(self, kind: Kind) -> None:
         super().__init__(kind)
@@ -217,9 +218,9 @@ class StreamThreads(Threads):
 
 
 def lanes_of(device: torch.device, *, alone: bool, waits_on_host: bool) -> dict[Kind, Lane]:
-    """A lane for each kind of job; `alone` if nobody shares this rank's parameters.
+    """Return a lane for each kind of job; `alone` if no other rank shares this rank's parameters.
 
-    waits_on_host: whether jobs return when they are done, not when they have been launched.
+    waits_on_host: whether jobs return when they have finished, instead of when they have been launched.
     """
     if alone:
         return {kind: Inline(kind) for kind in KINDS}

@@ -1,28 +1,31 @@
-"""Local processes, the environment that other launchers leave for theirs, and how ranks meet and leave with an error.
+"""Local processes, the environment of other launchers, rendezvous, and exit with an error.
 
 The life of `launch_local`:
 
-    1. the parent hosts the monitor on the loopback address, and makes a folder for the store, both for this user alone;
-    2. it starts one child a rank, each in a session of its own, with the variables that torchrun would set;
-    3. it waits. A first SIGINT or SIGTERM goes to every child once, as SIGTERM: they save and leave. A second kills;
-    4. when a child fails, the others have `grace` seconds to leave by themselves and are then killed; for a child that
+    1. the parent hosts the monitor on the loopback address, and creates a folder for the store, both for this user
+    only;
+    2. it starts one child per rank, each in its own session, with the variables that torchrun would set;
+    3. it waits. A first SIGINT or SIGTERM is sent to every child once, as SIGTERM: they save and exit. A second one
+    kills;
+    4. when a child fails, the others have `grace` seconds to exit by themselves and are then killed; for a child that
        a signal ended, the parent reports the error;
-    5. the first failure decides what the caller gets.
+    5. the first failure determines the result.
 
 [Note: nobody outlives the parent] Each child holds the read end of a pipe whose only write end is the parent's.
 The kernel closes it however the parent ends, and `watch_parent` then ends the child. A rank of torchrun watches its
-agent's process instead: left alone it would go on, and hold the folder that the next attempt asks for.
+agent's process instead; otherwise it would continue without it and lock the folder that the next attempt needs.
 
-[Note: one error] The first rank to fail tells the monitor its error. That rank prints it; the others hear it there and
-leave with the same exit code, without a word.
+[Note: one error] The first rank to fail reports its error to the monitor and prints it. The others receive it from the
+monitor and exit with the same code without printing.
 
-[Note: words of earlier ranks] torchrun's store outlives the ranks that it restarts, and their counts of restarts differ
-once a node has come later than others. So the monitor decides: rank 0 hosts a new one and says where, and a rank that
-finds the address of one that does not answer reads again. All else in the store is under the name of the meeting.
+[Note: words of earlier ranks] torchrun's store outlives the ranks that it restarts, and their restart counts differ if
+a node joined later. So the monitor decides: rank 0 hosts a new one and stores its address, and a rank that reads the
+address of a monitor that does not answer reads again. All other keys in the store have the name of the rendezvous as a
+prefix.
 
-[Note: who may come in] Local ranks meet in a folder that belongs to the user, and gloo listens on the loopback
-interface. Across machines torch's store is open to whoever reaches its port: its host listens on one interface, the one
-that MASTER_ADDR names, and not on all of them, and so does gloo. The monitor asks everyone for the secret of the run.
+[Note: who may come in] Local ranks rendezvous in a folder that belongs to the user, and gloo listens on the loopback
+interface. Across machines, torch's store accepts anyone who reaches its port, so its host and gloo listen only on
+the interface of MASTER_ADDR. The monitor asks every client for the secret of the run.
 """
 
 from __future__ import annotations
@@ -58,18 +61,18 @@ LIFELINE = "ATOLL_LIFELINE"
 MONITOR = "ATOLL_MONITOR"
 """Environment variable with the address and secret of the local ranks' monitor."""
 MEETING = "ATOLL_MEETING"
-"""The file at which local ranks meet."""
+"""File of the local ranks' rendezvous."""
 DIGITS = 18
 """Maximum number of digits in a launcher's variable."""
 SECRET = "ATOLL_SECRET"
-"""The secret of a run across machines; without it rank 0 makes one, and gives it to who reads the store."""
+"""Secret of a run across machines; without it rank 0 generates one and shares it through the store."""
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 LOOPBACK = "127.0.0.1"
 POLL_SECONDS = 0.02
 SAVED_AND_LEFT = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 """Exit codes of a child that ends because of a signal."""
 LATE_SECONDS = 2.0
-"""Time that ranks have to exit after one has failed; late ones are killed."""
+"""Seconds for ranks to exit after one has failed; late ones are killed."""
 
 
 @dataclass(frozen=True)
@@ -83,13 +86,13 @@ class Rendezvous:
     address: str
     port: int
     agent_store: bool
-    """The launcher already hosts the store: rank 0 connects to it like every other rank."""
+    """True if the launcher already hosts the store: rank 0 then connects to it like every other rank."""
 
 
 def torchrun_environment(environment: Mapping[str, str] | None = None) -> Rendezvous | None:
     """Return the rank that torchrun, Kubernetes (PyTorchJob) or `srun` gave this process; None without a launcher.
 
-    A set of variables that is incomplete or contradicts itself is a `UserError`.
+    Raises UserError if the variables are incomplete or contradictory.
     """
     given = os.environ if environment is None else environment
 
@@ -110,9 +113,9 @@ def restarts(environment: Mapping[str, str] | None = None) -> int:
 class Ending:
     """The outcome of local ranks. code: the exit code of the run.
 
-    rank: the first that failed; None where none did, or a signal to the parent ended them.
-    was_lost: it was ended, stopped or silent, or did not get on; else an error in it was the first.
-    error: where no rank could say why it failed, for the caller to raise.
+    rank: the first one that failed; None if none did, or a signal to the parent ended them.
+    was_lost: it was killed, stopped, silent or made no progress; otherwise an error in it was the first.
+    error: for the caller to raise, if no rank could report why it failed.
     """
 
     code: int
@@ -130,14 +133,16 @@ def launch_local(
     grace: float = 10.0,
     limit: float | None = None,
 ) -> int:
-    """Runs `command` in `ranks` local processes and returns the exit code of the run.
+    """Run `command` in `ranks` local processes and return the exit code of the run.
 
-    0 if all left with 0; 2 or 1 if the first child that failed left with 2 or anything else (it has printed why);
-    128 + signal if children left because of one, after saving, or because a second one made the parent kill them; the
-    number is that of the signal that the parent got. A first failure without words, a child ended by a
-    signal, raises `RankError`. `port` 0 is any free one; `threads` are OpenMP's for each rank, by default the
-    machine's cores divided by `ranks` unless OMP_NUM_THREADS is set; `grace` is in seconds. `limit`: how long a
-    rank may be silent, or keep another one waiting; None for what the ranks have measured. `port` is the monitor's.
+    0 if all exited with 0. 2 or 1 if the first child that failed exited with 2 or another code, after printing the
+    error. 128 + signal if children ended because of a signal, after saving, or because a second one made the parent
+    kill them; the number is that of the signal that the parent received. Raises RankError if the first failure was a
+    child killed by a signal.
+
+    port: the monitor's; 0: any free one.  threads: OpenMP threads of each rank, by default the machine's cores divided
+    by `ranks` unless OMP_NUM_THREADS is set.  grace: seconds.  limit: seconds for which a rank may be silent or keep
+    another one waiting; None: derived from measured durations.
     """
     ending = run_local(command, ranks, port=port, threads=threads, grace=grace, limit=limit)
     if ending.error is not None:
@@ -155,7 +160,7 @@ def run_local(
     limit: float | None = None,
     attempt: int = 0,
 ) -> Ending:
-    """Like `launch_local`, and return how the run ended. attempt: the number of earlier starts, which ranks read from
+    """Like `launch_local`, but return how the run ended. attempt: number of earlier starts, which ranks read from
     torchrun's variable."""
     monitor = host_monitor(ranks, port=port, limit=limit)
     children = _Children(monitor, grace=grace)
@@ -174,9 +179,9 @@ def run_local(
 
 
 def watch_parent() -> None:
-    """Called by a rank once it runs: from then on it ends when the process does that started it, however that ends.
+    """Make this rank end when the process that started it ends, however that ends.
 
-    A rank of another launcher than `launch_local` and torchrun's agent is left to its launcher.
+    Ranks of launchers other than `launch_local` and torchrun's agent are left to their launcher.
     """
     lifeline = os.environ.pop(LIFELINE, None)
     if lifeline is not None:
@@ -198,10 +203,10 @@ def watch_parent() -> None:
 
 
 def share_cores(world: int) -> None:
-    """Give torch's kernels this rank's share of the machine's cores, where nobody said how many threads they have.
+    """Limit torch's threads to this rank's share of the machine's cores, unless the number of threads is set.
 
-    OMP_NUM_THREADS, MKL_NUM_THREADS and torch.set_num_threads say it. Without them torch takes every core, and ranks of
-    one machine then wait for each other's threads. `launch_local` and torchrun say it to the ranks that they start.
+    OMP_NUM_THREADS, MKL_NUM_THREADS and torch.set_num_threads set it. Without them torch uses every core, and the ranks
+    of a machine wait for each other's threads. `launch_local` and torchrun set it for the ranks that they start.
     """
     import psutil
     import torch
@@ -225,7 +230,7 @@ def _ranks_of_machine(world: int) -> int:
 
 
 def host_monitor(ranks: int, *, port: int, limit: float | None, host: str = LOOPBACK) -> Monitor:
-    """A monitor in this process; `port` 0 is any free one, `ConfigError` where it cannot be used."""
+    """Return a monitor in this process; `port` 0 is any free one. Raises ConfigError if the port cannot be used."""
     if not 0 <= port <= 65535:
         raise ConfigError(f"run.port = {port}: a port is a number from 0 to 65535")
     try:
@@ -236,14 +241,14 @@ def host_monitor(ranks: int, *, port: int, limit: float | None, host: str = LOOP
 
 
 def meet(rendezvous: Rendezvous, limit: float | None) -> tuple[Store, Watch]:
-    """The store of all ranks, and this rank's watch, which has begun; `limit` bounds every wait for both.
+    """Return the store of all ranks, and this rank's watch, which is started; `limit` bounds every wait for both.
 
-    Local ranks find their store and monitor where their parent put them; otherwise launcher or rank 0 hosts the store,
-    and rank 0 the monitor.
+    Local ranks use the store and monitor of their parent. Otherwise the launcher or rank 0 hosts the store, and rank 0
+    hosts the monitor.
     """
     monitor, meeting = os.environ.pop(MONITOR, None), os.environ.pop(MEETING, None)
     if monitor is not None and meeting is not None:
-        # Without a limit: a parent that is gone ends its children, and one that the user has stopped comes back.
+        # Without a limit: a parent that has died ends its children, and one that the user has stopped resumes.
         watch = Watch(Address.parse(monitor), rendezvous.rank, rendezvous.world).start()
         from torch.distributed import FileStore
 
@@ -253,7 +258,7 @@ def meet(rendezvous: Rendezvous, limit: float | None) -> tuple[Store, Watch]:
     store = _tcp_store(rendezvous, LONGEST_SECONDS if limit is None else limit)
     host = LOOPBACK if rendezvous.local_world == rendezvous.world else own_address(rendezvous.address)
     interface = interface_of(host)
-    if interface is not None:  # gloo's own choice is the interface of the host's name, on whichever network that is
+    if interface is not None:  # by default gloo uses the interface of the host's name, on any network
         os.environ.setdefault(GLOO_INTERFACE, interface)
     watch, meeting = watch_by(store, rendezvous.rank, rendezvous.world, host=host, limit=limit)
     return PrefixStore(meeting, store), watch
@@ -262,8 +267,8 @@ def meet(rendezvous: Rendezvous, limit: float | None) -> tuple[Store, Watch]:
 def watch_by(
     store: Store, rank: int, world: int, *, host: str, limit: float | None, name: str = "run"
 ) -> tuple[Watch, str]:
-    """A watch that has begun, and the name of this meeting. Rank 0 hosts the monitor on `host`, and says in the store
-    where; all ranks ask. See [Note: words of earlier ranks]."""
+    """Return a started watch, and the name of this rendezvous. Rank 0 hosts the monitor on `host` and stores its
+    address, which all ranks read. See [Note: words of earlier ranks]."""
     key, secret = f"atoll/monitor/{name}", os.environ.get(SECRET, "")
     if rank == 0:
         hosted = host_monitor(world, port=0, limit=limit, host=host)
@@ -281,23 +286,24 @@ def watch_by(
 
 
 def host_of_ranks() -> str:
-    """The address for ranks that somebody else launched: the one of MASTER_ADDR, or the loopback without that."""
+    """Return the address for ranks of another launcher: that of MASTER_ADDR, or the loopback address without it."""
     return own_address(os.environ["MASTER_ADDR"]) if "MASTER_ADDR" in os.environ else LOOPBACK
 
 
 def own_address(name: str) -> str:
-    """The address of this machine to listen on, where ranks of others know it, or its store's host, as `name`."""
+    """Return the address of this machine to listen on, at which other machines know it; or, as `name`, its store's
+    host."""
     family, _, _, _, place = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0]
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as own:
         own.bind((place[0], 0))
         return str(place[0])
-    with socket.socket(family, socket.SOCK_DGRAM) as towards:  # nothing is sent: this asks for the route
+    with socket.socket(family, socket.SOCK_DGRAM) as towards:  # nothing is sent: this only asks for the route
         towards.connect((place[0], 9))
         return str(towards.getsockname()[0])
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface that has an address of this machine."""
+    """Return the network interface with an address of this machine."""
     import psutil
 
     for name, addresses in psutil.net_if_addrs().items():
@@ -307,10 +313,10 @@ def interface_of(address: str) -> str | None:
 
 
 def host_store(host: str, port: int, *, world: int | None = None, seconds: float = 60.0) -> TCPStore:
-    """A store in this process that listens on one address; `port` 0 is any free one."""
+    """Return a store in this process that listens on one address; `port` 0 is any free one."""
     from torch.distributed import TCPStore
 
-    # The socket is ours because torch would listen on every address of the machine.
+    # We pass our own socket because torch would listen on every address of the machine.
     listener = socket.create_server((host, port), family=family_of(host), backlog=512)
     return TCPStore(
         host,
@@ -336,17 +342,17 @@ def _tcp_store(rendezvous: Rendezvous, seconds: float) -> Store:
 def leave(error: Exception, watch: Watch | None, rendezvous: Rendezvous) -> NoReturn:
     """End this process with the first error of any rank; see [Note: one error].
 
-    At once: with peers gone, closing gloo's connections in order can wait for them for minutes.
+    Exits immediately: with failed peers, closing gloo's connections in order can take minutes.
     """
     rank = rendezvous.rank
-    # A lost connection is seen before its cause is told: the rank that caused it is given a moment.
+    # A lost connection is noticed before its cause is reported: wait a moment for the rank that caused it.
     first = None if watch is None else watch.first(wait=0.0 if isinstance(error, UserError) else CAUSE_SECONDS)
     if first is None and watch is not None:
         watch.report(error)
         first = watch.first() or (error if isinstance(error, RankError) else None)
     code = error.exit_code if isinstance(error, AtollError) else 1
-    # The monitor's verdict has a speaker. It may be this rank, and blame it too: its own error is then but a connection
-    # that those who have heard the verdict closed.
+    # The monitor's verdict names a rank that prints it. It may be this one, and it may blame this one too: its own
+    # error is then only a connection closed by ranks that received the verdict.
     if first is None or (first.rank == rank and first.speaker is None):
         if watch is None or watch.may_speak():
             _print_error(error, rank)
@@ -369,7 +375,7 @@ def _print_error(error: Exception, rank: int) -> None:
 
 
 class _Children:
-    """The processes of one run, in rank order, and the first of them that failed."""
+    """Processes of one run, in rank order, and the first one that failed."""
 
     def __init__(self, monitor: Monitor, *, grace: float) -> None:
         self.monitor = monitor
@@ -390,7 +396,7 @@ class _Children:
         )
 
     def receive(self, number: int) -> None:
-        """The parent got a signal: the first is passed on, the second ends everything."""
+        """Handle a signal to the parent: the first one is passed on, the second one ends everything."""
         self.signals.append(number)
         if len(self.signals) > 1:
             self.kill()
@@ -400,7 +406,7 @@ class _Children:
                 process.terminate()
 
     def wait(self) -> None:
-        """Until all have left; once one has failed, no longer than the grace."""
+        """Wait until all have exited, or, once one has failed, for the grace period."""
         deadline: float | None = None
         while True:
             codes = [process.poll() for process in self.processes]
@@ -418,7 +424,7 @@ class _Children:
         self._note_failure(codes)
 
     def kill(self) -> None:
-        """Ends what still runs, with everything that it has started."""
+        """Kill the remaining children with all processes that they started."""
         for process in self.processes:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -447,18 +453,18 @@ class _Children:
             return Ending(2 if code == 2 else 1, first)
         was_lost = code < 0 or "ends" in failure
         if code < 0:
-            code = int(failure["exit_code"])  # a rank has said why
+            code = int(failure["exit_code"])  # a rank has printed the error
         return Ending(2 if code == 2 else 1, failure["rank"], was_lost=was_lost)
 
     def _note_failure(self, codes: Sequence[int | None]) -> None:
         if self.first_failed is not None:
             return
         failed = [rank for rank, code in enumerate(codes) if code]
-        # Found at one glance: a rank that was killed is the cause, the others left because of it.
+        # If several are seen at once, a killed rank is the cause, and the others exited because of it.
         killed = [rank for rank in failed if (codes[rank] or 0) < 0]
         self.first_failed = next(iter(killed + failed), None)
         if killed:
-            # It could not speak for itself; the others hear from the monitor why they lost a peer.
+            # It could not report; the others learn from the monitor why they lost a peer.
             rank = killed[0]
             words = _words_for_signal(rank, -(codes[rank] or 0), self.monitor.place_of(rank))
             self.monitor.report(words_of(RunError(words), rank))
@@ -478,7 +484,7 @@ def _words_for_signal(rank: int, number: int, place: str) -> str:
 @contextlib.contextmanager
 def _forwarded_signals(children: _Children) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may install handlers; whoever owns it deals with signals
+        yield  # only the main thread may install handlers; its owner handles signals
         return
 
     numbers = (signal.SIGINT, signal.SIGTERM)
@@ -530,7 +536,7 @@ def _from_torchrun(given: Mapping[str, str]) -> Rendezvous:
         Rendezvous(
             rank=_number(given, "RANK"),
             world=_number(given, "WORLD_SIZE"),
-            local_rank=_number(given, "LOCAL_RANK", default="0"),  # Kubernetes: one process a pod
+            local_rank=_number(given, "LOCAL_RANK", default="0"),  # Kubernetes: one process per pod
             local_world=_number(given, "LOCAL_WORLD_SIZE", default="1"),
             address=given["MASTER_ADDR"],
             port=_number(given, "MASTER_PORT"),
@@ -542,7 +548,7 @@ def _from_torchrun(given: Mapping[str, str]) -> Rendezvous:
 def _from_slurm(given: Mapping[str, str]) -> Rendezvous | None:
     world = _number(given, "SLURM_STEP_NUM_TASKS")
     if world == 1:
-        return None  # an interactive shell under srun: free to start local processes
+        return None  # an interactive shell under srun: it may start local processes
 
     _require(given, ("SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_JOB_ID"))
     if not given.get("MASTER_ADDR"):
@@ -555,7 +561,7 @@ def _from_slurm(given: Mapping[str, str]) -> Rendezvous | None:
             local_rank=_number(given, "SLURM_LOCALID"),
             local_world=_slurm_tasks(given["SLURM_STEP_TASKS_PER_NODE"], node=_number(given, "SLURM_NODEID")),
             address=given.get("MASTER_ADDR") or _slurm_first_host(given["SLURM_STEP_NODELIST"]),
-            # The same on every node without a message, and another one for a job beside this one.
+            # Equal on every node without communication, and different for a job beside this one.
             port=_number(given, "MASTER_PORT", default=str(20000 + _number(given, "SLURM_JOB_ID") % 10000)),
             agent_store=False,
         )
@@ -563,7 +569,7 @@ def _from_slurm(given: Mapping[str, str]) -> Rendezvous | None:
 
 
 def _slurm_first_host(nodes: str) -> str:
-    """`n[003-006,009],m1` -> `n003`."""
+    """Return the first host: `n[003-006,009],m1` -> `n003`."""
     prefix, bracket, rest = nodes.partition("[")
     if not bracket or "," in prefix:
         return prefix.split(",")[0]
@@ -571,7 +577,7 @@ def _slurm_first_host(nodes: str) -> str:
 
 
 def _slurm_tasks(tasks: str, *, node: int) -> int:
-    """`2(x3),1` -> tasks of node 0, 1, 2: 2, of node 3: 1."""
+    """Return the number of tasks of each node: `2(x3),1` -> 2 for nodes 0, 1 and 2; 1 for node 3."""
     for count, times in re.findall(r"(\d{1,9})(?:\(x(\d{1,9})\))?", tasks):
         node -= int(times or 1)
         if node < 0:

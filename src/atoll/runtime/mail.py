@@ -1,15 +1,15 @@
-"""Messages between a stage and its neighbours.
+"""Send and receive of activations and gradients between a stage and its neighbours.
 
-[Note: who waits for whom] Receives are posted before their action, at the program's POST, in the order of the row,
-which is the sender's order for each pair of ranks; the action itself waits. The computing thread never waits for a
-send: a gloo send completes only when its receiver is ready, and waiting would hang 1F1B. The transport's outbox waits,
-and releases sent buffers.
+[Note: who waits for whom] Receives are posted before their action, at the program's POST, in the order of the rank's
+actions, which is the sender's order for each pair of ranks; the action itself waits. The computing thread never waits
+for a send: a gloo send completes only when its receiver is ready, and waiting would deadlock 1F1B. The transport's
+outbox waits, and releases sent buffers.
 
-[Note: shapes] A stage's output shape follows from the microbatch's shapes. The first time a rank sees a kind of
+[Note: shapes] A stage's output shape is determined by the microbatch's shapes. The first time a rank sees a kind of
 microbatch, the sender puts the shape and whether a gradient is expected in a header before the tensor; from then on
 both sides know, and receives are posted early.
 
-[Note: received buffers] Buffers are reused after the microbatch's W, when nothing refers to them: W may keep the
+[Note: received buffers] Buffers are reused after the microbatch's W, if nothing refers to them: W may keep the
 received activation or gradient itself.
 """
 
@@ -31,7 +31,7 @@ _HEADER = 12
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """The message between two stages for one kind of microbatch."""
+    """Message between two stages for one kind of microbatch."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -40,7 +40,7 @@ class Wire:
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """A message of a split vocabulary, of which both sides know what it brings."""
+    """Message of a split vocabulary, whose contents both sides know."""
 
     peer: int
     tag: Tag
@@ -49,7 +49,7 @@ class Parcel:
 
 @dataclass(slots=True)
 class _Expected:
-    """A message that a receive of the row waits for, while it is posted."""
+    """Message that a posted receive waits for."""
 
     op: Op
     stage: int
@@ -67,7 +67,7 @@ class _Expected:
 
 
 class Mail:
-    """The messages of one rank. `rank_of` gives the world rank of a stage."""
+    """Messages of one rank. `rank_of` gives the world rank of a stage."""
 
     def __init__(self, transport: Transport, rank_of: Callable[[int], int]) -> None:
         self._transport = transport
@@ -87,9 +87,9 @@ class Mail:
         training: bool,
         parcels: Callable[[Action], list[Parcel] | None] | None = None,
     ) -> None:
-        """Begin a row.
+        """Begin a program.
 
-        parcels: what a receive of a split vocabulary brings; None for one of a stage.
+        parcels: contents of the receives of a split vocabulary; None for those of a stage.
         """
         self._kinds = [self._kind_of((training, _shapes(batch))) for batch in batches]
         self._expected = []
@@ -100,7 +100,7 @@ class Mail:
         self._next = self._posted = 0
 
     def _kind_of(self, described: tuple[object, ...]) -> int:
-        """The number of a kind of microbatch: messages are many, and nested tuples slow to look up."""
+        """Return the number of a kind of microbatch: nested tuples are slow to look up for every message."""
         return self._known.setdefault(described, len(self._known))
 
     def _expect(self, action: Action) -> _Expected:
@@ -112,10 +112,10 @@ class Mail:
         return _Expected(action.op, action.stage, action.microbatch, kind=kind, peer=self._rank_of(sender), tag=tag)
 
     def begin_again(self, stale: Sequence[tuple[Action, int]]) -> None:
-        """Begin the same row again after a false start.
+        """Begin the same program again after a false start.
 
-        stale: receives that the row did not come to, and the ranks whose false starts sent their messages. Receives
-        that are posted beyond those stay posted: the next messages of their tags are the right ones.
+        stale: receives that the program did not reach, and the ranks whose false starts sent their messages. Receives
+        posted beyond those stay posted: the next messages of their tags are the right ones.
         """
         for action, peer in stale:
             self._next = next(at for at, each in enumerate(self._expected) if each.is_for(action) and each.peer == peer)
@@ -125,13 +125,13 @@ class Mail:
         self._next = self._posted = 0
 
     def end(self) -> None:
-        """Raise the first error of a message that was sent."""
+        """Raise the first error of a sent message."""
         self._transport.check()
 
-    # ---- sending
+    # ---- sends
 
     def send_forward(self, stage: int, microbatch: int, output: torch.Tensor) -> None:
-        """Send a stage's output to the next one's rank."""
+        """Send a stage's output to the next stage's rank."""
         peer = self._rank_of(stage + 1)
         kind = stage, self._kinds[microbatch]
         if kind not in self._wires:
@@ -141,17 +141,17 @@ class Mail:
         self._transport.post(output.detach().contiguous(), peer, Tag(Channel.FORWARD, stage, microbatch))
 
     def send_backward(self, stage: int, microbatch: int, gradient: torch.Tensor) -> None:
-        """Send the gradient of a stage's input to the rank of the one before."""
+        """Send the gradient of a stage's input to the previous stage's rank."""
         self.send(gradient.contiguous(), self._rank_of(stage - 1), Tag(Channel.BACKWARD, stage, microbatch))
 
     def send(self, tensor: torch.Tensor, peer: int, tag: Tag) -> None:
         """Send a contiguous tensor to a world rank that knows its shape."""
         self._transport.post(tensor, peer, tag)
 
-    # ---- receiving
+    # ---- receives
 
     def receive(self, op: Op, stage: int) -> tuple[torch.Tensor, Wire] | None:
-        """Wait for the row's next message, which `op` on `stage` asks for; None for a gradient that is not needed."""
+        """Wait for the next message, which `op` on `stage` needs. Return None for a gradient that is not needed."""
         expected = self._expected[self._next]
         assert (expected.op, expected.stage) == (op, stage), "receives are asked for in the order of the row"
         self._next += 1
@@ -162,7 +162,7 @@ class Mail:
             wire = self._wires[expected.kind]
             if op is Op.RECV_B and not wire.has_gradient:
                 return None
-        if expected.message is None:  # its shape was not known when it was to be posted
+        if expected.message is None:  # its shape was unknown when it should have been posted
             self._start(expected, wire)
         message, buffer = expected.message, expected.buffer
         assert message is not None, "it has just been posted"
@@ -172,11 +172,11 @@ class Mail:
         return buffer, wire
 
     def recycle(self, buffer: torch.Tensor, wire: Wire) -> None:
-        """Take a received buffer back."""
+        """Keep a received buffer for reuse."""
         self._free.setdefault((wire.shape, wire.dtype), []).append(buffer)
 
     def post(self, action: Action) -> None:
-        """Begin the receives of an action, the next of the row that has not been posted, if their shapes are known."""
+        """Post the receives of an action, the next one whose receives are not posted, if their shapes are known."""
         while self._posted < len(self._expected) and self._expected[self._posted].is_for(action):
             expected = self._expected[self._posted]
             self._posted += 1
@@ -229,5 +229,5 @@ def _expect_parcels(action: Action, parcels: Sequence[Parcel]) -> list[_Expected
 
 
 def _shapes(batch: Batch) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Return the key that determines a stage's output shape: includes labels, an encoder-decoder's input."""
+    """Return the key that determines a stage's output shape. It includes labels and an encoder-decoder's input."""
     return tuple(sorted((name, tuple(value.shape)) for name, value in tensors_in(batch)))

@@ -1,8 +1,8 @@
-"""The monitor: receives the heartbeats of all ranks, and sends the first error of one rank to all.
+"""The monitor, which receives the heartbeats of all ranks and sends the first error of one rank to all.
 
-One process hosts it: the parent of local ranks, or rank 0. Each rank keeps one connection to it and reports its state a
-few times a second (`atoll.runtime.verdict`). It answers with the reason why the run ended, if it has: the first error
-that a rank reported, a rank whose process is gone, or a verdict on which rank keeps the others waiting.
+It runs in one process: the parent of local ranks, or rank 0. Each rank keeps one connection to it and reports its state
+a few times a second (`atoll.runtime.verdict`). If the run has ended, it answers with the reason: the first reported
+error, a rank whose process has died, or a verdict on the rank that keeps the others waiting.
 
 The rendezvous store of torch.distributed cannot do this, because a call to it has no time limit: a rank that is cut off
 from its host would wait in it forever. Here every read has a limit, on both sides.
@@ -33,28 +33,28 @@ from atoll.runtime.page import View, own_page, read_page, status_of
 from atoll.runtime.verdict import LONGEST_SECONDS, OUTSIDE, SHORTEST_SECONDS, SILENT_SECONDS, State, judge, named
 
 BEAT_SECONDS = 0.25
-"""Between two heartbeats of a rank, in worlds of up to `CROWD` ranks; larger ones beat as many times together."""
+"""Seconds between two heartbeats of a rank, in worlds of up to `CROWD` ranks; larger ones send as many in total."""
 CROWD = 256
 LINE_BYTES = 1 << 18
-"""The longest line that is read."""
+"""Maximum length of a line, in bytes."""
 ANSWER_SECONDS = 5.0
 """Time limit for a client to answer the challenge, and for every read of an answer."""
 STRANGERS = 64
-"""Connections that have not answered yet; further ones are closed at once."""
+"""Maximum number of connections that have not answered the challenge; further ones are closed immediately."""
 GONE_SECONDS = 1.0
-"""After a connection ends without a word, how long the rank has to come back, or somebody to say why."""
+"""Seconds for a rank to reconnect, or for its cause to be reported, after a connection ends without a goodbye."""
 STACK_SECONDS = 1.0
 """Time limit for a blamed rank to send its stack."""
 
 KEY = "failure"
-"""The report that ends the run. Refusals that all ranks agree on have keys of their own and end nothing."""
+"""Key of the report that ends the run. Refusals that all ranks agree on have other keys and end nothing."""
 
 Words = dict[str, Any]
 """A JSON object."""
 
 
 def proof(secret: str, challenge: str, rank: int) -> str:
-    """The answer to a challenge."""
+    """Return the answer to a challenge."""
     return hmac.new(secret.encode(), f"{challenge} {rank}".encode(), "sha256").hexdigest()
 
 
@@ -72,16 +72,16 @@ class Address:
 
     @staticmethod
     def parse(word: str) -> Address:
-        """Read what `dump` wrote. Raises ValueError for anything else."""
+        """Parse the output of `dump`. Raises ValueError for any other text."""
         secret, _, place = word.partition("@")
         host, _, port = place.rpartition(":")
         return Address(host, int(port), secret)
 
 
 class Monitor:
-    """Listens until it is closed.
+    """Accepts connections until it is closed.
 
-    limit: seconds of silence, or of waiting, after which somebody is to blame; None for what the ranks have measured.
+    limit: seconds of silence, or of waiting, after which a rank is blamed; None: derived from measured durations.
     """
 
     def __init__(self, world: int, *, host: str, limit: float | None, port: int = 0, secret: str | None = None) -> None:
@@ -109,11 +109,11 @@ class Monitor:
         self._thread.start()
         self._loop = self._serves.get()
 
-    # ---- for the process that hosts it
+    # ---- called by the process that hosts it
 
     @property
     def failure(self) -> Words | None:
-        """The error that ended the run, if any."""
+        """Error that ended the run, or None."""
         return self._reports.get(KEY)
 
     def report(self, report: Words, key: str = KEY) -> None:
@@ -121,7 +121,7 @@ class Monitor:
         self._reports.setdefault(key, report)
 
     def close(self) -> None:
-        """Stop listening. Ranks that are still connected go on unwatched."""
+        """Stop listening. Ranks that are still connected are no longer watched."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._over.set)
             self._thread.join(timeout=2.0)
@@ -201,7 +201,7 @@ class Monitor:
         return rank
 
     def answer(self, rank: int, words: Words) -> Words:
-        """Take what a rank says; what it is told. Raises ValueError for what no rank says."""
+        """Handle the message of a rank and return the answer. Raises ValueError for an invalid message."""
         try:
             if "beat" in words:
                 self._hear(rank, words["beat"])
@@ -225,7 +225,7 @@ class Monitor:
         }
 
     def _unseen_by(self, rank: int) -> dict[int, State]:
-        """Silent ranks on the machine of `rank` that nobody has looked at."""
+        """Return the silent ranks on the machine of `rank` that no rank has inspected."""
         host = self._states[rank].host if rank in self._states else ""
         return {
             other: state
@@ -234,7 +234,7 @@ class Monitor:
         }
 
     def _see(self, rank: int, seen: list[Any]) -> None:
-        """Take what a rank sees of others of its machine."""
+        """Store what a rank observed of others on its machine."""
         for other, doing, status in seen:
             if other in self._unseen_by(rank):
                 self._seen[other] = str(doing), str(status)
@@ -266,7 +266,7 @@ class Monitor:
         self._part(rank, self._states[rank])
 
     def _open_page(self, rank: int, state: State) -> None:
-        """Keep the page of a process of this machine: nobody can open it once the process is gone."""
+        """Open the page of a process of this machine now: it cannot be opened once the process has ended."""
         known = self._views.get(rank)
         if state.host == process_of_this()[0] and (known is None or known[0] != state.pid):
             with contextlib.suppress(OSError):
@@ -278,7 +278,7 @@ class Monitor:
         return seen or (self._states[rank].doing if rank in self._states else "")
 
     def _miss(self, rank: int) -> None:
-        """Blame a rank whose connection ended without a word, unless it came back."""
+        """Blame a rank whose connection ended without a goodbye, unless it reconnected."""
         state = self._states.get(rank)
         if state is None or rank in self._writers or self._over.is_set():
             return
@@ -289,7 +289,7 @@ class Monitor:
         self.report({"rank": rank, "exit_code": 1, "message": message, "speaker": self._speaker((rank,))})
 
     def _part(self, rank: int, state: State) -> None:
-        """Blame a rank that left in order, as by `sys.exit` between two steps, where `rank` waits for it."""
+        """Blame a rank that exited in order, as with `sys.exit` between two steps, while `rank` waits for it."""
         gone = [peer for peer in state.waits_for if state.heard - self._left.get(peer, state.heard) > GONE_SECONDS / 2]
         if gone and state.doing != OUTSIDE:
             message = (
@@ -299,7 +299,7 @@ class Monitor:
             self.report({"rank": gone[0], "exit_code": 1, "message": message, "speaker": self._speaker((gone[0],))})
 
     def _speaker(self, blamed: tuple[int, ...]) -> int | None:
-        """The rank that prints what ends the run: the first that lives and is not to blame."""
+        """Return the rank that prints why the run ended: the first one that is alive and not to blame."""
         now = time.monotonic()
         living = [
             rank for rank, state in self._states.items() if rank in self._writers and now - state.heard < SILENT_SECONDS
@@ -315,7 +315,7 @@ class Monitor:
         )
 
     async def _judge(self) -> None:
-        """Look for who is late, ask for its stack, and say so."""
+        """Find a late rank, request its stack, and report the verdict."""
         while self.failure is None:
             await asyncio.sleep(BEAT_SECONDS)
             states, now = dict(self._states), time.monotonic()
@@ -336,7 +336,7 @@ class Monitor:
                 await asyncio.sleep(STACK_SECONDS / 10)
             for rank, (doing, status) in self._seen.items():
                 states[rank] = replace(states[rank], doing=doing or states[rank].doing, status=status)
-            found = judge(states, now, self._limit) or found  # the same, in the words of who has looked
+            found = judge(states, now, self._limit) or found  # the same, with the result of the inspection
             stacks = [f"\nrank {rank}:\n{self._stacks[rank]}" for rank in found.ranks if rank in self._stacks]
             self.report(
                 {
@@ -344,7 +344,7 @@ class Monitor:
                     "exit_code": 1,
                     "message": found.message + "".join(stacks),
                     "speaker": self._speaker(found.ranks),
-                    # Those that still speak hear of this and leave; one of them may have to tell.
+                    # Ranks that are still connected receive this and exit; one of them may have to print it.
                     "ends": [[states[rank].host, states[rank].pid] for rank in found.ranks if rank in silent],
                 }
             )
@@ -352,11 +352,12 @@ class Monitor:
 
 @cache
 def process_of_this() -> tuple[str, int]:
-    """This process for others of its machine: the boot and the namespace of process numbers, and its own number."""
+    """Return what identifies this process on its machine: the boot, the namespace of process numbers, and its
+    number."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         space = os.readlink("/proc/self/ns/pid")
-    except OSError:  # no Linux: nobody else can name this process
+    except OSError:  # not Linux: other processes cannot identify this one
         return f"{socket.gethostname()} {secrets.token_hex(8)}", os.getpid()
     return f"{boot} {space}", os.getpid()
 
@@ -376,7 +377,7 @@ def _write(writer: asyncio.StreamWriter, words: Words) -> None:
 
 
 def read_words(line: bytes) -> Words:
-    """Raises ValueError for anything but a JSON object on a line, and at the connection's end."""
+    """Read a JSON object on a line. Raises ValueError for anything else, and at the end of the connection."""
     if not line.endswith(b"\n"):
         raise ValueError("the connection ended")
     words = parse_json(line)

@@ -21,11 +21,11 @@ from atoll.stages import split_blocks
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """A model that is split as a plan says.
+    """A model that is split according to a plan.
 
-    runs: the blocks of each stage.  parameters: those of each stage, but for those of a split vocabulary.
+    runs: the blocks of each stage.  parameters: those of each stage, except those of a split vocabulary.
     schedule: with its sharding actions and messages.  vocabulary: the ends that are split over the pipeline, if any.
-    frees: of each pipeline rank, the look-ups and scores after which their slice of the vocabulary is freed.
+    frees: for each pipeline rank, the look-ups and scores after which their slice of the vocabulary is freed.
     """
 
     plan: Plan
@@ -38,7 +38,7 @@ class Outline:
 
     @classmethod
     def of(cls, adapter: Adapter, plan: Plan) -> Self:
-        """Split a model, perhaps on `meta`. Raises PlanError where plan and model do not fit."""
+        """Split a model, which may be on `meta`. Raises PlanError if plan and model do not match."""
         blocks = adapter.blocks()
         vocabulary = None
         if plan.vocabulary_parallel:
@@ -83,19 +83,20 @@ class Outline:
         return [placement.rank_of(stage) for stage in range(placement.stages)]
 
     def row(self, rank: int, *, training: bool = True, microbatches: int | None = None) -> tuple[Action, ...]:
-        """Return a pipeline rank's actions for its first microbatches (None: all); without training, forwards only."""
+        """Return a pipeline rank's actions for its first microbatches (None: all); without training, only forwards."""
         schedule = self.schedule if training else self.schedule.forward_only()
         count = schedule.microbatches if microbatches is None else microbatches
         return tuple(each for each in schedule.actions[rank] if each.microbatch is None or each.microbatch < count)
 
     def program(self, rank: int, row: Sequence[Action], shape: RankShape, *, end: Ending | None = None) -> Program:
-        """The program of a pipeline rank that has `shape` for a row. end: how its step ends; None without training."""
+        """Return the program of a pipeline rank with `shape` for its actions. end: how its step ends; None without
+        training."""
         frees = self.frees[rank] if self.frees else None
         return lower_row(row, shape, end=end, frees=frees, reduces_each=self.plan.reduction == "microbatch")
 
 
 def _slices(adapter: Adapter, vocabulary: Vocabulary, plan: Plan) -> Slices:
-    """Bytes of the largest slices."""
+    """Return the bytes of the largest slices."""
     modules = {name: module for block in adapter.blocks() for name, module in block.named_modules()}
     embedding, head = modules[vocabulary.embedding], modules[vocabulary.head]
 

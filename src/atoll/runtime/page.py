@@ -1,8 +1,8 @@
-"""The position of a rank in shared memory, which others of its machine read if its process is stopped.
+"""The position of a rank in shared memory, which other ranks of its machine read if its process is stopped.
 
-A page is a file without a name (`memfd_create`) of one process, opened from outside by its number and descriptor. It
-holds the innermost section's words, and while a program is played the index of the instruction, the step, and where the
-program's lines begin. They are written once for each program, so that to say where a rank is takes one store.
+A page is an unnamed file (`memfd_create`) of one process, opened from outside by the process's number and descriptor.
+It holds the innermost section's text and, while a program runs, the index of the instruction, the step, and the offset
+of the program's lines. The lines are written once per program, so reporting a position takes one store.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from functools import cache
 from pathlib import Path
 
 AT, STEP, TABLE, COUNT, LENGTH = range(5)
-"""Whole numbers of a page: the instruction, -1 between programs; the step, 0 for none; where the lines begin, and how
-many there are; bytes of the section's words."""
+"""Integers of a page: the instruction, -1 between programs; the step, 0 for none; the offset of the lines, and their
+number; bytes of the section's text."""
 WORDS, WORDS_BYTES = 64, 256
 LINE_BYTES = 128
 NAME = "atoll-page"
 
 
 class Page:
-    """This process's page. numbers: see `AT`; who plays a program writes there.
+    """Page of this process. numbers: see `AT`; written by the executor of a program.
 
-    descriptor: -1 where the system has no memory files; then nobody else can read it.
+    descriptor: -1 if the system has no memory files; other processes then cannot read it.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Page:
         self.numbers[LENGTH] = len(said)
 
     def add(self, lines: Sequence[str]) -> int:
-        """Write the lines of a program; where they begin."""
+        """Write the lines of a program. Return their offset."""
         start = self._end
         if self.descriptor >= 0:
             os.pwrite(self.descriptor, b"".join(line.encode()[:LINE_BYTES].ljust(LINE_BYTES) for line in lines), start)
@@ -53,13 +53,13 @@ class Page:
         return start
 
     def use(self, start: int, count: int, step: int) -> None:
-        """Play the program whose lines begin at `start`."""
+        """Select the program whose lines begin at `start`."""
         self.numbers[AT] = -1
         self.numbers[TABLE], self.numbers[COUNT], self.numbers[STEP] = start, count, step
 
 
 def own_page() -> Page:
-    """The page of this process."""
+    """Return the page of this process."""
     return _page_of(os.getpid())
 
 
@@ -74,7 +74,7 @@ def row_of(step: int) -> str:
 
 
 class View:
-    """The page of another process of this machine; it outlives that process. Raises OSError where there is none."""
+    """Page of another process of this machine, which outlives that process. Raises OSError if there is none."""
 
     def __init__(self, process: int, descriptor: int) -> None:
         path = f"/proc/{process}/fd/{descriptor}"
@@ -107,7 +107,8 @@ def read_page(process: int, descriptor: int) -> str:
 
 
 def status_of(process: int) -> str:
-    """The letter of a process of this machine in `/proc`: R, S, D, T, ...; X if it is gone, "" without `/proc`."""
+    """Return the state letter of a process of this machine in `/proc`: R, S, D, T, ...; X if it has ended, "" without
+    `/proc`."""
     try:
         return Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):

@@ -1,11 +1,11 @@
-"""Randomness that belongs to the model, not to the ranks.
+"""Random numbers that depend on the model rather than on the ranks.
 
 The generators are seeded from (seed, step, global microbatch, block) before a block's forward and its recompute, so
 dropout is the same under every layout and schedule and a checkpoint needs no generator state.
 
-[Note: heads of their own] The ranks of a tensor-parallel group have the same seed, and so the same dropout on what all
-of them have. Between a module that splits and the one that joins again each works on heads and features of its own, and
-draws for itself (`draw_apart`); behind it all go on alike (`draw_alike`).
+[Note: heads of their own] The ranks of a tensor-parallel group have the same seed, and so the same dropout on tensors
+that all of them have. Between a module that splits and the one that joins again, each computes its own heads and
+features with its own random numbers (`draw_apart`); afterwards all use the same ones again (`draw_alike`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 
 def block_seed(seed: int, step: int, microbatch: int, block: int) -> int:
-    """The seed of one forward of one block: a stable 63-bit hash of its four numbers."""
+    """Return the seed of one forward of one block: a stable 63-bit hash of its four numbers."""
     text = f"{seed}:{step}:{microbatch}:{block}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
@@ -37,8 +37,8 @@ def _seed(value: int) -> None:
 
 @dataclass(slots=True)
 class _Region:
-    """A region in which tensor-parallel ranks use different random numbers: its seed, and the generator states
-    that all have in common. It is over once the default generator has another seed."""
+    """A region in which tensor-parallel ranks use different random numbers: its seed, and the shared generator states.
+    It ends when the default generator has another seed."""
 
     seed: int = -1
     common: list[torch.Tensor] = field(default_factory=list)
@@ -54,12 +54,12 @@ _REGION = _Region()
 def draw_apart(rank: int, name: str) -> None:
     """Start a region in which the `rank`-th tensor-parallel rank uses its own random numbers.
 
-    Its seed follows from what all would have drawn next, and from `name`, which tells places in the model apart. So it
-    is the same when a forward is run again from its random state, whoever does so.
+    Its seed is derived from the next shared random number and from `name`, which identifies the place in the model. So
+    it is the same when a forward is run again from its random state.
     """
     if _REGION.is_open:
         return
-    common = [torch.default_generator.get_state()]  # copies: what is drawn from here on does not move them
+    common = [torch.default_generator.get_state()]  # copies: later random numbers do not change them
     if torch.cuda.is_initialized():
         common.append(torch.cuda.get_rng_state())
     digest = hashlib.blake2b(f"{name}:{rank}".encode(), digest_size=8)

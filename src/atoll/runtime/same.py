@@ -1,10 +1,10 @@
 """Check that all ranks have the same software, config, plan and model, before any other communication.
 
-Across machines these differ in practice: one of them has an older checkout, another driver, a file that was not copied.
-Without a word beforehand such ranks wait in different collectives, or train on different numbers.
+Across machines these differ in practice: one of them has an older checkout, another driver, or lacks a file. Unchecked,
+such ranks wait in different collectives, or train on different numbers.
 
-Each rank leaves what it has in the store, rank 0 compares, and all raise the same error. Rank 0 reads one message of
-each rank and the others read one; what is large is compared by its digest. Everything is JSON.
+Each rank writes its facts to the store, rank 0 compares them, and all raise the same error. Rank 0 reads one message
+per rank and the others read one; large values are compared by digest. Everything is JSON.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
 SOFTWARE = ("atoll", "atoll's source", "torch", "python", "transformers")
 DIGEST = "#"
-"""Begins a value that is no use to a reader: all that is said of it is that it differs."""
+"""Prefix of a value that means nothing to a reader; an error only reports that it differs."""
 SHOWN = 160
-"""The longest value that is shown."""
+"""Maximum length of a value in an error."""
 LISTED = 6
-"""Differences that an error lists."""
+"""Maximum number of differences in an error."""
 
 
 def software() -> dict[str, str]:
-    """Versions of what a rank runs."""
+    """Return the versions of a rank's software."""
     found = {"atoll": atoll.__version__, "atoll's source": _source()}
     found |= {name: str(sys.modules[name].__version__) for name in ("torch", "transformers") if name in sys.modules}
     return found | {"python": ".".join(platform.python_version_tuple()[:2])}
@@ -44,16 +44,16 @@ def software() -> dict[str, str]:
 
 @cache
 def _source() -> str:
-    """A digest of the package's files: two checkouts have the same version."""
+    """Return a digest of the package's files, because two checkouts have the same version."""
     root = Path(atoll.__file__).parent
     files = sorted(root.rglob("*.py"))
     return DIGEST + digest(b"".join(str(file.relative_to(root)).encode() + file.read_bytes() for file in files))
 
 
 def check_same(store: Store, rank: int, world: int, facts: Mapping[str, str], *, advice: str) -> None:
-    """Raise one ConfigError on every rank unless `facts` are the same on all; all ranks call it in one order.
+    """Raise one ConfigError on every rank unless `facts` are equal on all; all ranks call it in the same order.
 
-    advice: what to do where others than those of the software differ.
+    advice: what to do if facts other than those of the software differ.
     """
     key = f"atoll/same/{store.add(f'atoll/same/{rank}', 1)}"
     shown = {name: value if len(value) <= SHOWN else DIGEST + digest(value.encode()) for name, value in facts.items()}
@@ -67,9 +67,9 @@ def check_same(store: Store, rank: int, world: int, facts: Mapping[str, str], *,
 
 
 def difference(said: Sequence[Mapping[str, str]], *, advice: str) -> str:
-    """Return the differences between ranks, or an empty text. If the software differs, omit the rest.
+    """Return the differences between ranks, or an empty text. If the software differs, omit the others.
 
-    A package that a rank has not loaded is no difference: a rank loads what its own part needs.
+    A package that a rank has not loaded is not a difference: a rank loads only what it needs.
     """
     names = list(dict.fromkeys(name for each in said for name in each))
     split = [name for name in names if len({each.get(name) for each in said} - _unsaid(name)) > 1]
@@ -89,7 +89,7 @@ def _unsaid(name: str) -> set[str | None]:
 
 
 def _line(name: str, said: Sequence[Mapping[str, str]]) -> str:
-    """`torch 2.12.0 on ranks 0 to 3, 2.13.0 on rank 4`."""
+    """Return `torch 2.12.0 on ranks 0 to 3, 2.13.0 on rank 4`."""
     holders: dict[str | None, list[int]] = {}
     for rank, each in enumerate(said):
         if each.get(name) not in _unsaid(name):

@@ -1,4 +1,4 @@
-"""Find the rank that keeps the others waiting: last reported states of all ranks -> the ranks to blame.
+"""Find the rank that keeps the others waiting, from the last reported states of all ranks.
 
 A rank reports its position, the ranks it waits for, and its process. The monitor's clock gives the time of its last
 heartbeat, and the time since which it has reported the same. Nothing here reads a clock or a socket.
@@ -15,11 +15,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 SILENT_SECONDS = 3.0
-"""A rank that was not heard for so long is blamed before those that say what they wait for. Heartbeats are far more
-frequent; only a process that is stopped, or holds Python's interpreter, misses so many."""
+"""Seconds of silence after which a rank is blamed before ranks that report what they wait for. Heartbeats are far more
+frequent; only a process that is stopped, or holds Python's interpreter lock, misses so many."""
 
 TOGETHER_SECONDS = 1.0
-"""Ranks that fell silent within it did so for one reason, as a link that was cut: their last heartbeats lie apart."""
+"""Ranks that fell silent within so many seconds did so for one reason, such as a cut link: their last heartbeats
+differ."""
 
 START_SECONDS = 60.0
 """Minimum time limit for a rank's first heartbeat: a busy machine starts processes slowly."""
@@ -28,12 +29,12 @@ OUTSIDE = "code outside the engine"
 """Position of a rank outside all calls of the engine."""
 
 LONGEST_SECONDS = 600.0
-"""Time that a rank may be silent, or keep another one waiting, if no duration is known: while the engine
+"""Seconds for which a rank may be silent, or keep another one waiting, if no duration is known: while the engine
 is built, in the first steps, while a checkpoint is saved or loaded, and in code outside the engine."""
 SHORTEST_SECONDS = 60.0
-"""The same where steps take no time at all: a machine that is busy, or a file system, may stand still for long."""
+"""Minimum of this limit for short steps: a busy machine or file system may stall for a long time."""
 TIMES, MEASURED, RECENT = 10.0, 3, 32
-"""A step may take `TIMES` the longest of the last `RECENT` ones, once `MEASURED` of them are known."""
+"""A step may take `TIMES` the longest of the last `RECENT` ones, after `MEASURED` of them."""
 
 RUNS = "runs"
 STATUS = {
@@ -46,7 +47,7 @@ STATUS = {
 """Status of a silent process by its letter in `/proc`; `RUNS` for all others."""
 
 SHOWN = 6
-"""Waiting ranks that a message names."""
+"""Maximum number of waiting ranks in a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +56,9 @@ class State:
     it can continue, none for a busy rank.  host, pid: its process.  heard, since: the time of its last heartbeat, and
     the time since which it has reported the same, in seconds of the monitor's clock.
 
-    host: empty until the first heartbeat.  patience: seconds that what it does may take.  page: the descriptor of its
-    page (`atoll.runtime.page`).  status: of a silent rank's process, as one of its machine sees it; see `STATUS`.
-    program, at: the program that it plays, 0 for none, and how far it is: numbers of one program can be compared.
+    host: empty until the first heartbeat.  patience: seconds that its current work may take.  page: the descriptor of
+    its page (`atoll.runtime.page`).  status: of a silent rank's process, as observed on its machine; see `STATUS`.
+    program, at: the program that it executes, 0 for none, and its progress; numbers of one program can be compared.
     """
 
     doing: str
@@ -73,13 +74,13 @@ class State:
     at: int = 0
 
     def order(self, other: State) -> int:
-        """-1 where this rank is behind another one in the same program, 1 where it is ahead, 0 where nobody can say."""
+        """Return -1 if this rank is behind another one in the same program, 1 if it is ahead, 0 if this is unknown."""
         return (self.at > other.at) - (self.at < other.at) if self.program == other.program != 0 else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """ranks: those to blame, the first one first.  message: who, where, since when, and who waits for what."""
+    """ranks: those to blame, the first one first.  message: which rank, where, since when, and who waits for what."""
 
     ranks: tuple[int, ...]
     message: str
@@ -93,9 +94,9 @@ def patience(seconds: Sequence[float]) -> float:
 
 
 def judge(states: Mapping[int, State], now: float, limit: float | None) -> Verdict | None:
-    """Say who is late, if anyone has been silent, or has waited for others, for longer than `limit` seconds.
+    """Return a verdict if any rank has been silent, or has waited for others, for longer than `limit` seconds.
 
-    limit: None for the most that any rank's own doing may take.
+    limit: None: the longest time limit of any rank's own work.
     """
     if limit is None:
         limit = max((state.patience for state in states.values()), default=LONGEST_SECONDS)
@@ -119,7 +120,7 @@ def judge(states: Mapping[int, State], now: float, limit: float | None) -> Verdi
         unheard = [rank for rank in peers if now - states[rank].heard > SILENT_SECONDS]
         if unheard:
             return _silent(unheard, states, now)
-        # A busy one first: of many peers most have come, and wait as well. One that is ahead has done its part.
+        # A busy rank first: of many peers, most have arrived and wait as well. One that is ahead has done its part.
         own = states[walked[-1]]
         at = min(
             peers,
@@ -154,7 +155,7 @@ def _silent(found: Sequence[int], states: Mapping[int, State], now: float) -> Ve
     if unseen:
         sentences.append(
             f"{named(unseen)} sent no heartbeat for {now - states[unseen[0]].heard:.0f} s; last heard in "
-            f"{_where(unseen, states)}. Stopped, or machine or network are gone"
+            f"{_where(unseen, states)}. The process is stopped, or its machine or network has failed"
         )
     return Verdict(tuple(ranks), f"{'. '.join(sentences)}{_waiting(ranks, states, now)}")
 
@@ -180,8 +181,8 @@ def _circle(ranks: Sequence[int], states: Mapping[int, State], now: float) -> Ve
     lines = [f"rank {rank} in {states[rank].doing} for {named(states[rank].waits_for)}" for rank in ranks]
     return Verdict(
         tuple(ranks),
-        f"{named(sorted(ranks))} wait for each other since {seconds:.0f} s: {'; '.join(lines)}. What was sent between "
-        f"them did not arrive{_waiting(ranks, states, now)}",
+        f"{named(sorted(ranks))} wait for each other since {seconds:.0f} s: {'; '.join(lines)}. What was sent "
+        f"between them did not arrive{_waiting(ranks, states, now)}",
     )
 
 
@@ -207,7 +208,7 @@ def _waiting(blamed: Sequence[int], states: Mapping[int, State], now: float) -> 
 
 
 def named(ranks: Iterable[int]) -> str:
-    """`rank 3`, `ranks 0, 2 to 5`."""
+    """Return `rank 3`, `ranks 0, 2 to 5`."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:

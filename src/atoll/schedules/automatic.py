@@ -1,12 +1,12 @@
-"""Orders made for given costs and limits: `auto`, its presets `zb-1p` and `zb-2p`, and `zb-v` where costs are known.
+"""Orders searched for given costs and limits: `auto`, its presets `zb-1p` and `zb-2p`, and `zb-v` if costs are given.
 
 [Note: how an order is found]
-1. Orders of the catalogue for the placement, as far as they fit.
+1. Orders of the catalogue for the placement, if they fit.
 2. The published heuristic with each rank's own costs and limit (atoll.schedules.published).
 3. List scheduling by rules with parameters per rank, over a grid and then by hill climbing on a shortened step.
-4. The best order so far as urgencies of the list scheduler: W are placed anew, actions may overtake.
+4. The best order so far as urgencies of the list scheduler: W are placed again, and actions may overtake.
 5. Single critical actions moved a few places.
-6. Those urgencies changed one by one, where the step is small enough for many tries.
+6. Those urgencies changed one by one, if the step is small enough for many tries.
 7. One microbatch after the other, which always fits.
 The best is kept, so the result is never worse than any of them; the search ends where a lower bound is reached.
 """
@@ -40,9 +40,10 @@ def automatic(
     activation_bytes: Amount = 1.0,
     weight_grad_bytes: Amount = 1.0,
 ) -> Schedule:
-    """The best order found for `costs` within `memory_limit` bytes a rank (default: no limit), on any placement.
+    """Return the best order found for `costs` within `memory_limit` bytes per rank (default: no limit), on any
+    placement.
 
-    Raises ConfigError where a rank cannot hold one microbatch's activations, naming the rank and what it needs.
+    Raises ConfigError if a rank cannot hold one microbatch's activations, with the rank and the bytes that it needs.
 
         rank 0  F0 F1 F2 F3 F4 I0 W0 I1 W1 I2 W2 I3 W3 I4 W4
         rank 1  .  F0 F1 F2 I0 F3 I1 F4 I2 W0 I3 W1 I4 W2 W3 W4
@@ -67,7 +68,7 @@ def zb_1p(
 ) -> Schedule:
     """`auto` in the activation memory of 1F1B: by default a rank may keep p times its `activation_bytes`.
 
-    Raises ConfigError where a rank cannot hold one microbatch's activations.
+    Raises ConfigError if a rank cannot hold one microbatch's activations.
 
         rank 0  F0 F1 F2 .  .  I0 W0 F3 I1 W1 F4 I2 W2 I3 W3 I4 W4
         rank 1  .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 F4 I3 W2 I4 W3 W4
@@ -92,7 +93,7 @@ def zb_2p(
 ) -> Schedule:
     """`auto` in twice the activation memory of 1F1B: by default a rank may keep 2p times its `activation_bytes`.
 
-    Raises ConfigError where a rank cannot hold one microbatch's activations.
+    Raises ConfigError if a rank cannot hold one microbatch's activations.
 
         rank 0  F0 F1 F2 F3 F4 I0 W0 I1 W1 I2 W2 I3 W3 I4 W4
         rank 1  .  F0 F1 F2 I0 F3 I1 F4 I2 W0 I3 W1 I4 W2 W3 W4
@@ -115,7 +116,7 @@ def zero_bubble_v(
 ) -> Schedule:
     """No rank keeps more than p microbatches between F and W, and no bubble is in a span where F = I = W, m >= 2p-1.
 
-    For fewer microbatches, the order for 2p-1 without those that do not exist. This order is the result without `costs`
+    With fewer microbatches, it is the order for 2p-1 without the missing ones. This order is the result without `costs`
     and one candidate with them: then it is `auto` on a V, by default in p times `activation_bytes`.
 
         rank 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 3F2 3I2 3W2 0I1 0W1 3F3 3I3 3W3 0I2 0W2 0I3 0W3
@@ -149,7 +150,7 @@ def own_limit(name: str, memory: Memory, ranks: int, microbatches: int) -> Memor
 
 
 def placement_of(kind: Kind | None, ranks: int, chunks: int | None) -> Placement:
-    """The placement that is asked for: a line, or a loop if only chunks are given."""
+    """Return the requested placement: a line, or a loop if only chunks are given."""
     chosen: Kind = kind or ("loop" if (chunks or 1) > 1 else "line")
     return Placement(chosen, ranks, chunks or {"line": 1, "v": 2, "loop": 2}[chosen])
 
@@ -175,7 +176,7 @@ def _search(
 
 
 def find(problem: Problem) -> Search:
-    """The search, done: see the note above."""
+    """Search for an order: see the note above."""
     from atoll.schedules import portfolio
     from atoll.schedules.search import Search
 

@@ -1,4 +1,4 @@
-"""Cheap lower bounds on the time of a step, to judge a result.
+"""Cheap lower bounds on the time of a step.
 
 [Note: the lower bounds]
 Every order takes at least, on each rank r,
@@ -19,10 +19,10 @@ round trips from F to I and, with the smaller weight, their W. So
 since the first forwards come one by one, F apart, and the last microbatches go one by one, W apart. And no microbatch
 passes faster than alone.
 
-A link carries one message at a time, so the makespan is at least the time until the first one can ask for it + all that
-they take it + the least of what must follow one of them.
+A link carries one message at a time, so the makespan is at least the time until its first request + the time of all its
+messages + the minimum time that must follow one of them.
 
-Where other ranks' memory holds a rank up, it takes longer than that: see atoll.schedules.one_rank.
+If other ranks' memory delays a rank, it takes longer: see atoll.schedules.one_rank.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class _Paths(NamedTuple):
 
 
 def lower_bound(problem: Problem) -> float:
-    """A lower bound of the makespan (or the largest span, by the objective of the problem) of all orders that fit."""
+    """Return a lower bound of the makespan (or the largest span, by the objective of the problem) of all orders that
+    fit."""
     paths = _paths(problem)
     ranks = range(problem.placement.ranks)
     known = [_by_work(problem, paths, rank) for rank in ranks]
@@ -71,7 +72,7 @@ def _paths(problem: Problem) -> _Paths:
 
 
 def _by_work(problem: Problem, paths: _Paths, rank: int) -> float:
-    """Work, the idle time of warm-up and tail; and one microbatch alone."""
+    """Return the bound by the work, and the idle time of warm-up and tail; and by one microbatch alone."""
     placement, bytes_of = problem.placement, problem.bytes_of[rank]
     takes = problem.timing.takes[rank]
     stages = placement.stages_of(rank)
@@ -123,7 +124,7 @@ def _by_links(problem: Problem, paths: _Paths) -> float:
 
 
 def _by_memory(problem: Problem, paths: _Paths, rank: int, known: float) -> float:
-    """Return the bound by the rank's memory. `known` is a bound already."""
+    """Return the bound by the rank's memory. `known` is an existing bound."""
     chunks, bytes_of, takes = problem.placement.chunks, problem.bytes_of[rank], problem.timing.takes[rank]
     if math.isinf(bytes_of.room) or bytes_of.activation == 0:
         return 0.0
@@ -146,7 +147,7 @@ def _by_memory(problem: Problem, paths: _Paths, rank: int, known: float) -> floa
 
 
 def _most_kept(problem: Problem, rank: int, weight: float) -> float:
-    """The largest weight of chunks that a rank can keep together."""
+    """Return the largest weight of chunks that a rank can keep together."""
     chunks, bytes_of = problem.placement.chunks, problem.bytes_of[rank]
     room = bytes_of.room * chunks * (1 + TOLERANCE)
     everything = problem.forwards_that_fit(rank)
@@ -163,7 +164,8 @@ def _most_kept(problem: Problem, rank: int, weight: float) -> float:
 
 
 def _ramp(most: float, apart: float, longest: float) -> float:
-    """Weight times time that stays empty while chunks come (or go) one by one, for at most `longest`."""
+    """Return the weight times time that stays empty while chunks arrive (or leave) one by one, for at most
+    `longest`."""
     empty, time, there = 0.0, 0.0, 1
     while there < most and time < longest:
         step = min(apart, longest - time)

@@ -1,4 +1,4 @@
-"""The schedules that exist. To add one: its function, a row here, its picture, its laws."""
+"""The catalogue of schedules. To add one: its function, a row here, its picture, its laws."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Entry:
     bubbles       closed forms, for the options' defaults except where the sizes name them
     activations   microbatches that rank r keeps from F to I or B: what Trace.peak_microbatches measures
     kept          from F to W or B: with what a pending W keeps
-    chunks        stages a rank, if nothing else is asked for
-    options       what `function` takes besides ranks and microbatches
+    chunks        stages per rank by default
+    options       arguments of `function` besides ranks and microbatches
     """
 
     name: str
@@ -275,7 +275,7 @@ CATALOGUE: Mapping[str, Entry] = MappingProxyType({entry.name: entry for entry i
 def build(name: str, *, ranks: int, microbatches: int, costs: StageCosts | None = None, **options: object) -> Schedule:
     """Build the schedule `name`. An option of None counts as not given.
 
-    Every schedule takes `costs` (an atoll.sim.Costs); those of a fixed order have no use for them.
+    Every schedule takes `costs` (an atoll.sim.Costs); those with a fixed order ignore them.
     Raises ConfigError for an unknown name or option, or an impossible size.
     """
     entry = CATALOGUE.get(name)

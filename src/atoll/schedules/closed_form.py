@@ -1,4 +1,4 @@
-"""Formulas of schedules with the sizes for which they hold: data of the catalogue, tested on all of their domain."""
+"""Formulas of schedules, with the sizes for which they hold. Data of the catalogue, tested on their whole domain."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Measure = Literal["makespan", "span"]
 """The time of the step, or the longest span of a rank: see atoll.trace."""
 
 Backward = Literal["fused", "early", "either"]
-"""When a full backward releases the input's gradient: at its end, after its I part as Atoll's runtime, whichever."""
+"""When a full backward releases the input's gradient: at its end, after its I part as in Atoll's runtime, or either."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +34,18 @@ class Sizes:
 
     @property
     def work(self) -> float:
-        """m (T_F + T_I + T_W), what every rank computes."""
+        """m (T_F + T_I + T_W), the compute time of every rank."""
         return self.microbatches * (self.forward + self.input_grad + self.weight_grad)
 
     @property
     def is_even(self) -> bool:
-        """T_F = T_I = T_W."""
+        """True if T_F = T_I = T_W."""
         return self.forward == self.input_grad == self.weight_grad
 
 
 @dataclass(frozen=True, slots=True)
 class ClosedForm:
-    """A published or derived bubble: its text, where it holds, and the same two as functions of the sizes.
+    """A published or derived bubble: its text and domain, and both as functions of the sizes.
 
     `measure` = work + bubble, for ranks of equal cost. Without hops unless the text names T_c.
     """
@@ -59,13 +59,13 @@ class ClosedForm:
     backward: Backward = "either"
 
     def holds(self, sizes: Sizes) -> bool:
-        """Return True if the form says anything about these sizes."""
+        """Return True if the form holds for these sizes."""
         return (sizes.hop == 0 or "T_c" in self.text) and self.within(sizes)
 
 
 @dataclass(frozen=True, slots=True)
 class RankForm:
-    """The maximum number of microbatches that rank r (from 0) keeps, in full shares of the rank."""
+    """The maximum number of microbatches that rank r (from 0) keeps, in shares of the whole rank."""
 
     text: str
     value: Callable[[Sizes, int], float]

@@ -19,16 +19,17 @@ PERIOD = 6
 """Slots of a microbatch: F, I and W of two chunks."""
 
 LOOK_AHEADS = (5, 6, 2, 3, 0, 1, 4, 8, 12, math.inf)
-"""Slots of the pattern that an action may run ahead of the rank's next one. Of equally good ones the first is taken."""
+"""Number of slots of the pattern by which an action may overtake the rank's next one. Of equal results the first is
+used."""
 
 TRIAL_ROUNDS = 3
-"""The look-ahead is chosen on at most so many microbatches a rank: the pattern repeats."""
+"""The look-ahead is chosen on at most so many microbatches per rank, because the pattern repeats."""
 
 
 def v_half(*, ranks: int, microbatches: int, costs: StageCosts | None = None) -> Schedule:
     """No rank keeps more than (p+2) // 2 microbatches between F and W; about half of 1F1B's bubble at F = I = W.
 
-    `costs` decide what runs when, within that memory; without them F = I = W and a hop is free.
+    `costs` determine the order within that memory; without them F = I = W and a hop is free.
 
         rank 0  0F0 0F1 0F2 .   .   .   .   7F0 7I0 7F1 7I1 7F2 7I2 7W0 7W1 0I0 7W2 0I1 0W0 0I2 0W1 0W2
         rank 1  .   1F0 1F1 1F2 .   .   6F0 .   6F1 6I0 6F2 6I1 6W0 6I2 1I0 6W1 1I1 6W2 1I2 1W0 1W1 1W2
@@ -41,7 +42,7 @@ def v_half(*, ranks: int, microbatches: int, costs: StageCosts | None = None) ->
 def v_min(*, ranks: int, microbatches: int, costs: StageCosts | None = None) -> Schedule:
     """No rank keeps more than (p+4) // 3 microbatches between F and W; about two thirds of 1F1B's bubble at F = I = W.
 
-    Where F, I and W are unequal it may wait more than 1F1B. `costs` decide what runs when, in that memory; without
+    If F, I and W are unequal it may wait more than 1F1B. `costs` determine the order within that memory; without
     them F = I = W and a hop is free.
 
         rank 0  0F0 0F1 .   .   .   5F0 5I0 0F2 5W0 5F1 5I1 0I0 5W1 0W0 .   5F2 5I2 0I1 5W2 0W1 .   0I2 0W2
@@ -52,7 +53,7 @@ def v_min(*, ranks: int, microbatches: int, costs: StageCosts | None = None) -> 
 
 
 def half_slots(rank: int, ranks: int) -> Slots:
-    """V-Half's pattern."""
+    """Return V-Half's pattern."""
     shift = 3 if ranks % 2 == 0 else 0
     return (
         2 * rank,
@@ -63,7 +64,7 @@ def half_slots(rank: int, ranks: int) -> Slots:
 
 
 def min_slots(rank: int, ranks: int) -> Slots:
-    """V-Min's pattern."""
+    """Return V-Min's pattern."""
     shift = 2 if ranks % 3 == 0 else 0
     return rank, 2 * ranks - rank - 1, 2 * ranks + shift + rank, 4 * ranks + shift - rank - 1
 
@@ -76,11 +77,11 @@ def _repeat_pattern(
     microbatches: int,
     costs: StageCosts | None,
 ) -> Schedule:
-    """The pattern's slots as urgencies of a list scheduler that keeps at most `keep` microbatches between F and W.
+    """Schedule with the pattern's slots as urgencies, keeping at most `keep` microbatches between F and W.
 
-    The paper repeats the pattern, reorders it and squeezes out the gaps. Here every rule of choice is tried on a short
-    step, and the best one that does not deadlock at full length is kept. Look-ahead 0 is the pattern's own order, which
-    never deadlocks.
+    The paper repeats the pattern, reorders it and removes the gaps. Here every rule of choice is tried on a short step,
+    and the best one that does not deadlock at full length is used. Look-ahead 0 is the pattern's own order, which never
+    deadlocks.
     """
     placement = Placement("v", ranks, 2)
     timing = Timing.of(placement, costs)

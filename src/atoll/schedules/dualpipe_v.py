@@ -1,4 +1,4 @@
-"""DualPipeV: one forward and one backward side by side, on a V. DeepSeek, github.com/deepseek-ai/DualPipe."""
+"""DualPipeV: one forward and one backward at the same time, on a V. DeepSeek, github.com/deepseek-ai/DualPipe."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from atoll.ir.schedule import Schedule
 
 
 def dualpipe_v(*, ranks: int, microbatches: int) -> Schedule:
-    """Forwards of one chunk next to full backwards of the other; the backward is split where a rank would wait.
+    """Forwards of one chunk next to full backwards of the other; the backward is split if a rank would wait.
 
     Rank r keeps at most p + 1/2 microbatches. Raises ConfigError for fewer than 2p-1 microbatches: the order has no
     steady phase then.
@@ -23,18 +23,19 @@ def dualpipe_v(*, ranks: int, microbatches: int) -> Schedule:
     if microbatches < 2 * ranks - 1:
         raise ConfigError(
             f"schedule 'dualpipe-v' needs at least 2p-1 = {2 * ranks - 1} microbatches for {ranks} ranks, not "
-            f"{microbatches}: take more microbatches, or zb-v, which has the same placement and serves any number"
+            f"{microbatches}: take more microbatches, or zb-v, which has the same placement and supports any number"
         )
     rows = tuple(tuple(_row(rank, ranks, microbatches)) for rank in range(ranks))
     return Schedule("dualpipe-v", Placement("v", ranks, 2), microbatches, rows)
 
 
 def _row(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
-    """The eight phases of a rank. Each kind of action takes the microbatches from 0 up; W in the order of the I."""
+    """Return the eight phases of a rank. Each kind of action takes the microbatches from 0 up; W in the order of the
+    I."""
     stages = (rank, 2 * ranks - 1 - rank)
     forwards, backwards = (count(), count()), (count(), count())
     pending: list[Action] = []
-    after = ranks - 1 - rank  # ranks nearer to the turn of the V
+    after = ranks - 1 - rank  # ranks closer to the turn of the V
 
     def forward(chunk: int) -> Action:
         return Action(stages[chunk], Op.F, next(forwards[chunk]))
@@ -64,7 +65,7 @@ def _row(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
         yield forward(1)
         yield backward(0)
 
-    turn = (rank + 1) // 2  # from here on the weights' part is put off, to fill what is left of the rank's step
+    turn = (rank + 1) // 2  # from here on the weights' part is postponed, to fill the remaining gaps of the rank's step
     for number in range(rank + 1):
         yield backward(1, split=number > turn or (number == turn and rank % 2 == 1))
         yield backward(0, split=number >= turn)

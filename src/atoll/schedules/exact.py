@@ -1,13 +1,13 @@
-"""`optimal`: the best order there is, proved by a solver, for small steps. Needs OR-Tools (the extra `optimal`).
+"""`optimal`: the best possible order, proved by a solver, for small steps. Needs OR-Tools (the extra `optimal`).
 
 [Note: the model]
 Every F, I and W is an interval of its rank, one at a time; each kind of each stage takes the microbatches in order. An
-action starts a hop after what it needs ends. A message that takes its link is an interval of that link, one at a time
-in any order: more orders than there are, so the bound is still one. A rank's bytes are a cumulative resource: of
-activation and weight gradient the smaller is held from the start of F to the end of W, and what the larger has more for
-its own part of that. Where weight gradients are larger, an I and its W may also be one full backward, which keeps only
-its activation.
-Times are rounded down to whole ticks, so the bound is one, and what is found is played in true times afterwards.
+action starts a hop after the end of its inputs. A message that occupies its link is an interval of that link, one at a
+time in any order: this allows more orders than exist, so the bound stays valid. A rank's bytes are a cumulative
+resource: the smaller of activation and weight gradient is held from the start of F to the end of W, and the excess of
+the larger for its own part of that time. If weight gradients are larger, an I and its W may also be one full backward,
+which keeps only its activation.
+Times are rounded down to whole ticks, so the bound is valid, and results are simulated in exact times afterwards.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from atoll.schedules.problem import TOLERANCE, Objective, Problem
 from atoll.schedules.timing import StageCosts
 
 LARGEST = 2_000
-"""Actions of a step that is still handed to the solver: beyond, it would only repeat what `auto` found."""
+"""Largest number of actions of a step for the solver: beyond it, the solver would only repeat the result of `auto`."""
 
 EFFORT = 2.0
-"""Deterministic seconds of the solver, by default: some ten times as many of one core's."""
+"""Default effort in deterministic seconds of the solver, about ten times as many seconds of one core."""
 
 TICKS = 1 << 27
-"""Ticks in which a step that takes the time of all its work on one rank is measured, at most."""
+"""Maximum number of ticks for a step with all its work on one rank."""
 
 ROUNDING = 1e-5
-"""Relative distance to the bound that counts as proven: the rest is rounding to ticks."""
+"""Relative distance to the bound that counts as proved: the rest is rounding to ticks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Optimum:
-    """The best order found, what it costs by the objective, and what no order can be below."""
+    """The best order found, its cost by the objective, and a lower bound of all orders."""
 
     schedule: Schedule
     cost: float
@@ -51,7 +51,7 @@ class Optimum:
 
     @property
     def is_proven(self) -> bool:
-        """True if nothing better exists."""
+        """True if no better order exists."""
         return self.cost <= self.bound * (1 + ROUNDING)
 
     @property
@@ -73,9 +73,9 @@ def optimal(
     activation_bytes: Amount = 1.0,
     weight_grad_bytes: Amount = 1.0,
 ) -> Schedule:
-    """The order that no other beats, for small steps: `solve` also says what is proved.
+    """Return the best possible order for small steps; `solve` also returns the proved bound.
 
-    Raises ConfigError where OR-Tools is missing, the step is too large, or a rank cannot hold one microbatch.
+    Raises ConfigError if OR-Tools is missing, the step is too large, or a rank cannot hold one microbatch.
 
         rank 0  F0 F1 F2 F3 .  I0 W0 I1 W1 I2 W2 I3 W3
         rank 1  .  F0 F1 F2 I0 F3 I1 .  I2 W0 I3 W1 W2 W3
@@ -89,7 +89,7 @@ def optimal(
 
 
 def solve(problem: Problem, *, effort: float = EFFORT, is_verbose: bool = False) -> Optimum:
-    """The best order, starting from what `auto` finds; `effort` in deterministic seconds of the solver."""
+    """Return the best order, starting from the result of `auto`; `effort` in deterministic seconds of the solver."""
     if find_spec("ortools") is None:
         raise ConfigError("schedule 'optimal' needs OR-Tools: install the extra, as in pip install 'atoll[optimal]'")
     actions = 3 * problem.placement.stages * problem.microbatches
@@ -141,7 +141,7 @@ class _Model:
         self._objective()
 
     def _tick(self, total: float) -> float:
-        """The largest tick in which all times are whole, if there is one that is not too small."""
+        """Return the largest tick in which all times are whole, if there is one that is not too small."""
         times = sorted({time for row in self.problem.timing.stages for time in (row[F], row[I], row[W])})
         hops = self.problem.timing.hops
         times += sorted({time for hop in (*hops.forward, *hops.backward) for time in (hop.latency, hop.seconds)})
@@ -158,7 +158,7 @@ class _Model:
         return total / TICKS
 
     def ticks(self, time: float) -> int:
-        """A time in whole ticks, rounded to the nearest where it is whole, else down."""
+        """Return a time in whole ticks, rounded to the nearest if it is whole, otherwise down."""
         near = round(time / self.tick)
         return near if abs(time / self.tick - near) < 1e-6 else math.floor(time / self.tick)
 
@@ -184,7 +184,9 @@ class _Model:
     def _precedence(self) -> None:
         placement, cp, hops = self.problem.placement, self.cp, self.problem.timing.hops
         time = 0
-        for stage in range(placement.ranks):  # the first action of each rank, as soon as it can be: no idling before it
+        for stage in range(
+            placement.ranks
+        ):  # the first action of each rank starts as early as possible, without idle time before it
             begin = self.start[stage, F, 0]
             cp.add(begin >= time if hops.is_shared else begin == time)
             hop = hops.forward[stage]
@@ -214,7 +216,7 @@ class _Model:
             cp.add_no_overlap(intervals)
 
     def _memory(self) -> None:
-        """Bytes in whole parts of a limit; amounts that are no such parts are rounded so that the limit holds."""
+        """Return bytes as whole parts of a limit; other amounts are rounded so that the limit holds."""
         placement, cp = self.problem.placement, self.cp
         for rank in range(placement.ranks):
             bytes_of = self.problem.bytes_of[rank]
@@ -261,11 +263,11 @@ class _Model:
         cp.minimize(cost)
 
     def run(self, effort: float, is_verbose: bool) -> tuple[dict[int, list[Action]] | None, float]:
-        """The orders of the ranks, if any were found, and the proved bound."""
+        """Return the orders of the ranks, if any were found, and the proved bound."""
         self._give_hint()
         solver = self.solver_of()
         solver.parameters.max_deterministic_time = effort
-        solver.parameters.num_workers = 1  # several would race for which of equal orders is found
+        solver.parameters.num_workers = 1  # several workers would race for one of equal orders
         solver.parameters.random_seed = 1
         solver.parameters.log_search_progress = is_verbose
         status = solver.solve(self.cp)
@@ -278,7 +280,7 @@ class _Model:
             placed = []
             for (stage, op, number), start in self.start.items():
                 if placement.rank_of(stage) == rank:
-                    takes = self.ticks(self.problem.timing.stages[stage][op])  # what takes no time comes first
+                    takes = self.ticks(self.problem.timing.stages[stage][op])  # actions without duration come first
                     along = -stage if op == I else stage
                     placed.append((solver.value(start), takes > 0, number, (F, I, W).index(op), along, stage))
             fused = {place for place, literal in self.fused.items() if solver.value(literal)}
@@ -325,7 +327,8 @@ class _Model:
 
 
 def _whole(activation: float, weight: float, room: float) -> tuple[int, int, int]:
-    """The three in one unit, whole: exactly where a small unit exists, else in millionths of the room."""
+    """Return the three numbers as integers in one unit: exactly if a small unit exists, otherwise in millionths of the
+    memory."""
     amounts = [amount for amount in (activation, weight) if amount > 0]
     for parts in (1, 2, 3, 4, 5, 10, 20, 50, 100, 1000):
         for unit in (*(amount / parts for amount in amounts), 1 / parts):

@@ -1,4 +1,4 @@
-"""The closed forms of each family. p, v, m, r, T_F, T_I, T_W, T_c: see Sizes."""
+"""Closed forms of each family of schedules. p, v, m, r, T_F, T_I, T_W, T_c: see Sizes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ONE_CHUNK = (
 
 
 def _ramp(sizes: Sizes) -> int:
-    """Steps of p-1 ranks, and with fewer microbatches than ranks a gap between each two chunks."""
+    """Return the steps of p-1 ranks and, with fewer microbatches than ranks, a gap between each two chunks."""
     return sizes.ranks - 1 + (sizes.chunks - 1) * max(0, sizes.ranks - sizes.microbatches)
 
 
@@ -65,7 +65,7 @@ BREADTH_FIRST = (
 
 
 def half_group(sizes: Sizes) -> int:
-    """Microbatches of a group of GIS-H: ceil(p/2)."""
+    """Return the microbatches of a group of GIS-H: ceil(p/2)."""
     return -(-sizes.ranks // 2)
 
 
@@ -113,7 +113,7 @@ GENERALIZED_INTERLEAVED_HALF = (
 
 
 def interleaved_peak(sizes: Sizes, rank: int) -> float:
-    """Warm-up + 1 chunk forwards, as far as there are so many."""
+    """Return warm-up + 1 chunk forwards, at most as many as there are."""
     after = sizes.ranks - 1 - rank
     if sizes.chunks == 1:
         return min(sizes.microbatches, after + 1)
@@ -189,7 +189,7 @@ ZERO_BUBBLE_V = (
 
 
 def zero_bubble_v_peak(sizes: Sizes, rank: int) -> float:
-    """p on every rank; where microbatches run out before that, both chunks of r+1 of them and one chunk of the rest."""
+    """Return p for every rank; with too few microbatches, both chunks of r+1 of them and one chunk of the rest."""
     return min(sizes.microbatches, sizes.ranks, (sizes.microbatches + 1 + rank) / 2)
 
 
@@ -230,7 +230,7 @@ DUALPIPE_V = (
 
 
 def largest_unit(sizes: Sizes) -> int:
-    """Microbatches in the largest unit that is run, of the size asked for or the default."""
+    """Return the number of microbatches in the largest unit, of the requested size or the default."""
     return -(-sizes.microbatches // _unit_count(sizes))
 
 

@@ -1,11 +1,10 @@
 """GIS and GIS-H: interleaved 1F1B with a shorter warm-up and smaller groups. Wan et al., arXiv 2503.01328.
 
-[Note: why GIS never deadlocks]
-Let a forward and a backward take half a slot each, and let rank r start forward k at k + r/2 and backward k at
-k + w + (p-r)/2, where w = (v-1)g + (p-1)/2. Then every result is there when the next rank uses it. The next chunk, g
-slots later on the other end of the pipeline, has its input if g >= p/2. Sorted by time, rank r runs (v-1)g + p-r
-forwards, then a backward and a forward in turn: these are the rows below. So they have no cycle, and neither has a part
-of them: a last group of fewer microbatches keeps the slots of a whole one.
+[Note: why GIS never deadlocks] Let a forward and a backward take half a slot each, and let rank r start forward k at k
++ r/2 and backward k at k + w + (p-r)/2, where w = (v-1)g + (p-1)/2. Then every result has arrived when the next rank
+uses it. The next chunk, g slots later on the other end of the pipeline, has its input if g >= p/2. Sorted by time, rank
+r runs (v-1)g + p-r forwards, then a backward and a forward in turn: this is the order below. So it has no cycle, and
+neither has a part of it: a last group of fewer microbatches keeps the slots of a whole one.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def gis_h(*, ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
     """`gis` with groups of g = ceil(p/2) microbatches: no rank keeps more than (p + (v-1)g) / v of them.
 
     With many chunks that is half of 1F1B's memory. Each group waits for its next chunk while the first microbatches of
-    the step pass, and for each chunk's gradient where g (F + I + W) < p I.
+    the step pass, and for each chunk's gradient if g (F + I + W) < p I.
 
         rank 0  0F0 0F1 .   3F0 3F1 0F2 .   .   3B0 0F3 3B1 3F2 0B0 3F3 0B1 .   3B2 .   3B3 0B2 .   0B3
         rank 1  .   1F0 1F1 .   4F0 4F1 .   4B0 1F2 4B1 1F3 1B0 4F2 1B1 4F3 4B2 .   4B3 1B2 .   1B3
@@ -41,7 +40,8 @@ def gis_h(*, ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
 
 
 def _interleave(name: str, ranks: int, microbatches: int, chunks: int, group: int) -> Schedule:
-    """In each slot a forward, and a backward once the warm-up is over; the last group's slots may be empty."""
+    """Return the order of slots with a forward each, and a backward once the warm-up is over; the last group's slots
+    may be empty."""
     slots = [
         (chunk, number)
         for first in range(0, microbatches, group)

@@ -10,8 +10,8 @@ from atoll.ir.schedule import Schedule
 def gpipe(*, ranks: int, microbatches: int) -> Schedule:
     """Every rank runs all forwards, then all backwards, both from microbatch 0 up.
 
-    The paper's figure runs the backwards from the last microbatch down; upwards, gradients are summed in the same
-    order as under 1F1B, and the last rank need not wait either.
+    The paper's figure runs the backwards from the last microbatch down; from 0 up, gradients are summed in the same
+    order as under 1F1B, and the last rank does not wait either.
 
         rank 0  F0 F1 F2 F3 .  .  .  .  .  .  B0 B1 B2 B3
         rank 1  .  F0 F1 F2 F3 .  .  .  .  B0 B1 B2 B3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def even_groups(microbatches: int, count: int) -> tuple[range, ...]:
-    """`count` consecutive groups, as even as can be: the first ones are one larger where it does not divide.
+    """Return `count` consecutive groups, as even as possible: the first ones are one larger if it does not divide.
 
     >>> even_groups(8, 3)
     (range(0, 3), range(3, 6), range(6, 8))

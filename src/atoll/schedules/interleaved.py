@@ -12,7 +12,7 @@ def interleaved(*, ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
     """Groups of about p microbatches go through chunk after chunk; warm-up, then one forward and one backward in turn.
 
     Rank r warms up 2(p-r-1) + (v-1)g chunk forwards, g the largest group; backwards take the chunks from the last down.
-    Published with groups of exactly p. Here m // p groups share the microbatches evenly, so that any m is served: a
+    Published with groups of exactly p. Here m // p groups share the microbatches evenly, so that any m is supported: a
     short last group instead deadlocks for some sizes. With one chunk it is 1F1B.
 
         rank 0  0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 .   2B2 .   2B3 0B2 0B3
@@ -25,7 +25,7 @@ def interleaved(*, ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
     for rank in range(ranks):
         forwards = [Action(rank + chunk * ranks, Op.F, number) for chunk, number in order]
         backwards = [Action(rank + (chunks - 1 - chunk) * ranks, Op.B, number) for chunk, number in order]
-        # With one chunk an input's gradient is back 2(p-r-1) actions later, half of which are backwards.
+        # With one chunk an input's gradient arrives 2(p-r-1) actions later, half of which are backwards.
         ramp = ranks - 1 - rank if chunks == 1 else 2 * (ranks - 1 - rank)
         warm_up = min(len(order), ramp + ahead)
         row = forwards[:warm_up]

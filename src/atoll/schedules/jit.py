@@ -1,7 +1,7 @@
-"""Loops that a search repeats, compiled where numba is there (the extra `fast`), else plain Python.
+"""Loops of a search, compiled if numba is installed (the extra `fast`), otherwise plain Python.
 
-Kernels are written for both: flat arrays made by `floats` and `integers`, indices, numbers. Arithmetic is the same to
-the last bit, so that both find the same order for the same number of trials.
+Kernels are written for both: flat arrays created by `floats` and `integers`, indices, numbers. Arithmetic is bitwise
+equal, so both find the same order for the same number of trials.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ IS_COMPILED = find_spec("numba") is not None
 
 
 def kernel(function: Function) -> Function:
-    """The function, compiled if it can be: once a machine, where its cache can be written."""
+    """Return the function, compiled if possible: once per machine, if its cache can be written."""
     if not IS_COMPILED:
         return function
     import numba
 
     try:
         compiled: Any = numba.njit(cache=True)(function)
-    except RuntimeError:  # no place for a cache
+    except RuntimeError:  # no folder for a cache
         compiled = numba.njit(function)
     return cast(Function, compiled)
 
 
 def floats(values: Sequence[float]) -> Floats:
-    """An array of them."""
+    """Return an array of floats."""
     if not IS_COMPILED:
         return list(values)
     import numpy as np
@@ -41,7 +41,7 @@ def floats(values: Sequence[float]) -> Floats:
 
 
 def integers(values: Sequence[int]) -> Integers:
-    """An array of them."""
+    """Return an array of integers."""
     if not IS_COMPILED:
         return list(values)
     import numpy as np
@@ -50,7 +50,7 @@ def integers(values: Sequence[int]) -> Integers:
 
 
 def zeros(count: int) -> Floats:
-    """An array of zeros."""
+    """Return an array of zeros."""
     if not IS_COMPILED:
         return [0.0] * count
     import numpy as np
@@ -59,7 +59,7 @@ def zeros(count: int) -> Floats:
 
 
 def counts(count: int) -> Integers:
-    """An array of whole zeros."""
+    """Return an array of integer zeros."""
     if not IS_COMPILED:
         return [0] * count
     import numpy as np

@@ -1,12 +1,12 @@
-"""The inner loops of automatic scheduling: play an order, make one by rules, improve one by moving single actions.
+"""The inner loops of automatic scheduling: simulate an order, create one by rules, improve one by moving single
+actions.
 
-[Note: orders as numbers]
-Every kernel takes a Model and orders in one flat array: rank r has `length[r]` numbers from `r * width` on, width being
-3 * chunks * microbatches. A number is op * chunks + chunk with the op's code (F 0, I 1, W 2, B 3). Each kind takes the
-microbatches from 0 up, so that the numbers say everything. A place is stage * microbatches + microbatch; what a place
-makes is at `place` for its forward and at `places + place` for its gradient.
+[Note: orders as numbers] Every kernel takes a Model and orders in one flat array: rank r has `length[r]` numbers from
+`r * width` on, width being 3 * chunks * microbatches. A number is op * chunks + chunk with the op's code (F 0, I 1, W
+2, B 3). Each kind takes the microbatches from 0 up, so the numbers determine the order. A place is stage * microbatches
++ microbatch; its results are at `place` for its forward and at `places + place` for its gradient.
 
-Only this package's search imports this file: compiling, and loading what was compiled, takes a moment.
+Only this package's search imports this file, because compiling, and loading compiled code, takes a moment.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 from atoll.schedules.jit import Floats, Integers, kernel
 
 NEVER = 1e300
-"""Later than anything; kept finite so that arithmetic on it stays a number."""
+"""Later than any time; finite, so that arithmetic on it stays a number."""
 
 
 class Model(NamedTuple):
@@ -25,14 +25,14 @@ class Model(NamedTuple):
 
     stage_of     rank * chunks + chunk -> stage
     rank_of      stage -> rank
-    takes        stage * 4 + op -> time of a stage;  gives: after how long of it the result is released. Stage r is the
-                 first of rank r: rules that look at a rank as a whole take that one's times
+    takes        stage * 4 + op -> time of a stage;  gives: time after which its result is released. Stage r is the
+                 first of rank r: rules for a whole rank use its times
     activation   rank -> bytes a chunk keeps from F to I;  weight_grad: from I to W
     room         rank -> bytes that may be kept
-    hops         2 * route -> latency of a message, 2 * route + 1 -> how long it takes its link;  0 inside a rank.
-                 The route of what a stage's F makes is the stage, of what its I makes stages + stage
-    link         route -> the link, or -1 where a message takes none
-    is_shared    1 where several ranks ask for one link, else 0
+    hops         2 * route -> latency of a message, 2 * route + 1 -> its time on the link;  0 inside a rank.
+                 The route of the result of a stage's F is the stage, of that of its I stages + stage
+    link         route -> the link, or -1 if a message uses none
+    is_shared    1 if several ranks use one link, else 0
     """
 
     ranks: int
@@ -51,12 +51,12 @@ class Model(NamedTuple):
 
 
 class Played(NamedTuple):
-    """Working memory of `play`, and what it finds.
+    """Working memory and results of `play`.
 
-    made         place -> when its result is where it is used;  where: the cell that makes it
+    made         place -> arrival of its result where it is used;  where: the cell that computes it
     begin        cell -> when it starts;  source: place whose result it uses, or -1
     clock        rank -> when it ends;  cost: makespan and largest span
-    busy         link -> until when
+    busy         link -> end of its last message
     """
 
     made: Floats
@@ -75,12 +75,12 @@ class Played(NamedTuple):
 class Rules(NamedTuple):
     """Choice rules of `list_actions`.
 
-    keys         place of a forward or gradient -> its urgency, the smaller the sooner
+    keys         place of a forward or gradient -> its urgency, smaller is sooner
     flight       rank -> most chunk forwards whose I has not run;  hard: whose W has not
-    patience     rank -> how long it would rather wait for an I or F on its way than run a W
-    restraint    rank -> how long it would rather wait for an I on its way than run an F
+    patience     rank -> longest wait for an arriving I or F instead of a W
+    restraint    rank -> longest wait for an arriving I instead of an F
     look_ahead   largest key that may run over the smallest key of the rank's next ones
-    reserve      1: a forward leaves room for the later chunks of the rank;  0: it does not
+    reserve      1: a forward leaves memory for the later chunks of the rank;  0: it does not
     """
 
     keys: Floats
@@ -109,9 +109,9 @@ class Listing(NamedTuple):
 
 @kernel
 def play(model: Model, order: Integers, length: Integers, played: Played) -> bool:
-    """Plays an order: `played.cost` is (makespan, largest span of a rank). False for a deadlock.
+    """Simulate an order: `played.cost` is (makespan, largest span of a rank). Return False for a deadlock.
 
-    As atoll.sim: each rank runs until it needs what has not been made; whoever makes it wakes it.
+    As in atoll.sim, each rank runs until an input is missing; the rank that computes it wakes it.
     """
     if model.is_shared == 1:
         return play_in_turn(model, order, length, played)
@@ -212,7 +212,7 @@ def measure(model: Model, length: Integers, played: Played) -> bool:
 
 @kernel
 def needed(model: Model, order: Integers, played: Played, rank: int) -> int:
-    """The place whose result the next action of a rank uses; -1 for none."""
+    """Return the place whose result the next action of a rank uses; -1 for none."""
     chunks, microbatches = model.chunks, model.microbatches
     number = order[rank * 3 * chunks * microbatches + played.position[rank]]
     op = number // chunks
@@ -229,7 +229,7 @@ def needed(model: Model, order: Integers, played: Played, rank: int) -> int:
 
 @kernel
 def play_in_turn(model: Model, order: Integers, length: Integers, played: Played) -> bool:
-    """`play` where ranks share links: always the action goes on that releases its result first of those that may."""
+    """Simulate an order if ranks share links: the next action is always the one whose result is released first."""
     ranks, chunks, microbatches = model.ranks, model.chunks, model.microbatches
     stages = ranks * chunks
     places, width = stages * microbatches, 3 * chunks * microbatches
@@ -314,7 +314,7 @@ def fits(model: Model, order: Integers, length: Integers, rank: int, counts: Int
             kept -= 1
             if op == 1:
                 pending += 1
-            else:  # a full backward in the order of the microbatches: nothing of this chunk may be pending
+            else:  # a full backward in the order of the microbatches: no W of this chunk may be pending
                 if counts[2 * chunks + chunk] != counts[chunks + chunk]:
                     return False
                 counts[2 * chunks + chunk] += 1
@@ -328,10 +328,10 @@ def fits(model: Model, order: Integers, length: Integers, rank: int, counts: Int
 def begin_action(
     model: Model, listing: Listing, order: Integers, length: Integers, rank: int, op: int, chunk: int, now: float
 ) -> None:
-    """Runs an action from `now`, and tells whoever uses its result when it arrives. For what makes an order.
+    """Run an action from `now`, and announce the arrival of its result to its user. Used when an order is created.
 
-    Where ranks share a link, its messages go in the order in which what makes them begins, not in which it ends: what
-    an order costs, `play` says.
+    If ranks share a link, its messages go in the order in which their actions begin, not end; `play` gives the exact
+    cost.
     """
     ranks, chunks, microbatches = model.ranks, model.chunks, model.microbatches
     places = ranks * chunks * microbatches
@@ -389,7 +389,7 @@ def begin_action(
 
 @kernel
 def clear(model: Model, listing: Listing, length: Integers) -> None:
-    """Nothing has run, and the first stage may begin."""
+    """Reset: nothing has run, and the first stage may begin."""
     ranks, chunks, microbatches = model.ranks, model.chunks, model.microbatches
     for place in range(2 * ranks * chunks * microbatches):
         listing.arrive[place] = NEVER
@@ -410,7 +410,7 @@ def clear(model: Model, listing: Listing, length: Integers) -> None:
 
 @kernel
 def run_pending(model: Model, listing: Listing, order: Integers, length: Integers, rank: int, now: float) -> None:
-    """Runs the oldest W."""
+    """Run the oldest W."""
     chunk = listing.pending[rank * 3 * model.chunks * model.microbatches + listing.head[rank]]
     listing.head[rank] += 1
     begin_action(model, listing, order, length, rank, 2, chunk, now)
@@ -418,10 +418,10 @@ def run_pending(model: Model, listing: Listing, order: Integers, length: Integer
 
 @kernel
 def list_actions(model: Model, rules: Rules, listing: Listing, order: Integers, length: Integers, cost: Floats) -> bool:
-    """Makes an order by events: a free rank runs its most urgent F or I that may run, else a W, else it waits.
+    """Create an order by events: a free rank runs its most urgent F or I that may run, else a W, else it waits.
 
-    `cost` is (makespan, largest span). False for a deadlock: forwards of early chunks can fill a rank's memory.
-    Where an I does not fit and no W is pending, as weight gradients may be larger than activations, B runs instead.
+    `cost` is (makespan, largest span). Return False for a deadlock: forwards of early chunks can fill a rank's memory.
+    If an I does not fit and no W is pending, since weight gradients may be larger than activations, B runs instead.
     """
     clear(model, listing, length)
     ranks, chunks, microbatches = model.ranks, model.chunks, model.microbatches
@@ -514,5 +514,5 @@ def list_actions(model: Model, rules: Rules, listing: Listing, order: Integers, 
 
 
 def is_reached(cost: float, bound: float) -> bool:
-    """Return True if nothing better can exist, but for rounding."""
+    """Return True if no better order can exist, apart from rounding."""
     return cost <= bound * (1 + 1e-9) or math.isclose(cost, bound, rel_tol=1e-9)

@@ -1,12 +1,12 @@
-"""Links between pipeline ranks: how long a message takes from a stage to the next one.
+"""Links between pipeline ranks: the time of a message from a stage to the next one.
 
 [Note: what a link does]
-A message asks for its link when it is released. The link carries one message at a time, in the order in which they ask:
-each takes it for `seconds`, the bytes over the rate, and arrives `latency` after that. The sender goes on at once.
-Without a name a link is one rank's to one other, in one direction; links of one name are one link, whoever sends over
-them. A message to a stage on the same rank takes no time.
+A message requests its link when it is released. The link carries one message at a time, in the order of requests: each
+occupies it for `seconds`, the bytes over the rate, and arrives `latency` after that. The sender continues immediately.
+Without a name a link connects one rank to one other, in one direction; links of one name are one link for all their
+senders. A message to a stage on the same rank takes no time.
 
-    latency = 0.0001                # of pairs that have no link below
+    latency = 0.0001                # of pairs without a link below
 
     [[link]]                        # rank 1 to rank 2
     ranks = [1, 2]
@@ -33,7 +33,7 @@ from atoll.errors import ConfigError
 from atoll.ir.placement import Placement
 
 Pair = tuple[int, int]
-"""The rank that sends, and the rank that receives."""
+"""The sending rank, and the receiving rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,25 +54,25 @@ class Link:
 
     @property
     def hop(self) -> float:
-        """What a message takes that finds the link free."""
+        """Time of a message if the link is free."""
         return self.seconds + self.latency
 
 
 @dataclass(frozen=True)
 class Links:
-    """The link of each pair of pipeline ranks; `other` is that of pairs that are not in `each`, one a pair."""
+    """The link of each pair of pipeline ranks; `other` is that of pairs that are not in `each`, one per pair."""
 
     each: Mapping[Pair, Link] = field(default_factory=dict)
     other: Link = Link()
 
     @staticmethod
     def of(hop: float | Links) -> Links:
-        """Links themselves, or a number: the latency of every pair."""
+        """Return the links unchanged, or those of a number: the latency of every pair."""
         return hop if isinstance(hop, Links) else Links(other=Link(float(hop)))
 
     @staticmethod
     def read(path: str | Path) -> Links:
-        """Read the TOML of the note above. Raises ConfigError, with every problem, where it is not one."""
+        """Read the TOML of the note above. Raises ConfigError with every problem if it is invalid."""
         try:
             tables = read_toml(path)
         except (OSError, ValueError) as error:
@@ -95,12 +95,12 @@ class Links:
         return Links(each, other)
 
     def between(self, sender: int, receiver: int) -> Link:
-        """The link from one rank to another."""
+        """Return the link from one rank to another."""
         return self.each.get((sender, receiver), self.other)
 
     @property
     def longest(self) -> float:
-        """The longest hop of all: what messages take between ranks that are no neighbours."""
+        """The longest hop of all, used for messages between ranks that are not neighbours."""
         return max((link.hop for link in (self.other, *self.each.values())), default=0.0)
 
 
@@ -112,7 +112,7 @@ def _is_rank(value: object) -> bool:
 
 
 def _link(table: Mapping[str, Any], where: str, problems: list[str]) -> Link:
-    """A table's link; what is wrong with it joins the problems."""
+    """Return a table's link. Its problems are added to the list."""
     unknown = [key for key in table if key not in _KEYS]
     if unknown:
         problems.append(f"{where}: no key {', '.join(unknown)}; there are {', '.join(_KEYS)}")
@@ -132,8 +132,7 @@ def _link(table: Mapping[str, Any], where: str, problems: list[str]) -> Link:
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """What the messages of one stage take to its neighbour. link: number of the link that they ask for, or -1 where
-    they take none."""
+    """Times of a stage's messages to its neighbour. link: number of the link that they use, or -1 for none."""
 
     latency: float = 0.0
     seconds: float = 0.0
@@ -141,7 +140,7 @@ class Hop:
 
     @property
     def least(self) -> float:
-        """What a message takes that finds the link free."""
+        """Time of a message if the link is free."""
         return self.seconds + self.latency
 
 
@@ -149,10 +148,10 @@ class Hop:
 class Hops:
     """The hops between the stages of a placement.
 
-    forward, backward: of each stage, to the stage after it and to the one before it; no time where there is none.
-    far: between ranks that are no neighbours.  links: how many links are asked for.
+    forward, backward: for each stage, to the next stage and to the previous one; no time if there is none.
+    far: between ranks that are not neighbours.  links: number of links in use.
     is_even: whether messages take `far` between any two ranks, and no link.
-    is_shared: whether several ranks ask for one link.
+    is_shared: whether several ranks use one link.
     """
 
     forward: tuple[Hop, ...]

@@ -2,11 +2,11 @@
 
 [Note: list scheduling]
 1. Every rank has queues of F and I. Only the head of a queue can run; a smaller key is more urgent.
-2. A head may run when its input is there, when its key is within `look_ahead` of the smallest of the rank's heads, and,
-   an F, when the rank keeps fewer than `cap` chunks between F and W.
-3. Where none may run, the oldest pending W runs; or, with `is_patient`, the rank waits if a head that may run arrives
+2. A head may run when its input has arrived, when its key is within `look_ahead` of the smallest of the rank's heads,
+and, an F, when the rank keeps fewer than `cap` chunks between F and W.
+3. If none may run, the oldest pending W runs; or, with `is_patient`, the rank waits if a head that may run arrives
    before that W would end.
-4. A rank with nothing to do waits for an arrival. No event left and actions left over is a deadlock: no result.
+4. An idle rank waits for an arrival. If no event is left but actions are, it is a deadlock without a result.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ListRules:
 
 
 class Listed(NamedTuple):
-    """An order, when its last action ends, and the largest of the ranks' own spans."""
+    """An order, the end of its last action, and the largest span of a rank."""
 
     rows: Rows
     makespan: float
@@ -51,7 +51,7 @@ class Listed(NamedTuple):
 def list_schedule(
     placement: Placement, queues: Sequence[Sequence[Sequence[Keyed]]], timing: Timing, rules: ListRules
 ) -> Listed | None:
-    """The order of every rank from its queues, `queues[rank]`; None where it deadlocks."""
+    """Return the order of every rank from its queues, `queues[rank]`, or None if it deadlocks."""
     lister = _Lister(placement, queues, timing, rules)
     return lister.run()
 
@@ -78,7 +78,7 @@ class _Lister:
         self.events: list[tuple[float, int]] = [(0.0, rank) for rank in range(ranks)]
 
     def run(self) -> Listed | None:
-        """Plays events in the order of (time, rank) until nothing is left to happen."""
+        """Process events in the order of (time, rank) until none is left."""
         while self.events:
             now, rank = heapq.heappop(self.events)
             if self.free[rank] > now:
@@ -94,7 +94,7 @@ class _Lister:
         return Listed(tuple(map(tuple, self.rows)), max(self.free), max(spans))
 
     def choose(self, rank: int, now: float) -> tuple[deque[Keyed] | None, bool]:
-        """The queue whose head runs, if any; and whether to wait for a head that is on its way, not run a W."""
+        """Return the queue whose head runs, if any, and whether to wait for an arriving head instead of running a W."""
         heads = [queue for queue in self.queues[rank] if queue]
         if not heads:
             return None, False
@@ -121,7 +121,7 @@ class _Lister:
         return self.arrived.get((action.stage, action.op, action.microbatch), math.inf)
 
     def start(self, rank: int, now: float, action: Action) -> None:
-        """Runs the action, and tells whoever uses its result when it arrives."""
+        """Run the action, and announce the arrival of its result to its user."""
         row = self.rows[rank]
         if not row:
             self.began[rank] = now

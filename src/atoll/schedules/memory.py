@@ -1,10 +1,9 @@
 """Memory that a microbatch keeps on a rank, and its limit.
 
-[Note: what is kept]
-A rank's whole share of a microbatch keeps `activation` bytes from F to I and `weight_grad` bytes from I to W; a chunk
-keeps 1/chunks of them. A full backward keeps nothing for W: its activation goes when it ends. `static` bytes are there
-all the time: parameters, gradients, optimizer state. Where the vocabulary is split, what a rank's slice has scored of a
-microbatch keeps `score` bytes from S to T.
+[Note: what is kept] A rank's whole share of a microbatch keeps `activation` bytes from F to I and `weight_grad` bytes
+from I to W; a chunk keeps 1/chunks of them. A full backward keeps nothing for W: its activation is freed at its end.
+`static` bytes are kept all the time: parameters, gradients, optimizer state. If the vocabulary is split, the scores of
+a microbatch by a rank's slice keep `score` bytes from S to T.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from atoll.errors import ConfigError
 from atoll.ir.action import Action, Op
 
 Amount = float | Sequence[float]
-"""One number for all ranks, or one a rank."""
+"""One number for all ranks, or one per rank."""
 
 
 class RankMemory(NamedTuple):
-    """Bytes of one rank. `limit` is infinite where there is none."""
+    """Bytes of one rank. `limit` is infinite without a limit."""
 
     activation: float
     weight_grad: float
@@ -57,7 +56,7 @@ class Memory:
                     raise ConfigError(f"memory {name} is {number}: it must be a finite number of bytes, 0 or more")
 
     def per_rank(self, ranks: int) -> tuple[RankMemory, ...]:
-        """The amounts of each rank. Raises ConfigError for a list of another length."""
+        """Return the amounts of each rank. Raises ConfigError for a list of another length."""
         columns = []
         for name in ("activation", "weight_grad", "static", "limit", "score"):
             value = getattr(self, name)
@@ -76,7 +75,7 @@ class Held(NamedTuple):
 
 
 def levels_of(row: Iterable[Action], chunks: int, memory: RankMemory) -> list[Held]:
-    """Return the memory after each compute action of a rank, from whole counts, so that thirds add up exactly."""
+    """Return the memory after each compute action of a rank, from integer counts, so that thirds add up exactly."""
     kept = pending = scored = 0
     before = memory.static
     levels = []
@@ -98,5 +97,5 @@ def levels_of(row: Iterable[Action], chunks: int, memory: RankMemory) -> list[He
 
 
 def peak_of(row: Iterable[Action], chunks: int, memory: RankMemory) -> float:
-    """The most bytes that a rank holds in an order of compute actions."""
+    """Return the peak bytes of a rank in an order of compute actions."""
     return max((level.during for level in levels_of(row, chunks, memory)), default=memory.static)

@@ -1,8 +1,8 @@
-"""Repeated patterns for given costs: every microbatch does the same, one period after the one before.
+"""Repeated patterns for given costs: every microbatch has the same times, one period after the previous one.
 
-After the building blocks of Controllable Memory (arXiv 2405.15362), with true times in the place of slots: one
-microbatch goes forward and back, each F and I at the earliest time that no other action of the rank takes in any
-period. The times are urgencies for the list scheduler, which puts W where the rank waits.
+After the building blocks of Controllable Memory (arXiv 2405.15362), with real times instead of slots: one microbatch
+goes forward and back, each F and I at the earliest time at which the rank is free in every period. The times are
+urgencies for the list scheduler, which places W where the rank waits.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from atoll.schedules.jit import Floats, Integers, kernel
 from atoll.schedules.kernels import NEVER, Listing, Model, Rules, list_actions
 
 SAME = 1e-9
-"""Times closer than this share of a period are the same."""
+"""Times that differ by less than this share of a period are equal."""
 
 
 @kernel
@@ -28,7 +28,7 @@ def overlaps(taken: Floats, first: int, count: int, start: float, takes: float, 
 
 @kernel
 def has_gap(taken: Floats, first: int, count: int, takes: float, period: float) -> bool:
-    """Return True if an interval of that length fits after one of those that are there."""
+    """Return True if an interval of that length fits after one of the existing ones."""
     if takes > period:
         return False
     for at in range(count):
@@ -41,7 +41,8 @@ def has_gap(taken: Floats, first: int, count: int, takes: float, period: float) 
 def place(
     taken: Floats, count: Integers, rank: int, most: int, arrival: float, takes: float, weight: float, period: float
 ) -> float:
-    """The earliest time from `arrival` on that is free in every period and leaves a gap for a W; -1 without one."""
+    """Return the earliest time from `arrival` on that is free in every period and leaves a gap for a W; -1 if there is
+    none."""
     first, there = rank * most, count[rank]
     best = -1.0
     for at in range(-1, 2 * there):
@@ -67,9 +68,10 @@ def place(
 
 @kernel
 def pattern(model: Model, period: float, mode: int, taken: Floats, count: Integers, slots: Floats) -> bool:
-    """Start of every stage's F (`slots[stage]`) and I (`slots[stages + stage]`). False where they do not fit.
+    """Compute the start of every stage's F (`slots[stage]`) and I (`slots[stages + stage]`). Return False if they do
+    not fit.
 
-    mode 0: W are not thought of;  1: each I leaves a gap for its W;  2: each F too;  3: W follows its I at once
+    mode 0: W are ignored;  1: each I leaves a gap for its W;  2: each F too;  3: W follows its I directly
     """
     stages = model.ranks * model.chunks
     most = 3 * model.chunks
@@ -101,7 +103,7 @@ def pattern(model: Model, period: float, mode: int, taken: Floats, count: Intege
 
 @kernel
 def repeat(model: Model, period: float, slots: Floats, keys: Floats) -> None:
-    """The pattern's times for every microbatch."""
+    """Extend the pattern's times to every microbatch."""
     stages, microbatches = model.ranks * model.chunks, model.microbatches
     for slot in range(2 * stages):
         for number in range(microbatches):
@@ -123,9 +125,10 @@ def nudge(
     tries: int,
     seed: int,
 ) -> float:
-    """Moves slots of a pattern, alone or with all that come after in a microbatch, and waits of ranks, at random.
+    """Move slots of a pattern, alone or with all later ones of a microbatch, and waits of ranks, at random.
 
-    Keeps what makes the listed order no longer: `slots` and `rules.patience` end as the best. Returns its cost.
+    Changes that make the listed order no longer are kept: `slots` and `rules.patience` end as the best. Return its
+    cost.
     """
     main = 1 if is_span else 0
     stages = model.ranks * model.chunks

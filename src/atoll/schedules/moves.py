@@ -1,4 +1,4 @@
-"""Improves an order by moving single actions of the chain that ends last."""
+"""Improvement of an order by moving single actions of the chain that ends last."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from atoll.schedules.kernels import Model, Played, fits, play
 
 @kernel
 def critical_cells(model: Model, order: Integers, played: Played, is_span: bool, path: Integers) -> int:
-    """Cells of the chain that ends last (or of the rank with the largest span), last first; how many they are."""
+    """Find the cells of the chain that ends last (or of the rank with the largest span), last first. Return their
+    number."""
     ranks = model.ranks
     width = 3 * model.chunks * model.microbatches
     rank = 0
@@ -51,10 +52,10 @@ def improve(
     window: int,
     seed: int,
 ) -> int:
-    """Moves single critical actions of `order` a few places, and keeps what makes the step no longer.
+    """Move single critical actions of `order` a few places, and keep changes that make the step no longer.
 
-    Stops when `goal` is reached or after `tries` plays; `order` and `length` end as the best found. Ties are broken by
-    the other cost. A small threshold, falling to nothing, lets it leave a local optimum.
+    Stops when `goal` is reached or after `tries` simulations; `order` and `length` end as the best found. Ties are
+    broken by the other cost. A small threshold, decreasing to zero, lets it leave a local optimum.
     """
     main = 1 if is_span else 0
     minor = 1 - main

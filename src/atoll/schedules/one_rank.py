@@ -1,24 +1,23 @@
 """Lower bound: the minimum time of one rank if all others have unlimited parallelism.
 
-[Note: one rank alone]
-Every kind of every stage takes the microbatches in order (atoll.schedules.kernels). So an action waits for the same of
-the microbatch before, for what it uses, and on its own rank for what must have left memory. With chunks of `activation`
-bytes until their I and of `weight_grad` bytes from there to their W, an order that fits has, with k chunks kept and q
-pending, k activation + q weight_grad <= room at all times. So, of each stage alone,
+[Note: one rank alone] Every kind of every stage takes the microbatches in order (atoll.schedules.kernels). So an action
+waits for the same action of the previous microbatch, for its input, and on its own rank for memory to be freed. With
+chunks of `activation` bytes until their I and of `weight_grad` bytes from there to their W, an order that fits has,
+with k chunks kept and q pending, k activation + q weight_grad <= room at all times. So, for each stage alone,
 
     before F(j): for some k, I(j - k) and W(j - k - q) have run, q the most that may be pending beside k
     before I(j): W(j - q) has run, q the most that may be pending at all, or 1: a full backward leaves nothing pending
     after W(i):  for some k, only I(i + q) and F(i + q + k) on, q as above; or F(i + k) on with k and no other pending,
                  as W(i) may be the end of a full backward, which keeps its activation
 
-The longest chain of waits from the first action to one is the earliest it can start, its `starts`; the longest from its
-end to the last end what must follow, its `after`. Where the memory leaves a choice, the least of them counts, so both
-hold for every order. They leave out that the other ranks do one thing at a time; the rank itself does. With starts,
-times and what must follow, the least end of one machine that may interrupt its actions is Jackson's: always that which
-most must follow, of those that may start. No order ends sooner, as an order is one without interruptions.
+The longest chain of waits from the first action to one is its earliest start, `starts`; the longest from its end to the
+last end is the time that must follow, `after`. If the memory leaves a choice, the minimum counts, so both hold for
+every order. They ignore that the other ranks run one action at a time; the rank itself does. With starts, durations and
+following times, the minimum end of one machine that may interrupt its actions is Jackson's rule: always run the action
+with the longest following time, of those that may start. No order ends sooner, since an order has no interruptions.
 
 For the largest span, chains start with the rank's own first forward and end with its own last action: each rank has
-its own. What no chain reaches has no bound (NEVER).
+its own. Actions that no chain reaches have no bound (NEVER).
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ from atoll.schedules.jit import IS_COMPILED, Floats, Integers, floats, integers,
 from atoll.schedules.problem import TOLERANCE, Problem
 
 NEVER = -1e300
-"""Before anything; finite so that arithmetic on it stays a number."""
+"""Before any time; finite, so that arithmetic on it stays a number."""
 
 PLAIN = 20_000
-"""Actions up to which compiled loops, which take a moment to load, are not worth it."""
+"""Number of actions up to which compiled loops, which take a moment to load, are not worth it."""
 
 MOST = 20_000_000 if IS_COMPILED else 300_000
-"""Actions that are looked at, at most: beyond, the ranks with least work get no bound of this kind."""
+"""Maximum number of actions: beyond it, the ranks with the least work get no bound of this kind."""
 
 
 class Chains(NamedTuple):
@@ -49,7 +48,7 @@ class Chains(NamedTuple):
     forward      stage -> least time of a message from its forward;  backward: from its gradient
     takes        stage * 3 + op -> time of its F, I or W
     kept         rank -> most chunks of a stage between F and I
-    pending      rank * (microbatches + 1) + kept -> most chunks between I and W beside so many kept
+    pending      rank * (microbatches + 1) + kept -> most chunks between I and W with so many kept
     """
 
     chunks: int
@@ -65,7 +64,8 @@ class Chains(NamedTuple):
 
 
 def one_rank_alone(problem: Problem, order: Sequence[int]) -> Iterator[tuple[int, float]]:
-    """(rank, least makespan, or least span of the rank) for the ranks of `order`, as many as there is time for."""
+    """Return (rank, minimum makespan, or minimum span of the rank) for the ranks of `order`, as many as there is time
+    for."""
     placement = problem.placement
     actions = 3 * placement.stages * problem.microbatches
     is_span = problem.objective == "span"
@@ -132,7 +132,7 @@ def _most(room: float, bytes_each: float, everything: int) -> int:
 
 
 def earliest(chains: Chains, anchor: int, starts: Floats) -> None:
-    """Fills `starts`, [op][stage][microbatch], where the first forward of stage `anchor` starts at 0."""
+    """Fill `starts`, [op][stage][microbatch], where the first forward of stage `anchor` starts at 0."""
     stages, microbatches = len(chains.rank_of), chains.microbatches
     places = stages * microbatches
     for number in range(microbatches):
@@ -152,7 +152,7 @@ def earliest(chains: Chains, anchor: int, starts: Floats) -> None:
                 time = max(time, starts[place - 1] + forward)
             least = -NEVER
             for kept in range(chains.kept[rank], 0, -1):
-                if kept > number:  # no I has to have run
+                if kept > number:  # no I has to have run before
                     least = NEVER
                     break
                 freed = starts[places + place - kept] + backward
@@ -188,9 +188,10 @@ def earliest(chains: Chains, anchor: int, starts: Floats) -> None:
 
 
 def remaining(chains: Chains, owner: int, after: Floats) -> None:
-    """Fills `after`, [op][stage][microbatch]: from an action's end to the last end of rank `owner`, of any if it is -1.
+    """Fill `after`, [op][stage][microbatch]: from an action's end to the last end of rank `owner`, or of any rank if it
+    is -1.
 
-    It is `earliest` read backwards.
+    It is `earliest` in reverse.
     """
     stages, microbatches = len(chains.rank_of), chains.microbatches
     places = stages * microbatches
@@ -247,10 +248,11 @@ def remaining(chains: Chains, owner: int, after: Floats) -> None:
 
 
 def least_end(chains: Chains, rank: int, starts: Floats, after: Floats, left: Floats, at: Integers) -> float:
-    """Jackson's rule: of the actions that may start, some time is given to that which most must follow.
+    """Return the minimum end by Jackson's rule: of the actions that may start, run the one with the longest following
+    time.
 
-    Of each kind of a stage the first one that is left is that one, as both `starts` and `after` are in order. `left`
-    and `at` are working memory, one each a kind.
+    Within each kind of a stage it is the first one left, since both `starts` and `after` are in order. `left` and `at`
+    are working memory, one each per kind.
     """
     kinds, microbatches = 3 * chains.chunks, chains.microbatches
     places = len(chains.rank_of) * microbatches

@@ -24,32 +24,34 @@ from atoll.schedules.zero_bubble import zero_bubble_h1, zero_bubble_h2
 from atoll.schedules.zero_bubble_v import fixed_zero_bubble_v
 
 SOONER = 1e9
-"""Urgency of gradients before forwards."""
+"""Urgency offset of gradients before forwards."""
 
 PERIODS = 40
-"""Periods that are tried, from the work of the busiest rank to half as much again."""
+"""Number of periods that are tried, from the work of the busiest rank to half as much again."""
 
 PATTERNS = 4
-"""Rules of V-Half and V-Min that are tried on the whole step: the catalogue takes the first that does not deadlock."""
+"""Number of rules of V-Half and V-Min that are tried on the whole step: the catalogue uses the first without a
+deadlock."""
 
 NUDGED = 4
-"""Patterns that are improved."""
+"""Number of patterns that are improved."""
 
 WINDOW = 12
-"""Places that an action is moved, at most."""
+"""Maximum number of places by which an action is moved."""
 
 SHAKEN = 0.6
-"""Share of EFFORT, beyond it, for shaking an order."""
+"""Additional effort for shaking an order, as a share of EFFORT."""
 
 SHAKES = 4
-"""Times that the order of a small step is shaken, each from the best so far."""
+"""Number of times that the order of a small step is shaken, each from the best so far."""
 
 FEWEST_SHAKEN = 500
-"""Orders that shaking must be able to try, or it is left: with fewer, larger problems would take time for nothing."""
+"""Minimum number of orders that shaking must be able to try; with fewer, larger problems would take time for
+nothing."""
 
 
 def run(search: Search) -> None:
-    """Everything, until the bound is reached or the effort is spent."""
+    """Try all candidates, until the bound is reached or the effort is spent."""
     fixed = tuple(fixed_orders(search.problem))
     for schedule in fixed:
         search.consider_schedule(schedule)
@@ -72,7 +74,7 @@ def run(search: Search) -> None:
 
 
 def fixed_orders(problem: Problem) -> Iterator[Schedule]:
-    """Orders of the catalogue that know no costs, for the placement."""
+    """Yield the orders of the catalogue that ignore costs, for the placement."""
     sizes = {"ranks": problem.placement.ranks, "microbatches": problem.microbatches}
     chunks = problem.placement.chunks
     if problem.placement.kind == "v":
@@ -89,7 +91,7 @@ def fixed_orders(problem: Problem) -> Iterator[Schedule]:
 
 
 def one_at_a_time(problem: Problem) -> Schedule:
-    """A microbatch after the other, in full backwards: what fits whenever anything does."""
+    """Return one microbatch after the other, in full backwards, which fits whenever any order does."""
     from atoll.ir.action import Op
 
     placement = problem.placement
@@ -103,7 +105,7 @@ def one_at_a_time(problem: Problem) -> Schedule:
 
 
 def consider_patterns(search: Search) -> None:
-    """V-Half and V-Min on a V, units on a loop: the list schedules of the catalogue."""
+    """Try V-Half and V-Min on a V, units on a loop: the list schedules of the catalogue."""
     problem, board = search.problem, search.board
     ranks, chunks = problem.placement.ranks, problem.placement.chunks
     no_wait, wait = (0,) * ranks, (4,) * ranks
@@ -136,7 +138,7 @@ def consider_patterns(search: Search) -> None:
 
 
 def consider_repeated(search: Search) -> None:
-    """Patterns of many periods, tried on a shortened step; the best ones on the whole."""
+    """Try patterns of many periods on a shortened step, and the best ones on the whole."""
     problem = search.problem
     board = Board(shortened(problem))
     ranks = board.model.ranks
@@ -184,7 +186,7 @@ def consider_repeated(search: Search) -> None:
 
 
 def lay_out(board: Board, period: float, mode: int, keys: Floats) -> Floats | None:
-    """Fills `keys` with a pattern's times, and returns its slots; None where it does not fit into the period."""
+    """Fill `keys` with a pattern's times, and return its slots, or None if it does not fit into the period."""
     model = board.model
     stages = model.ranks * model.chunks
     slots = zeros(2 * stages)
@@ -195,7 +197,7 @@ def lay_out(board: Board, period: float, mode: int, keys: Floats) -> Floats | No
 
 
 def pattern_keys(board: Board, slots: Callable[[int, int], tuple[int, int, int, int]]) -> Floats:
-    """Slots of a repeated pattern as urgencies."""
+    """Return slots of a repeated pattern as urgencies."""
     model = board.model
     keys = [0.0] * (2 * board.places)
     for rank in range(model.ranks):
@@ -211,7 +213,7 @@ def pattern_keys(board: Board, slots: Callable[[int, int], tuple[int, int, int, 
 
 
 def unit_keys(board: Board, units: tuple[range, ...]) -> Floats:
-    """Unit after unit: forwards chunk by chunk, then gradients from the last chunk."""
+    """Return urgencies unit after unit: forwards chunk by chunk, then gradients from the last chunk."""
     model = board.model
     keys = [0.0] * (2 * board.places)
     for rank in range(model.ranks):
@@ -227,7 +229,8 @@ def unit_keys(board: Board, units: tuple[range, ...]) -> Floats:
 
 
 def key_families(board: Board, fixed: Schedule) -> list[Floats]:
-    """Urgencies to choose from: gradients first, or the times of a fixed order. On a line the first is enough."""
+    """Return candidates for urgencies: gradients first, or the times of a fixed order. On a line the first is
+    enough."""
     model = board.model
     size, chunks, ranks = model.microbatches, model.chunks, model.ranks
 
@@ -275,7 +278,7 @@ def grid(problem: Problem, families: int) -> Iterator[Settings]:
 
 
 def consider_lists(search: Search, fixed: Schedule) -> None:
-    """The grid on a shortened step, the climb from its best settings, and those on the whole step."""
+    """Try the grid on a shortened step, climb from its best settings, and try those on the whole step."""
     board = Board(shortened(search.problem))
     is_short = board.cells < search.board.cells
     families = key_families(board, next(fixed_orders(board.problem)) if is_short else fixed)
@@ -298,7 +301,7 @@ def consider_lists(search: Search, fixed: Schedule) -> None:
 
 
 def climb(board: Board, families: list[Floats], start: Settings, cost: Cost, budget: int) -> Settings:
-    """Changes one parameter of some ranks at a time as long as that helps: of all, of the first or last, of one."""
+    """Change one parameter of some ranks at a time as long as that helps: of all, of the first or last, of one."""
     board.spent = 0
     best, trials, is_better = start, 0, True
     while is_better:
@@ -314,7 +317,7 @@ def climb(board: Board, families: list[Floats], start: Settings, cost: Cost, bud
 
 
 def neighbours(settings: Settings, ranks: int) -> Iterator[Settings]:
-    """Settings that differ in one parameter of a run of ranks."""
+    """Yield settings that differ in one parameter of a run of ranks."""
     runs = [range(ranks)]
     runs += [range(rank + 1) for rank in range(ranks - 1)] + [range(rank, ranks) for rank in range(1, ranks)]
     runs += [range(rank, rank + 1) for rank in range(1, ranks - 1)]
@@ -330,7 +333,8 @@ def _shifted(values: tuple[int, ...], run_of: range, shift: int, least: int) -> 
 
 
 def relist(search: Search) -> None:
-    """The best order's own times as urgencies: W are placed anew, and actions may overtake a little or at will."""
+    """List with the best order's own times as urgencies: W are placed again, and actions may overtake a little or
+    freely."""
     board = search.board
     ranks = board.model.ranks
     free = (FREE,) * ranks
@@ -351,7 +355,7 @@ def relist(search: Search) -> None:
 
 
 def shaken(search: Search) -> None:
-    """The best order's own times as urgencies that are changed one by one. Its effort is beside that of the rest."""
+    """List with the best order's own times as urgencies, changed one by one. Its effort is separate."""
     board = search.board
     ranks = board.model.ranks
     tries = min(TRIES, int(SHAKEN * EFFORT) // (3 * board.cells))

@@ -16,15 +16,15 @@ Objective = Literal["makespan", "span"]
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 
 TOLERANCE = 1e-9
-"""Tolerance of a limit: sums of thirds of a microbatch are not exact."""
+"""Tolerance of a limit, because sums of thirds of a microbatch are not exact."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """The best order of F, I and W on `placement`, within the memory of every rank.
+    """The problem of the best order of F, I and W on `placement`, within the memory of every rank.
 
     objective        "makespan", from the first start to the last end of any rank, or "span", the largest of the ranks'
-                     own: what a step costs where steps overlap
+                     own, which is the cost of a step if steps overlap
     fused_backward   a full backward releases the input's gradient at its end
 
     Raises ConfigError for a limit under which a rank cannot run one microbatch.
@@ -61,7 +61,7 @@ class Problem:
         memory: Memory | None = None,
         objective: Objective = "makespan",
     ) -> Problem:
-        """The problem with `costs` (F = I = W = 1 and no hop without them)."""
+        """Return the problem with `costs` (F = I = W = 1 and no hop without them)."""
         return cls(
             placement,
             microbatches,
@@ -73,11 +73,11 @@ class Problem:
 
     @cached_property
     def bytes_of(self) -> tuple[RankMemory, ...]:
-        """Bytes of each rank's whole share."""
+        """Return the bytes of each rank's whole share."""
         return self.memory.per_rank(self.placement.ranks)
 
     def forwards_that_fit(self, rank: int) -> int:
-        """Forwards of a chunk, with nothing else kept, up to all there are."""
+        """Return the number of forwards of a chunk that fit, with nothing else kept, at most all."""
         chunks, bytes_of = self.placement.chunks, self.bytes_of[rank]
         everything = chunks * self.microbatches
         if bytes_of.activation == 0 or math.isinf(bytes_of.room):

@@ -1,7 +1,7 @@
 """The published heuristics, with each rank's own costs and limit: candidates of automatic scheduling.
 
-Line: Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 3. V: the same paper's search for ZB-V. Both grow all
-ranks together, round by round, and look at the largest bubble so far to decide whether a gap is worth a W.
+Line: Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 3. V: the same paper's search for ZB-V. Both extend
+all ranks together, round by round, and compare a gap with the largest bubble so far to decide whether it is worth a W.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from atoll.schedules.kernels import NEVER, Listing, Model, begin_action, clear, 
 
 @kernel
 def largest(values: Floats, count: int) -> float:
-    """The largest of the first `count`."""
+    """Return the largest of the first `count`."""
     found = values[0]
     for at in range(1, count):
         found = max(found, values[at])
@@ -23,7 +23,7 @@ def largest(values: Floats, count: int) -> float:
 def put(
     model: Model, listing: Listing, gaps: Floats, order: Integers, length: Integers, rank: int, op: int, chunk: int
 ) -> bool:
-    """Appends an F or I of a rank. False if its input is not there or its bytes do not fit."""
+    """Append an F or I of a rank. Return False if its input has not arrived or its bytes do not fit."""
     slot = rank * model.chunks + chunk
     count = listing.counts[slot] if op == 0 else listing.counts[model.ranks * model.chunks + slot]
     places = model.ranks * model.chunks * model.microbatches
@@ -46,7 +46,7 @@ def put(
 
 @kernel
 def make_room(model: Model, listing: Listing, order: Integers, length: Integers, rank: int, added: float) -> bool:
-    """Runs pending W until `added` bytes fit; whether they do."""
+    """Run pending W until `added` bytes fit. Return True if they do."""
     while listing.held[rank] + added > model.room[rank] * (1.0 + 1e-9):
         if listing.head[rank] == listing.tail[rank]:
             return False
@@ -66,7 +66,7 @@ def fill_gap(
     worst: float,
     is_greedy: bool,
 ) -> None:
-    """W in the gap until `until`: those that fit, and one more if the gap would be the largest, or if greedy."""
+    """Run W in the gap until `until`: those that fit, and one more if the gap would be the largest, or if greedy."""
     weight_time = model.takes[rank * 4 + 2]
     while listing.head[rank] < listing.tail[rank] and listing.free[rank] + weight_time <= until:
         run_pending(model, listing, order, length, rank, listing.free[rank])
@@ -79,9 +79,9 @@ def fill_gap(
 def warm_up(
     model: Model, listing: Listing, gaps: Floats, order: Integers, length: Integers, extra: Integers, is_prompt: bool
 ) -> bool:
-    """On a line: as many forwards before a rank's first I as memory allows and its arrival leaves time for.
+    """On a line, run as many forwards before a rank's first I as its memory and the arrival of the I allow.
 
-    Without `is_prompt` one more, which delays it. Each rank takes fewer than the one before it.
+    Without `is_prompt` one more, which delays the I. Each rank runs fewer than the previous one.
     """
     ranks, microbatches, free = model.ranks, model.microbatches, listing.free
     for rank in range(ranks):
@@ -117,7 +117,7 @@ def warm_up(
 
 @kernel
 def may_wait(model: Model, listing: Listing, gaps: Floats, rank: int, worst: float) -> bool:
-    """Return True if a rank that is two forwards ahead of the next one had better skip one."""
+    """Return True if a rank that is two forwards ahead of the next one should skip one."""
     ranks, counts, free, takes = model.ranks, listing.counts, listing.free, model.takes
     after = rank + 1
     if counts[rank] < counts[after] + 2:
@@ -148,7 +148,7 @@ def published_line(
     may_skip: bool,
     is_greedy: bool,
 ) -> bool:
-    """The order for one of the eight combinations of flags. False where it finds none."""
+    """Create the order for one of the eight combinations of flags. Return False if it finds none."""
     clear(model, listing, length)
     ranks, microbatches, counts = model.ranks, model.microbatches, listing.counts
     places = ranks * microbatches
@@ -195,7 +195,7 @@ def published_line(
 
 @kernel
 def warm_up_v(model: Model, listing: Listing, gaps: Floats, order: Integers, length: Integers) -> bool:
-    """On a V: forwards down and up until every rank has its share before the first I."""
+    """On a V, run forwards down and up until every rank has its share before the first I."""
     ranks, microbatches, counts = model.ranks, model.microbatches, listing.counts
     for rank in range(ranks):
         if not put(model, listing, gaps, order, length, rank, 0, 0):
@@ -232,7 +232,7 @@ def backward_v(
     model: Model, listing: Listing, gaps: Floats, order: Integers, length: Integers, chunk: int, rank: int,
     worst: float, may_fill: bool,
 ) -> bool:  # fmt: skip
-    """One I of a rank, W in the gap before it."""
+    """Run one I of a rank, with W in the gap before it."""
     places = 2 * model.ranks * model.microbatches
     count = listing.counts[2 * (model.ranks + rank) + chunk]
     if count >= model.microbatches:
@@ -249,7 +249,7 @@ def forward_v(
     model: Model, listing: Listing, gaps: Floats, order: Integers, length: Integers, rank: int, worst: float,
     may_fill: bool,
 ) -> bool:  # fmt: skip
-    """One F of a rank, of the later chunk if that can run, W in the gap before it; none if there is none to run."""
+    """Run one F of a rank, of the later chunk if possible, with W in the gap before it; none if none can run."""
     counts, microbatches = listing.counts, model.microbatches
     down, up = counts[2 * rank], counts[2 * rank + 1]
     if up >= microbatches:
@@ -260,7 +260,7 @@ def forward_v(
     ):
         chunk = 0
     if chunk == 0 and (down >= microbatches or listing.arrive[rank * microbatches + down] >= NEVER):
-        return up < down  # the other chunk is on its way
+        return up < down  # the other chunk is arriving
     if not make_room(model, listing, order, length, rank, model.activation[rank]):
         return False
     is_turn = (chunk == 0 and rank == 0) or (chunk == 1 and rank == model.ranks - 1)
@@ -282,9 +282,9 @@ def published_v(
     fill_forward: bool,
     fill_backward: bool,
 ) -> bool:
-    """The order for one combination of flags; `approved` are the bubbles of the round before (-1 without one).
+    """Create the order for one combination of flags; `approved` are the bubbles of the previous round (-1 for none).
 
-    False where it finds none. `gaps` are its bubbles, for the next round.
+    Return False if it finds none. `gaps` are its bubbles, for the next round.
     """
     clear(model, listing, length)
     ranks, microbatches, counts = model.ranks, model.microbatches, listing.counts

@@ -1,7 +1,7 @@
-"""The search for an order: candidates are played, what fits and is best is kept, and then improved.
+"""The search for an order: candidates are simulated, the best one that fits is kept, and then improved.
 
 [Note: the effort of a search]
-It is counted in actions played, not in seconds, so that a search is a function of its problem: the same on every
+It is counted in simulated actions, not in seconds, so that a search is a function of its problem: the same on every
 machine. Without compiled kernels the larger problems get fewer tries.
 """
 
@@ -23,16 +23,16 @@ from atoll.schedules.problem import Problem
 from atoll.schedules.published import published_line, published_v
 
 EFFORT = 11_000_000 if IS_COMPILED else 600_000
-"""Actions played in one search, at most."""
+"""Maximum number of simulated actions in one search."""
 
 TRIES = 10_000
-"""Orders played by each part of a search, at most: small problems need no more."""
+"""Maximum number of orders that each part of a search simulates: small problems need no more."""
 
 ROUNDS = 3
-"""Rules are chosen on a step of at most so many microbatches a rank: after that an order repeats itself."""
+"""Rules are chosen on a step of at most so many microbatches per rank: after that an order repeats itself."""
 
 FREE = 1 << 40
-"""A cap that caps nothing."""
+"""A cap without effect."""
 
 
 class Cost(NamedTuple):
@@ -44,7 +44,7 @@ class Cost(NamedTuple):
 
 @dataclass(frozen=True)
 class Settings:
-    """Rules of list scheduling in whole numbers a rank: see kernels.Rules. Waits are in quarters of a W or F."""
+    """Rules of list scheduling as integers per rank: see kernels.Rules. Waits are in quarters of a W or F."""
 
     flight: tuple[int, ...]
     patience: tuple[int, ...]
@@ -56,7 +56,7 @@ class Settings:
 
 
 def model_of(problem: Problem) -> Model:
-    """The problem in flat arrays."""
+    """Return the problem in flat arrays."""
     placement, timing = problem.placement, problem.timing
     ranks, chunks = placement.ranks, placement.chunks
     gives = [list(row) for row in timing.stages]
@@ -82,7 +82,7 @@ def model_of(problem: Problem) -> Model:
 
 
 class Board:
-    """Arrays for one problem, and the plays on them."""
+    """Arrays for one problem, and its simulations."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem, self.model = problem, model_of(problem)
@@ -110,11 +110,11 @@ class Board:
         self.spent = 0
 
     def take(self, problem: Problem) -> None:
-        """Another problem of the same sizes and links, with other times and limits."""
+        """Load another problem of the same sizes and links, with other times and limits."""
         self.problem, self.model = problem, model_of(problem)
 
     def of(self, cost: Floats) -> Cost:
-        """Makespan and span, the objective first."""
+        """Return makespan and span, the objective first."""
         makespan, span = float(cost[0]), float(cost[1])
         return Cost(span, makespan) if self.is_span else Cost(makespan, span)
 
@@ -124,14 +124,14 @@ class Board:
         return all(kernels.fits(self.model, self.order, self.length, rank, self.played.counts) for rank in ranks)
 
     def play(self) -> Cost | None:
-        """The cost of the order; None if it does not fit or deadlocks."""
+        """Return the cost of the order; None if it does not fit or deadlocks."""
         self.spent += self.cells
         if not self.fits() or not kernels.play(self.model, self.order, self.length, self.played):
             return None
         return self.of(self.played.cost)
 
     def load(self, schedule: Schedule) -> None:
-        """Takes the order of a schedule of the same sizes."""
+        """Load the order of a schedule of the same sizes."""
         ranks, chunks = self.model.ranks, self.model.chunks
         for rank, row in enumerate(schedule.actions):
             numbers = [action.op.code * chunks + action.stage // ranks for action in row]
@@ -139,7 +139,7 @@ class Board:
             self.length[rank] = len(numbers)
 
     def rows(self) -> Rows:
-        """The order as actions."""
+        """Return the order as actions."""
         rows = []
         chunks = self.model.chunks
         for rank in range(self.model.ranks):
@@ -157,7 +157,7 @@ class Board:
         return tuple(rows)
 
     def rules_of(self, settings: Settings, keys: Sequence[Floats]) -> Rules:
-        """The settings in times."""
+        """Return the settings as times."""
         takes = self.problem.timing.takes
         quarters = zip(settings.patience, settings.restraint, takes, strict=True)
         waits = [(patience * row[2] / 4, restraint * row[0] / 4) for patience, restraint, row in quarters]
@@ -172,11 +172,11 @@ class Board:
         )
 
     def list_by(self, settings: Settings, keys: Sequence[Floats]) -> Cost | None:
-        """Makes an order by rules; None where it deadlocks."""
+        """Create an order by rules; return None if it deadlocks."""
         return self.list(self.rules_of(settings, keys))
 
     def list(self, rules: Rules) -> Cost | None:
-        """The same with rules in times."""
+        """Do the same with rules as times."""
         self.spent += 3 * self.cells
         if not kernels.list_actions(self.model, rules, self.listing, self.order, self.length, self.cost):
             return None
@@ -184,7 +184,7 @@ class Board:
 
 
 class Search:
-    """One search. `consider` what an order may be, then `found` is the best."""
+    """One search. After calls of `consider`, `found` is the best order."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -199,7 +199,7 @@ class Search:
         return self.cost is not None and kernels.is_reached(self.cost.main, self.bound)
 
     def consider(self, source: str) -> Cost | None:
-        """Plays the board's order and keeps it if it is the best so far."""
+        """Simulate the board's order and keep it if it is the best so far."""
         board = self.board
         cost = board.play()
         if cost is not None and (self.cost is None or cost < self.cost):
@@ -209,17 +209,17 @@ class Search:
         return cost
 
     def take_best(self) -> None:
-        """Puts the best order back on the board."""
+        """Load the best order on the board."""
         self.board.order[:] = self.board.best
         self.board.length[:] = self.board.best_length
 
     def consider_schedule(self, schedule: Schedule) -> None:
-        """A schedule of the catalogue."""
+        """Try a schedule of the catalogue."""
         self.board.load(schedule)
         self.consider(schedule.name)
 
     def consider_published(self) -> None:
-        """The published heuristic of the placement, with every combination of its flags."""
+        """Try the published heuristic of the placement, with every combination of its flags."""
         board, flags = self.board, (True, False)
         if self.problem.placement.chunks == 1:
             for is_prompt in flags:
@@ -234,7 +234,7 @@ class Search:
                     self._published_v(fill_forward, fill_backward)
 
     def _published_v(self, fill_forward: bool, fill_backward: bool) -> None:
-        """Rounds, each allowed the bubbles of the one before, as long as the largest shrinks."""
+        """Run rounds, each allowed the bubbles of the previous one, as long as the largest shrinks."""
         board = self.board
         board.approved[:] = floats([-1.0] * board.model.ranks)
         worst = math.inf
@@ -249,7 +249,7 @@ class Search:
             board.approved[:] = board.gaps
 
     def improve(self, tries: int, window: int, seed: int) -> None:
-        """Moves single actions of the best order."""
+        """Move single actions of the best order."""
         board = self.board
         if self.cost is None or self.is_done or tries < 1:
             return
@@ -262,18 +262,18 @@ class Search:
         self.consider(self.source if "moved" in self.source else f"{self.source}, moved")
 
     def schedule(self, name: str) -> Schedule:
-        """The best order."""
+        """Return the best order."""
         self.take_best()
         return Schedule(name, self.problem.placement, self.problem.microbatches, self.board.rows())
 
 
 def shortened(problem: Problem) -> Problem:
-    """The same with a step no longer than what rules are chosen on."""
+    """Return the same problem with a shorter step, on which rules are chosen."""
     return replace(problem, microbatches=min(problem.microbatches, ROUNDS * problem.placement.ranks + 2))
 
 
 def round_trips(problem: Problem) -> list[int]:
-    """Per rank, chunk forwards that cover the time from its first forward to its first gradient."""
+    """Return for each rank the chunk forwards that cover the time from its first forward to its first gradient."""
     placement, timing = problem.placement, problem.timing
     times, time = [], 0.0
     for stage in range(placement.stages - 1, -1, -1):
@@ -286,8 +286,8 @@ def round_trips(problem: Problem) -> list[int]:
 
 
 def _there_and_back(hops: Hops, stage: int) -> float:
-    """What messages to the next stage and from it take; a turn on one rank counts as the longest hop, so that the caps
-    which the search starts from are no smaller than they need be."""
+    """Return the time of messages to the next stage and from it; a turn on one rank counts as the longest hop, so that
+    the initial caps of the search are large enough."""
     if stage + 1 == len(hops.forward):
         return 0.0
     there, back = hops.forward[stage].least, hops.backward[stage + 1].least
@@ -295,7 +295,7 @@ def _there_and_back(hops: Hops, stage: int) -> float:
 
 
 def keys_from(board: Board) -> Floats:
-    """Urgencies of places: when the board's order, which has just been played, begins them."""
+    """Return urgencies of places: their start times in the board's order, which has just been simulated."""
     played = board.played
     begins = [0.0] * (2 * board.places)
     for cell in range(2 * board.places):

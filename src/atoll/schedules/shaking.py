@@ -1,7 +1,7 @@
-"""Improves an order by listing it anew with other urgencies: where moving single actions finds nothing any more.
+"""Improvement of an order by listing it again with other urgencies, if moving single actions no longer helps.
 
-An order's own times are the urgencies, so that listing gives about the same order. One after the other is changed: of a
-microbatch, of two, of all or of every second or third from one on, in one F or I of a stage; or a rank's patience.
+An order's own times are the urgencies, so listing gives about the same order. They are changed one after the other: of
+a microbatch, of two, of all or of every second or third from one on, in one F or I of a stage; or a rank's patience.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def shake(
     tries: int,
     seed: int,
 ) -> float:
-    """Changes urgencies and waits at random, and keeps what makes the listed order no longer. Returns its cost.
+    """Change urgencies and waits at random, and keep changes that make the listed order no longer. Return its cost.
 
     Stops when `goal` is reached; `order` and `rules` end as the best.
     """

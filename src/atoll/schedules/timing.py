@@ -1,9 +1,9 @@
 """Costs as seen by schedules that depend on them, and the time of an order.
 
 [Note: the schedules' clock]
-The simulator stands above the schedules. Those that weigh orders against each other play them here, by the same rules
-(atoll.sim): a result reaches another rank one hop after it is released, and after those that are before it on its link
-(atoll.schedules.links); inside a rank it is there at once. The sender goes on.
+The simulator is a layer above the schedules. Schedules that compare orders simulate them here, by the same rules
+(atoll.sim): a result reaches another rank one hop after it is released, and after earlier messages on its link
+(atoll.schedules.links); inside a rank it is available immediately. The sender continues.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class StageCosts(Protocol):
         """Latency of a message between two ranks, or the link of each pair of them."""
 
     def per_stage(self, placement: Placement) -> Sequence[tuple[float, float, float]]:
-        """(forward, input_grad, weight_grad) of each stage."""
+        """Return (forward, input_grad, weight_grad) of each stage."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
     """Times by the op's code, of F, I, W and B, and hops.
 
-    stages: of each stage.  takes: of each rank's chunks in the mean, for rules that look at a rank as a whole.
+    stages: of each stage.  takes: mean of each rank's chunks, for rules for a whole rank.
     hops: between stages.
     """
 
@@ -42,7 +42,7 @@ class Timing:
 
     @classmethod
     def of(cls, placement: Placement, costs: StageCosts | None) -> Timing:
-        """The timing of `costs`; without them F, I and W of every chunk take 1 and hops nothing."""
+        """Return the timing of `costs`; without them F, I and W of every chunk take 1 and hops take no time."""
         times: Sequence[tuple[float, float, float]] = [(1.0, 1.0, 1.0)] * placement.stages
         hop: float | Links = 0.0
         if costs is not None:

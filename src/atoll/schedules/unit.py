@@ -20,15 +20,15 @@ def unit_schedule(
     keep: int | None = None,
     costs: StageCosts | None = None,
 ) -> Schedule:
-    """Unit after unit: F of all its microbatches chunk by chunk, then I from the last chunk, W where the rank waits.
+    """Unit after unit: F of all its microbatches chunk by chunk, then I from the last chunk, W when the rank waits.
 
-    A chunk's parameters are gathered twice a unit and its gradients reduced once, whatever the number of microbatches
-    in it. No unit has more than `unit` microbatches, and they are as even as can be (default: m // p units, so that
-    none is smaller than p, below which a unit waits for its own chunks). U being the largest, `keep` is the most
+    A chunk's parameters are gathered twice per unit and its gradients reduced once, for any number of microbatches in
+    it. No unit has more than `unit` microbatches, and they are as even as possible (default: m // p units, so that none
+    is smaller than p, below which a unit waits for its own chunks). With U the largest, `keep` is the maximum number of
     microbatches between F and W on a rank (default 2U): with U, every unit has a ramp of its own; with 2U and U >= p,
-    the W of one fill the ramp to the next. `costs` decide where W fits; without them F = I = W and a hop is free.
+    the W of one fill the ramp to the next. `costs` determine where W fits; without them F = I = W and a hop is free.
 
-    Raises ConfigError if less than U is to be kept.
+    Raises ConfigError if `keep` is less than U.
 
         rank 0  0F0 0F1 2F0 2F1 .   .   2I0 2I1 0I0 0I1 0F2 0F3 2F2 2F3 2W0 2W1 2I2 2I3 0I2 0I3 0W0 0W1 2W2 2W3 0W2 0W3
         rank 1  .   1F0 1F1 3F0 3F1 3I0 3I1 1I0 1I1 3W0 3W1 1F2 1F3 3F2 3F3 3I2 3I3 1I2 1I3 1W0 1W1 3W2 3W3 1W2 1W3
@@ -59,7 +59,7 @@ def _units(ranks: int, microbatches: int, unit: int | None) -> tuple[range, ...]
 
 
 def _blocks(stages: tuple[int, ...], units: tuple[range, ...]) -> list[Keyed]:
-    """F and I of a rank in the order in which they run; the key is the place."""
+    """Return F and I of a rank in execution order; the key is the index."""
     order = [
         Action(stage, op, number)
         for unit in units

@@ -1,4 +1,4 @@
-"""ZB-H1 and ZB-H2: 1F1B with a split backward, W where ranks would idle. Qi et al., arXiv 2401.10241."""
+"""ZB-H1 and ZB-H2: 1F1B with a split backward, W when ranks would idle. Qi et al., arXiv 2401.10241."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from atoll.ir.schedule import Schedule
 
 
 def zero_bubble_h1(*, ranks: int, microbatches: int) -> Schedule:
-    """1F1B's warm-up of p-r-1 forwards; rank r puts its W off until r of them are pending.
+    """1F1B's warm-up of p-r-1 forwards; rank r postpones its W until r of them are pending.
 
     No rank keeps more than p microbatches between F and W.
 
@@ -23,8 +23,8 @@ def zero_bubble_h1(*, ranks: int, microbatches: int) -> Schedule:
 def zero_bubble_h2(*, ranks: int, microbatches: int) -> Schedule:
     """Twice the warm-up, 2(p-r-1) forwards: no rank waits for a gradient; rank r has up to 2r W pending.
 
-    No rank keeps more than 2p-1 microbatches between F and W. Ranks end one after the other as they began: the gain
-    is in the span, and becomes one in time where steps overlap.
+    No rank keeps more than 2p-1 microbatches between F and W. Ranks end one after the other as they began: the gain is
+    in the span, and shortens the step if steps overlap.
 
         rank 0  F0 F1 F2 F3 F4 I0 W0 F5 I1 W1 I2 W2 I3 W3 I4 W4 I5 W5
         rank 1  .  F0 F1 F2 I0 F3 I1 F4 I2 W0 F5 I3 W1 I4 W2 I5 W3 W4 W5
@@ -36,8 +36,8 @@ def zero_bubble_h2(*, ranks: int, microbatches: int) -> Schedule:
 def _zero_bubble(name: str, depth: int, ranks: int, microbatches: int) -> Schedule:
     """A rank has depth * (p-r-1) forwards of warm-up.
 
-    A W follows an I once warm-up + the I before that one have made depth * (p-1): counting that I itself too gives
-    0.1397 where the paper prints 0.1323.
+    A W follows an I once warm-up + the number of I before that one reach depth * (p-1): counting that I too gives
+    0.1397 instead of the paper's 0.1323.
     """
     rows = []
     for stage in range(ranks):

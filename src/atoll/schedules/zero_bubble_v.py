@@ -11,22 +11,23 @@ from atoll.ir.schedule import Schedule
 
 
 def fixed_zero_bubble_v(*, ranks: int, microbatches: int) -> Schedule:
-    """The order of the paper, whatever the costs: atoll.schedules.automatic.zero_bubble_v draws it."""
+    """Return the order of the paper, for any costs: atoll.schedules.automatic.zero_bubble_v draws it."""
     rows = tuple(tuple(fixed_row(rank, ranks, microbatches)) for rank in range(ranks))
     return Schedule("zb-v", Placement("v", ranks, 2), microbatches, rows)
 
 
 def fixed_row(rank: int, ranks: int, microbatches: int) -> list[Action]:
-    """The order of one rank, whatever the costs."""
+    """Return the order of one rank, for any costs."""
     row = _row(rank, ranks, max(microbatches, 2 * ranks - 1))
     return [action for action in row if (action.microbatch or 0) < microbatches]
 
 
 def _row(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
-    """The phases of a rank, for at least 2p-1 microbatches. Each kind of action takes the microbatches from 0 up."""
+    """Return the phases of a rank, for at least 2p-1 microbatches. Each kind of action takes the microbatches from 0
+    up."""
     stages = (rank, 2 * ranks - 1 - rank)
     numbers = {(op, chunk): count() for op in (Op.F, Op.I, Op.W) for chunk in (0, 1)}
-    after = ranks - rank  # ranks from this one to the turn of the V
+    after = ranks - rank  # number of ranks from this one to the turn of the V
 
     def take(ops: str, chunk: int) -> Iterator[Action]:
         for op in map(Op, ops):

@@ -1,4 +1,4 @@
-"""A plan as settings of other systems, and what they cannot express. Imports no torch."""
+"""Export of a plan as settings of other systems, with the parts that they cannot express. Imports no torch."""
 
 from atoll.settings.subject import Settings
 from atoll.settings.systems import SYSTEMS, settings_for

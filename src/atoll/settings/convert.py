@@ -1,12 +1,12 @@
-"""A config of another system -> a config of Atoll, and what could not be carried over.
+"""Conversion of another system's config to one of Atoll, with the settings that could not be converted.
 
     DeepSpeed     its JSON (0.18)
-    Accelerate    its YAML (1.12), as `accelerate config` writes it
+    Accelerate    its YAML (1.12), as written by `accelerate config`
     torchtitan    its TOML (0.2.2)
 
-Each system is a table: the path of a setting -> what is done with its value. What is in no table is answered by
-`atoll.config.foreign`, or said to have no counterpart. A value
-that depends on another one comes after it in a table.
+Each system is a table: the path of a setting -> a rule for its value. For settings in no table, `atoll.config.foreign`
+gives the answer, or they are reported to have no counterpart. In a table, a value that depends on another one comes
+after it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from atoll.settings.torchtitan import FLAVORS, RECOMPUTE, SCHEDULES
 
 @dataclass
 class Conversion:
-    """A config that is being made. tables: of TOML.  left: sentences about what has no place in it.
+    """A config under construction. tables: of TOML.  left: sentences about settings without a counterpart.
 
-    counts: of machines and replicas, from which sizes of groups follow.
+    counts: of machines and replicas, which determine the sizes of groups.
     """
 
     system: str
@@ -49,11 +49,11 @@ class Conversion:
 
 
 Rule = Callable[[Conversion, str, Any], None]
-"""Carries a value over; gets its path too."""
+"""Converts a value; it also gets the value's path."""
 
 
 def _to(key: str, **values: Any) -> Rule:
-    """Set a key to the value, or to what `values` says it is here."""
+    """Return a rule that sets a key to the value, or to its translation in `values`."""
 
     def rule(into: Conversion, path: str, value: Any) -> None:
         if not values:
@@ -77,7 +77,7 @@ def _counts(what: str) -> Rule:
 
 
 def _needless(into: Conversion, path: str, value: Any) -> None:
-    """Says nothing about what is trained."""
+    """Ignore a setting that does not affect training."""
 
 
 def _says(why: str) -> Rule:
@@ -100,7 +100,7 @@ def _unless(usual: Any, why: str) -> Rule:
 
 
 def _positive(rule: Rule) -> Rule:
-    """For systems that write -1 for what they choose themselves."""
+    """Return a rule for systems that write -1 for a value that they choose themselves."""
     return lambda into, path, value: rule(into, path, value) if type(value) is int and value > 0 else None
 
 
@@ -186,7 +186,7 @@ def _fsdp_version(into: Conversion, path: str, value: Any) -> None:
 
 
 def _reshards(into: Conversion, path: str, value: Any) -> None:
-    """A boolean of FSDP2; FSDP1 has a strategy's name or number there."""
+    """Convert a boolean of FSDP2; FSDP1 has a strategy's name or number there."""
     layouts = {"true": "GGG", "full_shard": "GGG", "1": "GGG", "false": "NGG", "shard_grad_op": "NGG", "2": "NGG"}
     layouts |= {"no_shard": "NNN", "3": "NNN", "hybrid_shard": "III", "4": "III", "hybrid_shard_zero2": "NII"}
     _to("parallel.layout", **layouts)(into, path, value)
@@ -271,7 +271,7 @@ def _replicas(into: Conversion, path: str, value: Any) -> None:
 
 
 def _sharded(into: Conversion, path: str, value: Any) -> None:
-    """-1 is all ranks that are left."""
+    """Convert a size; -1 is all remaining ranks."""
     if value == 1:
         return
     replicas = into.counts.get("replicas", 1)
@@ -375,11 +375,11 @@ MARKS: Mapping[str, frozenset[str]] = {
         {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu", "bf16", "fp16", "optimizer"}
     ),
 }
-"""Words at the top by which a document is known."""
+"""Top-level keys by which a document is recognized."""
 
 
 def system_of(document: Mapping[str, Any]) -> str:
-    """Whose config a document is. Raises ConfigError for one of none."""
+    """Return the system of a document. Raises ConfigError for an unknown one."""
     for system, words in MARKS.items():
         if words & set(document):
             return system
@@ -388,9 +388,10 @@ def system_of(document: Mapping[str, Any]) -> str:
 
 
 def convert(document: Mapping[str, Any], system: str | None = None) -> Conversion:
-    """Make a config of another system's. system: of `SYSTEMS`; found by the document's words if not given.
+    """Convert another system's config to one of Atoll. system: of `SYSTEMS`; detected from the document's keys by
+    default.
 
-    Raises ConfigError for a document of none of them.
+    Raises ConfigError for a document of an unknown system.
     """
     name = system_of(document) if system is None else system
     into, rules = Conversion(name), SYSTEMS[name]
@@ -421,7 +422,7 @@ def _rule(path: str, rules: Mapping[str, Rule]) -> Rule | None:
 
 
 def _settings(table: Mapping[str, Any], rules: Mapping[str, Rule], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Paths and values, down to where a rule takes a whole table."""
+    """Yield paths and values, down to the level at which a rule takes a whole table."""
     for name, value in table.items():
         path = f"{above}{name}"
         whole = path in rules and not any(other.startswith(f"{path}.") for other in rules)

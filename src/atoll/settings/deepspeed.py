@@ -1,4 +1,4 @@
-"""A DeepSpeed JSON, as the documentation of DeepSpeed 0.19 has it."""
+"""Export as a DeepSpeed JSON, following the documentation of DeepSpeed 0.19."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def deepspeed(subject: Subject) -> Settings:
 
 
 def _nearest(subject: Subject) -> Layout:
-    """The stage of ZeRO that shards what the layout shards."""
+    """Return the stage of ZeRO that is nearest to the layout."""
     layout = subject.plan.layout
     if layout.parameters is not Level.N:
         return Layout("GGG")

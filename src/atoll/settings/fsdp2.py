@@ -1,4 +1,4 @@
-"""Python code that shards a model with FSDP2 (torch.distributed.fsdp.fully_shard), as torch 2.13 has it."""
+"""Export as Python code that shards a model with FSDP2 (torch.distributed.fsdp.fully_shard) of torch 2.13."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flags of Megatron-LM's pretrain_gpt.py, as Megatron Core 0.19 has them."""
+"""Export as flags of Megatron-LM's pretrain_gpt.py, for Megatron Core 0.19."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def megatron(subject: Subject) -> Settings:
 
 
 def _pipeline(subject: Subject, limits: list[str]) -> list[str]:
-    """The split of the model into stages, which says how many there are of each rank too."""
+    """Return the flags of the split into stages, which also determines the number of stages per rank."""
     plan = subject.plan
     if plan.mesh.pipeline == 1:
         return []
@@ -76,7 +76,7 @@ def _pipeline(subject: Subject, limits: list[str]) -> list[str]:
 
 
 def _stage(subject: Subject, run: range) -> str:
-    """ "Et*8" for an embedding and eight layers, "t*6,L" for six and the loss."""
+    """Return a stage: "Et*8" for an embedding and eight layers, "t*6,L" for six and the loss."""
     layers = subject.layers
     letters = ["E" if at < layers.start else "t" if at in layers else "L" for at in run]
     found = ""

@@ -1,4 +1,4 @@
-"""Input of every system's settings, and their form."""
+"""Input and output of every system's export."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from atoll.plans import Plan
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """A plan in the words of another system.
+    """A plan as another system's settings.
 
-    version: whose documentation was followed.  files: text by name.  launch: command lines.
+    version: of the documentation that was followed.  files: text by name.  launch: command lines.
     limits: parts of the plan that the system cannot express, and their replacements.
     """
 
@@ -43,7 +43,7 @@ class Adam:
 
 @dataclass(frozen=True)
 class Subject:
-    """A config and the prediction of its plan, of whose seconds nothing is asked."""
+    """A config and the prediction of its plan; predicted seconds are not used."""
 
     config: Config
     prediction: Prediction
@@ -55,7 +55,7 @@ class Subject:
 
     @property
     def train(self) -> Train:
-        """The training, with AdamW and a cosine in place of what none of the systems names."""
+        """The training settings, with AdamW and a cosine schedule in place of values that none of the systems has."""
         train = self.config.train
         others: dict[str, object] = {} if train.optimizer == "AdamW" else {"optimizer": "AdamW", **ADAMW}
         if train.lr_schedule not in SCHEDULES:
@@ -81,7 +81,7 @@ class Subject:
 
     @property
     def nodes(self) -> tuple[int, int]:
-        """Nodes, and ranks of each: those of the cluster, or a group where there is none."""
+        """Number of nodes, and ranks of each: those of the cluster, or a group without one."""
         mesh = self.plan.mesh
         cluster = self.prediction.cluster
         each = min(mesh.world, mesh.intra * mesh.tensor if cluster is None else cluster.node.devices)
@@ -136,7 +136,7 @@ class TorchSharding:
 
     @staticmethod
     def of(plan: Plan) -> TorchSharding:
-        """The nearest one that holds no more optimizer state where it can, and sends no more between groups."""
+        """Return the nearest one that, if possible, holds no more optimizer state and sends no more between groups."""
         layout = plan.layout
         reshards = layout.parameters is not Level.N and plan.residency == "unit"
         if layout == Layout("NNN") or plan.mesh.data == 1:

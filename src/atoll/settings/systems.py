@@ -23,7 +23,7 @@ SYSTEMS: Mapping[str, Callable[[Subject], Settings]] = {
 
 
 def settings_for(system: str, config: Config, prediction: Prediction) -> Settings:
-    """The plan of a prediction in the words of a system. Raises ConfigError for one that is not known."""
+    """Return the plan of a prediction as a system's settings. Raises ConfigError for an unknown system."""
     if system not in SYSTEMS:
         near = difflib.get_close_matches(system.lower(), SYSTEMS, n=1)
         guess = f"did you mean {near[0]!r}? " if near else ""

@@ -1,4 +1,5 @@
-"""A torchtitan TOML. Version 0.2.2 is the last one that reads TOML; the keys of [parallelism] are flags since."""
+"""Export as a torchtitan TOML. Version 0.2.2 is the last one that reads TOML; later, the keys of [parallelism] are
+flags."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ SCHEDULES: Mapping[str, str] = {
     "zb-v": "ZBVZeroBubble",
     "dualpipe-v": "DualPipeV",
 }
-"""Our names -> those of torch.distributed.pipelining."""
+"""Names of schedules in torch.distributed.pipelining."""
 
 SPLIT_BACKWARD = ("ZBVZeroBubble", "DualPipeV")
 
@@ -106,7 +107,7 @@ def torchtitan(subject: Subject) -> Settings:
 
 
 def _flavor(subject: Subject, limits: list[str]) -> str:
-    """The flavor of torchtitan's llama3 with the model's sizes; a placeholder where there is none."""
+    """Return the flavor of torchtitan's llama3 with the model's sizes; a placeholder if there is none."""
     model = subject.config.model
     if not model.is_builtin:
         limits.append(f"the model {model.source!r}: choose one of torchtitan's models and flavors")
@@ -141,13 +142,13 @@ def _pipeline(subject: Subject, files: dict[str, str], limits: list[str]) -> dic
 
 
 def _splits_backward(subject: Subject, parallelism: Mapping[str, Any]) -> bool:
-    """Return True if the schedule of the file has I and W: one of torch's that does, or ours as CSV."""
+    """Return True if the schedule in the file has I and W: one of torch's that does, or ours as CSV."""
     splits = any(action.op is Op.W for row in subject.plan.schedule.actions for action in row)
     return splits or parallelism["pipeline_parallel_schedule"] in SPLIT_BACKWARD
 
 
 def _modules(subject: Subject, run: range) -> list[str]:
-    """A stage's modules in torchtitan's names."""
+    """Return a stage's modules with torchtitan's names."""
     layers, found = subject.layers, []
     for at in run:
         if at in layers:

@@ -1,4 +1,4 @@
-"""Simulates schedules and programs: when each rank computes, sends and waits."""
+"""Simulation of schedules and programs: when each rank computes, sends and waits."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def simulate(
     Raises ConfigError for costs or amounts that do not fit the ranks.
     """
     if isinstance(played, Schedule):
-        assert isinstance(costs, Costs), "a schedule is played with Costs"
+        assert isinstance(costs, Costs), "a schedule is simulated with Costs"
         return schedules.simulate(played, costs, memory)
-    assert not isinstance(costs, Costs), "programs are played with Rates"
+    assert not isinstance(costs, Costs), "programs are simulated with Rates"
     return play(played, costs, steps=steps).trace

@@ -1,15 +1,14 @@
-"""Plays programs with what their instructions take -> Trace. Pure, and linear in the number of instructions.
+"""Simulation of programs with the durations of their instructions. Pure, and linear in the number of instructions.
 
-[Note: what the player assumes]
-A rank plays its program as the runtime does: what computes and what waits goes one after the other, and what begins
-something on a link returns at once, but for what its own processor copies (`Speed.busy`). A link of a rank carries one
-thing at a time, in the order in which it was begun; a gather over two levels takes the second link when the first is
-done with it, so two units may be on two links. A message takes its link for as long as its bytes need, and arrives a
-latency later. Ranks that share parameters play the same program at one time, and a link that they share gives each its
-part (`Speed.shared`). A message to the next or the last stage takes the link to that rank (`Rates.to`), if there is
-one, else that of the axis. Pipeline ranks that share a link take turns on it, first come, first served (`Speed.pool`);
-a gather over two levels has its turn on the second link from when it begins. Sums of a few numbers take a link's
-latency. The first post-validated step begins with the one before settled.
+[Note: what the player assumes] A rank executes its program as the runtime does: computing and waiting instructions run
+one after the other, and those that start a transfer return immediately, except for the time in which the rank's own
+processor copies (`Speed.busy`). A link of a rank makes one transfer at a time, in the order of their starts; a gather
+over two levels uses the second link after the first, so two units may be on two links. A message occupies its link for
+the time of its bytes, and arrives a latency later. Ranks that share parameters execute the same program at the same
+time, and a link that they share gives each its part (`Speed.shared`). A message to the next or the last stage uses the
+link to that rank (`Rates.to`), if there is one, otherwise that of the axis. Pipeline ranks that share a link take turns
+on it, first come, first served (`Speed.pool`); a gather over two levels has its turn on the second link from its start.
+Sums of a few numbers take a link's latency. The first post-validated step begins with the previous one settled.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ PIPELINE = "pp"
 class Speed:
     """A link of a rank: seconds until the first byte arrives, bytes a second, and how many ranks share it.
 
-    shared: data-parallel ranks, which use it at one time.  pool: its name, where pipeline ranks share it: those with
-    one name take turns.  burst: bytes that it carries at once after a pause, as a token bucket does (`tc tbf`, the
-    limits of cloud machines); they count against its rate.
-    busy: share of the time that it is taken during which the rank computes nothing, because its own processor copies.
+    shared: number of data-parallel ranks that use it at the same time.  pool: its name if pipeline ranks share it:
+    those with one name take turns.  burst: bytes that it transfers at once after a pause, like a token bucket (`tc
+    tbf`, the limits of cloud machines); they count against its rate.
+    busy: share of its transfer time during which the rank cannot compute, because its own processor copies.
     """
 
     latency: float = 0.0
@@ -65,8 +64,8 @@ class Speed:
         return count * self.shared / self.rate
 
     def carry(self, free: list[float], now: float, seconds: float) -> float:
-        """When what takes it for so long has left, at `now` or later. free: when it is done with all before, which is
-        moved on; with a burst, what has left is ahead of that by up to the burst's time."""
+        """Return when a transfer of this duration has left, if it starts at `now` or later. free: end of all earlier
+        transfers, which is updated; with a burst, a transfer leaves up to the burst's time before it."""
         free[0] = max(now, free[0]) + seconds
         return max(now, free[0] - self.burst / self.rate)
 
@@ -75,12 +74,12 @@ class Speed:
 class Rates:
     """The durations of one rank's instructions, and the speeds of its links.
 
-    compute: seconds by what is done and the block or unit that it is done with (-1: the stage's own, as FINISH_F); what
-    is not there takes none, and of what waits it is the part that nothing hides. `Engine.timing` measures them.
-    message: bytes that a stage sends for a microbatch, forward or backward.  messages: bytes of the sends that differ
-    from it, by what sends and its stage, as those of a split vocabulary; where several ranks get a copy, of all copies.
-    links: by axis ("pp", "inter", "intra"); one that is not there takes no time.
-    to: links to single pipeline ranks, for messages to a neighbouring stage there, in place of that of "pp".
+    compute: seconds by operation and block or unit (-1: the stage's own, such as FINISH_F). Missing ones take no time;
+    for waiting instructions it is the part that nothing hides. `Engine.timing` measures them.
+    message: bytes that a stage sends for a microbatch, forward or backward.  messages: bytes of sends that differ from
+    it, by operation and stage, such as those of a split vocabulary; the total of all copies if several ranks get one.
+    links: by axis ("pp", "inter", "intra"); a missing one takes no time.
+    to: links to single pipeline ranks, for messages to a neighbouring stage there, instead of that of "pp".
     """
 
     compute: Mapping[tuple[Do, int], float] = field(default_factory=dict)
@@ -90,12 +89,12 @@ class Rates:
     to: Mapping[int, Speed] = field(default_factory=dict)
 
     def link(self, axis: str) -> Speed:
-        """A link by its axis."""
+        """Return a link by its axis."""
         return self.links.get(axis, _NONE)
 
     @property
     def every(self) -> Iterator[tuple[str | int, Speed]]:
-        """All links, by axis or by the rank that they lead to."""
+        """All links, by axis or by destination rank."""
         yield from self.links.items()
         yield from self.to.items()
 
@@ -109,18 +108,18 @@ _NEIGHBOUR = {Do.SEND_F: 1, Do.SEND_B: -1}
 """Offset from the sending stage to the receiving one."""
 
 Message = tuple[str, int, int, int]
-"""A message: its kind (F, B, L, S or T; sums: A to all, P along the chain), the stage or rank that sends it, the
-microbatch, and the step."""
+"""A message: its kind (F, B, L, S or T; sums: A to all, P along the chain), the sending stage or rank, the microbatch,
+and the step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
     """Start and end of a rank's instructions in a step, in seconds from the start of the first step.
 
-    begin: when it is through with the step before.  ends: of each instruction, which starts where the one before it
-    ends, the first one at `begin`.
-    sent: of each instruction that waits for messages or sums of other pipeline ranks, in order, when the one that
-    arrives last is sent.
+    begin: end of the previous step.  ends: of each instruction, which starts at the end of the previous one, the first
+    one at `begin`.
+    sent: for each instruction that waits for messages or sums of other pipeline ranks, in order, the send time of the
+    one that arrives last.
     """
 
     begin: float
@@ -143,7 +142,7 @@ class Played:
 
     @cached_property
     def trace(self) -> Trace:
-        """One span for each action, as the runtime's clock has them, and one for what travelled."""
+        """One span for each action, as recorded by the runtime's clock, and one for each transfer."""
         placement = self.programs.placement
         return Trace((*self._actions(), *self.travelled), placement.ranks, placement.chunks)
 
@@ -157,16 +156,16 @@ class Played:
 def play(programs: Programs, rates: Sequence[Rates] | Rates, *, steps: int = 1) -> Played:
     """Simulate the programs of all pipeline ranks, with the same rates on each or one for each rank.
 
-    steps: how often, one after the other; what is returned is of the last.
+    steps: number of consecutive steps; the result is that of the last one.
 
-    Raises ConfigError where there are not as many rates as ranks.
+    Raises ConfigError if the number of rates differs from the number of ranks.
     """
     placement = programs.placement
     each = [rates] * placement.ranks if isinstance(rates, Rates) else list(rates)
     if len(each) != placement.ranks:
         raise ConfigError(f"{len(each)} rates for {placement.ranks} pipeline ranks: give one, or one a rank")
     if steps < 1:
-        raise ConfigError(f"{steps} steps: at least one is played")
+        raise ConfigError(f"{steps} steps: at least one is needed")
     table = _Messages(programs.ranks, placement)
     users = Counter(name for own in each for name in {link.pool for _, link in own.every})
     shared = {name for name, count in users.items() if name is not None and count > 1}
@@ -180,7 +179,7 @@ def play(programs: Programs, rates: Sequence[Rates] | Rates, *, steps: int = 1) 
     ready = [(0.0, rank.number) for rank in ranks]
     while ready:
         _, rank = heappop(ready)
-        # Whoever takes a turn on a link that others share has to be the first in time who may.
+        # The next rank on a shared link has to be the first in time that may use it.
         missing = ranks[rank].run(arrived, ready[0][0] if ready and shared else math.inf)
         for message in ranks[rank].sent:
             for other in waiting.pop(message, ()):
@@ -220,7 +219,7 @@ class _Messages:
         return kind, rank if kind in "LS" else instruction.action.stage, instruction.action.microbatch or 0, step
 
     def receiver(self, instruction: Instruction) -> int | None:
-        """The rank of the neighbouring stage that a send is for; None for what slices of a vocabulary send and get."""
+        """Return the rank of the neighbouring stage of a send; None for messages of slices of a vocabulary."""
         step = _NEIGHBOUR.get(instruction.do)
         if step is None or not 0 <= instruction.action.stage + step <= self.last:
             return None
@@ -242,16 +241,16 @@ class _Messages:
 
 
 class _Missing(Exception):  # noqa: N818  (no error: another rank goes on first)
-    """A message has not been sent yet."""
+    """Raised if a message has not been sent yet."""
 
     def __init__(self, message: Message) -> None:
         self.message = message
 
 
 class _Rank:
-    """A rank on its way through its program. begin, ends, received: see `Timing`.
+    """State of a rank in its program. begin, ends, received: see `Timing`.
 
-    arrived: of each message, when it is there and when it was sent.
+    arrived: arrival and send time of each message.
     """
 
     def __init__(
@@ -314,8 +313,8 @@ class _Rank:
         return Timing(self.begin, tuple(self.ends), tuple(self.received))
 
     def run(self, arrived: dict[Message, tuple[float, float]], until: float) -> Message | None:
-        """Play on as far as messages have come, and up to what begins on a shared link after `until`; the message that
-        is missing, if one is."""
+        """Continue until a message is missing, or a transfer on a shared link starts after `until`. Return the missing
+        message, or None."""
         self._arrived = arrived
         compute, instructions, acts = self.rates.compute, self.instructions, self._acts
         ends, last = self.ends, len(self.instructions)
@@ -345,17 +344,17 @@ class _Rank:
                 self.travelled.clear()
                 self.received.clear()
             if self._pooled and self.sent:
-                break  # who has waited for it may come to the shared link before this rank does again
+                break  # ranks that waited for it may come to the shared link before this rank does again
         self.at, self.now = at, now
         return missing
 
     def _shares(self, step: Instruction) -> bool:
-        """Return True if an instruction begins something on a link that pipeline ranks share."""
+        """Return True if an instruction starts a transfer on a link that pipeline ranks share."""
         if step.do.startswith("SEND_"):
             return self._leads_to(step) in self._pooled
         return any(axis in self._pooled for axis, _ in self._way(step))
 
-    # ---- instructions: what each does at a time, and when the rank goes on
+    # ---- instructions: their effect, and when the rank continues
 
     def _gather(self, step: Instruction, now: float) -> float:
         self._coming[step.of] = self._travel(step, now, after=self._returned.pop(step.of, 0.0))
@@ -406,7 +405,7 @@ class _Rank:
         return now
 
     def _verdict(self, step: Instruction, now: float) -> float:
-        """Whose sums a rank waits for: nobody's, where a program begins with what the one before has left."""
+        """Return the rank whose sums a rank waits for: none if a program begins with those of the previous step."""
         ranks = range(self.messages.ranks) if self._told >= 0 else ()
         return self._wait([("A", rank, 0, self._told) for rank in ranks], now)
 
@@ -420,12 +419,12 @@ class _Rank:
     # ----
 
     def _leads_to(self, step: Instruction) -> str | int:
-        """The link of a send: that to a rank, or that of the axis."""
+        """Return the link of a send: that to a rank, or that of the axis."""
         receiver = self.messages.receiver(step)
         return PIPELINE if receiver is None or receiver not in self.rates.to else receiver
 
     def _tell(self, kind: str, now: float) -> None:
-        """A sum of a few numbers."""
+        """Send a sum of a few numbers."""
         self._give((kind, self.number, 0, self._step), now + self.rates.link(PIPELINE).latency, now)
 
     def _give(self, message: Message, arrives: float, now: float) -> None:
@@ -455,11 +454,11 @@ class _Rank:
         return at
 
     def _copied(self, step: Instruction) -> float:
-        """For how long the rank's own processor copies what an instruction moves."""
+        """Return the time for which the rank's own processor copies an instruction's bytes."""
         return sum(self.rates.link(axis).busy * seconds for axis, seconds in self._way(step))
 
     def _way(self, step: Instruction) -> tuple[tuple[str, float], ...]:
-        """The links that an instruction takes, and how long it takes each."""
+        """Return the links of an instruction's transfer, with its duration on each."""
         key = (_TRAVELS_AS.get(step.do, step.do), step.of, step.phase)
         way = self._ways.get(key)
         if way is None:

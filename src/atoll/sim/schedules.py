@@ -1,14 +1,14 @@
-"""Plays a schedule with costs -> Trace. Pure, exact, and linear in the number of actions.
+"""Simulation of a schedule with costs. Pure, exact, and linear in the number of actions.
 
-[Note: what the simulator assumes]
-A rank runs its actions in order, one at a time. A result reaches another rank one hop after it is released; the sender
-is not blocked, directions do not contend, and inside one rank it is there at once. F and I release at their end, B
-after its I part, or at its end where `fused_backward`. Sends and receives take no time of their own. Where the hop is
-of `Links`, a message takes its link first, one at a time (atoll.schedules.links); what a split vocabulary sends between
-ranks that are no neighbours takes the longest hop of all, and no link.
+[Note: what the simulator assumes] A rank runs its actions in order, one at a time. A result reaches another rank one
+hop after it is released; the sender is not blocked, directions do not contend, and inside one rank it is available
+immediately. F and I release at their end, B after its I part, or at its end where `fused_backward`. Sends and receives
+take no time of their own. If the hop is given as `Links`, a message occupies its link, one at a time
+(atoll.schedules.links); messages of a split vocabulary between ranks that are not neighbours take the longest hop of
+all, and no link.
 
-Gathers and reductions have a lane each on every rank, beside the computation: an UNSHARD begins when the rank has come
-to it and the one before is over, and what uses the stage waits for its end; nothing waits for a REDUCE_GRAD.
+Gathers and reductions have a lane each on every rank, concurrent with the computation: an UNSHARD begins when the rank
+reaches it and the previous one has ended, and uses of the stage wait for its end; nothing waits for a REDUCE_GRAD.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ from atoll.schedules.problem import TOLERANCE
 from atoll.trace import MemorySample, Span, Trace, lane_of
 
 Cost = float | Sequence[float]
-"""One number for all ranks, or one a rank. F, I and W also one a stage: then of that stage, not of a rank's share."""
+"""One number for all ranks, or one per rank. F, I and W also one per stage: then of that stage, not of a rank's
+share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +56,9 @@ class Costs:
     """Seconds (or any one unit) of each rank's whole share of a microbatch: a chunk takes 1/chunks of them.
 
     hop              latency of a message between two ranks, or the `Links` between them
-    gather, reduce   an UNSHARD and a REDUCE_GRAD of all that the rank has; of a chunk 1/chunks
+    gather, reduce   an UNSHARD and a REDUCE_GRAD of all parameters of the rank; 1/chunks of it for a chunk
     look_up          an L, and a G: the rank's slice of the embedding
-    score            an S, which scores and makes the gradient of what is scored; score_grad a T, the slice's own
+    score            an S, which computes scores and the gradient of its input; score_grad a T, the slice's own gradient
     fused_backward   a full backward releases the input's gradient at its end, not after its I part
 
     Raises ConfigError for a cost that is negative, infinite or not a number.
@@ -84,15 +85,15 @@ class Costs:
                     raise ConfigError(f"cost {name} is {number}: it must be a finite number, 0 or more")
 
     def per_rank(self, ranks: int) -> tuple[tuple[float, float, float], ...]:
-        """(forward, input_grad, weight_grad) of each rank. Raises ConfigError for a list of another length."""
+        """Return (forward, input_grad, weight_grad) of each rank. Raises ConfigError for a list of another length."""
         return tuple((f, i, w) for f, i, w in self._columns(ranks, "forward", "input_grad", "weight_grad"))
 
     def per_stage(self, placement: Placement) -> tuple[tuple[float, float, float], ...]:
-        """(forward, input_grad, weight_grad) of each stage. Raises ConfigError for a list of another length."""
+        """Return (forward, input_grad, weight_grad) of each stage. Raises ConfigError for a list of another length."""
         return tuple((f, i, w) for f, i, w, _ in self.stage_times(placement))
 
     def stage_times(self, placement: Placement) -> tuple[tuple[float, float, float, float], ...]:
-        """The same and a full backward, which is rounded once where its parts are a rank's."""
+        """Return the same and a full backward, which is rounded once if its parts are those of a rank."""
         columns, parts = [], []
         for name in ("forward", "input_grad", "weight_grad"):
             value = getattr(self, name)
@@ -111,11 +112,11 @@ class Costs:
         return tuple(times)
 
     def sharding_per_rank(self, ranks: int) -> tuple[tuple[float, float], ...]:
-        """(gather, reduce) of each rank. Raises ConfigError for a list of another length."""
+        """Return (gather, reduce) of each rank. Raises ConfigError for a list of another length."""
         return tuple((gather, reduce) for gather, reduce in self._columns(ranks, "gather", "reduce"))
 
     def vocabulary_per_rank(self, ranks: int) -> tuple[tuple[float, float, float], ...]:
-        """(look_up, score, score_grad) of each rank. Raises ConfigError for a list of another length."""
+        """Return (look_up, score, score_grad) of each rank. Raises ConfigError for a list of another length."""
         return tuple(
             (look, score, grad) for look, score, grad in self._columns(ranks, "look_up", "score", "score_grad")
         )
@@ -132,7 +133,7 @@ class Costs:
 
 
 def simulate(schedule: Schedule, costs: Costs, memory: Memory | None = None) -> Trace:
-    """Plays `schedule`, compute-only or lowered. Raises ConfigError for costs or amounts that do not fit its ranks.
+    """Simulate `schedule`, compute-only or lowered. Raises ConfigError for costs or amounts that do not fit its ranks.
 
     With `memory` the trace has the bytes of every rank over time, and how long ranks idled for lack of them. A limit
     changes no time: the order is the schedule's, whether it fits or not.

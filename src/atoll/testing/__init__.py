@@ -1,4 +1,4 @@
-"""Helpers of Atoll's own tests, shipped for yours."""
+"""Test helpers, used by Atoll's own tests and shipped for yours."""
 
 from atoll.testing.pool import RankPool, run_ranks
 

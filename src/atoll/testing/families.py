@@ -1,6 +1,6 @@
-"""Tiny models of Hugging Face's families, with random values: what the adapter is tested on.
+"""Tiny models of Hugging Face's families with random values, on which the adapter is tested.
 
-`CAUSAL` and `MASKED` say which families, and which sizes each of them needs besides the common ones.
+`CAUSAL` and `MASKED` list the families, with the sizes that each needs besides the common ones.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ CAUSAL: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "llama4_text": {**_HEADS, "intermediate_size_mlp": 24, "num_local_experts": 2},
         "ernie4_5": _HEADS,
         "hunyuan_v1_dense": _HEADS,
-        "seed_oss": {**_HEADS, "attention_dropout": 0.0},  # no two heads alike: see "Randomness" in DESIGN.md
+        "seed_oss": {**_HEADS, "attention_dropout": 0.0},  # no two heads are equal: see "Randomness" in DESIGN.md
         "exaone4": _HEADS,
         "lfm2": _GATED,
         "arcee": _HEADS,
@@ -110,7 +110,7 @@ class Family:
     frozen: bool = False
 
     def build(self) -> nn.Module:
-        """The model on torch's current device, in training mode."""
+        """Return the model on torch's current device, in training mode."""
         import transformers
 
         config = family_config(self.name, **dict(self.options))
@@ -118,7 +118,7 @@ class Family:
         with quietly():
             model: nn.Module = kind.from_config(config)
         if hasattr(config, "_experts_implementation"):
-            config._experts_implementation = "batched_mm"  # the others multiply no float64
+            config._experts_implementation = "batched_mm"  # the others do not support float64
         if self.frozen:
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_(".0." in name or ".1." in name or ".2." in name)
@@ -130,7 +130,7 @@ class Family:
         return model.train()
 
     def batch(self, step: int, samples: int, sequence: int = 6) -> dict[str, Any]:
-        """A step's samples, with uncounted labels."""
+        """Return a step's samples, some with ignored labels."""
         generator = torch.Generator().manual_seed(1000 + step)
         ids = torch.randint(3, 48, (samples, sequence), generator=generator)
         labels = torch.randint(3, 48, (samples, sequence), generator=generator)
@@ -144,7 +144,7 @@ class Family:
 
 
 def family_config(name: str, **options: Any) -> Any:
-    """The `transformers` configuration of a tiny model of a family."""
+    """Return the `transformers` configuration of a tiny model of a family."""
     import transformers
 
     sizes = {**_IDS, **(CAUSAL[name] if name in CAUSAL else MASKED[name]), **options}
@@ -154,7 +154,7 @@ def family_config(name: str, **options: Any) -> Any:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Tiny sizes draw warnings that are meant for real ones."""
+    """Suppress warnings that tiny sizes cause."""
     import transformers
 
     level = transformers.logging.get_verbosity()

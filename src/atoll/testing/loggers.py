@@ -1,4 +1,4 @@
-"""Fakes of the packages that metrics are logged to, as small as what a run calls of them."""
+"""Fakes of the packages that metrics are logged to, with only the functions that a run calls."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 
 class FakeWandb(ModuleType):
-    """`wandb` as far as a run calls it. runs: what was logged, as (step, values), by the run's id.
+    """Fake of `wandb`. runs: logged values, as (step, values), by the run's id.
 
-    is_open: whether a run has begun that has not finished.
+    is_open: whether a run has begun and not finished.
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class FakeWandb(ModuleType):
         self._current = ""
 
     def init(self, *, config: dict[str, Any], **options: str) -> FakeWandb:
-        """Begin a run, or go on with one."""
+        """Begin a run, or continue one."""
         self._current = options["id"]
         self.runs.setdefault(self._current, [])
         self.config, self.is_open = config, True
@@ -32,12 +32,12 @@ class FakeWandb(ModuleType):
         self.runs[self._current].append((step, values))
 
     def finish(self) -> None:
-        """The end of a run."""
+        """End the run."""
         self.is_open = False
 
 
 class FakeMlflow(ModuleType):
-    """`mlflow` as far as a run calls it, with the attributes of `FakeWandb`."""
+    """Fake of `mlflow`, with the attributes of `FakeWandb`."""
 
     def __init__(self) -> None:
         super().__init__("mlflow")
@@ -48,13 +48,13 @@ class FakeMlflow(ModuleType):
         self._tags: dict[str, Mapping[str, str]] = {}
 
     def search_runs(self, *, filter_string: str, output_format: str) -> list[Any]:
-        """Runs with the tag of `tags.NAME = 'VALUE'`."""
+        """Return runs with the tag of `tags.NAME = 'VALUE'`."""
         name, _, value = filter_string.removeprefix("tags.").partition(" = ")
         found = [run for run, tags in self._tags.items() if tags.get(name) == value.strip("'")]
         return [SimpleNamespace(info=SimpleNamespace(run_id=run)) for run in found]
 
     def start_run(self, run_id: str = "", *, run_name: str = "", tags: Mapping[str, str] | None = None) -> None:
-        """Begin a run, or go on with one."""
+        """Begin a run, or continue one."""
         self._current = run_id or f"{run_name} {len(self.runs)}"
         self.runs.setdefault(self._current, [])
         self._tags.setdefault(self._current, tags or {})
@@ -69,5 +69,5 @@ class FakeMlflow(ModuleType):
         self.runs[self._current].append((step, metrics))
 
     def end_run(self) -> None:
-        """The end of a run."""
+        """End the run."""
         self.is_open = False

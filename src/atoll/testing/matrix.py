@@ -1,7 +1,7 @@
-"""Everything with everything: every schedule × layout × tensor parallelism × recompute × kind of model.
+"""The matrix of features: every schedule × layout × tensor parallelism × recompute × kind of model.
 
-`whole()` is every combination; `sample()` some of them, in which any two values of any two of the factors, and of the
-others that a plan has, meet at least once.
+`whole()` returns every combination, `sample()` some of them, in which any two values of any two factors occur together
+at least once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from atoll.testing.parity import Case
 from atoll.testing.tiny import TinyConfig
 
 LAYERS = 5
-"""Layers; with embedding and head there are 7 blocks, which no pipeline size divides."""
+"""Number of layers; with embedding and head there are 7 blocks, which no pipeline size divides."""
 
 MODELS: Mapping[str, TinyConfig] = MappingProxyType(
     {
@@ -39,7 +39,7 @@ FACTORS: Mapping[str, Sequence[Any]] = MappingProxyType(
         "model": tuple(MODELS),
     }
 )
-"""Factors that are combined in full."""
+"""Factors of which all combinations are in the matrix."""
 
 OTHERS: Mapping[str, Sequence[Any]] = MappingProxyType(
     {
@@ -52,13 +52,13 @@ OTHERS: Mapping[str, Sequence[Any]] = MappingProxyType(
         "order": ORDERS,
     }
 )
-"""Factors that the sample covers too, drawn at random in the full matrix. data: groups, and ranks of a group."""
+"""Factors that the sample also covers, drawn at random in the full matrix. data: groups, and ranks of a group."""
 
 COMPILED = 1 / 32
-"""Share of the whole matrix whose blocks are compiled: each takes half a minute. The sample has none."""
+"""Share of the whole matrix with compiled blocks, which take half a minute each. The sample has none."""
 
 COSTLY: frozenset[tuple[str, Any]] = frozenset({("tensor", 2)})
-"""Values that take ten times as long as the others: the sample has them only where they bring a new pair."""
+"""Values that take ten times as long as others: the sample uses them only for a new pair."""
 
 Pair = tuple[str, Any, str, Any]
 
@@ -66,7 +66,7 @@ Choice = dict[str, Any]
 
 
 def whole() -> Iterator[Choice]:
-    """Every combination of `FACTORS`, with values of `OTHERS` drawn for each."""
+    """Return every combination of `FACTORS`, with values of `OTHERS` drawn for each."""
     draw = random.Random(0)
     for values in itertools.product(*FACTORS.values()):
         row: Choice = dict(zip(FACTORS, values, strict=True))
@@ -77,7 +77,7 @@ def whole() -> Iterator[Choice]:
 
 
 def sample() -> list[Choice]:
-    """A row for each schedule and layout, whose other values are those that bring most pairs not seen yet."""
+    """Return a row for each schedule and layout, whose other values give the most new pairs."""
     factors = {**FACTORS, **OTHERS}
     seen: set[Pair] = set()
     rows: list[Choice] = []
@@ -100,12 +100,12 @@ def case_of(choice: Choice) -> Case:
 
 
 def name_of(choice: Choice) -> str:
-    """A line for a person."""
+    """Return a readable name."""
     return "-".join(str(value).replace(" ", "_") for value in choice.values())
 
 
 def missing_pairs(rows: Sequence[Choice]) -> set[Pair]:
-    """Pairs of values that meet in no row."""
+    """Return pairs of values that occur together in no row."""
     factors = {**FACTORS, **OTHERS}
     every = {
         (one, a, other, b)
@@ -122,6 +122,6 @@ def _pairs(row: Choice) -> Iterator[Pair]:
 
 
 def _worth(seen: set[Pair], rows: Sequence[Choice], row: Choice, name: str, value: Any) -> tuple[int, bool, int]:
-    """Compare values of a row that is being made: by new pairs, then by cost, then by how rarely rows have them."""
+    """Return a sort key for values of a row: by new pairs, then by cost, then by how rarely rows have them."""
     new = sum((other, given, name, value) not in seen for other, given in row.items())
     return new, (name, value) not in COSTLY, -sum(each[name] == value for each in rows)

@@ -1,4 +1,5 @@
-"""n ranks equal one: train a tiny model by a plan, and compare with the unsplit one (`atoll.testing.reference`)."""
+"""Parity of n ranks with one: train a tiny model by a plan, and compare it with the unsplit model
+(`atoll.testing.reference`)."""
 
 from __future__ import annotations
 
@@ -35,8 +36,7 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 class Parity:
     """The result of a comparison: `print` it.
 
-    worst: the largest difference, where it is as `difference` measures it, in words in `where`.  histories: of the
-    ranks.
+    worst: the largest `difference`.  where: its location as text.  histories: of the ranks.
     """
 
     case: Case
@@ -57,7 +57,7 @@ class Parity:
 class Case:
     """One run: a tiny model, a plan and an optimizer. `microbatches` are of all ranks together.
 
-    optimizer: one of torch.optim.  options: what it takes besides `lr`.
+    optimizer: one of torch.optim.  options: its arguments besides `lr`.
     """
 
     layout: str = "NNN"
@@ -121,11 +121,11 @@ class Case:
 
     @property
     def samples(self) -> int:
-        """Samples a step over all ranks."""
+        """Number of samples per step over all ranks."""
         return self.microbatches * self.microbatch
 
     def engine(self) -> Engine:
-        """This rank's engine."""
+        """Return this rank's engine."""
         with torch.device("meta"):
             model = self.model.build()
         if rule_of(self.model, model) is None:
@@ -144,19 +144,19 @@ class Case:
             )
 
     def make_optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """The optimizer of some groups."""
+        """Return the optimizer of some groups."""
         made: torch.optim.Optimizer = getattr(torch.optim, self.optimizer)(groups, lr=self.lr, **dict(self.options))
         return made
 
     def share(self, engine: Engine, step: int) -> dict[str, Any]:
-        """A data-parallel rank's samples of a step: consecutive microbatches."""
+        """Return a data-parallel rank's samples of a step: consecutive microbatches."""
         batch = self.model.batch(step, self.samples)
         each = self.samples // engine.plan.mesh.data
         return rows(batch, engine.place.data * each, each, "cpu")
 
 
 def whole_parameters(engine: Engine) -> dict[str, torch.Tensor]:
-    """The rank's units gathered, as copies by parameter name."""
+    """Return the rank's units gathered, as copies by parameter name."""
     values = {}
     for unit in engine.units:
         unit.gather()
@@ -166,7 +166,7 @@ def whole_parameters(engine: Engine) -> dict[str, torch.Tensor]:
 
 
 def results(case: Case, engine: Engine, first: int = 0) -> Iterator[StepResult]:
-    """The results of steps first..steps-1, run back to back."""
+    """Return the results of steps first..steps-1, run without pauses."""
     share = case.share(engine, first)
     for step in range(first, case.steps):
         following = case.share(engine, step + 1) if step + 1 < case.steps else None
@@ -193,7 +193,7 @@ def train(case: Case, first: int = 0) -> History:
 
 @lru_cache(maxsize=64)
 def reference(case: Case) -> History:
-    """The same training of the unsplit model in one process: no layout, no schedule, no adapter, no engine."""
+    """Run the same training of the unsplit model in one process: no layout, schedule, adapter or engine."""
     return train_alone(
         case.model,
         seed=case.seed,
@@ -208,20 +208,21 @@ def reference(case: Case) -> History:
 
 
 def unsplit(case: Case) -> nn.Module:
-    """The model that the reference trains, as it starts."""
+    """Return the unsplit model with which the reference starts."""
     return start(case.model, case.seed).to(device=case.device, dtype=DTYPES[case.precision])
 
 
 def difference(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    """max|a-b| / max(1e-2, max|b|), the measure of DESIGN.md ("Same result")."""
+    """Return max|a-b| / max(1e-2, max|b|), the measure of DESIGN.md ("Same result")."""
     largest = max(1e-2, float(wanted.abs().max()) if wanted.numel() else 0.0)
     return float((got.double() - wanted.double()).abs().max()) / largest if got.numel() else 0.0
 
 
 def worst_difference(got: History, wanted: History) -> tuple[float, str]:
-    """The largest difference of two histories and where it is; parameters that `got` does not hold are left out.
+    """Return the largest difference of two histories and its location; parameters that `got` does not hold are left
+    out.
 
-    NaN differs from everything without end: every comparison with it is false, so `max` would pass over it.
+    NaN has an infinite difference from everything: every comparison with it is false, so `max` would pass over it.
     """
     found = [(0.0, "nothing")]
     for step, (a, b) in enumerate(zip(got.losses, wanted.losses, strict=True)):
@@ -231,21 +232,21 @@ def worst_difference(got: History, wanted: History) -> tuple[float, str]:
     for name, value in got.parameters.items():
         found.append((difference(value, wanted.parameters[name]), f"parameter {name}"))
     for name, value in got.gradients.items():
-        gradient = wanted.gradients.get(name, torch.zeros(()))  # torch gives none to what is not used
+        gradient = wanted.gradients.get(name, torch.zeros(()))  # torch has none for unused parameters
         found.append((difference(value, gradient), f"gradient of {name} in step 1"))
     return max((math.inf if math.isnan(worst) else worst, where) for worst, where in found)
 
 
 def assert_parity(case: Case, *, tolerance: float = 1e-10) -> Parity:
-    """Run a case on its ranks and compare every rank with the single process; what was compared."""
+    """Run a case on its ranks and compare every rank with the single process. Return the comparison."""
     worst, where, histories = measure_parity(case)
     assert worst <= tolerance, f"{case}: {where}"
     return Parity(case, worst, where.partition(" at ")[2] or where, histories)
 
 
 def measure_parity(case: Case) -> tuple[float, str, list[History]]:
-    """Run a case on its ranks: the largest difference of any from the single process, where it is, and the ranks'
-    histories. Infinite where no rank holds a parameter."""
+    """Run a case on its ranks. Return the largest difference of any from the single process, its location, and the
+    ranks' histories. Infinite if no rank holds a parameter."""
     wanted = reference(_neutral(case))
     histories = run_ranks(train, case.ranks, case, timeout=180)
     found = [(*worst_difference(history, wanted), rank) for rank, history in enumerate(histories)]
@@ -257,7 +258,8 @@ def measure_parity(case: Case) -> tuple[float, str, list[History]]:
 
 
 def assert_checkpoint_parity(first: Case, second: Case, folder: Path) -> None:
-    """One step as `first` says, saved in `folder`, loaded and gone on with as `second` says: the single process."""
+    """Run one step of `first`, save it in `folder`, load it, continue with `second`, and compare with the single
+    process."""
     run_ranks(_save_one_step, first.ranks, first, folder)
     wanted = reference(_neutral(second)).parameters
     seen = set()
@@ -286,7 +288,7 @@ def _load_and_finish(case: Case, folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _neutral(case: Case) -> Case:
-    """The case whose single process is the same."""
+    """Return the case with the same single process."""
     return replace(
         case,
         layout="NNN",

@@ -1,4 +1,4 @@
-"""Runs a function in several ranks, on processes that stay warm between cases.
+"""Running of a function in several ranks, on processes that stay warm between cases.
 
     # tests/test_sum.py
     import torch
@@ -19,14 +19,14 @@ case gets a new gloo group over a new part of the store. New processes are forke
 
     1. the parent sends function, arguments, `sys.path` and warning filters; missing processes are started first;
     2. each rank joins the group, runs, and reports a result or a traceback;
-    3. the parent tells those that have reported to leave the group, which breaks the connections of the others;
+    3. the parent tells ranks that have reported to leave the group, which breaks the connections of the others;
     4. ranks that do not report in time after that are killed, and the next case starts new processes.
 
-Processes are replaced once one has more than `AT_MOST` threads: DTensor keeps the meshes that it has seen as long as a
-process lives, and with them their gloo groups, whose threads wake a hundred times a second.
+Processes are replaced once one has more than `AT_MOST` threads: DTensor keeps all its meshes until the process ends,
+and with them their gloo groups, whose threads wake a hundred times a second.
 
-The function travels by name, and so do the classes of its arguments: they must be at the top of a module that the ranks
-can import, or of a script, which they then run as Python's multiprocessing does, without what stands under
+The function is pickled by name, and so are the classes of its arguments: they must be at the top level of a module that
+the ranks can import, or of a script, which they then run as Python's multiprocessing does, without the code under
 `if __name__ == "__main__"`.
 """
 
@@ -61,7 +61,7 @@ Result = TypeVar("Result")
 START_SECONDS = 120.0
 AT_MOST = 64
 LEAVE_SECONDS = 2.0
-"""Time that the other ranks have to leave a broken case before they are killed."""
+"""Seconds for the other ranks to leave a broken case before they are killed."""
 
 
 WRITTEN_CHARACTERS = 4000
@@ -76,12 +76,12 @@ def run_ranks(
     sees_gpus: bool = False,
     **kwargs: Any,
 ) -> list[Result]:
-    """Results of `function(*args, **kwargs)` in `ranks` ranks of one gloo group, in rank order.
+    """Return the results of `function(*args, **kwargs)` in `ranks` ranks of one gloo group, in rank order.
 
-    All cases of one Python process share one pool, or two: `sees_gpus` asks for one whose ranks see every GPU, while
-    the other one's see none. Arguments and results are pickled; torch is seeded with 0 and runs one thread. The first
-    rank that raises ends the case: `RankError` with its number and traceback, its exception as the cause where that can
-    be pickled. So does a case that takes more than `timeout` seconds, with the stacks of the ranks that were stuck.
+    All cases of one Python process share one pool, or two: with `sees_gpus`, ranks see every GPU; in the other pool
+    they see none. Arguments and results are pickled; torch is seeded with 0 and runs one thread. The first rank that
+    raises ends the case: `RankError` with its number and traceback, and its exception as the cause if that can be
+    pickled. So does a case that takes more than `timeout` seconds, with the stacks of the stuck ranks.
     """
     return _shared_pool(sees_gpus).run(function, ranks, *args, timeout=timeout, **kwargs)
 
@@ -110,7 +110,7 @@ class RankPool:
             self._grow(ranks)
             reports = self._play(payload, ranks, timeout=timeout)
         except BaseException:
-            self.close()  # a rank may be anywhere in its function: only a new process is clean
+            self.close()  # a rank may be anywhere in its function: only a new process has a clean state
             raise
 
         failures = [(rank, report) for rank, report in reports if isinstance(report, Failure)]
@@ -122,13 +122,13 @@ class RankPool:
         return [results[rank] for rank in range(ranks)]
 
     def close(self) -> None:
-        """Ends the processes; a later `run` starts new ones."""
+        """End the processes; a later `run` starts new ones."""
         for worker in self._workers:
             worker.kill()
         self._workers = []
 
     def _grow(self, ranks: int) -> None:
-        """Starts the processes that are missing, all at once."""
+        """Start the missing processes, all at once."""
         if any(worker.process.poll() is not None or worker.threads > AT_MOST for worker in self._workers):
             self.close()
 
@@ -140,7 +140,7 @@ class RankPool:
                 raise RuntimeError(f"a process of the pool did not start; it wrote:\n{worker.written()}")
 
     def _play(self, payload: bytes, ranks: int, *, timeout: float) -> list[tuple[int, Report]]:
-        """Reports of all ranks in the order in which they came; shorter if some were stuck after a failure."""
+        """Return the reports of all ranks in the order of arrival; fewer if some were stuck after a failure."""
         self._cases += 1
         workers = self._workers[:ranks]
         for rank, worker in enumerate(workers):
@@ -199,7 +199,7 @@ class RankPool:
                 worker.send_nothing()
 
     def _leave(self, workers: list[_Worker]) -> bool:
-        """All have reported: they leave the group together, so that no late message meets a closed connection."""
+        """Make all ranks leave the group together, so that no late message meets a closed connection."""
         self._release(workers)
         deadline = time.monotonic() + LEAVE_SECONDS + 8.0
         return all(
@@ -225,7 +225,7 @@ class RankPool:
 
 @dataclass
 class _Worker:
-    """One process of the pool, seen from the parent."""
+    """A process of the pool, as seen by the parent."""
 
     process: ForkedProcess
     connection: Connection
@@ -246,7 +246,7 @@ class _Worker:
         self.log_start = self.log.stat().st_size
 
     def receive(self) -> Any:
-        """The next message, or None if the process is gone."""
+        """Return the next message, or None if the process has ended."""
         try:
             return self.connection.recv()
         except (EOFError, ConnectionResetError):
@@ -261,7 +261,8 @@ class _Worker:
     def written(self) -> str:
         """Return the process's output in this case: all, or the first and last characters.
 
-        A crash says first which thread met it, and below its stacks which modules were loaded."""
+        The output of a crash begins with its thread, and ends with the loaded modules.
+        """
         text = self.log.read_bytes()[self.log_start :].decode(errors="replace").strip()
         if len(text) <= 2 * WRITTEN_CHARACTERS:
             return text
@@ -329,13 +330,14 @@ def _pickle_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: di
 
 
 def _script() -> str | None:
-    """The file that runs as `__main__`; None in a notebook or an interpreter."""
+    """Return the file that runs as `__main__`; None in a notebook or an interpreter."""
     path = getattr(sys.modules["__main__"], "__file__", None)
     return os.path.abspath(path) if path is not None and os.path.isfile(path) else None
 
 
 def _warning_filters() -> list[Filter]:
-    """The parent's filters, as the processes can set them; those of pytest's own categories mean nothing there."""
+    """Return the parent's filters in a form for the processes; those of pytest's own categories have no meaning
+    there."""
     return [
         Filter(action, getattr(message, "pattern", ""), category, getattr(module, "pattern", ""), line)
         for action, message, category, module, line in warnings.filters

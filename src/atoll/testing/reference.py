@@ -1,14 +1,14 @@
 """The reference: the unsplit model, trained in one process with only torch and the model's own library.
 
-Nothing of Atoll is imported here. What the engine does by an adapter, by its own initialisation and by its own seeding,
-this file does a second time, by what the documentation says:
+Nothing of Atoll is imported here. The engine's adapter, initialization and seeding are implemented here a second time,
+from their documentation:
 
     forward         the model's own, on a whole microbatch
     loss            cross-entropy of the labels that are not -100, or the recipe's; divided by the step's counted
                     labels, by its samples where there are no labels, or by what the recipe's loss counts
     initial values  each module's own rule, from a generator seeded from (seed, name)
     dropout         the generators are seeded from (seed, step, global microbatch, block) before each block
-    update          the optimizer that is given, weight decay on matrices only, clipping by the global norm
+    update          the given optimizer, weight decay on matrices only, clipping by the global norm
 
 The two seeds are those of DESIGN.md, "Same result".
 """
@@ -37,19 +37,19 @@ class Recipe(Protocol):
 
         loss(outputs, batch)      a sum over what counts, in plain torch, or a pair of it and its count; without it,
                                   token cross-entropy of logits
-        engine_loss               what `Engine` is given as `loss`; without it, the adapter has one
+        engine_loss               the `loss` argument of `Engine`; without it, the adapter has one
         initialise(name, module)  sets the module's own parameters with torch's default generator, which is seeded;
-                                  without it the model starts as `build` made it, and the engine is given those values
+                                  without it the model starts as `build` returns it, and the engine gets those values
         blocks                    names of the blocks in the order of execution, for a model that draws random numbers
     """
 
     def build(self) -> nn.Module:
-        """The model, on torch's current device. Its forward takes the batch without labels, by keyword; that of an
-        `nn.Sequential` takes `input_ids`."""
+        """Return the model, on torch's current device. Its forward takes the batch without labels, by keyword; that of
+        an `nn.Sequential` takes `input_ids`."""
         ...
 
     def batch(self, step: int, samples: int) -> dict[str, Any]:
-        """A step's samples: tensors, or mappings of tensors, by name."""
+        """Return a step's samples: tensors, or mappings of tensors, by name."""
         ...
 
 
@@ -57,7 +57,7 @@ class Recipe(Protocol):
 class History:
     """The result of a run: mean loss and gradient norm before clipping per step; the final parameters.
 
-    gradients: those of the first step before clipping, where they were noted.
+    gradients: those of the first step before clipping, if recorded.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -102,7 +102,7 @@ def train_alone(
                     counted += float(own)
                 (loss / tokens).backward()
                 total += float(loss.detach())
-            if counted:  # known only now: gradients have been divided by something else
+            if counted:  # known only now: gradients have been divided by another count
                 for parameter in trained.values():
                     parameter.grad = None if parameter.grad is None else parameter.grad * (tokens / counted)
                 tokens = counted
@@ -110,7 +110,9 @@ def train_alone(
                 found = {name: parameter.grad for name, parameter in trained.items()}
                 history.gradients = {name: value.clone() for name, value in found.items() if value is not None}
             norm = nn.utils.clip_grad_norm_(decayed + others, float("inf") if clip is None else clip)
-            if math.isfinite(total) and bool(norm.isfinite()):  # else the step is skipped, as `bad_steps = "skip"` does
+            if math.isfinite(total) and bool(
+                norm.isfinite()
+            ):  # otherwise the step is skipped, as with `bad_steps = "skip"`
                 stepping.step()
             history.losses.append(total / tokens)
             history.norms.append(float(norm))
@@ -122,7 +124,7 @@ def train_alone(
 
 
 def start(recipe: Recipe, seed: int) -> nn.Module:
-    """The unsplit model with its initial values, in fp32 on the CPU."""
+    """Return the unsplit model with its initial values, in fp32 on the CPU."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = recipe.build()
@@ -133,7 +135,8 @@ def start(recipe: Recipe, seed: int) -> nn.Module:
 
 
 def forward(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    """The logits, or other outputs, of the model's own forward. A decoder beside an encoder reads the labels too."""
+    """Return the logits, or other outputs, of the model's own forward. A decoder beside an encoder also takes the
+    labels."""
     config: Any = getattr(base_of(model), "config", None)
     reads_labels = getattr(config, "is_encoder_decoder", False)
     inputs = {name: value for name, value in batch.items() if name not in LABELS or (reads_labels and name == "labels")}
@@ -148,21 +151,21 @@ def forward(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
 
 
 def base_of(model: nn.Module) -> nn.Module:
-    """The model itself, without the wrapper of the `peft` package."""
+    """Return the model itself, without the wrapper of the `peft` package."""
     get_base: Any = getattr(model, "get_base_model", None)
     base: nn.Module = model if get_base is None else get_base()
     return base
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The model's parameters, a shared one by its first name."""
+    """Return the model's parameters, a shared one by its first name."""
     later = tied(model)
     named = base_of(model).named_parameters(remove_duplicate=False)
     return {name: parameter for name, parameter in named if name not in later}
 
 
 def tied(model: nn.Module) -> dict[str, str]:
-    """Each later name of a shared parameter -> its first, which a model of transformers says itself."""
+    """Return each later name of a shared parameter with its first one, as declared by a transformers model."""
     base = base_of(model)
     said: Mapping[str, str] = getattr(base, "all_tied_weights_keys", {})
     firsts: dict[nn.Parameter, str] = {}
@@ -176,13 +179,13 @@ def tied(model: nn.Module) -> dict[str, str]:
 
 
 def summed_loss(recipe: Recipe, outputs: Any, batch: Mapping[str, Any]) -> Any:
-    """The recipe's loss, or token cross-entropy; a pair where the recipe's loss counts."""
+    """Return the recipe's loss, or token cross-entropy; a pair if the recipe's loss returns a count."""
     own: Callable[[Any, Mapping[str, Any]], Any] | None = getattr(recipe, "loss", None)
     return token_loss(outputs, batch["labels"]) if own is None else own(outputs, batch)
 
 
 def count(batch: Mapping[str, Any]) -> int:
-    """Labels that count: integers but -100, all others; samples where there are no labels."""
+    """Return the number of labels that count: integers except -100, all others; samples if there are no labels."""
     labels = batch.get("labels")
     if isinstance(labels, Tensor):
         return labels.numel() if labels.is_floating_point() else int((labels != IGNORED).sum())
@@ -193,7 +196,7 @@ def count(batch: Mapping[str, Any]) -> int:
 
 
 def rows(batch: Mapping[str, Any], first: int, count: int, device: str) -> dict[str, Any]:
-    """Some samples of a batch."""
+    """Return some samples of a batch."""
     return {
         name: value[first:][:count].to(device) if isinstance(value, Tensor) else rows(value, first, count, device)
         for name, value in batch.items()
@@ -201,7 +204,7 @@ def rows(batch: Mapping[str, Any], first: int, count: int, device: str) -> dict[
 
 
 def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy summed over the labels that are not -100, in fp32 (fp64 for fp64 logits)."""
+    """Return cross-entropy summed over the labels that are not -100, in fp32 (fp64 for fp64 logits)."""
     scores = logits if logits.dtype == torch.float64 else logits.float()
     return F.cross_entropy(scores.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="sum")
 
@@ -210,11 +213,11 @@ def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 Rule = Callable[[str, nn.Module], None]
-"""(qualified name, module) -> nothing; sets the module's own parameters from torch's default generator."""
+"""(qualified name, module) -> None; sets the module's own parameters from torch's default generator."""
 
 
 def rule_of(recipe: Recipe, model: nn.Module) -> Rule | None:
-    """How modules of this model start, if that can be known without its adapter."""
+    """Return the initialization of this model's modules, if it is known without the adapter."""
     own: Rule | None = getattr(recipe, "initialise", None)
     if own is not None:
         return own
@@ -225,10 +228,10 @@ def rule_of(recipe: Recipe, model: nn.Module) -> Rule | None:
 
 
 def draw(model: nn.Module, rule: Rule, seed: int) -> None:
-    """Set all parameters, each module from a generator of its own, what is inside a module before the module.
+    """Set all parameters, each module from a generator of its own, inner modules first.
 
     A shared parameter is drawn under each of its names and keeps the values of the first. A family's rule of a module
-    that holds the layers follows for each block, with the block's seed, and sets what is in this block.
+    that contains the layers is then run for each block, with the block's seed, and sets the parameters in this block.
     """
     base = base_of(model)
     with torch.no_grad(), _untied(base):
@@ -256,7 +259,7 @@ def draw(model: nn.Module, rule: Rule, seed: int) -> None:
 
 @contextmanager
 def _untied(model: nn.Module) -> Iterator[None]:
-    """Meanwhile later names of shared parameters have parameters of their own."""
+    """Context in which later names of shared parameters have parameters of their own."""
     later = {name: model.get_parameter(name) for name in tied(model)}
 
     def put(name: str, parameter: nn.Parameter) -> None:
@@ -272,7 +275,7 @@ def _untied(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _marked(model: nn.Module, but: nn.Module) -> Iterator[None]:
-    """Meanwhile rules of transformers leave alone what is not in a module."""
+    """Context in which rules of transformers skip parameters outside a module."""
     own = {*but.parameters(), *but.buffers()}
     others: list[Any] = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor not in own]
     for tensor in others:
@@ -283,12 +286,12 @@ def _marked(model: nn.Module, but: nn.Module) -> Iterator[None]:
 
 
 def module_seed(seed: int, name: str) -> int:
-    """The upper 63 bits of the first 8 bytes of SHA-256("seed NUL name"), little-endian."""
+    """Return the upper 63 bits of the first 8 bytes of SHA-256("seed NUL name"), little-endian."""
     return int.from_bytes(hashlib.sha256(b"%d\0%b" % (seed, name.encode())).digest()[:8], "little") // 2
 
 
 def _start_as_family(family: Callable[[nn.Module], None], module: nn.Module) -> None:
-    """The rule of a family of transformers, and that of low-rank adapters of `peft`."""
+    """Run the rule of a transformers family, and that of low-rank adapters of `peft`."""
     family(module)
     restart: Any = getattr(module, "reset_lora_parameters", None)
     adapters: Any = module.active_adapters if restart is not None else ()
@@ -297,7 +300,7 @@ def _start_as_family(family: Callable[[nn.Module], None], module: nn.Module) -> 
 
 
 def _reset(module: nn.Module) -> None:
-    """As torch starts a module; a `MultiheadAttention` has another name for it."""
+    """Initialize a module as torch does; a `MultiheadAttention` has another name for it."""
     name = "_reset_parameters" if isinstance(module, nn.MultiheadAttention) else "reset_parameters"
     reset: Any = getattr(module, name, None)
     if reset is not None:
@@ -308,7 +311,7 @@ def _reset(module: nn.Module) -> None:
 
 
 def block_seed(seed: int, step: int, microbatch: int, block: int) -> int:
-    """The upper 63 bits of the 8-byte BLAKE2b of "seed:step:microbatch:block", little-endian."""
+    """Return the upper 63 bits of the 8-byte BLAKE2b of "seed:step:microbatch:block", little-endian."""
     text = ":".join(map(str, (seed, step, microbatch, block)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") // 2
 
@@ -335,7 +338,7 @@ class Seeding:
             block.register_forward_hook(self._leave)
 
     def of(self, step: int, microbatch: int) -> Seeding:
-        """The context of one forward."""
+        """Return the context of one forward."""
         self._moment = (step, microbatch)
         return self
 
@@ -358,7 +361,7 @@ class Seeding:
 
 
 def _blocks_of_family(model: nn.Module) -> list[nn.Module]:
-    """Modules with parameters beside the lists of layers, and the layers; one inside another is no block."""
+    """Return modules with parameters beside the lists of layers, and the layers; one inside another is not a block."""
     around, lists = _outside(model), _layers_of_family(model)
     inside = {module for layers in lists for layer in layers for module in layer.modules()}
     inside -= {layer for layers in lists for layer in layers}
@@ -368,7 +371,7 @@ def _blocks_of_family(model: nn.Module) -> list[nn.Module]:
 
 
 def _outside(model: nn.Module) -> list[nn.Module]:
-    """Modules of a family's model that hold layers."""
+    """Return modules of a family's model that contain layers."""
     lists = _layers_of_family(model)
     return [
         module for module in model.modules() if any(each is layers for each in module.modules() for layers in lists)
@@ -376,7 +379,7 @@ def _outside(model: nn.Module) -> list[nn.Module]:
 
 
 def _layers_of_family(model: nn.Module) -> list[nn.ModuleList]:
-    """The lists of layers: as long as the configuration says, and two where an encoder has a decoder."""
+    """Return the lists of layers: as long as the configuration requires, and two if an encoder has a decoder."""
     if not hasattr(model, "_init_weights"):
         return []
     config: Any = model.config

@@ -1,6 +1,6 @@
 """Tiny Hugging Face models with other heads than those of language models, and encoders with decoders.
 
-Losses are written here once more, in plain torch: those of transformers compute in fp32.
+Losses are implemented here again, in plain torch: those of transformers compute in fp32.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Headed:
     options: tuple[tuple[str, Any], ...] = ()
 
     def build(self) -> nn.Module:
-        """The model on torch's current device, in training mode."""
+        """Return the model on torch's current device, in training mode."""
         import transformers
 
         with quietly():
@@ -132,7 +132,7 @@ class Headed:
             )
 
     def batch(self, step: int, samples: int, sequence: int = 6) -> dict[str, Any]:
-        """A step's samples, with labels that do not count."""
+        """Return a step's samples, some with ignored labels."""
         draw = torch.Generator().manual_seed(1000 + step)
         lengths = torch.randint(sequence // 2, sequence + 1, (samples, 1), generator=draw)
         is_there = torch.arange(sequence)[None, :] < lengths
@@ -147,7 +147,7 @@ class Headed:
                 labels = torch.randint(CLASSES, (samples, sequence), generator=draw)
                 return {**batch, "labels": labels.masked_fill(~is_there, IGNORED)}
             case "spans":
-                first, last = torch.randint(sequence + 1, (2, samples), generator=draw)  # some lie behind the text
+                first, last = torch.randint(sequence + 1, (2, samples), generator=draw)  # some are after the text
                 return {**batch, "start_positions": first, "end_positions": last}
         if self.head in ("translation", "speech"):
             labels = torch.randint(3, 48, (samples, 4), generator=draw)
@@ -164,7 +164,8 @@ class Headed:
         return labels
 
     def loss(self, outputs: Tensor, batch: Mapping[str, Any]) -> Tensor | tuple[Tensor, int]:
-        """Summed over what counts; of answers, the mean of both ends and the samples whose answer is in the text."""
+        """Return the loss summed over what counts; for answers, the mean of both ends and the samples whose answer is
+        in the text."""
         if self.head == "spans":
             ends = (batch["start_positions"], batch["end_positions"])
             has_answer = (ends[0] < outputs.shape[1]) & (ends[1] < outputs.shape[1])

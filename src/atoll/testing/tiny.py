@@ -1,4 +1,4 @@
-"""Small models with everything that makes sharding hard, and random batches for them."""
+"""Small models with the features that make sharding hard, and random batches for them."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ class TinyConfig:
 
     @staticmethod
     def everything() -> TinyConfig:
-        """All difficulties at once."""
+        """Return the config with all special cases at once."""
         return TinyConfig(tied=True, frozen=True, odd=True, small=True, unused=True, dropout=0.2)
 
     def build(self) -> nn.Module:
-        """The model, on torch's current device."""
+        """Return the model, on torch's current device."""
         return tiny_model(self)
 
     def batch(self, step: int, samples: int) -> dict[str, Any]:
-        """A step's samples."""
+        """Return a step's samples."""
         return tiny_batch(self, step, samples)
 
 
@@ -113,7 +113,7 @@ class _Tiny(nn.Sequential):
 
 
 def tiny_model(config: TinyConfig) -> nn.Sequential:
-    """Embedding, layers and head as an `nn.Sequential`, on torch's current device; tied by identity."""
+    """Return embedding, layers and head as an `nn.Sequential`, on torch's current device; tied by identity."""
     layers = [_Layer(config) for _ in range(config.layers)]
     if config.frozen and config.layers > 2:
         layers[-1].requires_grad_(False)
@@ -130,7 +130,7 @@ def tiny_model(config: TinyConfig) -> nn.Sequential:
 
 
 def tiny_batch(config: TinyConfig, step: int, samples: int, sequence: int = 6) -> dict[str, Any]:
-    """A step's samples, with a number of uncounted labels that differs from sample to sample."""
+    """Return a step's samples, with a number of ignored labels that differs between samples."""
     generator = torch.Generator().manual_seed(1000 + step)
     ids = torch.randint(config.vocabulary, (samples, sequence), generator=generator)
     labels = torch.randint(config.vocabulary, (samples, sequence), generator=generator)

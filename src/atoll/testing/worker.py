@@ -21,7 +21,7 @@ from atoll.runtime.launch import LOOPBACK, watch_parent
 
 @dataclass(frozen=True)
 class Filter:
-    """One row of `warnings.filters`; empty patterns match everything."""
+    """One entry of `warnings.filters`; empty patterns match everything."""
 
     action: Any
     message: str
@@ -32,7 +32,7 @@ class Filter:
 
 @dataclass(frozen=True)
 class Case:
-    """Input of a rank for one case. main: the parent's script, if a part of the case is defined in it."""
+    """Input of a rank for one case. main: the parent's script, if the case uses its definitions."""
 
     rank: int
     ranks: int
@@ -59,7 +59,7 @@ class Success:
 
 @dataclass(frozen=True)
 class Failure:
-    """What the function raised: the traceback and, where it can be pickled, the exception. is_death: the process ended
+    """Exception of the function: the traceback and, if it can be pickled, the exception. is_death: the process ended
     instead."""
 
     text: str
@@ -67,12 +67,12 @@ class Failure:
     is_death: bool = False
 
     def exception(self) -> BaseException | None:
-        """The exception itself, or None where it does not survive the journey."""
+        """Return the exception itself, or None if it cannot be unpickled."""
         if self.pickled is None:
             return None
         try:
             return pickle.loads(self.pickled)
-        except Exception:  # an exception class may ask its constructor for more than it keeps
+        except Exception:  # an exception class may have constructor arguments that it does not keep
             return None
 
 
@@ -111,7 +111,7 @@ def _run(case: Case) -> Report:
 
 
 def _prepare(case: Case) -> None:
-    """Every case begins alike, whatever ran before it in this process."""
+    """Reset the process's state, so that every case begins equally."""
     import torch
 
     sys.path[:] = case.path
@@ -123,13 +123,13 @@ def _prepare(case: Case) -> None:
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float32)
     if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()  # code that another case compiled counts against this one's limits
+        torch.compiler.reset()  # compiled code of other cases counts against this one's limits
 
 
 def _take_main(path: str) -> None:
-    """Run the parent's script as `__mp_main__`, as Python's multiprocessing does, so that what it defines is here too.
+    """Run the parent's script as `__mp_main__`, as Python's multiprocessing does, to get its definitions.
 
-    What stands under `if __name__ == "__main__"` does not run.
+    Code under `if __name__ == "__main__"` does not run.
     """
     if getattr(sys.modules["__main__"], "__file__", None) == path:
         return
@@ -162,5 +162,5 @@ def _leave_group() -> None:
 def _pickled(error: BaseException) -> bytes | None:
     try:
         return pickle.dumps(error)
-    except Exception:  # what cannot be pickled is told by its traceback alone
+    except Exception:  # an exception that cannot be pickled is reported only by its traceback
         return None

@@ -1,1 +1,1 @@
-"""The training run around an engine: process, folder, display, optimizer, data, text and the loop."""
+"""The training run around an engine: process, folder, progress, optimizer, data, text generation and the loop."""

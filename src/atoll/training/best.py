@@ -1,4 +1,4 @@
-"""The lowest validation loss of a run, and how long ago it was."""
+"""The lowest validation loss of a run, and the number of evaluations since."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 @dataclass(slots=True)
 class Best:
-    """The lowest validation loss so far and the step that it is of; None before there is one.
+    """The lowest validation loss so far and its step; None before the first evaluation.
 
-    waited: evaluations since then.
+    waited: number of evaluations since then.
     """
 
     loss: float | None = None
@@ -20,7 +20,7 @@ class Best:
     waited: int = 0
 
     def judge(self, step: int, loss: float) -> bool:
-        """Return True if an evaluation is the best so far. One that is not finite is none."""
+        """Return True if an evaluation is the best so far; never for a loss that is not finite."""
         if math.isfinite(loss) and (self.loss is None or loss < self.loss):
             self.loss, self.step, self.waited = loss, step, 0
             return True
@@ -28,7 +28,7 @@ class Best:
         return False
 
     def is_over(self, patience: int) -> bool:
-        """Return True if so many evaluations in a row were no better; never with a patience of 0."""
+        """Return True after `patience` consecutive evaluations without an improvement; never if it is 0."""
         return 0 < patience <= self.waited
 
     def state(self) -> dict[str, Any]:
@@ -37,8 +37,8 @@ class Best:
 
     @staticmethod
     def restored(state: Any) -> Best:
-        """The one that `state` was taken of. Raises ValueError for what is no such state."""
-        if state is None:  # of a checkpoint from before there was one
+        """Return the object of which `state` was taken. Raises ValueError for an invalid state."""
+        if state is None:  # a checkpoint of an older version
             return Best()
         if isinstance(state, dict) and state.keys() == {"loss", "step", "waited"}:
             loss, step, waited = (state[key] for key in ("loss", "step", "waited"))

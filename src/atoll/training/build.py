@@ -1,4 +1,4 @@
-"""Config -> model, optimizer and learning rates."""
+"""Construction of model, optimizer and learning rates from a config."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from atoll.training.rates import learning_rates
 
 
 def build_model(config: Config, vocabulary: int) -> nn.Module:
-    """The configured model on `meta`, with what is not trained marked."""
+    """Return the configured model on `meta`, with parameters that are not trained marked."""
     model = config.model
     with torch.device("meta"):
         built = _decoder(model, vocabulary) if model.is_builtin else hugging_face_model(config, vocabulary)
@@ -56,8 +56,8 @@ def _decoder(model: Model, vocabulary: int) -> Decoder:
 def choose_trained(model: nn.Module, trainable: Sequence[str], frozen: Sequence[str]) -> None:
     """Train the parameters whose names match `trainable` (all that are trained now, if empty) and not `frozen`.
 
-    Patterns are fnmatch's; a shared parameter is matched by any of its names. Raises ConfigError for one that matches
-    nothing, and where nothing is left to train.
+    Patterns are fnmatch's; a shared parameter is matched by any of its names. Raises ConfigError for a pattern without
+    a match, and if no parameter is left to train.
     """
     named = dict(model.named_parameters(remove_duplicate=False))
     problems = []
@@ -84,7 +84,7 @@ def choose_trained(model: nn.Module, trainable: Sequence[str], frozen: Sequence[
 
 
 def build_engine(model: nn.Module, plan: Plan, config: Config, device: torch.device) -> Engine:
-    """The engine, with an optimizer that decays matrices only."""
+    """Return the engine, with an optimizer that applies weight decay to matrices only."""
     train = config.train
     return Engine(
         model,
@@ -102,7 +102,8 @@ def build_engine(model: nn.Module, plan: Plan, config: Config, device: torch.dev
 class RateSchedule:
     """Learning rates of an optimizer, through torch's LambdaLR.
 
-    On resume the config rules: a checkpoint restores how many steps were done, not rates, betas or decays.
+    After a resume the config's values apply: a checkpoint only restores the number of steps, not rates, betas or
+    decays.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, train: Train) -> None:
@@ -115,11 +116,11 @@ class RateSchedule:
 
     @property
     def rate(self) -> float:
-        """The next step's rate."""
+        """Learning rate of the next step."""
         return float(self._optimizer.param_groups[0]["lr"])
 
     def advance(self) -> None:
-        """After a step."""
+        """Advance by one step."""
         self._inner.step()
 
     def state(self) -> dict[str, Any]:
@@ -127,7 +128,7 @@ class RateSchedule:
         return {key: value for key, value in self._inner.state_dict().items() if key != "lr_lambdas"}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken, with this config's options."""
+        """Continue from `state`, with this config's options."""
         bases = self._inner.base_lrs
         self._inner.load_state_dict({**state, "base_lrs": bases, "lr_lambdas": [None] * len(bases)})
         rates = [base * self._factor(self._inner.last_epoch) for base in bases]

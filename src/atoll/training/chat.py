@@ -1,8 +1,8 @@
-"""Conversations written out by a tokenizer's chat template, through `transformers`.
+"""Rendering of conversations by a tokenizer's chat template, with `transformers`.
 
-The tokens are those of the whole conversation as the template writes it. Which of them are answers is said by the
-template itself, where it marks them with {% generation %}. Where it does not, an answer is what the conversation up to
-it has more than the conversation before it with what the template writes to ask for an answer.
+The tokens are those of the whole conversation as rendered. A template may mark answers with {% generation %}.
+Otherwise, an answer is the text by which the conversation up to it is longer than the conversation before it with the
+template's prompt for an answer.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from atoll.errors import DataError
 from atoll.training.pretrained import package
 
 LARGEST_TEMPLATE = 1 << 20
-"""Bytes of the largest template that is read."""
+"""Largest template that is read, in bytes."""
 
 BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-"""Files beside a tokenizer.json that decide what a template writes."""
+"""Files beside a tokenizer.json that affect the output of a template."""
 
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def chat_template(config: Config) -> Template | None:
-    """The template that data.format = "chat" needs. Raises DataError where the tokenizer has none."""
+    """Return the template for data.format = "chat". Raises DataError if the tokenizer has none."""
     if config.data.format != "chat":
         return None
     path = Path(config.tokenizer).expanduser()
@@ -48,7 +48,7 @@ def chat_template(config: Config) -> Template | None:
 class Template:
     """The chat template of the tokenizer in `file`, or that in the file `own`.
 
-    answers_only: whether labels of answers alone count.
+    answers_only: whether only labels of answers count.
     """
 
     def __init__(self, file: Path, own: Path | None, *, answers_only: bool) -> None:
@@ -64,7 +64,7 @@ class Template:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the files, and of which labels count."""
+        """Hash of the files, and of the choice of labels that count."""
         total = hashlib.sha256(b"answers" if self._answers_only else b"all")
         for name, path in self._beside.items():
             with path.open("rb") as file:
@@ -74,7 +74,7 @@ class Template:
         return total.hexdigest()
 
     def render(self, messages: Messages) -> Rendered:
-        """The tokens of a conversation. Raises ValueError for one that the template refuses."""
+        """Return the tokens of a conversation. Raises ValueError if the template refuses it."""
         if not self._answers_only:
             ids = self._tokens(self._write(messages))["input_ids"]
             return Rendered(np.array(ids, dtype=np.uint32), np.ones(len(ids), dtype=np.bool_))
@@ -99,7 +99,7 @@ class Template:
                 continue
             through = self._write(messages[: at + 1])
             before = self._write(messages[:at], add_generation_prompt=True)
-            if not through.startswith(before):  # what asks for an answer is not what begins it
+            if not through.startswith(before):  # the prompt for an answer is not the beginning of the answer
                 before = self._write(messages[:at])
             if not text.startswith(through) or not through.startswith(before):
                 raise ValueError(
@@ -112,10 +112,10 @@ class Template:
 
     @cached_property
     def _tokenizer(self) -> Any:
-        """The tokenizer of `transformers`, which renders and encodes."""
+        """Return the tokenizer of `transformers`, which renders and encodes."""
         kind = package("transformers").PreTrainedTokenizerFast
         try:
-            for name, path in self._beside.items():  # within the bounds, which transformers has none of
+            for name, path in self._beside.items():  # within the bounds; transformers has none
                 _ = _read(path) if name.endswith(".jinja") else read_json(path)
             if self._beside:
                 made = kind.from_pretrained(str(self._file.parent), local_files_only=True)
@@ -127,7 +127,7 @@ class Template:
                 raise TypeError(f"its chat template is a {type(template).__name__}, not text")
         except DataError:
             raise
-        except Exception as error:  # those of transformers and of its validators have no class in common
+        except Exception as error:  # exceptions of transformers and of its validators have no common class
             raise DataError(f"{self._file}: cannot be read as a tokenizer with a chat template ({error})") from error
         return made
 
@@ -155,7 +155,7 @@ class Template:
             return self._tokenizer.apply_chat_template(messages, **options)
         except DataError:
             raise
-        except Exception as error:  # whatever a template raises, or what it does not find
+        except Exception as error:  # any exception of a template, or of a missing file
             raise ValueError(f"the chat template refuses it: {error}") from error
 
     def _tokens(self, text: str, **options: Any) -> Any:

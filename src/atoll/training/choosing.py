@@ -1,4 +1,4 @@
-"""A model or a config -> the question that a planner is asked, and its answer -> a config that says what to run."""
+"""The planner's search for a model or a config, and its answer as a runnable config."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ CHOSEN = {
     "sequence_parallel": "sequence_parallel",
     "vocabulary": "vocabulary_parallel",
 }
-"""Keys of [parallel] that a planner chooses, and what `Space` calls them."""
+"""Keys of [parallel] that the planner chooses, with their names in `Space`."""
 
 UNKNOWN = ("resident", "layers_per_stage")
-"""Keys of [parallel] of which it knows the default alone."""
+"""Keys of [parallel] that the planner leaves at their defaults."""
 
 
 def plan(
@@ -81,7 +81,7 @@ def _read(cluster: Cluster | str | Path) -> Cluster:
 
 
 def _named(config: Config) -> str:
-    """The cluster of a config."""
+    """Return the cluster of a config."""
     if config.run.cluster is None:
         raise ConfigError(
             "a plan needs a cluster: name its file as run.cluster (`atoll doctor --measure` writes one of this machine)"
@@ -90,12 +90,12 @@ def _named(config: Config) -> str:
 
 
 def load_chosen(path: Path, overrides: Sequence[str] = (), *, world: int | None = None) -> tuple[Config, list[str]]:
-    """Read a config as `load`, with a plan where it leaves that to a planner, and one that fits `world`; and the
-    overrides that make it so.
+    """Read a config like `load`, with a plan if it leaves that to the planner, adapted to `world`. Return also the
+    overrides that were applied.
 
-    world: ranks, if a launcher decides, or there are fewer than before.
+    world: number of ranks, if a launcher decides it or there are fewer than before.
 
-    Raises ConfigError for a config that leaves it to a planner and names no cluster, and where no plan fits.
+    Raises ConfigError if a config leaves the plan to the planner and sets no cluster, and if no plan fits.
     """
     config, given = load(path, overrides), list(overrides)
     if config.parallel.auto:
@@ -112,7 +112,7 @@ def load_chosen(path: Path, overrides: Sequence[str] = (), *, world: int | None 
 
 
 def fewer_ranks(path: Path, overrides: Sequence[str], ranks: int) -> int | None:
-    """The most ranks below `ranks` that have a plan and are no fewer than parallel.min_ranks; None where none are."""
+    """Return the largest number of ranks below `ranks` that has a plan and is at least parallel.min_ranks, or None."""
     least = load(path, overrides).parallel.min_ranks
     for world in range(ranks - 1, (ranks if least is None else least) - 1, -1):
         with suppress(ConfigError):
@@ -122,12 +122,12 @@ def fewer_ranks(path: Path, overrides: Sequence[str], ranks: int) -> int | None:
 
 
 def question(config: Config, cluster: Cluster, *, world: int | None = None) -> Search:
-    """The search for a plan for a config's model, batch and sequence.
+    """Return the search for a plan for a config's model, batch and sequence.
 
-    Where the config leaves it to a planner, what is written beside `parallel.auto` is kept, and so are
-    train.microbatch and train.precision.  world: ranks; parallel.ranks, or those of the cluster, if not given.
+    If the config sets `parallel.auto`, the keys set beside it are kept, and so are train.microbatch and
+    train.precision. world: number of ranks; by default parallel.ranks, or that of the cluster.
 
-    Raises ConfigError where a key cannot be kept.
+    Raises ConfigError if a key cannot be kept.
     """
     ranks = world if world is not None else config.parallel.ranks if _is_written(config, "ranks") else None
     if ranks is not None:
@@ -172,7 +172,7 @@ def _is_written(config: Config, key: str) -> bool:
 
 
 def overrides_of(candidate: Candidate) -> tuple[str, ...]:
-    """Return the `--set` overrides with which a config runs the plan."""
+    """Return the `--set` overrides that make a config use the plan."""
     chosen = settings(candidate)
     found = [
         f"{section}.{key}={value_to_toml(value)}" for section, keys in chosen.items() for key, value in keys.items()

@@ -19,9 +19,9 @@ PLAIN_SECONDS = 5.0
 
 
 class Display:
-    """Progress of one rank's run; with `is_speaking` False it says nothing.
+    """Progress of one rank's run. With `is_speaking` False it prints nothing.
 
-    compiles: the first steps compile the blocks, and tell nothing about the time that is left.
+    compiles: the first steps compile the blocks, and are left out of the estimate of the time left.
     """
 
     def __init__(self, *, is_speaking: bool, device: str, compiles: bool = False) -> None:
@@ -38,11 +38,11 @@ class Display:
         self._rate: float | None = None
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Print a permanent line."""
         self._console.print(text, markup=False)
 
     def begin(self, done: int, steps: int) -> None:
-        """Training starts after `done` of `steps` steps."""
+        """Start training after `done` of `steps` steps."""
         self._first, self._shown, self._steps = done, done + 1, steps
         self._begin = self._said = time.monotonic()
         if self._warm_up:
@@ -54,7 +54,7 @@ class Display:
             self._progress.start()
 
     def step(self, result: StepResult, *, memory_bytes: int, epoch: float) -> None:
-        """A step is done.
+        """Show a finished step.
 
         memory_bytes: the peak so far of the rank that needed most, shown as max RSS or max CUDA.  epoch: passes over
         the corpus so far.
@@ -80,7 +80,7 @@ class Display:
             self.say(line)
 
     def close(self) -> None:
-        """End the display: release the terminal."""
+        """End the display and release the terminal."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None

@@ -1,4 +1,4 @@
-"""Everything that a training run would refuse, found in one process that starts no ranks and writes nothing."""
+"""Checks of a training run in one process, which starts no ranks and writes nothing."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from atoll.training.sources import check_source
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A run that nothing is known against.
+    """A run that passed all checks.
 
-    vocabulary: ids of its model.  device: what its ranks would run on, "cpu" or "cuda"; None on another machine.
+    vocabulary: number of ids of its model.  device: device of its ranks, "cpu" or "cuda"; None on another machine.
     """
 
     config: Config
@@ -43,15 +43,15 @@ class Checked:
 
 
 def check_run(request: Request, *, elsewhere: bool = False, say: Callable[[str], None]) -> Checked:
-    """Look at a run as its ranks would.
+    """Check a run as its ranks would.
 
     In this order: config, plan, folder, corpus, devices, the model of each pipeline rank on `meta`, the files of its
-    weights, the checkpoint that it would go on from.
+    weights, the checkpoint to continue from.
 
-    elsewhere: the run is for another machine, and the devices of this one do not matter.
-    say: is told what could not be checked.
+    elsewhere: the run is for another machine, so the devices of this one are not checked.
+    say: callback for checks that could not be made.
 
-    Raises what the run would raise.
+    Raises the errors of the run.
     """
     config, _ = load_chosen(request.path, request.overrides)
     plan = replace(config.to_plan(), states=check_optimizer(config.train))
@@ -83,7 +83,7 @@ def check_run(request: Request, *, elsewhere: bool = False, say: Callable[[str],
 
 
 def _check_continued(config: Config, folder: RunFolder, corpus: Supply | None, say: Callable[[str], None]) -> None:
-    """Look at the checkpoint that the run would go on from, but for its tensors. Raises what the run would raise."""
+    """Check the checkpoint that the run would continue from, apart from its tensors. Raises the errors of the run."""
     damaged = []
     for path in folder.candidates():
         try:

@@ -1,22 +1,22 @@
-"""The folder of a run, and who may write to it. No torch.
+"""The folder of a run. No torch.
 
-    <run.folder>/run.json               the run's id, which its checkpoints repeat
+    <run.folder>/run.json               the run's id, repeated in its checkpoints
                  config.toml            the effective config
-                 plan.json              mesh, layout, schedule, precision; what each rank does and holds
-                 metrics.jsonl          one object a training step
-                 validation.jsonl       one object an evaluation, the first as step 0
-                 incidents.jsonl        one object a bad step that was skipped or rolled back; never rewound
+                 plan.json              mesh, layout, schedule, precision; actions and bytes of each rank
+                 metrics.jsonl          one object per training step
+                 validation.jsonl       one object per evaluation, the first as step 0
+                 incidents.jsonl        one object per bad step that was skipped or rolled back; never rewound
                  trace.json             one measured step, for chrome://tracing or Perfetto
-                 prediction.json        what `atoll predict --json` prints of the run
-                 cluster.toml           what it is predicted on, where run.cluster names it
+                 prediction.json        output of `atoll predict --json` for the run
+                 cluster.toml           cluster of the prediction, if run.cluster sets it
                  timing.json            seconds of the last step's instructions, and peak bytes, by pipeline rank
-                 timeline.json          when each instruction of the last step was played, on each pipeline rank
-                 calibration.jsonl      the run as a row of `atoll calibrate`, once `atoll compare` has written it
+                 timeline.json          start and end of each instruction of the last step, by pipeline rank
+                 calibration.jsonl      the run as a row of `atoll calibrate`, written by `atoll compare`
                  sample.txt             text generated at the end
-                 tokenizer.json         what the tokens mean, but where they are bytes
+                 tokenizer.json         the tokenizer, unless tokens are bytes
                  checkpoints/step-000100
                  tensorboard/
-                 .lock                  who writes here (`atoll.training.lock`)
+                 .lock                  the process that writes here (`atoll.training.lock`)
 
 Only rank 0 writes. Checkpoints are written by all ranks, through `atoll.runtime.checkpoint`.
 """
@@ -42,20 +42,20 @@ from atoll.documents import count, parse_json
 from atoll.errors import CheckpointError, ConfigError, RunError
 
 WARM_UP = 3
-"""Steps of a start that are slower than those that follow."""
+"""Number of first steps of a start that are slower than later ones."""
 
 NUMBERS = frozenset({"loss", "grad_norm", "tokens_per_second", "seconds", "lr", "bubble", "memory_bytes", "mfu"})
-"""Fields of step and evaluation records; None if unknown."""
+"""Numeric fields of step and evaluation records; None if unknown."""
 LARGEST_LINE = 1 << 20
-"""Bytes of the longest line that is a record."""
+"""Maximum length of a record's line in bytes."""
 
 
 class Start(Enum):
     """How a run treats an existing folder.
 
-    AUTO: continue from the newest checkpoint that is whole; begin where there is none at all.
-    CONTINUE: the same, and refuse to begin.  NEW: begin, and refuse a folder that holds a run.
-    OVERWRITE: begin, and delete the run that the folder holds.
+    AUTO: continue from the newest complete checkpoint; begin if there is none.
+    CONTINUE: continue, and fail if there is none.  NEW: begin, and refuse a folder that holds a run.
+    OVERWRITE: begin, and delete the run in the folder.
     """
 
     AUTO = "auto"
@@ -66,7 +66,7 @@ class Start(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """Paths of a run, and the few ways in which they are written."""
+    """Paths of a run's files, and the functions that write them."""
 
     root: Path
 
@@ -87,17 +87,17 @@ class RunFolder:
 
     @property
     def metrics(self) -> Path:
-        """A line a training step."""
+        """One line per training step."""
         return self.root / "metrics.jsonl"
 
     @property
     def validation(self) -> Path:
-        """A line an evaluation."""
+        """One line per evaluation."""
         return self.root / "validation.jsonl"
 
     @property
     def incidents(self) -> Path:
-        """A line a bad step."""
+        """One line per bad step."""
         return self.root / "incidents.jsonl"
 
     @property
@@ -153,11 +153,11 @@ class RunFolder:
     # ---- before a run
 
     def check(self, start: Start, *, makes: bool = True) -> None:
-        """Make the folder. ConfigError if it cannot be written or holds a run that `start` would not leave alone.
+        """Create the folder. Raises ConfigError if it cannot be written, or holds a run that `start` refuses.
 
-        makes: if False, look only at whether it could be made.
+        makes: if False, only check whether it could be created.
 
-        CheckpointError if there is nothing to continue from and there has to be.
+        Raises CheckpointError if `start` requires a checkpoint and there is none.
         """
         try:
             if makes:
@@ -183,7 +183,7 @@ class RunFolder:
             )
 
     def _look(self) -> None:
-        """Raise the OSError that making the folder, and a file in it, would raise."""
+        """Raise the OSError of creating the folder and a file in it."""
         path = self.root.absolute()
         nearest = next(each for each in (path, *path.parents) if each.exists())
         if not nearest.is_dir():
@@ -192,36 +192,37 @@ class RunFolder:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     def candidates(self) -> tuple[Path, ...]:
-        """The checkpoints to continue from, in the order in which to try them; damaged ones are among them."""
+        """Return the checkpoints to continue from, in the order in which to try them, including damaged ones."""
         from atoll.runtime import checkpoint
 
         return checkpoint.candidates(self.checkpoints)
 
     def _held(self) -> str | None:
-        """Return what would be lost: steps or checkpoints. A run that ended before its first step has nothing."""
+        """Return a description of what would be lost: steps or checkpoints. A run that ended before its first step has
+        nothing."""
         found = self.candidates()
         if found:
             return found[0].name
         lines = read_records(self.metrics)
         return f"{len(lines)} steps" if lines else None
 
-    # ---- whose it is
+    # ---- identity
 
     def run_id(self) -> str | None:
-        """The id of the run that the folder holds; None where there is none, or it cannot be read."""
+        """Return the id of the run in the folder; None if there is none, or it cannot be read."""
         try:
             return str(read_sealed(self.identity)["run"])
         except (OSError, ValueError, KeyError):
             return None
 
     def write_run_id(self, value: str) -> None:
-        """Say whose folder it is."""
+        """Write the id of the run."""
         write(self.identity, seal({"run": value}).decode())
 
-    # ---- at its start
+    # ---- at the start of a run
 
     def clear(self) -> None:
-        """Remove what an earlier run left, and nothing else."""
+        """Remove the files of an earlier run, and no others."""
         written = (self.identity, self.config, self.plan, self.metrics, self.validation, self.incidents, self.trace)
         generated = (self.sample, self.tokenizer)
         compared = (self.prediction, self.cluster, self.timing, self.timeline, self.calibration)
@@ -234,15 +235,15 @@ class RunFolder:
                     shutil.rmtree(folder)
 
     def rewind(self, step: int) -> None:
-        """Forget what follows `step`, and what was predicted and timed of an earlier start, whose plan may have been
-        another."""
+        """Remove records after `step`, and predictions and timings of an earlier start, whose plan may have been
+        different."""
         for path in (self.prediction, self.cluster, self.timing, self.timeline, self.calibration):
             with writing(path):
                 path.unlink(missing_ok=True)
         self.forget(step)
 
     def forget(self, step: int) -> None:
-        """Drop the lines of steps after `step`, which will be run again, and lines cut short by a crash."""
+        """Remove the records of steps after `step`, which will run again, and lines truncated by a crash."""
         for path in (self.metrics, self.validation):
             if not path.is_file():
                 continue
@@ -251,8 +252,8 @@ class RunFolder:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSONL file with a step; [] if there is no file. Lines that are no such object are left out, and
-    so are those of which one of `NUMBERS` is something else."""
+    """Return the objects of a JSONL file that have a step; [] if there is no file. Invalid lines are skipped, and so
+    are objects in which one of `NUMBERS` is not a number."""
     if not path.is_file():
         return []
     found = []
@@ -268,25 +269,25 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def typical_seconds(path: Path, first: int = 1) -> float | None:
-    """Seconds of a step from a file of training steps: the median from step `first` on, without the first `WARM_UP`
-    steps where there are more; None where there is none."""
+    """Return the seconds of a step from a file of training steps: the median from step `first` on, without the first
+    `WARM_UP` steps if there are more; None without steps."""
     found = [each["seconds"] for each in read_records(path) if each["step"] >= first and is_of(each, "seconds")]
     return median(found[WARM_UP:] or found[-1:]) if found else None
 
 
 def is_of(record: Mapping[str, Any], *names: str) -> bool:
-    """Return True if a record has numbers of these names."""
+    """Return True if a record has numbers with these names."""
     return all(record.get(name) is not None for name in names)
 
 
 def append(path: Path, record: Mapping[str, Any]) -> None:
-    """Add a line. Floats keep all their digits."""
+    """Append a line. Floats keep all their digits."""
     with writing(path), path.open("a", encoding="utf-8") as file:
         file.write(f"{json.dumps(record)}\n")
 
 
 def write(path: Path, text: str) -> None:
-    """Write a whole file: the old one stays until the new one is complete."""
+    """Write a whole file. The old one stays until the new one is complete."""
     with writing(path):
         draft = path.with_name(f".{path.name}.new")
         draft.write_text(text, encoding="utf-8")
@@ -295,7 +296,7 @@ def write(path: Path, text: str) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn a failure of the disk into a RunError that names the path."""
+    """Convert an error of the disk to a RunError that names the path."""
     try:
         yield
     except OSError as error:

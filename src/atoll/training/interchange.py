@@ -1,8 +1,8 @@
-"""Hugging Face folders to checkpoints, and back.
+"""Conversion between Hugging Face folders and checkpoints.
 
-A checkpoint holds master weights under the names of the model's parameters. A folder holds the same in the dtype that
-its config.json says, with what `from_pretrained` needs beside it: config.json and the tokenizer. One process does
-either, with at most one file of safetensors in memory.
+A checkpoint holds master weights under the names of the model's parameters. A folder holds the same in the dtype of
+its config.json, with the files that `from_pretrained` needs: config.json and the tokenizer. Both conversions run in
+one process, with at most one safetensors file in memory.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from atoll.training.pretrained import hugging_face_config, hugging_face_model
 from atoll.training.sources import FAMILY
 
 SHARD_BYTES = 5_000_000_000
-"""Largest file of an export."""
+"""Largest file of an export in bytes."""
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -48,7 +48,7 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """The result: number of tensors and bytes, and the files."""
+    """Result: number of tensors and bytes, and the files."""
 
     folder: Path
     tensors: int
@@ -58,10 +58,10 @@ class Moved:
 
 
 def import_folder(source: Path, target: Path, *, objective: str = "causal") -> Moved:
-    """Write the weights of a Hugging Face folder as a checkpoint at step 0, which a run starts from (`weights`).
+    """Write the weights of a Hugging Face folder as a checkpoint at step 0, from which a run starts (`weights`).
 
-    Files whose tensors have the names of the model's parameters are copied tensor by tensor; others, of an older form
-    or with experts apart, are read by `from_pretrained`, whole.
+    Files whose tensors have the names of the model's parameters are copied tensor by tensor. Others, in an older format
+    or with separate experts, are read as a whole by `from_pretrained`.
     """
     config = from_dict({"model": {"source": str(source)}, "train": {"objective": objective}})
     with torch.device("meta"):
@@ -91,11 +91,11 @@ def import_folder(source: Path, target: Path, *, objective: str = "causal") -> M
 
 
 def export_folder(source: Path, target: Path, *, dtype: str | None = None) -> Moved:
-    """Write a checkpoint as a Hugging Face folder; of a model with low-rank adapters those alone, as `peft` does.
+    """Write a checkpoint as a Hugging Face folder; for a model with low-rank adapters, only those, as `peft` does.
 
-    source: a checkpoint, or a run, of which the newest is taken.
-    dtype: of the tensors; if not given what config.json says, else that of the checkpoint.
-    Raises CheckpointError for a checkpoint that does not say which model it is of.
+    source: a checkpoint, or a run, whose newest one is used.
+    dtype: of the tensors; by default that of config.json, otherwise that of the checkpoint.
+    Raises CheckpointError if the checkpoint does not identify its model.
     """
     source = checkpoint.find(source)
     config = config_of(source)
@@ -120,18 +120,17 @@ def export_folder(source: Path, target: Path, *, dtype: str | None = None) -> Mo
 
 
 def config_of(folder: Path) -> Config:
-    """The config that a checkpoint was trained with."""
+    """Return the config that a checkpoint was trained with."""
     if not checkpoint.is_complete(folder):
         raise CheckpointError(
-            f"{folder} is no finished checkpoint, nor a run with one; name a run, or a folder such as "
+            f"{folder} is neither a finished checkpoint nor a run with one; give a run, or a folder such as "
             "<run>/checkpoints/step-..."
         )
     caller = checkpoint.read_state(folder).get("caller")
     text = caller.get("config") if isinstance(caller, dict) else None
     if not isinstance(text, str):
         raise CheckpointError(
-            f"{folder} does not say which model it is of: only checkpoints of atoll train and atoll import can be "
-            "exported"
+            f"{folder} does not name its model: only checkpoints of atoll train and atoll import can be exported"
         )
     try:
         values = parse_toml(text)
@@ -139,7 +138,7 @@ def config_of(folder: Path) -> Config:
         raise DamageError(f"{folder}: the config of its run cannot be read: {error}") from error
     config = from_dict(values, source=f"{folder}, the config of its run")
     if config.model.is_builtin:
-        raise CheckpointError(f"{folder} is of the built-in decoder, which is no model of transformers")
+        raise CheckpointError(f"{folder} holds the built-in decoder, which is not a transformers model")
     return config
 
 
@@ -149,7 +148,7 @@ def _loaded(model: nn.Module, source: Path) -> dict[str, torch.Tensor]:
 
 
 def _fit_vocabulary(sizes: Any, model: nn.Module, stored: Mapping[str, Any], names: Mapping[str, str]) -> None:
-    """A family's model was given as many ids as its tokenizer had, which the checkpoint knows."""
+    """Set the number of ids of a family's model to that of its tokenizer, as recorded in the checkpoint."""
     embedding = model.get_input_embeddings()  # type: ignore[operator]
     name = next((n for n, module in model.named_modules() if module is embedding), "").replace("base_model.model.", "")
     found = names.get(f"{name}.weight")
@@ -160,7 +159,7 @@ def _fit_vocabulary(sizes: Any, model: nn.Module, stored: Mapping[str, Any], nam
 def _write(
     source: Path, target: Path, names: Mapping[str, str], stored: Mapping[str, Any], dtype: torch.dtype | None
 ) -> Moved:
-    """The tensors in files of a bounded size, and their index where there are several."""
+    """Write the tensors to files of bounded size, with an index if there are several."""
     from safetensors.torch import save_file
 
     files = list(_files(names, stored, dtype))
@@ -194,7 +193,7 @@ def _files(names: Mapping[str, str], stored: Mapping[str, Any], dtype: torch.dty
 def _read(
     source: Path, names: Mapping[str, str], stored: Mapping[str, Any], dtype: torch.dtype | None
 ) -> dict[str, torch.Tensor]:
-    """Whole tensors by the names they shall have."""
+    """Return whole tensors by their new names."""
     found = {}
     pieces = []
     for name, key in names.items():
@@ -217,7 +216,7 @@ def _export_adapters(
     names: Mapping[str, str],
     stored: Mapping[str, Any],
 ) -> Moved:
-    """adapter_model.safetensors and adapter_config.json, as `peft` names what is in them."""
+    """Write adapter_model.safetensors and adapter_config.json, with the names of `peft`."""
     from safetensors.torch import save_file
 
     (name, lora), *_ = model.peft_config.items()
@@ -234,7 +233,7 @@ def _export_adapters(
 
 
 def _copy_tokenizer(config: Config, checkpoint_folder: Path, target: Path) -> None:
-    """Copy the tokenizer of the model's folder, or else that of the run."""
+    """Copy the tokenizer of the model's folder, otherwise that of the run."""
     source = Path(config.model.source)
     for file in TOKENIZER_FILES:
         if (source / file).is_file():

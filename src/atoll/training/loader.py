@@ -1,9 +1,9 @@
-"""A data-parallel rank's batches of a dataset, by torch's DataLoader, from where a checkpoint says.
+"""Batches of a dataset for a data-parallel rank, from torch's DataLoader, resumable from a checkpoint.
 
-[Note: one order] The order of samples depends on the seed and the epoch alone. A step takes the next
-`plan.global_batch` of it, and data-parallel rank d the d-th run of consecutive ones, as `Engine` has its microbatches;
-so a loop continues on any layout, with the same samples in the same steps. What an epoch has behind its last whole step
-is left out.
+[Note: one order] The order of samples depends only on the seed and the epoch. A step takes the next
+`plan.global_batch` samples, and data-parallel rank d the d-th run of consecutive ones, the same as `Engine`'s
+microbatches; so a loop continues under any layout, with the same samples in the same steps. Samples after the last
+whole step of an epoch are left out.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Collate = Callable[[list[Any]], Any]
 
 
 class Loader:
-    """Iterates over one epoch's steps: what `Engine.step` takes. Iterating again is the next epoch.
+    """Iterates over one epoch's steps and yields the batches of `Engine.step`. Iterating again is the next epoch.
 
-    epoch: the one under way, or to come.  position: samples of it that all ranks together have taken. A loop that was
-    left, or loaded, goes on from there.
+    epoch: the current or next one.  position: number of its samples that all ranks together have taken. A loop that was
+    left, or loaded, continues from there.
     """
 
     def __init__(
@@ -47,19 +47,19 @@ class Loader:
             raise DataError(f"the dataset has {len(dataset)} samples, and a step takes {self._batch}")
 
     def __len__(self) -> int:
-        """Steps of an epoch. TypeError for an iterable dataset."""
+        """Return the number of steps in an epoch. Raises TypeError for an iterable dataset."""
         return len(self.dataset) // self._batch
 
     def __iter__(self) -> Iterator[Any]:
         batches = self._streamed() if self._is_stream else self._mapped()
         for batch in batches:
-            # What is being trained on counts as taken, what a worker has read ahead does not.
+            # The batch in training counts as taken; batches that a worker has prefetched do not.
             self.position += self._batch
             yield batch
         self.epoch, self.position = self.epoch + 1, 0
 
     def _mapped(self) -> Iterator[Any]:
-        """The rest of the epoch of a dataset with an index."""
+        """Yield the remaining batches of the epoch of an indexed dataset."""
         samples = len(self.dataset)
         first = self.epoch * samples
         order = None if self._seed is None else SampleOrder(samples, self._seed)
@@ -73,7 +73,8 @@ class Loader:
         yield from DataLoader(self.dataset, batch_sampler=[indices(at) for at in steps], **self._options)
 
     def _streamed(self) -> Iterator[Any]:
-        """The rest of the epoch of an iterable dataset: every rank reads all of it, and keeps its own."""
+        """Yield the remaining batches of the epoch of an iterable dataset: every rank reads all samples, and keeps its
+        own."""
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(self.epoch)
         loaded, self._loaded = self._loaded, None
@@ -81,17 +82,17 @@ class Loader:
             self.dataset.load_state_dict(loaded)
         source = iter(self.dataset)
         if loaded is None:
-            next(islice(source, self.position, self.position), None)  # read, and leave, what was taken
+            next(islice(source, self.position, self.position), None)  # read and discard the samples already taken
         while len(taken := list(islice(source, self._batch))) == self._batch:
             share = taken[self._begin : self._begin + self._share]
             yield from DataLoader(share, batch_size=self._share, **self._options)  # type: ignore[arg-type]
 
-    # ---- where it is
+    # ---- position
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loop's position as JSON, the same on every rank: part of the `state` for `Engine.save`.
 
-        Of an iterable dataset with a `state_dict` of its own that too; others are read again from their beginning.
+        It includes the state of an iterable dataset with a `state_dict`; others are read again from their beginning.
         """
         state = {"epoch": self.epoch, "position": self.position, **self._order()}
         if self._is_stream and hasattr(self.dataset, "state_dict"):
@@ -99,9 +100,9 @@ class Loader:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken. Raises DataError for one of another order of samples."""
+        """Continue from `state`. Raises DataError if it belongs to another order of samples."""
         if {"epoch", "position"} - set(state):
-            raise DataError(f"this is no state of a loader: it has {', '.join(sorted(state)) or 'nothing'}")
+            raise DataError(f"this is not a state of a loader: it has {', '.join(sorted(state)) or 'nothing'}")
         differ = [
             f"{name} is {value}, and was {state.get(name)}"
             for name, value in self._order().items()
@@ -126,15 +127,16 @@ def loader(
     collate: Collate | None = None,
     **options: Any,
 ) -> Loader:
-    """This data-parallel rank's batches of a dataset, one a step, for `Engine.step`.
+    """Return an iterable of this data-parallel rank's batches of a dataset, one per step, for `Engine.step`.
 
-    dataset: with `__getitem__` and `__len__`, or one to iterate over, whose order is its own.  shuffle, seed: a new
-    order for each epoch of the former, the same on every rank.  collate: makes a batch of a list of samples; torch's
-    `default_collate` if not given.  options: of `torch.utils.data.DataLoader`, such as num_workers and pin_memory.
+    dataset: indexed, with `__getitem__` and `__len__`, or iterable with an order of its own.  shuffle, seed: shuffle an
+    indexed dataset anew each epoch, in the same order on every rank.  collate: converts a list of samples to a batch;
+    torch's `default_collate` by default.  options: of `torch.utils.data.DataLoader`, such as num_workers and
+    pin_memory.
 
-    A batch has `input_ids`, `labels` or what else the model takes, by name.
+    A batch has the model's inputs by name, such as `input_ids` and `labels`.
 
-    Raises DataError where a dataset has fewer samples than a step, and for options that the loader decides itself.
+    Raises DataError if a dataset has fewer samples than a step, and for options that the loader sets itself.
     """
     own = {"batch_size", "batch_sampler", "sampler", "drop_last", "collate_fn", "generator"} & set(options)
     if own:

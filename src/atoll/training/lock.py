@@ -1,16 +1,16 @@
-"""The lock of a run folder: one run at a time writes to it, on whatever host.
+"""The lock of a run folder: one run at a time writes to it, on any host.
 
-    <run.folder>/.lock    held by rank 0 from before it looks at the folder until it leaves; says who holds it
+    <run.folder>/.lock    held by rank 0 from before it reads the folder until it leaves; identifies the holder
 
-Two things show that a holder lives. The kernel's lock (`flock`) ends with the process, however it ends; all processes
-of one kernel know of it, over NFS those of other hosts too, on some file systems nobody. And the holder touches the
-file every `BEAT_SECONDS`. So a run takes over
+Two signs show that a holder is alive. The kernel's lock (`flock`) ends with the process, however it ends. It is visible
+to all processes of one kernel, over NFS also to other hosts, and on some file systems to no other process. And the
+holder touches the file every `BEAT_SECONDS`. So a run takes over
 
-    from a process of this kernel    if it gets the kernel's lock (where there is none, if the process is gone);
+    from a process of this kernel    if it gets the kernel's lock (if there is none: if the process has ended);
     from another kernel's            if it gets the lock and the file has not been touched for `SILENCE_SECONDS`: the
-                                     host has another boot id, also after it was restarted
+                                     host has another boot id, also after a restart
 
-A holder that was stopped for longer finds the name of another one when it goes on, and ends before it writes.
+A holder that was stopped for longer finds the name of another one when it resumes, and ends before it writes.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ class Holder:
 
     @staticmethod
     def own() -> Holder:
-        """This process."""
+        """Return the holder for this process."""
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
         return Holder(socket.gethostname(), _boot(), os.getpid(), _started(os.getpid()) or "", since)
 
     @property
     def is_of_this_kernel(self) -> bool:
-        """True if its process number means something here."""
+        """True if its process number is one of this kernel."""
         return self.boot == _boot()
 
     @property
     def is_running(self) -> bool:
-        """True if the process is there; of this kernel's only."""
+        """True if the process is alive; for this kernel's processes only."""
         return _started(self.process) == self.started
 
 
@@ -80,18 +80,18 @@ class RunLock:
         self._stop = threading.Event()
 
     def acquire(self, say: Callable[[str], None] = lambda line: None) -> None:
-        """Take the lock. Raises ConfigError, which names the holder, while another run has it.
+        """Acquire the lock. Raises ConfigError, which names the holder, while another run has it.
 
-        say: is told what takes long, or that the lock was taken over.
+        say: callback for long waits, and for a takeover.
         """
         while self._file is None:
-            # Nobody else may open it: who can read a file can take its `flock`, and the run could not go on.
+            # No other user may open it: whoever can read a file can take its `flock`, and would block the run.
             try:
                 descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             except PermissionError as error:
                 raise ConfigError(
                     f"run.folder = {str(self._root)!r}: its lock {self.path.name} cannot be written; it belongs to "
-                    "another user, or the folder may only be read. Choose another run.folder"
+                    "another user, or the folder is read-only. Choose another run.folder"
                 ) from error
             try:
                 if self._take(descriptor, say):
@@ -103,7 +103,7 @@ class RunLock:
 
     @contextmanager
     def held(self, say: Callable[[str], None] = lambda line: None) -> Iterator[RunLock]:
-        """A section in which this process holds the lock. Raises what `acquire` raises."""
+        """Context in which this process holds the lock. Raises the errors of `acquire`."""
         self.acquire(say)
         try:
             yield self
@@ -111,10 +111,10 @@ class RunLock:
             self.release()
 
     def check(self) -> None:
-        """Raise RunError if another run has taken the lock over; nothing may be written then."""
+        """Raise RunError if another run has taken over the lock; nothing may be written then."""
         try:
             holder = read_holder(self.path)
-        except OSError:  # a file server that does not answer says nothing about who holds the lock
+        except OSError:  # a file server that does not answer does not tell who holds the lock
             return
         if self._own is not None and holder != self._own:
             raise RunError(
@@ -123,7 +123,7 @@ class RunLock:
             )
 
     def release(self) -> None:
-        """Give the lock back, if it is still this run's."""
+        """Release the lock if it is still held by this run."""
         self._stop.set()
         if self._file is None:
             return
@@ -134,7 +134,8 @@ class RunLock:
         self._file = self._own = None
 
     def _take(self, descriptor: int, say: Callable[[str], None]) -> bool:
-        """Lock the open file and write this process into it; False if the file is no longer the one at the path."""
+        """Lock the open file and write this process into it. Return False if the file is no longer the one at the
+        path."""
         has_locks = True
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -160,7 +161,7 @@ class RunLock:
             return False
 
     def _wait_for_silence(self, before: Holder, say: Callable[[str], None], *, has_locks: bool) -> None:
-        """Raise ConfigError if the holder that the file names may still write."""
+        """Raise ConfigError if the holder in the file may still write."""
         if before.is_of_this_kernel:
             if not has_locks and before.is_running:
                 raise self._refusal(before)
@@ -179,7 +180,8 @@ class RunLock:
 
     def _refusal(self, holder: Holder | None) -> ConfigError:
         return ConfigError(
-            f"run.folder = {str(self._root)!r} is in use by another run ({holder or 'which has not said who it is'}); "
+            f"run.folder = {str(self._root)!r} is in use by another run "
+            f"({holder or 'which has not identified itself'}); "
             "wait for its end, end it, or choose another run.folder"
         )
 

@@ -1,4 +1,4 @@
-"""Loggers of a run's metrics besides its folder: one function each."""
+"""Loggers of a run's metrics, in addition to its folder. Each is one function."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from atoll.errors import ConfigError, RunError
 from atoll.training.named import load_named
 
 Log = Callable[[Mapping[str, float], int], object]
-"""Takes values by name, such as "train/loss" and "validation/loss", and the step that they are of."""
+"""Called with values by name, such as "train/loss" and "validation/loss", and their step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Logger:
-    """A place of metrics. name: as run.loggers has it.  close: called at the end of the run."""
+    """A destination of metrics. name: as in run.loggers.  close: called at the end of the run."""
 
     name: str
     log: Log
     close: Callable[[], object] = lambda: None
 
     def __call__(self, values: Mapping[str, float], step: int) -> None:
-        """Log values. RunError where the function raises."""
+        """Log values. Raises RunError if the function raises."""
         try:
             self.log(values, step)
         except Exception as error:
@@ -43,7 +43,7 @@ def check_loggers(names: tuple[str, ...]) -> None:
 
 
 def open_loggers(config: Config, run: str) -> tuple[Logger, ...]:
-    """The loggers that run.loggers names, opened for a run. run: its id, under which a resumed one goes on.
+    """Return the loggers of run.loggers, opened for a run. run: its id, under which a resumed run continues.
 
     Raises ConfigError as `check_loggers` does.
     """

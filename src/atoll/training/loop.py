@@ -1,12 +1,12 @@
 """The loop of a training run, the same on every rank.
 
-    start       fresh: evaluate as step 0.  resumed: load the newest checkpoint that is whole, wherever it was written
-    each step   train; share signals and memory; write what is known (with post-validated steps, of the step before);
-                evaluate, save and stop where it is time to
+    start       fresh: evaluate as step 0.  resumed: load the newest complete checkpoint, from any layout
+    each step   train; share signals and memory; write the result (with post-validated steps, that of the previous
+                step); evaluate, save and stop when due
     end         evaluate and save unless just done, generate a sample
 
-[Note: who decides] Whatever not all ranks know (a signal, the newest checkpoint) is summed over the ranks before it
-is acted on, once a step, so that no rank leaves the others waiting.
+[Note: who decides] Information that only some ranks have (a signal, the newest checkpoint) is summed over the ranks
+once per step before they act on it, so that no rank leaves the others waiting.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ from atoll.training.text import generate
 from atoll.training.utilisation import Peak, peak_of, utilised_seconds
 
 TRACED_STEP = 3
-"""The step that is traced: the first ones are slower."""
+"""Step whose actions are traced; the first ones are slower."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +72,9 @@ class LoopOutcome:
     """The result of a loop, the same on every rank.
 
     stopped: the signal that ended it early.  first_step, tokens: of this start, without those before a resume.
-    sample: the generated text, if it came to the end and one was asked for.
-    peaks: of each pipeline rank, the most bytes that one of its ranks has needed.
-    best: the step of the lowest validation loss, if its checkpoint is kept for that.
+    sample: the generated text, if the run was completed and a sample is configured.
+    peaks: for each pipeline rank, the peak bytes over its ranks.
+    best: the step of the lowest validation loss, if its checkpoint is kept.
     """
 
     step: int
@@ -87,7 +87,7 @@ class LoopOutcome:
 
 
 class Loop:
-    """One run. `recorder` is opened by `run`, on rank 0 only."""
+    """The loop of one run. `recorder` is opened by `run`, on rank 0 only."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class Loop:
                 self._unrecorded.append((rate, self._share()))
                 stop = self._record(result)
                 if self.engine.step_number != step and stop is None:
-                    continue  # it went back
+                    continue  # after a rollback
                 is_due = train.eval_every and step % train.eval_every == 0
                 is_kept = every and step % every == 0
                 is_compared = train.check_replicas and step % train.check_replicas == 0
@@ -195,7 +195,7 @@ class Loop:
         return None
 
     def _is_over(self) -> bool:
-        """Return True if train.patience has come to its end."""
+        """Return True if train.patience is exhausted."""
         best, patience = self._best, self.config.train.patience
         if not best.is_over(patience):
             return False
@@ -206,15 +206,15 @@ class Loop:
         )
         return True
 
-    # ---- the start
+    # ---- start
 
     def _resume(self, start: Start) -> bool:
-        """Load the newest checkpoint that is whole; False where there is none at all, and the run begins.
+        """Load the newest complete checkpoint. Return False if there is none and the run begins.
 
-        What rank 0 sees of the folder counts, since only it writes there. A checkpoint that turns out to be damaged on
-        any rank is passed over by all.
+        Rank 0's view of the folder is used, since only it writes there. A checkpoint that is damaged on any rank is
+        skipped by all.
 
-        Raises CheckpointError where there are only damaged ones.
+        Raises CheckpointError if all checkpoints are damaged.
         """
         steps, evaluated = self._found(start)
         if not steps:
@@ -236,18 +236,18 @@ class Loop:
             self.display.say(f"resumed {path}: {step} steps, {self.samples.position} samples")
             if step >= self.config.train.steps:
                 self.display.say(
-                    "note: that was the last step; to train on set train.steps (or epochs) to more, to begin again say "
-                    "--overwrite"
+                    "note: that was the last step; to continue, increase train.steps (or epochs); to begin again, "
+                    "use --overwrite"
                 )
             return True
         words = listing([str(error) for _, error in damaged])
         raise CheckpointError(
             f"no checkpoint in {self.folder.checkpoints} is whole: {words}\n"
-            "bring one back from a copy, or begin again with --overwrite"
+            "restore one from a copy, or begin again with --overwrite"
         )
 
     def _found(self, start: Start) -> tuple[list[int], int]:
-        """Steps of the checkpoints to try, in that order, and the last step that was evaluated, or -1."""
+        """Return the steps of the checkpoints to try, in that order, and the last evaluated step, or -1."""
         steps, evaluated = [], -1
         if self._is_writer and start in (Start.AUTO, Start.CONTINUE):
             with writing(self.folder.checkpoints):
@@ -263,7 +263,7 @@ class Loop:
         return [int(value) for value in self.engine.transport.total(told)]
 
     def _load(self, path: Path) -> None:
-        """Continue from the checkpoint in `path`. Raises DamageError if it is not whole."""
+        """Continue from the checkpoint in `path`. Raises DamageError if it is damaged."""
         run = self.folder.run_id() if self._is_writer else None
         manifests: list[Manifest | None] = []
 
@@ -296,7 +296,7 @@ class Loop:
         return self._told([position], 1)[0]
 
     def _pass_over(self, damaged: Sequence[tuple[Path, DamageError]]) -> None:
-        """Say what was wrong with newer checkpoints, and set them aside so that their steps can be saved again."""
+        """Report what was wrong with newer checkpoints, and set them aside so that their steps can be saved again."""
         for path, error in damaged:
             where = ""
             if self._is_writer:
@@ -331,7 +331,7 @@ class Loop:
             self._predict(self._recorder, **facts)
 
     def _predict(self, recorder: Recorder, **facts: Any) -> None:
-        """Record what the run is predicted to take; without a cluster the bytes alone."""
+        """Record the run's prediction; without a cluster only bytes."""
         path = self.config.run.cluster
         try:
             found = predict(self.config, self.engine.plan, self._cluster(), **facts)
@@ -355,7 +355,7 @@ class Loop:
     # ---- between steps
 
     def _share(self) -> Later:
-        """One small sum, not waited for: who got a signal, and how much memory each rank has needed."""
+        """Start one small sum: which ranks got a signal, and each rank's peak memory."""
         signals = torch.tensor([self._stop.received is number for number in StopRequest.numbers], dtype=torch.float64)
         memory = torch.zeros(self.engine.plan.mesh.world, dtype=torch.float64)
         memory[self.engine.place.rank] = peak_memory(self.engine.device)
@@ -364,7 +364,7 @@ class Loop:
         return self.engine.transport.total_later(torch.cat([signals, memory, busy]))
 
     def _record(self, result: StepResult | None) -> signal.Signals | None:
-        """Write down a step whose result is known; the signal that a rank had got by then, if any."""
+        """Record a step whose result is known. Return the signal that a rank had received by then, or None."""
         if result is None:
             return None
         rate, later = self._unrecorded.popleft()
@@ -386,7 +386,7 @@ class Loop:
         return asked[0] if asked else None
 
     def _odd(self, result: StepResult, busy: Sequence[float]) -> dict[str, float]:
-        """Spikes, and the rank that its peers wait for."""
+        """Return spikes, and the rank that its peers wait for."""
         found: dict[str, float] = {}
         if not result.skipped:
             for name, spikes in self._spikes.items():
@@ -403,14 +403,14 @@ class Loop:
 
     @contextmanager
     def _naming_samples(self) -> Iterator[None]:
-        """An error of a bad step also says which sequences of the corpus it had."""
+        """Context in which the error of a bad step also names its sequences of the corpus."""
         try:
             yield
         except BadStepError as error:
             raise BadStepError(f"{error}{self._sequences_of(error.fault)[1]}", fault=error.fault) from error
 
     def _sequences_of(self, fault: Fault) -> tuple[list[Name], str]:
-        """The sequences of the corpus among which the first bad one is, and words for them."""
+        """Return the sequences of the corpus among which the first bad one is, and a description of them."""
         if fault.samples is None:
             return [], ""
         begin = self._positions[fault.step]
@@ -420,9 +420,9 @@ class Loop:
         return found, f"\n  position {at} of the run's samples: sequence{several} {', '.join(map(str, found))}"
 
     def _go_on(self, result: StepResult) -> None:
-        """Behind a bad step: with the samples after its own, from the checkpoint that the engine went back to, if it
-        did. [Note: skipped samples] A checkpoint says where its run was in the data; of one that was gone back to the
-        incident says it."""
+        """Continue after a bad step, with the samples after its own, from the checkpoint of a rollback if there was
+        one. [Note: skipped samples] A checkpoint records its run's position in the data; after a rollback to it, the
+        incident records the new position."""
         fault = result.fault
         assert fault is not None, "asked about a bad step"
         sequences, words = self._sequences_of(fault)
@@ -431,7 +431,7 @@ class Loop:
             self._recorder.incident(result, position=position, sequences=sequences)
         done = "skipped"
         if result.rollback is not None:
-            done = f"back to step {result.rollback.step}, on with the samples from position {position}"
+            done = f"back to step {result.rollback.step}, continuing with the samples from position {position}"
             self._return_to(result.rollback, position)
         self.display.say(f"note: {fault.describe()}{words}\n  {done}")
 
@@ -449,7 +449,7 @@ class Loop:
                     checkpoint.set_aside(path)
 
     def _record_timing(self) -> None:
-        """Write down what the instructions of the last step took."""
+        """Record the seconds of the instructions of the last step."""
         timed, timeline = share_timing(self.engine), share_timeline(self.engine)
         if self._recorder is not None and timed is not None and self._last is not None:
             memory = "resident" if self.engine.device.type == "cpu" else "allocated"
@@ -466,7 +466,8 @@ class Loop:
         return tuple(found)
 
     def _evaluate(self) -> bool:
-        """Loss of the validation split, unless it is known for this step; whether it is the lowest so far."""
+        """Evaluate on the validation split, unless this step's loss is known. Return True if it is the lowest so
+        far."""
         step = self.engine.step_number
         if self._evaluated == step or not self.samples.has_validation:
             return False
@@ -485,12 +486,12 @@ class Loop:
         return self._best.judge(step, total.loss)
 
     def _check_lock(self) -> None:
-        """Raise RunError where another run has taken the folder over."""
+        """Raise RunError if another run has taken over the folder."""
         if self._lock is not None:
             self._lock.check()
 
     def _save(self, *, is_extra: bool = False) -> None:
-        """A checkpoint of this step, unless there is one. is_extra: for its validation loss alone."""
+        """Save a checkpoint of this step, unless there is one. is_extra: only for its validation loss."""
         step = self.engine.step_number
         if self._saved == step:
             return
@@ -524,12 +525,12 @@ class Loop:
             self.engine.finish_saving()
 
     def _loss_of(self, step: int) -> float | None:
-        """The validation loss after `step` steps, if it is known and a number."""
+        """Return the validation loss after `step` steps, if it is known and finite."""
         loss = self._validation_loss if self._evaluated == step else None
         return loss if loss is not None and math.isfinite(loss) else None
 
     def _told_of_save(self, failure: str | None) -> None:
-        """A save that may be going on beside training has come to an end. Called in the thread that wrote."""
+        """Report the end of a save, which may be in the background. Called in the writing thread."""
         if failure is not None:
             self.display.say(f"note: {failure}")
         elif self._is_writer:
@@ -539,11 +540,13 @@ class Loop:
             except OSError as error:
                 self.display.say(f"note: old checkpoints were not deleted: {error}")
 
-    # ---- the end
+    # ---- end
 
     def _sample(self) -> str | None:
         train = self.config.train
-        if train.sample_tokens == 0 or train.objective == "masked":  # which fills gaps, and continues nothing
+        if (
+            train.sample_tokens == 0 or train.objective == "masked"
+        ):  # which completes partial records, and continues nothing
             return None
         text = generate(
             self.engine,
@@ -559,7 +562,7 @@ class Loop:
 
 
 def order_of(config: Config) -> dict[str, int]:
-    """Return the values that determine the order of samples, besides the corpus."""
+    """Return the values that determine the order of samples, apart from the corpus."""
     data = config.data
     how: dict[str, int] = {} if data.how == "blocks" else {data.how: 1, data.rule: 1}
     if data.streaming:
@@ -570,16 +573,16 @@ def order_of(config: Config) -> dict[str, int]:
 
 
 LARGEST_BATCH = 1 << 24
-"""More samples than any step has taken: a position beyond that many a step is no position."""
+"""Larger than any global batch: a position beyond that many samples per step is invalid."""
 
 
 def resumed_state(
     config: Config, opened: checkpoint.Archive, corpus: Supply | None, *, run: str | None = None
 ) -> dict[str, Any]:
-    """What a checkpoint says of its run. corpus, run: None where they are not known.
+    """Return the state of a checkpoint's run. corpus, run: None if unknown.
 
     Raises ConfigError for a checkpoint beyond the last step, CheckpointError for one of another corpus or program, and
-    DamageError for one whose state contradicts its folder's name, its manifest or itself.
+    DamageError if its state contradicts its folder's name, its manifest or itself.
     """
     path = opened.folder
     step = int(path.name.rpartition("-")[2])
@@ -612,7 +615,7 @@ def resumed_state(
 
 
 def _check_states(config: Config, opened: checkpoint.Archive) -> None:
-    """Raise CheckpointError where another optimizer's state is kept than this config's would go on with."""
+    """Raise CheckpointError if the checkpoint has the state of another optimizer than the config's."""
     wanted = named_optimizer(config.train).keys
     for name, kept in stored_states(opened).items():
         if kept.keys() != wanted:
@@ -624,7 +627,7 @@ def _check_states(config: Config, opened: checkpoint.Archive) -> None:
 
 
 def _contradictions(state: Mapping[str, Any], *, step: Any, of_folder: int) -> Iterator[str]:
-    """What cannot be in the state of a run after `step` steps. of_folder: the step that its folder names."""
+    """Return contradictions in the state of a run after `step` steps. of_folder: the step in its folder's name."""
     if type(step) is not int or step != of_folder:
         yield f"its state is of step {reprlib.repr(step)}, its folder of {of_folder}"
         return

@@ -1,4 +1,4 @@
-"""Memory of a rank, and the timeline and the timed instructions of all pipeline ranks."""
+"""Memory of a rank, and the timeline and instruction times of all pipeline ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from atoll.trace import GATHER_LANE, REDUCE_LANE, Span, Trace
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: the most that CUDA tensors took, or on the CPU the most memory that the process had resident."""
+    """Return the peak bytes of CUDA tensors or, on the CPU, of the process's resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -26,8 +26,8 @@ def peak_memory(device: torch.device) -> int:
 
 
 def share_trace(engine: Engine) -> Trace | None:
-    """The timelines of the last step on all pipeline ranks, in wall time, which machines share; None but on rank 0.
-    Every rank calls it."""
+    """Return the timelines of the last step on all pipeline ranks, in wall time, which machines share; None except on
+    rank 0. Every rank calls it."""
     offset = time.time() - time.monotonic()
     own = [(str(span.action), span.lane, span.start + offset, span.end + offset) for span in engine.trace().spans]
     found = _share(engine, "trace", own)
@@ -43,9 +43,10 @@ def share_trace(engine: Engine) -> Trace | None:
 
 
 def share_timing(engine: Engine) -> list[list[dict[str, Any]]] | None:
-    """What the instructions of the last step took on all pipeline ranks; None but on rank 0. Every rank calls it.
+    """Return the seconds of the instructions of the last step on all pipeline ranks; None except on rank 0. Every rank
+    calls it.
 
-    One object an instruction: do; of, the index of its block or unit, or -1; times; seconds of all times; shortest.
+    One object per instruction: do; of, the index of its block or unit, or -1; times; seconds in total; shortest.
     """
     own = [
         {"do": str(do), "of": of, "times": len(each), "seconds": sum(each), "shortest": min(each)}
@@ -55,11 +56,11 @@ def share_timing(engine: Engine) -> list[list[dict[str, Any]]] | None:
 
 
 def share_timeline(engine: Engine) -> list[dict[str, Any]] | None:
-    """When the instructions of the last step were played on all pipeline ranks, in wall time; None but on rank 0. Every
-    rank calls it.
+    """Return the start and end of the instructions of the last step on all pipeline ranks, in wall time; None except on
+    rank 0. Every rank calls it.
 
-    Of each rank instructions as [do, action, of, phase, start, end], each before those within it, and travels: what
-    was gathered or reduced beside them, as [action, start, end].
+    For each rank: instructions as [do, action, of, phase, start, end], each before those nested in it, and travels, the
+    concurrent gathers and reductions, as [action, start, end].
     """
     offset = time.time() - time.monotonic()
     own = {
@@ -77,7 +78,7 @@ def share_timeline(engine: Engine) -> list[dict[str, Any]] | None:
 
 
 def _share(engine: Engine, name: str, own: Any) -> list[Any] | None:
-    """What each pipeline rank, its data-parallel rank 0, has to say; None but on rank 0."""
+    """Return the value of each pipeline rank, from its data-parallel rank 0; None except on rank 0."""
     store, place = world_store(), engine.place
     if store is None:
         return [own]

@@ -1,13 +1,13 @@
-"""Measured steps, as they are read: run folders, and files of rows for `atoll calibrate`. No torch.
+"""Reading of measured steps from run folders and from files of rows for `atoll calibrate`. No torch.
 
 A row is an object with
 
     config              a TOML file, or its tables;  set: overrides of it, as ["train.microbatch=2"]
-    seconds             of a step
-    vocabulary, world, reads_in_place, device    what the config does not say of its run
+    seconds             per step
+    vocabulary, world, reads_in_place, device    properties of its run that the config does not set
 
-or with `run`, the folder of a run, whose records say all that. Paths are relative to the folder of the file. `name` is
-what a row is called in tables.
+or with `run`, the folder of a run, whose records contain all of these. Paths are relative to the folder of the file.
+`name` is the row's name in tables.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ KINDS: Mapping[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A step that has been measured.
+    """A measured step.
 
-    world: ranks; parallel.ranks if None.  vocabulary, reads_in_place, device: see `predict`.
-    cluster: a file of what it was measured on, if that is known.
+    world: number of ranks; parallel.ranks if None.  vocabulary, reads_in_place, device: see `predict`.
+    cluster: a file of the cluster it was measured on, if known.
     """
 
     name: str
@@ -66,13 +66,13 @@ class Measured:
     cluster: Path | None = None
 
     def predict(self, cluster: Cluster) -> Prediction:
-        """The step on a cluster. Raises ConfigError or PlanError where its costs are not known."""
+        """Return the predicted step on a cluster. Raises ConfigError or PlanError if its costs are unknown."""
         plan = planned(self.config, self.world)
         facts = {"vocabulary": self.vocabulary, "reads_in_place": self.reads_in_place, "device": self.device}
         return predict(self.config, plan, cluster, **facts)  # type: ignore[arg-type]
 
     def row(self) -> dict[str, Any]:
-        """The object that `read_rows` reads."""
+        """Return the object that `read_rows` reads."""
         return {
             "name": self.name,
             "config": self.config.model_dump(mode="json"),
@@ -89,9 +89,9 @@ class Run:
     """The records of a run.
 
     blocks: their names.
-    timed_seconds: of the last step on rank 0.  timed, peaks: its instructions, and bytes, of each pipeline rank; ()
-    where the run did not come to it.
-    memory: what the peaks are of, "allocated" tensors or "resident" memory.
+    timed_seconds: of the last step on rank 0.  timed, peaks: instructions and bytes of each pipeline rank; () if the
+    run did not reach that step.
+    memory: kind of the peaks, "allocated" tensors or "resident" memory.
     """
 
     folder: RunFolder
@@ -104,7 +104,7 @@ class Run:
 
 
 class Started(NamedTuple):
-    """The last start of a run: its first step, its ranks, what `predict` asks for, and the names of its blocks."""
+    """The last start of a run: its first step, its ranks, the arguments of `predict`, and the names of its blocks."""
 
     first_step: int
     world: int
@@ -115,7 +115,7 @@ class Started(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """A step that was timed: see `Run`."""
+    """A timed step, see `Run`."""
 
     seconds: float
     timed: tuple[Timed, ...]
@@ -124,7 +124,7 @@ class Timing(NamedTuple):
 
 
 def read_run(root: Path) -> Run:
-    """The records of the last start of a run in a folder. Raises ConfigError where they are missing or damaged."""
+    """Return the records of the last start of a run in a folder. Raises ConfigError if they are missing or damaged."""
     folder = RunFolder(root)
     config = load(folder.config)
     started = read_started(folder.plan)
@@ -172,7 +172,7 @@ def read_timing(path: Path) -> Timing:
 
 @contextmanager
 def _written(path: Path) -> Iterator[None]:
-    """Turn what is not as a run writes it into a ConfigError."""
+    """Convert errors of records in an unexpected form to a ConfigError."""
     try:
         yield
     except KeyError as error:
@@ -184,7 +184,7 @@ def _written(path: Path) -> Iterator[None]:
 
 
 def read_rows(path: Path) -> list[Measured]:
-    """The rows of a JSON or JSONL file. Raises ConfigError, with the number of every row that is wrong and why."""
+    """Return the rows of a JSON or JSONL file. Raises ConfigError with the number and error of every invalid row."""
     try:
         rows = read_text(path, limit=LARGEST_JSON)
     except (OSError, ValueError) as error:
@@ -202,7 +202,8 @@ def read_rows(path: Path) -> list[Measured]:
 
 
 def steps_of(path: Path, rows: list[Measured], cluster: Cluster) -> list[Step]:
-    """The rows of a file as steps on a cluster. Raises ConfigError, with every row that cannot be predicted there."""
+    """Return the rows of a file as steps on a cluster. Raises ConfigError with every row that cannot be predicted
+    there."""
     found, problems = [], []
     for number, row in enumerate(rows, start=1):
         try:
@@ -222,7 +223,7 @@ def _raise(path: Path, problems: list[str]) -> None:
 
 
 def _split(rows: str) -> list[Any]:
-    """The rows of a JSON list, of a single object, or the lines of JSONL, which are text still."""
+    """Return the rows of a JSON list, of a single object, or the unparsed lines of JSONL."""
     try:
         whole = parse_json(rows)
     except ValueError:
@@ -272,7 +273,7 @@ def _timed(rank: Mapping[str, Any]) -> Timed:
 
 
 def read_json(path: Path) -> Any:
-    """A file of a run folder. Raises ConfigError where it is missing or damaged."""
+    """Read a file of a run folder. Raises ConfigError if it is missing or damaged."""
     try:
         return documents.read_json(path)
     except (OSError, ValueError) as error:

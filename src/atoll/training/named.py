@@ -13,7 +13,8 @@ from atoll.errors import ConfigError
 
 
 def load_named(key: str, text: str) -> Callable[..., Any]:
-    """The callable `text` = "module:name", from `sys.path` or the working directory. Raises ConfigError for `key`."""
+    """Return the callable `text` = "module:name", from `sys.path` or the working directory. Raises ConfigError for
+    `key`."""
     module_name, _, name = text.partition(":")
     here = os.getcwd()
     if here not in sys.path:

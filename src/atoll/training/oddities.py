@@ -9,26 +9,26 @@ from statistics import median, median_low
 from atoll.plans import MeshShape
 
 WINDOW = 64
-"""Steps that a step is compared with."""
+"""Number of steps that a step is compared with."""
 LEAST = 16
-"""Steps before which nothing is called a spike."""
+"""Minimum number of previous steps for a spike."""
 SPREADS = 10.0
 """Distance of a spike above the median, in median absolute deviations."""
 SLOW = 1.25
-"""A rank that computes for so many times as long as its peers is a straggler."""
+"""Ratio of compute time to that of its peers from which a rank is a straggler."""
 
 
 class Spikes:
-    """Finds values far above those of the steps before. least: how many times the median a spike reaches."""
+    """Finds values far above those of the previous steps. least: minimum ratio of a spike to the median."""
 
     def __init__(self, least: float) -> None:
         self._least = least
         self._before: deque[float] = deque(maxlen=WINDOW)
 
     def ratio(self, value: float) -> float | None:
-        """Return a spike relative to the median of the previous steps; None if it is no spike.
+        """Return a spike relative to the median of the previous steps; None if it is not a spike.
 
-        A spike counts among the steps before the next one, so a new level is reported until it has become the median.
+        A spike counts as one of the previous steps of the next one, so a new level is reported until it is the median.
         """
         before = self._before
         found = None
@@ -42,9 +42,9 @@ class Spikes:
 
 
 def straggler(busy: Sequence[float], mesh: MeshShape) -> tuple[int, float]:
-    """The rank that computed for longest compared with its peers, and how many times as long as they.
+    """Return the rank that computed longest compared with its peers, and the ratio to them.
 
-    busy: seconds that each rank computed in a step. Peers have the same blocks: they stand at one pipeline position.
+    busy: seconds that each rank computed in a step. Peers have the same blocks: they are at one pipeline position.
     A rank without peers has a ratio of 1.
     """
     stages = [mesh.place(rank).pp for rank in range(mesh.world)]

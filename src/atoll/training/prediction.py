@@ -1,5 +1,5 @@
-"""Config -> what its plan takes and holds, before anything runs. No torch, unless the model is of `transformers`,
-some of its parameters are frozen, or the optimizer is not AdamW."""
+"""Prediction of a config's plan before it runs. No torch, unless the model is of `transformers`, some of its parameters
+are frozen, or the optimizer is not AdamW."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ def predict(
 ) -> Prediction:
     """Predict time and memory of a step of `config` under `plan`.
 
-    cluster: None for bytes alone.  vocabulary: ids that the model knows; as `expected_vocabulary` if None.
-    reads_in_place: whether the ranks of a group read each other's memory, as they do on one host's CPUs.
-    device: "cuda" or "cpu", whose kernels save different tensors; if None, "cpu" where parallel.device is, else "cuda".
+    cluster: None to predict only bytes.  vocabulary: number of ids of the model; `expected_vocabulary` if None.
+    reads_in_place: whether the ranks of a group read each other's memory, as on one host's CPUs.
+    device: "cuda" or "cpu", whose kernels save different tensors; if None, "cpu" if parallel.device is, otherwise
+    "cuda".
 
-    Raises ConfigError or PlanError for a model or a plan whose costs are not known.
+    Raises ConfigError or PlanError for a model or a plan whose costs are unknown.
     """
     known = expected_vocabulary(config) if vocabulary is None else vocabulary
     use = Use(
@@ -47,8 +48,8 @@ def predict(
 
 
 def is_on_cpu(config: Config, cluster: Cluster | None) -> bool:
-    """True if the ranks are processes of CPUs, whose groups read each other's memory: as parallel.device says, else as
-    the cluster's devices are."""
+    """Return True if the ranks run on CPUs, whose groups read each other's memory: as set by parallel.device, otherwise
+    by the cluster's devices."""
     kind = config.parallel.device
     return kind == "cpu" or (kind == "auto" and cluster is not None and cluster.device.is_cpu)
 
@@ -61,8 +62,8 @@ def predict_on(config: Config, cluster: Cluster | None, *, world: int | None = N
 
 
 def workload_of(config: Config, vocabulary: int, *, on_cpu: bool = False) -> Workload:
-    """The model of `config`, with so many ids: by its sizes where formulas know it, else counted, see
-    `atoll.models.count`. Raises ConfigError for one whose costs are not known."""
+    """Return the model of `config` with this vocabulary: by formula if its family has one, otherwise counted, see
+    `atoll.models.count`. Raises ConfigError if its costs are unknown."""
     sizes = None if _leaves_out(config) else _sizes(config, vocabulary, on_cpu)
     if sizes is not None:
         return sizes.workload
@@ -80,8 +81,8 @@ def _leaves_out(config: Config) -> bool:
 
 
 def expected_vocabulary(config: Config) -> int:
-    """Ids of the model before the corpus is read: model.vocabulary, those of the Hugging Face folder, or as many as the
-    tokenizer may have."""
+    """Return the model's number of ids before the corpus is read: model.vocabulary, that of the Hugging Face folder, or
+    the maximum of the tokenizer."""
     if config.model.vocabulary is not None:
         return config.model.vocabulary
     if not config.model.is_builtin:

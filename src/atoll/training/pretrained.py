@@ -1,4 +1,4 @@
-"""Models of the `transformers` package, and low-rank adapters of `peft`, as a config names them."""
+"""Models of the `transformers` package and low-rank adapters of `peft`, as set in a config."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from atoll.models.weights import has_weights
 from atoll.training.sources import FAMILY, check_folder
 
 MOST_MODULES = 1000
-"""Layers, or experts of one, as of the built-in decoder."""
+"""Maximum number of layers, or experts of a layer, the same as for the built-in decoder."""
 _COUNTS = re.compile("layers?$|expert|depth|blocks$")
 
 
 def hugging_face_model(config: Config, vocabulary: int | None) -> nn.Module:
-    """The model that model.source names, on torch's current device, with its adapters if any are asked for.
+    """Return the model of model.source on torch's current device, with adapters if they are configured.
 
-    vocabulary: as `hugging_face_config` has it.
+    vocabulary: see `hugging_face_config`.
 
-    Raises ConfigError for a source that there is not, a vocabulary that does not fit, and without the packages.
+    Raises ConfigError for a source that does not exist, a vocabulary that does not fit, and missing packages.
     """
     transformers = package("transformers")
     sizes = hugging_face_config(config, vocabulary)
@@ -36,7 +36,7 @@ def hugging_face_model(config: Config, vocabulary: int | None) -> nn.Module:
     )
     try:
         model: nn.Module = kind.from_config(sizes)
-    except Exception as error:  # of a configuration's values as each family's code happens to meet them
+    except Exception as error:  # errors of a configuration's values differ between families
         raise ConfigError(
             f"model.source = {config.model.source!r} with train.objective = {config.train.objective!r}: {error}"
         ) from error
@@ -44,10 +44,10 @@ def hugging_face_model(config: Config, vocabulary: int | None) -> nn.Module:
 
 
 def hugging_face_config(config: Config, vocabulary: int | None = None) -> Any:
-    """The `transformers` configuration of model.source with the values of model.config.
+    """Return the `transformers` configuration of model.source with the values of model.config.
 
-    vocabulary: ids that the model has to know: a family's model gets as many, a folder's must have them; None where
-    that does not matter.
+    vocabulary: number of ids that the model must have: a family's model gets it, a folder's must have it; None to
+    ignore it.
     """
     transformers = package("transformers")
     model = config.model
@@ -58,16 +58,20 @@ def hugging_face_config(config: Config, vocabulary: int | None = None) -> Any:
             if vocabulary is not None:
                 given = {"vocab_size": vocabulary, **given}
             found = transformers.AutoConfig.for_model(model.source.removeprefix(FAMILY), **given)
-            for key in ("pad_token_id", "bos_token_id", "eos_token_id"):  # the family's, which know its own tokenizer
+            for key in (
+                "pad_token_id",
+                "bos_token_id",
+                "eos_token_id",
+            ):  # token ids of the family, which belong to its own tokenizer
                 if key not in given:
                     setattr(found, key, None)
         else:
             if (file := Path(model.source) / "config.json").is_file():
-                read_json(file)  # within the bounds, which transformers has none of
+                read_json(file)  # within the bounds; transformers has none
             found = transformers.AutoConfig.from_pretrained(model.source, local_files_only=True, **given)
         known = found.get_text_config().vocab_size
         _check_counts(found.to_dict())
-    except Exception as error:  # those of transformers and of its validators have no class in common
+    except Exception as error:  # exceptions of transformers and of its validators have no common class
         raise ConfigError(
             f'model.source = {model.source!r}: {error}. Use "builtin", "{FAMILY}" and a family such as llama, or the '
             "folder of a model with a config.json"
@@ -81,7 +85,7 @@ def hugging_face_config(config: Config, vocabulary: int | None = None) -> Any:
 
 
 def _check_source(source: str, transformers: Any) -> None:
-    """Raise ConfigError for a family that transformers does not know, and for a folder that is none."""
+    """Raise ConfigError for a family that transformers does not know, and for a folder without a model."""
     if not source.startswith(FAMILY):
         check_folder(source)
         return
@@ -96,7 +100,7 @@ def _check_source(source: str, transformers: Any) -> None:
 
 
 def _check_counts(values: Mapping[str, Any]) -> None:
-    """Raise ValueError where as many modules would be made as take minutes: `transformers` has no bound of its own."""
+    """Raise ValueError for a number of modules that takes minutes to build: `transformers` has no bound of its own."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             _check_counts(value)
@@ -105,11 +109,11 @@ def _check_counts(values: Mapping[str, Any]) -> None:
 
 
 def with_adapters(model: nn.Module, config: Config) -> nn.Module:
-    """The model frozen, with low-rank adapters of the `peft` package."""
+    """Return the model frozen, with low-rank adapters of the `peft` package."""
     peft = package("peft")
     lora = config.lora
     targets: Any = list(lora.targets)
-    # peft takes the name from the model, and warns where its configuration has another.
+    # peft takes the name from the model, and warns if its configuration has another.
     source = None if config.model.source.startswith(FAMILY) else config.model.source
     model.name_or_path = source  # type: ignore[assignment]
     try:
@@ -130,7 +134,7 @@ def with_adapters(model: nn.Module, config: Config) -> nn.Module:
 
 
 def first_weights(config: Config) -> Path | None:
-    """The folder that the model starts from; None where its values are drawn."""
+    """Return the folder of the initial weights; None if they are initialized at random."""
     model = config.model
     if model.weights is not None:
         return None if model.weights == "initial" else Path(model.weights)
@@ -140,7 +144,7 @@ def first_weights(config: Config) -> Path | None:
 
 
 def package(name: str) -> Any:
-    """A package of an extra. Raises ConfigError where it is not installed."""
+    """Import a package of an extra. Raises ConfigError if it is not installed."""
     try:
         return __import__(name)
     except ImportError as error:

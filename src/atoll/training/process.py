@@ -1,12 +1,12 @@
-"""A training run: the parent that starts local processes, and what each rank does.
+"""A training run: the parent that starts local processes, and the life of each rank.
 
 The life of a run:
 
     1. the parent checks config, plan, folder and corpus, and starts the ranks; torchrun and Slurm start them themselves
-    2. a rank meets the others at the store, and watches it for their errors from then on
+    2. a rank joins the others at the store, and is connected to the monitor from then on
     3. it prepares the same corpus (cached by the first), builds its part of the model, and trains
     4. the parent starts local ranks again after a failure (`restarts.py`); torchrun does so with --max-restarts
-    5. it leaves: 0, 130 or 143 after a signal and a save, 2 for the user's mistakes, 1 for failures
+    5. a rank exits with 0; 130 or 143 after a signal and a save; 2 for invalid requests; 1 for failures
 
 No torch is imported before a rank needs it.
 """
@@ -57,8 +57,7 @@ if TYPE_CHECKING:
 
 
 SLACK = 4.0
-"""Seconds by which gloo and NCCL wait longer than a rank may ever keep others waiting: the monitor knows whom to
-blame."""
+"""Seconds by which gloo and NCCL wait longer than the limit of the monitor, which knows the rank to blame."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +77,13 @@ class Request:
 
     @property
     def effective_start(self) -> Start:
-        """How it starts. A launcher that restarts the ranks says the same words again: then the run goes on."""
+        """Return how the run starts. A launcher that restarts the ranks uses the same arguments: the run then
+        continues."""
         return Start.AUTO if restarts() else self.start
 
 
 def train(request: Request) -> int:
-    """Train as a rank, if the environment says that this process is one, or start the ranks; the exit code."""
+    """Train as a rank if the environment describes one, or start the ranks. Return the exit code."""
     rendezvous = torchrun_environment()
     if rendezvous is not None:
         return run_rank(request, rendezvous)
@@ -100,14 +100,14 @@ def train(request: Request) -> int:
     folder = RunFolder(Path(config.run.folder))
     folder.check(request.effective_start)
     with RunLock(folder.root).held(lambda line: _tell(line, sys.stderr)):
-        pass  # free; rank 0 holds it from its own start on
+        pass  # released; rank 0 holds it from its own start on
     corpus = prepare_corpus(config, say=lambda line: _tell(line, sys.stderr))
     vocabulary_of(config, corpus)
     learning_rates(config.with_steps_of(corpus.samples).train)
 
     def start(ranks: int, attempt: int) -> Ending:
         given = overrides if ranks == config.parallel.ranks else load_chosen(*asked, world=ranks)[1]
-        # Each rank is this very command again, with the plan that was chosen; its environment makes it a rank.
+        # Each rank runs the same command, with the chosen plan; its environment makes it a rank.
         chosen = [word for override in given[len(request.overrides) :] for word in ("--set", override)]
         return run_local(
             [sys.executable, *sys.orig_argv[1:], *chosen],
@@ -128,7 +128,7 @@ def train(request: Request) -> int:
 
 
 def run_rank(request: Request, rendezvous: Rendezvous) -> int:
-    """One rank's whole life; its exit code. Errors end the process, as `leave` says."""
+    """Run one rank from start to end and return its exit code. Errors end the process, see `leave`."""
     watch_parent()
     stop = StopRequest().listen()
     watch: Watch | None = None
@@ -174,7 +174,7 @@ def _train(
     return ending
 
 
-# ---- the start
+# ---- start
 
 
 PLACES = (
@@ -187,7 +187,7 @@ PLACES = (
     "model.source",
     "model.weights",
 )
-"""Sections and keys that may be another path on each machine: what is found there is compared once it is read."""
+"""Sections and keys with paths that may differ between machines; their contents are compared once they are read."""
 
 
 def _shared_keys(config: Config) -> dict[str, str]:
@@ -201,13 +201,13 @@ def _shared_keys(config: Config) -> dict[str, str]:
 
 
 def _check_cluster(config: Config) -> None:
-    """ConfigError for a cluster that cannot be read, before anything starts."""
+    """Raise ConfigError for a cluster file that cannot be read, before anything starts."""
     if config.run.cluster is not None:
         Cluster.read(config.run.cluster)
 
 
 def _choose_device(config: Config, rendezvous: Rendezvous) -> torch.device:
-    """A GPU of its own for each rank of this machine, or the CPU."""
+    """Return a separate GPU for each rank of this machine, or the CPU."""
     import torch
 
     if has_gpus(config, rendezvous.local_world):
@@ -217,8 +217,8 @@ def _choose_device(config: Config, rendezvous: Rendezvous) -> torch.device:
 
 
 def has_gpus(config: Config, ranks: int) -> bool:
-    """True if `ranks` of this machine have a GPU each. ConfigError where the config asks for one and they do not, and
-    RunError where they had one: fewer ranks may go on."""
+    """Return True if `ranks` of this machine have a GPU each. Raises ConfigError if the config requires GPUs and there
+    are too few, and RunError if there were enough before: fewer ranks may continue."""
     import torch
 
     wanted = config.parallel.device
@@ -233,11 +233,11 @@ def has_gpus(config: Config, ranks: int) -> bool:
     return wanted != "cpu" and count >= ranks
 
 
-# ---- the end
+# ---- end
 
 
 def _conclude(request: Request, ending: RunResult) -> None:
-    """Say how it ended: results on stdout; after a signal how to continue, on stderr."""
+    """Print how the run ended: results on stdout; after a signal, how to continue, on stderr."""
     if request.as_json:
         _tell(json.dumps(ending.summary()), sys.stdout)
     elif ending.stopped is None:

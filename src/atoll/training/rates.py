@@ -10,17 +10,17 @@ from atoll.errors import ConfigError
 from atoll.training.named import load_named
 
 Rates = Callable[[int], float]
-"""Steps done -> factor of train.lr for the next step."""
+"""Number of finished steps -> factor of train.lr for the next step."""
 
 
 def learning_rates(train: Train) -> Rates:
-    """A linear warm-up, then what `train.lr_schedule` says, or all of it by the function that it names.
+    """Return a linear warm-up followed by `train.lr_schedule`, or the whole schedule from the function that it names.
 
     After the warm-up "constant" stays at 1, "cosine" and "linear" fall to min_lr_ratio at the last step, and "wsd" does
     so in the last `train.decays` steps.
 
-    Raises ConfigError for a function that cannot be imported, or whose factor of the first or the last step is not a
-    number from 0.
+    Raises ConfigError for a function that cannot be imported, or whose factor for the first or the last step is not a
+    non-negative number.
     """
     if ":" in train.lr_schedule:
         return _given(train)
@@ -43,7 +43,7 @@ def learning_rates(train: Train) -> Rates:
 
 
 def _given(train: Train) -> Rates:
-    """The factors of a function of a module."""
+    """Return the factors of a function of a module."""
     name = f"train.lr_schedule = {train.lr_schedule!r}"
     given = load_named("train.lr_schedule", train.lr_schedule)
 

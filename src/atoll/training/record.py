@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), the largest number instead of infinity, which JSON does not have."""
+    """Return exp(loss), or the largest number instead of infinity, which JSON does not support."""
     return math.exp(min(loss, 709.0))
 
 
 def _finite(value: float) -> float | None:
-    """None for what JSON has no number for: the norm of a step that overflowed in fp16 and was skipped."""
+    """Return None for numbers that JSON does not support, such as the norm of a step that overflowed in fp16."""
     return value if math.isfinite(value) else None
 
 
@@ -76,7 +76,8 @@ class Recorder:
         files.write(self.folder.prediction, json.dumps(values, indent=1) + "\n")
 
     def timing(self, result: StepResult, timed: Sequence[Any], peaks: Sequence[int], memory: str) -> None:
-        """A timed step. timed, peaks: instructions and peak bytes of each pipeline rank.  memory: what those are of."""
+        """Write a timed step. timed, peaks: instructions and peak bytes of each pipeline rank.  memory: kind of the
+        peaks."""
         ranks = [
             {"rank": rank, "peak_bytes": peak, "instructions": instructions}
             for rank, (peak, instructions) in enumerate(zip(peaks, timed, strict=True))
@@ -98,10 +99,10 @@ class Recorder:
         odd: Mapping[str, float],
         utilised: float | None = None,
     ) -> None:
-        """A training step. loss and grad_norm (before clipping) are the step's, over all ranks.
+        """Write a training step. loss and grad_norm (before clipping) are the step's, over all ranks.
 
-        epoch: passes over the corpus, with this step's samples.
-        odd: what `atoll.training.oddities` finds of it.  utilised: as `utilised_seconds` has it, where that is known.
+        epoch: passes over the corpus, including this step's samples.
+        odd: findings of `atoll.training.oddities`.  utilised: see `utilised_seconds`, if known.
         """
         record: dict[str, Any] = {
             "step": result.step,
@@ -124,7 +125,7 @@ class Recorder:
         self._scalars("train", record)
 
     def incident(self, result: StepResult, *, position: int, sequences: Sequence[Name]) -> None:
-        """A bad step that did not end the run. position: of the samples behind its own, where the run goes on.
+        """Write a bad step that did not end the run. position: of the samples after its own, where the run continues.
 
         sequences: of the corpus, among which the first bad one is.
         """
@@ -147,7 +148,7 @@ class Recorder:
             self.folder.forget(result.rollback.step)
 
     def evaluation(self, step: int, result: Evaluation, parts: Mapping[str, Evaluation]) -> None:
-        """An evaluation after `step` steps. parts: of each source."""
+        """Write an evaluation after `step` steps. parts: of each source."""
         record = {"step": step, "loss": result.loss, "perplexity": perplexity(result.loss)}
         if len(parts) > 1:
             record |= {f"loss/{source}": part.loss for source, part in parts.items()}
@@ -155,17 +156,17 @@ class Recorder:
         self._scalars("validation", record)
 
     def trace(self, trace: Trace) -> None:
-        """The timeline of one step."""
+        """Write the timeline of one step."""
         files.write(self.folder.trace, to_chrome(trace))
 
     def sample(self, text: str) -> None:
-        """The text generated at the end."""
+        """Write the text generated at the end."""
         files.write(self.folder.sample, text)
         if self._events is not None:
             self._events.add_text("sample", f"```\n{text}\n```")
 
     def close(self) -> None:
-        """Write out what is buffered, and close the loggers."""
+        """Flush buffers and close the loggers."""
         for logger in self._loggers:
             logger.close()
         if self._events is not None:
@@ -185,7 +186,7 @@ class Recorder:
 
 
 def describe(plan: Plan, footprints: Sequence[Footprint], blocks: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """A plan as plain values. blocks: names of each stage's; footprints: by rank, in bytes."""
+    """Return a plan as plain values. blocks: names of each stage's; footprints: by rank, in bytes."""
     schedule = plan.schedule
     ranks = []
     for rank, footprint in enumerate(footprints):

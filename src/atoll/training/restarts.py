@@ -1,19 +1,19 @@
-"""Starts the ranks of a run again after a failure; they go on from the newest checkpoint that is whole.
+"""Restarts of local ranks after a failure, from the newest complete checkpoint.
 
-    a mistake of the user's (exit code 2), a signal to the parent    never again
-    an error in Python before any step was taken                     never again: it would come back; see the note
-    the same rank fails in the same step, twice in a row             never again: the cause is in the step
-    anything else: a rank killed, silent, stopped or cut off         again, `most` times without a new checkpoint
+    an invalid request (exit code 2), a signal to the parent         never
+    an error in Python before any step was taken                     never: it would occur again; see the note
+    the same rank fails in the same step, twice in a row             never: the cause is in the step
+    anything else: a rank killed, silent, stopped or cut off         `most` times without a new checkpoint
 
-A start waits only if the attempts before it took no step: their ranks lack something that may come back, such as a
-device, a mount or a peer. Ranks that took a step have everything, so they are started at once.
+A start waits only if the attempts before it took no step: their ranks lack something that may return, such as a
+device, a mount or a peer. Ranks that took a step restart immediately.
 
-[Note: the step of a failure] is the one after the last that this attempt has written down. A failure before that has no
-step: what the folder says then is of the attempt before.
+[Note: the step of a failure] is the one after the last step recorded by this attempt. An earlier failure has no step:
+the folder's records are then those of the previous attempt.
 
-[Note: ranks that do not come back] Ranks that took steps, were started again and failed before the first one miss
-something that they had: a device, memory, a mount. Where the config names parallel.min_ranks, the next start is one of
-fewer ranks. A step that fails twice is not a matter of ranks: a start of fewer would need more memory for it.
+[Note: ranks that do not come back] Ranks that took steps, were restarted and failed before the first step lack
+something that they had: a device, memory, a mount. If the config sets parallel.min_ranks, the next start has fewer
+ranks. A step that fails twice does not depend on the ranks: with fewer it would need more memory.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PAUSES = (0.0, 1.0, 5.0, 15.0, 30.0)
 class Failure:
     """A failed attempt. step: the step in which it failed, None before the first.
 
-    was_lost: ended, stopped or silent; else an error was raised there.
+    was_lost: killed, stopped or silent; otherwise an error was raised there.
     """
 
     rank: int | None
@@ -46,8 +46,8 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """Attempts since the last new checkpoint. most: starts allowed in a row.  idle: attempts in a row that took no
-    step.  last: the failure before."""
+    """Attempts since the last new checkpoint. most: allowed consecutive starts.  idle: consecutive attempts that took no
+    step.  last: the previous failure."""
 
     most: int
     tries: int = 0
@@ -56,8 +56,8 @@ class Count:
     last: Failure | None = None
 
     def after(self, failure: Failure, checkpoint: str, *, can_shrink: bool = False) -> Count | str:
-        """The count with one more start, or why there is none. checkpoint: the newest one's name.  can_shrink: that
-        start has fewer ranks."""
+        """Return the count with one more start, or the reason why there is none. checkpoint: the newest one's name.
+        can_shrink: that start has fewer ranks."""
         if failure.step is None and not failure.was_lost and not can_shrink:
             return ""
         if failure.step is not None and failure == self.last:
@@ -75,7 +75,7 @@ class Count:
 
     @property
     def pause(self) -> float:
-        """Seconds before the next start."""
+        """Return the seconds before the next start."""
         return PAUSES[min(self.idle, len(PAUSES) - 1)]
 
 
@@ -88,12 +88,12 @@ def start_ranks(
     fewer: Callable[[int], int | None] = lambda ranks: None,
     say: Callable[[str], None] = lambda line: None,
 ) -> int:
-    """Start ranks, and again after failures; the exit code of the run.
+    """Start ranks, and restart them after failures. Return the exit code of the run.
 
-    start: starts so many ranks and waits for their end; is told how often any were started before.  most: see `Count`.
-    fewer: how many may go on where so many do not come back; None for no other number.
+    start: starts so many ranks and waits for their end, given the number of earlier starts.  most: see `Count`.
+    fewer: returns how many ranks may continue if so many fail; None to keep the number.
 
-    Raises the error of ranks that could not say why they failed, once they are not started again.
+    Raises the error of ranks that could not report why they failed, if they are not restarted.
     """
     count = Count(most, checkpoint=_newest(folder))
     attempt = 0
@@ -121,14 +121,14 @@ def start_ranks(
         whence = f"from {count.checkpoint}" if count.checkpoint else "from the beginning"
         again = f"the ranks are started again {whence}"
         if left is not None:
-            again = f"{ranks} ranks did not come back, so {left} go on {whence}"
+            again = f"{ranks} ranks did not return, so {left} go on {whence}"
             ranks = left
         say(f"note: {again} ({count.tries} of {most} without a new checkpoint)")
         time.sleep(count.pause)
 
 
 def _newest(folder: RunFolder) -> str:
-    """The name of the newest checkpoint; no torch is needed to look."""
+    """Return the name of the newest checkpoint, without torch."""
     try:
         return read_text(folder.checkpoints / "latest", limit=4096).strip()
     except (OSError, ValueError):
@@ -136,7 +136,7 @@ def _newest(folder: RunFolder) -> str:
 
 
 def _written(path: Path) -> tuple[int, int]:
-    """Changes whenever a file does."""
+    """Return a value that changes whenever a file does."""
     try:
         found = path.stat()
     except OSError:

@@ -15,12 +15,13 @@ from atoll.training.chat import chat_template
 
 
 def prepare_corpus(config: Config, *, say: Callable[[str], None] | None = None) -> Supply:
-    """The configured corpus, from the cache if it is there; `say` is told what takes long."""
+    """Return the configured corpus, from the cache if it is there. `say` is called before long work."""
     return prepare_supply(config.data.sources, **_recipe(config), report=say)
 
 
 def preview_corpus(config: Config) -> Supply | None:
-    """The configured corpus without writing to the cache; None where it would take long. See `atoll.data.preview`."""
+    """Return the configured corpus without writing to the cache; None if it would take long. See
+    `atoll.data.preview`."""
     return preview_supply(config.data.sources, **_recipe(config))
 
 
@@ -54,7 +55,7 @@ def _path(name: str) -> Path:
 
 
 def vocabulary_of(config: Config, corpus: Supply) -> int:
-    """Ids the model knows: model.vocabulary, or as many as the tokenizer has, and one that hides others where it is
+    """Return the model's number of ids: model.vocabulary, or that of the tokenizer, plus a mask token if one is
     needed."""
     ids = corpus.tokenizer.size
     if config.train.objective == "masked":
@@ -69,7 +70,7 @@ def vocabulary_of(config: Config, corpus: Supply) -> int:
 
 
 def mask_of(corpus: Supply) -> int:
-    """The id that hides others under the masked objective: the tokenizer's, or one behind all of its."""
+    """Return the id of the mask token of the masked objective: the tokenizer's, or one after all of its ids."""
     own = corpus.tokenizer.mask
     return corpus.tokenizer.size if own is None else own
 
@@ -77,7 +78,7 @@ def mask_of(corpus: Supply) -> int:
 class Samples:
     """A rank's share of each step of the common order, and of the validation split.
 
-    position: samples that all ranks together have taken since the run's start.
+    position: number of samples that all ranks together have taken since the run's start.
     """
 
     def __init__(self, config: Config, corpus: Supply, place: Place) -> None:
@@ -93,14 +94,14 @@ class Samples:
         self._mask = mask_of(corpus)
 
     def take(self) -> Batch:
-        """The share of the next step: consecutive microbatches."""
+        """Return the share of the next step: consecutive microbatches."""
         taken = self.peek()
         self._next = None
         self.position += self._batch
         return taken
 
     def go_to(self, position: int) -> None:
-        """Take the samples from `position` on next."""
+        """Continue with the samples from `position` on."""
         self.position, self._next = position, None
 
     def sequences(self, position: int, samples: range) -> list[Name]:
@@ -120,7 +121,7 @@ class Samples:
         return self._next
 
     def _objective(self, taken: Batch, position: int) -> Batch:
-        """What is to be predicted of samples that stand at `position` and after it."""
+        """Return the batch with the labels of the objective, for samples from `position` on."""
         if self._train.objective == "causal":
             return taken
         positions = range(position, position + len(taken["input_ids"]))
@@ -143,8 +144,8 @@ class Samples:
         return notes
 
     def validation(self) -> Iterator[tuple[str, Batch]]:
-        """The shares of the first eval_batches batches of the validation split, each a step's size and of one source,
-        whose name comes with it."""
+        """Yield the shares of the first eval_batches batches of the validation split, each with a step's size and from
+        one source, with its name."""
         for at, (source, each) in enumerate(self._corpus.validation(self._batch, limit=self._eval_batches)):
             share = {name: values[self._share] for name, values in each.items()}
             yield source, self._objective(share, at * self._batch + self._share.start)

@@ -1,4 +1,4 @@
-"""One rank's run once it has met the others: corpus, model, engine, loop, and what came out."""
+"""One rank's run after rendezvous: corpus, model, engine, loop, and result."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class RunResult:
     stopped: the signal that ended it early.
     first_step, tokens, seconds: of this start, without those before a resume; the seconds are those from the first
     evaluation to the sample.
-    peaks: of each pipeline rank, the most bytes that one of its ranks has needed: CUDA tensors, or resident memory.
-    best: the step of the lowest validation loss, where its checkpoint is kept for that.
+    peaks: for each pipeline rank, the peak bytes over its ranks: CUDA tensors, or resident memory.
+    best: the step of the lowest validation loss, if its checkpoint is kept.
     """
 
     folder: RunFolder
@@ -68,7 +68,7 @@ class RunResult:
         """The output of `atoll predict --json` for the run, or None if it is unavailable."""
         try:
             found: dict[str, Any] = read_json(self.folder.prediction)
-            seconds = found["seconds"]  # null where no cluster says how fast its devices are
+            seconds = found["seconds"]  # null if no cluster gives the rates of its devices
             is_whole = seconds is None or finite(seconds) > 0
             is_whole = is_whole and len(_predicted_peaks(found)) == len(self.peaks)
         except (OSError, ValueError, LookupError, TypeError):
@@ -87,7 +87,7 @@ class RunResult:
         return (found[0], found[-1]) if found else None
 
     def summary(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return the result as plain values."""
         predicted = self.prediction
         return {
             "folder": str(self.folder.root),
@@ -104,7 +104,7 @@ class RunResult:
         }
 
     def describe(self) -> str:
-        """Some lines for a person."""
+        """Return a description in a few lines."""
         rate = format_rate(self.tokens / max(self.seconds, 1e-9), "tokens")
         folder = self.folder
         lines = [
@@ -127,7 +127,7 @@ class RunResult:
         return "\n".join(lines)
 
     def _held_against_prediction(self) -> Iterator[str]:
-        """Seconds of a step, and peak bytes of each pipeline rank."""
+        """Return measured and predicted seconds of a step, and peak bytes of each pipeline rank."""
         predicted, measured = self.prediction, self.step_seconds
         expected, held = (None, []) if predicted is None else (predicted["seconds"], _predicted_peaks(predicted))
         if measured is not None:
@@ -141,7 +141,7 @@ class RunResult:
 
 
 def _predicted_peaks(prediction: Mapping[str, Any]) -> list[int]:
-    """Bytes of tensors of each pipeline rank."""
+    """Return the predicted tensor bytes of each pipeline rank."""
     peaks = [each["peak"] for each in prediction["ranks"]]
     return [count(peak["total"], limit=LARGEST_BYTES) - count(peak["context"], limit=LARGEST_BYTES) for peak in peaks]
 
@@ -155,9 +155,9 @@ def run(
     stop: StopRequest,
     lock: RunLock | None = None,
 ) -> RunResult:
-    """Train; every rank calls it after joining, and `config`'s run folder has been checked.
+    """Train. Every rank calls it after joining, once `config`'s run folder has been checked.
 
-    lock: of the run folder, on rank 0; nothing is written once another run has taken it over.
+    lock: of the run folder, on rank 0; nothing is written after another run has taken it over.
     """
     is_speaking = world_rank() == 0
     display = Display(is_speaking=is_speaking, device=device.type, compiles=plan.compile != "none")
@@ -201,7 +201,7 @@ def run(
 
 
 def _check_same_corpus(config: Config, corpus: Supply) -> None:
-    """Ranks on other machines prepare their own token arrays and tokenizer: they must be the same."""
+    """Check that ranks on other machines, which prepare their own token arrays and tokenizer, have the same ones."""
     store = world_store()
     if store is not None:
         check_same(

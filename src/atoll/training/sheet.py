@@ -23,7 +23,7 @@ from atoll.training.prediction import predict, predict_on
 from atoll.units import format_bytes, format_rate, format_seconds
 
 SHOWN = ("loss", "grad_norm", "tokens_per_second", "seconds", "lr", "bubble", "memory_bytes")
-"""The keys of metrics.jsonl that are drawn."""
+"""Keys of metrics.jsonl that are drawn."""
 MEASURED = ("seconds", "tokens_per_second", "bubble")
 """Keys that a typical step must have."""
 
@@ -31,7 +31,7 @@ MEASURED = ("seconds", "tokens_per_second", "bubble")
 def sheet_of_config(path: Path, overrides: Sequence[str] = ()) -> Sheet:
     """Return the sheet of a config's predicted plan. Without run.cluster it has no seconds.
 
-    Raises ConfigError or PlanError where config, cluster and model do not fit.
+    Raises ConfigError or PlanError if config, cluster and model do not match.
     """
     config, _ = load_chosen(path, overrides)
     found = None if config.run.cluster is None else Cluster.read(config.run.cluster)
@@ -46,9 +46,9 @@ def is_run(path: Path) -> bool:
 
 @dataclass
 class RunReader:
-    """Reads the folder of a run as often as it is asked, also while the run goes on.
+    """Reads the folder of a run, repeatedly while the run goes on.
 
-    cluster: the one to predict the run on; if None, the one that it was started with.
+    cluster: the one to predict the run on; by default the one it was started with.
     """
 
     root: Path
@@ -62,15 +62,15 @@ class RunReader:
         return RunFolder(self.root)
 
     def stamp(self) -> tuple[object, ...]:
-        """What changes when a file that the sheet is made of does."""
+        """Return a value that changes when a file of the sheet does."""
         folder = self.folder
         drawn = (folder.metrics, folder.validation, folder.trace, folder.timing, folder.timeline)
         return _stamp((folder.config, folder.plan, folder.cluster, *drawn))
 
     def sheet(self) -> Sheet:
-        """What is known of the run. What a run writes late may be missing, and is then left out.
+        """Return the sheet of the run. Records that are not written yet are left out.
 
-        Raises ConfigError where the folder holds no run.
+        Raises ConfigError if the folder holds no run.
         """
         folder = self.folder
         if not folder.config.is_file():
@@ -134,7 +134,7 @@ def _of_prediction(prediction: Prediction, name: str) -> Sheet:
 
 
 def _measured_timeline(folder: RunFolder) -> list[Timeline]:
-    """The step whose instructions were timed, or the one whose actions were traced; none before that."""
+    """Return the step with timed instructions, otherwise the traced one; None if there is neither."""
     if folder.timeline.is_file():
         values = read_json(folder.timeline)
         try:

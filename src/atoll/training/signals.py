@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM ask a rank to stop; it does so between two steps, with all others."""
+"""SIGINT and SIGTERM ask a rank to stop. It stops between two steps, together with all others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from types import FrameType
 
 
 class StopRequest:
-    """The first of SIGINT and SIGTERM that this process got. Later ones change nothing: whoever sends them kills."""
+    """The first SIGINT or SIGTERM that this process received. Later ones have no effect: their sender kills the
+    process."""
 
     numbers = (signal.SIGINT, signal.SIGTERM)
 
@@ -16,7 +17,8 @@ class StopRequest:
         self.received: signal.Signals | None = None
 
     def listen(self) -> StopRequest:
-        """Note signals from now on instead of ending. Only a main thread may; elsewhere its owner decides."""
+        """Record signals from now on instead of ending. Only possible in a main thread; elsewhere its owner handles
+        signals."""
         if threading.current_thread() is threading.main_thread():
             for number in self.numbers:
                 signal.signal(number, self._note)
@@ -28,5 +30,5 @@ class StopRequest:
 
 
 def exit_code(number: signal.Signals) -> int:
-    """130 for SIGINT, 143 for SIGTERM, as shells have it."""
+    """Return 130 for SIGINT, 143 for SIGTERM, the codes of shells."""
     return 128 + number

@@ -15,7 +15,7 @@ FAMILY = "transformers:"
 def check_source(config: Config) -> None:
     """Raise ConfigError for a source that does not exist, before a corpus is prepared for it.
 
-    The packages that a model is made of are imported only for a family that is not found among their files.
+    Packages are imported only for a family that is not found among their files.
     """
     source = config.model.source
     if config.model.is_builtin:
@@ -34,7 +34,7 @@ def check_source(config: Config) -> None:
 
 
 def check_folder(source: str) -> None:
-    """Raise ConfigError for the name of a folder in which no model is."""
+    """Raise ConfigError for a folder without a model."""
     folder = Path(source)
     if (folder / "config.json").is_file():
         return
@@ -46,7 +46,7 @@ def check_folder(source: str) -> None:
 
 
 def _check_tokenizer(config: Config) -> None:
-    """Raise ConfigError where weights of a folder would be given ids of a tokenizer that is made for the corpus."""
+    """Raise ConfigError if weights of a folder would be used with a tokenizer trained on the corpus."""
     own, name = Path(config.model.source) / "tokenizer.json", config.data.tokenizer
     is_made = name == "bytes" or name.startswith("bpe-")
     if not is_made or not own.is_file() or config.model.weights is not None:

@@ -1,4 +1,4 @@
-"""Text from a model that is spread over ranks."""
+"""Text generation by a model that is split over ranks."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ CANDIDATES = 40
 
 
 def generate(engine: Engine, tokenizer: Tokenizer, prompt: str, *, tokens: int, context: int, seed: int) -> str:
-    """The prompt and at most `tokens` more, until the end of text; every rank calls it and gets the same.
+    """Return the prompt with at most `tokens` more, until the end of text. Every rank calls it and gets the same.
 
-    context: positions the model sees at most. The last stage of the first data-parallel rank draws one of the 40
-    likeliest tokens at temperature 0.8, and tells the others.
+    context: maximum number of positions that the model sees. The last stage of the first data-parallel rank draws one
+    of the 40 most likely tokens at temperature 0.8, and sends it to the others.
     """
     ids = [int(token) for token in tokenizer.encode(prompt)] or [tokenizer.end_of_text or 0]
     generator = torch.Generator().manual_seed(seed)
@@ -23,7 +23,7 @@ def generate(engine: Engine, tokenizer: Tokenizer, prompt: str, *, tokens: int, 
     part = engine.plan.mesh.tensor if engine.plan.sequence_parallel else 1
     for _ in range(tokens):
         window = ids[-context:]
-        padding = [0] * (-len(window) % part)  # behind what is looked at, so it changes nothing
+        padding = [0] * (-len(window) % part)  # after the position that is read, so it has no effect
         logits = engine.logits({"input_ids": torch.tensor([window + padding])})
         drawn = torch.zeros(1, dtype=torch.float64)
         if speaks and logits is not None:

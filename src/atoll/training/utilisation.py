@@ -1,4 +1,4 @@
-"""Model FLOPs utilisation of measured steps, where the device's peak is known."""
+"""Model FLOPs utilization of measured steps, if the device's peak is known."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from dataclasses import dataclass
 from atoll.cost import Cluster, Prediction, presets
 
 OTHERS = ("d", "laptop", "mig", "nvl", "pcie")
-"""Words of a GPU's name that say that its peak is another than that of the preset with its number."""
+"""Words in a GPU's name which mean that its peak differs from the preset with its number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """FLOP/s of one device in a dtype, and where that comes from."""
+    """Peak of one device in a dtype in FLOP/s, and its source."""
 
     flops: float
     source: str
 
 
 def peak_of(name: str | None, dtype: str, cluster: Cluster | None = None) -> Peak | None:
-    """The peak of a device; None where it is not known, and for CPUs, whose peak depends on too much.
+    """Return the peak of a device; None if unknown, and for CPUs, whose peak depends on too many factors.
 
-    name: torch's of the GPU; None for a CPU.  dtype: torch's name of the compute dtype.  cluster: that of run.cluster,
-    whose rates count before those of the presets.
+    name: torch's name of the GPU; None for a CPU.  dtype: torch's name of the compute dtype.  cluster: that of
+    run.cluster, whose rates take precedence over the presets.
     """
     if name is None:
         return None
@@ -37,7 +37,7 @@ def peak_of(name: str | None, dtype: str, cluster: Cluster | None = None) -> Pea
 
 
 def utilised_seconds(prediction: Prediction, peak: Peak) -> float:
-    """Return the seconds of a step if all devices computed at their peak: MFU is this, divided by a step's seconds."""
+    """Return the seconds of a step if all devices computed at their peak. MFU is this divided by a step's seconds."""
     plan = prediction.plan
     flops = prediction.workload.flops(prediction.use) * plan.schedule.microbatches * plan.mesh.data
     return flops / (plan.mesh.world * peak.flops)

@@ -31,10 +31,10 @@ def build(
     seed: int,
     tensor: TensorParallel | None = None,
 ) -> Sharded:
-    """Units, stages, wiring: materialise this rank's blocks one after the other, each into its units, and put them in
-    their places.
+    """Return units, stages and wiring. Materializes this rank's blocks one after the other, each into its units, and
+    installs them in the model.
 
-    tensor: how blocks are split over a tensor-parallel group, if there is one. On `meta` nothing gets values.
+    tensor: how blocks are split over a tensor-parallel group, if there is one. On `meta` no values are created.
     """
     model = _Model.of(outline, around.transport.place.pp)
     sliced: VocabularySlice | None = None
@@ -50,7 +50,7 @@ def build(
 class _Model:
     """The model and this rank's part of it.
 
-    shared: every later name of a shared parameter -> its first.  apart: names of what is sliced over the pipeline.
+    shared: every later name of a shared parameter -> its first name.  apart: names of what is sliced over the pipeline.
     mine: this rank's stages.  first_trained: the first block of the model with a trained parameter.
     """
 
@@ -89,7 +89,7 @@ class _Model:
 
     @property
     def sliced(self) -> tuple[UnitSpec, ...]:
-        """Units of slices of the vocabulary, which come first."""
+        """Units of slices of the vocabulary, which precede the others."""
         return self.specs[: len(self.apart)]
 
 
@@ -101,7 +101,7 @@ def _units(
     tensor: TensorParallel | None,
     sliced: VocabularySlice | None,
 ) -> dict[int, Unit]:
-    """The units of this rank by index, freed: no more than a block of the model is ever whole here."""
+    """Build the units of this rank by index, freed: at most one block of the model is whole here at a time."""
     outline, shared, local = model.outline, model.shared, model.local
     ranks = around.transport.place.peers("pp")
     phases = _phases([model.blocks[at] for at in local], shared, is_split=len(outline.runs) > 1)
@@ -133,7 +133,7 @@ def _units(
 
 
 def _stage(model: _Model, stage: int, units: Mapping[int, Unit], around: Surroundings, collector: Collector) -> Stage:
-    """A stage whose blocks stand where the model calls them."""
+    """Build a stage and install its blocks where the model calls them."""
     plan, runs = model.outline.plan, model.outline.runs
     last = len(runs) - 1
     users = tuple(units[at] for at in sorted(units, reverse=True) if set(units[at].spec.blocks) & set(runs[stage]))
@@ -145,8 +145,8 @@ def _stage(model: _Model, stage: int, units: Mapping[int, Unit], around: Surroun
         block = model.blocks[at]
         own = [unit for unit in users if at in unit.spec.blocks]
         has_end = any(end is not None and end.lies_in(block) for end in (looked_up, scored))
-        # An embedding keeps its ids, which are there anyway, and has nothing to fuse. Split by rows it could neither
-        # run again nor be traced: what makes its output whole is a hook around the block, which keeps a mask.
+        # An embedding keeps its ids, which exist anyway, and has nothing to fuse. Split by rows, it could be neither
+        # run again nor traced: a hook around the block makes its output whole, and keeps a mask.
         is_table = isinstance(block.module, nn.Embedding)
         local = LocalBlock(
             block.module,
@@ -157,7 +157,7 @@ def _stage(model: _Model, stage: int, units: Mapping[int, Unit], around: Surroun
             end=scored if scored is not None and scored.lies_in(block) else None,
         )
         own_blocks.append(local)
-        # First the layers' own forwards, then the block's: what takes a module's place is compiled with the block.
+        # Replace the layers' forwards first and then the block's: replaced modules are compiled with the block.
         if waits or (plan.compile == "none" and around.device.type == "cpu"):
             deferred += defer(block.module, own, collector, waits=waits)
         local.take_place("none" if has_end or is_table else plan.compile)
@@ -178,7 +178,7 @@ def _stage(model: _Model, stage: int, units: Mapping[int, Unit], around: Surroun
 def _slice_vocabulary(
     model: _Model, vocabulary: Vocabulary, around: Surroundings, *, seed: int, tensor: TensorParallel | None
 ) -> VocabularySlice:
-    """Materialise the two ends one after the other, and keep this rank's rows of them."""
+    """Materialize the two ends one after the other, and keep this rank's rows of them."""
     place, mesh = around.transport.place, around.transport.mesh_along("pp", "tp")
     adapter, blocks, shared = model.outline.adapter, model.blocks, model.shared
     modules = {name: module for block in blocks for name, module in block.named_modules()}
@@ -241,7 +241,8 @@ def _ends_of(
 
 
 def groups_of(blocks: Sequence[Block], runs: Sequence[range], together: int) -> list[list[int]]:
-    """Blocks that are gathered together: up to so many that follow each other in a stage and are of one class."""
+    """Return the groups of blocks that are gathered together: up to a number of consecutive blocks of one class in a
+    stage."""
     groups: list[list[int]] = []
     for run in runs:
         for nth, at in enumerate(run):
@@ -256,7 +257,7 @@ def groups_of(blocks: Sequence[Block], runs: Sequence[range], together: int) -> 
 def _phases(blocks: Sequence[Block], shared: Mapping[str, str], *, is_split: bool) -> dict[str, frozenset[Phase]]:
     """Return the phases that compute the gradient of each parameter, by first name: [Note: phases] in segment.py.
 
-    Without a pipeline nobody waits for the input's gradient, so nothing is deferred.
+    Without a pipeline no rank waits for the input's gradient, so nothing is deferred.
     """
     found: dict[str, set[Phase]] = {}
     for block in blocks:
@@ -269,7 +270,7 @@ def _phases(blocks: Sequence[Block], shared: Mapping[str, str], *, is_split: boo
 
 
 def _first_dtype(around: Surroundings) -> torch.dtype:
-    """The dtype that initial values are drawn into: the master's, so that halves lose nothing of it."""
+    """Return the dtype in which initial values are drawn: the master's, so half precision loses nothing of it."""
     return dtype_of(around.sharding.precision.master)
 
 
@@ -289,11 +290,11 @@ def _materialise(
     around: Surroundings,
     seed: int,
 ) -> None:
-    """Give a block on `meta` real parameters with their initial values; leave a real one as it is, and both where the
-    rank itself is on `meta`.
+    """Give a block on `meta` real parameters with their initial values. A real block is unchanged, and so are all
+    blocks if the rank itself is on `meta`.
 
-    Those whose values are read get none, and those that an earlier block brought keep theirs. What is `elsewhere`, by
-    first names, is left alone.
+    Parameters whose values are read are not initialized, and those shared with an earlier block keep its values. What
+    is `elsewhere`, by first names, is skipped.
     """
     parameters = [parameter for name, parameter in block.named_parameters() if shared.get(name, name) not in elsewhere]
     if not any(tensor.is_meta for tensor in (*parameters, *block.module.buffers())) or around.device.type == "meta":
@@ -327,7 +328,7 @@ def _ids(replaced: Mapping[int, nn.Parameter]) -> set[int]:
 
 
 def _find(values: Mapping[str, nn.Parameter], name: str, shared: Mapping[str, str]) -> nn.Parameter:
-    """The block's parameter whose first name is `name`, under whatever name this block has it."""
+    """Return the block's parameter whose first name is `name`, under any of its names in this block."""
     if name in values:
         return values[name]
     return next(values[later] for later, first in shared.items() if first == name and later in values)

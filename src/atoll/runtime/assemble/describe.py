@@ -1,4 +1,4 @@
-"""The programs of a plan before anything runs: each rank is built on `meta`, by the code that builds it for a run."""
+"""The programs of a plan before it runs: each rank is built on `meta`, with the code that builds it for a run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from atoll.runtime.transport import Later, Message, Peers, Tag, Transport
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A pipeline rank of a plan: its program, and what its units and blocks are called."""
+    """A pipeline rank of a plan: its program, and the names of its units and blocks."""
 
     program: Program
     units: Mapping[int, str]
@@ -36,12 +36,12 @@ class Described:
 def describe(
     make_model: Callable[[], nn.Module], plan: Plan, rank: int, *, reads_in_place: bool = False, training: bool = True
 ) -> Described:
-    """The program of a pipeline rank for a step, or for an evaluation of as many microbatches.
+    """Return the program of a pipeline rank for a step, or for an evaluation of as many microbatches.
 
-    make_model: gives the model on `meta`, a new one each time.  reads_in_place: whether the ranks of a group read each
-    other's memory, as they do on one host's CPUs.
+    make_model: returns the model on `meta`, a new one each time.  reads_in_place: whether the ranks of a group read
+    each other's memory, as on one host's CPUs.
 
-    Raises PlanError where plan and model do not fit.
+    Raises PlanError if plan and model do not match.
     """
     first = next(each for each in range(plan.mesh.world) if plan.mesh.place(each).pp == rank)
     pretended: AbstractContextManager[None] = nullcontext()
@@ -79,7 +79,7 @@ def programs_of(
 
 
 class Nowhere(Transport):
-    """Sends nothing: ranks are built with it, and none runs."""
+    """A transport that sends nothing. Ranks are built with it but do not run."""
 
     def send(self, tensor: Tensor, peer: int, tag: Tag) -> Message:
         _refuse()

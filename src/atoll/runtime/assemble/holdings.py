@@ -14,7 +14,7 @@ from atoll.runtime.sharding.unit import Unit
 
 
 def held_now(units: Iterable[Unit], states: Iterable[torch.Tensor]) -> Footprint:
-    """Bytes of the storages of some units and of the optimizer's states, each storage once."""
+    """Return the bytes of the storages of some units and of the optimizer's states, each storage once."""
     held: dict[str, dict[int, int]] = {"parameters": {}, "gradients": {}, "optimizer": {}}
     for unit in units:
         for segment in unit.segments:
@@ -28,15 +28,15 @@ def held_now(units: Iterable[Unit], states: Iterable[torch.Tensor]) -> Footprint
 
 
 def held_at_rest(units: Iterable[Unit], sharding: Sharding, *, states: int | None) -> Footprint:
-    """The bytes that the layouts' accounting predicts; `states` as in `atoll.layouts.footprint`."""
+    """Return the bytes predicted by the layouts' accounting; `states` as in `atoll.layouts.footprint`."""
     return footprint([segment.shape for unit in units for segment in unit.segments], sharding, states=states)
 
 
 def shape_of(sharded: Sharded, plan: Plan, place: Place, *, reads_in_place: bool) -> RankShape:
-    """Return the blocks, units and limits of the rank at `place`, as lowering needs them.
+    """Return the blocks, units and limits of the rank at `place`, for lowering.
 
     reads_in_place: whether the ranks of a group read each other's memory. A gather between them is then a copy, so less
-    is gathered ahead, and a reduction needs no room for what it reads.
+    is prefetched, and a reduction needs no buffer for its inputs.
     """
     vocabulary = sharded.vocabulary
     return RankShape(
@@ -55,7 +55,7 @@ def shape_of(sharded: Sharded, plan: Plan, place: Place, *, reads_in_place: bool
 def needed_in_a_step(
     sharded: Sharded, plan: Plan, place: Place, *, reads_in_place: bool, peaks: Bytes | None = None
 ) -> WorkingMemory:
-    """The memory of a step beyond stored state and autograd's activations. peaks: of its program, once known."""
+    """Return the memory of a step beyond stored state and autograd's activations. peaks: of its program, once known."""
     gathered = [block.units for stage in sharded.stages for block in stage.blocks]
     if sharded.vocabulary is not None:
         gathered += [(table.unit,) for table in sharded.vocabulary.tables]

@@ -2,17 +2,17 @@
 
 The life of a save, the same on every rank (`saving.py`):
 
-1. each rank claims the ranges it holds; rank 0 checks that they tile every tensor and picks one writer a range;
-2. rank 0 clears what interrupted saves left and makes `.saving-<name>` beside the target;
-3. every rank writes its ranges as boxes there, and tells rank 0 their digests;
+1. each rank claims its ranges; rank 0 checks that they tile every tensor and chooses one writer per range;
+2. rank 0 removes the files of interrupted saves and creates `.saving-<name>` beside the target;
+3. every rank writes its ranges as boxes there, and sends their digests to rank 0;
 4. rank 0 writes `.metadata`, `manifest.json` with all digests, then `state.json` (the mark of completion), renames the
    folder and points `latest` at it.
 
-A load compares what it reads with the manifest (`archive.py`), on each rank for itself.
+A load compares what it reads with the manifest (`archive.py`), on each rank independently.
 
-Files are written and cut by Distributed Checkpoint, and plain torch reads them. What ranks tell each other is JSON
-(`meeting.py`), and a failure in any step reaches every rank as the same error. Step 3 and 4 may go on in a thread, from
-copies, while training goes on (`background.py`).
+Distributed Checkpoint writes the files, and plain torch reads them. Messages between ranks are JSON (`meeting.py`),
+and a failure in any step is raised as the same error on every rank. Steps 3 and 4 may run in a thread, from copies,
+while training continues (`background.py`).
 """
 
 from __future__ import annotations

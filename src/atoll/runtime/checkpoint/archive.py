@@ -1,4 +1,5 @@
-"""A checkpoint opened for reading: what it gives out is what was written, or a DamageError says what is not."""
+"""A checkpoint opened for reading. Its content is verified: if it differs from what was written, DamageError is
+raised."""
 
 from __future__ import annotations
 
@@ -16,10 +17,10 @@ from atoll.runtime.checkpoint.metadata import Contents, Stored, read_contents
 class Archive:
     """The checkpoint in `folder`: its state, its tensors' metadata, and the bytes of its boxes.
 
-    manifest: None for a checkpoint from before there were digests, whose content is checked for consistency alone.
+    manifest: None for a checkpoint of an older version without digests, for which only consistency is checked.
 
-    Raises CheckpointError where there is no checkpoint, DamageError where it is not complete or its manifest or state
-    is not as it was written.
+    Raises CheckpointError if there is no checkpoint, DamageError if it is incomplete or its manifest or state has
+    changed since it was written.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -41,7 +42,7 @@ class Archive:
         return read_contents(self.folder / METADATA, self._read_file(METADATA))
 
     def read(self, stream: BinaryIO, path: Path, stored: Stored) -> bytes:
-        """The bytes of a box from the open file at `path`. Raises DamageError."""
+        """Return the bytes of a box from the open file at `path`. Raises DamageError."""
         try:
             stream.seek(stored.offset)
             content = stream.read(stored.length)
@@ -82,5 +83,5 @@ class Archive:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """The JSON state of the checkpoint in `folder`. Raises what `Archive` raises."""
+    """Return the JSON state of the checkpoint in `folder`. Raises the errors of `Archive`."""
     return Archive(folder).state

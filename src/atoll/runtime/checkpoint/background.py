@@ -1,12 +1,12 @@
-"""Saves while training goes on: the caller waits for the plan and for a copy to host memory, a thread does the rest.
+"""Saves in the background. The caller waits for the plan and for a copy to host memory; a thread writes the files.
 
-[Note: two threads that agree] The thread's rounds go over a process group of its own, on gloo: what it sends and what
-training sends meet nowhere. The plan is agreed on in the caller's thread, over the same group, which nobody uses then,
-because a save waits for the one before.
+[Note: two threads that agree] The thread's rounds use a process group of their own, on gloo, separate from training's.
+The caller's thread agrees on the plan over the same group, which is idle then, because a save waits for the previous
+one.
 
-[Note: a save that failed] All ranks learn of it in the same round, wait as long, and try again. A run goes on without
-a checkpoint that could not be written. An error that is not agreed on, such as a lost connection, is no failed save:
-it is raised where the caller waits next.
+[Note: a save that failed] All ranks learn of it in the same round, wait equally long, and try again. A run continues
+without a checkpoint that could not be written. An error that is not agreed on, such as a lost connection, is not a
+failed save: it is raised at the caller's next wait.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ ones by the run's watch."""
 ALIGNMENT = 64
 
 Told = Callable[[str | None], object]
-"""Is told, on this rank and in the thread that writes, what a save failed with, or None once it is published."""
+"""Callback, on this rank and in the writing thread, with the error of a failed save, or None once it is published."""
 
 
 class Background:
-    """Writes one checkpoint at a time. It keeps a host buffer of what this rank writes from its first save on."""
+    """Writes one checkpoint at a time. From the first save on, it keeps a host buffer of what this rank writes."""
 
     def __init__(self) -> None:
         self._meeting: Meeting | None = None
@@ -50,7 +50,7 @@ class Background:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the copy."""
+        """Size of the copy in bytes."""
         return self._buffer.numel()
 
     def begin(
@@ -62,10 +62,11 @@ class Background:
         identity: Mapping[str, Any] | None,
         told: Told | None = None,
     ) -> None:
-        """Begin to write a checkpoint, once the one before has ended in whatever way; pieces may change afterwards.
+        """Start to write a checkpoint, once the previous one has ended, successfully or not. Pieces may change
+        afterwards.
 
-        Every rank calls it. Raises the same error on every rank where the pieces are no checkpoint or `folder` is no
-        place for one, and an error that ended the thread's agreement.
+        Every rank calls it. Raises the same error on every rank if the pieces do not form a checkpoint or `folder`
+        cannot take one, and an error that ended the thread's agreement.
         """
         self.wait()
         if self._meeting is None:
@@ -79,15 +80,14 @@ class Background:
         self._thread.start()
 
     def finish(self) -> None:
-        """Wait for the checkpoint that is being written. Raises what it failed with in the end, the same on every
-        rank."""
+        """Wait for the checkpoint in progress. Raises its final error, the same on every rank."""
         self.wait()
         failed, self._failed = self._failed, None
         if failed is not None:
             raise failed
 
     def wait(self) -> None:
-        """Wait for the checkpoint that is being written, whatever becomes of it."""
+        """Wait for the checkpoint in progress, whether it succeeds or not."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -95,7 +95,7 @@ class Background:
             raise self._lost
 
     def _copied(self, owned: Sequence[Piece]) -> list[Piece]:
-        """The pieces, on copies in host memory."""
+        """Return the pieces, on copies in host memory."""
         places, end = [], 0
         for piece in owned:
             places.append(end)
@@ -121,7 +121,7 @@ class Background:
 
 
 def _written(saving: Saving, copies: Sequence[Piece], told: Told) -> Exception | None:
-    """Write a checkpoint, in several attempts if need be; returns what the last one failed with."""
+    """Write a checkpoint, in several attempts if needed. Return the error of the last attempt, or None."""
     attempts = 1 + len(PAUSES)
     for attempt in range(attempts):
         try:

@@ -3,9 +3,9 @@
     <root>/step-000100/              a checkpoint: *.distcp, .metadata, manifest.json, state.json (written last)
     <root>/latest                    the name of the newest one
     <root>/.saving-step-000200/      being written; if its process died, the next save removes it
-    <root>/.replaced-step-000100/    a good one between two renames; counts until step-000100 is back
+    <root>/.replaced-step-000100/    a complete one between two renames; valid until step-000100 exists again
     <root>/.removing-step-000050/    being deleted
-    <root>/damaged-step-000150/      set aside by a run that went back to an older one; kept until somebody deletes it
+    <root>/damaged-step-000150/      set aside by a run that went back to an older one; never deleted automatically
 
 No torch here.
 """
@@ -31,7 +31,7 @@ STATE = "state.json"
 METADATA = ".metadata"
 LATEST = "latest"
 LONGEST_NAME = 4096
-"""Bytes that are read of what `latest` says."""
+"""Maximum number of bytes that are read of the file `latest`."""
 FIRST_VERSION, FORMAT_VERSION = 1, 2
 """Versions of state.json. The first has no manifest."""
 
@@ -40,7 +40,7 @@ _SAVING, _REPLACED, _REMOVING, _DAMAGED = ".saving-", ".replaced-", ".removing-"
 
 
 def step_folder(root: Path, step: int) -> Path:
-    """The folder of the checkpoint taken after `step` steps."""
+    """Return the folder of the checkpoint taken after `step` steps."""
     return root / f"step-{step:06d}"
 
 
@@ -56,7 +56,7 @@ def is_one(folder: Path) -> bool:
 
 
 def latest(root: Path) -> Path | None:
-    """The checkpoint that `latest` names; if that is not complete, the complete one of the highest step."""
+    """Return the checkpoint that `latest` names; if that is not complete, the complete one of the highest step."""
     found, named = _complete_steps(root), _named(root)
     if named in found:
         return found[named]
@@ -64,8 +64,8 @@ def latest(root: Path) -> Path | None:
 
 
 def find(path: Path) -> Path:
-    """The checkpoint that a path means: of a run's folder, of its `checkpoints` and of their `latest` the newest
-    complete one, else the path itself."""
+    """Return the checkpoint at a path: the newest complete one of a run's folder, its `checkpoints` or their `latest`,
+    otherwise the path itself."""
     if path.name == LATEST and path.is_file():
         path = path.parent
     for root in (path, path / "checkpoints"):
@@ -76,8 +76,8 @@ def find(path: Path) -> Path:
 
 
 def candidates(root: Path) -> tuple[Path, ...]:
-    """The folder of every step under `root`, whole or damaged, in the order in which to try them: the one that `latest`
-    names, then the others from the highest step down. Call `recover` first."""
+    """Return the folder of every step under `root`, whole or damaged, in the order in which to try them: the one that
+    `latest` names, then the others from the highest step down. Call `recover` first."""
     if not root.is_dir():
         return ()
     named = _named(root)
@@ -86,7 +86,7 @@ def candidates(root: Path) -> tuple[Path, ...]:
 
 
 def recover(root: Path) -> None:
-    """Give a checkpoint that an interrupted save left between two renames its name back. Call it on one rank."""
+    """Restore the name of a checkpoint that an interrupted save left between two renames. Call it on one rank."""
     if root.is_dir():
         for path in sorted(root.glob(f"{_REPLACED}*")):
             final = root / path.name.removeprefix(_REPLACED)
@@ -103,11 +103,11 @@ def set_aside(folder: Path) -> Path:
 
 
 def prune(root: Path, keep: int, *, hours: float | None = None, best: int = 0) -> None:
-    """Delete checkpoints, but not the `keep` newest, nor the one that `latest` names. Call it on one rank.
+    """Delete checkpoints, except the `keep` newest and the one that `latest` names. Call it on one rank.
 
-    hours: one of every so many hours stays too, by the time in its manifest, from the oldest on.
-    best: so many of the lowest validation loss stay too, by that in the manifest. Those that were saved for it alone
-    (`extra` in the manifest) are not counted among the newest.
+    hours: also keep one checkpoint for every so many hours, by the time in its manifest, from the oldest on.
+    best: also keep this many with the lowest validation loss in the manifest. Those that were saved only for it
+    (`extra` in the manifest) do not count among the newest.
     """
     if keep < 1:
         raise CheckpointError(f"checkpoints to keep: {keep}; at least 1")
@@ -133,7 +133,7 @@ def _identity(folder: Path) -> Mapping[str, Any]:
 
 
 def _spaced(known: Mapping[Path, Mapping[str, Any]], hours: float | None) -> set[Path]:
-    """One of every so many hours."""
+    """Return one checkpoint for every so many hours."""
     kept: set[Path] = set()
     if hours is None:
         return kept
@@ -154,7 +154,7 @@ def _lowest(known: Mapping[Path, Mapping[str, Any]], count: int) -> set[Path]:
 
 
 def encode_state(state: Mapping[str, Any]) -> bytes:
-    """`state` as the content of state.json. Raises CheckpointError for what JSON cannot say (NaN too)."""
+    """Return `state` as the content of state.json. Raises CheckpointError if JSON cannot express it (also NaN)."""
     try:
         text = json.dumps({"version": FORMAT_VERSION, "state": dict(state)}, allow_nan=False, indent=1)
     except (TypeError, ValueError) as error:
@@ -168,9 +168,9 @@ def saving_folder(folder: Path) -> Path:
 
 
 def prepare(folder: Path) -> None:
-    """Clear what interrupted saves left beside `folder` and make its saving folder.
+    """Remove the files of interrupted saves beside `folder` and create its saving folder.
 
-    Raises CheckpointError if something else than a checkpoint has that name: a save would replace it.
+    Raises CheckpointError if something other than a checkpoint has that name, because a save would replace it.
     """
     if folder.exists() and not is_complete(folder) and not (folder.is_dir() and not any(folder.iterdir())):
         raise CheckpointError(f"{folder} exists and is not a checkpoint; remove it or save elsewhere")
@@ -185,10 +185,10 @@ def prepare(folder: Path) -> None:
 
 
 def publish(folder: Path, manifest: bytes, state: bytes) -> None:
-    """Complete the saving folder with `manifest` and `state`, give it its name, and point `latest` at it if it is a
-    step's.
+    """Complete the saving folder with `manifest` and `state`, rename it, and point `latest` at it if it is that of a
+    step.
 
-    At every moment either the old checkpoint of that name or the new one is there, complete.
+    At every moment either the old or the new checkpoint of that name exists, complete.
     """
     saving = saving_folder(folder)
     _write(saving / MANIFEST, manifest)
@@ -204,12 +204,12 @@ def publish(folder: Path, manifest: bytes, state: bytes) -> None:
         (folder.parent / f".{LATEST}.new").replace(folder.parent / LATEST)
         _sync(folder.parent)
     if replaced.exists():
-        with suppress(OSError):  # the new one is in place; the next save tries again
+        with suppress(OSError):  # the new one is published; the next save tries again
             _remove(replaced)
 
 
 def discard(folder: Path) -> None:
-    """Remove the saving folder of a save that failed, as far as possible."""
+    """Remove the saving folder of a failed save, as far as possible."""
     shutil.rmtree(saving_folder(folder), ignore_errors=True)
 
 
@@ -229,7 +229,7 @@ def _named(root: Path) -> str:
 
 
 def _complete_steps(root: Path) -> dict[str, Path]:
-    """Complete checkpoints by name, those between two renames too."""
+    """Return complete checkpoints by name, including those between two renames."""
     if not root.is_dir():
         return {}
     found = {}
@@ -245,7 +245,7 @@ def _step(name: str) -> int:
 
 
 def _remove(folder: Path) -> None:
-    """Delete a folder; from the first moment on it no longer counts as a checkpoint."""
+    """Delete a folder. From the first moment on, it no longer counts as a checkpoint."""
     doomed = folder
     if not folder.name.startswith((_SAVING, _REMOVING)):
         doomed = folder.with_name(_REMOVING + folder.name.removeprefix(_REPLACED))
@@ -262,7 +262,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Make the folder's entries durable: a rename lives in the folder, not in the file."""
+    """Make the folder's entries durable: a rename is stored in the folder, not in the file."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Reads pieces from a Distributed Checkpoint, however it was cut."""
+"""Loading of pieces from a Distributed Checkpoint with any partition."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ def load(
     process_group: dist.ProcessGroup | None = None,
     strict: bool = True,
 ) -> dict[str, Any]:
-    """Fill every rank's `pieces` from the checkpoint in `folder`; returns the saved state.
+    """Fill every rank's `pieces` from the checkpoint in `folder`. Return the saved state.
 
     Every rank of `process_group` calls it. A rank reads only the boxes that its pieces touch; values are cast
     to the dtype of the piece. Before any tensor is touched, all names and shapes of all ranks are compared with
-    the checkpoint: names that it lacks and other shapes are errors, and if `strict` also names no rank asks for.
-    What is read is compared with its digest first. Only a box that turns out to be damaged can leave pieces half
-    filled. A checkpoint from before there were digests is loaded with an UnverifiedWarning on the first rank.
+    the checkpoint: missing names and different shapes are errors, and if `strict` so are names that no rank requests.
+    Data is compared with its digest first. Only a damaged box can leave pieces partly filled. A checkpoint without
+    digests, of an older version, is loaded with an UnverifiedWarning on the first rank.
 
     Raises the same error on every rank: DamageError for a damaged checkpoint, CheckpointError for a missing or
-    different one, else RankError.
+    different one, otherwise RankError.
     """
     folder = Path(folder).absolute()
     meeting = Meeting(process_group)
@@ -56,7 +56,7 @@ def load(
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """A name that a rank asks for."""
+    """A name that a rank requests."""
 
     name: str
     shape: Shape
@@ -75,7 +75,7 @@ class _Request:
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """A box of a piece that is to be filled."""
+    """A box of a piece to fill."""
 
     piece: Piece
     offsets: Shape
@@ -94,19 +94,19 @@ class _Reader:
 
     @property
     def archive(self) -> Archive:
-        """The checkpoint, once it is open."""
+        """The opened checkpoint."""
         assert self._archive is not None
         return self._archive
 
     def open(self) -> list[Any]:
-        """Open the checkpoint; returns what this rank asks for."""
+        """Open the checkpoint. Return this rank's requests."""
         self._archive = Archive(self._folder)
         self._tensors = dict(self.archive.contents.tensors)
         requests = (_Request(piece.name, tuple(piece.shape), piece.tensor.dtype) for piece in self._pieces)
         return [request.words for request in dict.fromkeys(requests)]
 
     def compare(self, asked: Sequence[Any], *, strict: bool) -> list[Any]:
-        """Hold what all ranks ask for against what there is; each rank's answer is the saved state."""
+        """Compare the requests of all ranks with the checkpoint. Return the saved state for each rank."""
         requests = list(dict.fromkeys(_Request.of(words) for each in asked for words in each))
         problems = _problems(requests, self._tensors, strict=strict)
         if problems:
@@ -168,7 +168,7 @@ class _Reader:
 
 
 def tensor_of(content: bytes, path: Path, stored: Stored) -> torch.Tensor:
-    """The tensor of one stored box, on the CPU. Anything else is refused."""
+    """Return the tensor of one stored box, on the CPU. Raises an error for any other content."""
     try:
         box = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:
@@ -185,7 +185,7 @@ def _narrow(box: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]) -
 
 
 def _renumbered(item: ReadItem, first: int) -> ReadItem:
-    """`item` with its target's number counted over all pieces of the rank."""
+    """Return `item` with its target's number counted over all pieces of the rank."""
     index = item.dest_index
     assert index.index is not None
     return dataclasses.replace(item, dest_index=MetadataIndex(index.fqn, index.offset, first + index.index))
@@ -204,10 +204,10 @@ def _problems(asked: Sequence[_Request], tensors: dict[str, TensorStorageMetadat
             problems.append(f"{request.name!r} is {tensor.properties.dtype} there and {request.dtype} here")
     if strict:
         names = {request.name for request in asked}
-        problems.extend(f"it has {name!r}, which nothing here takes" for name in tensors if name not in names)
+        problems.extend(f"it has {name!r}, which this model does not have" for name in tensors if name not in names)
     return list(dict.fromkeys(problems))
 
 
 def _kind(dtype: torch.dtype) -> tuple[bool, bool]:
-    """Casting keeps the kind of number: floating, complex or whole."""
+    """Return the kind of number, which a cast keeps: floating, complex or integer."""
     return dtype.is_floating_point, dtype.is_complex

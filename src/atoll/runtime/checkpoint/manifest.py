@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: whose it is, and a digest of every byte range that a load reads.
+"""The manifest of a checkpoint: its identity, and a digest of every byte range that a load reads.
 
     manifest.json    {"content": {"version": 1, "algorithm": "xxh3-128",
                                   "identity": {"step": 100, "run": ..., "config": ..., "corpus": ...},
@@ -28,7 +28,7 @@ Range = tuple[int, int, str]
 
 @dataclass(frozen=True)
 class Manifest:
-    """identity: what is known of the run, its config and its corpus.  files: the ranges of each file, by offset."""
+    """identity: of the run, its config and its corpus, as far as known.  files: the ranges of each file, by offset."""
 
     identity: Mapping[str, Any]
     files: Mapping[str, Sequence[Range]]
@@ -40,7 +40,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """The manifest in `folder`. Raises DamageError if it cannot be read or its content is not as it was written."""
+        """Return the manifest in `folder`. Raises DamageError if it cannot be read or its content has changed."""
         try:
             content = read_sealed(folder / MANIFEST)
             if (content["version"], content["algorithm"]) != (VERSION, ALGORITHM):
@@ -56,16 +56,17 @@ class Manifest:
             raise DamageError(f"{folder / MANIFEST} cannot be read: {error}") from error
 
     def encode(self) -> bytes:
-        """The content of manifest.json. Raises TypeError or ValueError for an identity that JSON cannot express."""
+        """Return the content of manifest.json. Raises TypeError or ValueError for an identity that JSON cannot
+        express."""
         files = {file: sorted(ranges) for file, ranges in sorted(self.files.items())}
         return seal({"version": VERSION, "algorithm": ALGORITHM, "identity": dict(self.identity), "files": files})
 
     def check(self, path: Path, offset: int, content: bytes) -> None:
-        """Raise DamageError unless `content` is what was written to the file at `path` from byte `offset` on."""
+        """Raise DamageError unless `content` equals the bytes written to the file at `path` from byte `offset` on."""
         expected = self._digests.get((path.name, offset, len(content)))
         if expected is None:
             raise DamageError(
-                f"{path}, {len(content)} bytes from {offset}: the manifest knows no such range; the file was cut, "
+                f"{path}, {len(content)} bytes from {offset}: the manifest has no such range; the file was cut, "
                 "extended or exchanged"
             )
         if digest(content) != expected:

@@ -1,7 +1,7 @@
 """Agreement of the ranks of a save or load: rank 0 collects the results, decides, and answers each rank.
 
-What they say is JSON. Distributed Checkpoint's own collectives pickle, and whoever reaches a rank's port could have it
-run code. One error on any rank becomes the same error on all.
+Messages are JSON. Distributed Checkpoint's own collectives use pickle, so anyone who reaches a rank's port could make
+it run code. One error on any rank becomes the same error on all.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from atoll.documents import parse_json
 from atoll.errors import CheckpointError, DamageError, RankError, UserError
 
 Failure = tuple[str, str]
-"""A kind of error, one of `KINDS`, and its text."""
+"""Kind of an error, one of `KINDS`, and its text."""
 
 DAMAGED, MENDABLE, INTERRUPTED, BROKEN = KINDS = ("damaged", "mendable", "interrupted", "broken")
 
@@ -40,7 +40,8 @@ class Meeting:
 
     @classmethod
     def apart(cls, timeout: timedelta) -> Meeting:
-        """All ranks, on a gloo group of their own, for a thread beside the one that trains. Every rank calls it."""
+        """Return a meeting of all ranks on a gloo group of its own, for a thread beside training. Every rank calls
+        it."""
         if not (dist.is_available() and dist.is_initialized()):
             return cls()
         return cls(dist.new_group(backend="gloo", timeout=timeout))
@@ -48,12 +49,12 @@ class Meeting:
     def round(
         self, lost: str, act: Callable[[], Any], decide: Callable[[list[Any]], Sequence[Any]] | None = None
     ) -> Any:
-        """Call `act` on every rank, and on rank 0 `decide` with what they gave; returns this rank's answer.
+        """Call `act` on every rank, and `decide` with the results on rank 0. Return this rank's answer.
 
-        lost: what did not happen where this fails, which begins the error.  decide: gives an answer for each rank; None
-        answers None. What both give is JSON.
+        lost: what failed if the round fails; the error begins with it.  decide: returns an answer for each rank; None
+        answers None. Results and answers are JSON.
 
-        Raises what `_raise` says, on every rank.
+        Raises the error of `_raise` on every rank.
         """
         value, failure = _attempt(act)
         heard = self._gather(json.dumps([value, failure]).encode())
@@ -96,7 +97,7 @@ class Meeting:
         return _content(own)
 
     def _padded(self, content: bytes, length: int) -> torch.Tensor:
-        """The content's length in eight bytes, the content, and zeros up to `length`."""
+        """Return the content's length in eight bytes, the content, and zeros up to `length`."""
         buffer = bytearray(len(content).to_bytes(8, "little") + content.ljust(length, b"\0"))
         return torch.frombuffer(buffer, dtype=torch.uint8).to(self._device)
 
@@ -121,10 +122,10 @@ def _attempt(act: Callable[[], Any]) -> tuple[Any, Failure | None]:
 
 
 def _raise(lost: str, failures: dict[int, Failure]) -> NoReturn:
-    """Raise the error of the ranks that failed, by rank: the same text everywhere.
+    """Raise the error of the ranks that failed, by rank: the same text on every rank.
 
-    KeyboardInterrupt if any was interrupted. DamageError or CheckpointError if every one of them says so, otherwise a
-    RankError of the lowest rank that broke.
+    KeyboardInterrupt if any was interrupted. DamageError or CheckpointError if every error is one, otherwise a
+    RankError of the lowest rank with another error.
     """
     kinds = {kind for kind, _ in failures.values()}
     if INTERRUPTED in kinds:
@@ -137,7 +138,7 @@ def _raise(lost: str, failures: dict[int, Failure]) -> NoReturn:
 
 
 def listing(problems: Sequence[str], limit: int = 8) -> str:
-    """The first problems, one a line if there are several, and how many more there are."""
+    """Return the first problems, one per line if there are several, and the number of further ones."""
     if len(problems) == 1:
         return problems[0]
     lines = [f"\n  {problem}" for problem in problems[:limit]]

@@ -1,8 +1,8 @@
-"""Reads `.metadata` without trusting it.
+"""Reading of `.metadata` without trusting it.
 
-The file is a pickle, and a pickle can name any function of any module. Here each name that
-Distributed Checkpoint writes becomes an inert record, any other name is refused, and the
-records are then checked field by field while the real values are built from them.
+The file is a pickle, and a pickle can name any function of any module. Here each name that Distributed Checkpoint
+writes becomes an inert record, and any other name is refused. The records are then checked field by field and converted
+to the real values.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class Contents:
 
     @property
     def metadata(self) -> Metadata:
-        """The same in Distributed Checkpoint's own type."""
+        """The contents as Distributed Checkpoint's own type."""
         return Metadata(dict(self.tensors), storage_data=dict(self.stored))
 
 
 def read_contents(path: Path, content: bytes) -> Contents:
     """Read the `content` of the `.metadata` file at `path`.
 
-    Raises DamageError if it names anything outside the allow-list, or is not consistent.
+    Raises DamageError if it contains a name outside the allow-list, or is not consistent.
     """
     try:
         check_opcodes(content)
@@ -69,7 +69,7 @@ def read_contents(path: Path, content: bytes) -> Contents:
 
 
 class _Record:
-    """An object of the pickle as data: what it was called with and the state it was given."""
+    """An object of the pickle as data: the arguments of its constructor and its state."""
 
     __slots__ = ("arguments", "kind", "state")
 
@@ -77,12 +77,12 @@ class _Record:
         self.arguments = arguments
 
     def __setstate__(self, state: Any) -> None:
-        # Also keeps the pickle from writing to the class: there this call lacks an argument.
+        # Also prevents the pickle from writing to the class: that call lacks an argument.
         self.state = state
 
 
 class _RecordUnpickler(pickle.Unpickler):
-    """Gives a record class for each allowed name, new ones for each file."""
+    """Returns a record class for each allowed name, new ones for each file."""
 
     def __init__(self, content: bytes) -> None:
         super().__init__(io.BytesIO(content))
@@ -215,10 +215,10 @@ def _mapping(value: Any, what: str) -> Mapping[Any, Any]:
 
 
 def _expect(holds: bool, otherwise: str, *found: Any) -> None:
-    """Raise DamageError unless something holds.
+    """Raise DamageError unless a condition holds.
 
-    Of what was found a few characters are shown, and only then: sixty bytes of a pickle can hold a tuple of tuples that
-    takes minutes to print.
+    A few characters of the value are shown, and formatted only then: sixty bytes of a pickle can hold a tuple of tuples
+    that takes minutes to print.
     """
     if not holds:
         raise DamageError(" ".join(["broken metadata:", otherwise, *map(reprlib.repr, found)]))

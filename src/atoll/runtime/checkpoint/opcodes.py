@@ -1,8 +1,8 @@
 """Bounds on the cost of reading a pickle, from its opcodes, before it is read.
 
-Ten bytes can make the unpickler allocate gigabytes, for the place of one object in its memo; sixty can make it hash for
-hours, where a key is a tuple of two tuples of two tuples. Both come of opcodes that Distributed Checkpoint never writes
-so. Here its opcodes are allowed alone, memo places come in order, and a tuple holds a bounded number of others.
+Ten bytes can make the unpickler allocate gigabytes, for the place of one object in its memo; sixty can make it hash
+for hours, if a key is a tuple of two tuples of two tuples. Distributed Checkpoint never writes such opcodes. Only its
+opcodes are allowed here, memo places must be in order, and a tuple holds a bounded number of objects.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from atoll.errors import DamageError
 
 LARGEST_TUPLE = 1 << 16
-"""Most objects that a tuple may hold, in the tuples in it too, each as often as it is found."""
+"""Maximum number of objects in a tuple, including those of nested tuples, each counted as often as it occurs."""
 
 _NOTHING = frozenset({"PROTO", "FRAME", "STOP"})
 _ONE = frozenset(
@@ -25,15 +25,15 @@ _ONE = frozenset(
     }
 )
 _JOINED = {"STACK_GLOBAL": 2, "REDUCE": 2, "NEWOBJ": 2}
-"""Opcodes that make one object of so many, which does not hash what is in it."""
+"""Opcodes that combine so many objects into one, without hashing its contents."""
 _TAKEN = {"APPEND": 1, "SETITEM": 2, "BUILD": 1}
-"""Opcodes that put so many objects into the one below."""
+"""Opcodes that add so many objects to the one below."""
 _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
 def check_opcodes(content: bytes) -> None:
     """Raise DamageError for a pickle that would take more time or memory than its length explains."""
-    stack: list[int] = []  # of each object how many a hash of it goes through
+    stack: list[int] = []  # for each object, the number of objects that its hash visits
     marks: list[int] = []
     memo: list[int] = []
     operations: Iterable[tuple[pickletools.OpcodeInfo, Any, int | None]] = pickletools.genops(content)

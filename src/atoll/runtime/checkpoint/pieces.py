@@ -43,12 +43,12 @@ class Piece:
 
     @property
     def name(self) -> str:
-        """The key in the checkpoint."""
+        """Key in the checkpoint."""
         return ".".join(self.path)
 
     @property
     def claim(self) -> Claim:
-        """This piece without its data."""
+        """Return this piece without its data."""
         return Claim(
             self.path, tuple(self.shape), self.start, stop=self.stop, dtype=self.tensor.dtype, within=self._part
         )
@@ -58,7 +58,7 @@ class Piece:
         return Box.whole(self.shape) if self.within is None else self.within
 
     def box(self, offsets: Shape, sizes: Shape) -> torch.Tensor:
-        """The box at `offsets` as a view; it must be one of `boxes` of this piece."""
+        """Return the box at `offsets` as a view; it must be one of `boxes` of this piece."""
         part = self._part
         inner = tuple(offset - begin for offset, begin in zip(offsets, part.offsets, strict=True))
         at = flat_index(part.sizes, inner) - self.start
@@ -78,42 +78,42 @@ class Claim:
 
     @staticmethod
     def of(words: Sequence[Any]) -> Claim:
-        """The claim whose `words` they are."""
+        """Return the claim with these `words`."""
         path, shape, start, stop, dtype, offsets, sizes = words
         within = Box(tuple(shape), tuple(offsets), tuple(sizes))
         return Claim(tuple(path), tuple(shape), start, stop=stop, dtype=getattr(torch, dtype), within=within)
 
     @property
     def words(self) -> list[Any]:
-        """All of it as JSON, for other ranks."""
+        """Return the claim as JSON, for other ranks."""
         dtype = str(self.dtype).removeprefix("torch.")
         return [self.path, self.shape, self.start, self.stop, dtype, self.within.offsets, self.within.sizes]
 
     @property
     def name(self) -> str:
-        """The key in the checkpoint."""
+        """Key in the checkpoint."""
         return ".".join(self.path)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the range."""
+        """Size of the range in bytes."""
         return (self.stop - self.start) * self.dtype.itemsize
 
     @property
     def says_something(self) -> bool:
-        """False for an empty range of a tensor that has elements: nothing to write."""
+        """False for an empty range of a tensor with elements, which needs no write."""
         return self.stop > self.start or math.prod(self.shape) == 0
 
     @property
     def boxes(self) -> tuple[tuple[Shape, Shape], ...]:
-        """(offsets, sizes) of the range's boxes; a tensor without elements is one empty box."""
+        """Return (offsets, sizes) of the range's boxes; a tensor without elements is one empty box."""
         if math.prod(self.shape) == 0:
             return (((0,) * len(self.shape), self.shape),)
         return self.within.boxes(self.start, self.stop)
 
 
 def flat_index(shape: Shape, offsets: Shape) -> int:
-    """Position of the element at `offsets` in a row-major tensor of `shape`."""
+    """Return the position of the element at `offsets` in a row-major tensor of `shape`."""
     at = 0
     for size, offset in zip(shape, offsets, strict=True):
         at = at * size + offset

@@ -1,4 +1,4 @@
-"""Writes pieces as a Distributed Checkpoint."""
+"""Saving of pieces as a Distributed Checkpoint."""
 
 from __future__ import annotations
 
@@ -46,24 +46,24 @@ def save(
 ) -> None:
     """Write a checkpoint of every rank's `pieces` and rank 0's `state` to `folder`, or change nothing.
 
-    identity: rank 0's, for the manifest; whose the checkpoint is, as JSON.
+    identity: of the run as JSON, for the manifest; rank 0's is used.
 
-    Every rank of `process_group` (default: all ranks; without torch.distributed: this process) calls it with
-    the same folder, on a file system that they share. The pieces of all ranks must cover each tensor; a range
-    that several ranks hold is written by one of them. A checkpoint of that name is replaced in the end.
+    Every rank of `process_group` (default: all ranks; without torch.distributed: this process) calls it with the same
+    folder, on a file system that they share. The pieces of all ranks must cover each tensor; a range that several ranks
+    hold is written by one of them. A checkpoint of that name is replaced at the end.
 
-    Raises the same error on every rank: CheckpointError for what the caller can mend, else RankError.
+    Raises the same error on every rank: CheckpointError for what the caller can fix, otherwise RankError.
     """
     Saving(folder, pieces, state, identity=identity, meeting=Meeting(process_group)).write()
 
 
 class Saving:
-    """A checkpoint whose ranks have agreed on who writes what, and which is not written yet.
+    """A checkpoint whose ranks have agreed on the writer of each range, but which is not written yet.
 
-    owned: the pieces that this rank writes. They are read when they are written: who goes on meanwhile gives copies of
-    them to `write_from`.
+    owned: the pieces that this rank writes. They are read when they are written; a caller that changes them meanwhile
+    passes copies of them to `write_from`.
 
-    Every rank makes it and writes it. Both raise what `save` raises.
+    Every rank creates it and writes it. Both raise the errors of `save`.
     """
 
     def __init__(
@@ -90,15 +90,15 @@ class Saving:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that this rank writes."""
+        """Number of bytes that this rank writes."""
         return sum(piece.claim.nbytes for piece in self.owned)
 
     def write(self) -> None:
-        """Write what this rank owns; rank 0 publishes the whole."""
+        """Write this rank's pieces; rank 0 publishes the checkpoint."""
         self.write_from(self.owned)
 
     def write_from(self, owned: Sequence[Piece]) -> None:
-        """The same from copies of what it owns, in that order."""
+        """Write the same from copies of the pieces, in that order."""
         try:
             self._meeting.round(self._lost, lambda: self._write(owned), self._end)
         except BaseException:
@@ -107,16 +107,18 @@ class Saving:
             raise
 
     def again(self) -> None:
-        """Make the saving folder anew after `write_from` failed, to write once more."""
+        """Create the saving folder again after `write_from` failed, for another attempt."""
         self._meeting.round(self._lost, self._prepare)
 
     # ---- on every rank
 
     def _write(self, owned: Sequence[Piece]) -> list[list[Any]]:
-        """For each box that was written: its number, file, offset, length and digest."""
+        """Write the boxes. Return the number, file, offset, length and digest of each."""
         writer = _Writer(self.folder)
         if not Path(writer.path).is_dir():
-            raise CheckpointError(f"{writer.path}, made by rank 0, is not here: all ranks must share a file system")
+            raise CheckpointError(
+                f"{writer.path}, created by rank 0, does not exist on this rank: all ranks must share a file system"
+            )
         items = [
             item
             for piece, first in zip(owned, self._first_chunks, strict=True)
@@ -132,7 +134,7 @@ class Saving:
     # ---- on rank 0
 
     def _begin(self, offers: list[Any]) -> list[Any]:
-        """Check that the offers make up whole tensors; each rank's answer is what it writes, and the number of its
+        """Check that the offers form whole tensors. Return for each rank its claims to write, and the number of its
         first chunk."""
         claims = [[Claim.of(words) for words in offer] for offer in offers]
         shares, self._metadata = _shares(claims)
@@ -166,7 +168,7 @@ class Saving:
 
 
 class _Writer(FileSystemWriter):
-    """Writes boxes into the saving folder of a checkpoint, and takes their digests on the way."""
+    """Writes boxes into the saving folder of a checkpoint, and computes their digests."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folders.saving_folder(folder))
@@ -194,7 +196,7 @@ class _Writer(FileSystemWriter):
 
 
 class _Boxes(DefaultSavePlanner):
-    """Gives the writer the boxes of pieces, as views."""
+    """Passes the boxes of pieces to the writer, as views."""
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
         super().__init__()
@@ -210,7 +212,7 @@ class _Boxes(DefaultSavePlanner):
 
 @contextmanager
 def without_crc32() -> Iterator[None]:
-    """A section in which `torch.save` leaves the CRC32 of its zip records out.
+    """Context in which `torch.save` omits the CRC32 of its zip records.
 
     torch.load never compares it, and it takes several times as long as the digest, which is compared.
     """
@@ -223,7 +225,7 @@ def without_crc32() -> Iterator[None]:
 
 
 def _shares(offers: Sequence[Sequence[Claim]]) -> tuple[list[list[tuple[int, int]]], Metadata]:
-    """For each rank, which of its claims it writes, with the number of each one's first chunk; and the metadata of the
+    """Return the claims that each rank writes, with the number of each one's first chunk, and the metadata of the
     whole."""
     by_name: dict[str, dict[Claim, list[int]]] = {}
     for rank, claims in enumerate(offers):
@@ -250,7 +252,7 @@ def _shares(offers: Sequence[Sequence[Claim]]) -> tuple[list[list[tuple[int, int
 
 
 def _problems(claims: Sequence[Claim]) -> list[str]:
-    """Why the claims on one name do not make up one tensor; empty if they do."""
+    """Return the reasons why the claims on one name do not form one tensor; empty if they do."""
     name = claims[0].name
     for what in ("path", "shape", "dtype"):
         values = sorted({str(getattr(claim, what)) for claim in claims})
@@ -288,7 +290,7 @@ def _owners(offers: Mapping[Claim, Sequence[int]], ranks: int) -> dict[Claim, in
 
 
 def _write_items(claim: Claim, first: int) -> list[WriteItem]:
-    """The claim's boxes; `first` is the position of the first among the tensor's chunks (a hint for lookups)."""
+    """Return the claim's boxes; `first` is the position of the first among the tensor's chunks (a hint for lookups)."""
     items = []
     for number, (offsets, sizes) in enumerate(claim.boxes, start=first):
         data = TensorWriteData(

@@ -1,4 +1,4 @@
-"""Reads a whole checkpoint and compares it with its digests, in one process and without a model."""
+"""Verification of a whole checkpoint against its digests, in one process and without a model."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from atoll.runtime.checkpoint.manifest import Manifest
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result of verifying a checkpoint.
+    """Result of verifying a checkpoint.
 
-    nbytes: read and compared.  has_digests: False for one from before there were any, of which sizes alone are known.
-    identity: what its manifest says of its run.  problems: empty where all is as it was written.
+    nbytes: number of verified bytes.  has_digests: False for a checkpoint of an older version, of which only sizes are
+    checked.  identity: that of its manifest.  problems: empty if the checkpoint is intact.
     """
 
     folder: Path
@@ -28,9 +28,9 @@ class Verdict:
 
 
 def verify(folder: Path) -> Verdict:
-    """Compare every byte of a checkpoint with its digests; all problems, not the first alone.
+    """Compare every byte of a checkpoint with its digests. Reports all problems, not only the first.
 
-    Raises CheckpointError where there is no checkpoint.
+    Raises CheckpointError if there is no checkpoint.
     """
     try:
         opened = Archive(folder)

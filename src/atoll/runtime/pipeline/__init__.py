@@ -1,1 +1,1 @@
-"""Stages, and the executor that plays a schedule on them."""
+"""Stages, and the executor of their programs."""

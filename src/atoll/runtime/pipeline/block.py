@@ -8,7 +8,7 @@
 Operations between two blocks belong to the graph of the later one, since they start from the earlier block's leaves.
 
 [Note: where control comes back] A model's own forward calls its blocks. Each block's module has a `forward` that passes
-the call to the driver of the stage; control returns nowhere else while a stage runs forward.
+the call to the driver of the stage. While a stage runs forward, these calls are the only way back to the driver.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from atoll.runtime.sharding.unit import Unit
 
 _BACKENDS = {"block": "inductor", "block-eager": "aot_eager"}
 
-_ISOLATES = "isolate_recompiles" in signature(torch.compile).parameters  # not in every torch that is supported
+_ISOLATES = "isolate_recompiles" in signature(torch.compile).parameters  # not in every supported version of torch
 _APART: dict[str, Any] = {"isolate_recompiles": True} if _ISOLATES else {}
-"""Layers of one class have one code object, which dynamo compiles eight times at most, or as often for each call of
+"""Layers of one class share one code object, which dynamo compiles at most eight times, or as often per call of
 `torch.compile`. A layer whose linear layers wait for W is compiled by itself; the ninth would run eagerly."""
 
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
@@ -41,17 +41,17 @@ _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 Call = Callable[["LocalBlock", Arguments], Any]
-"""Takes over the call of a block: (block, arguments) -> the block's output."""
+"""Handler of the call of a block: (block, arguments) -> the block's output."""
 
 
 class BlockEnd(Protocol):
-    """A module in a block that ends it: what it is given goes elsewhere."""
+    """A module that ends a block: its input leaves the block here."""
 
     given: Tensor | None
 
 
 class Draw(NamedTuple):
-    """Together with the block's index, the seed of its random numbers; see `atoll.runtime.randomness`."""
+    """Part of the seed of a block's random numbers, with the block's index; see `atoll.runtime.randomness`."""
 
     seed: int
     step: int
@@ -76,7 +76,7 @@ class LocalBlock:
     """A block of the model, and the units that it uses.
 
     needs_backward: whether anything in it or before it is trained.
-    end: what stands for the head in it, where the vocabulary is split: what that is given is what the block gives.
+    end: the replacement of the head in it, if the vocabulary is split; its input is then the block's output.
     """
 
     def __init__(
@@ -100,8 +100,8 @@ class LocalBlock:
         self._call: Call | None = None
 
     def take_place(self, compiler: str = "none") -> None:
-        """Stand where the model calls the module. What takes the place of a module's forward inside the block, or of
-        the block's own, does so before, and is compiled with it."""
+        """Replace the forward of the module that the model calls. Replacements inside the block, and of the block's own
+        forward, must be made before, because they are compiled with it."""
         self._forward = self.module.forward
         if compiler != "none":
             self._forward = torch.compile(self._forward, dynamic=False, backend=_BACKENDS[compiler], **_APART)
@@ -117,7 +117,7 @@ class LocalBlock:
     # ---- forward
 
     def forward(self, given: Arguments, draw: Draw) -> tuple[Any, Passage | None]:
-        """The block's output, and what its backward needs; None where nothing needs one."""
+        """Return the block's output, and the state for its backward; None if nothing needs a gradient."""
         args, kwargs = given
         if not self.module.training:
             return self._forward(*args, **kwargs), None
@@ -140,14 +140,14 @@ class LocalBlock:
         return handed, Passage(made, leaves) if leaves else None
 
     def _made(self, output: Any) -> list[Tensor]:
-        """The tensors of a forward's output; for a block with an end, the input of that end alone."""
+        """Return the tensors of a forward's output; for a block with an end, only the input of that end."""
         if self._end is None:
             return list(tensors_of(output))
         assert self._end.given is not None, "the block runs its end"
         return [self._end.given]
 
     def _cut(self, output: Any, made: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
-        """The output with leaves in the places of what was made, and these."""
+        """Return the output with its tensors replaced by leaves, and these leaves."""
         leaves = [tensor.detach().requires_grad_() for tensor in made]
         if self._end is not None:
             self._end.given = leaves[0] if leaves else self._end.given
@@ -183,7 +183,7 @@ class LocalBlock:
             pass_on(outer, leaf.grad)
 
     def _again(self, given: Arguments, draw: Draw) -> tuple[list[Tensor], dict[int, tuple[Tensor, Tensor]]]:
-        """The forward once more, from leaves that stand for what it was given."""
+        """Run the forward again, on leaves that replace its arguments."""
         outers = [tensor for tensor in tensors_of(given) if tensor.requires_grad]
         inner = {id(outer): (outer, outer.detach().requires_grad_()) for outer in outers}
         by = {key: leaf for key, (_, leaf) in inner.items()}
@@ -197,7 +197,7 @@ class LocalBlock:
 
 
 def pass_on(tensor: Tensor, gradient: Tensor | None) -> None:
-    """Give a tensor its gradient: where it is a leaf it lies there, else it goes on through the graph."""
+    """Give a tensor its gradient: a leaf keeps it; for others it is passed on through the graph."""
     if gradient is None:
         return
     if not tensor.is_leaf:
@@ -207,7 +207,7 @@ def pass_on(tensor: Tensor, gradient: Tensor | None) -> None:
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """Every tensor in nested tuples, lists and mappings."""
+    """Return every tensor in nested tuples, lists and mappings."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -219,7 +219,7 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
 
 
 def _replace(value: Any, by: Mapping[int, Tensor]) -> Any:
-    """The same nest with some tensors replaced."""
+    """Return the same nested structure with some tensors replaced."""
     if isinstance(value, Tensor):
         return by.get(id(value), value)
     if type(value) is dict:

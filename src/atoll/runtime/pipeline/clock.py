@@ -1,8 +1,8 @@
 """Start and end of actions, and of the concurrent gathers and reductions.
 
-On the CPU two readings of the monotonic clock, which the ranks of one host share, and an entry in a list: a fraction
-of a microsecond an action. On CUDA a pair of events on the stream that computes, from a pool; they are read after the
-step, when the device has passed them, so nothing waits for the device on their account.
+On the CPU, two readings of the monotonic clock, which the ranks of one host share, and an entry in a list: a fraction
+of a microsecond per action. On CUDA, a pair of pooled events on the compute stream. They are read after the step, when
+the device has passed them, so nothing waits for the device because of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _OP: Mapping[Kind, Op] = {"gather": Op.UNSHARD, "reduce": Op.REDUCE_GRAD}
 
 
 class Clock:
-    """Records one row of actions at a time. stages: of each unit, the stage that it is shown with."""
+    """Records the actions of one program at a time. stages: for each unit, the stage that it is shown with."""
 
     def __init__(self, rank: int, stages: Mapping[int, int]) -> None:
         self._rank = rank
@@ -31,25 +31,25 @@ class Clock:
         self._taken: list[tuple[Instruction, float, float]] = []
 
     def begin(self) -> None:
-        """Begin a row."""
+        """Begin a program."""
         self._marks = []
         self._taken = []
 
     def now(self) -> float:
-        """A point in time, for `add`."""
+        """Return the current time, for `add`."""
         return time.monotonic()
 
     def add(self, action: Action, start: float) -> None:
-        """Note that an action which began at `start` is over."""
+        """Record the end of an action that began at `start`."""
         self._marks.append((action, start, time.monotonic()))
 
     def took(self, instruction: Instruction, start: float) -> None:
-        """Note that an instruction which began at `start` is over."""
+        """Record the end of an instruction that began at `start`."""
         self._taken.append((instruction, start, self.now()))
 
     def seconds(self) -> dict[tuple[Do, int], list[float]]:
-        """The seconds of each noted instruction, by what it does and with what, less those of instructions within it: a
-        stage's forward plays those of its blocks, of which the first is noted within itself."""
+        """Return the seconds of each recorded instruction, by what it does and with what, less those of instructions
+        nested in it: the forward of a stage contains those of its blocks, and is recorded around the first of them."""
         found: dict[tuple[Do, int], list[float]] = {}
         around: list[tuple[float, tuple[Do, int], int]] = []
         for (do, _, of, _), start, end in self.instructions():
@@ -67,32 +67,32 @@ class Clock:
         return found
 
     def instructions(self) -> list[tuple[Instruction, float, float]]:
-        """The noted instructions with their start and end in seconds, each before those within it."""
+        """Return the recorded instructions with start and end in seconds, each before those nested in it."""
         taken = [(instruction, self._at(start), self._at(end)) for instruction, start, end in self._taken]
         return sorted(taken, key=lambda each: (each[1], -each[2]))
 
     def _at(self, point: float) -> float:
-        """A point in seconds."""
+        """Return a time in seconds."""
         return point
 
     def travelled(self, kind: Kind, unit: int, start: float) -> None:
-        """Note that a unit has been gathered or reduced since `start`, on whichever thread this is."""
+        """Record that a unit has been gathered or reduced since `start`. Called by any thread."""
         if kind in _OP:
             self.add(Action(self._stages[unit], _OP[kind]), start)
 
     def busy(self) -> float:
-        """Seconds in the row's compute actions."""
+        """Return the seconds in compute actions of the program."""
         return sum(end - start for action, start, end in self._marks if action.op.is_compute)
 
     def spans(self) -> tuple[Span, ...]:
-        """The row's spans in seconds of the monotonic clock."""
+        """Return the spans in seconds of the monotonic clock."""
         return tuple(
             Span(self._rank, lane_of(action.op), action, start=start, end=end) for action, start, end in self._marks
         )
 
 
 class DeviceClock(Clock):
-    """The same by CUDA events. A point in time is the number of a pooled event."""
+    """The same with CUDA events. A time is the number of a pooled event."""
 
     def __init__(self, rank: int, stages: Mapping[int, int]) -> None:
         super().__init__(rank, stages)
@@ -108,7 +108,7 @@ class DeviceClock(Clock):
         self.now()
 
     def now(self) -> float:
-        with self._lock:  # lanes have threads where the host waits for messages
+        with self._lock:  # lanes have threads if the host waits for messages
             at, self._used = self._used, self._used + 1
             if at == len(self._events):
                 self._events.append(torch.cuda.Event(enable_timing=True))
@@ -122,7 +122,7 @@ class DeviceClock(Clock):
         return sum(span.end - span.start for span in self.spans() if span.action.op.is_compute)
 
     def spans(self) -> tuple[Span, ...]:
-        """Waits for the events; the origin is when the host began the row."""
+        """Wait for the events and return the spans. Their origin is the time at which the host began the program."""
         return tuple(
             Span(self._rank, lane_of(action.op), action, start=self._at(start), end=self._at(end))
             for action, start, end in self._marks
@@ -135,5 +135,5 @@ class DeviceClock(Clock):
 
 
 def clock_of(device: torch.device, rank: int, stages: Mapping[int, int]) -> Clock:
-    """The clock for a device."""
+    """Return the clock for a device."""
     return DeviceClock(rank, stages) if device.type == "cuda" else Clock(rank, stages)

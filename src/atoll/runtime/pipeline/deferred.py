@@ -4,16 +4,16 @@
     I         x's gradient and the bias's; keeps (x, y's gradient) and nothing else
     W         weight's gradient += y's gradient.T @ x, straight into the unit's buffer
 
-Only `nn.Linear` itself is deferred, by an instance's `forward`: classes are not patched, and norms, embeddings, biases
-and all other modules stay in I. The weight enters the operation detached, so autograd neither computes its gradient nor
-calls its hooks; if a module's weight is also used in another way, that gradient arrives through autograd and is added
-in W.
+Only `nn.Linear` itself is deferred, by replacing an instance's `forward`: classes are not patched, and norms,
+embeddings, biases and all other modules stay in I. The weight enters the operation detached, so autograd neither
+computes its gradient nor calls its hooks; if a module's weight is also used in another way, autograd computes that
+gradient, and it is added in W.
 
 Inside a compiled block the operation is a registered custom operator; outside, the same as a plain autograd function,
 since calling an operator from Python costs about a tenth of a millisecond.
 
-[Note: the anchor] A linear whose input needs no gradient would have no backward at all, and its W would be lost. An
-empty tensor that requires a gradient keeps it in the graph.
+[Note: the anchor] A linear layer whose input needs no gradient would have no backward at all, and its W would be lost.
+An empty tensor that requires a gradient keeps it in the graph.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from atoll.runtime.sharding.unit import Unit
 
 @dataclass(slots=True)
 class Collector:
-    """Collects, while a block's backward runs, what W will need: unit, parameter name, and the factors of the gradient.
+    """Collects the inputs of W while a block's backward runs: unit, parameter name, and the factors of the gradient.
 
-    found: None while no backward runs. All layers of a rank share one collector, since a layer may lie in several
+    found: None while no backward runs. All layers of a rank share one collector, since a layer may be in several
     blocks.
     """
 
@@ -48,7 +48,7 @@ class Collector:
 
     @contextmanager
     def collecting(self) -> Iterator[list[tuple[Unit, str, Any]]]:
-        """A context in which layers append to the list it gives."""
+        """Context in which layers append to the yielded list."""
         found: list[tuple[Unit, str, Any]] = []
         self.found = found
         try:
@@ -58,7 +58,7 @@ class Collector:
 
 
 class DeferredWeight:
-    """The weight of one linear layer, and the forward that the layer has instead of its own."""
+    """The weight of one linear layer, and the forward that replaces the layer's own."""
 
     def __init__(self, module: nn.Linear, unit: Unit, name: str, collector: Collector, *, waits: bool) -> None:
         self.module = module
@@ -72,7 +72,7 @@ class DeferredWeight:
         module.forward = self.forward  # type: ignore[assignment, method-assign]
 
     def remove(self) -> None:
-        """Give the layer its own forward back."""
+        """Restore the layer's own forward."""
         del self.module.forward
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -91,8 +91,8 @@ class DeferredWeight:
         return out
 
     def _forward_split(self, hidden: DTensor, weight: DTensor, bias: Any) -> DTensor:
-        """The same on this rank's part of the weight: its rows, whose results lie side by side, or its columns, whose
-        results are added up."""
+        """Compute the same on this rank's part of the weight: its rows, whose results are concatenated, or its columns,
+        whose results are added."""
         mesh = hidden.device_mesh
         # Dynamo cannot trace the private attribute.
         own = (weight.to_local() if torch.compiler.is_compiling() else local_part(weight)).detach()
@@ -110,7 +110,7 @@ class DeferredWeight:
         return total if bias is None else total + bias
 
     def collect(self, hidden: Tensor, gradient: Tensor) -> None:
-        """Keep what W needs of one call, in I; or do W's work at once."""
+        """Keep the inputs of W for one call, in I; or compute W immediately."""
         if not self._waits:
             self.unit.touched.add(self.name)
             with torch.no_grad():
@@ -123,12 +123,12 @@ class DeferredWeight:
 
 _SLOTS = itertools.count()
 _WEIGHTS: WeakValueDictionary[int, DeferredWeight] = WeakValueDictionary()
-"""Operators take numbers, not objects: the layer that a call belongs to, by its number."""
+"""Layer of a call by its number, because operators take numbers rather than objects."""
 
 
 @torch.library.custom_op("atoll::linear", mutates_args=())
 def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, anchor: Tensor, slot: int) -> Tensor:
-    """`F.linear` whose weight gradient is deferred to the layer `slot`."""
+    """Compute `F.linear`, with the weight gradient deferred to the layer `slot`."""
     return F.linear(hidden, weight, bias)
 
 
@@ -139,7 +139,7 @@ def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, anchor: Tensor, slot:
 
 @torch.library.custom_op("atoll::linear_input_gradient", mutates_args=())
 def input_gradient(gradient: Tensor, hidden: Tensor, weight: Tensor, slot: int, is_needed: bool) -> Tensor:
-    """The gradient of a linear layer's input, [..., in], or nothing where it is not needed; W's part is kept."""
+    """Return the gradient of a linear layer's input, [..., in], or None if it is not needed. Keeps the inputs of W."""
     _WEIGHTS[slot].collect(hidden, gradient)
     return gradient @ weight if is_needed else gradient.new_empty(0)
 
@@ -188,15 +188,15 @@ def _bias(gradient: Tensor) -> Tensor:
 
 
 LEAST_ADDED = 1 << 18
-"""Elements of the smallest weight whose gradient I adds up in one operation. That saves a pass over the gradient; for
-smaller ones a backward in Python, some 0.1 ms, takes longer than the pass."""
+"""Minimum number of elements of a weight whose gradient I accumulates in one operation, which saves a pass over the
+gradient. For smaller ones a backward in Python, about 0.1 ms, takes longer than the pass."""
 
 
 def defer(
     module: nn.Module, units: Sequence[Unit], collector: Collector, *, waits: bool = True
 ) -> list[DeferredWeight]:
-    """Defer every trained `nn.Linear` weight of a block that is in `units`; or, without `waits`, add the gradients of
-    large ones up in I, in one operation."""
+    """Defer every trained `nn.Linear` weight of a block that is in `units`; or, without `waits`, accumulate the
+    gradients of large ones in I, in one operation."""
     owners = {id(p): (unit, name) for unit in units for name, p in unit.parameters.items()}
     return [
         DeferredWeight(child, *owners[id(child.weight)], collector, waits=waits)
@@ -216,7 +216,7 @@ Pending = dict[Unit, list[tuple[str, Any]]]
 
 @torch.no_grad()
 def compute_weights(unit: Unit, pending: list[tuple[str, Any]]) -> None:
-    """W of a unit: add what is pending to its weights' gradients, and take it out on the way, so that it is free."""
+    """Compute W of a unit: add pending gradients to those of its weights, and remove them so that they are freed."""
     pending.reverse()
     while pending:
         name, kept = pending.pop()

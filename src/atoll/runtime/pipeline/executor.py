@@ -1,10 +1,10 @@
 """Executes a rank's programs: a table instruction -> function.
 
-The forward of a stage is the model's own. It calls its blocks one after the other, and each call returns here, where
-the program is executed up to that block. The executor decides nothing: all gathers, frees, reductions and sends of a
+The forward of a stage is the model's own. It calls its blocks one after the other, and each call comes here, where the
+program is executed up to that block. The executor makes no decisions: all gathers, frees, reductions and sends of a
 step are in its program.
 
-A receive waits for its message and a compute instruction only computes, so that the timeline shows which rank waited.
+A receive waits for its message and a compute instruction only computes, so the timeline shows which rank waited.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Key = tuple[int, int]
 """(stage, microbatch)"""
 
 STEP_BITS = 32
-"""A rank is at (step, instruction) of its program, as one number: programs are shorter."""
+"""Number of bits of an instruction's index in a rank's position (step, index) as one number."""
 
 _UNNAMED: AbstractContextManager[None] = nullcontext()
 
@@ -55,15 +55,15 @@ _TO_NEIGHBOURS = {Do.RECV_F, Do.RECV_B, Do.RECV_S, Do.RECV_T, Do.RECV_G, Do.SEND
 _ALONG_THE_PIPELINE = {Do.SEND_L, Do.SEND_S, Do.SEND_T, Do.DRAIN, Do.COPIES}
 _OF_EVERYONE = {Do.VERDICT, Do.TOTAL, Do.TAKE_BACK}
 _COMPUTES = {Do.F, Do.FINISH_F, Do.START_I, Do.I, Do.FINISH_I, Do.W, Do.FINISH_W, Do.L, Do.S, Do.T, Do.G, Do.STEP}
-"""Ranks that an instruction may wait for, see `Executor.doing`. Others wait for data-parallel ranks, if any."""
+"""Instructions by the ranks that they may wait for, see `Executor.doing`. All others wait for data-parallel ranks."""
 
 
 @dataclass(slots=True)
 class _Step:
-    """Everything that lives from one instruction to another within a step.
+    """State that is passed between the instructions of a step.
 
-    passages: of a microbatch, what its blocks keep for their backward.
-    received: buffers of a microbatch's activation and gradient, given back after W, which may read both.
+    passages: for a microbatch, the state of its blocks for their backward.
+    received: buffers of a microbatch's activation and gradient, returned after W, which may read both.
     """
 
     batches: Sequence[Batch]
@@ -83,10 +83,10 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of a program on this rank: the sum of its losses, its outputs if requested, its clock.
+    """Result of a program on this rank: the sum of its losses, its outputs if requested, its clock.
 
-    loss_sum: on the last stage, of one rank of a tensor-parallel group: all of them have the same.
-    counts: what the losses say that they are sums over, of the same rank; empty where the labels tell.
+    loss_sum: on the last stage, of one rank of a tensor-parallel group, as all of them have the same.
+    counts: counts returned by the losses, of the same rank; empty if the labels determine them.
     losses: on the last stage, of each of this rank's microbatches.
     """
 
@@ -98,17 +98,18 @@ class Outcome:
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """The timeline, until the next program of its kind begins; on CUDA it waits for the device."""
+        """Return the timeline, until the next program of its kind begins; on CUDA it waits for the device."""
         return self.clock.spans()
 
 
 @dataclass(frozen=True, slots=True)
 class _Score:
-    """A program ready to be played.
+    """A program with the calls that execute it.
 
-    calls: one for each instruction.  parts: the program cut where another action begins.  forwards: where each block's
-    forward stands, by stage and microbatch.  awaits: of each instruction its words, and the ranks that it may wait for.
-    table: where the words lie on this process's page.  name: a number that the program has on every rank, never 0.
+    calls: one for each instruction.  parts: the program, cut where another action begins.  forwards: position of each
+    block's forward, by stage and microbatch.  awaits: for each instruction its text, and the ranks that it may wait
+    for.
+    table: offset of the texts in this process's page.  name: a number that the program has on every rank, never 0.
     """
 
     program: Program
@@ -122,18 +123,19 @@ class _Score:
 
 
 class _TakenBack(Exception):  # noqa: N818  (no error: the program begins anew)
-    """A step ahead was wrong."""
+    """Raised if a step ahead was wrong."""
 
 
 class Executor:
-    """Plays the programs of this rank.
+    """Executes the programs of this rank.
 
-    outline: gives the rows and lowers them.  sharded: the stages and units that they are about.  end: ends the steps.
+    outline: lists the rank's actions and lowers them.  sharded: the stages and units of the programs.  end: ends the
+    steps.
     loss: of the last stage's outputs and a microbatch.
-    lanes: what travels beside the programs, which is noted on their clock.
+    lanes: run transfers concurrently, which are recorded on the programs' clock.
 
-    is_timed: whether each instruction is noted on the clock, and not just each action.
-    probe: what looks at the values of the next program, if anything does.
+    is_timed: whether each instruction is recorded on the clock, instead of each action only.
+    probe: inspects the values of the next program, if given.
     """
 
     def __init__(
@@ -215,13 +217,13 @@ class Executor:
     # ---- programs
 
     def lower(self, shape: RankShape) -> Program:
-        """Lower this rank's rows for what it has; the program of a training step."""
+        """Lower this rank's actions for its stages and units. Return the program of a training step."""
         self._shape = shape
         self._scores.clear()
         return self._score_of(self._outline.schedule.microbatches, self._outline.plan.end).program
 
     def _score_of(self, microbatches: int, end: Ending | None) -> _Score:
-        """The program for the first microbatches of a row; made once, and played many times."""
+        """Return the program for the first microbatches of the actions; it is lowered once and executed many times."""
         key = microbatches, end
         if key not in self._scores:
             assert self._shape is not None, "programs are lowered before one is played"
@@ -287,10 +289,10 @@ class Executor:
         training: bool,
         keep_logits: bool = False,
     ) -> Outcome:
-        """Play a program over this rank's microbatches.
+        """Execute a program over this rank's microbatches.
 
         step: the number of the training step.  first_microbatch: the global number of the first.
-        scale: what the loss is multiplied by before its backward, asked when that is known (1 if not given).
+        scale: returns the factor of the loss before its backward, called once it is known (1 if not given).
         Without training nothing is kept for a backward; with keep_logits the loss is not computed.
         """
         self._step = _Step(batches, is_training=training, keeps_logits=keep_logits)
@@ -313,7 +315,7 @@ class Executor:
         return Outcome(self._loss_sum(ended), counts, ended.losses, logits=tuple(ended.logits), clock=self._clock)
 
     def _use(self, microbatches: int, end: Ending | None) -> _Score:
-        """Play this program from here on."""
+        """Select the program to execute."""
         score = self._score = self._score_of(microbatches, end)
         self._page.use(score.table, len(score.calls), self._step_number + 1 if self._step.is_training else 0)
         self._calls, self._instructions = score.calls, score.program.instructions
@@ -334,13 +336,14 @@ class Executor:
     def _counts(self, step: _Step) -> tuple[torch.Tensor | float, ...]:
         if 0 < len(step.counts) < len(step.losses):
             raise RunError(
-                f"the loss gave a count for {len(step.counts)} of {len(step.losses)} microbatches; it gives a sum for "
+                f"the loss returned a count for {len(step.counts)} of {len(step.losses)} microbatches; it gives a "
+                "sum for "
                 "each, or a pair (sum, count) for each"
             )
         return tuple(step.counts.values()) if self._transport.place.tp == 0 else ()
 
     def _drain(self) -> None:
-        """Let go of everything but what the step gives."""
+        """Release everything except the results of the step."""
         self._mail.end()
         if self._vocabulary is not None:
             self._vocabulary.end()
@@ -357,15 +360,15 @@ class Executor:
         continues, and ends as the verdict says."""
         batches = self._step.batches
         if self._end.take_back():
-            # Gathers that are under way bring what was wrong. They are waited for: their room is asked for again.
+            # Gathers in flight read wrong values. Wait for them, because their buffers are needed again.
             for unit in self._units.values():
                 unit.drop()
             self._step = _Step(batches, is_training=True)
             if self._vocabulary is not None:
                 self._vocabulary.end()
                 self._vocabulary.begin(batches, training=True)
-            # Senders begin this step anew too, and send again what they had sent before their own verdict: what has
-            # come of the first time, or is posted for it, is taken out of the way.
+            # Senders also begin this step again, and repeat the sends that preceded their own verdict. Discard the
+            # messages of the first time that have arrived, and the receives posted for them.
             later = [instruction.action for instruction in self._instructions[self._at :]]
             self._mail.begin_again(self._stale(dict.fromkeys(later)))
             raise _TakenBack
@@ -374,7 +377,7 @@ class Executor:
 
     @contextmanager
     def _blocks_handed(self) -> Iterator[None]:
-        """While a program is played, blocks run here where the model calls them. Elsewhere they run by themselves."""
+        """Context in which this executor runs blocks when the model calls them. Outside it they run by themselves."""
         for block in self._blocks.values():
             block.hand_to(self._block_forward)
         try:
@@ -384,7 +387,7 @@ class Executor:
                 block.hand_to(None)
 
     def _begin(self, row: Sequence[Action], batches: Sequence[Batch], *, training: bool, keep_logits: bool) -> None:
-        """Begin with the messages of a row."""
+        """Begin with the messages of a program."""
         split = self._vocabulary
         if split is None:
             self._mail.begin(row, batches, training=training)
@@ -415,15 +418,17 @@ class Executor:
         except AtollError:
             raise
         except (Exception, SystemExit) as error:  # a model's sys.exit would leave the other ranks waiting
-            if self._now.op is Op.STEP:  # the optimizer's, or the caller's own: it stays what it is
+            if self._now.op is Op.STEP:  # errors of the optimizer or of the caller's code are raised unchanged
                 raise
             raise self._failure(self._now, error) from error
 
     def _advance(self, stop: int) -> None:
-        """Play up to an instruction. A model's own forward plays some of them on its way."""
+        """Execute up to an instruction. A model's own forward executes some of them when it calls its blocks."""
         while self._at < stop:
             at = self._place[AT] = self._at
-            self._at = at + 1  # before the call: the forward of a stage goes on from here, and leaves it further on
+            self._at = (
+                at + 1
+            )  # set before the call: the forward of a stage continues from here, and advances it further
             self._calls[at]()
 
     def doing(self) -> Doing | None:
@@ -436,7 +441,7 @@ class Executor:
         return Doing(words, score.awaits[at].waits_for, mark, program=score.name)
 
     def _awaits(self, instruction: Instruction) -> Doing:
-        """An instruction in words, and the ranks that it may wait for."""
+        """Return the text of an instruction, and the ranks that it may wait for."""
         peers, along = self._awaited(instruction)
         what = str(instruction)
         if str(instruction.action) not in what:
@@ -446,7 +451,7 @@ class Executor:
         return Doing(what, peers)
 
     def _awaited(self, instruction: Instruction) -> tuple[tuple[int, ...], str]:
-        """The world ranks that must act before an instruction can end, and the axes along which they lie."""
+        """Return the world ranks that must act before an instruction can end, and the axes between them."""
         do, place = instruction.do, self._transport.place
         if do in _TO_NEIGHBOURS:
             peer = self._peer(instruction.action)
@@ -501,7 +506,7 @@ class Executor:
         return RunError(f"{where}, {what}: {type(error).__name__}: {error}")
 
     def _peer(self, action: Action) -> int | None:
-        """The world rank that a message's action talks to."""
+        """Return the world rank that an action communicates with."""
         if action.op in (Op.RECV_S, Op.RECV_T, Op.SEND_S):
             return self._rank_of(self._placement.stages - 1)
         if action.op in (Op.RECV_G, Op.SEND_L):
@@ -520,18 +525,18 @@ class Executor:
     # ---- compute
 
     def _forward(self, stage: int, microbatch: int) -> None:
-        """The model's own forward of a stage, in which its blocks come back to `_block_forward`."""
+        """Run the model's own forward of a stage, in which its blocks call `_block_forward`."""
         key = stage, microbatch
         first = self._at - 1
-        self._at = first  # what is played next is the first block's forward, where the model calls it
+        self._at = first  # the next instruction is the first block's forward, executed when the model calls it
         hidden = self._step.inputs.get(key)
         self._look(Made.INPUT, [hidden], self._stages[stage].run.start, microbatch=microbatch)
         self._step.outputs[key] = self._stages[stage].forward(hidden, self._step.batches[microbatch])
         self._at = max(self._at, first + 1)
 
     def _block_forward(self, block: LocalBlock, given: Arguments) -> Any:
-        """A block's forward, where the model's own calls it: what the program has before it, the block, and what begins
-        right behind it. Blocks that the model leaves out are passed over, and so travel as on all other ranks."""
+        """Run a block's forward when the model calls it: execute the instructions before it, the block, and what starts
+        directly after it. Blocks that the model skips are passed over, and so communicate as on all other ranks."""
         action = self._now
         microbatch = action.microbatch or 0
         key = action.stage, microbatch
@@ -559,13 +564,13 @@ class Executor:
             place[AT] = self._at
             self._at += 1
             calls[self._at - 1]()
-        place[AT] = at  # what the model does between its blocks is the forward's
+        place[AT] = at  # operations of the model between its blocks belong to the forward
         if passage is not None:
             self._step.passages.setdefault(key, {})[block.index] = passage
         return output
 
     def _finish_forward(self, stage: int, microbatch: int) -> None:
-        """The loss on the last stage, or what the next one is given."""
+        """Compute the loss on the last stage, or the input of the next stage."""
         step, at = self._step, self._stages[stage]
         key = (stage, microbatch)
         output = step.outputs.pop(key)
@@ -593,8 +598,8 @@ class Executor:
             step.inputs[stage + 1, microbatch] = passed.requires_grad_(output.requires_grad and step.is_training)
 
     def _start_input_backward(self, stage: int, microbatch: int) -> None:
-        """The gradient of what the stage gave goes to where its last block left it; on the last stage the loss's own
-        backward runs."""
+        """Give the gradient of the stage's output to the outputs of its last block; on the last stage, run the loss's
+        own backward."""
         step, at, key = self._step, self._stages[stage], (stage, microbatch)
         output = step.outputs.pop(key)
         gradient = step.gradients.pop(key, None)
@@ -607,17 +612,17 @@ class Executor:
             at.looked_up.rows = step.inputs.get(key)
 
     def _block_backward(self, block: LocalBlock, key: Key) -> None:
-        """One block's backward; its gradients go to where they are made, and what W needs is kept.
+        """Run one block's backward. Its gradients go to the tensors' producers, and inputs of W are kept.
 
-        A weight whose gradient belongs to W, but which was used outside of its linear layer too, gets that part through
-        autograd: it joins what is pending.
+        If a weight with deferred W is also used outside of its linear layer, autograd computes that part of the
+        gradient, and it is added to the pending ones.
         """
         passage = self._step.passages.get(key, {}).pop(block.index, None)
         if passage is None:
             return
         pending = self._step.pending[key]
         if self.probe is not None:
-            # What the block behind has given back, or what was received: in the last block of a stage.
+            # The gradient from the following block or, in the last block of a stage, the received one.
             is_last = block.index == self._stages[key[0]].run.stop - 1
             made, of = (Made.GRADIENT, block.index) if is_last else (Made.INPUT_GRADIENT, block.index + 1)
             self._look(made, [leaf.grad for leaf in passage.leaves], of, microbatch=key[1])
@@ -676,7 +681,7 @@ class Executor:
             self.probe.look(made, values, block, microbatch=microbatch, name=name)
 
     def _finish_weights(self, stage: int, microbatch: int) -> None:
-        """Nothing of the microbatch is left: what it has received is room for others."""
+        """Release everything of the microbatch; its received buffers are reused."""
         key = stage, microbatch
         del self._step.pending[key]
         for buffer, wire in self._step.received.pop(key, ()):
@@ -706,7 +711,7 @@ class Executor:
         step.inputs[stage, microbatch] = hidden.requires_grad_(wire.has_gradient and step.is_training)
 
     def _send_backward(self, stage: int, microbatch: int) -> None:
-        """Send what a backward owes, if it owes anything."""
+        """Send the gradient of a backward, if the previous stage needs it."""
         gradient = self._step.gradients.pop((stage - 1, microbatch), None)
         if gradient is None:
             return
@@ -726,7 +731,7 @@ class Executor:
             self._step.received.setdefault((stage, microbatch), []).append(received)
 
     def _receive_scores(self, split: SplitVocabulary, microbatch: int) -> None:
-        """The loss and what the last stage's backward begins with; or the logits."""
+        """Receive the loss and the gradient from which the last stage's backward begins; or the logits."""
         step, key = self._step, (split.last_stage, microbatch)
         found, gradient = split.receive_scores(microbatch)
         if step.keeps_logits:
@@ -739,4 +744,4 @@ class Executor:
 
 
 def _skip() -> None:
-    """A block that the model's forward has left out."""
+    """Skip a block that the model's forward did not call."""

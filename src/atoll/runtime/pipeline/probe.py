@@ -1,13 +1,13 @@
-"""Finds the first value of a step that is not finite, by looking at everything while its program is played again.
+"""Search for the first non-finite value of a step, by inspecting all values while its program is executed again.
 
-Nothing is looked at in the step itself: that its loss or norm is not finite is known at its end anyway, and samples,
-parameters and random numbers are still those it began with. So healthy steps pay nothing, and a bad one takes twice as
-long. What is looked at, in the order in which it is made:
+The step itself is not inspected: a loss or norm that is not finite is known at its end, when its samples, parameters
+and random numbers are still available. So healthy steps cost nothing, and a bad one takes twice as long. Values are
+inspected in the order in which they are made:
 
-    forward    what a stage received, the output of each block, the loss
-    backward   the gradient that a stage received; of each block, the gradients of its parameters and of its input
+    forward    the received input of a stage, the output of each block, the loss
+    backward   the received gradient of a stage; of each block, the gradients of its parameters and of its input
 
-Parameters are looked at first, where they rest.
+Parameters are inspected first, in the storage of their rank.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ FIELDS = len(Sighting(Made.LOSS, 0, 0, block=0).encode())
 
 
 class Probe:
-    """The findings of one rank. first: the global index of its first microbatch.  size: samples in one.
+    """Findings of one rank. first: the global index of its first microbatch.  size: samples in a microbatch.
 
-    names: the place of each parameter among the model's.
+    names: the index of each parameter among the model's.
     """
 
     def __init__(self, rank: int, *, first: int, size: int, names: Mapping[str, int]) -> None:
@@ -45,9 +45,9 @@ class Probe:
         *,
         name: str | None = None,
     ) -> None:
-        """Note the first of `values` that is not finite.
+        """Record the first of `values` that is not finite.
 
-        name: of the parameter that they are the gradient of, summed over microbatches: it is noted once.
+        name: of the parameter that they are the gradient of, summed over microbatches; it is recorded once.
         """
         if name in self._bad:
             return
@@ -64,7 +64,7 @@ class Probe:
             return
 
     def _bad_row(self, value: torch.Tensor) -> int | None:
-        """The first sample with a number that is not finite, -1 where rows are no samples; None if all are finite."""
+        """Return the first sample with a non-finite number, -1 if rows are not samples, or None if all are finite."""
         value = local_part(value).detach()
         if not (value.is_floating_point() or value.is_complex()):
             return None
@@ -77,7 +77,7 @@ class Probe:
 
 
 def bad_parameter(units: Sequence[Unit], rank: int, names: Mapping[str, int]) -> Sighting | None:
-    """The first parameter that is not finite where it rests on this rank."""
+    """Return the first non-finite parameter that is stored on this rank."""
     for unit in units:
         block = unit.spec.blocks[0] if unit.spec.blocks else -1
         for segment in unit.segments:
@@ -92,12 +92,12 @@ def bad_parameter(units: Sequence[Unit], rank: int, names: Mapping[str, int]) ->
 
 
 def places_of(specs: Sequence[UnitSpec]) -> dict[str, int]:
-    """The place of each parameter among the model's, the same on every rank."""
+    """Return the index of each parameter among the model's, the same on every rank."""
     return {name: at for at, name in enumerate(name for spec in specs for name in spec.names)}
 
 
 def first_of_all(own: Sequence[Sighting], transport: Transport, microbatches: int) -> tuple[Sighting | None, list[int]]:
-    """The cause of what all ranks have seen, and the global microbatches that any saw; every rank calls it."""
+    """Return the first cause over all ranks, and the global microbatches with findings on any; every rank calls it."""
     place = transport.place
     table = torch.zeros(place.mesh.world, FIELDS, dtype=torch.float64)
     marks = torch.zeros(microbatches, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""A stage: consecutive blocks of the model that one rank runs."""
+"""A stage: consecutive blocks of the model on one rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from atoll.runtime.vocabulary.slice import VocabularySlice
 class Stage:
     """Blocks `run` of the model, and the units they use in the order of the backward.
 
-    looked_up, scored: what stands for embedding and head where the vocabulary is split.
+    looked_up, scored: replacements of embedding and head if the vocabulary is split.
     """
 
     index: int
@@ -35,9 +35,10 @@ class Stage:
     scored: Scored | None = None
 
     def forward(self, hidden: torch.Tensor | None, batch: Batch) -> torch.Tensor:
-        """The hidden state after the stage, [B, S, hidden] as a rule, or the logits on the last stage.
+        """Return the hidden state after the stage, usually [B, S, hidden], or the logits on the last stage.
 
-        Where the vocabulary is split, stage 0 is given what was looked up, and the last gives what is to be scored.
+        If the vocabulary is split, stage 0 takes the looked-up embeddings, and the last stage returns the input of the
+        scores.
         """
         if self.looked_up is not None and hidden is not None:
             self.looked_up.rows = hidden
@@ -49,7 +50,7 @@ class Stage:
 
     @property
     def shape(self) -> StageShape:
-        """The stage's shape for lowering."""
+        """Return the stage's shape for lowering."""
         blocks = tuple(
             BlockShape(block.index, tuple(unit.spec.index for unit in block.units), block.needs_backward)
             for block in self.blocks
@@ -58,7 +59,7 @@ class Stage:
         return StageShape(self.index, blocks, units, is_recomputed=any(block.is_recomputed for block in self.blocks))
 
     def train(self, mode: bool) -> None:
-        """Switch dropout and the like on or off."""
+        """Set the training mode of dropout and other modules."""
         for block in self.blocks:
             block.module.train(mode)
 
@@ -79,7 +80,7 @@ class Sharded:
 
 
 def owners_of(blocks: Sequence[int], runs: Sequence[range], rank_of_stage: Sequence[int]) -> tuple[int, ...]:
-    """Pipeline ranks that hold any of `blocks`, in the order of their stages."""
+    """Return the pipeline ranks that hold any of `blocks`, in the order of their stages."""
     found: list[int] = []
     for stage, run in enumerate(runs):
         if any(block in run for block in blocks) and rank_of_stage[stage] not in found:

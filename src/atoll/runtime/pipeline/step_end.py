@@ -41,7 +41,7 @@ class LossScaler:
     good_steps: int = 0
 
     def update(self, *, is_finite: bool) -> None:
-        """Take note of a step."""
+        """Record a step."""
         self.good_steps = self.good_steps + 1 if is_finite else 0
         if not is_finite:
             self.scale = max(self.scale / 2, 1.0)
@@ -132,7 +132,7 @@ class _Unsettled:
     sums, touched: of this rank's stage, then of the ranks before it too; the parameters that have gradients.
     ahead: the parameters that it was stepped ahead with, where it was.
     everyone: the sums of all ranks, where they are under way.  verdict: what they say.
-    is_rehearsal: whether it is played for its sums alone, and never taken.
+    is_rehearsal: whether it is executed only for its sums, and never taken.
     """
 
     step: int
@@ -226,8 +226,8 @@ class StepEnd:
         look: Callable[[], None] | None = None,
         is_rehearsal: bool = False,
     ) -> None:
-        """A step's program is about to be played. since: when the step began, of the monotonic clock.  look: called
-        when the gradients are complete.  is_rehearsal: it is refused whatever it gives."""
+        """Prepare for a step's program. since: begin of the step on the monotonic clock.  look: called
+        when the gradients are complete.  is_rehearsal: the step is refused whatever its result is."""
         options: list[dict[str, Any]] = []
         self._optimizer.remember_options(options)
         sums = _Sums(torch.zeros(_HEAD), tokens)
@@ -251,13 +251,13 @@ class StepEnd:
         return Ending.CHAIN if self._usual is None else Ending.AHEAD
 
     def settle(self) -> None:
-        """The verdict where no step follows: what VERDICT, STEP and TAKE_BACK do, with nothing to play again."""
+        """Return the verdict if no step follows: do the work of VERDICT, STEP and TAKE_BACK, without a replay."""
         self._wait()
         self._conclude()
         self.take_back()
 
     def take_back(self) -> bool:
-        """Bring right parameters to where they rest, if a step wrote wrong ones; whether it did."""
+        """Restore right parameters if a step wrote wrong ones. Return True if it did."""
         if self.was_right:
             return False
         for unit in self._units:
@@ -265,25 +265,25 @@ class StepEnd:
         return True
 
     def forget(self) -> None:
-        """The step has not been."""
+        """Discard the step."""
         self._outstanding = None
         for unit in self._units:
             unit.clear_gradients()
 
     def cancel(self) -> None:
-        """Forget the step that waits for its verdict, and what it has written ahead of that; all ranks do."""
+        """Discard the step that waits for its verdict, and what it has written before that; all ranks do."""
         if self._outstanding is not None:
             self.forget()
             for unit in self._units:
                 unit.sync_parameters()
 
     def take_refused(self) -> Refused | None:
-        """The step that was refused last, if it has not been taken yet."""
+        """Return the step that was refused last, if it has not been taken yet."""
         refused, self._refused = self._refused, None
         return refused
 
     def take_result(self) -> StepResult | None:
-        """The result of the step that was settled last, if it has not been taken yet."""
+        """Return the result of the step that was settled last, if it has not been taken yet."""
         result, self._result = self._result, None
         if result is not None and not self._is_post_validated:
             return replace(result, seconds=time.monotonic() - self._now.begin)
@@ -332,7 +332,7 @@ class StepEnd:
         self._allow()
 
     def _share_flags(self, names: Sequence[tuple[Unit, str]], flags: torch.Tensor) -> None:
-        """A shared parameter is touched where any of its copies is."""
+        """Mark a shared parameter as touched if any of its copies is."""
         for unit in self._units:
             if len(unit.owners) > 1:
                 own = [at for at, (owner, _) in enumerate(names) if owner is unit]
@@ -375,7 +375,7 @@ class StepEnd:
             self._look()
 
     def _come_back(self, step: _Unsettled) -> _Sums:
-        """The last rank's sums, passed back along the pipeline."""
+        """Return the last rank's sums, passed back along the pipeline."""
         place = self._transport.place
         line = place.peers("pp")
         sums = step.sums
@@ -409,7 +409,7 @@ class StepEnd:
                     self._optimizer.step_ahead(unit, now.touched)
 
     def _conclude(self) -> None:
-        """Make the step for good, or refuse it."""
+        """Take the step finally, or refuse it."""
         step, self._outstanding = self._outstanding, None
         self.was_right = True
         if step is None:
@@ -426,7 +426,7 @@ class StepEnd:
             bubble=sums.idle / self._transport.place.mesh.world,
             skipped=not is_finite,
         )
-        # A rehearsal has stepped ahead nowhere, so the parameters are right.
+        # A rehearsal never steps ahead, so the parameters are right.
         self.was_right = step.is_rehearsal or self._is_right(sums)
         self._usual = step.touched if self._is_post_validated and self._is_right(sums) else None
         has_overflowed = not is_finite and self._can_overflow and math.isfinite(sums.loss)

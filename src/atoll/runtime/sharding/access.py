@@ -1,8 +1,8 @@
 """Access to full parameters and gradients by name, under any layout.
 
-Values are those that the optimizer works on, in the master's dtype (frozen parameters: in the compute dtype, as they
-rest). An edit goes to the master weights and from there to every copy. It must be the same wherever a part of the
-parameter rests: the ranks compare what they are about to write, and refuse together where it differs.
+Values are those that the optimizer works on, in the master's dtype (frozen parameters: in the compute dtype, as
+stored). An edit goes to the master weights and from there to every copy. It must be the same on all ranks that store a
+part of the parameter: the ranks compare their new values, and refuse together if they differ.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Edit:
         return found
 
     def write(self) -> None:
-        """Bring what was edited to where it rests."""
+        """Write edited values to where they are stored."""
         edited = self.edited()
         for segment in dict.fromkeys(self._segments[name] for name in edited):
             segment.write_values({name: edited[name] for name in edited if self._segments[name] is segment})
@@ -85,7 +85,7 @@ def differing(names: Sequence[str], totals: torch.Tensor) -> list[str]:
 
 
 def whole_gradients(units: Sequence[Unit], names: Collection[str]) -> dict[str, torch.Tensor]:
-    """The step's gradients, as the optimizer is about to get them but for clipping; every rank takes part."""
+    """Return the step's gradients as the optimizer will get them, apart from clipping; every rank takes part."""
     found = {}
     for segment in _segments_with(units, names):
         if segment.final is not None:

@@ -114,7 +114,7 @@ class ShardedOptimizer:
             )
 
     def remember_options(self, options: list[dict[str, Any]]) -> None:
-        """Write down each group's options as they are now: a step that is made later is made with these."""
+        """Record each group's current options: a step that is taken later uses these."""
         options[:] = [{k: v for k, v in group.items() if k != "params"} for group in self.torch.param_groups]
 
     def step(self, touched: Collection[str], scale: float, options: Sequence[Mapping[str, Any]]) -> None:

@@ -1,9 +1,9 @@
 """Bitwise comparison of replicated values across ranks: finds corruption by memory, devices or links.
 
-Compared is what rests: masters, parameters and optimizer state. Ranks hold the same where a level repeats along an axis
-(N everywhere, I across groups), where pipeline stages share a parameter, and where a tensor-parallel group does not
-split it. What lies at G alone has no replica, and is not compared. Each rank digests what it holds; the digests travel,
-the values do not. See the runs of silent corruption in Llama 3 (arXiv 2407.21783, section 3.3.4).
+Stored values are compared: masters, parameters and optimizer state. Ranks hold the same where a level repeats along an
+axis (N everywhere, I across groups), where pipeline stages share a parameter, and where a tensor-parallel group does
+not split it. Values at level G have no replica, and are not compared. Each rank sends digests of its values, not the
+values. See the runs of silent corruption in Llama 3 (arXiv 2407.21783, section 3.3.4).
 """
 
 from __future__ import annotations

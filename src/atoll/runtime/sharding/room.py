@@ -9,8 +9,8 @@ from torch import Tensor
 
 
 class Room(NamedTuple):
-    """A view in the parameter's shape, which holds nothing yet if it is empty: the first to come writes, and all others
-    add."""
+    """A view in the parameter's shape. If it is empty, the first gradient is written to it; all later ones are
+    added."""
 
     view: Tensor
     is_empty: bool

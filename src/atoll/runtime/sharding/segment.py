@@ -1,4 +1,4 @@
-"""One flat buffer of a unit: where its parameters, gradients and optimizer weights rest, and how they move.
+"""One flat buffer of a unit: storage of its parameters, gradients and optimizer weights, and their moves.
 
 [Note: the storages of a segment]
 
@@ -237,8 +237,8 @@ class Segment:
             self._flow_views = {phase: self._views_of(resting) for phase, resting in self.gradients.items()}
 
     def _give_gradients_back(self) -> None:
-        """Between steps nothing rests of gradients that are sharded: a forward has the room for what it keeps. Those
-        that rest whole are read by others where they are, and stay."""
+        """Free sharded gradients between steps, so that a forward can use their memory. Those
+        that are stored whole are read by others in place, and stay."""
         if self.layout.gradients is not Level.N:
             for resting in self.gradients.values():
                 resting.untyped_storage().resize_(0)
@@ -267,7 +267,8 @@ class Segment:
         return held.narrow(0, inner.start - outer.start, len(inner))
 
     def _adopt(self) -> None:
-        """Take the first values to where they rest, and make the parameters views of the whole buffer for good."""
+        """Copy the first values to where they are stored, and make the parameters permanent views of the whole
+        buffer."""
         weights = self.around.weights
         with torch.no_grad():
             for name, local in self._local.items():
@@ -282,7 +283,7 @@ class Segment:
                 self._local[name] = local_part(parameter)
 
     def _keep(self, target: torch.Tensor, level: Level) -> None:
-        """Fill a resting buffer from the parameters' first values, at their full precision."""
+        """Fill a permanent buffer from the parameters' first values, at their full precision."""
         weights = self.around.weights
         for part in self.map.slices(self.range(level)):
             place = target.narrow(0, part.offset, part.stop - part.start)
@@ -358,7 +359,7 @@ class Segment:
             self.whole.untyped_storage().resize_(self.whole.numel() * self.whole.itemsize)
 
     def free(self) -> None:
-        """Give the whole copy back."""
+        """Free the whole copy."""
         if self.permanent or self.state is not State.WHOLE:
             return
         # Before the storage goes: who reads a parameter now sees NaN, and not memory that is not there.
@@ -368,7 +369,7 @@ class Segment:
         self.state = State.FREED
 
     def drop(self) -> None:
-        """Give back what is whole or on its way."""
+        """Free a copy that is whole or in flight."""
         if self._gathering is not None:
             self._gathering.wait()  # a lane still writes to it
             self._gathering = None
@@ -428,7 +429,7 @@ class Segment:
         return self._flow_views[phase][name] if name in self._written.get(phase, ()) else None
 
     def _open_flow(self, phase: Phase) -> None:
-        """The whole buffer that a phase accumulates in, with anything in it, where it is not there yet."""
+        """Return the whole buffer in which a phase accumulates; uninitialized if it is new."""
         if phase not in self._flow_views:
             resting = self.gradients[phase]
             flow = self.around.transport.lend(self.map.padded, resting.dtype)
@@ -438,7 +439,7 @@ class Segment:
             self._flow_views[phase] = self._views_of(flow)
 
     def _complete(self, phase: Phase, whole: torch.Tensor) -> None:
-        """Zeros where nobody has written, the padding included."""
+        """Write zeros where nothing was written, including the padding."""
         written = self._written[phase]
         if not written:
             whole.zero_()
@@ -517,7 +518,7 @@ class Segment:
             self.around.transport.total_along(self.final, "tp", Tag(Channel.SUM_TENSOR, *self._tag))
 
     def clear_gradients(self) -> None:
-        """Forget the step's gradients: what rests is written over, or given back."""
+        """Discard the step's gradients: stored ones are overwritten, others are freed."""
         self._resting.clear()
         self._give_gradients_back()
         for phase, flow in self.flows.items():
@@ -541,14 +542,15 @@ class Segment:
     # ---- reads and edits
 
     def read_values(self) -> dict[str, torch.Tensor]:
-        """Whole values by name, new tensors: of the masters, or of the resting parameters where they are frozen."""
+        """Return whole values by name, as new tensors: of the masters, or of the stored parameters if they are
+        frozen."""
         if self.master is not None:
             return self._read(self.master, self.layout.optimizer)
         assert self.rest is not None, "what is frozen rests somewhere"
         return self._read(self.rest, self.layout.parameters)
 
     def read_gradients(self) -> dict[str, torch.Tensor]:
-        """The step's whole gradients by name, new tensors."""
+        """Return the step's whole gradients by name, as new tensors."""
         assert self.final is not None, "asked only between a step's gradients and its update"
         return self._read(self.final, self.layout.optimizer)
 

@@ -152,12 +152,12 @@ class Unit:
             segment.gather()
 
     def free(self) -> None:
-        """Give whole copies back where parameters rest sharded."""
+        """Free whole copies of sharded parameters."""
         for segment in self.segments:
             segment.free()
 
     def drop(self) -> None:
-        """Give back what is whole or on its way, where a row is played again from its beginning."""
+        """Free what is whole or in flight, if a program is executed again from its beginning."""
         for segment in self.segments:
             segment.drop()
 
@@ -215,7 +215,7 @@ class Unit:
             segment.settle_parameters()
 
     def clear_gradients(self) -> None:
-        """Forget the step's gradients."""
+        """Discard the step's gradients."""
         self.touched.clear()
         for segment in self.segments:
             segment.clear_gradients()

@@ -9,10 +9,10 @@ buffer of k equal blocks, one for each rank of the axis in order; a rank's own b
 
 A rank's own block may also come from, and the sum may go to, a buffer of its own.
 
-[Note: reading in place] Ranks of one host that share memory read each other's blocks where they lie. A message says
-where, and that the block is ready. What rests (`allocate`) is written between a step's agreement of all data-parallel
-ranks and its end, or behind another agreement, so nobody reads it then; what is lent (`lend`) is used again only when
-every rank of the group has said that it is done with it.
+[Note: reading in place] Ranks of one host that share memory read each other's blocks in place. A message gives the
+block's location and means that it is ready. Permanent memory (`allocate`) is written only between a step's agreement
+of all data-parallel ranks and its end, or after another agreement, so no rank reads it then. Lent memory (`lend`) is
+reused only after every rank of the group has reported that it is done with it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MESHES = itertools.count()
 
 
 class Channel(IntEnum):
-    """The kind of a message; the first part of its tag."""
+    """Kind of a message; the first part of its tag."""
 
     FORWARD = 1
     BACKWARD = 2
@@ -66,7 +66,7 @@ class Channel(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Tag:
-    """Names a message: a channel, the unit or stage it belongs to, and the segment or microbatch.
+    """Identifies a message: a channel, the unit or stage it belongs to, and the segment or microbatch.
 
     index and part are below `LIMIT`. No segment, and no microbatch of a plan, has the part `LAST`.
     """
@@ -79,8 +79,8 @@ class Tag:
     part: int = 0
 
     def __int__(self) -> int:
-        """Thirty-one bits, since gloo's tags are 32-bit and signed. Raises RunError for what does not fit: two messages
-        of one tag would be taken for each other."""
+        """Return the tag in 31 bits, since gloo's tags are 32-bit and signed. Raises RunError if it does not fit,
+        because two messages with one tag would be confused."""
         if not (0 <= self.index < self.LIMIT and 0 <= self.part < self.LIMIT):
             raise RunError(f"{self.channel.name} {self.index}, {self.part}: a message's tag counts to {self.LIMIT - 1}")
         return (self.channel << 26) | (self.index << 13) | self.part
@@ -96,33 +96,34 @@ class Peers:
 
     @staticmethod
     def along(axis: str, place: Place) -> Peers:
-        """The peers of `place` along `axis`."""
+        """Return the peers of `place` along `axis`."""
         return Peers(axis, place.peers(axis), place.coordinates[axis])
 
     def block(self, whole: torch.Tensor, index: int) -> torch.Tensor:
-        """The block of the rank at `index`."""
+        """Return the block of the rank at `index`."""
         size = whole.numel() // len(self.ranks)
         return whole.narrow(0, index * size, size)
 
     def own(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's block."""
+        """Block of this rank."""
         return self.block(whole, self.index)
 
     @property
     def others(self) -> list[tuple[int, int]]:
-        """(position, rank) of everyone else."""
+        """(position, rank) of all other ranks."""
         return [(at, rank) for at, rank in enumerate(self.ranks) if at != self.index]
 
 
 class Message(Protocol):
-    """A send or receive under way. Its buffer must not be touched or resized before `wait`."""
+    """A send or receive in flight. Its buffer must not be touched or resized before `wait`."""
 
     def wait(self) -> object:
-        """Block until the buffer may be used again (on CUDA: until the current stream may)."""
+        """Block until the buffer may be reused (on CUDA: until the current stream may reuse it)."""
 
 
 class Outbox:
-    """Holds sent tensors until they have left. A thread waits, since gloo tells nobody who does not wait.
+    """Holds sent tensors until they have been sent. A thread waits for them, because gloo completes only what is waited
+    for.
 
     The thread starts with the first message and ends with `close`.
     """
@@ -146,7 +147,7 @@ class Outbox:
             raise error
 
     def close(self) -> None:
-        """End the thread once everything has left; one that waits for a rank that is gone is left behind."""
+        """End the thread once everything has been sent. A send to a rank that has failed is abandoned."""
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join(timeout=2.0)
@@ -165,24 +166,24 @@ class Outbox:
 
 
 class Later(Protocol):
-    """A small sum over some ranks that is under way."""
+    """A small sum over some ranks, in flight."""
 
     def wait(self) -> torch.Tensor:
-        """The sums, on the CPU."""
+        """Return the sums, on the CPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A sum for which everyone sends its part to everyone: one message's way, added in one order by all.
+    """A sum for which every rank sends its part to all others: one message's latency, added in the same order by all.
 
-    parts: what comes from each rank, in order; this rank's own is there already.
+    parts: the part of each rank, in order; this rank's own is there already.
     """
 
     parts: Sequence[torch.Tensor]
     messages: Sequence[Message]
 
     def wait(self) -> torch.Tensor:
-        """The sums."""
+        """Return the sums."""
         for message in self.messages:
             message.wait()
         first, *others = self.parts
@@ -193,9 +194,9 @@ class Exchange:
 
 
 class Transport(ABC):
-    """The interface of a transport. `sent` counts bytes by axis ("intra", "inter", "pp").
+    """Interface of a transport. `sent` counts bytes by axis ("intra", "inter", "pp").
 
-    waits_on_host: whether a gather or a reduction returns when it is done, not when it has been launched.
+    waits_on_host: whether a gather or a reduction returns when it has finished, instead of when it has been launched.
     """
 
     waits_on_host: ClassVar[bool] = True
@@ -216,7 +217,7 @@ class Transport(ABC):
         """Start receiving into a contiguous tensor from the world rank `peer`."""
 
     def post(self, tensor: torch.Tensor, peer: int, tag: Tag) -> None:
-        """Send along the pipeline and hold `tensor` until it has left; nobody waits."""
+        """Send along the pipeline and hold `tensor` until it has been sent, without waiting."""
         self._outbox.put(self.send(tensor, peer, tag), tensor)
         self._count("pp", tensor.nbytes)
 
@@ -229,7 +230,7 @@ class Transport(ABC):
         self._outbox.check()
 
     def close(self) -> None:
-        """Let everything posted leave, and stop the threads."""
+        """Finish everything posted, and stop the threads."""
         self._outbox.close()
 
     @abstractmethod
@@ -238,8 +239,8 @@ class Transport(ABC):
     ) -> None:
         """Fill every block of `whole` from the rank that owns it.
 
-        own: where this rank's block is, if not in `whole`; perhaps of another dtype, which is cast.
-        again: nobody's block has changed or moved since the last gather with this tag.
+        own: this rank's block, if it is not in `whole`; another dtype is cast.
+        again: no rank's block has changed or moved since the last gather with this tag.
         """
 
     @abstractmethod
@@ -247,13 +248,14 @@ class Transport(ABC):
         """Sum the ranks' buffers into each rank's own block, or into `out`."""
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Zeros for what rests and is read by the other ranks of the group. All of them ask alike, before `share`."""
+        """Return zeros in permanent memory that the other ranks of the group read. All call it equally, before
+        `share`."""
         return torch.zeros(numel, dtype=dtype, device=self.device)
 
     def share(self, nbytes: int) -> None:  # noqa: B027 (nothing to do where memory is not shared)
-        """Let the ranks of a group, all of which call it, see what was allocated, and each lend up to `nbytes`.
+        """Let the ranks of a group, all of which call it, access allocated memory, and each lend up to `nbytes`.
 
-        Where they cannot share memory, nothing changes.
+        Has no effect if they cannot share memory.
         """
 
     def sees(self, peers: Peers) -> bool:
@@ -261,32 +263,33 @@ class Transport(ABC):
         return False
 
     def wait_for_readers(self) -> None:  # noqa: B027
-        """Wait, as all ranks of a group do, until nobody reads what this rank has allocated."""
+        """Wait, as all ranks of a group do, until no rank reads this rank's allocated memory."""
 
     def lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Memory, with anything in it, that the other ranks of the group read in place; None where there is none."""
+        """Return uninitialized memory that the other ranks of the group read in place; None if there is none."""
         return None
 
     def give_back(self, tensor: torch.Tensor, *, was_read: bool = True) -> None:  # noqa: B027
-        """This rank is done with what it was lent, or with any other tensor. was_read: the others are told of it."""
+        """Release lent memory, or any other tensor. was_read: other ranks have to be told."""
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum of a small CPU tensor over all ranks, the same bits on each."""
+        """Return the sum of a small CPU tensor over all ranks, the same bits on each."""
         return self.total_later(values).wait()
 
     @abstractmethod
     def total_later(self, values: torch.Tensor) -> Later:
-        """The same without waiting: `wait()` gives the sums. All ranks ask in one order."""
+        """Start the same without waiting: `wait()` returns the sums. All ranks call it in the same order."""
 
     def total_stage(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum of a small CPU tensor over the ranks of one pipeline position, the same bits on each of them."""
+        """Return the sum of a small CPU tensor over the ranks of one pipeline position, the same bits on each of
+        them."""
         mesh, own = self.place.mesh, self.place
         ranks = [rank for rank in range(mesh.world) if mesh.place(rank).pp == own.pp]
         self.total_ordered(values, ranks, Tag(Channel.SUM_STAGE, 0))
         return values
 
     def total_ordered(self, values: torch.Tensor, ranks: Sequence[int], tag: Tag) -> None:
-        """Sum a tensor in place over `ranks`, added in their order, so that all get the same bits."""
+        """Sum a tensor in place over `ranks`, added in their order, so all get the same bits."""
         if len(ranks) > 1:
             values.copy_(self.exchange(values, ranks, tag).wait())
 
@@ -297,11 +300,12 @@ class Transport(ABC):
         self._count(axis, values.nbytes * (len(ranks) - 1))
 
     def open_vocabulary_links(self, first: int, last: int) -> None:  # noqa: B027 (nothing to do where tags match)
-        """Ways between the slices of a vocabulary and the pipeline ranks of the first and the last stage; all ranks ask
-        at once."""
+        """Open links between the slices of a vocabulary and the pipeline ranks of the first and the last stage; all
+        ranks call it together."""
 
     def mesh_along(self, *axes: str) -> DeviceMesh:
-        """The ranks along `axes` through this one, as one dimension, for torch's DTensor; all ranks ask at once."""
+        """Return the ranks along `axes` through this one, as one dimension, for torch's DTensor; all ranks call it
+        together."""
         found: dist.ProcessGroup | None = None
         for rank in range(self.place.mesh.world):
             ranks = self.place.mesh.place(rank).peers(*axes)
@@ -309,14 +313,14 @@ class Transport(ABC):
                 group = dist.new_group(list(ranks))
                 found = group if self.place.rank in ranks else found
         assert found is not None, "every rank is in a group of its own"
-        # DTensor caches the specs of results by the meshes of its inputs, which are equal where ranks and names are. A
-        # name that was used before would bring back the mesh of an earlier engine, whose process group may be gone and
-        # which dynamo, which tells meshes apart by identity, does not find among a graph's inputs.
+        # DTensor caches the specs of results by the meshes of its inputs, which compare equal if ranks and names are. A
+        # reused name would return the mesh of an earlier engine, whose process group may be gone and which dynamo,
+        # which compares meshes by identity, does not find among a graph's inputs.
         name = f"{'_'.join(axes)}_{next(_MESHES)}"
         return DeviceMesh.from_group(found, self.device.type, mesh_dim_names=(name,))
 
     def exchange(self, values: torch.Tensor, ranks: Sequence[int], tag: Tag) -> Exchange:
-        """Begin to sum a tensor over `ranks`."""
+        """Start to sum a tensor over `ranks`."""
         own = self.place.rank
         parts = [values.clone() if rank == own else torch.empty_like(values) for rank in ranks]
         others = [(part, rank) for part, rank in zip(parts, ranks, strict=True) if rank != own]

@@ -1,4 +1,5 @@
-"""Gloo: tagged messages between CPUs, memory that the ranks of a host share, and GPUs by way of the host."""
+"""Gloo: tagged messages between CPUs, shared memory between the ranks of a host, and messages between GPUs via the
+host."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ class GlooTransport(Transport):
             with suppress(OSError):
                 self._memory = self._memory or SharedMemory()
                 return self._memory.allocate(numel, dtype)
-            self._memory, self._may_share = None, False  # there is not as much: none of it is shared
+            self._memory, self._may_share = None, False  # there is not enough: none of it is shared
         return super().allocate(numel, dtype)
 
     def share(self, nbytes: int) -> None:
@@ -94,9 +95,9 @@ class GlooTransport(Transport):
     def _swap(
         self, out: Mapping[int, torch.Tensor], peers: Peers, tag: Tag, *, into: Callable[[int], torch.Tensor]
     ) -> Iterator[dict[int, torch.Tensor]]:
-        """Give each peer, by its position, its block of `out`; the blocks that come back, while the context lasts: in
-        shared memory, or in the room that `into` gives, which is asked only for what travels. The block of `out` for a
-        peer and the one for this rank have one size."""
+        """Send each peer, by its position, its block of `out`, and yield the received blocks, valid inside the context:
+        in shared memory, or in the buffer returned by `into`, which is called only for blocks that are sent. The block
+        of `out` for a peer and the one for this rank have equal sizes."""
         sending: list[Message] = []
         if not self.sees(peers):
             found = {at: into(at) for at, _ in peers.others}
@@ -124,7 +125,7 @@ class GlooTransport(Transport):
                 else:
                     found[at] = shared_memory.view(self._others[rank], place, out[at])
             yield found
-            for at, rank in peers.others:  # behind the caller's reads: the byte lets the owner write there again
+            for at, rank in peers.others:  # after the caller's reads: the byte lets the owner write there again
                 done = int(heard[at][1])
                 if done >= 0:
                     self._others[rank][done + peers.index] = 1
@@ -173,7 +174,7 @@ class GlooTransport(Transport):
                 for at, part in parts.items():
                     if part is not into[at]:
                         into[at].copy_(part)
-            if at_rest >= 0 > lent:  # what rests stays where it is; what was lent is somewhere else the next time
+            if at_rest >= 0 > lent:  # permanent memory stays in place; lent memory is elsewhere the next time
                 self._known[tag] = parts
         self._count(peers.axis, place.nbytes * len(peers.others))
 
@@ -186,8 +187,8 @@ class GlooTransport(Transport):
                 out.copy_(own)
             return
         with self._swap(blocks, peers, tag, into=lambda at: torch.empty_like(own)) as parts:
-            # Ranks are added in one order everywhere, for the same bits. Where the sum is made in `own`, a rank beyond
-            # the first two keeps its part until its turn comes.
+            # Ranks are added in the same order everywhere, for the same bits. If the sum is made in `own`, a rank
+            # beyond the first two keeps its part until its turn.
             parts[peers.index] = own.clone() if out is None and peers.index > 1 else own
             torch.add(parts[0], parts[1], out=target)
             for at in range(2, len(peers.ranks)):
@@ -202,8 +203,8 @@ _PLACES: Mapping[Channel, Channel] = {
 
 
 def _world() -> dist.ProcessGroup:
-    """The group of all ranks, asked directly: isend and irecv cost as much again in checks. Nobody keeps it: a group
-    that outlives destroy_process_group leaves a thread behind that looks after closed connections for ever."""
+    """Return the group of all ranks, called directly because the checks of isend and irecv double their cost. It is not
+    stored: a group that outlives destroy_process_group leaves a thread that polls closed connections for ever."""
     group = dist.group.WORLD
     assert group is not None, "one rank talks to nobody"
     return group
@@ -222,7 +223,7 @@ class _Leaving:
 
 @dataclass(frozen=True, slots=True)
 class _Arriving:
-    """A receive into a copy on the host, which then goes to where it belongs, on the stream that waits."""
+    """A receive into a copy on the host, which is then copied to its destination on the stream that waits."""
 
     message: Message
     host: torch.Tensor
@@ -234,9 +235,9 @@ class _Arriving:
 
 
 class StagedTransport(GlooTransport):
-    """Gloo for tensors of a GPU, by way of pinned memory: where several ranks share one, which NCCL refuses.
+    """Gloo for tensors of a GPU, via pinned memory, for several ranks on one GPU, which NCCL refuses.
 
-    For tests of streams, events and frees, not for speed: who sends waits for the stream.
+    For tests of streams, events and frees, not for speed: each send waits for the stream.
     """
 
     def is_far(self, tensor: torch.Tensor) -> bool:
@@ -259,5 +260,5 @@ class StagedTransport(GlooTransport):
 
 
 def _host_copy_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Room for it; pinned memory is not used again before copies from it are over."""
+    """Return a host buffer for a tensor; pinned memory is reused only after copies from it have finished."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)

@@ -1,4 +1,4 @@
-"""NCCL: a GPU for each rank."""
+"""NCCL: one GPU per rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from atoll.runtime.transport.base import Channel, Later, Message, Outbox, Peers,
 
 
 class StreamOutbox(Outbox):
-    """The same for NCCL, which tells when a send is complete: what has left is let go with each new message."""
+    """Outbox for NCCL, which reports completed sends: their tensors are released with each new message."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,22 +27,22 @@ class StreamOutbox(Outbox):
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A sum by a collective."""
+    """A sum computed by a collective."""
 
     values: torch.Tensor
     work: dist.Work
 
     def wait(self) -> torch.Tensor:
-        """The sums, on the CPU."""
+        """Return the sums, on the CPU."""
         self.work.wait()
         return self.values.cpu()
 
 
 class NcclTransport(Transport):
-    """NCCL's own collectives, one communicator an axis, and one for each direction of each pipeline link (neighbours,
-    and the first rank with the last).
+    """NCCL's own collectives, one communicator per axis, and one per direction of each pipeline link (neighbours, and
+    the first rank with the last).
 
-    A communicator for each directed link keeps unbatched point-to-point messages from waiting for each other.
+    Separate communicators for each directed link keep unbatched point-to-point messages from waiting for each other.
     """
 
     waits_on_host: ClassVar[bool] = False
@@ -76,7 +76,8 @@ class NcclTransport(Transport):
                         self._links[source, target] = group
 
     def open_vocabulary_links(self, first: int, last: int) -> None:
-        """A communicator for each kind of message and link: kinds are sent and received in orders of their own."""
+        """Open a communicator for each kind of message and link, because each kind has its own order of sends and
+        receives."""
         mesh = self.place.mesh
         for rank in range(mesh.world):
             line = mesh.place(rank).peers("pp")
@@ -153,4 +154,4 @@ _VOCABULARY_WAYS = (
     (Channel.SCORES, 1, False),
     (Channel.TOTALS, 1, True),
 )
-"""Kinds of messages to and from the slices of a vocabulary: at the first stage or the last, and whether from there."""
+"""Kinds of messages of a split vocabulary: to or from the slices, at the first stage or the last."""

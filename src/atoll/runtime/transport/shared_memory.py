@@ -1,9 +1,9 @@
-"""Memory of one rank that other ranks of its host read in place, instead of having it sent.
+"""Memory of one rank that other ranks of its host read in place instead of receiving it.
 
-Each rank has one file without a name (`memfd_create`), in pieces: some rest for good, one is an arena for what lives
-shorter. The others map it by the owner's process and descriptor, so nothing is left behind when a rank is killed. Ranks
-still tell each other by messages where something is and that it is ready; whoever has read from the arena sets a byte,
-which says that the place may be used again.
+Each rank has one unnamed file (`memfd_create`) in pieces: some are permanent, and one is an arena for short-lived
+buffers. The others map it by the owner's process and descriptor, so a killed rank leaves nothing behind. Messages still
+tell where data is and that it is ready. A rank that has read from the arena sets a byte, after which the memory may be
+reused.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ import torch
 _ALIGN = 64
 
 HEADERS = 1 << 14
-"""Room for what stands before each part of an arena."""
+"""Bytes reserved for the headers before each part of an arena."""
 
 _PATIENCE, _GLANCE = 0.05, 0.0002
-"""Seconds to wait for room, and between two looks."""
+"""Seconds to wait for free memory, and between two checks."""
 
 
 class SharedMemory:
-    """This rank's file. Raises OSError where the system has none, or not as much."""
+    """This rank's file. Raises OSError if the system does not support it or lacks memory."""
 
     def __init__(self) -> None:
         if not hasattr(os, "memfd_create"):
@@ -40,9 +40,9 @@ class SharedMemory:
         self._starts: dict[int, int] = {}
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Zeros in a piece of their own."""
+        """Return zeros in a new piece."""
         start, size = self.nbytes, _rounded(numel * dtype.itemsize, mmap.ALLOCATIONGRANULARITY)
-        os.posix_fallocate(self.descriptor, start, size)  # or a write to what is not there would kill the process
+        os.posix_fallocate(self.descriptor, start, size)  # or a write to missing memory would kill the process
         tensor = torch.frombuffer(mmap.mmap(self.descriptor, size, offset=start), dtype=dtype, count=numel)
         self.nbytes += size
         self._starts[tensor.untyped_storage().data_ptr()] = start
@@ -54,12 +54,12 @@ class SharedMemory:
         return self._starts[base] + tensor.data_ptr() - base if base in self._starts else -1
 
     def close(self) -> None:
-        """Nobody maps the file any more; who has done so keeps it."""
+        """Close the file. Existing mappings stay valid."""
         self._closing()
 
 
 def mapped(process: int, descriptor: int, nbytes: int) -> torch.Tensor:
-    """The bytes of another rank's file. Raises OSError where they can't be seen."""
+    """Return the bytes of another rank's file. Raises OSError if it cannot be opened."""
     own = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR)
     try:
         return torch.frombuffer(mmap.mmap(own, nbytes), dtype=torch.uint8)
@@ -74,7 +74,8 @@ def view(memory: torch.Tensor, place: int, like: torch.Tensor) -> torch.Tensor:
 
 @dataclass(slots=True)
 class _Region:
-    """A part of the arena in use: a byte for each rank of the group, 1 when it needs the part no more, then the part.
+    """A part of the arena in use: a byte for each rank of the group, set to 1 when it no longer needs the part, then
+    the part.
 
     start, stop: in bytes of the arena.
     """
@@ -87,7 +88,7 @@ class _Region:
 class Arena:
     """Lends parts of one piece, first fit. Used by several threads.
 
-    A part is free again when every rank of the group, this one included, has said that it is done with it.
+    A part is free again when every rank of the group, including this one, has reported that it is done with it.
     """
 
     def __init__(self, piece: torch.Tensor, ranks: int) -> None:
@@ -97,9 +98,9 @@ class Arena:
         self._lock = threading.Lock()
 
     def lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Memory with anything in it; None where there is no room, and others do not soon give any back.
+        """Return uninitialized memory, or None if there is none free and others do not release any soon.
 
-        They say so by a byte and not by a message, so a rank that is ahead of them looks again and again.
+        They release it by a byte and not by a message, so a rank that is ahead of them polls.
         """
         header, nbytes = _rounded(self._ranks, _ALIGN), numel * dtype.itemsize
         size = header + _rounded(nbytes, _ALIGN)
@@ -113,7 +114,7 @@ class Arena:
         return self._piece[start + header : start + header + nbytes].view(dtype)
 
     def _take(self, size: int) -> int | None:
-        with self._lock:  # two reductions and a gather may ask at one time, each on a thread of its lane
+        with self._lock:  # two reductions and a gather may call it at the same time, each on a thread of its lane
             self._regions = [region for region in self._regions if not bool(region.done.all())]
             start, at = 0, 0
             while at < len(self._regions) and self._regions[at].start - start < size:
@@ -121,19 +122,20 @@ class Arena:
             if start + size > self._piece.nbytes:
                 return None
             done = self._piece[start : start + self._ranks]
-            done.zero_()  # before anybody is told of the part: what was said of one that lay here would free it at once
+            done.zero_()  # before any rank knows of the part: a byte of an earlier part would free it
             self._regions.insert(at, _Region(start, start + size, done))
             return start
 
     def done(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The bytes in which ranks say that they are done with the part that a tensor lies in."""
+        """Return the bytes in which ranks report that they are done with the part that contains a tensor."""
         at = tensor.data_ptr() - self._piece.data_ptr()
         with self._lock:
             return next((region.done for region in self._regions if region.start <= at < region.stop), None)
 
 
 def host() -> int:
-    """A number that ranks have in common if they can share memory: the running kernel, and its processes' numbers."""
+    """Return a number that is equal on ranks that can share memory: the running kernel, and the namespace of
+    processes."""
     boot, processes = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
     if not boot.exists() or not processes.exists():
         return 0

@@ -1,4 +1,4 @@
-"""The world of a run: how a process joins it, which transport it gets, and how it leaves."""
+"""The world of a run: how a process joins it, its transport, and how it leaves."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from atoll.runtime.transport.nccl import NcclTransport
 
 
 def connect(place: Place, device: torch.device) -> Transport:
-    """The transport of a rank: on CUDA NCCL, or gloo by way of the host where torch.distributed was initialised with
-    gloo alone; gloo elsewhere. torch.distributed must have been initialised.
+    """Return the transport of a rank. On CUDA: NCCL, or gloo via the host if torch.distributed was initialized with
+    gloo only; gloo on other devices. torch.distributed must have been initialized.
 
-    Raises RunError where the process group and the mesh disagree about the number of ranks.
+    Raises RunError if the process group and the mesh have different numbers of ranks.
     """
     world = place.mesh.world
     if world == 1 and not dist.is_initialized():
@@ -40,13 +40,13 @@ def join(rank: int, world: int, store: dist.Store, *, device: torch.device, time
 
 
 def leave() -> None:
-    """Close the connections, so that peers that wait for this rank notice."""
+    """Close the connections, so peers that wait for this rank notice."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def world_rank() -> int:
-    """This process's rank, 0 without torch.distributed."""
+    """Return this process's rank, 0 without torch.distributed."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
@@ -56,9 +56,9 @@ def world_size() -> int:
 
 
 def world_store() -> dist.Store | None:
-    """The store that the ranks met at, as it was given to `join`; None without torch.distributed."""
+    """Return the store passed to `join`; None without torch.distributed."""
     if not dist.is_initialized() or dist.group.WORLD is None:
         return None
     store = dist.group.WORLD.get_group_store()
-    # The group wraps the store once; a parent that speaks of a killed rank knows only what is inside.
+    # The group wraps the store once; a parent that reports a killed rank only knows the inner one.
     return store.underlying_store if isinstance(store, dist.PrefixStore) else store

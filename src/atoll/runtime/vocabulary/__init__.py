@@ -1,1 +1,1 @@
-"""Embedding and head split by their rows over the pipeline's ranks: everything that this adds to a step."""
+"""Embedding and head split by rows over the pipeline ranks."""

@@ -12,7 +12,7 @@ from atoll.models import Block
 
 
 class End(ABC):
-    """Takes the place of embedding or head where the vocabulary is split over the ranks."""
+    """Replaces embedding or head if the vocabulary is split over the ranks."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -20,7 +20,7 @@ class End(ABC):
 
     @abstractmethod
     def forward(self, given: torch.Tensor) -> torch.Tensor:
-        """Instead of the module's own."""
+        """Forward in place of the module's own."""
 
     def lies_in(self, block: Block) -> bool:
         """Return True if a block has the module."""
@@ -28,7 +28,7 @@ class End(ABC):
 
 
 class LookedUp(End):
-    """Gives what was looked up of the microbatch that runs, which a recomputed forward asks for again.
+    """Returns the looked-up rows of the running microbatch, also for a recomputed forward.
 
     rows: the looked-up rows; set before the block runs, and cleared after it.
     """
@@ -42,7 +42,7 @@ class LookedUp(End):
         assert rows is not None, "it is set before the block runs"
         if type(module) is nn.Embedding:
             return rows
-        # What else its class does to rows, it does where these are its table.
+        # The embedding's class may transform its rows: apply it with these rows as its table.
         padding, module.padding_idx = module.padding_idx, None  # type: ignore[assignment]
         try:
             with parameter_replaced(module, "weight", rows.flatten(0, -2)):
@@ -53,7 +53,7 @@ class LookedUp(End):
 
 
 class Scored(End):
-    """Passes on what the head is given, and remembers it: that is what the stage gives."""
+    """Passes on the input of the head and keeps it, because it is the output of the stage."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)

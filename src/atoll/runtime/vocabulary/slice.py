@@ -1,20 +1,20 @@
 """A rank's slice of the vocabulary: its rows of the embedding and of the head (arXiv 2411.05288).
 
     look_up   ids [B, S] -> their rows, zeros for those of other slices; the sum over the slices is the embedding
-    score     hidden [B, S, hidden] -> what this slice says of the labels, and of the hidden state's gradient
+    score     hidden [B, S, hidden] -> this slice's part of the loss and of the hidden state's gradient
     combine   the scores of all slices -> the loss and the hidden state's gradient
-    learn     what all slices said together -> the gradient of the head's rows
+    learn     the combined scores -> the gradient of the head's rows
 
-[Note: one exchange] With z the logits of a token, p = softmax(z) and W the head, the hidden state's gradient is
-sum(p * W) - W[label]. A slice does not know the sum of all exponentials, but the mean of its rows under the softmax of
-its own logits needs no other slice; what is missing is one factor a token, the slice's share of the sum. So a slice
-sends that mean, the row of the label if it has it, its largest logit, its sum and the label's logit. Whoever gets these
-of all slices has loss and gradient, and the factors are what the slices need for their own gradients. Nobody ever has
-the logits of more than a slice. Softmax and sums are in fp32 (fp64 for fp64), as in `token_cross_entropy`.
+[Note: one exchange] With z the logits of a token, p = softmax(z) and W the head, the hidden state's gradient is sum(p *
+W) - W[label]. A slice does not know the sum of all exponentials, but the mean of its rows under the softmax of its own
+logits needs no other slice; only one factor per token is missing, the slice's share of the sum. So a slice sends that
+mean, the row of the label if it has it, its largest logit, its sum and the label's logit. The receiver of these from
+all slices computes loss and gradient, and returns the factors, which the slices need for their own gradients. No rank
+ever has the logits of more than a slice. Softmax and sums are in fp32 (fp64 for fp64), as in `token_cross_entropy`.
 
 [Note: beside tensor parallelism] A pipeline rank's slice is split once more over the ranks of its tensor-parallel
-group. Messages stay on the pipeline that a rank is in: at both ends each rank of a group has what the parts on its own
-pipeline say, and the group adds that up. All of it then has the same embedding, loss and gradient, as with any other
+group. Messages stay within a rank's pipeline: at both ends each rank of a group has the results of the parts on its own
+pipeline, and the group sums them. All its ranks then have the same embedding, loss and gradient, as with any other
 module.
 """
 
@@ -40,9 +40,9 @@ from atoll.runtime.sharding.unit import Unit
 
 
 def vocabulary_of(adapter: Adapter, ranks: int) -> Vocabulary:
-    """The ends of a model whose vocabulary is split over so many ranks.
+    """Return the ends of a model whose vocabulary is split over so many ranks.
 
-    Raises PlanError where the adapter does not name them, or where they are not what can be split.
+    Raises PlanError if the adapter does not name them, or if they cannot be split.
     """
     asked = getattr(adapter, "vocabulary", None)
     if asked is None:
@@ -83,7 +83,8 @@ def _refusal(problem: str) -> str:
 
 
 def names_of(adapter: Adapter, vocabulary: Vocabulary, shared: Mapping[str, str]) -> tuple[tuple[str, ...], ...]:
-    """First names of the parameters that are units of their own: those of the head and of the embedding, or of both."""
+    """Return the first names of the parameters that form separate units: those of head and embedding, or of both
+    together."""
     modules = {name: module for block in adapter.blocks() for name, module in block.named_modules()}
     groups: list[tuple[str, ...]] = []
     for end in vocabulary.ends:
@@ -98,7 +99,7 @@ def names_of(adapter: Adapter, vocabulary: Vocabulary, shared: Mapping[str, str]
 
 
 def as_slice(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
-    """This rank's rows of a parameter, which keeps its shape as a DTensor."""
+    """Return this rank's rows of a parameter, which keeps its shape as a DTensor."""
     whole = parameter.detach()
     box = Box.part(whole.shape, 0, mesh.get_local_rank(), count=mesh.size())
     rows = part_of(whole, box).clone()
@@ -108,7 +109,7 @@ def as_slice(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
 
 @dataclass(frozen=True, slots=True)
 class VocabularyTable:
-    """One end on this rank: the unit of its rows, and what weight and bias are called in it."""
+    """One end on this rank: the unit of its rows, and the names of weight and bias in it."""
 
     unit: Unit
     weight_name: str
@@ -120,7 +121,7 @@ class VocabularyTable:
         return self.unit.parameters[self.weight_name].requires_grad
 
     def rows(self) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias, while the unit is whole."""
+        """Return weight and bias, while the unit is whole."""
         weight = local_part(self.unit.parameters[self.weight_name]).detach()
         return weight, None if self.bias_name is None else local_part(self.unit.parameters[self.bias_name]).detach()
 
@@ -130,8 +131,8 @@ class Scores:
     """The scores of a slice for a microbatch of N tokens.
 
     sums: [3, N], the largest logit, the sum of exponentials relative to it, and the label's logit or 0.
-    answer: [N + labels in the slice, hidden], the mean of the head's rows, and behind it the rows of the labels; with
-    `logits` asked for these, [N, rows]; None where only the loss is wanted.
+    answer: [N + labels in the slice, hidden], the mean of the head's rows, followed by the rows of the labels; if
+    `logits` are requested, these, [N, rows]; None if only the loss is needed.
     """
 
     sums: Tensor
@@ -151,7 +152,7 @@ class _Kept:
 class VocabularySlice:
     """Rows `rows` of the vocabulary, of pipeline rank `index` of `ranks`.
 
-    tensor: the ranks of the tensor-parallel group, if there is one, which have parts of the slice.
+    tensor: the ranks of the tensor-parallel group, if there is one, each with a part of the slice.
     """
 
     def __init__(self, vocabulary: Vocabulary, embedding: VocabularyTable, head: VocabularyTable, *, index: int,
@@ -164,34 +165,34 @@ class VocabularySlice:
         self._kept: dict[int, _Kept] = {}
 
     def rows_of(self, index: int) -> range:
-        """The rows of a rank of this rank's pipeline."""
+        """Return the rows of a rank of this rank's pipeline."""
         part, parts = (0, 1) if self._tensor is None else (self._tensor.get_local_rank(), self._tensor.size())
         box = Box.part((self.size,), 0, index * parts + part, count=self.ranks * parts)
         return range(box.offsets[0], box.offsets[0] + box.sizes[0])
 
     @property
     def width(self) -> int:
-        """Elements of a row, the hidden size."""
+        """Number of elements of a row, the hidden size."""
         return int(self.head.unit.parameters[self.head.weight_name].shape[1])
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of rows and hidden states."""
+        """Dtype of rows and hidden states."""
         return local_part(self.head.unit.parameters[self.head.weight_name]).dtype
 
     @property
     def precise(self) -> torch.dtype:
-        """The dtype of sums and losses."""
+        """Dtype of sums and losses."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
     @property
     def tables(self) -> tuple[VocabularyTable, ...]:
-        """The ends whose units differ."""
+        """The ends that have different units."""
         return (self.embedding,) if self.embedding.unit is self.head.unit else (self.embedding, self.head)
 
     def check(self, batch: Batch) -> None:
-        """Raise PlanError for ids and labels of no slice, which every slice would leave to the others, and for shapes
-        that are not [B, S]."""
+        """Raise PlanError for ids and labels outside all slices, which every slice would leave to the others, and for
+        shapes other than [B, S]."""
         shapes = {name: tuple(batch[name].shape) for name in ("input_ids", "labels") if name in batch}
         if "input_ids" not in shapes or len(set(shapes.values())) > 1 or len(shapes["input_ids"]) != 2:
             raise PlanError(
@@ -205,12 +206,12 @@ class VocabularySlice:
                 )
 
     def begin(self) -> None:
-        """A step begins: nothing of an earlier one is kept."""
+        """Begin a step: discard the state of an earlier one."""
         self._kept.clear()
 
     @torch.no_grad()
     def look_up(self, ids: Tensor) -> Tensor:
-        """[B, S] -> [B, S, hidden], zeros where an id is in another slice."""
+        """Return the rows of ids, [B, S] -> [B, S, hidden], with zeros for ids in other slices."""
         weight, _ = self.embedding.rows()
         at, is_here = self._local(ids)
         found = F.embedding(at, weight)
@@ -223,7 +224,7 @@ class VocabularySlice:
 
     @torch.no_grad()
     def learn_look_up(self, ids: Tensor, gradient: Tensor) -> None:
-        """Add the gradient of what was looked up to the embedding's."""
+        """Add the gradient of the looked-up rows to the embedding's."""
         at, is_here = self._local(ids)
         if self._padding is not None:
             is_here &= ids != self._padding
@@ -234,7 +235,7 @@ class VocabularySlice:
 
     @torch.no_grad()
     def score(self, microbatch: int, hidden: Tensor, labels: Tensor, *, training: bool, logits: bool) -> Scores:
-        """Return this slice's scores; in training, keep what `learn` needs."""
+        """Return this slice's scores; in training, keep the inputs of `learn`."""
         weight, bias = self.head.rows()
         flat = hidden.detach().reshape(-1, hidden.shape[-1])
         scored, slope = self._finish(F.linear(flat, weight, bias))
@@ -280,7 +281,8 @@ class VocabularySlice:
 
     @torch.no_grad()
     def combine(self, scores: Sequence[Scores], labels: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Combine the pipeline ranks' scores: summed loss over tokens, log-sums [N], the hidden state's gradient."""
+        """Combine the pipeline ranks' scores. Return the summed loss over tokens, log-sums [N], and the hidden state's
+        gradient."""
         flat = labels.reshape(-1)
         is_counted = flat != IGNORED_LABEL
         sums = torch.stack([each.sums for each in scores])
@@ -314,7 +316,7 @@ class VocabularySlice:
         return self._all(logits)
 
     def _all(self, part: Tensor, by: str = "sum") -> Tensor:
-        """Over the ranks of the tensor-parallel group."""
+        """Reduce over the ranks of the tensor-parallel group."""
         return part if self._tensor is None else added_up(part, self._tensor, by)
 
     def labels_in(self, index: int, labels: Tensor) -> Tensor:
@@ -323,7 +325,7 @@ class VocabularySlice:
         return (labels >= rows.start) & (labels < rows.stop)
 
     def _local(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows of ids in the slice, any for those that are not, and which are."""
+        """Return the rows of ids in the slice, arbitrary for others, and the mask of ids in the slice."""
         at = ids - self.rows.start
         is_here = (at >= 0) & (at < len(self.rows))
         return at.clamp(0, len(self.rows) - 1), is_here

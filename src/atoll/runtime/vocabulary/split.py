@@ -1,12 +1,12 @@
-"""The actions of a split vocabulary on one rank: L, S, T, G, and what travels between the slices and the two ends.
+"""The actions of a split vocabulary on one rank: L, S, T, G, and the messages between the slices and the two ends.
 
-    L of every rank   -> stage 0, which works on the sum           (looked up)
+    L of every rank   -> stage 0, which uses the sum            (looked up)
     F of the last     -> S of every rank                           (scored)
     S of every rank   -> the last stage: the loss, its gradient    (scores and their sums)
     the last stage    -> T of every rank                           (totals)
     backward of 0     -> G of every rank                           (look-up's gradient)
 
-Shapes follow from the batch and the model, so nothing is told before it.
+Shapes are determined by batch and model, so no headers are sent.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class SplitVocabulary:
         self._row = _Row()
 
     def begin(self, batches: Sequence[Batch], *, training: bool, keeps_logits: bool = False) -> None:
-        """Begin a row."""
+        """Begin a program."""
         self._row = _Row(batches, training, keeps_logits)
         self._slice.begin()
 
     def end(self) -> None:
-        """The row is over."""
+        """End the program."""
         self._row = _Row()
 
     # ---- messages
@@ -105,22 +105,22 @@ class SplitVocabulary:
         return [each for each in found if each is not None]
 
     def _keep(self, microbatch: int, received: Sequence[tuple[torch.Tensor, Wire]]) -> torch.Tensor | None:
-        """A received tensor, whose buffer is used again after the microbatch's T."""
+        """Keep a received tensor, whose buffer is reused after the microbatch's T."""
         self._row.received.setdefault(microbatch, []).extend(received)
         return received[0][0] if received else None
 
     # ---- look-ups
 
     def look_up(self, stage: int, microbatch: int) -> None:
-        """L."""
+        """Execute L."""
         self._row.looked_up[microbatch] = self._slice.look_up(self._row.batches[microbatch]["input_ids"])
 
     def send_looked_up(self, stage: int, microbatch: int) -> None:
-        """SEND_L."""
+        """Execute SEND_L."""
         self._send(self._row.looked_up.pop(microbatch), self._first, Channel.LOOKED_UP, microbatch=microbatch)
 
     def receive_looked_up(self, microbatch: int) -> torch.Tensor:
-        """RECV_F of stage 0: the sum over all slices, each of which adds zeros where an id is in another one."""
+        """Execute RECV_F of stage 0: the sum over all slices, each with zeros for ids in other slices."""
         total = self._row.looked_up.pop(microbatch)
         for buffer, wire in self._receive(Op.RECV_F, 0, len(self._others)):
             total.add_(buffer)
@@ -128,19 +128,19 @@ class SplitVocabulary:
         return self._slice.embedded(total).requires_grad_(self._row.is_training and self._slice.embedding.trainable)
 
     def send_gradient(self, microbatch: int, gradient: torch.Tensor) -> None:
-        """SEND_B of stage 0."""
+        """Execute SEND_B of stage 0."""
         self._row.gradients[microbatch] = gradient
         for rank in self._others:
             self._send(gradient.contiguous(), rank, Channel.LOOK_UP_GRADIENT, microbatch=microbatch)
 
     def receive_gradient(self, stage: int, microbatch: int) -> None:
-        """RECV_G."""
+        """Execute RECV_G."""
         if self._slice.embedding.trainable:
             (received,) = self._receive(Op.RECV_G, stage, 1)
             self._row.gradients[microbatch] = received[0]
 
     def learn_look_up(self, stage: int, microbatch: int) -> None:
-        """G."""
+        """Execute G."""
         gradient = self._row.gradients.pop(microbatch, None)
         if gradient is not None:
             self._slice.learn_look_up(self._row.batches[microbatch]["input_ids"], gradient)
@@ -148,7 +148,7 @@ class SplitVocabulary:
     # ---- scores
 
     def send_scored(self, microbatch: int, hidden: torch.Tensor) -> None:
-        """SEND_F of the last stage."""
+        """Execute SEND_F of the last stage."""
         for rank in self._others:
             self._send(hidden.detach().contiguous(), rank, Channel.SCORED, microbatch=microbatch)
 
@@ -164,13 +164,13 @@ class SplitVocabulary:
         self._row.hidden[microbatch] = hidden.detach()
 
     def receive_scored(self, stage: int, microbatch: int) -> None:
-        """RECV_S."""
+        """Execute RECV_S."""
         kept = self._keep(microbatch, self._receive(Op.RECV_S, stage, 1))
         assert kept is not None, "it is always sent"
         self._row.hidden[microbatch] = kept
 
     def score(self, stage: int, microbatch: int) -> None:
-        """S."""
+        """Execute S."""
         row = self._row
         hidden, labels = row.hidden.pop(microbatch), row.batches[microbatch].get("labels")
         if labels is None:
@@ -182,7 +182,7 @@ class SplitVocabulary:
             self._recycle(microbatch)
 
     def send_scores(self, stage: int, microbatch: int) -> None:
-        """SEND_S."""
+        """Execute SEND_S."""
         scores = self._row.scores.pop(microbatch)
         if not self._row.keeps_logits:
             self._send(scores.sums, self._last, Channel.SCORE_SUMS, microbatch=microbatch)
@@ -190,7 +190,8 @@ class SplitVocabulary:
             self._send(scores.answer, self._last, Channel.SCORES, microbatch=microbatch)
 
     def receive_scores(self, microbatch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """RECV_B of the last stage: the loss and its gradient by what was scored; or the logits and nothing."""
+        """Execute RECV_B of the last stage: the loss and its gradient with respect to the head's input; or the logits
+        and None."""
         row, slice_ = self._row, self._slice
         own = row.scores.pop(microbatch)
         each = 1 if row.keeps_logits or not row.is_training else 2
@@ -210,27 +211,27 @@ class SplitVocabulary:
             return slice_.logits(scores).view(*ids.shape, -1), None
         loss, totals, gradient = slice_.combine(scores, row.batches[microbatch]["labels"])
         row.totals[microbatch] = totals
-        # Answers are as long as a microbatch has labels in the slice: their buffers hardly ever fit another one, and
-        # kept ones would pile up.
+        # The answers' size depends on the number of labels in the slice, so their buffers rarely fit another message
+        # and would accumulate.
         for buffer, wire in received[::each]:
             self._mail.recycle(buffer, wire)
         return loss, gradient
 
     def send_totals(self, stage: int, microbatch: int) -> None:
-        """SEND_T."""
+        """Execute SEND_T."""
         if self._slice.head.unit.trainable:
             for rank in self._others:
                 self._send(self._row.totals[microbatch], rank, Channel.TOTALS, microbatch=microbatch)
 
     def receive_totals(self, stage: int, microbatch: int) -> None:
-        """RECV_T."""
+        """Execute RECV_T."""
         if self._slice.head.unit.trainable:
             kept = self._keep(microbatch, self._receive(Op.RECV_T, stage, 1))
             assert kept is not None, "it is always sent"
             self._row.totals[microbatch] = kept
 
     def learn_score(self, microbatch: int, scale: float) -> None:
-        """T."""
+        """Execute T."""
         totals = self._row.totals.pop(microbatch, None)
         if totals is not None:
             self._slice.learn_score(microbatch, self._row.batches[microbatch]["labels"], totals, scale=scale)
