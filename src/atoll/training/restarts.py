@@ -46,8 +46,8 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """Attempts since the last new checkpoint. most: allowed consecutive starts.  idle: consecutive attempts that took no
-    step.  last: the previous failure."""
+    """Attempts since the last new checkpoint. most: allowed consecutive starts.  idle: consecutive attempts that
+    took no step.  last: the previous failure."""
 
     most: int
     tries: int = 0
