@@ -34,6 +34,7 @@ GATHERS_A_MICROBATCH = 2
 class Footprint:
     """Bytes of one rank's model state. Only tensors count, not step counters.
 
+    optimizer: masters, states, and residuals of codecs.
     Gradients that are sharded are given back at a step's end; all others, and all else, rest from step to step.
     """
 
@@ -82,10 +83,12 @@ def _segment_footprint(segment: SegmentShape, sharding: Sharding, states: int) -
     held = sharding.nest.range(layout.optimizer, segment.map.padded)
     covered = sum(part.stop - part.start for part in segment.map.slices(held))
     gradients = len(segment.phases) * ITEM_BYTES[precision.gradient] * numel(layout.gradients)
+    owed = len(sharding.owing(segment)) * item * numel(Level.I)
     if stored is Stored.SHARED:
         coarse = min(layout.parameters, layout.optimizer)
-        return Footprint(item * numel(coarse), gradients, states * item * covered)
-    return Footprint(parameters, gradients, states * item * covered + item * len(held))
+        return Footprint(item * numel(coarse), gradients, states * item * covered + owed)
+    copies = 2 if sharding.keeps_copy(segment) and sharding.keeps_apart else 1  # the other one to take a step back
+    return Footprint(copies * parameters, gradients, states * item * covered + item * len(held) + owed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -17,13 +17,16 @@ from torch import nn
 from atoll import schedules
 from atoll.errors import CostWarning
 from atoll.ir.residency import Reduction, Residency
-from atoll.layouts import Layout, Precision
+from atoll.layouts import NO_CODECS, Codec, Codecs, Layout, Precision
+from atoll.models import shared_parameters
 from atoll.plans import AXES, MeshShape, Plan
+from atoll.program import Do
 from atoll.runtime.engine import Engine
 from atoll.runtime.pipeline.step_end import StepResult
 from atoll.runtime.sharding.optimizer import decay_matrices
-from atoll.runtime.sharding.tensors import whole_output
+from atoll.runtime.sharding.tensors import Spread, whole_output
 from atoll.runtime.transport import GlooTransport
+from atoll.testing.coded import Buffer, Kind, Part, Setting, Stream
 from atoll.testing.pool import run_ranks
 from atoll.testing.reference import History, Recipe, rows, rule_of, start, train_alone
 from atoll.testing.tiny import TinyConfig
@@ -88,6 +91,7 @@ class Case:
     seed: int = 3
     device: str = "cpu"
     order: tuple[str, ...] = AXES
+    codecs: Codecs = NO_CODECS
     model: Recipe = field(default_factory=TinyConfig)
 
     @property
@@ -117,6 +121,7 @@ class Case:
             sequence_parallel=self.sequence_parallel,
             vocabulary_parallel=self.vocabulary_parallel,
             layers_per_stage=self.layers_per_stage,
+            codecs=self.codecs,
         )
 
     @property
@@ -187,13 +192,111 @@ def train(case: Case, first: int = 0) -> History:
         history.losses.append(result.loss)
         history.norms.append(result.grad_norm)
     history.parameters = whole_parameters(engine)
+    if case.codecs:
+        with engine.full_parameters() as masters:
+            history.masters = {name: value.clone() for name, value in masters.items()}
+        history.buffers = tuple(buffers_of(engine))
     engine.close()
     return history
 
 
+def buffers_of(engine: Engine) -> Iterator[Buffer]:
+    """Yield the buffers of a rank as the reference of codecs needs them. A buffer that its tensor-parallel group has
+    several times is the first rank's."""
+    reductions = _reductions(engine)
+    firsts = shared_parameters(engine.adapter)
+    modules = {at: dict(engine.adapter.blocks()[at].named_modules()) for run in _runs(engine) for at in run}
+    named = [
+        (f"{prefix}.{key}", module)
+        for own in modules.values()
+        for prefix, module in own.items()
+        for key in (name for name, _ in module.named_parameters(recurse=False, remove_duplicate=False))
+    ]
+    for unit in engine.units:
+        for part, segment in enumerate(unit.segments):
+            if segment.spread is not Spread.SPLIT and engine.place.tp:
+                continue
+            assert engine.place.mesh.tensor == 1 or segment.spread is not Spread.SUMMED, "the reference sums no parts"
+            uses = [
+                (name, firsts.get(name, name), isinstance(module, nn.Linear) and name.endswith(".weight"))
+                for name, module in named
+                if firsts.get(name, name) in segment.parameters
+            ]
+            if not unit.spec.blocks:  # slices of the vocabulary, whose modules are another rank's too
+                every = {*firsts, *firsts.values(), *segment.parameters}
+                uses = [(name, firsts.get(name, name), True) for name in sorted(every)]
+                uses = [use for use in uses if use[1] in segment.parameters]
+            streams = tuple(
+                Stream(
+                    phase,
+                    tuple(
+                        (use, name)
+                        for use, name, is_linear in uses
+                        if len(segment.phases) == 1 or is_linear == (phase == "W")
+                    ),
+                    tuple(reductions.get((unit.spec.index, phase), ())),
+                )
+                for phase in segment.phases
+            )
+            boxes = segment.boxes
+            parts = (Part(e.name, e.offset, boxes[e.name].offsets, boxes[e.name].sizes) for e in segment.map.entries)
+            yield Buffer(unit.spec.index, part, segment.map.padded, tuple(parts), streams)
+
+
+def _runs(engine: Engine) -> list[range]:
+    return [stage.run for stage in engine._sharded.stages]
+
+
+def _reductions(engine: Engine) -> dict[tuple[int, str], list[tuple[int, ...]]]:
+    """The microbatches of each reduction of a rank's program, by unit and phase."""
+    vocabulary = engine._sharded.vocabulary
+    units = {block.index: block.units for stage in engine._sharded.stages for block in stage.shape.blocks}
+    found: dict[tuple[int, str], list[tuple[int, ...]]] = {}
+    pending: dict[tuple[int, str], list[int]] = {}
+    for do, action, of, phase in engine.program.instructions:
+        made: list[tuple[int, str]] = []
+        if do is Do.I:
+            made = [(unit, "I") for unit in units[of]]
+        elif do is Do.W:
+            made = [(of, "W")]
+        elif do in (Do.T, Do.G):
+            assert vocabulary is not None
+            table = vocabulary.head if do is Do.T else vocabulary.embedding
+            made = [(table.unit.spec.index, "W")]
+        elif do is Do.REDUCE:
+            assert phase is not None
+            found.setdefault((of, phase), []).append(tuple(pending.pop((of, phase), [])))
+        for key in made:
+            own = pending.setdefault(key, [])
+            assert action.microbatch is not None, "gradients are of a microbatch"
+            if action.microbatch not in own:
+                own.append(action.microbatch)
+    return found
+
+
+def _kind(codec: Codec | None) -> Kind | None:
+    return None if codec is None else Kind(codec.name, codec.block, codec.rounding == "stochastic")
+
+
+def setting_of(case: Case, histories: Sequence[History]) -> Setting | None:
+    """The codecs of a case for its reference. histories: of its ranks, which say where they have what."""
+    codecs = case.codecs
+    if not codecs or case.inter == 1:
+        return None
+    places = [case.plan.mesh.place(rank) for rank in range(case.ranks)]
+    own = [history.buffers for history, place in zip(histories, places, strict=True) if place.data == 0]
+    buffers = tuple(buffer for each in own for buffer in each)
+    levels, inter, intra = case.layout, case.inter, case.intra
+    gradient, parameter = _kind(codecs.gradient), _kind(codecs.parameter)
+    return Setting(levels, inter, intra, gradient, parameter, codecs.feedback, case.seed, buffers)
+
+
 @lru_cache(maxsize=64)
-def reference(case: Case) -> History:
-    """The same training of the unsplit model in one process: no layout, no schedule, no adapter, no engine."""
+def reference(case: Case, codecs: Setting | None = None) -> History:
+    """The same training of the unsplit model in one process: no layout, no schedule, no adapter, no engine.
+
+    codecs: where messages are encoded, where they are.
+    """
     return train_alone(
         case.model,
         seed=case.seed,
@@ -204,6 +307,7 @@ def reference(case: Case) -> History:
         microbatch=case.microbatch,
         optimizer=case.make_optimizer,
         clip=case.clip,
+        codecs=codecs,
     )
 
 
@@ -230,6 +334,9 @@ def worst_difference(got: History, wanted: History) -> tuple[float, str]:
         found.append((abs(a - b) / max(1e-2, abs(b)), f"gradient norm of step {step + 1}: {a} against {b}"))
     for name, value in got.parameters.items():
         found.append((difference(value, wanted.parameters[name]), f"parameter {name}"))
+    for name, value in got.masters.items():
+        if wanted.masters:
+            found.append((difference(value, wanted.masters[name]), f"master of {name}"))
     for name, value in got.gradients.items():
         gradient = wanted.gradients.get(name, torch.zeros(()))  # torch gives none to what is not used
         found.append((difference(value, gradient), f"gradient of {name} in step 1"))
@@ -246,8 +353,8 @@ def assert_parity(case: Case, *, tolerance: float = 1e-10) -> Parity:
 def measure_parity(case: Case) -> tuple[float, str, list[History]]:
     """Run a case on its ranks: the largest difference of any from the single process, where it is, and the ranks'
     histories. Infinite where no rank holds a parameter."""
-    wanted = reference(_neutral(case))
     histories = run_ranks(train, case.ranks, case, timeout=180)
+    wanted = reference(_neutral(case), setting_of(case, histories))
     found = [(*worst_difference(history, wanted), rank) for rank, history in enumerate(histories)]
     worst, where, rank = max(found)
     missing = set(wanted.parameters).difference(*(history.parameters for history in histories))
@@ -306,4 +413,5 @@ def _neutral(case: Case) -> Case:
         prefetch=None,
         reads_in_place=True,
         layers_per_stage=None,
+        codecs=NO_CODECS,
     )
