@@ -42,13 +42,13 @@ class Part:
 class Stream:
     """Gradients of one phase of a buffer.
 
-    uses: names under which the model uses what the buffer has, one parameter perhaps by several.  reductions: the
-    rank's microbatches that are reduced together, in order.
+    uses: names under which the model uses what the buffer has, each with the parameter's own.  reductions: gradients
+    that are reduced together, in order, each given by the rank's microbatch and the use.
     """
 
     phase: str
     uses: tuple[tuple[str, str], ...]
-    reductions: tuple[tuple[int, ...], ...]
+    reductions: tuple[tuple[tuple[int, str], ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,11 +158,14 @@ class Coding:
         if g == "G":
             for stream in buffer.streams:
                 for at, reduced in enumerate(stream.reductions):
-                    sums = [self._sum(buffer, [stream], pieces, i, reduced, each) for i in range(setting.inter)]
+                    sums = [self._sum(buffer, stream, pieces, i, reduced, each) for i in range(setting.inter)]
                     total += self._reduce(buffer, stream.phase, sums, step, what=f"{stream.phase}.{at}")
         else:
-            every = range(each)
-            sums = [self._sum(buffer, buffer.streams, pieces, i, every, each) for i in range(setting.inter)]
+            sums = [torch.zeros(buffer.padded, dtype=torch.float64) for _ in range(setting.inter)]
+            for stream in buffer.streams:
+                every = [(at, use) for at in range(each) for use, _ in stream.uses]
+                for i, own in enumerate(sums):
+                    own += self._sum(buffer, stream, pieces, i, every, each)
             total += self._reduce(buffer, buffer.streams[0].phase, sums, step, what="sync")
         if os != "G" and setting.gradient is not None:
             for i, j, block in self._blocks(buffer):
@@ -173,23 +176,22 @@ class Coding:
     def _sum(
         self,
         buffer: Buffer,
-        streams: Sequence[Stream],
+        stream: Stream,
         pieces: Sequence[Mapping[str, Tensor]],
         group: int,
-        reduced: Sequence[int],
+        reduced: Sequence[tuple[int, str]],
         each: int,
     ) -> Tensor:
         """The gradients of the ranks of a group, in the order of a buffer."""
         flat = torch.zeros(buffer.padded, dtype=torch.float64)
-        ranks = range(group * self.setting.intra, (group + 1) * self.setting.intra)
-        for piece in (pieces[rank * each + at] for rank in ranks for at in reduced):
-            for stream in streams:
-                for use, name in stream.uses:
-                    if use in piece:
-                        for part in buffer.parts:
-                            if part.name == name:
-                                inner = _box(piece[use], part).reshape(-1)
-                                flat[part.offset : part.offset + len(inner)] += inner
+        firsts = dict(stream.uses)
+        for rank in range(group * self.setting.intra, (group + 1) * self.setting.intra):
+            for at, use in reduced:
+                gradient = pieces[rank * each + at].get(use)
+                for part in buffer.parts:
+                    if gradient is not None and part.name == firsts.get(use):
+                        inner = _box(gradient, part).reshape(-1)
+                        flat[part.offset : part.offset + len(inner)] += inner
         return flat
 
     def _reduce(self, buffer: Buffer, phase: str, sums: Sequence[Tensor], step: int, *, what: str) -> Tensor:

@@ -18,15 +18,14 @@ from atoll import schedules
 from atoll.errors import CostWarning
 from atoll.ir.residency import Reduction, Residency
 from atoll.layouts import NO_CODECS, Codec, Codecs, Layout, Precision
-from atoll.models import shared_parameters
 from atoll.plans import AXES, MeshShape, Plan
-from atoll.program import Do
 from atoll.runtime.engine import Engine
 from atoll.runtime.pipeline.step_end import StepResult
 from atoll.runtime.sharding.optimizer import decay_matrices
-from atoll.runtime.sharding.tensors import Spread, whole_output
+from atoll.runtime.sharding.tensors import whole_output
 from atoll.runtime.transport import GlooTransport
-from atoll.testing.coded import Buffer, Kind, Part, Setting, Stream
+from atoll.testing.buffers import buffers_of
+from atoll.testing.coded import Kind, Setting
 from atoll.testing.pool import run_ranks
 from atoll.testing.reference import History, Recipe, rows, rule_of, start, train_alone
 from atoll.testing.tiny import TinyConfig
@@ -195,83 +194,9 @@ def train(case: Case, first: int = 0) -> History:
     if case.codecs:
         with engine.full_parameters() as masters:
             history.masters = {name: value.clone() for name, value in masters.items()}
-        history.buffers = tuple(buffers_of(engine))
+        history.buffers = tuple(buffers_of(case.model, engine))
     engine.close()
     return history
-
-
-def buffers_of(engine: Engine) -> Iterator[Buffer]:
-    """Yield the buffers of a rank as the reference of codecs needs them. A buffer that its tensor-parallel group has
-    several times is the first rank's."""
-    reductions = _reductions(engine)
-    firsts = shared_parameters(engine.adapter)
-    modules = {at: dict(engine.adapter.blocks()[at].named_modules()) for run in _runs(engine) for at in run}
-    named = [
-        (f"{prefix}.{key}", module)
-        for own in modules.values()
-        for prefix, module in own.items()
-        for key in (name for name, _ in module.named_parameters(recurse=False, remove_duplicate=False))
-    ]
-    for unit in engine.units:
-        for part, segment in enumerate(unit.segments):
-            if segment.spread is not Spread.SPLIT and engine.place.tp:
-                continue
-            assert engine.place.mesh.tensor == 1 or segment.spread is not Spread.SUMMED, "the reference sums no parts"
-            uses = [
-                (name, firsts.get(name, name), isinstance(module, nn.Linear) and name.endswith(".weight"))
-                for name, module in named
-                if firsts.get(name, name) in segment.parameters
-            ]
-            if not unit.spec.blocks:  # slices of the vocabulary, whose modules are another rank's too
-                every = {*firsts, *firsts.values(), *segment.parameters}
-                uses = [(name, firsts.get(name, name), True) for name in sorted(every)]
-                uses = [use for use in uses if use[1] in segment.parameters]
-            streams = tuple(
-                Stream(
-                    phase,
-                    tuple(
-                        (use, name)
-                        for use, name, is_linear in uses
-                        if len(segment.phases) == 1 or is_linear == (phase == "W")
-                    ),
-                    tuple(reductions.get((unit.spec.index, phase), ())),
-                )
-                for phase in segment.phases
-            )
-            boxes = segment.boxes
-            parts = (Part(e.name, e.offset, boxes[e.name].offsets, boxes[e.name].sizes) for e in segment.map.entries)
-            yield Buffer(unit.spec.index, part, segment.map.padded, tuple(parts), streams)
-
-
-def _runs(engine: Engine) -> list[range]:
-    return [stage.run for stage in engine._sharded.stages]
-
-
-def _reductions(engine: Engine) -> dict[tuple[int, str], list[tuple[int, ...]]]:
-    """The microbatches of each reduction of a rank's program, by unit and phase."""
-    vocabulary = engine._sharded.vocabulary
-    units = {block.index: block.units for stage in engine._sharded.stages for block in stage.shape.blocks}
-    found: dict[tuple[int, str], list[tuple[int, ...]]] = {}
-    pending: dict[tuple[int, str], list[int]] = {}
-    for do, action, of, phase in engine.program.instructions:
-        made: list[tuple[int, str]] = []
-        if do is Do.I:
-            made = [(unit, "I") for unit in units[of]]
-        elif do is Do.W:
-            made = [(of, "W")]
-        elif do in (Do.T, Do.G):
-            assert vocabulary is not None
-            table = vocabulary.head if do is Do.T else vocabulary.embedding
-            made = [(table.unit.spec.index, "W")]
-        elif do is Do.REDUCE:
-            assert phase is not None
-            found.setdefault((of, phase), []).append(tuple(pending.pop((of, phase), [])))
-        for key in made:
-            own = pending.setdefault(key, [])
-            assert action.microbatch is not None, "gradients are of a microbatch"
-            if action.microbatch not in own:
-                own.append(action.microbatch)
-    return found
 
 
 def _kind(codec: Codec | None) -> Kind | None:
