@@ -6,6 +6,7 @@ from atoll.layouts.accounting import (
     Traffic,
     footprint,
     published_memory,
+    saved_for_codecs,
     traffic,
 )
 from atoll.layouts.codec import BLOCK, CODES, NO_CODECS, ROUNDINGS, Codec, Codecs, Rounding
@@ -76,6 +77,7 @@ __all__ = [
     "footprint",
     "published_memory",
     "reduced_at_once",
+    "saved_for_codecs",
     "traffic",
     "working_memory",
 ]

@@ -91,6 +91,18 @@ def _segment_footprint(segment: SegmentShape, sharding: Sharding, states: int) -
     return Footprint(copies * parameters, gradients, states * item * covered + item * len(held) + owed)
 
 
+def saved_for_codecs(segments: Sequence[SegmentShape], sharding: Sharding) -> int:
+    """Bytes that a rank writes of what codecs keep: its residuals, and its share of copies of the parameters."""
+    found = 0
+    for segment in segments:
+        padded = segment.map.padded
+        owed = len(sharding.owing(segment)) * len(sharding.nest.range(Level.I, padded))
+        found += ITEM_BYTES[sharding.precision.master] * owed
+        if sharding.keeps_copy(segment):
+            found += ITEM_BYTES[segment.compute] * padded // sharding.nest.ranks
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class PublishedMemory:
     """Bytes of a rank by the published accounting, in which every copy of the parameters is stored.

@@ -84,6 +84,11 @@ class Codec:
         aligned."""
         return -(-(self.scale_bytes(numel) + self.payload_bytes(numel)) // SCALE_BYTES) * SCALE_BYTES
 
+    @property
+    def item_bytes(self) -> float:
+        """Bytes of an element of a long message, with its share of the scale."""
+        return self.code.bits / 8 + (SCALE_BYTES / self.block if self.code.is_scaled else 0)
+
     def __str__(self) -> str:
         """`int8`; options that are not the defaults follow: `int4 of 64, stochastic`."""
         block = f" of {self.block}" if self.code.is_scaled and self.block != BLOCK else ""

@@ -11,7 +11,7 @@ from atoll.cost import Cluster, Use
 from atoll.errors import ConfigError
 from atoll.ir import Schedule
 from atoll.ir.residency import REDUCTIONS, RESIDENCIES, Reduction, Residency
-from atoll.layouts import EFFECTIVE, Layout, Level, Precision
+from atoll.layouts import EFFECTIVE, NO_CODECS, Codecs, Layout, Level, Precision
 from atoll.plans import AXES, ORDERS, RECOMPUTE, MeshShape
 
 Word = TypeVar("Word", bound=str)
@@ -117,7 +117,7 @@ class Space:
     tensor-parallel ranks too.  order: of the mesh's axes over the ranks.  schedules: of a pipeline, those of
     `atoll.planner.space.ORDERS_OF_A_PIPELINE` if not given, and orders made for the fastest plans.  microbatch:
     samples; all divisors of a rank's share if not given.  precision: presets of `atoll.Precision`; those for whose
-    dtype the device has no rate are left out.
+    dtype the device has no rate are left out.  codecs: of every plan; they change what is trained, so none are chosen.
     """
 
     pipeline: tuple[int, ...] | None = None
@@ -136,6 +136,7 @@ class Space:
     post_validation: tuple[bool, ...] = (False, True)
     sequence_parallel: tuple[bool, ...] = (False, True)
     vocabulary_parallel: tuple[bool, ...] = (False, True)
+    codecs: Codecs = NO_CODECS
 
     def frames(self, goal: Goal, cluster: Cluster, *, blocks: int) -> Iterator[Frame]:
         """Every mesh with the microbatches that it allows. blocks: of the model; a pipeline is no longer.
