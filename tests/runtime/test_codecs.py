@@ -13,7 +13,7 @@ from torch import Tensor
 
 from atoll.errors import CostWarning
 from atoll.faults import Policy
-from atoll.layouts import CODES, Codec, Codecs, Footprint
+from atoll.layouts import CODES, Codec, Codecs, Footprint, Level
 from atoll.program.traffic import sent_by
 from atoll.testing import run_ranks
 from atoll.testing.buffers import buffers_of
@@ -175,7 +175,7 @@ def residuals(engine: Any) -> dict[str, Tensor]:
     for unit in engine.units:
         for segment in unit.segments:
             for residual in segment.residuals.values():
-                for part in segment.map.slices(segment.range(1)):
+                for part in segment.map.slices(segment.range(Level.I)):
                     whole = found.setdefault(part.name, torch.zeros(part.shape, dtype=residual.dtype))
                     whole.view(-1)[part.start : part.stop] += residual[part.offset :][: part.stop - part.start]
     return found
