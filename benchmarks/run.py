@@ -29,6 +29,8 @@ SLOW = (
     "sharded_pipeline",
     "vocabulary",
     "slow_hop",
+    "codecs",
+    "codecs_quality",
     "uneven",
     "published",
     "paired",

@@ -163,6 +163,11 @@ MEANINGS: Mapping[str, str] = {
     "parallel.layout": "three levels, or an alias such as `zero-2`: [layouts.md](layouts.md)",
     "parallel.recompute": 'activations to recompute in the backward: "block" all of a block\'s, "selective" all but '
     "the outputs of matrix products",
+    "parallel.codecs.gradient": "codec of gradients: [codecs.md](codecs.md)",
+    "parallel.codecs.parameter": "codec of parameters, or of their differences to the copy that a rank keeps",
+    "parallel.codecs.block": "elements that share a scale, an even number",
+    "parallel.codecs.rounding": "rounding of gradients; parameters are rounded to nearest",
+    "parallel.codecs.feedback": "add the error of a rank's last encoding of gradients to its next one",
     "parallel.device": '"auto" uses one GPU per local rank if there are enough, else the CPU',
     "parallel.timeout": "seconds that a rank may be silent, or keep another waiting, before all ranks end; derived "
     "from measured step times if not given: [timeout](#timeout)",
@@ -201,14 +206,18 @@ DEFAULTS: Mapping[str, str] = {
 def config_keys() -> str:
     parts, seen = [], set()
     schema = Config.model_json_schema()
-    for section, field in Config.model_fields.items():
-        model = field.annotation
+    waiting = [(name, field.annotation) for name, field in Config.model_fields.items()]
+    while waiting:
+        section, model = waiting.pop(0)
         assert isinstance(model, type)
         assert issubclass(model, Section)
         properties = schema["$defs"][model.__name__]["properties"]
         rows = []
         for key, each in model.model_fields.items():
             name = f"{section}.{key}"
+            if isinstance(each.annotation, type) and issubclass(each.annotation, Section):
+                waiting.insert(0, (name, each.annotation))
+                continue
             seen.add(name)
             value = each.get_default(call_default_factory=True)
             assert value is not PydanticUndefined, f"{name} has no default"

@@ -7,12 +7,12 @@ to another one hardly keeps it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from atoll.ir import Schedule
 from atoll.ir.residency import Reduction, Residency, counts, insert_sharding
-from atoll.layouts import ITEM_BYTES, Level, traffic
+from atoll.layouts import GATHER_PARAMETER, ITEM_BYTES, SYNC_PARAMETER, Axis, Level, traffic
 from atoll.plans import Plan
 from atoll.units import format_bytes
 
@@ -30,9 +30,9 @@ class StageSize:
 
 def advice(plan: Plan, stages: Sequence[StageSize]) -> tuple[str, ...]:
     """Return a sentence for each wasteful setting of a plan, with its cost and the setting to use instead."""
+    found = list(_idle_codecs(plan))
     if plan.mesh.data == 1 or plan.mesh.pipeline == 1:
-        return ()
-    found = []
+        return tuple(found)
     now = _sent(plan, stages, plan.residency, plan.reduction)
     item = ITEM_BYTES[plan.precision.compute]
     whole = max(sum(stages[stage].parameters for stage in _stages_of(plan, rank)) for rank in range(plan.mesh.pipeline))
@@ -57,6 +57,21 @@ def advice(plan: Plan, stages: Sequence[StageSize]) -> tuple[str, ...]:
             "or schedule 'breadth-first'",
         )
     return tuple(found)
+
+
+def _idle_codecs(plan: Plan) -> Iterator[str]:
+    """Yield a sentence for codecs that encode nothing."""
+    moves = (*GATHER_PARAMETER[plan.layout.parameters], *SYNC_PARAMETER[plan.layout.optimizer, plan.layout.parameters])
+    if plan.codecs and plan.mesh.inter == 1:
+        yield (
+            f"parallel.codecs ({plan.codecs}) has no effect: the {plan.mesh.data} data-parallel ranks are one group, "
+            "and codecs are for what is sent between groups; set parallel.intra to the ranks of a group"
+        )
+    elif plan.codecs.parameter is not None and not any(move.axis is Axis.INTER for move in moves):
+        yield (
+            f"parallel.codecs.parameter = {plan.codecs.parameter.name!r} has no effect: layout {plan.layout} sends no "
+            "parameters between groups"
+        )
 
 
 def _compare(what: str, now: float, better: float, instead: str) -> list[str]:

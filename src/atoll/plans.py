@@ -8,7 +8,7 @@ from itertools import product
 from atoll.errors import PlanError
 from atoll.ir import Schedule
 from atoll.ir.residency import REDUCTIONS, RESIDENCIES, Reduction, Residency
-from atoll.layouts import Layout, Nest, Precision, Sharding
+from atoll.layouts import NO_CODECS, Codecs, Layout, Nest, Precision, Sharding
 from atoll.program import Ending
 
 MOST_MICROBATCHES = 8_191
@@ -140,6 +140,7 @@ class Plan:
     layers_per_stage: the number of layers of each stage; as even as possible if not given (atoll.stages).
     states: tensors that the optimizer keeps of every parameter besides the master (Adam 2, momentum 1, SGD 0), for
     predicted bytes.
+    codecs: what is sent of gradients and parameters between groups; nothing is encoded if not given.
     """
 
     mesh: MeshShape
@@ -159,6 +160,7 @@ class Plan:
     vocabulary_parallel: bool = False
     layers_per_stage: tuple[int, ...] | None = None
     states: int = 2
+    codecs: Codecs = NO_CODECS
 
     def __post_init__(self) -> None:
         if self.schedule.ranks != self.mesh.pipeline:
@@ -204,7 +206,14 @@ class Plan:
 
     def sharding(self, place: Place) -> Sharding:
         """Return the layout on the rank at `place`."""
-        return Sharding(self.layout, self.precision, place.nest, keeps_apart=self.post_validation, states=self.states)
+        return Sharding(
+            self.layout,
+            self.precision,
+            place.nest,
+            keeps_apart=self.post_validation,
+            states=self.states,
+            codecs=self.codecs,
+        )
 
     @property
     def global_batch(self) -> int:

@@ -5,7 +5,9 @@ from typing import Any
 import pytest
 
 from atoll.config import Config, from_dict
+from atoll.config.deepspeed import zero_block
 from atoll.errors import ConfigError
+from atoll.layouts import Codec, Codecs, Layout
 
 
 def _read(block: Any, *overrides: str, **parallel: Any) -> Config:
@@ -82,7 +84,13 @@ def test_a_stage_beside_a_strategy_is_noted() -> None:
         ({"paro_strategy": "III", "mics_shard_size": 8}, r"exclude each other"),
         ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, r"offload_optimizer: offload .* is not supported"),
         ({"stage": 1, "cpu_offload": True}, r"cpu_offload: offload .* is not supported"),
-        ({"stage": 3, "zero_quantized_weights": True}, r"quantized communication is not supported"),
+        (
+            {"stage": 2, "zero_quantized_weights": True},
+            r"zero_quantized_weights needs stage = 3, the block has stage = 2",
+        ),
+        ({"stage": 3, "zero_quantized_gradients": 1}, r"zero_quantized_gradients = 1: must be true or false"),
+        ({"stage": 3, "zeropp_loco_param": True}, r"zeropp_loco_param = True: must be a table"),
+        ({"stage": 3, "zero_quantized_nontrainable_weights": True}, r"stored in the training precision"),
         (2, r"zero_optimization = 2: must be a table, as in \{ stage = 2 \}"),
     ],
 )
@@ -109,3 +117,36 @@ def test_an_override_replaces_the_other_spelling() -> None:
     words = ["parallel.zero_optimization={stage = 2}"]
     assert from_dict({"parallel": {"layout": "IIG"}}, overrides=words).parallel.layout == "NGG"
     assert _read({"stage": 2}, "parallel.zero_optimization.stage=3").parallel.layout == "GGG"
+
+
+def test_codecs_of_zero_plus_plus() -> None:
+    config = _read({"stage": 3, "zero_quantized_weights": True, "zero_quantized_gradients": True})
+    codecs = config.parallel.codecs
+    assert (codecs.parameter, codecs.gradient, codecs.feedback) == ("int8", "int4", False)
+    assert config.parallel.layout == "GGG"
+    assert all("between groups" in note for note in config.notes)
+
+
+def test_the_words_of_a_plan_with_codecs_are_read_back() -> None:
+    for codecs in (
+        Codecs(Codec("int4"), Codec("int8")),
+        Codecs(Codec("int4"), feedback=False),
+        Codecs(None, Codec("int8")),
+    ):
+        block = zero_block(Layout("IGG"), 2, codecs)
+        assert block is not None
+        assert _read(block).parallel.codecs.value == codecs
+    block = zero_block(Layout("GGG"), 1, Codecs(Codec("int8"), Codec("int4")))
+    assert block == {"stage": 3}, "DeepSpeed has no words for these"
+
+
+def test_a_table_beside_the_words_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="both choose codecs"):
+        from_dict(
+            {
+                "parallel": {
+                    "zero_optimization": {"stage": 3, "zero_quantized_weights": True},
+                    "codecs": {"parameter": "int4"},
+                }
+            }
+        )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from atoll.errors import LayoutError
-from atoll.layouts import Layout
+from atoll.layouts import NO_CODECS, Codecs, Layout
 
 WHERE = "parallel.zero_optimization"
 
@@ -22,12 +22,15 @@ OFFLOAD_WORDS = (
     "cpu_offload_use_pin_memory",
 )
 
-QUANTIZED_WORDS = (
-    "zero_quantized_weights",
-    "zero_quantized_gradients",
-    "zero_quantized_nontrainable_weights",
-    "zeropp_loco_param",
-)
+QUANTIZED_WORDS = ("zero_quantized_weights", "zero_quantized_gradients", "zeropp_loco_param")
+
+STORED_WORD = "zero_quantized_nontrainable_weights"
+
+WEIGHTS, GRADIENTS = "int8", "int4"
+"""The codecs of ZeRO++."""
+
+LOCO = {"err_beta": 0.8, "reset_T": 1024}
+"""Its error feedback, as DeepSpeed's documentation has it."""
 
 NO_EFFECT_WORDS = (
     "allgather_bucket_size",
@@ -72,14 +75,18 @@ NO_EFFECT_WORDS = (
 stored."""
 
 _STAGES = ("NNN", "NNG", "NGG", "GGG")
+_GROUPED = {"III": "mics_shard_size", "IGG": "zero_hpz_partition_size"}
 
 
 @dataclass(frozen=True, slots=True)
 class Translation:
-    """Meaning of a block. layout: None if the block is invalid, see problems.  intra: None if it sets no group size."""
+    """Meaning of a block. layout: None if the block is invalid, see problems.  intra: None if it sets no group size.
+    codecs: keys of [parallel.codecs].
+    """
 
     layout: str | None
     intra: int | None = None
+    codecs: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
 
@@ -93,18 +100,50 @@ def translate(block: Any) -> Translation:
         return Translation(None, problems=tuple(problems))
     ignored = sorted(word for word in block if word in NO_EFFECT_WORDS)
     notes = [f"{WHERE}.{word} has no effect here" for word in ignored]
-    return _choose(block, notes)
+    found = _choose(block, notes)
+    return found if found.layout is None else _with_codecs(found, block)
 
 
-def zero_block(layout: Layout, intra: int) -> dict[str, Any] | None:
+def zero_block(layout: Layout, intra: int, codecs: Codecs = NO_CODECS) -> dict[str, Any] | None:
     """Return the block that `translate` reads as a layout with groups of `intra` ranks, or None if DeepSpeed cannot
-    express it."""
-    match layout.name:
-        case "III" if intra > 1:
-            return {"stage": 3, "mics_shard_size": intra}
-        case "IGG" if intra > 1:
-            return {"stage": 3, "zero_hpz_partition_size": intra}
-    return {"stage": _STAGES.index(layout.name)} if layout.name in _STAGES else None
+    express it. Codecs that it cannot express are left out."""
+    found: dict[str, Any] | None = None
+    if layout.name in _STAGES:
+        found = {"stage": _STAGES.index(layout.name)}
+    elif intra > 1 and layout.name in _GROUPED:
+        found = {"stage": 3, _GROUPED[layout.name]: intra}
+    if found is not None and found["stage"] == 3:
+        if codecs.parameter is not None and codecs.parameter.name == WEIGHTS:
+            found["zero_quantized_weights"] = True
+        if codecs.gradient is not None and codecs.gradient.name == GRADIENTS:
+            found["zero_quantized_gradients"] = True
+            if codecs.feedback:
+                found["zeropp_loco_param"] = dict(LOCO)
+    return found
+
+
+def _with_codecs(found: Translation, block: Mapping[str, Any]) -> Translation:
+    """Return the translation with the codecs of ZeRO++."""
+    weights, gradients = (block.get(word, False) is True for word in QUANTIZED_WORDS[:2])
+    has_feedback = block.get("zeropp_loco_param") is not None
+    if not (weights or gradients):
+        return found
+    if "paro_strategy" not in block and block.get("stage", 0) != 3:
+        words = " and ".join(word for word in QUANTIZED_WORDS[:2] if block.get(word, False) is True)
+        return _problem(f"{WHERE}: {words} needs stage = 3, the block has stage = {block.get('stage', 0)}")
+    codecs: dict[str, Any] = {}
+    notes = list(found.notes)
+    if weights:
+        codecs["parameter"] = WEIGHTS
+        notes.append(f"{WHERE}.zero_quantized_weights becomes parallel.codecs.parameter = {WEIGHTS!r}, between groups")
+    if gradients:
+        codecs |= {"gradient": GRADIENTS, "feedback": has_feedback}
+        notes.append(
+            f"{WHERE}.zero_quantized_gradients becomes parallel.codecs.gradient = {GRADIENTS!r}, between groups, "
+            + ("with" if has_feedback else "without")
+            + " error feedback; inside a group gradients are not encoded"
+        )
+    return replace(found, codecs=codecs, notes=tuple(notes))
 
 
 def _choose(block: Mapping[str, Any], notes: list[str]) -> Translation:
@@ -132,12 +171,12 @@ def _choose(block: Mapping[str, Any], notes: list[str]) -> Translation:
     if stage != 3:
         return _problem(f"{WHERE}: {grouping[0]} = {block[grouping[0]]} needs stage = 3, the block has stage = {stage}")
     if grouping == ["mics_shard_size"]:
-        return Translation("III", mics, tuple(notes))
+        return Translation("III", mics, notes=tuple(notes))
     notes.append(
         f"{WHERE}.zero_hpz_partition_size = {hpz} becomes layout IGG with intra = {hpz}: it keeps the copy inside the "
         f"group and not the one over all ranks, so it holds less than hpZ and sends no more"
     )
-    return Translation("IGG", hpz, tuple(notes))
+    return Translation("IGG", hpz, notes=tuple(notes))
 
 
 def _problem(text: str) -> Translation:
@@ -154,17 +193,16 @@ def _refused(block: Mapping[str, Any]) -> list[str]:
                 f"{WHERE}.{word}: offload to CPU or NVMe is not supported; remove it and use a finer layout "
                 f"(IGG, GGG), more ranks or recompute to save memory"
             )
-    problems.extend(
-        f"{WHERE}.{word}: quantized communication is not supported; remove it; values are sent in the training "
-        "precision"
-        for word in QUANTIZED_WORDS
-        if block.get(word, False) is not False
-    )
+    if block.get(STORED_WORD, False) is not False:
+        problems.append(
+            f"{WHERE}.{STORED_WORD}: frozen parameters are stored in the training precision; remove it, and encode "
+            "them between groups with zero_quantized_weights"
+        )
     return problems
 
 
 def _unknown(block: Mapping[str, Any]) -> list[str]:
-    known = (*LAYOUT_WORDS, *OFFLOAD_WORDS, *QUANTIZED_WORDS, *NO_EFFECT_WORDS)
+    known = (*LAYOUT_WORDS, *OFFLOAD_WORDS, *QUANTIZED_WORDS, STORED_WORD, *NO_EFFECT_WORDS)
     problems = []
     for word in block:
         if word in known:
@@ -183,6 +221,14 @@ def _ill_typed(block: Mapping[str, Any]) -> list[str]:
     strategy = block.get("paro_strategy", "NNN")
     if not isinstance(strategy, str):
         problems.append(f"{WHERE}.paro_strategy = {strategy!r}: must be three levels, as in 'NIG'")
+    problems.extend(
+        f"{WHERE}.{word} = {block[word]!r}: must be true or false"
+        for word in QUANTIZED_WORDS[:2]
+        if type(block.get(word, False)) is not bool
+    )
+    loco = block.get("zeropp_loco_param")
+    if loco is not None and not isinstance(loco, Mapping):
+        problems.append(f"{WHERE}.zeropp_loco_param = {loco!r}: must be a table, as in {LOCO}")
     mics = block.get("mics_shard_size", -1)
     if type(mics) is not int or (mics < 1 and mics != -1):
         problems.append(f"{WHERE}.mics_shard_size = {mics!r}: must be a number of ranks, or -1 for none")

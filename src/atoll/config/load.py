@@ -153,6 +153,11 @@ def _resolve_layout(raw: dict[str, Any]) -> tuple[tuple[str, ...], list[str]]:
             f"parallel.intra = {parallel['intra']} disagrees with parallel.zero_optimization, whose group has "
             f"{found.intra} ranks; remove intra or make it {found.intra}"
         )
+    if found.codecs and parallel.setdefault("codecs", dict(found.codecs)) != found.codecs:
+        problems.append(
+            "parallel.codecs and parallel.zero_optimization both choose codecs; remove the table, or the words with "
+            "`quantized` and `zeropp`"
+        )
     return found.notes, problems
 
 
@@ -186,7 +191,7 @@ def _nearest(keys: Keys) -> str:
         homes = [f"{section}.{keys[0]}" for section, names in known.items() if keys[0] in names]
         near = homes or [f"[{name}]" for name in difflib.get_close_matches(keys[0], known, n=1)]
         return f"did you mean {near[0]}?" if near else f"the sections are {', '.join(known)}"
-    section, name = keys[0], keys[1]
+    section, name = ".".join(keys[:-1]), keys[-1]
     homes = [f"{other}.{name}" for other, names in known.items() if name in names]
     near = homes or [f"{section}.{key}" for key in difflib.get_close_matches(name, known[section], n=1)]
     return f"did you mean {near[0]}?" if near else f"[{section}] has {', '.join(known[section])}"
@@ -194,11 +199,13 @@ def _nearest(keys: Keys) -> str:
 
 def known_keys() -> dict[str, tuple[str, ...]]:
     """Return the keys of each section, in order."""
-    known = {}
-    for name, field in Config.model_fields.items():
-        section = field.annotation
+    known: dict[str, tuple[str, ...]] = {}
+    waiting: list[tuple[str, Any]] = [(name, field.annotation) for name, field in Config.model_fields.items()]
+    while waiting:
+        name, section = waiting.pop(0)
         if isinstance(section, type) and issubclass(section, Section):
             known[name] = tuple(section.model_fields)
+            waiting += [(f"{name}.{key}", field.annotation) for key, field in section.model_fields.items()]
     known["parallel"] = (*known["parallel"], "zero_optimization")
     return known
 

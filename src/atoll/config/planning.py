@@ -73,6 +73,7 @@ def plan_of(config: Config, world: int | None = None) -> Plan:
         sequence_parallel=parallel.sequence_parallel,
         vocabulary_parallel=parallel.vocabulary,
         layers_per_stage=parallel.layers_per_stage,
+        codecs=parallel.codecs.value,
     )
 
 

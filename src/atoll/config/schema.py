@@ -17,7 +17,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from atoll.config.planning import divisors
 from atoll.errors import ConfigError, LayoutError, PlanError
 from atoll.faults import Policy
-from atoll.layouts import Layout
+from atoll.layouts import BLOCK, ROUNDINGS, Codec, Layout
+from atoll.layouts import Codecs as CodecsOfPlan
 from atoll.plans import AXES, ORDERS, Plan
 from atoll.toml import to_toml
 
@@ -368,6 +369,31 @@ class Lora(Section):
     targets: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ("all-linear",)
 
 
+class Codecs(Section):
+    """[parallel.codecs]: what is sent between groups of data-parallel ranks instead of elements; see docs/codecs.md.
+
+    gradient: codec of gradients.  parameter: codec of parameters: of their differences to the copy that a rank keeps,
+    or of themselves where they are gathered for each use.
+    block: elements that share a scale.  rounding: of gradients; parameters are rounded to nearest.
+    feedback: add the error of a rank's last encoding of gradients to its next one.
+    """
+
+    gradient: Literal["none", "bf16", "fp8", "int8", "int4"] = "none"
+    parameter: Literal["none", "bf16", "fp8", "int8", "int4"] = "none"
+    block: Annotated[int, Field(ge=2, le=1 << 20, multiple_of=2)] = BLOCK
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    feedback: bool = True
+
+    @property
+    def value(self) -> CodecsOfPlan:
+        """The codecs of the plan."""
+        gradient, parameter = (
+            None if name == "none" else Codec(name, self.block, rounding)
+            for name, rounding in ((self.gradient, self.rounding), (self.parameter, ROUNDINGS[0]))
+        )
+        return CodecsOfPlan(gradient, parameter, self.feedback)
+
+
 class Parallel(Section):
     """[parallel]: mesh, layout, schedule and other settings of parallelism.
 
@@ -386,6 +412,7 @@ class Parallel(Section):
     how many blocks at once; see atoll.plans.Plan.
     order: axes of the mesh, outermost first; see atoll.plans.MeshShape.
     vocabulary: split the rows of embedding and head over the pipeline ranks.
+    codecs: what is sent between groups: a table, [parallel.codecs].
     sequence_parallel: shard activations along the sequence between the tensor-parallel parts of a layer.
     layers_per_stage: number of layers of each stage; split evenly if not given.
     timeout: seconds that a rank may be silent, or keep another waiting, before all ranks end and the error names it;
@@ -414,6 +441,7 @@ class Parallel(Section):
     order: Annotated[tuple[str, ...], BeforeValidator(_as_tuple), AfterValidator(_known_order)] = AXES
     layout: Annotated[str, BeforeValidator(_as_layout)] = "NNN"
     recompute: Literal["none", "block", "selective"] = "none"
+    codecs: Codecs = Field(default_factory=Codecs)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     timeout: Annotated[float, Field(gt=0)] | None = None
 

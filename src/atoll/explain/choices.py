@@ -13,7 +13,7 @@ from typing import Any
 
 from atoll import schedules
 from atoll.errors import PlanError
-from atoll.layouts import EFFECTIVE, Layout, Level, Precision
+from atoll.layouts import EFFECTIVE, GATHER_PARAMETER, SYNC_PARAMETER, Axis, Codec, Layout, Level, Precision
 from atoll.plans import AXES, ORDERS, RECOMPUTE, MeshShape, Plan
 from atoll.schedules import CATALOGUE
 
@@ -24,6 +24,9 @@ FIXED = tuple(name for name, entry in CATALOGUE.items() if entry.bubbles)
 """Schedules whose order is determined by their sizes. Others are found by a search, which may take minutes."""
 
 UNITS = (1, 2, 4)
+
+CODED = ("int8", "int4")
+"""Codecs that are worth a look: the others send as much or more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +146,27 @@ def _switch(name: str, key: str, field: str, *, where: Callable[[Plan], bool]) -
         make=lambda plan, value: replace(plan, **{field: value == YES}),  # type: ignore[arg-type]
         plain=NO,
     )
+
+
+def _codec(name: str, of: str) -> Choice:
+    """Return the choice of a codec between groups, with the options of the present one."""
+
+    def make(plan: Plan, value: str) -> Plan:
+        before = getattr(plan.codecs, of) or Codec(CODED[0])
+        codec = None if value == "none" else replace(before, name=value)
+        return replace(plan, codecs=replace(plan.codecs, **{of: codec}))  # type: ignore[arg-type]
+
+    def now(plan: Plan) -> str:
+        codec = getattr(plan.codecs, of)
+        return "none" if codec is None else str(codec.name)
+
+    def others(plan: Plan) -> Iterator[str]:
+        moves = [*GATHER_PARAMETER[plan.layout.parameters]]
+        moves += SYNC_PARAMETER[plan.layout.optimizer, plan.layout.parameters]
+        crosses = of == "gradient" or any(move.axis is Axis.INTER for move in moves)
+        return _if(plan.mesh.inter > 1 and crosses, "none", *CODED)
+
+    return Choice(name, f"parallel.codecs.{of}", now, others, make, plain="none", is_exact=False)
 
 
 def _field(field: str, of: Callable[[str], Any] = str) -> Callable[[Plan, str], Plan]:
@@ -272,6 +296,8 @@ _CHOICES = (
         plain="fp32",
         is_exact=False,
     ),
+    _codec("gradient codec", "gradient"),
+    _codec("parameter codec", "parameter"),
 )
 
 CHOICES: Mapping[str, Choice] = {choice.name: choice for choice in _CHOICES}

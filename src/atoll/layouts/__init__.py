@@ -6,8 +6,10 @@ from atoll.layouts.accounting import (
     Traffic,
     footprint,
     published_memory,
+    saved_for_codecs,
     traffic,
 )
+from atoll.layouts.codec import BLOCK, CODES, NO_CODECS, ROUNDINGS, Codec, Codecs, Rounding
 from atoll.layouts.flat import Box, Entry, FlatMap, Nest, Shape, Slice, boxes
 from atoll.layouts.layout import ALIASES, ALL, EFFECTIVE, Layout
 from atoll.layouts.level import (
@@ -33,19 +35,25 @@ __all__ = [
     "ALIASES",
     "ALL",
     "AT_ONCE",
+    "BLOCK",
+    "CODES",
     "EFFECTIVE",
     "GATHER_INTER",
     "GATHER_INTRA",
     "GATHER_PARAMETER",
     "ITEM_BYTES",
+    "NO_CODECS",
     "PRESETS",
     "REDUCE_GRADIENT",
     "REDUCE_INTER",
     "REDUCE_INTRA",
+    "ROUNDINGS",
     "SYNC_GRADIENT",
     "SYNC_PARAMETER",
     "Axis",
     "Box",
+    "Codec",
+    "Codecs",
     "Entry",
     "FlatMap",
     "Footprint",
@@ -57,6 +65,7 @@ __all__ = [
     "Nest",
     "Precision",
     "PublishedMemory",
+    "Rounding",
     "SegmentShape",
     "Shape",
     "Sharding",
@@ -68,6 +77,7 @@ __all__ = [
     "footprint",
     "published_memory",
     "reduced_at_once",
+    "saved_for_codecs",
     "traffic",
     "working_memory",
 ]

@@ -34,6 +34,7 @@ GATHERS_A_MICROBATCH = 2
 class Footprint:
     """Bytes of one rank's model state. Only tensors count, not step counters.
 
+    optimizer: masters, states, and residuals of codecs.
     Sharded gradients are freed at the end of a step; everything else is kept between steps.
     """
 
@@ -82,10 +83,24 @@ def _segment_footprint(segment: SegmentShape, sharding: Sharding, states: int) -
     held = sharding.nest.range(layout.optimizer, segment.map.padded)
     covered = sum(part.stop - part.start for part in segment.map.slices(held))
     gradients = len(segment.phases) * ITEM_BYTES[precision.gradient] * numel(layout.gradients)
+    owed = len(sharding.owing(segment)) * item * numel(Level.I)
     if stored is Stored.SHARED:
         coarse = min(layout.parameters, layout.optimizer)
-        return Footprint(item * numel(coarse), gradients, states * item * covered)
-    return Footprint(parameters, gradients, states * item * covered + item * len(held))
+        return Footprint(item * numel(coarse), gradients, states * item * covered + owed)
+    copies = 2 if sharding.keeps_copy(segment) and sharding.keeps_apart else 1  # the other one to take a step back
+    return Footprint(copies * parameters, gradients, states * item * covered + item * len(held) + owed)
+
+
+def saved_for_codecs(segments: Sequence[SegmentShape], sharding: Sharding) -> int:
+    """Bytes that a rank writes of what codecs keep: its residuals, and its share of copies of the parameters."""
+    found = 0
+    for segment in segments:
+        padded = segment.map.padded
+        owed = len(sharding.owing(segment)) * len(sharding.nest.range(Level.I, padded))
+        found += ITEM_BYTES[sharding.precision.master] * owed
+        if sharding.keeps_copy(segment):
+            found += ITEM_BYTES[segment.compute] * padded // sharding.nest.ranks
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,18 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
+from atoll.layouts.codec import NO_CODECS, Codec, Codecs
 from atoll.layouts.flat import FlatMap, Nest
 from atoll.layouts.layout import Layout
-from atoll.layouts.level import GATHER_PARAMETER, Axis, Level, Move
+from atoll.layouts.level import (
+    GATHER_PARAMETER,
+    REDUCE_GRADIENT,
+    SYNC_GRADIENT,
+    SYNC_PARAMETER,
+    Axis,
+    Level,
+    Move,
+)
 from atoll.layouts.precision import ITEM_BYTES, Precision
 
 
@@ -55,7 +64,7 @@ class Sharding:
 
     nest: its place among the data-parallel ranks.  keeps_apart: parameters and master are stored separately even if one
     could serve for both, as a post-validated optimizer step requires.  states: tensors that the optimizer keeps of
-    every parameter besides the master.
+    every parameter besides the master.  codecs: of moves between groups.
     """
 
     layout: Layout
@@ -63,12 +72,37 @@ class Sharding:
     nest: Nest
     keeps_apart: bool = False
     states: int = 2
+    codecs: Codecs = NO_CODECS
+
+    def codec(self, of: Literal["gradient", "parameter"], move: Move) -> Codec | None:
+        """The codec of a move of gradients or parameters; None where elements are sent as they are."""
+        if move.axis is not Axis.INTER or self.nest.inter == 1:
+            return None
+        return self.codecs.gradient if of == "gradient" else self.codecs.parameter
+
+    def keeps_copy(self, segment: SegmentShape) -> bool:
+        """Return True if parameters rest as a copy of the master that follows it by encoded differences."""
+        moves = SYNC_PARAMETER[self.layout.optimizer, self.layout.parameters]
+        return segment.trainable and any(self.codec("parameter", move) for move in moves)
+
+    def owing(self, segment: SegmentShape) -> tuple[Literal["I", "W"], ...]:
+        """The phases with a residual: what encoded gradients lacked, at level I. A sync uses that of the first."""
+        g, os = self.layout.gradients, self.layout.optimizer
+
+        def encodes(moves: Sequence[Move]) -> bool:
+            return any(self.codec("gradient", move) for move in moves)
+
+        if not self.codecs.feedback:
+            return ()
+        if encodes(REDUCE_GRADIENT[g]):
+            return segment.phases
+        return segment.phases[:1] if encodes(SYNC_GRADIENT[g, os]) else ()
 
     def stored(self, segment: SegmentShape) -> Stored:
         """The copies of a segment's parameters that are stored between steps."""
         if not segment.trainable:
             return Stored.ALONE
-        if self.keeps_apart:
+        if self.keeps_apart or self.keeps_copy(segment):
             return Stored.APART
         if segment.compute == self.precision.master:
             return Stored.SHARED
@@ -88,13 +122,19 @@ class Sharding:
         """Return the moves along axes with more than one rank."""
         return tuple(move for move in moves if self.nest.size(move.axis) > 1)
 
-    def sent(self, segment: SegmentShape, moves: Sequence[Move], dtype: str) -> tuple[tuple[str, int], ...]:
-        """Return the bytes by axis that moves of a segment's buffer send, one after the other."""
-        item, padded = ITEM_BYTES[dtype], segment.map.padded
+    def sent(
+        self, segment: SegmentShape, of: Literal["gradient", "parameter"], moves: Sequence[Move], dtype: str
+    ) -> tuple[tuple[str, int], ...]:
+        """Return the bytes by axis that moves of a segment's gradients or parameters send, one after the other."""
         return tuple(
-            (move.axis.value, (self.nest.size(move.axis) - 1) * len(self.nest.range(move.fine, padded)) * item)
+            (move.axis.value, (self.nest.size(move.axis) - 1) * self.block_bytes(segment, of, move, dtype))
             for move in self.real(moves)
         )
+
+    def block_bytes(self, segment: SegmentShape, of: Literal["gradient", "parameter"], move: Move, dtype: str) -> int:
+        """Bytes of a message of a move: the block of one rank."""
+        numel, codec = len(self.nest.range(move.fine, segment.map.padded)), self.codec(of, move)
+        return numel * ITEM_BYTES[dtype] if codec is None else codec.nbytes(numel)
 
     def whole_bytes(self, segment: SegmentShape) -> int:
         """Bytes of the copy that is gathered and freed; 0 if the parameters are stored whole."""

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from atoll.layouts.flat import Nest
-from atoll.layouts.level import GATHER_PARAMETER, REDUCE_GRADIENT, SYNC_GRADIENT, Axis, Kind, Level, Moves
+from atoll.layouts.level import (
+    GATHER_PARAMETER,
+    REDUCE_GRADIENT,
+    SYNC_GRADIENT,
+    SYNC_PARAMETER,
+    Axis,
+    Kind,
+    Level,
+    Moves,
+)
 from atoll.layouts.precision import ITEM_BYTES
 from atoll.layouts.storage import SegmentShape, Sharding
 
@@ -93,25 +102,38 @@ def _block(segments: Sequence[SegmentShape], sharding: Sharding, *, is_shared: b
     flow = arriving = 0
     for segment in segments:
         padded = segment.map.padded
+        arriving += AT_ONCE * _arriving(GATHER_PARAMETER[p], "parameter", sharding, segment, is_shared=is_shared)
         if segment.trainable:
             gradient = ITEM_BYTES[sharding.precision.gradient]
+            syncs = AT_ONCE * gradient
             flow += sharding.flow_bytes(segment) * len(segment.phases)
             if g is not Level.N:
-                arriving += gradient * _arriving(REDUCE_GRADIENT[g], nest, padded, is_shared=is_shared)
+                arriving += _arriving(REDUCE_GRADIENT[g], "gradient", sharding, segment, is_shared=is_shared)
             coarse = min(g, os)
-            syncs = AT_ONCE * gradient
-            arriving += syncs * _arriving(SYNC_GRADIENT[g, os], nest, padded, is_shared=is_shared)
+            arriving += AT_ONCE * _arriving(SYNC_GRADIENT[g, os], "gradient", sharding, segment, is_shared=is_shared)
+            arriving += AT_ONCE * _arriving(SYNC_PARAMETER[os, p], "parameter", sharding, segment, is_shared=is_shared)
             if coarse is not g:
                 arriving += syncs * len(nest.range(coarse, padded))
     staged = whole // nest.intra if is_shared and p is Level.G and nest.inter > 1 else 0
     return whole, staged, flow, arriving
 
 
-def _arriving(moves: Moves, nest: Nest, padded: int, *, is_shared: bool) -> int:
-    """Elements that the most demanding of some moves receives beside the buffer itself: a reduction's."""
+def _arriving(
+    moves: Moves,
+    of: Literal["gradient", "parameter"],
+    sharding: Sharding,
+    segment: SegmentShape,
+    *,
+    is_shared: bool,
+) -> int:
+    """Bytes that the most demanding of some moves needs beside the buffer itself: received blocks of a reduction,
+    encoded blocks that are sent and received."""
+    nest, dtype = sharding.nest, sharding.precision.gradient
     sizes = [0]
     for move in moves:
-        others = nest.size(move.axis) - 1
-        if move.kind is Kind.REDUCE and not (is_shared and move.axis is Axis.INTRA):
-            sizes.append(others * len(nest.range(move.fine, padded)))
+        ranks, block = nest.size(move.axis), sharding.block_bytes(segment, of, move, dtype)
+        if sharding.codec(of, move) is not None:
+            sizes.append((2 if move.kind is Kind.REDUCE else 1) * ranks * block)
+        elif move.kind is Kind.REDUCE and not (is_shared and move.axis is Axis.INTRA):
+            sizes.append((ranks - 1) * block)
     return max(sizes)

@@ -37,6 +37,8 @@ from atoll.layouts import (
     REDUCE_GRADIENT,
     SYNC_GRADIENT,
     SYNC_PARAMETER,
+    Axis,
+    Codec,
     FlatMap,
     Moves,
     SegmentShape,
@@ -287,7 +289,7 @@ class Skeleton:
 
     def _exposed(self, travel: Travel, mesh: MeshShape, once: Mapping[_Link, float]) -> float:
         """Return the seconds at the start and end of a step that are unlikely to be hidden; `once` as in `_loads`."""
-        precision = self.base.plan.precision
+        precision, codecs = self.base.plan.precision, self.base.plan.codecs
         gather, reduce = GATHER_PARAMETER[travel.layout.parameters], REDUCE_GRADIENT[travel.layout.gradients]
         window = self._window
         begin, end = 0.0, 0.0
@@ -295,12 +297,14 @@ class Skeleton:
             for stage, sent in stages.items():
                 gathered, reduced = (
                     {
-                        axis: link.seconds(count * _along(axis, moves) * part_of(axis, mesh))
+                        axis: link.seconds(
+                            count * _item(axis, codec, dtype) * _along(axis, moves) * part_of(axis, mesh)
+                        )
                         for axis, link in data_links(self.base.given, mesh).items()
                     }
-                    for count, moves in (
-                        (ITEM_BYTES[precision.compute] * sent.parameters, gather),
-                        (ITEM_BYTES[precision.reduce] * sent.trained, reduce),
+                    for count, codec, dtype, moves in (
+                        (sent.parameters, codecs.parameter, precision.compute, gather),
+                        (sent.trained, codecs.gradient, precision.reduce, reduce),
                     )
                 )
                 begin += max(0.0, max(gathered.values(), default=0.0) - self._takes[stage][F])
@@ -313,23 +317,25 @@ class Skeleton:
         plan, layout = self.base.plan, travel.layout
         links = data_links(self.base.given, mesh)
         p, g, os = layout.parameters, layout.gradients, layout.optimizer
-        precision = plan.precision
-        compute, gradient, reduce = (
-            ITEM_BYTES[each] for each in (precision.compute, precision.gradient, precision.reduce)
-        )
+        precision, codecs = plan.precision, plan.codecs
         once: dict[_Link, float] = {}
         each: dict[_Link, float] = {}
         for rank, stages in enumerate(self._travelling(travel, live)):
-            gathered = compute * sum(stage.parameters * stage.gathers for stage in stages.values())
-            reduced = reduce * sum(stage.trained * stage.reductions for stage in stages.values())
+            gathered = sum(stage.parameters * stage.gathers for stage in stages.values())
+            reduced = sum(stage.trained * stage.reductions for stage in stages.values())
             trained = sum(stage.trained for stage in stages.values())
             for axis in links:
+                compute = _item(axis, codecs.parameter, precision.compute)
+                gradient, reduce = (
+                    _item(axis, codecs.gradient, dtype) for dtype in (precision.gradient, precision.reduce)
+                )
                 synced = trained * (
                     gradient * _along(axis, SYNC_GRADIENT[g, os]) + compute * _along(axis, SYNC_PARAMETER[os, p])
                 )
                 # A burst after a pause may cover that much of a step's traffic.
                 spared = links[axis].burst / links[axis].rate
-                sent = gathered * _along(axis, GATHER_PARAMETER[p]) + reduced * _along(axis, REDUCE_GRADIENT[g])
+                moved = gathered * _along(axis, GATHER_PARAMETER[p]), reduced * _along(axis, REDUCE_GRADIENT[g])
+                sent = compute * moved[0] + reduce * moved[1]
                 once[rank, axis] = links[axis].seconds(synced * part_of(axis, mesh))
                 each[rank, axis] = links[axis].seconds(sent * part_of(axis, mesh)) - spared
         return once, each
@@ -415,6 +421,11 @@ def data_links(cluster: Cluster, mesh: MeshShape) -> dict[str, Speed]:
 def part_of(axis: str, mesh: MeshShape) -> float:
     """Return the share of a buffer that a rank sends in one transfer along an axis."""
     return 1.0 - 1.0 / mesh.intra if axis == "intra" else (1.0 - 1.0 / mesh.inter) / mesh.intra
+
+
+def _item(axis: str, codec: Codec | None, dtype: str) -> float:
+    """Bytes of an element along an axis, without what a message's last block is filled up with."""
+    return codec.item_bytes if codec is not None and axis == Axis.INTER.value else ITEM_BYTES[dtype]
 
 
 def _along(axis: str, moves: Moves) -> int:

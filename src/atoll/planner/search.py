@@ -298,6 +298,7 @@ class Search:
             sequence_parallel=frame.sequence_parallel,
             vocabulary_parallel=frame.vocabulary_parallel,
             states=self.states,
+            codecs=self.space.codecs,
         )
 
     def _prediction(self, frame: Frame, order: Order, travel: Travel) -> Prediction:

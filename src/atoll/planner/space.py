@@ -11,7 +11,7 @@ from atoll.cost import Cluster, Use
 from atoll.errors import ConfigError
 from atoll.ir import Schedule
 from atoll.ir.residency import REDUCTIONS, RESIDENCIES, Reduction, Residency
-from atoll.layouts import EFFECTIVE, Layout, Level, Precision
+from atoll.layouts import EFFECTIVE, NO_CODECS, Codecs, Layout, Level, Precision
 from atoll.plans import AXES, ORDERS, RECOMPUTE, MeshShape
 
 Word = TypeVar("Word", bound=str)
@@ -117,7 +117,8 @@ class Space:
     tensor-parallel ranks.  order: of the mesh's axes over the ranks.  schedules: of a pipeline, those of
     `atoll.planner.space.ORDERS_OF_A_PIPELINE` if not given, and orders searched for the fastest plans.  microbatch:
     samples; all divisors of a rank's share if not given.  precision: presets of `atoll.Precision`; those with a dtype
-    for which the device has no rate are left out.
+    for which the device has no rate are left out.  codecs: of every plan. They change the results, so the planner
+    chooses none.
     """
 
     pipeline: tuple[int, ...] | None = None
@@ -136,6 +137,7 @@ class Space:
     post_validation: tuple[bool, ...] = (False, True)
     sequence_parallel: tuple[bool, ...] = (False, True)
     vocabulary_parallel: tuple[bool, ...] = (False, True)
+    codecs: Codecs = NO_CODECS
 
     def frames(self, goal: Goal, cluster: Cluster, *, blocks: int) -> Iterator[Frame]:
         """Yield every mesh with its possible microbatches. blocks: of the model, the maximum length of a pipeline.

@@ -67,11 +67,13 @@ def _travel(segments: Sequence[SegmentShape], sharding: Sharding) -> Travel:
 def _travel_of(segment: SegmentShape, sharding: Sharding) -> Travel:
     layout, precision = sharding.layout, sharding.precision
     p, g, os = layout.parameters, layout.gradients, layout.optimizer
-    found: Travel = {(Do.GATHER, None): sharding.sent(segment, GATHER_PARAMETER[p], segment.compute)}
+    found: Travel = {(Do.GATHER, None): sharding.sent(segment, "parameter", GATHER_PARAMETER[p], segment.compute)}
     for phase in segment.phases:
-        found[Do.REDUCE, phase] = sharding.sent(segment, REDUCE_GRADIENT[g], precision.reduce)
+        found[Do.REDUCE, phase] = sharding.sent(segment, "gradient", REDUCE_GRADIENT[g], precision.reduce)
     if segment.phases:
-        found[Do.SYNC, segment.phases[-1]] = sharding.sent(segment, SYNC_GRADIENT[g, os], precision.gradient)
+        found[Do.SYNC, segment.phases[-1]] = sharding.sent(
+            segment, "gradient", SYNC_GRADIENT[g, os], precision.gradient
+        )
         if sharding.stored(segment) is not Stored.CAST:
-            found[Do.RETURN, None] = sharding.sent(segment, SYNC_PARAMETER[os, p], segment.compute)
+            found[Do.RETURN, None] = sharding.sent(segment, "parameter", SYNC_PARAMETER[os, p], segment.compute)
     return found

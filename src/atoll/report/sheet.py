@@ -182,6 +182,7 @@ def _words(prediction: Prediction) -> list[tuple[str, str]]:
             f"{plan.microbatch}" + (f" on each of {mesh.data} data-parallel ranks" if mesh.data > 1 else ""),
         ),
         ("gathering", _gathering(plan)),
+        *([("codecs", f"between groups: {plan.codecs}")] if plan.codecs else []),
         ("precision", f"computes in {plan.precision.compute}, optimizer in {plan.precision.master}"),
         ("recompute", {"none": "nothing", "block": "all activations of a block"}.get(plan.recompute, plan.recompute)),
     ]

@@ -57,6 +57,7 @@ from atoll.runtime.pipeline.probe import Probe, bad_parameter, first_of_all, pla
 from atoll.runtime.pipeline.step_end import LossScaler, Refused, StepEnd, StepResult
 from atoll.runtime.same import DIGEST, check_same, software
 from atoll.runtime.sharding.access import Edit, chosen_names, differing, whole_gradients
+from atoll.runtime.sharding.coding import Moment
 from atoll.runtime.sharding.optimizer import GroupOptions, OptimizerFactory, ShardedOptimizer
 from atoll.runtime.sharding.replicas import Holding, differences, digest_of, holdings, share, short
 from atoll.runtime.sharding.segment import Surroundings
@@ -149,6 +150,7 @@ class Engine:
         self.transport = connect(self.place, self.device)
         self._agreement = Agreement(self.transport)
         self._seed = seed
+        self._moment = Moment()
         self._lanes: Mapping[Kind, Lane] = {}
         self._outcome: Outcome | None = None
         self._played: dict[int, tuple[Share, Outcome]] = {}
@@ -171,7 +173,7 @@ class Engine:
             if weights is not None and is_complete(Path(weights)):
                 load_values(Path(weights), self.units, self._buffers())
                 for unit in self.units:
-                    unit.sync_parameters()
+                    unit.sync_parameters(is_exact=True)
 
     def _build(self, optimizer: OptimizerFactory, groups: GroupOptions | None, weights: Path | str | None) -> None:
         plan = self.plan
@@ -212,6 +214,8 @@ class Engine:
             self.device,
             lanes=self._lanes,
             weights=None if weights is None or is_complete(Path(weights)) else weights_for(self.adapter, Path(weights)),
+            seed=self._seed,
+            moment=self._moment,
         )
         self.advice = self._advise(outline)
         collector = Collector()
@@ -358,6 +362,7 @@ class Engine:
     ) -> Outcome:
         """Run the program of the step after `step`."""
         since = time.monotonic() if since is None else since
+        self._moment.step = step
         with (
             self._agreement.guard(f"step {step + 1}", self._executor.doing, pace=self._agreement.steps),
             _keeping_random_state(self.device),
@@ -820,8 +825,6 @@ class Engine:
                 self._agreement.refuse(error)
                 raise
             self._damage = None
-            for unit in self.units:
-                unit.sync_parameters()
         self.step_number = int(own["step"])
         self.checkpoints[self.step_number] = folder
         if self._end.scaler is not None and own.get("scaler") is not None:

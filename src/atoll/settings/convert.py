@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from atoll.config.deepspeed import translate
+from atoll.config.deepspeed import QUANTIZED_WORDS, translate
 from atoll.config.foreign import WORDS, answer
 from atoll.errors import ConfigError
 from atoll.settings.torchtitan import FLAVORS, RECOMPUTE, SCHEDULES
@@ -112,12 +112,14 @@ def _zero(into: Conversion, path: str, value: Any) -> None:
     if found.layout is None and isinstance(value, Mapping):
         for problem in found.problems:
             into.left.append(problem.replace("parallel.", ""))
-        words = ("stage", "mics_shard_size", "zero_hpz_partition_size")
+        words = ("stage", "mics_shard_size", "zero_hpz_partition_size", *QUANTIZED_WORDS)
         found = translate({word: value[word] for word in words if word in value})
     if found.layout is not None:
         into.put("parallel.layout", found.layout)
     if found.intra is not None:
         into.put("parallel.intra", found.intra)
+    if found.codecs:
+        into.put("parallel.codecs", dict(found.codecs))
 
 
 def _optimizer(into: Conversion, path: str, value: Any) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from atoll.config.deepspeed import zero_block
+from atoll.config.deepspeed import GRADIENTS, WEIGHTS, zero_block
 from atoll.layouts import Layout, Level
+from atoll.plans import Plan
 from atoll.settings.subject import Settings, Subject
 
 VERSION = "DeepSpeed 0.19.2"
@@ -15,8 +17,9 @@ VERSION = "DeepSpeed 0.19.2"
 def deepspeed(subject: Subject) -> Settings:
     """Return the DeepSpeed settings of a subject."""
     plan, train, adam = subject.plan, subject.train, subject.adam
-    limits = subject.shared_limits()
-    block = zero_block(plan.layout, plan.mesh.intra) or zero_block(_nearest(subject), plan.mesh.intra)
+    limits = subject.shared_limits(encodes=True)
+    block = zero_block(plan.layout, plan.mesh.intra, plan.codecs)
+    block = block or zero_block(_nearest(subject), plan.mesh.intra, plan.codecs)
     assert block is not None
     if plan.mesh.pipeline > 1 and block["stage"] > 1:
         block = {"stage": 1}
@@ -33,6 +36,7 @@ def deepspeed(subject: Subject) -> Settings:
             limits.append(f"schedule {plan.schedule.name}: PipelineEngine runs its own 1F1B, with one stage a rank")
         sizes = [len([at for at in run if at in subject.layers]) for run in subject.stages]
         limits.append(f"the stages as they are here, of {', '.join(map(str, sizes))} layers: partition_method decides")
+    limits += _coding(plan, block)
     if "mics_shard_size" in block:
         limits.append(
             "MiCS needs deepspeed.zero.MiCS_Init; 0.19.2 reduces gradients over the wrong ranks, and 0.19.3 removed it"
@@ -71,6 +75,21 @@ def deepspeed(subject: Subject) -> Settings:
     return Settings(
         "deepspeed", VERSION, {"deepspeed.json": json.dumps(values, indent=2) + "\n"}, (launch,), tuple(limits)
     )
+
+
+def _coding(plan: Plan, block: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the codecs of a plan that a block does not express as they are."""
+    codecs = plan.codecs
+    if codecs.parameter is not None:
+        if "zero_quantized_weights" not in block:
+            yield f"codec {codecs.parameter} of parameters: qwZ is {WEIGHTS}, with ZeRO-3; parameters are not encoded"
+        else:
+            yield "differences of parameters: qwZ encodes the parameters themselves"
+    if codecs.gradient is not None:
+        if "zero_quantized_gradients" not in block:
+            yield f"codec {codecs.gradient} of gradients: qgZ is {GRADIENTS}, with ZeRO-3; gradients are not encoded"
+        else:
+            yield "gradients that are encoded between groups only: qgZ encodes them inside a node too"
 
 
 def _nearest(subject: Subject) -> Layout:

@@ -94,8 +94,8 @@ class Subject:
         where = "--standalone" if nodes == 1 else "--rdzv-backend c10d --rdzv-endpoint $HEAD_NODE:29500"
         return f"torchrun --nnodes {nodes} --nproc-per-node {each} {where}"
 
-    def shared_limits(self) -> list[str]:
-        """Return the parts of a plan that no system expresses."""
+    def shared_limits(self, *, encodes: bool = False) -> list[str]:
+        """Return the parts of a plan that no system expresses. encodes: the system has codecs."""
         plan, train, found = self.plan, self.config.train, []
         if train.optimizer != "AdamW":
             found.append(f"the optimizer {train.optimizer}, replaced by AdamW")
@@ -113,6 +113,8 @@ class Subject:
             )
         if plan.post_validation:
             found.append("a post-validated optimizer step: the step waits for the global gradient norm")
+        if plan.codecs and not encodes:
+            found.append(f"codecs between groups ({plan.codecs}): elements are sent as they are")
         if plan.residency == "run":
             found.append("residency `run`: gathered parameters stay for one microbatch or for the step")
         if plan.unit > 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -18,13 +18,15 @@ from torch import nn
 from atoll import schedules
 from atoll.errors import CostWarning
 from atoll.ir.residency import Reduction, Residency
-from atoll.layouts import Layout, Precision
+from atoll.layouts import NO_CODECS, Codec, Codecs, Layout, Precision
 from atoll.plans import AXES, MeshShape, Plan
 from atoll.runtime.engine import Engine
 from atoll.runtime.pipeline.step_end import StepResult
 from atoll.runtime.sharding.optimizer import decay_matrices
 from atoll.runtime.sharding.tensors import whole_output
 from atoll.runtime.transport import GlooTransport
+from atoll.testing.buffers import buffers_of
+from atoll.testing.coded import Kind, Setting
 from atoll.testing.pool import run_ranks
 from atoll.testing.reference import History, Recipe, rows, rule_of, start, train_alone
 from atoll.testing.tiny import TinyConfig
@@ -88,6 +90,7 @@ class Case:
     seed: int = 3
     device: str = "cpu"
     order: tuple[str, ...] = AXES
+    codecs: Codecs = NO_CODECS
     model: Recipe = field(default_factory=TinyConfig)
 
     @property
@@ -117,6 +120,7 @@ class Case:
             sequence_parallel=self.sequence_parallel,
             vocabulary_parallel=self.vocabulary_parallel,
             layers_per_stage=self.layers_per_stage,
+            codecs=self.codecs,
         )
 
     @property
@@ -187,13 +191,37 @@ def train(case: Case, first: int = 0) -> History:
         history.losses.append(result.loss)
         history.norms.append(result.grad_norm)
     history.parameters = whole_parameters(engine)
+    if case.codecs:
+        with engine.full_parameters() as masters:
+            history.masters = {name: value.clone() for name, value in masters.items()}
+        history.buffers = tuple(buffers_of(case.model, engine))
     engine.close()
     return history
 
 
+def _kind(codec: Codec | None) -> Kind | None:
+    return None if codec is None else Kind(codec.name, codec.block, codec.rounding == "stochastic")
+
+
+def setting_of(case: Case, histories: Sequence[History]) -> Setting | None:
+    """The codecs of a case for its reference. histories: of its ranks, which say where they have what."""
+    codecs = case.codecs
+    if not codecs or case.inter == 1:
+        return None
+    places = [case.plan.mesh.place(rank) for rank in range(case.ranks)]
+    own = [history.buffers for history, place in zip(histories, places, strict=True) if place.data == 0]
+    buffers = tuple(buffer for each in own for buffer in each)
+    levels, inter, intra = case.layout, case.inter, case.intra
+    gradient, parameter = _kind(codecs.gradient), _kind(codecs.parameter)
+    return Setting(levels, inter, intra, gradient, parameter, codecs.feedback, case.seed, buffers)
+
+
 @lru_cache(maxsize=64)
-def reference(case: Case) -> History:
-    """Run the same training of the unsplit model in one process: no layout, schedule, adapter or engine."""
+def reference(case: Case, codecs: Setting | None = None) -> History:
+    """Run the same training of the unsplit model in one process: no layout, schedule, adapter or engine.
+
+    codecs: where messages are encoded, if they are.
+    """
     return train_alone(
         case.model,
         seed=case.seed,
@@ -204,6 +232,7 @@ def reference(case: Case) -> History:
         microbatch=case.microbatch,
         optimizer=case.make_optimizer,
         clip=case.clip,
+        codecs=codecs,
     )
 
 
@@ -231,6 +260,9 @@ def worst_difference(got: History, wanted: History) -> tuple[float, str]:
         found.append((abs(a - b) / max(1e-2, abs(b)), f"gradient norm of step {step + 1}: {a} against {b}"))
     for name, value in got.parameters.items():
         found.append((difference(value, wanted.parameters[name]), f"parameter {name}"))
+    for name, value in got.masters.items():
+        if wanted.masters:
+            found.append((difference(value, wanted.masters[name]), f"master of {name}"))
     for name, value in got.gradients.items():
         gradient = wanted.gradients.get(name, torch.zeros(()))  # torch has none for unused parameters
         found.append((difference(value, gradient), f"gradient of {name} in step 1"))
@@ -249,6 +281,7 @@ def measure_parity(case: Case) -> tuple[float, str, list[History]]:
     ranks' histories. Infinite if no rank holds a parameter."""
     wanted = reference(_neutral(case))
     histories = run_ranks(train, case.ranks, case, timeout=180)
+    wanted = reference(_neutral(case), setting_of(case, histories))
     found = [(*worst_difference(history, wanted), rank) for rank, history in enumerate(histories)]
     worst, where, rank = max(found)
     missing = set(wanted.parameters).difference(*(history.parameters for history in histories))
@@ -308,4 +341,5 @@ def _neutral(case: Case) -> Case:
         prefetch=None,
         reads_in_place=True,
         layers_per_stage=None,
+        codecs=NO_CODECS,
     )

@@ -8,7 +8,8 @@ from their documentation:
                     labels, by its samples where there are no labels, or by what the recipe's loss counts
     initial values  each module's own rule, from a generator seeded from (seed, name)
     dropout         the generators are seeded from (seed, step, global microbatch, block) before each block
-    update          the given optimizer, weight decay on matrices only, clipping by the global norm
+    update          the optimizer that is given, weight decay on matrices only, clipping by the global norm
+    codecs          what `atoll.testing.coded` makes of gradients and parameters, if it is given
 
 The two seeds are those of DESIGN.md, "Same result".
 """
@@ -18,13 +19,15 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from atoll.testing.coded import Buffer, Coding, Setting, uses_apart
 
 IGNORED = -100
 LABELS = ("labels", "start_positions", "end_positions")
@@ -58,12 +61,15 @@ class History:
     """The result of a run: mean loss and gradient norm before clipping per step; the final parameters.
 
     gradients: those of the first step before clipping, if recorded.
+    masters: the values that the optimizer steps, if codecs change the parameters.  buffers: of a rank with codecs.
     """
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     parameters: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
+    masters: dict[str, Tensor] = field(default_factory=dict)
+    buffers: tuple[Buffer, ...] = ()
 
 
 def train_alone(
@@ -77,6 +83,7 @@ def train_alone(
     microbatch: int,
     optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
     clip: float | None,
+    codecs: Setting | None = None,
 ) -> History:
     """Train the unsplit model in this process, microbatch after microbatch; bad steps are skipped."""
     with torch.random.fork_rng(devices=[]):
@@ -88,6 +95,7 @@ def train_alone(
         groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
         stepping = optimizer(groups)
         history = History()
+        coding = None if codecs is None else _Coded(model, codecs)
         for step in range(steps):
             batch = rows(recipe.batch(step, microbatches * microbatch), 0, microbatches * microbatch, device)
             pieces = [rows(batch, at * microbatch, microbatch, device) for at in range(microbatches)]
@@ -95,14 +103,17 @@ def train_alone(
             stepping.zero_grad(set_to_none=True)
             total = counted = 0.0
             for at, piece in enumerate(pieces):
-                with seeding.of(step, at):
-                    loss = summed_loss(recipe, forward(model, piece), piece)
-                if isinstance(loss, tuple):
-                    loss, own = loss
-                    counted += float(own)
-                (loss / tokens).backward()
+                with nullcontext() if coding is None else coding.watching():
+                    with seeding.of(step, at):
+                        loss = summed_loss(recipe, forward(model, piece), piece)
+                    if isinstance(loss, tuple):
+                        loss, own = loss
+                        counted += float(own)
+                    (loss / tokens).backward()
                 total += float(loss.detach())
-            if counted:  # known only now: gradients have been divided by another count
+            if coding is not None:
+                coding.make_gradients(step)
+            if counted:  # known only now: gradients have been divided by something else
                 for parameter in trained.values():
                     parameter.grad = None if parameter.grad is None else parameter.grad * (tokens / counted)
                 tokens = counted
@@ -110,14 +121,78 @@ def train_alone(
                 found = {name: parameter.grad for name, parameter in trained.items()}
                 history.gradients = {name: value.clone() for name, value in found.items() if value is not None}
             norm = nn.utils.clip_grad_norm_(decayed + others, float("inf") if clip is None else clip)
-            if math.isfinite(total) and bool(
-                norm.isfinite()
-            ):  # otherwise the step is skipped, as with `bad_steps = "skip"`
-                stepping.step()
+            if math.isfinite(total) and bool(norm.isfinite()):  # else the step is skipped, as `bad_steps = "skip"` does
+                if coding is None:
+                    stepping.step()
+                else:
+                    coding.step(stepping)
+            elif coding is not None:
+                coding.skip()
             history.losses.append(total / tokens)
             history.norms.append(float(norm))
     history.parameters = {name: value.detach().clone() for name, value in named_parameters(model).items()}
+    history.masters = {} if coding is None else coding.masters
     return history
+
+
+class _Coded:
+    """A model whose gradients and parameters cross groups with codecs.
+
+    masters: what the optimizer steps; the model's parameters are what the forward uses.
+    """
+
+    def __init__(self, model: nn.Module, setting: Setting) -> None:
+        self._coding = Coding(setting)
+        self._model = base_of(model)
+        self._named = named_parameters(model)
+        self._tied = tied(model)
+        self._pieces: list[dict[str, Tensor]] = []
+        self._touched: set[str] = set()
+        self.masters = {name: parameter.detach().clone() for name, parameter in self._named.items()}
+        self._follow()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Note the gradients of a microbatch by the names of their uses."""
+        names = sorted({*self._tied, *self._tied.values()})
+        with uses_apart(self._model, names) as apart:
+            yield
+        found = {name: alias.grad for name, alias in apart.items()}
+        for name, parameter in self._named.items():
+            if name not in apart:
+                found[name] = parameter.grad
+            parameter.grad = None
+        self._pieces.append({name: value.clone() for name, value in found.items() if value is not None})
+        self._touched.update(self._tied.get(name, name) for name in self._pieces[-1])
+
+    def make_gradients(self, step: int) -> None:
+        """Give the parameters the gradients that are left of the microbatches' after their messages."""
+        for name, value in self._coding.gradients(self._pieces, step).items():
+            self._named[name].grad = value
+        self._pieces.clear()
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Step the masters, and let the parameters follow. What no microbatch has used has no gradient."""
+        with torch.no_grad():
+            used = {name: parameter.detach().clone() for name, parameter in self._named.items()}
+            for name, parameter in self._named.items():
+                parameter.grad = parameter.grad if name in self._touched else None
+                parameter.copy_(self.masters[name])
+            optimizer.step()
+            self.masters = {name: parameter.detach().clone() for name, parameter in self._named.items()}
+            for name, parameter in self._named.items():
+                parameter.copy_(used[name])
+        self._touched.clear()
+        self._follow()
+
+    def skip(self) -> None:
+        """The step is not taken."""
+        self._touched.clear()
+        self._coding.skip()
+
+    def _follow(self) -> None:
+        with torch.no_grad():
+            self._coding.parameters(self.masters, {name: each.detach() for name, each in self._named.items()})
 
 
 # ---- the model

@@ -140,7 +140,8 @@ def question(config: Config, cluster: Cluster, *, world: int | None = None) -> S
     )
     on_cpu = is_on_cpu(config, cluster)
     workload = workload_of(config, expected_vocabulary(config), on_cpu=on_cpu)
-    space = space_of(config) if config.parallel.auto else Space(precision=(config.train.precision,))
+    codecs = config.parallel.codecs.value
+    space = space_of(config) if config.parallel.auto else Space(precision=(config.train.precision,), codecs=codecs)
     return Search(workload, cluster, goal, space, on_cpu, states=states_of(config.train))
 
 
@@ -153,7 +154,7 @@ def space_of(config: Config) -> Space:
             f"parallel.{', parallel.'.join(refused)}: the planner does not support it; leave it out, or turn "
             "parallel.auto off"
         )
-    given: dict[str, Any] = {}
+    given: dict[str, Any] = {"codecs": parallel.codecs.value}
     for key, name in CHOSEN.items():
         if _is_written(config, key):
             given[name] = (getattr(parallel, key),)

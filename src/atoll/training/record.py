@@ -208,6 +208,7 @@ def describe(plan: Plan, footprints: Sequence[Footprint], blocks: Sequence[Seque
         "reduction": plan.reduction,
         "recompute": plan.recompute,
         "precision": asdict(plan.precision),
+        "codecs": asdict(plan.codecs),
         "microbatch": plan.microbatch,
         "global_batch": plan.global_batch,
         "schedule": {

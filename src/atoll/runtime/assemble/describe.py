@@ -93,6 +93,9 @@ class Nowhere(Transport):
     def reduce(self, whole: Tensor, peers: Peers, tag: Tag, *, out: Tensor | None = None) -> None:
         _refuse()
 
+    def all_to_all(self, sent: Tensor, received: Tensor, peers: Peers, tag: Tag) -> None:
+        _refuse()
+
     def total_later(self, values: Tensor) -> Later:
         _refuse()
 

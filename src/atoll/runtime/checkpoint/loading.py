@@ -6,7 +6,7 @@ import dataclasses
 import io
 import warnings
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,14 +31,16 @@ def load(
     *,
     process_group: dist.ProcessGroup | None = None,
     strict: bool = True,
+    optional: str | None = None,
 ) -> dict[str, Any]:
     """Fill every rank's `pieces` from the checkpoint in `folder`. Return the saved state.
 
     Every rank of `process_group` calls it. A rank reads only the boxes that its pieces touch; values are cast
     to the dtype of the piece. Before any tensor is touched, all names and shapes of all ranks are compared with
-    the checkpoint: missing names and different shapes are errors, and if `strict` so are names that no rank requests.
-    Data is compared with its digest first. Only a damaged box can leave pieces partly filled. A checkpoint without
-    digests, of an older version, is loaded with an UnverifiedWarning on the first rank.
+    the checkpoint: missing names and different shapes are errors, and if `strict` so are names that no rank requests,
+    except those that begin with `optional`. Data is compared with its digest first. Only a damaged box can leave pieces
+    partly filled. A checkpoint without digests, of an older version, is loaded with an UnverifiedWarning on the first
+    rank.
 
     Raises the same error on every rank: DamageError for a damaged checkpoint, CheckpointError for a missing or
     different one, otherwise RankError.
@@ -47,7 +49,9 @@ def load(
     meeting = Meeting(process_group)
     lost = f"checkpoint {folder} was not loaded"
     reader = _Reader(folder, pieces)
-    state: dict[str, Any] = meeting.round(lost, reader.open, lambda asked: reader.compare(asked, strict=strict))
+    state: dict[str, Any] = meeting.round(
+        lost, reader.open, lambda asked: reader.compare(asked, strict=strict, optional=optional)
+    )
     meeting.round(lost, reader.read)
     if meeting.rank == 0 and reader.archive.manifest is None:
         warnings.warn(UnverifiedWarning(f"{folder} was not verified: it was saved without digests"), stacklevel=2)
@@ -105,10 +109,11 @@ class _Reader:
         requests = (_Request(piece.name, tuple(piece.shape), piece.tensor.dtype) for piece in self._pieces)
         return [request.words for request in dict.fromkeys(requests)]
 
-    def compare(self, asked: Sequence[Any], *, strict: bool) -> list[Any]:
+    def compare(self, asked: Sequence[Any], *, strict: bool, optional: str | None = None) -> list[Any]:
         """Compare the requests of all ranks with the checkpoint. Return the saved state for each rank."""
         requests = list(dict.fromkeys(_Request.of(words) for each in asked for words in each))
-        problems = _problems(requests, self._tensors, strict=strict)
+        required = {n: t for n, t in self._tensors.items() if optional is None or not n.startswith(optional)}
+        problems = _problems(requests, self._tensors, required if strict else {})
         if problems:
             raise CheckpointError(f"it is of another model: {listing(problems)}")
         return [self.archive.state] * len(asked)
@@ -191,8 +196,11 @@ def _renumbered(item: ReadItem, first: int) -> ReadItem:
     return dataclasses.replace(item, dest_index=MetadataIndex(index.fqn, index.offset, first + index.index))
 
 
-def _problems(asked: Sequence[_Request], tensors: dict[str, TensorStorageMetadata], *, strict: bool) -> list[str]:
-    """Return the differences between the requested names and shapes and the checkpoint's."""
+def _problems(
+    asked: Sequence[_Request], tensors: Mapping[str, TensorStorageMetadata], required: Iterable[str]
+) -> list[str]:
+    """Return the differences between the requested names and shapes and the checkpoint's, and what is required of it
+    that nobody asks for."""
     problems = []
     for request in asked:
         tensor = tensors.get(request.name)
@@ -202,9 +210,8 @@ def _problems(asked: Sequence[_Request], tensors: dict[str, TensorStorageMetadat
             problems.append(f"{request.name!r} has shape {tuple(tensor.size)} there and {request.shape} here")
         elif _kind(tensor.properties.dtype) != _kind(request.dtype):
             problems.append(f"{request.name!r} is {tensor.properties.dtype} there and {request.dtype} here")
-    if strict:
-        names = {request.name for request in asked}
-        problems.extend(f"it has {name!r}, which this model does not have" for name in tensors if name not in names)
+    names = {request.name for request in asked}
+    problems.extend(f"it has {name!r}, which nothing here takes" for name in required if name not in names)
     return list(dict.fromkeys(problems))
 
 

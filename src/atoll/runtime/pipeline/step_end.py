@@ -197,6 +197,7 @@ class StepEnd:
         self._refused: Refused | None = None
         self._look: Callable[[], None] | None = None
         self.was_right = True
+        self._was_taken = False
         self.busy = 0.0
         self.of_unit: Mapping[Do, Callable[[Unit], None]] = {
             Do.SYNCED: self._settle,
@@ -261,7 +262,7 @@ class StepEnd:
         if self.was_right:
             return False
         for unit in self._units:
-            unit.sync_parameters()
+            unit.take_back(was_taken=self._was_taken)
         return True
 
     def forget(self) -> None:
@@ -269,13 +270,14 @@ class StepEnd:
         self._outstanding = None
         for unit in self._units:
             unit.clear_gradients()
+            unit.clear_residuals()
 
     def cancel(self) -> None:
         """Discard the step that waits for its verdict, and what it has written before that; all ranks do."""
         if self._outstanding is not None:
             self.forget()
             for unit in self._units:
-                unit.sync_parameters()
+                unit.take_back(was_taken=False)
 
     def take_refused(self) -> Refused | None:
         """Return the step that was refused last, if it has not been taken yet."""
@@ -433,18 +435,29 @@ class StepEnd:
         if step.is_rehearsal or not (is_finite or has_overflowed):
             bad = tuple(at for at, norm in enumerate(sums.norms.tolist()) if not math.isfinite(norm))
             self._refused = Refused(replace(result, seconds=time.monotonic() - step.begin), bad)
+            self._was_taken = False
             for unit in self._units:
                 unit.clear_gradients()
+                unit.clear_residuals()
             return
         # The optimizer writes where the way back of an earlier step may still read: p and master can be one storage.
         for unit in self._units:
             unit.settle_parameters()
         if is_finite:
             self._optimizer.step(step.touched, self._scale(sums), step.options)
+        self._was_taken = is_finite
         for unit in self._units:
             unit.clear_gradients()
+            if not is_finite:
+                unit.clear_residuals()
+            if self.was_right:
+                unit.confirm()
         if self.scaler is not None:
+            before = self.scaler.scale
             self.scaler.update(is_finite=is_finite)
+            if self.scaler.scale != before:
+                for unit in self._units:
+                    unit.scale_residuals(self.scaler.scale / before)
         self._result = replace(result, seconds=time.monotonic() - step.begin)
 
     @property

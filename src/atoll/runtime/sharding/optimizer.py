@@ -144,7 +144,7 @@ class ShardedOptimizer:
         self.torch.step()
         for name in names:
             self.slices[name].grad = None
-        unit.sync_parameters()
+        unit.sync_parameters(is_ahead=True)
         for master, before in zip(masters, kept, strict=True):
             master.copy_(before)
         for name, state in states.items():

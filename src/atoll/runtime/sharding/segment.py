@@ -19,13 +19,19 @@ outside the engine is seen, a write raises, and nothing touches memory that is n
 of linear layers are computed. A segment's parameters belong to one phase, so that a pending W holds no gradient
 buffer; a shared parameter that this rank uses in both has an accumulator for each, added once a step, so that the sum
 does not depend on the order in which a schedule runs I and W.
+
+[Note: copies and residuals] Where parameters rest coarser than the optimizer's state and cross groups with a codec,
+they are a copy of the master that follows it: the owner encodes the difference, and all ranks, the owner too, add what
+they decode, so copies stay equal and the next difference has what this one lost. What encoded gradients lose is the
+residual of the rank that encoded them, as large as its part at level I. Its blocks for other ranks are those of a
+reduction, its own block is that of the all-gather that may follow. A step that is not taken clears it.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum
 from functools import partial
 from typing import Any
@@ -40,6 +46,7 @@ from atoll.layouts import (
     SYNC_GRADIENT,
     SYNC_PARAMETER,
     Axis,
+    Codec,
     FlatMap,
     Kind,
     Level,
@@ -51,6 +58,7 @@ from atoll.layouts import (
 from atoll.models import Weights
 from atoll.program import Phase
 from atoll.runtime import lanes
+from atoll.runtime.sharding import coding
 from atoll.runtime.sharding.room import Room
 from atoll.runtime.sharding.tensors import Spread, box_of, lay_in, part_of, whole_of
 from atoll.runtime.transport import Channel, Peers, Tag, Transport
@@ -128,6 +136,7 @@ class Surroundings:
 
     lanes: where what travels does so beside the computation.
     weights: where the parameters' first values are read; those that are not there are what the model brings.
+    seed, moment: what random bits of codecs follow from.
     """
 
     sharding: Sharding
@@ -135,6 +144,8 @@ class Surroundings:
     device: torch.device
     lanes: Mapping[lanes.Kind, lanes.Lane]
     weights: Weights | None = None
+    seed: int = 0
+    moment: coding.Moment = field(default_factory=coding.Moment)
 
     def peers(self, axis: Axis) -> Peers:
         """The ranks along a data-parallel axis."""
@@ -146,6 +157,7 @@ class Segment:
 
     phases: those in which this rank computes their gradients; none for frozen parameters.
     permanent: whether the parameters rest whole, so that nothing is gathered.
+    keeps_copy, residuals, before: [Note: copies and residuals]; `before` is the copy without a step taken ahead.
     """
 
     def __init__(
@@ -174,6 +186,7 @@ class Segment:
         self._reducing: deque[tuple[lanes.Job, torch.Tensor]] = deque()
         self._syncing_gradients: lanes.Job | None = None
         self._syncing_parameters: lanes.Job | None = None
+        self._spreading: torch.Tensor | None = None
         self.compute = dtype_of(self.sharding.precision.compute)
         self._allocate()
         self._adopt()
@@ -216,6 +229,16 @@ class Segment:
             case Stored.APART:
                 self.master = self._zeros(os, master_dtype, is_read=False)
                 self.rest = self._zeros(p, self.compute, is_read=p_is_read)
+        self.keeps_copy = self.sharding.keeps_copy(self.shape)
+        self.before: torch.Tensor | None = None
+        if self.keeps_copy and self.sharding.keeps_apart:
+            assert self.rest is not None, "a copy rests"
+            self.before = torch.empty_like(self.rest)
+        self._is_ahead = False
+        self.residuals = {
+            phase: self._zeros(Level.I, master_dtype, is_read=False) for phase in self.sharding.owing(self.shape)
+        }
+        self._reductions: Counter[Phase] = Counter()
         self.permanent = self.sharding.rests_whole(self.shape)
         if self.permanent:
             assert self.rest is not None
@@ -338,7 +361,7 @@ class Segment:
         if self._stages:
             self._staged = self.around.transport.lend(len(self.range(Level.I)), self.compute)
         if self._staged is not None:
-            self._move(self._staged, self._gathers[0], _Purpose.GATHER, own=own)
+            self._gather(self._staged, self._gathers[0], own=own)
         else:
             self._fill(self._gathers, own)
 
@@ -350,7 +373,19 @@ class Segment:
             self._part(self.whole, Level.N, self.layout.parameters).copy_(own)
         for at, move in enumerate(moves):
             buffer = self._part(self.whole, Level.N, move.coarse)
-            self._move(buffer, move, _Purpose.GATHER, own=own if at == 0 else None, again=again)
+            self._gather(buffer, move, own=own if at == 0 else None, again=again)
+
+    def _gather(self, buffer: torch.Tensor, move: Move, *, own: torch.Tensor | None, again: bool = False) -> None:
+        """All-gather parameters along an axis. Between groups they may be encoded; they are rounded to nearest, so that
+        forward and backward use the same."""
+        codec = self.sharding.codec("parameter", move)
+        if codec is None:
+            self._move(buffer, move, _Purpose.GATHER, own=own, again=again)
+            return
+        assert own is not None, "parameters cross groups before they are gathered inside them"
+        self._code(
+            coding.gather, replace(codec, rounding="nearest"), own.to(buffer.dtype), buffer, move, _Purpose.GATHER
+        )
 
     def _make_room(self) -> None:
         """Room for the whole copy, on a GPU taken and given back by the computation's stream, never by a lane's: a lane
@@ -381,26 +416,75 @@ class Segment:
             self.state = State.FREED
         self.free()
 
-    def sync_parameters(self) -> None:
+    def sync_parameters(self, *, is_ahead: bool = False, is_exact: bool = False) -> None:
         """Begin to bring what the optimizer wrote to where the parameters rest; `gather` waits for it.
 
         A copy that was gathered before is given back: it is out of date.
+
+        is_ahead: before the verdict on the step, so that it may be taken back.
+        is_exact: without a codec, after masters were written from outside.
         """
-        self.drop()
-        self._is_known = False
+        self.forget_gathered()
         if self.master is None or self.rest is None:
             return
-        self.settle_parameters()
         p, os = self.layout.parameters, self.layout.optimizer
+        master = self.master
+        if self.keeps_copy and not is_exact:
+            if is_ahead:
+                self._begin_ahead()
+                master = master.clone()  # the optimizer's is put back at once
+            self._spreading = master
+            self._syncing_parameters = self._start("sync", self._follow, after=None)
+            return
+        self._is_ahead = False
         with torch.no_grad():
             if self.shares:
                 pass
             elif p < os:
-                self._part(self.rest, p, os).copy_(self.master)
+                self._part(self.rest, p, os).copy_(master)
             else:
-                self.rest.copy_(self._part(self.master, os, p))
+                self.rest.copy_(self._part(master, os, p))
         if SYNC_PARAMETER[os, p]:
             self._syncing_parameters = self._start("sync", self._spread, after=None)
+
+    def take_back(self, *, was_taken: bool) -> None:
+        """Bring right parameters to where they rest, where a step ahead may have written wrong ones.
+
+        was_taken: whether the optimizer has stepped after all.
+        """
+        if not self.keeps_copy:
+            self.sync_parameters()
+            return
+        self.forget_gathered()
+        self._go_back()
+        if was_taken:
+            self.sync_parameters()
+
+    def confirm(self) -> None:
+        """The step ahead was right."""
+        self._is_ahead = False
+
+    def forget_gathered(self) -> None:
+        """Give back what was gathered: the parameters change where they rest."""
+        self.drop()
+        self._is_known = False
+        self.settle_parameters()
+
+    def _begin_ahead(self) -> None:
+        """Keep the copy as it is without the step, or return to it if the step was taken ahead before."""
+        assert self.rest is not None, "a copy rests"
+        assert self.before is not None, "post-validated steps keep the copy before"
+        if self._is_ahead:
+            self._go_back()
+        self.before.copy_(self.rest)
+        self._is_ahead = True
+
+    def _go_back(self) -> None:
+        if self._is_ahead:
+            assert self.rest is not None, "a copy rests"
+            assert self.before is not None, "a step was taken ahead"
+            self.rest.copy_(self.before)
+            self._is_ahead = False
 
     def _spread(self) -> None:
         assert self.rest is not None, "parameters that rest nowhere are not synced"
@@ -408,11 +492,28 @@ class Segment:
         for move in SYNC_PARAMETER[os, p]:
             self._move(self._part(self.rest, p, move.coarse), move, _Purpose.SYNC_PARAMETER)
 
+    def _follow(self) -> None:
+        """Let the copies follow the master: [Note: copies and residuals]."""
+        assert self.rest is not None, "a copy rests"
+        assert self._spreading is not None, "it follows a master"
+        p, os = self.layout.parameters, self.layout.optimizer
+        for move in SYNC_PARAMETER[os, p]:
+            buffer = self._part(self.rest, p, move.coarse)
+            codec = self.sharding.codec("parameter", move)
+            if codec is None:
+                self._move(buffer, move, _Purpose.SYNC_PARAMETER)
+                continue
+            dtype = coding.wide(self._spreading.dtype)
+            difference = self._spreading.to(dtype) - self._part(self.rest, p, os).to(dtype)
+            nearest = replace(codec, rounding="nearest")
+            self._code(coding.gather, nearest, difference, buffer, move, _Purpose.SYNC_PARAMETER, adds=True)
+
     def settle_parameters(self) -> None:
         """Wait until the parameters are up to date where they rest."""
         if self._syncing_parameters is not None:
             self._syncing_parameters.wait()
             self._syncing_parameters = None
+            self._spreading = None
 
     # ---- gradients
 
@@ -473,8 +574,10 @@ class Segment:
         level = self.layout.gradients
         total = flow.to(dtype_of(self.sharding.precision.reduce))
         moves = self.sharding.real(REDUCE_GRADIENT[level])
+        what = f"{phase}.{self._reductions[phase]}"
+        self._reductions[phase] += 1
         for move in moves:
-            self._move(self._part(total, Level.N, move.coarse), move, _Purpose.REDUCE)
+            self._bring_gradients(self._part(total, Level.N, move.coarse), move, _Purpose.REDUCE, phase, what)
         Room(self._resting_gradient(phase), is_empty=phase not in self._resting).add(self._part(total, Level.N, level))
         self._resting.add(phase)
         self.around.transport.give_back(flow, was_read=bool(moves))
@@ -511,15 +614,47 @@ class Segment:
             buffer = torch.zeros(len(self.range(coarse)), dtype=buffer.dtype, device=buffer.device)
             self._part(buffer, coarse, g).copy_(resting)
         for move in SYNC_GRADIENT[g, os]:
-            self._move(self._part(buffer, coarse, move.coarse), move, _Purpose.SYNC_GRADIENT)
+            part, what = self._part(buffer, coarse, move.coarse), "sync" if move.kind is Kind.REDUCE else "gather"
+            self._bring_gradients(part, move, _Purpose.SYNC_GRADIENT, self.phases[0], what)
         self.final = self._part(buffer, coarse, os)
         if self.spread is Spread.SUMMED:
             self.final = self.final.clone()  # what rests may be read by others
             self.around.transport.total_along(self.final, "tp", Tag(Channel.SUM_TENSOR, *self._tag))
 
+    def _bring_gradients(self, buffer: torch.Tensor, move: Move, purpose: _Purpose, phase: Phase, what: str) -> None:
+        """Move gradients, encoded where the move has a codec. what: as `coding.noise_seed` has it."""
+        codec = self.sharding.codec("gradient", move)
+        if codec is None:
+            self._move(buffer, move, purpose)
+            return
+        peers, nest, residual = self.around.peers(move.axis), self.sharding.nest, self.residuals.get(phase)
+        each = buffer.numel() // nest.size(move.axis)
+        rank = nest.i * nest.intra + nest.j
+
+        def noise(to: int) -> torch.Tensor | None:
+            seed = coding.noise_seed(self.around.seed, self.around.moment.step, *self._tag, what=what, rank=rank, to=to)
+            return coding.draw(codec, each, seed, buffer.device)
+
+        if move.kind is Kind.REDUCE:
+            self._code(coding.reduce, codec, buffer, move, purpose, noise=noise, residual=residual)
+        else:
+            own, lost = peers.own(buffer), None if residual is None else peers.own(residual)
+            self._code(coding.gather, codec, own, buffer, move, purpose, noise=noise(peers.index), residual=lost)
+
+    def clear_residuals(self) -> None:
+        """Forget what encoded gradients lacked."""
+        for residual in self.residuals.values():
+            residual.zero_()
+
+    def scale_residuals(self, factor: float) -> None:
+        """Multiply what encoded gradients lacked, as the next gradients are."""
+        for residual in self.residuals.values():
+            residual.mul_(factor)
+
     def clear_gradients(self) -> None:
         """Discard the step's gradients: stored ones are overwritten, others are freed."""
         self._resting.clear()
+        self._reductions.clear()
         self._give_gradients_back()
         for phase, flow in self.flows.items():
             del self._flow_views[phase]
@@ -575,7 +710,7 @@ class Segment:
                     own = part_of(values[part.name].detach(), self.boxes[part.name])
                     source = own.reshape(-1)[part.start : part.stop]
                     target.narrow(0, part.offset, part.stop - part.start).copy_(source)
-        self.sync_parameters()
+        self.sync_parameters(is_exact=True)
 
     # ----
 
@@ -584,10 +719,18 @@ class Segment:
 
     def _move(self, buffer: torch.Tensor, move: Move, purpose: _Purpose, **options: Any) -> None:
         """Move a buffer of the move's coarse level; `options` as the transport's `gather` and `reduce` have them."""
-        index, part = self._tag
-        tag = Tag(_CHANNEL[move.kind, move.axis], index, part * len(_Purpose) + purpose)
         act = self.around.transport.gather if move.kind is Kind.GATHER else self.around.transport.reduce
-        act(buffer, self.around.peers(move.axis), tag, **options)
+        act(buffer, self.around.peers(move.axis), self._tag_of(move, purpose), **options)
+
+    def _code(self, act: Callable[..., None], codec: Codec, *buffers: Any, **options: Any) -> None:
+        """Run a move of `coding`. buffers: its buffers, then the move and its purpose."""
+        *own, move, purpose = buffers
+        tag, peers = self._tag_of(move, purpose), self.around.peers(move.axis)
+        act(codec, *own, peers, tag, transport=self.around.transport, **options)
+
+    def _tag_of(self, move: Move, purpose: _Purpose) -> Tag:
+        index, part = self._tag
+        return Tag(_CHANNEL[move.kind, move.axis], index, part * len(_Purpose) + purpose)
 
     @property
     def shares(self) -> bool:
@@ -601,8 +744,8 @@ class Segment:
     def held(self) -> dict[str, list[torch.Tensor]]:
         """Tensors whose storages this segment holds, by component; the optimizer's states are not among them."""
         own: dict[str, list[torch.Tensor | None]] = {
-            "parameters": [self.rest] if self.permanent else [self.rest, self.whole],
+            "parameters": [self.rest, self.before] if self.permanent else [self.rest, self.before, self.whole],
             "gradients": [*self.gradients.values(), *self.flows.values()],
-            "optimizer": [] if self.shares else [self.master],
+            "optimizer": [*self.residuals.values(), *([] if self.shares else [self.master])],
         }
         return {component: [t for t in tensors if t is not None] for component, tensors in own.items()}

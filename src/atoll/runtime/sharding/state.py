@@ -3,25 +3,38 @@
 model.<parameter>                    master weights, or the resting ones of frozen parameters
 model.<buffer>                       persistent buffers
 optim.state.<parameter>.<key>        as torch's get_optimizer_state_dict names them
+codec.copy.<parameter>               parameters that follow the master by encoded differences
+codec.residual.<slot>.<parameter>    what encoded gradients lacked; a slot is the rank that encoded them, but for its
+                                     place in its group: see `_Slot`
+
+[Note: residuals in another world] A residual is part of the sum of gradients that has not been sent yet. If a plan has
+fewer groups, copies of a unit or tensor-parallel ranks, those that are left take over the residuals of the others; if
+it has more, the new ones begin with none. So the sum over all ranks stays the same.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import reprlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from atoll.errors import CheckpointError, DamageError
+from atoll.layouts import Level
 from atoll.runtime import checkpoint
 from atoll.runtime.checkpoint import Piece
 from atoll.runtime.sharding.optimizer import ShardedOptimizer
+from atoll.runtime.sharding.segment import Segment
+from atoll.runtime.sharding.tensors import Spread
 from atoll.runtime.sharding.unit import Unit
 
 _STATE = ("optim", "state")
+_CODEC, _COPY, _RESIDUAL = "codec", "copy", "residual"
 SCALER = frozenset({"scale", "growth_steps", "good_steps"})
 """Fields of the fp16 loss scaler in a checkpoint."""
 
@@ -37,7 +50,7 @@ def save_state(
     save: Callable[..., None] = checkpoint.save,
 ) -> None:
     """Write a checkpoint; every rank calls it. save: `checkpoint.save`, or what begins it."""
-    pieces = [*model_pieces(units, buffers), *_optimizer_pieces(optimizer)]
+    pieces = [*model_pieces(units, buffers), *_optimizer_pieces(optimizer), *_codec_pieces(units)]
     save(folder, pieces, {**state, "groups": _group_options(optimizer)}, identity=identity)
 
 
@@ -89,10 +102,28 @@ def load_state(
     buffers: Mapping[str, torch.Tensor],
     stored: Mapping[str, Mapping[str, tuple[int, ...]]],
 ) -> dict[str, Any]:
-    """Fill masters, frozen parameters, buffers and optimizer state; every rank calls it."""
+    """Fill masters, frozen parameters, buffers, optimizer state and what codecs keep, and begin to bring parameters to
+    where they rest; every rank calls it."""
     _prepare_states(optimizer, stored)
-    pieces = [*model_pieces(units, buffers), *_optimizer_pieces(optimizer)]
-    state = checkpoint.load(folder, pieces)
+    names = frozenset(checkpoint.Archive(folder).contents.tensors)
+    segments = [segment for unit in units for segment in unit.segments]
+    copied = [each for each in segments if each.keeps_copy and all(_copy_of(name) in names for name in each.parameters)]
+    owed = [owed for unit in units for segment in unit.segments for owed in _owed(unit, segment, names)]
+    pieces = [
+        *model_pieces(units, buffers),
+        *_optimizer_pieces(optimizer),
+        *(piece for segment in copied for piece in _copy_pieces(segment)),
+        *(piece for each in owed for piece in each.pieces()),
+    ]
+    state = checkpoint.load(folder, pieces, optional=f"{_CODEC}.")
+    for segment in segments:
+        segment.clear_residuals()
+        if segment in copied:
+            segment.forget_gathered()
+        else:
+            segment.sync_parameters(is_exact=True)
+    for each in owed:
+        each.residual.add_(each.values)
     groups = state["groups"]
     if len(groups) != len(optimizer.torch.param_groups):
         raise CheckpointError(
@@ -165,3 +196,103 @@ def _group_options(optimizer: ShardedOptimizer) -> list[dict[str, Any]]:
         {key: value for key, value in group.items() if key not in ("params", "param_names")}
         for group in optimizer.torch.param_groups
     ]
+
+
+# ---- what codecs keep
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Slot:
+    """Who encoded gradients: the tensor-parallel rank where each has a part of the sum, the copy of a unit that several
+    stages share, and the group; and in which phase."""
+
+    tensor: int
+    copy: int
+    group: int
+    phase: str
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        """Keys in the checkpoint."""
+        return (_CODEC, _RESIDUAL, f"{self.tensor}-{self.copy}-{self.group}-{self.phase}")
+
+    @staticmethod
+    def of(name: str) -> tuple[_Slot, str] | None:
+        """The slot and the parameter of a name in a checkpoint; None for other names."""
+        found = _SLOT.fullmatch(name)
+        if found is None:
+            return None
+        tensor, copy, group, phase, parameter = found.groups()
+        return _Slot(int(tensor), int(copy), int(group), phase), parameter
+
+
+_SLOT = re.compile(rf"{_CODEC}\.{_RESIDUAL}\.(\d+)-(\d+)-(\d+)-([IW])\.(.+)")
+
+
+@dataclass(frozen=True, slots=True)
+class _Owed:
+    """Values of a slot that are loaded, and the residual that they are added to."""
+
+    segment: Segment
+    slot: _Slot
+    residual: torch.Tensor
+    values: torch.Tensor
+    names: frozenset[str]
+
+    def pieces(self) -> Iterator[Piece]:
+        """Yield the values as pieces."""
+        return _pieces_at(self.segment, Level.I, self.values, self.slot.path, self.names)
+
+
+def _codec_pieces(units: Sequence[Unit]) -> Iterator[Piece]:
+    for unit in units:
+        for segment in unit.segments:
+            yield from _copy_pieces(segment) if segment.keeps_copy else ()
+            own = _own_slot(unit, segment)
+            for phase, residual in segment.residuals.items():
+                yield from _pieces_at(segment, Level.I, residual, replace(own, phase=phase).path)
+
+
+def _copy_pieces(segment: Segment) -> Iterator[Piece]:
+    assert segment.rest is not None, "a copy rests"
+    return _pieces_at(segment, segment.layout.parameters, segment.rest, (_CODEC, _COPY))
+
+
+def _copy_of(name: str) -> str:
+    return ".".join((_CODEC, _COPY, name))
+
+
+def _pieces_at(
+    segment: Segment, level: Level, held: torch.Tensor, path: tuple[str, ...], names: Collection[str] | None = None
+) -> Iterator[Piece]:
+    """Yield the pieces of what a segment holds at a level. names: the parameters, all if not given."""
+    for part in segment.map.slices(segment.range(level)):
+        if names is None or part.name in names:
+            view = held.detach().narrow(0, part.offset, part.stop - part.start)
+            box = segment.boxes[part.name]
+            yield Piece((*path, part.name), box.shape, part.start, stop=part.stop, tensor=view, within=box)
+
+
+def _own_slot(unit: Unit, segment: Segment) -> _Slot:
+    place = unit.around.transport.place
+    tensor = place.tp if segment.spread is Spread.SUMMED else 0
+    return _Slot(tensor, unit.owners.index(place.rank), place.inter, phase="")
+
+
+def _owed(unit: Unit, segment: Segment, names: Collection[str]) -> Iterator[_Owed]:
+    """Yield what a segment takes over of the slots in a checkpoint: see [Note: residuals in another world]."""
+    if not segment.residuals:
+        return
+    mesh, own = unit.around.transport.place.mesh, _own_slot(unit, segment)
+    tensor = mesh.tensor if segment.spread is Spread.SUMMED else 1
+    slots: dict[_Slot, set[str]] = {}
+    for name in names:
+        found = _Slot.of(name)
+        if found is not None and found[1] in segment.parameters:
+            slots.setdefault(found[0], set()).add(found[1])
+    for slot in sorted(slots):
+        place = slot.tensor % tensor, slot.copy % len(unit.owners), slot.group % mesh.inter
+        if place == (own.tensor, own.copy, own.group):
+            phase = next((each for each in segment.phases if each == slot.phase), segment.phases[0])
+            residual = segment.residuals.get(phase, segment.residuals[segment.phases[0]])
+            yield _Owed(segment, slot, residual, torch.zeros_like(residual), frozenset(slots[slot]))

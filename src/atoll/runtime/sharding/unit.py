@@ -204,10 +204,33 @@ class Unit:
             if segment.final is not None:
                 segment.final.mul_(factor)
 
-    def sync_parameters(self) -> None:
-        """Begin to bring the optimizer's result to where the parameters rest; `gather` waits for it."""
+    def sync_parameters(self, *, is_ahead: bool = False, is_exact: bool = False) -> None:
+        """Begin to bring the optimizer's result to where the parameters rest; `gather` waits for it.
+
+        is_ahead, is_exact: as in `Segment.sync_parameters`.
+        """
         for segment in self.segments:
-            segment.sync_parameters()
+            segment.sync_parameters(is_ahead=is_ahead, is_exact=is_exact)
+
+    def take_back(self, *, was_taken: bool) -> None:
+        """Bring right parameters to where they rest, where a step ahead may have written wrong ones."""
+        for segment in self.segments:
+            segment.take_back(was_taken=was_taken)
+
+    def confirm(self) -> None:
+        """The step ahead was right."""
+        for segment in self.segments:
+            segment.confirm()
+
+    def clear_residuals(self) -> None:
+        """Forget what encoded gradients lacked."""
+        for segment in self.segments:
+            segment.clear_residuals()
+
+    def scale_residuals(self, factor: float) -> None:
+        """Multiply what encoded gradients lacked."""
+        for segment in self.segments:
+            segment.scale_residuals(factor)
 
     def settle_parameters(self) -> None:
         """Wait until the parameters are up to date where they rest."""

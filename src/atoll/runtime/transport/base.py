@@ -247,6 +247,11 @@ class Transport(ABC):
     def reduce(self, whole: torch.Tensor, peers: Peers, tag: Tag, *, out: torch.Tensor | None = None) -> None:
         """Sum the ranks' buffers into each rank's own block, or into `out`."""
 
+    @abstractmethod
+    def all_to_all(self, sent: torch.Tensor, received: torch.Tensor, peers: Peers, tag: Tag) -> None:
+        """Send each block of `sent` to the rank at its position, and receive that rank's block for this one at the same
+        position of `received`. The own blocks are undefined."""
+
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return zeros in permanent memory that the other ranks of the group read. All call it equally, before
         `share`."""

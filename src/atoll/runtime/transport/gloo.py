@@ -195,6 +195,13 @@ class GlooTransport(Transport):
                 target.add_(parts[at])
         self._count(peers.axis, own.nbytes * len(peers.others))
 
+    def all_to_all(self, sent: torch.Tensor, received: torch.Tensor, peers: Peers, tag: Tag) -> None:
+        messages = [self.receive(peers.block(received, at), rank, tag) for at, rank in peers.others]
+        messages += [self.send(peers.block(sent, at), rank, tag) for at, rank in peers.others]
+        for message in messages:
+            message.wait()
+        self._count(peers.axis, peers.own(sent).nbytes * len(peers.others))
+
 
 _PLACES: Mapping[Channel, Channel] = {
     Channel.GATHER_INTRA: Channel.PLACE_GATHER,

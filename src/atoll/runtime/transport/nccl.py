@@ -146,6 +146,11 @@ class NcclTransport(Transport):
         dist.reduce_scatter_tensor(target, whole, group=self._axes[peers.axis])
         self._count(peers.axis, own.nbytes * len(peers.others))
 
+    def all_to_all(self, sent: torch.Tensor, received: torch.Tensor, peers: Peers, tag: Tag) -> None:
+        if peers.others:
+            dist.all_to_all_single(received, sent, group=self._axes[peers.axis])
+            self._count(peers.axis, peers.own(sent).nbytes * len(peers.others))
+
 
 _VOCABULARY_WAYS = (
     (Channel.LOOKED_UP, 0, False),

@@ -1,0 +1,262 @@
+"""Kernels of codecs, and the moves that send encoded blocks.
+
+A message of `Codec.nbytes(n)` bytes holds a float32 scale for each block of elements, then the elements:
+
+    bf16   two bytes each, no scale
+    fp8    e4m3 of value / scale, a byte each; scale = largest magnitude / 448
+    int8   value / scale as a signed byte; scale = largest magnitude / 127
+    int4   value / scale in -7..7, plus 8: element i of a block in the lower half of byte i, element i + size/2 in its
+           upper half; scale = largest magnitude / 7
+
+A block whose scale is not a normal float32 is zero. A value that is not finite makes its block so, except in bf16.
+
+[Note: equal replicas] A rank never uses a value that it has encoded: it decodes its own message, as all others do, so
+all ranks hold the same bits.
+
+Arithmetic is in fp32, in float64 for float64 tensors. On CPUs blocks are processed a few at a time, which stay in the
+cache; on GPUs the kernels are compiled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from atoll.layouts import Codec
+from atoll.runtime.transport import Peers, Tag, Transport
+
+_AT_A_TIME = 1 << 16
+"""Elements that a CPU encodes or decodes at a time."""
+
+_SMALLEST = torch.finfo(torch.float32).tiny
+_LARGEST = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}
+"""Codes of the largest magnitude of a block."""
+
+_FLOATS = {"fp8": (-6, 3), "bf16": (-126, 7)}
+"""The smallest exponent of normal numbers, and the bits of the mantissa."""
+
+_HALF_A_BIT = 2.0**-25
+"""The least random number: with 0, rounding noise around zero would be rounded down to the code below it."""
+
+Encoded = tuple[torch.Tensor | None, torch.Tensor]
+"""Scales, [rows, 1] in float32, and payload, [rows, bytes]."""
+
+
+@dataclass(slots=True)
+class Moment:
+    """The step that is being run, counted from 0; random bits of stochastic rounding follow from it."""
+
+    step: int = 0
+
+
+def noise_seed(seed: int, step: int, unit: int, segment: int, *, what: str, rank: int, to: int) -> int:
+    """The seed of the random numbers with which a rank rounds one message: a stable 63-bit hash.
+
+    what: the reduction of a phase, as `I.0`; `sync`, or `gather`.  rank: data-parallel rank.  to: the receiver's
+    position along the axis.
+    """
+    text = f"codec:{seed}:{step}:{unit}:{segment}:{what}:{rank}:{to}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the arithmetic on values of `dtype`."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def draw(codec: Codec, numel: int, seed: int, device: torch.device) -> torch.Tensor | None:
+    """Random numbers in (0, 1) for the elements of a message; None if the codec rounds to nearest."""
+    if codec.rounding == "nearest":
+        return None
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.rand(numel, generator=generator, device=device).clamp_(min=_HALF_A_BIT)
+
+
+def encode(
+    codec: Codec,
+    values: torch.Tensor,
+    message: torch.Tensor,
+    *,
+    residual: torch.Tensor | None = None,
+    noise: torch.Tensor | None = None,
+) -> None:
+    """Write values, [n], to a message of `codec.nbytes(n)` bytes.
+
+    residual: added to the values, and overwritten with what the message lacks of the sum.
+    """
+    act = _compiled(_encode) if values.is_cuda else _encode
+    for rows, scale, payload in _parts(codec, values, message):
+        chosen = values[rows].to(wide(values.dtype))
+        if residual is not None:
+            chosen = chosen + residual[rows]
+        scales, codes, left = act(
+            chosen.view(-1, _row(codec, len(chosen))),
+            None if noise is None else noise[rows].view(-1, _row(codec, len(chosen))),
+            codec.name,
+            is_lossy=residual is not None,
+        )
+        if scales is not None:
+            message[scale].view(torch.float32).copy_(scales.view(-1))
+        message[payload].copy_(codes.reshape(-1))
+        if residual is not None:
+            residual[rows] = left.view(-1)
+
+
+def decode(codec: Codec, message: torch.Tensor, out: torch.Tensor, *, adds: bool = False) -> None:
+    """Write the values of a message to `out`, [n], or add them to it."""
+    act = _compiled(_decode) if out.is_cuda else _decode
+    for rows, scale, payload in _parts(codec, out, message):
+        place = out[rows]
+        size = _row(codec, len(place))
+        scales = message[scale].view(torch.float32).view(-1, 1) if codec.code.is_scaled else None
+        codes = message[payload].view(len(place) // size, -1)
+        values = act(scales, codes, codec.name, size=size, dtype=wide(out.dtype)).view(-1)
+        place.copy_(place.to(values.dtype) + values if adds else values)
+
+
+def _row(codec: Codec, numel: int) -> int:
+    """Elements of a block in a part with `numel` elements."""
+    return min(codec.block, numel)
+
+
+def _parts(codec: Codec, values: torch.Tensor, message: torch.Tensor) -> Iterator[tuple[slice, slice, slice]]:
+    """Yield parts of a message with whole blocks, and the last block if it is shorter: its elements, the bytes of its
+    scales, and those of its payload."""
+    numel, block = len(values), codec.block
+    whole = numel - numel % block
+    each = whole if values.is_cuda else max(block, _AT_A_TIME // block * block)
+    first = codec.scale_bytes(numel)
+    for start in [*range(0, whole, max(each, 1)), *([whole] if whole < numel else [])]:
+        stop = min(start + each, whole) if start < whole else numel
+        payload = slice(first + codec.payload_bytes(start), first + codec.payload_bytes(stop))
+        yield slice(start, stop), slice(codec.scale_bytes(start), codec.scale_bytes(stop)), payload
+
+
+def _encode(rows: torch.Tensor, noise: torch.Tensor | None, name: str, *, is_lossy: bool) -> tuple[Any, Any, Any]:
+    """Return the scales, the payload, and what these lack of rows [blocks, elements] where `is_lossy`."""
+    scales, scaled = None, rows
+    if name != "bf16":
+        scales = (rows.abs().amax(1, keepdim=True) / _LARGEST[name]).float()
+        scales = torch.where(scales < _SMALLEST, 0.0, scales)
+        inverse = torch.where(scales > 0, 1.0 / scales.to(rows.dtype), 0.0)
+        scaled = rows * inverse
+    payload = _round(scaled, noise, name)
+    left = rows - _decode(scales, payload, name, size=rows.shape[1], dtype=rows.dtype) if is_lossy else None
+    return scales, payload, left
+
+
+def _round(scaled: torch.Tensor, noise: torch.Tensor | None, name: str) -> torch.Tensor:
+    """Return the payload, [blocks, bytes]."""
+    if name in _FLOATS:
+        if noise is not None:
+            smallest, bits = _FLOATS[name]
+            exponent = torch.frexp(scaled).exponent.clamp(min=smallest + 1) - 1 - bits
+            quantum = torch.ldexp(torch.ones_like(scaled), exponent)
+            scaled = (scaled / quantum + noise).floor() * quantum
+        if name == "bf16":
+            return scaled.to(torch.bfloat16).view(torch.uint8)
+        largest = _LARGEST[name]
+        return scaled.clamp(-largest, largest).float().to(torch.float8_e4m3fn).view(torch.uint8)
+    largest = _LARGEST[name]
+    codes = scaled.round() if noise is None else (scaled + noise).floor().clamp(-largest, largest)
+    if name == "int8":
+        return codes.to(torch.int8).view(torch.uint8)
+    nibbles = (codes + 8).to(torch.uint8)
+    half = (nibbles.shape[1] + 1) // 2
+    if nibbles.shape[1] % 2:
+        nibbles = torch.nn.functional.pad(nibbles, (0, 1))
+    return nibbles[:, :half] | (nibbles[:, half:] << 4)
+
+
+def _decode(
+    scales: torch.Tensor | None, payload: torch.Tensor, name: str, *, size: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the values, [blocks, size]."""
+    if name == "bf16":
+        return payload.view(torch.bfloat16).to(dtype)
+    assert scales is not None, "all others have scales"
+    if name == "fp8":
+        codes = payload.view(torch.float8_e4m3fn).to(dtype)
+    elif name == "int8":
+        codes = payload.view(torch.int8).to(dtype)
+    else:
+        codes = torch.cat([payload & 15, payload >> 4], dim=1)[:, :size].to(dtype) - 8
+    return codes * scales.to(dtype)
+
+
+@cache
+def _compiled(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel compiled for any number of blocks."""
+    return torch.compile(kernel, dynamic=True)
+
+
+# ---- moves
+
+
+Draw = Callable[[int], torch.Tensor | None]
+"""Position of the receiver along the axis -> the random numbers of the message to it."""
+
+
+def reduce(
+    codec: Codec,
+    whole: torch.Tensor,
+    peers: Peers,
+    tag: Tag,
+    *,
+    transport: Transport,
+    noise: Draw,
+    residual: torch.Tensor | None = None,
+) -> None:
+    """Sum the ranks' buffers into each rank's own block: those of the others arrive encoded and are added in fp32, in
+    rank order. The other blocks are undefined afterwards.
+
+    residual: as large as the buffer, of what was lost in earlier messages. Its own block is not used.
+    """
+    ranks = len(peers.ranks)
+    each = codec.nbytes(whole.numel() // ranks)
+    sent, received = (torch.empty(ranks * each, dtype=torch.uint8, device=whole.device) for _ in range(2))
+    for at, _ in peers.others:
+        lost = None if residual is None else peers.block(residual, at)
+        encode(codec, peers.block(whole, at), peers.block(sent, at), residual=lost, noise=noise(at))
+    transport.all_to_all(sent, received, peers, tag)
+    own = peers.own(whole)
+    total = own.to(wide(own.dtype))
+    mine = total.clone() if peers.index > 1 else None
+    if mine is not None:
+        total.zero_()
+    for at in range(ranks):
+        if at != peers.index:
+            decode(codec, peers.block(received, at), total, adds=True)
+        elif mine is not None:
+            total.add_(mine)
+    if total is not own:
+        own.copy_(total)
+
+
+def gather(
+    codec: Codec,
+    own: torch.Tensor,
+    whole: torch.Tensor,
+    peers: Peers,
+    tag: Tag,
+    *,
+    transport: Transport,
+    adds: bool = False,
+    noise: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+) -> None:
+    """Fill every block of `whole` with what its owner has encoded of `own`, or add it to the block.
+
+    residual: of the own block, as in `encode`.
+    """
+    each = codec.nbytes(own.numel())
+    coded = torch.empty(len(peers.ranks) * each, dtype=torch.uint8, device=whole.device)
+    encode(codec, own, peers.own(coded), residual=residual, noise=noise)
+    transport.gather(coded, peers, tag)
+    for at in range(len(peers.ranks)):
+        decode(codec, peers.block(coded, at), peers.block(whole, at), adds=adds)

@@ -1,0 +1,316 @@
+"""Codecs between groups: ranks equal one process that encodes the same messages, in float64."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from atoll.errors import CostWarning
+from atoll.faults import Policy
+from atoll.layouts import CODES, Codec, Codecs, Footprint, Level
+from atoll.program.traffic import sent_by
+from atoll.testing import run_ranks
+from atoll.testing.buffers import buffers_of
+from atoll.testing.parity import (
+    Case,
+    History,
+    assert_parity,
+    difference,
+    measure_parity,
+    reference,
+    results,
+    setting_of,
+    whole_parameters,
+)
+from atoll.testing.reference import token_loss
+from atoll.testing.tiny import TinyConfig
+
+INT8, INT4 = Codec("int8", 8), Codec("int4", 8)
+BOTH = Codecs(INT8, INT4)
+RANDOM = Codecs(Codec("int8", 8, "stochastic"), INT4)
+ODD = TinyConfig(odd=True)
+TIED = TinyConfig(tied=True)
+CASE = Case(layout="IIG", inter=2, intra=2, codecs=BOTH, model=ODD)
+
+
+@pytest.mark.parametrize("layout", ["NNN", "NNG", "NIG", "IIG", "III", "IGG", "GGG", "GGN"])
+def test_layouts(layout: str) -> None:
+    assert_parity(replace(CASE, layout=layout))
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("name", CODES)
+def test_every_codec(name: str, rounding: Any) -> None:
+    assert_parity(replace(CASE, codecs=Codecs(Codec(name, 6, rounding), Codec(name, 10)), steps=2))
+
+
+@pytest.mark.parametrize("codecs", [Codecs(INT4), Codecs(None, INT4), Codecs(INT4, INT4, feedback=False)], ids=str)
+def test_one_of_both_and_no_feedback(codecs: Codecs) -> None:
+    assert_parity(replace(CASE, codecs=codecs))
+
+
+@pytest.mark.parametrize("layout", ["NNN", "IIG", "GGG"])
+def test_three_groups(layout: str) -> None:
+    assert_parity(Case(layout=layout, inter=3, microbatches=6, codecs=RANDOM, model=ODD))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "breadth-first"])
+@pytest.mark.parametrize("layout", ["IIG", "GGG"])
+def test_pipelines_with_a_shared_parameter(layout: str, schedule: str) -> None:
+    """Both stages, or both phases of one, encode gradients of their own for it."""
+    assert_parity(Case(layout=layout, pipeline=2, inter=2, schedule=schedule, codecs=BOTH, model=TIED, steps=2))
+
+
+@pytest.mark.parametrize("reduction", ["run", "step"])
+def test_gradients_of_several_microbatches_in_a_message(reduction: Any) -> None:
+    assert_parity(
+        Case(layout="GGG", pipeline=2, inter=2, schedule="zb-h1", reduction=reduction, codecs=RANDOM, model=ODD)
+    )
+
+
+@pytest.mark.parametrize("clip", [0.05, 0.9, None])
+@pytest.mark.parametrize("layout", ["IIG", "NNN"])
+def test_post_validated_steps(layout: str, clip: float | None) -> None:
+    """Some are taken back: the copies then follow from where they were before."""
+    case = Case(layout=layout, pipeline=2, inter=2, schedule="zb-h1", post_validation=True, clip=clip, steps=5)
+    assert_parity(replace(case, codecs=BOTH, model=TIED))
+
+
+def test_tensor_parallelism() -> None:
+    assert_parity(Case(layout="IIG", inter=2, tensor=2, codecs=BOTH, steps=2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["IIG", "GGG"])
+@pytest.mark.parametrize("model", [TIED, TinyConfig()], ids=["tied", "apart"])
+def test_a_split_vocabulary(model: TinyConfig, layout: str) -> None:
+    assert_parity(Case(layout=layout, pipeline=2, inter=2, vocabulary_parallel=True, codecs=BOTH, model=model, steps=2))
+
+
+@pytest.mark.parametrize("layout", ["IIG", "GGG"])
+def test_frozen_unused_and_small_parameters(layout: str) -> None:
+    assert_parity(replace(CASE, layout=layout, model=TinyConfig(frozen=True, unused=True, small=True, dropout=0.2)))
+
+
+def test_the_reference_without_codecs_is_another() -> None:
+    """Else the others would show nothing."""
+    _, _, histories = measure_parity(CASE)
+    plain = reference(replace(CASE, layout="NNN", inter=1, intra=1, codecs=Codecs()))
+    worst = max(difference(own, plain.parameters[name]) for name, own in histories[0].masters.items())
+    assert worst > 1e-4
+
+
+def train_and_compare(case: Case) -> History:
+    engine = case.engine()
+    list(results(case, engine))
+    engine.check_replicas()
+    history = History(parameters=whole_parameters(engine))
+    engine.close()
+    return history
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_replicas_and_runs_are_equal_to_the_last_bit(precision: str) -> None:
+    case = Case(layout="NNG", pipeline=2, inter=3, microbatches=6, codecs=RANDOM, precision=precision, model=TIED)
+    first, second, third = (
+        run_ranks(train_and_compare, case.ranks, each) for each in (case, case, replace(case, schedule="gpipe"))
+    )
+    for own, again, other in zip(first, second, third, strict=True):
+        for name, value in own.parameters.items():
+            assert torch.equal(value, again.parameters[name])
+            assert torch.equal(value, other.parameters[name])
+
+
+# ---- bytes
+
+
+def held_and_sent(case: Case) -> tuple[Footprint, Footprint, int, int]:
+    engine = case.engine()
+    before = engine.transport.sent["inter"]
+    engine.step(case.share(engine, 0))
+    engine.close()
+    sent = engine.transport.sent["inter"] - before
+    formula = sent_by(engine.program.instructions, engine.program.shape)["inter"]
+    return engine.memory(), engine.footprint().at_rest(case.plan.layout), sent, formula
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("layout", ["NNN", "NNG", "IIG", "GGG"])
+def test_bytes_held_and_sent_are_those_of_the_formula(layout: str, precision: str) -> None:
+    model = TinyConfig(tied=True, frozen=True, odd=True, small=True)
+    for validated in (False, True):
+        case = Case(layout=layout, pipeline=2, inter=2, precision=precision, codecs=BOTH, model=model, prefetch=0)
+        for held, predicted, sent, formula in run_ranks(
+            held_and_sent, case.ranks, replace(case, post_validation=validated, schedule="zb-h1")
+        ):
+            assert held == predicted
+            assert sent == formula > 0
+
+
+def test_codecs_without_effect_are_told() -> None:
+    with pytest.warns(CostWarning, match="the 1 data-parallel ranks are one group"):
+        _engine_of(Case(codecs=BOTH)).close()
+
+
+def _engine_of(case: Case) -> Any:
+    from atoll import Engine
+
+    with torch.device("meta"):
+        model = case.model.build()
+    return Engine(model, case.plan, optimizer=case.make_optimizer, device="cpu")
+
+
+# ---- checkpoints
+
+
+def residuals(engine: Any) -> dict[str, Tensor]:
+    """What this rank owes, by parameter, in the parameter's place."""
+    found: dict[str, Tensor] = {}
+    for unit in engine.units:
+        for segment in unit.segments:
+            for residual in segment.residuals.values():
+                for part in segment.map.slices(segment.range(Level.I)):
+                    whole = found.setdefault(part.name, torch.zeros(part.shape, dtype=residual.dtype))
+                    whole.view(-1)[part.start : part.stop] += residual[part.offset :][: part.stop - part.start]
+    return found
+
+
+def save(case: Case, folder: str, steps: int) -> tuple[History, dict[str, Tensor]]:
+    engine = case.engine()
+    for step in range(steps):
+        engine.step(case.share(engine, step))
+    engine.save(folder)
+    owed = residuals(engine)
+    history = History()
+    for step in range(steps, case.steps):
+        history.losses.append(engine.step(case.share(engine, step)).loss)
+    history.parameters = whole_parameters(engine)
+    engine.close()
+    return history, owed
+
+
+def load(case: Case, folder: str, steps: int) -> tuple[History, dict[str, Tensor]]:
+    engine = case.engine()
+    engine.load(folder)
+    owed = residuals(engine)
+    history = History()
+    for step in range(steps, case.steps):
+        history.losses.append(engine.step(case.share(engine, step)).loss)
+    history.parameters = whole_parameters(engine)
+    engine.close()
+    return history, owed
+
+
+@pytest.mark.parametrize("layout", ["IIG", "GGG"])
+def test_a_run_that_is_continued_is_the_same_to_the_last_bit(layout: str, tmp_path: Path) -> None:
+    case = Case(layout=layout, pipeline=2, inter=2, schedule="zb-v", codecs=RANDOM, model=TIED, steps=4)
+    saved = run_ranks(save, case.ranks, case, str(tmp_path / "at"), 2)
+    loaded = run_ranks(load, case.ranks, case, str(tmp_path / "at"), 2)
+    for (one, owed), (other, still) in zip(saved, loaded, strict=True):
+        assert one.losses == other.losses
+        assert all(torch.equal(value, other.parameters[name]) for name, value in one.parameters.items())
+        assert all(torch.equal(value, still[name]) for name, value in owed.items())
+        assert any(value.any() for value in owed.values())
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        {"layout": "NNN", "inter": 2, "intra": 1},
+        {"layout": "GGG", "inter": 4, "intra": 1},
+        {"layout": "NIG", "inter": 2, "intra": 1, "pipeline": 2},
+    ],
+    ids=str,
+)
+def test_the_sum_that_is_owed_is_the_same_in_another_world(after: dict[str, Any], tmp_path: Path) -> None:
+    case = replace(CASE, layout="IIG", inter=3, intra=1, microbatches=12, model=TIED, steps=3)
+    saved = run_ranks(save, case.ranks, case, str(tmp_path / "at"), 2)
+    other = replace(case, **after)
+    loaded = run_ranks(load, other.ranks, other, str(tmp_path / "at"), 2)
+    assert all(math.isfinite(loss) for history, _ in loaded for loss in history.losses)
+    for name in saved[0][1]:
+        before, now = (
+            sum((owed[name] for _, owed in each if name in owed), torch.zeros(1, dtype=torch.float64))
+            for each in (saved, loaded)
+        )
+        assert before.any()
+        assert difference(now, before) < 1e-12
+
+
+def test_codecs_may_come_and_go_at_a_checkpoint(tmp_path: Path) -> None:
+    """Without them the parameters are the masters, and nothing is owed."""
+    plain = replace(CASE, codecs=Codecs(), model=TIED, steps=3)
+    coded = replace(plain, codecs=BOTH)
+    for first, second in ((coded, plain), (plain, coded)):
+        folder = str(tmp_path / str(bool(first.codecs)))
+        run_ranks(save, 4, first, folder, 2)
+        for history, owed in run_ranks(load, 4, second, folder, 2):
+            assert math.isfinite(history.losses[0])
+            assert not any(value.any() for value in owed.values())
+
+
+# ---- steps that are not taken
+
+
+@dataclass(frozen=True, slots=True)
+class Spoiled(TinyConfig):
+    """The loss of one step is NaN: that of labels that are all 3."""
+
+    at: int = 1
+
+    def batch(self, step: int, samples: int) -> dict[str, Any]:
+        found = TinyConfig.batch(self, step, samples)
+        return {**found, "labels": torch.full_like(found["labels"], 3)} if step == self.at else found
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        loss = token_loss(outputs, batch["labels"])
+        return loss * torch.nan if bool((batch["labels"] == 3).all()) else loss
+
+    @property
+    def engine_loss(self) -> Any:
+        """The same for the engine."""
+        return self.loss
+
+
+def train_and_skip(case: Case) -> History:
+    engine = case.engine()
+    engine.bad_steps = Policy.parse("skip")
+    found = list(results(case, engine))
+    assert [each.skipped for each in found] == [step == 1 for step in range(case.steps)]
+    history = History(parameters=whole_parameters(engine), buffers=tuple(buffers_of(case.model, engine)))
+    engine.close()
+    return history
+
+
+@pytest.mark.parametrize("validated", [False, True])
+def test_a_step_that_is_not_taken_clears_the_residuals(validated: bool) -> None:
+    case = Case(layout="IIG", pipeline=2, inter=2, schedule="zb-h1", post_validation=validated, clip=None, steps=4)
+    case = replace(case, codecs=BOTH, model=Spoiled(tied=True))
+    histories = run_ranks(train_and_skip, case.ranks, case)
+    wanted = reference(replace(case, codecs=Codecs()), setting_of(case, histories))
+    for history in histories:
+        for name, value in history.parameters.items():
+            assert difference(value, wanted.parameters[name]) < 1e-10, name
+
+
+def half_steps(case: Case) -> tuple[float, list[float], bool]:
+    engine = case.engine()
+    engine._end.scaler.growth_steps = 2
+    losses = [engine.step(case.share(engine, step)).loss for step in range(case.steps)]
+    owed = max(float(value.abs().max()) for value in residuals(engine).values())
+    engine.close()
+    return owed, losses, engine._end.scaler.scale > 2**16
+
+
+def test_residuals_follow_the_loss_scale() -> None:
+    """They are gradients times the loss scale, which fp16 doubles now and then."""
+    case = replace(CASE, precision="fp16", steps=5, clip=None, lr=1e-3)
+    for _, losses, has_grown in run_ranks(half_steps, 4, case):
+        assert has_grown
+        assert all(math.isfinite(loss) for loss in losses)
