@@ -82,10 +82,11 @@ def _segment_footprint(segment: SegmentShape, sharding: Sharding, states: int) -
     held = sharding.nest.range(layout.optimizer, segment.map.padded)
     covered = sum(part.stop - part.start for part in segment.map.slices(held))
     gradients = len(segment.phases) * ITEM_BYTES[precision.gradient] * numel(layout.gradients)
+    kept = states * item * covered + sharding.anchors * item * numel(Level.G)
     if stored is Stored.SHARED:
         coarse = min(layout.parameters, layout.optimizer)
-        return Footprint(item * numel(coarse), gradients, states * item * covered)
-    return Footprint(parameters, gradients, states * item * covered + item * len(held))
+        return Footprint(item * numel(coarse), gradients, kept)
+    return Footprint(parameters, gradients, kept + item * len(held))
 
 
 @dataclass(frozen=True, slots=True)

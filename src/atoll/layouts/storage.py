@@ -55,7 +55,7 @@ class Sharding:
 
     nest: its place among the data-parallel ranks.  keeps_apart: parameters and master are stored apart even where one
     could serve for both, as a post-validated optimizer step needs it.  states: tensors that the optimizer keeps of
-    every parameter besides the master.
+    every parameter besides the master.  anchors: tensors that outer steps keep of every trained parameter, at level G.
     """
 
     layout: Layout
@@ -63,6 +63,7 @@ class Sharding:
     nest: Nest
     keeps_apart: bool = False
     states: int = 2
+    anchors: int = 0
 
     def stored(self, segment: SegmentShape) -> Stored:
         """The copies of a segment's parameters that are stored between steps."""

@@ -18,6 +18,7 @@ from atoll import schedules
 from atoll.errors import CostWarning
 from atoll.ir.residency import Reduction, Residency
 from atoll.layouts import Layout, Precision
+from atoll.outer import Outer
 from atoll.plans import AXES, MeshShape, Plan
 from atoll.runtime.engine import Engine
 from atoll.runtime.pipeline.step_end import StepResult
@@ -25,7 +26,7 @@ from atoll.runtime.sharding.optimizer import decay_matrices
 from atoll.runtime.sharding.tensors import whole_output
 from atoll.runtime.transport import GlooTransport
 from atoll.testing.pool import run_ranks
-from atoll.testing.reference import History, Recipe, rows, rule_of, start, train_alone
+from atoll.testing.reference import History, Recipe, rows, rule_of, start, train_alone, train_islands
 from atoll.testing.tiny import TinyConfig
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
@@ -88,6 +89,7 @@ class Case:
     seed: int = 3
     device: str = "cpu"
     order: tuple[str, ...] = AXES
+    outer: Outer | None = None
     model: Recipe = field(default_factory=TinyConfig)
 
     @property
@@ -117,7 +119,13 @@ class Case:
             sequence_parallel=self.sequence_parallel,
             vocabulary_parallel=self.vocabulary_parallel,
             layers_per_stage=self.layers_per_stage,
+            outer=self.outer,
         )
+
+    @property
+    def islands(self) -> int:
+        """Parts of the world that train by themselves."""
+        return 1 if self.outer is None else self.inter
 
     @property
     def samples(self) -> int:
@@ -155,6 +163,11 @@ class Case:
         return rows(batch, engine.place.data * each, each, "cpu")
 
 
+def units_of(engine: Engine) -> tuple[tuple[str, ...], ...]:
+    """Names of the parameters of each unit of the model, for `references` of islands."""
+    return tuple(spec.names for spec in engine._sharded.specs) if engine.outer is not None else ()
+
+
 def whole_parameters(engine: Engine) -> dict[str, torch.Tensor]:
     """The rank's units gathered, as copies by parameter name."""
     values = {}
@@ -181,29 +194,56 @@ def results(case: Case, engine: Engine, first: int = 0) -> Iterator[StepResult]:
 
 def train(case: Case, first: int = 0) -> History:
     """Run a case in this rank, steps first..steps-1."""
+    return _train_with_units(case, first)[0]
+
+
+def _train_with_units(case: Case, first: int = 0) -> tuple[History, tuple[tuple[str, ...], ...]]:
     engine = case.engine()
     history = History()
     for result in results(case, engine, first):
         history.losses.append(result.loss)
         history.norms.append(result.grad_norm)
     history.parameters = whole_parameters(engine)
+    units = units_of(engine)
     engine.close()
-    return history
+    return history, units
+
+
+def reference(case: Case) -> History:
+    """The same training of the unsplit model in one process: no layout, no schedule, no adapter, no engine."""
+    return references(case)[0]
 
 
 @lru_cache(maxsize=64)
-def reference(case: Case) -> History:
-    """The same training of the unsplit model in one process: no layout, no schedule, no adapter, no engine."""
-    return train_alone(
+def references(case: Case, units: tuple[tuple[str, ...], ...] = ()) -> list[History]:
+    """The same for each island. units: names of the parameters of each unit of the model; needed for islands only."""
+    common: dict[str, Any] = {
+        "seed": case.seed,
+        "dtype": DTYPES[case.precision],
+        "device": case.device,
+        "steps": case.steps,
+        "microbatches": case.microbatches,
+        "microbatch": case.microbatch,
+        "optimizer": case.make_optimizer,
+        "clip": case.clip,
+    }
+    if case.outer is None:
+        return [train_alone(case.model, **common)]
+    outer, unit_of = case.outer, {name: at for at, names in enumerate(units) for name in names}
+    return train_islands(
         case.model,
-        seed=case.seed,
-        dtype=DTYPES[case.precision],
-        device=case.device,
-        steps=case.steps,
-        microbatches=case.microbatches,
-        microbatch=case.microbatch,
-        optimizer=case.make_optimizer,
-        clip=case.clip,
+        islands=case.inter,
+        outer={
+            "every": outer.every,
+            "fragments": outer.count(len(units)),
+            "delay": outer.delay,
+            "lr": outer.rate,
+            "momentum": outer.inertia,
+            "nesterov": outer.optimizer == "nesterov",
+            "mix": outer.own_share,
+        },
+        fragment_of=lambda name: outer.fragment_of(unit_of[name], len(units)),
+        **common,
     )
 
 
@@ -246,11 +286,17 @@ def assert_parity(case: Case, *, tolerance: float = 1e-10) -> Parity:
 def measure_parity(case: Case) -> tuple[float, str, list[History]]:
     """Run a case on its ranks: the largest difference of any from the single process, where it is, and the ranks'
     histories. Infinite where no rank holds a parameter."""
-    wanted = reference(_neutral(case))
-    histories = run_ranks(train, case.ranks, case, timeout=180)
-    found = [(*worst_difference(history, wanted), rank) for rank, history in enumerate(histories)]
+    trained = run_ranks(_train_with_units, case.ranks, case, timeout=180)
+    histories = [history for history, _ in trained]
+    wanted = references(_neutral(case), trained[0][1])
+    place = case.plan.mesh.place
+    of = [wanted[0 if case.outer is None else place(rank).inter] for rank in range(case.ranks)]
+    found = [
+        (*worst_difference(history, own), rank)
+        for rank, (history, own) in enumerate(zip(histories, of, strict=True))
+    ]
     worst, where, rank = max(found)
-    missing = set(wanted.parameters).difference(*(history.parameters for history in histories))
+    missing = set(wanted[0].parameters).difference(*(history.parameters for history in histories))
     if missing:
         return float("inf"), f"no rank holds {sorted(missing)}", histories
     return worst, f"rank {rank} differs by {worst:.3g} at {where}", histories
@@ -291,7 +337,7 @@ def _neutral(case: Case) -> Case:
         case,
         layout="NNN",
         pipeline=1,
-        inter=1,
+        inter=case.islands,
         intra=1,
         tensor=1,
         sequence_parallel=False,

@@ -31,12 +31,14 @@ def load(
     *,
     process_group: dist.ProcessGroup | None = None,
     strict: bool = True,
+    optional: tuple[str, ...] = (),
 ) -> dict[str, Any]:
     """Fill every rank's `pieces` from the checkpoint in `folder`; returns the saved state.
 
     Every rank of `process_group` calls it. A rank reads only the boxes that its pieces touch; values are cast
     to the dtype of the piece. Before any tensor is touched, all names and shapes of all ranks are compared with
-    the checkpoint: names that it lacks and other shapes are errors, and if `strict` also names no rank asks for.
+    the checkpoint: names that it lacks and other shapes are errors, and if `strict` also names no rank asks for, but
+    those that begin with one of `optional`.
     What is read is compared with its digest first. Only a box that turns out to be damaged can leave pieces half
     filled. A checkpoint from before there were digests is loaded with an UnverifiedWarning on the first rank.
 
@@ -47,7 +49,7 @@ def load(
     meeting = Meeting(process_group)
     lost = f"checkpoint {folder} was not loaded"
     reader = _Reader(folder, pieces)
-    state: dict[str, Any] = meeting.round(lost, reader.open, lambda asked: reader.compare(asked, strict=strict))
+    state: dict[str, Any] = meeting.round(lost, reader.open, lambda asked: reader.compare(asked, strict, optional))
     meeting.round(lost, reader.read)
     if meeting.rank == 0 and reader.archive.manifest is None:
         warnings.warn(UnverifiedWarning(f"{folder} was not verified: it was saved without digests"), stacklevel=2)
@@ -105,10 +107,10 @@ class _Reader:
         requests = (_Request(piece.name, tuple(piece.shape), piece.tensor.dtype) for piece in self._pieces)
         return [request.words for request in dict.fromkeys(requests)]
 
-    def compare(self, asked: Sequence[Any], *, strict: bool) -> list[Any]:
+    def compare(self, asked: Sequence[Any], strict: bool, optional: tuple[str, ...]) -> list[Any]:
         """Hold what all ranks ask for against what there is; each rank's answer is the saved state."""
         requests = list(dict.fromkeys(_Request.of(words) for each in asked for words in each))
-        problems = _problems(requests, self._tensors, strict=strict)
+        problems = _problems(requests, self._tensors, strict=strict, optional=optional)
         if problems:
             raise CheckpointError(f"it is of another model: {listing(problems)}")
         return [self.archive.state] * len(asked)
@@ -191,7 +193,9 @@ def _renumbered(item: ReadItem, first: int) -> ReadItem:
     return dataclasses.replace(item, dest_index=MetadataIndex(index.fqn, index.offset, first + index.index))
 
 
-def _problems(asked: Sequence[_Request], tensors: dict[str, TensorStorageMetadata], *, strict: bool) -> list[str]:
+def _problems(
+    asked: Sequence[_Request], tensors: dict[str, TensorStorageMetadata], *, strict: bool, optional: tuple[str, ...]
+) -> list[str]:
     """Return the differences between the requested names and shapes and the checkpoint's."""
     problems = []
     for request in asked:
@@ -204,7 +208,8 @@ def _problems(asked: Sequence[_Request], tensors: dict[str, TensorStorageMetadat
             problems.append(f"{request.name!r} is {tensor.properties.dtype} there and {request.dtype} here")
     if strict:
         names = {request.name for request in asked}
-        problems.extend(f"it has {name!r}, which nothing here takes" for name in tensors if name not in names)
+        left = [name for name in tensors if name not in names and not name.startswith(optional)]
+        problems.extend(f"it has {name!r}, which nothing here takes" for name in left)
     return list(dict.fromkeys(problems))
 
 

@@ -14,9 +14,9 @@ from atoll.runtime.transport.gloo import GlooTransport, StagedTransport
 from atoll.runtime.transport.nccl import NcclTransport
 
 
-def connect(place: Place, device: torch.device) -> Transport:
+def connect(place: Place, device: torch.device, *, has_islands: bool = False) -> Transport:
     """The transport of a rank: on CUDA NCCL, or gloo by way of the host where torch.distributed was initialised with
-    gloo alone; gloo elsewhere. torch.distributed must have been initialised.
+    gloo alone; gloo elsewhere. torch.distributed must have been initialised. has_islands: as `Transport` has it.
 
     Raises RunError where the process group and the mesh disagree about the number of ranks.
     """
@@ -29,8 +29,9 @@ def connect(place: Place, device: torch.device) -> Transport:
         raise RunError(f"the mesh has {world} ranks, torch.distributed has {dist.get_world_size()}; make them equal")
     if device.type == "cuda":
         has_nccl = "nccl" in str(dist.get_backend_config())
-        return NcclTransport(place, device) if has_nccl else StagedTransport(place, device)
-    return GlooTransport(place, device)
+        kind = NcclTransport if has_nccl else StagedTransport
+        return kind(place, device, has_islands=has_islands)
+    return GlooTransport(place, device, has_islands=has_islands)
 
 
 def join(rank: int, world: int, store: dist.Store, *, device: torch.device, timeout: float) -> None:
