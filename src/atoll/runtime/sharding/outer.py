@@ -110,10 +110,11 @@ class _Anchor:
             outer, inner = segment.range(level), segment.range(Level.G)
             source = torch.empty_like(target)
             source.narrow(0, inner.start - outer.start, len(inner)).copy_(self.value)
+            tag = Tag(Channel.GATHER_INTRA, self._tag[0], Tag.LAST - self._tag[1])  # which no gather of a step has
             for move in moves:
                 part = segment.range(move.coarse)
                 buffer = source.narrow(0, part.start - outer.start, len(part))
-                self._transport.gather(buffer, segment.around.peers(move.axis), Tag(Channel.OUTER_SPREAD, *self._tag))
+                self._transport.gather(buffer, segment.around.peers(move.axis), tag)
         share = self._outer.own_share
         if share:
             target.lerp_(source, 1.0 - share)

@@ -64,7 +64,6 @@ class Channel(IntEnum):
     LOOK_UP_GRADIENT = 24
     OUTER_REDUCE = 29
     OUTER_GATHER = 30
-    OUTER_SPREAD = 31
 
 
 @dataclass(frozen=True, slots=True)
