@@ -74,9 +74,7 @@ def test_the_drawing_of_the_docstring() -> None:
     columns = {match.end(): int(match[0]) for match in re.finditer(r"\d+", drawn["step"])}
     for way in Way:
         found = {columns[match.end()]: int(match[0]) for match in re.finditer(r"\d+", drawn[way.value])}
-        wanted = {
-            step: turn.fragment for step in columns.values() for turn in outer.turns(step, 3) if turn.way is way
-        }
+        wanted = {step: turn.fragment for step in columns.values() for turn in outer.turns(step, 3) if turn.way is way}
         assert found == wanted
 
 

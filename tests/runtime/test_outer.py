@@ -222,8 +222,8 @@ def test_other_islands_restart_from_the_anchors(changes: dict[str, object], tmp_
     folder = str(tmp_path / "saved")
     run_ranks(_save, RESUMED.ranks, RESUMED, folder)
     names = set(Archive(Path(folder)).contents.tensors)
-    assert {"model.0.weight", "islands.0.model.0.weight", "islands.1.model.0.weight"} <= names
-    assert "outer.momentum.0.weight" in names
+    assert {"model.1.up.weight", "islands.0.model.1.up.weight", "islands.1.model.1.up.weight"} <= names
+    assert "outer.momentum.1.up.weight" in names
     case = replace(RESUMED, **changes)
     found = run_ranks(_start, case.ranks, case, folder)
     for before, after in found:

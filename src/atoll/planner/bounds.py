@@ -69,9 +69,11 @@ class Skeleton:
     """All plans with one schedule and one use of the model, on any mesh and whatever its data-parallel ranks store.
 
     base: the prediction without data parallelism.
+    has_islands: whether groups train by themselves, so that nothing of a step crosses between them.
     """
 
     base: Prediction
+    has_islands: bool = False
 
     def least(self, travels: Sequence[Travel], mesh: MeshShape) -> Least:
         """Return the bounds of plans with these choices and one layout, residency and reduction.
@@ -296,7 +298,7 @@ class Skeleton:
                 gathered, reduced = (
                     {
                         axis: link.seconds(count * _along(axis, moves) * part_of(axis, mesh))
-                        for axis, link in data_links(self.base.given, mesh).items()
+                        for axis, link in self._links(mesh).items()
                     }
                     for count, moves in (
                         (ITEM_BYTES[precision.compute] * sent.parameters, gather),
@@ -311,7 +313,7 @@ class Skeleton:
         """Seconds by rank and axis that its links carry: once a step, and with the microbatches, where so many blocks
         may be whole at once."""
         plan, layout = self.base.plan, travel.layout
-        links = data_links(self.base.given, mesh)
+        links = self._links(mesh)
         p, g, os = layout.parameters, layout.gradients, layout.optimizer
         precision = plan.precision
         compute, gradient, reduce = (
@@ -333,6 +335,9 @@ class Skeleton:
                 once[rank, axis] = links[axis].seconds(synced * part_of(axis, mesh))
                 each[rank, axis] = links[axis].seconds(sent * part_of(axis, mesh)) - spared
         return once, each
+
+    def _links(self, mesh: MeshShape) -> dict[str, Speed]:
+        return data_links(self.base.given, mesh, has_islands=self.has_islands)
 
     def _travelling(self, travel: Travel, live: int) -> list[dict[int, _Sent]]:
         """Return the bytes that the stages of each rank send. live: blocks that may be gathered at once."""
@@ -407,9 +412,11 @@ class _Sent(NamedTuple):
     reductions: int
 
 
-def data_links(cluster: Cluster, mesh: MeshShape) -> dict[str, Speed]:
-    """Between data-parallel ranks, by axis."""
-    return {axis: cluster.along(mesh, axis) for axis in ("inter", "intra") if mesh.sizes[axis] > 1}
+def data_links(cluster: Cluster, mesh: MeshShape, *, has_islands: bool = False) -> dict[str, Speed]:
+    """Between the data-parallel ranks of a step, by axis. has_islands: those of other groups take steps of their
+    own."""
+    axes = ("intra",) if has_islands else ("inter", "intra")
+    return {axis: cluster.along(mesh, axis) for axis in axes if mesh.sizes[axis] > 1}
 
 
 def part_of(axis: str, mesh: MeshShape) -> float:

@@ -582,6 +582,23 @@ class Engine:
                 stage.train(False)
             return self._executor.run(batches, training=False, keep_logits=keep_logits)
 
+    @contextmanager
+    def anchored(self) -> Iterator[None]:
+        """Evaluate the anchors of outer steps, the model that checkpoints have, inside the context. Without outer steps
+        nothing changes. Every rank must enter; do not train inside."""
+        if self.outer is None:
+            yield
+            return
+        self._settle()
+        inside = self.outer.anchored()
+        with self._agreement.guard("bringing anchors to where parameters rest"):
+            inside.__enter__()
+        try:
+            yield
+        finally:
+            with self._agreement.guard("bringing parameters back"):
+                inside.__exit__(None, None, None)
+
     # ---- what the rank holds
 
     @property

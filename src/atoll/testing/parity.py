@@ -292,8 +292,7 @@ def measure_parity(case: Case) -> tuple[float, str, list[History]]:
     place = case.plan.mesh.place
     of = [wanted[0 if case.outer is None else place(rank).inter] for rank in range(case.ranks)]
     found = [
-        (*worst_difference(history, own), rank)
-        for rank, (history, own) in enumerate(zip(histories, of, strict=True))
+        (*worst_difference(history, own), rank) for rank, (history, own) in enumerate(zip(histories, of, strict=True))
     ]
     worst, where, rank = max(found)
     missing = set(wanted[0].parameters).difference(*(history.parameters for history in histories))

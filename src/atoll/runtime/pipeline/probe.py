@@ -97,7 +97,7 @@ def places_of(specs: Sequence[UnitSpec]) -> dict[str, int]:
 
 
 def first_of_all(own: Sequence[Sighting], transport: Transport, microbatches: int) -> tuple[Sighting | None, list[int]]:
-    """The cause of what the ranks of a step have seen, and the global microbatches that any saw; all of them call it."""
+    """The cause of what the ranks of a step have seen, and the global microbatches that any saw; each calls it."""
     place = transport.place
     table = torch.zeros(place.mesh.world, FIELDS, dtype=torch.float64)
     marks = torch.zeros(microbatches, dtype=torch.float64)

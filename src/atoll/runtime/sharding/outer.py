@@ -14,7 +14,8 @@ settled theirs: see [Note: reading in place] in transport/base.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -100,8 +101,13 @@ class _Anchor:
             mean = mean.add_(momentum, alpha=outer.inertia) if outer.optimizer == "nesterov" else momentum
         self.value.sub_(mean, alpha=outer.rate)
 
-    def apply(self) -> None:
-        """Mix the anchor into the island's masters."""
+    def take(self, values: torch.Tensor) -> None:
+        """Write the masters."""
+        assert self.segment.master is not None, "an anchor is of trained parameters"
+        self.segment.master.detach().copy_(values)
+
+    def apply(self, *, share: float) -> None:
+        """Mix the anchor into the island's masters. share: of the masters."""
         segment, level = self.segment, self.segment.layout.optimizer
         assert segment.master is not None, "an anchor is of trained parameters"
         target, source = segment.master.detach(), self.value
@@ -115,7 +121,6 @@ class _Anchor:
                 part = segment.range(move.coarse)
                 buffer = source.narrow(0, part.start - outer.start, len(part))
                 self._transport.gather(buffer, segment.around.peers(move.axis), tag)
-        share = self._outer.own_share
         if share:
             target.lerp_(source, 1.0 - share)
         else:
@@ -188,7 +193,32 @@ class OuterSteps:
             self._transport.wait_for_readers()  # see [Note: what an arrival writes]
         for unit, anchors in own:
             for anchor in anchors:
-                anchor.apply()
+                anchor.apply(share=self.outer.own_share)
+            unit.sync_parameters()
+
+    @contextmanager
+    def anchored(self) -> Iterator[None]:
+        """The anchors, with everything that has left, in the place of the island's parameters."""
+        self.settle()
+        kept = [
+            anchor.segment.master.detach().clone() for anchor in self._anchors() if anchor.segment.master is not None
+        ]
+        self._write(lambda at, anchor: anchor.apply(share=0.0))
+        try:
+            yield
+        finally:
+            self._write(lambda at, anchor: anchor.take(kept[at]))
+
+    @torch.no_grad()
+    def _write(self, write: Callable[[int, _Anchor], None]) -> None:
+        """Write the masters of all units."""
+        units = [unit for own in self._fragments.values() for unit, _ in own]
+        for unit in units:
+            unit.settle_parameters()
+        self._transport.wait_for_readers()  # see [Note: what an arrival writes]
+        for at, anchor in enumerate(self._anchors()):
+            write(at, anchor)
+        for unit in units:
             unit.sync_parameters()
 
     @torch.no_grad()
@@ -280,5 +310,3 @@ def distance(moved: Sequence[float]) -> float | None:
     ranks; None where nothing has left."""
     difference, anchor = moved
     return math.sqrt(difference / anchor) if anchor > 0 else None
-
-
