@@ -3,9 +3,9 @@
 `atoll.outer` gives the algorithm and says when fragments leave and arrive.
 
 [Note: anchors] A rank stores the part of each trained parameter's anchor, and of its outer momentum, that it has at
-level G of its island. Nothing of them is divided between islands: an island that is lost takes nothing with it. The mean
-of the outer gradients is added in the order of the islands by one rank for each block and sent to the others, and every
-island updates its anchors from it in the same way. So anchors are bitwise equal on all islands.
+level G of its island. Nothing of them is divided between islands: an island that is lost takes nothing with it. The
+mean of the outer gradients is added in the order of the islands by one rank for each block and sent to the others, and
+every island updates its anchors from it in the same way. So anchors are bitwise equal on all islands.
 
 [Note: what an arrival writes] Parameters that other ranks read in place are written when all ranks of the group have
 settled theirs: see [Note: reading in place] in transport/base.py.
@@ -289,7 +289,7 @@ class OuterSteps:
     def pieces(self, *, momentum: bool) -> Iterator[Piece]:
         """Yield the anchors, which are a checkpoint's model, and their momenta."""
         for anchor in self._anchors():
-            kept = {("model",): anchor.value}
+            kept: dict[tuple[str, ...], torch.Tensor] = {("model",): anchor.value}
             if momentum and anchor.momentum is not None:
                 kept["outer", "momentum"] = anchor.momentum
             for part in anchor.slices:

@@ -74,8 +74,8 @@ def holdings(
     for at, part, tensors in () if outer is None else outer.holdings():
         segment, kind = segments[at, part], KINDS.index("anchors")
         held = segment.range(Level.G)
-        key = at, part, kind, held.start, held.stop, _position(segment, tp)
-        yield Holding(short(digest(repr(key).encode())), short(digest_of(tensors)), at, kind=kind)
+        common = at, part, kind, held.start, held.stop, _position(segment, tp)
+        yield Holding(short(digest(repr(common).encode())), short(digest_of(tensors)), at, kind=kind)
     for unit in units:
         for part, segment in enumerate(unit.segments):
             layout = segment.layout
