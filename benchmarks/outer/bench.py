@@ -88,7 +88,7 @@ def _race(work: Chain, outer: Outer, *, rounds: int, layouts: Sequence[str]) -> 
 
 
 def formula(parameters: int, outer: Outer) -> float:
-    """Return the bytes that an island of two sends a step: 2 (k - 1)/k of the parameters in fp32 every `every` steps."""
+    """Return the bytes that one of two islands sends a step: 2 (k - 1)/k of the parameters in fp32 every `every`."""
     return 2 * (1 / 2) * 4 * parameters / outer.every
 
 
@@ -152,10 +152,11 @@ def _quality(quality: Mapping[str, Any]) -> Iterable[str]:
     rows, steps = quality["rows"], quality["steps"]
     yield "## Loss with the same tokens"
     few = "" if steps == STEPS else f" **Only {steps} of {STEPS} steps: this says nothing about quality yet.**"
+    load = quality["load"][0]
     yield (
         f"`atoll train` with the defaults of the quickstart (its model and corpus, a global batch of 16), two ranks, "
-        f"{steps} steps; two islands with H = {quality['every']}.{few} The validation loss is that of the anchors. Load "
-        f"{quality['load'][0]}."
+        f"{steps} steps; two islands with H = {quality['every']}.{few} The validation loss is that of the anchors. "
+        f"Load {load}."
     )
     names = list(dict.fromkeys(row["name"] for row in rows))
     final = {name: [row["validation"][-1][1] for row in rows if row["name"] == name] for name in names}
