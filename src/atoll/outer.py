@@ -104,6 +104,16 @@ class Outer:
         if self.mix is not None and not 0 <= self.mix < 1:
             raise PlanError(f"outer.mix = {self.mix}; 0 or more and less than 1: at 1 islands would never meet")
 
+    def __str__(self) -> str:
+        """`every 64 steps, nesterov of lr 0.7 and momentum 0.9, 8 fragments, delay 4, mix 0.5`."""
+        pieces = {0: "each block by itself", 1: "all blocks at once"}.get(self.fragments, f"{self.fragments} fragments")
+        delay = f", delay {self.delay}" if self.delay else ""
+        mix = f", mix {self.own_share:g}" if self.own_share else ""
+        return (
+            f"every {self.every} steps, {self.optimizer} of lr {self.rate:g} and momentum {self.inertia:g}, {pieces}"
+            f"{delay}{mix}"
+        )
+
     # ---- values, with defaults resolved
 
     @property

@@ -207,6 +207,7 @@ def describe(plan: Plan, footprints: Sequence[Footprint], blocks: Sequence[Seque
         "reduction": plan.reduction,
         "recompute": plan.recompute,
         "precision": asdict(plan.precision),
+        "outer": None if plan.outer is None else asdict(plan.outer),
         "microbatch": plan.microbatch,
         "global_batch": plan.global_batch,
         "schedule": {
