@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from atoll.cli.layouts import table as layouts_table
 from atoll.cli.main import app
 from atoll.cli.predict import describe as describe_prediction
 from atoll.config import load
-from atoll.config.schema import Config, Section
+from atoll.config.schema import Config, OuterSteps, Parallel, Section
 from atoll.cost import Cluster
 from atoll.ir.draw import SVG_STYLE, draw_svg
 from atoll.layouts import (
@@ -164,6 +164,14 @@ MEANINGS: Mapping[str, str] = {
     "parallel.recompute": 'activations to recompute in the backward: "block" all of a block\'s, "selective" all but '
     "the outputs of matrix products",
     "parallel.device": '"auto" uses one GPU per local rank if there are enough, else the CPU',
+    "parallel.outer": "outer steps of groups that train by themselves: [its keys](#parallelouter), [outer.md](outer.md)",
+    "parallel.outer.every": "steps between two outer gradients of a block",
+    "parallel.outer.optimizer": 'outer optimizer: "nesterov" or "sgd"',
+    "parallel.outer.lr": "learning rate of the outer optimizer",
+    "parallel.outer.momentum": "momentum of the outer optimizer",
+    "parallel.outer.fragments": "groups of blocks that are sent at steps of their own; 0: each block by itself",
+    "parallel.outer.delay": "steps that a fragment's transfer may take, less than `every`",
+    "parallel.outer.mix": "share of a group's own parameters when the mean of all arrives",
     "parallel.timeout": "seconds that a rank may be silent, or keep another waiting, before all ranks end; derived "
     "from measured step times if not given: [timeout](#timeout)",
     "run.folder": "output folder of the run",
@@ -194,6 +202,11 @@ DEFAULTS: Mapping[str, str] = {
     "train.betas": "`[0.9, 0.95]` of AdamW",
     "train.eps": "`1e-08` of AdamW",
     "train.weight_decay": "`0.1` of AdamW",
+    "parallel.outer": "none: all groups take each step together",
+    "parallel.outer.every": "must be given",
+    "parallel.outer.lr": "`0.7` of nesterov, `1.0` of sgd",
+    "parallel.outer.momentum": "`0.9` of nesterov, `0.0` of sgd",
+    "parallel.outer.mix": "`0.5` with a delay, else `0.0`",
 }
 """Defaults that depend on something else."""
 
@@ -201,17 +214,14 @@ DEFAULTS: Mapping[str, str] = {
 def config_keys() -> str:
     parts, seen = [], set()
     schema = Config.model_json_schema()
-    for section, field in Config.model_fields.items():
-        model = field.annotation
-        assert isinstance(model, type)
-        assert issubclass(model, Section)
+    for section, model in _sections():
         properties = schema["$defs"][model.__name__]["properties"]
         rows = []
         for key, each in model.model_fields.items():
             name = f"{section}.{key}"
             seen.add(name)
             value = each.get_default(call_default_factory=True)
-            assert value is not PydanticUndefined, f"{name} has no default"
+            assert value is not PydanticUndefined or name in DEFAULTS, f"{name} has no default"
             default = DEFAULTS.get(name) or f"`{value_to_toml(value)}`"
             rows.append([f"`{key}`", _type_of(properties[key]), default, MEANINGS[name]])
         parts.append(f"### `[{section}]`\n\n" + markdown_table(["key", "type", "default", "meaning"], rows))
@@ -220,8 +230,21 @@ def config_keys() -> str:
     return "\n".join(parts)
 
 
+def _sections() -> Iterator[tuple[str, type[Section]]]:
+    """The tables of a config by name, and after [parallel] the one within it."""
+    for section, field in Config.model_fields.items():
+        model = field.annotation
+        assert isinstance(model, type)
+        assert issubclass(model, Section)
+        yield section, model
+        if model is Parallel:
+            yield "parallel.outer", OuterSteps
+
+
 def _type_of(schema: Mapping[str, Any]) -> str:
     """A JSON schema in words."""
+    if "$ref" in schema:
+        return "table"
     if "enum" in schema:
         return ", ".join(f'"{value}"' for value in schema["enum"])
     if "anyOf" in schema:

@@ -62,6 +62,8 @@ def _race(work: Chain, outer: Outer, *, rounds: int, layouts: Sequence[str]) -> 
             for name in ("alone", "outer"):
                 _add(found, name, ranks.ask(race.take, name, outer.every, timeout=3600.0), outer.every)
         islands.limit(None)
+        for name in ("alone", "outer"):
+            ranks.ask(race.end, name)
         for layout in layouts:
             ranks.ask(race.begin, layout, layout, None)
             islands.limit(BITS)

@@ -10,12 +10,11 @@ from atoll import schedules
 from atoll.cost import Cluster, Prediction, Transformer, Use
 from atoll.cost.outer import elements, sent_by, under_way
 from atoll.errors import PlanError
-from atoll.explain import explain
+from atoll.explain import Explanation
 from atoll.layouts import Layout
 from atoll.outer import Outer
-from atoll.planner import Goal, Search, Space
+from atoll.planner import Goal, Order, Search, Space
 from atoll.plans import MeshShape, Plan
-from tests.clusters import EOS
 
 MODEL = Transformer.decoder(layers=6, hidden=256, heads=4, kv_heads=4, ffn=688, vocabulary=2048).workload
 OUTER = Outer(16, fragments=0, delay=4)
@@ -27,12 +26,14 @@ def predicted(outer: Outer | None = OUTER, *, rate: float = 1e9, **changes: obje
     assert isinstance(mesh, MeshShape)
     schedule = schedules.build("1f1b", ranks=mesh.pipeline, microbatches=4)
     plan = Plan(mesh, Layout("NNN"), schedule, 1, outer=outer, **changes)  # type: ignore[arg-type]
-    assert EOS.network is not None
     devices = mesh.world // mesh.inter
-    node = EOS.node.model_copy(update={"devices": devices})
-    network = EOS.network.model_copy(update={"rate": rate, "latency": 1e-3})
-    cluster = EOS.model_copy(update={"nodes": mesh.inter, "node": node, "network": network})
-    return Prediction(MODEL, plan, cluster, Use(samples=1, sequence=512))
+    cluster = Cluster.of({
+        "nodes": mesh.inter,
+        "device": {"memory": 10**10, "bandwidth": 1e11, "rates": {"float32": 1e12, "bfloat16": 2e12}},
+        "node": {"devices": devices, "cards": devices, "link": {"rate": 1e10, "latency": 1e-5}},
+        "network": {"rate": rate, "latency": 1e-3},
+    })  # fmt: skip
+    return Prediction(MODEL, plan, cluster, Use(samples=1, sequence=512, compute="float32"))
 
 
 def test_traffic_is_that_of_the_formula() -> None:
@@ -65,10 +66,7 @@ def test_a_fast_link_hides_transfers_and_a_slow_one_does_not() -> None:
     # The link is busy for longer than an interval: then its time is the interval's.
     nbytes = max(sum(sent_by(predicted().ranks, rank).values()) for rank in range(2))
     assert slow.waits
-    assert slow.seconds + predicted().played.seconds == pytest.approx(nbytes / 1e5 / EOS_REACH / OUTER.every, rel=0.1)
-
-
-EOS_REACH = EOS.network.reach if EOS.network is not None else 1.0
+    assert slow.seconds + predicted().played.seconds == pytest.approx(nbytes / 1e5 / OUTER.every, rel=0.1)
 
 
 def test_without_delay_everything_waits() -> None:
@@ -96,7 +94,22 @@ def test_anchors_and_what_is_under_way_are_in_memory() -> None:
 
 def test_the_planner_prices_what_it_does_not_choose() -> None:
     goal = Goal(global_batch=16, sequence=512)
-    space = Space(schedules=None, recompute=("none",), precision=("fp32",), unit=(1,), prefetch=(None,))
+    space = Space(
+        pipeline=(1, 2),
+        tensor=(1,),
+        microbatch=(2,),
+        order=(("inter", "intra", "pp", "tp"),),
+        schedules=(Order("1f1b"),),
+        layouts=(Layout("NNN"), Layout("GGG")),
+        residency=("unit",),
+        reduction=("step",),
+        unit=(1,),
+        prefetch=(None,),
+        recompute=("none",),
+        precision=("fp32",),
+        post_validation=(False,),
+        vocabulary_parallel=(False,),
+    )
     cluster: Cluster = predicted(mesh=MeshShape(inter=2, intra=2)).given
     slow = cluster.model_copy(update={"network": cluster.network.model_copy(update={"rate": 1e6})})  # type: ignore[union-attr]
     together, apart = (Search(MODEL, slow, goal, space, outer=outer).run() for outer in (None, OUTER))
@@ -108,7 +121,7 @@ def test_the_planner_prices_what_it_does_not_choose() -> None:
 
 
 def test_explanations_name_them() -> None:
-    explanation = explain(predicted())
+    explanation = Explanation(predicted())
     uses = [use for use in explanation.links(0) if use.axis == "inter"]
     assert [use.kind for use in uses] == ["outer gradients, mean of a step"]
     off = explanation.alternative("outer steps", "off")

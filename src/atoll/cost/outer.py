@@ -93,7 +93,8 @@ def cost_of(ranks: Ranks, outer: Outer, *, step: float, link: Speed, memory: flo
         )
         for sizes in sent
     ]
-    touched = max(sum(sizes.values()) for sizes in own) * passes
+    fragments = range(outer.count(count))
+    touched = sum(max(sizes.get(fragment, 0.0) for sizes in own) for fragment in fragments) * passes
     return OuterCost(
         sum(added) / outer.every,
         max(added),
