@@ -164,7 +164,7 @@ MEANINGS: Mapping[str, str] = {
     "parallel.recompute": 'activations to recompute in the backward: "block" all of a block\'s, "selective" all but '
     "the outputs of matrix products",
     "parallel.device": '"auto" uses one GPU per local rank if there are enough, else the CPU',
-    "parallel.outer": "outer steps of groups that train by themselves: [its keys](#parallelouter), [outer.md](outer.md)",
+    "parallel.outer": "outer steps of groups that train by themselves: [outer.md](outer.md), keys below",
     "parallel.outer.every": "steps between two outer gradients of a block",
     "parallel.outer.optimizer": 'outer optimizer: "nesterov" or "sgd"',
     "parallel.outer.lr": "learning rate of the outer optimizer",
