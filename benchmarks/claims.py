@@ -149,20 +149,6 @@ def slow_hop(raw: Raw) -> Figures:
     }
 
 
-def outer(raw: Raw) -> Figures:
-    speed = raw["speed"]
-    counted = next(median(row["counted"]) for row in speed["rows"] if row["name"] == "outer")
-    return {
-        "bits": f"{speed['bits'] / 1e6:g}",
-        "every": speed["outer"]["every"],
-        "over": f"{median(speed['over_alone']):.2f}",
-        "worst": f"{max(speed['over_alone']):.2f}",
-        "times": f"{speed['times_as_fast']:.0f}",
-        "best": speed["best_synchronous"],
-        "bytes": f"{counted / speed['formula_bytes'] - 1:+.1%}",
-    }
-
-
 def uneven(raw: Raw) -> Figures:
     rows = raw["rows"]
     ratios = {name: [row[name] / row["joint"] for row in rows] for name in ("equal", "best")}
@@ -709,16 +695,7 @@ ALL_CLAIMS = (
         figures=slow_hop,
     ),
     Claim(
-        what="islands over a very slow link need not wait for it (**emulated network**)",
-        how="two islands of two ranks at {bits} Mbit/s, outer steps every {every} steps in turns with islands that "
-        "never meet, and synchronous layouts: [page](benchmarks/outer/README.md)",
-        result="{over} times the seconds of islands that never meet (worst turn {worst}); {times} times as fast as "
-        "{best}, the fastest synchronous layout; bytes counted {bytes} from the formula",
-        raw="outer",
-        figures=outer,
-    ),
-    Claim(
-        what="— matches k replicas in one process",
+        what="islands that train by themselves match k replicas in one process",
         how="outer steps with layouts, schedules, post-validation, tensor and vocabulary parallelism, in float64",
         result="within 1e-10; anchors bitwise equal on all islands",
         tests=[f"{RUNTIME}/test_outer.py"],
