@@ -183,6 +183,8 @@ class Loop:
                     with self._naming_samples():
                         result = self.engine.settle()
                     stop = self._record(result) or stop
+                    if stop is not None and self._apart:  # all ranks have heard of it
+                        self._record_apart()
                     if self.engine.step_number != step and stop is None:
                         continue
                 if step == traced:
