@@ -260,7 +260,7 @@ class Engine:
         if plan.outer is not None:
             lane = self._lanes["outer"] = lane_of("outer", self.device, waits_on_host=self.transport.waits_on_host)
             count = len(self._sharded.specs)
-            self.outer = OuterSteps(self.units, plan.outer, self.transport, lane, count=count)
+            self.outer = OuterSteps(self.units, plan.outer, self.transport, lane=lane, count=count)
 
     def _lower(self) -> None:
         """Make this rank's programs, the same as on all ranks that share its parameters, and set aside what they lend.
@@ -687,7 +687,7 @@ class Engine:
         self._settle()
         self._settle_parameters()
         with self._agreement.guard("comparing replicas"):
-            own = list(holdings(self.units, self._optimizer.states(), self.place, self.outer))
+            own = list(holdings(self.units, self._optimizer.states(), self.place, outer=self.outer))
             found = differences(share(own, self.transport))
         if not found:
             self._compared = self.step_number

@@ -71,8 +71,8 @@ def describe(
             program,
             {unit.spec.index: unit.spec.name for unit in sharded.units},
             {at: names[at] for stage in sharded.stages for at in stage.run},
-            {} if plan.outer is None else _outgoing(sharded.units),
-            len(sharded.specs),
+            outgoing={} if plan.outer is None else _outgoing(sharded.units),
+            count=len(sharded.specs),
         )
 
 

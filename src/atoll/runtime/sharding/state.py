@@ -195,7 +195,7 @@ def _trained_pieces(units: Sequence[Unit], path: tuple[str, ...] = ()) -> Iterat
     for unit in units:
         for segment in unit.segments:
             if segment.master is not None:
-                yield from _pieces_of(segment, segment.master, segment.layout.optimizer, (*path, "model"))
+                yield from _pieces_of(segment, segment.master, segment.layout.optimizer, path=(*path, "model"))
 
 
 def _frozen_pieces(units: Sequence[Unit]) -> Iterator[Piece]:
@@ -203,7 +203,7 @@ def _frozen_pieces(units: Sequence[Unit]) -> Iterator[Piece]:
         for segment in unit.segments:
             if segment.master is None:
                 assert segment.rest is not None, "every segment keeps its parameters somewhere"
-                yield from _pieces_of(segment, segment.rest, segment.layout.parameters, ("model",))
+                yield from _pieces_of(segment, segment.rest, segment.layout.parameters, path=("model",))
 
 
 def _pieces_of(segment: Segment, source: torch.Tensor, level: Level, path: tuple[str, ...]) -> Iterator[Piece]:
