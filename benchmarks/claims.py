@@ -695,6 +695,12 @@ ALL_CLAIMS = (
         figures=slow_hop,
     ),
     Claim(
+        what="islands that train by themselves match k replicas in one process",
+        how="outer steps with layouts, schedules, post-validation, tensor and vocabulary parallelism, in float64",
+        result="within 1e-10; anchors bitwise equal on all islands",
+        tests=[f"{RUNTIME}/test_outer.py"],
+    ),
+    Claim(
         what="a head of twice a rank's layers, split over 4 pipeline ranks (**emulated device**)",
         how="1F1B, ZB-H1 and ZB-H2: [page](benchmarks/vocabulary/README.md)",
         result="{even} times as fast as layers spread evenly, {cost} times as layers spread by cost; peak memory "

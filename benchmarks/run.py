@@ -43,6 +43,7 @@ SLOW = (
     "chaos",
     "hangs",
     "saving",
+    "outer",
     *RACES,
 )
 """Those that run when they are named; the ones with a slow link need root."""
@@ -61,6 +62,7 @@ def main() -> None:
         "--uncommitted", action="store_true", help="measure files that are not committed; the result says so"
     )
     parser.add_argument("--against", metavar="COMMIT", help="of paired: the older commit")
+    parser.add_argument("--steps", type=int, metavar="N", help="of outer, steps of each run for quality")
     parser.add_argument("--rows", metavar="FOLDER", help="of published: where its rows lie")
     parser.add_argument(
         "--minutes", type=float, metavar="N", help="of chaos, fuzz and hangs, after how many none begins"

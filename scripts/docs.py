@@ -28,7 +28,7 @@ from atoll.cli.layouts import table as layouts_table
 from atoll.cli.main import app
 from atoll.cli.predict import describe as describe_prediction
 from atoll.config import load
-from atoll.config.schema import Config, Section
+from atoll.config.schema import Config, OuterSteps, Section
 from atoll.cost import Cluster
 from atoll.ir.draw import SVG_STYLE, draw_svg
 from atoll.layouts import (
@@ -169,6 +169,14 @@ MEANINGS: Mapping[str, str] = {
     "parallel.codecs.rounding": "rounding of gradients; parameters are rounded to nearest",
     "parallel.codecs.feedback": "add the error of a rank's last encoding of gradients to its next one",
     "parallel.device": '"auto" uses one GPU per local rank if there are enough, else the CPU',
+    "parallel.outer": "outer steps of groups that train by themselves: [outer.md](outer.md), keys below",
+    "parallel.outer.every": "steps between two outer gradients of a block",
+    "parallel.outer.optimizer": 'outer optimizer: "nesterov" or "sgd"',
+    "parallel.outer.lr": "learning rate of the outer optimizer",
+    "parallel.outer.momentum": "momentum of the outer optimizer",
+    "parallel.outer.fragments": "groups of blocks that are sent at steps of their own; 0: each block by itself",
+    "parallel.outer.delay": "steps that a fragment's transfer may take, less than `every`",
+    "parallel.outer.mix": "share of a group's own parameters when the mean of all arrives",
     "parallel.timeout": "seconds that a rank may be silent, or keep another waiting, before all ranks end; derived "
     "from measured step times if not given: [timeout](#timeout)",
     "run.folder": "output folder of the run",
@@ -199,6 +207,11 @@ DEFAULTS: Mapping[str, str] = {
     "train.betas": "`[0.9, 0.95]` of AdamW",
     "train.eps": "`1e-08` of AdamW",
     "train.weight_decay": "`0.1` of AdamW",
+    "parallel.outer": "none: all groups take each step together",
+    "parallel.outer.every": "must be given",
+    "parallel.outer.lr": "`0.7` of nesterov, `1.0` of sgd",
+    "parallel.outer.momentum": "`0.9` of nesterov, `0.0` of sgd",
+    "parallel.outer.mix": "`0.5` with a delay, else `0.0`",
 }
 """Defaults that depend on something else."""
 
@@ -206,11 +219,9 @@ DEFAULTS: Mapping[str, str] = {
 def config_keys() -> str:
     parts, seen = [], set()
     schema = Config.model_json_schema()
-    waiting = [(name, field.annotation) for name, field in Config.model_fields.items()]
+    waiting: list[tuple[str, Any]] = [(name, field.annotation) for name, field in Config.model_fields.items()]
     while waiting:
         section, model = waiting.pop(0)
-        assert isinstance(model, type)
-        assert issubclass(model, Section)
         properties = schema["$defs"][model.__name__]["properties"]
         rows = []
         for key, each in model.model_fields.items():
@@ -218,9 +229,11 @@ def config_keys() -> str:
             if isinstance(each.annotation, type) and issubclass(each.annotation, Section):
                 waiting.insert(0, (name, each.annotation))
                 continue
+            if each.annotation == OuterSteps | None:
+                waiting.insert(0, (name, OuterSteps))
             seen.add(name)
             value = each.get_default(call_default_factory=True)
-            assert value is not PydanticUndefined, f"{name} has no default"
+            assert value is not PydanticUndefined or name in DEFAULTS, f"{name} has no default"
             default = DEFAULTS.get(name) or f"`{value_to_toml(value)}`"
             rows.append([f"`{key}`", _type_of(properties[key]), default, MEANINGS[name]])
         parts.append(f"### `[{section}]`\n\n" + markdown_table(["key", "type", "default", "meaning"], rows))
@@ -231,6 +244,8 @@ def config_keys() -> str:
 
 def _type_of(schema: Mapping[str, Any]) -> str:
     """A JSON schema in words."""
+    if "$ref" in schema:
+        return "table"
     if "enum" in schema:
         return ", ".join(f'"{value}"' for value in schema["enum"])
     if "anyOf" in schema:

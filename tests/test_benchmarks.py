@@ -36,6 +36,7 @@ from benchmarks.islands.work import Chain, Text, Work
 from benchmarks.islands.work import Sleeping as Device
 from benchmarks.low_rank import bench as low_rank
 from benchmarks.matrix import bench as matrix
+from benchmarks.outer import bench as outer
 from benchmarks.planner import bench as planner
 from benchmarks.sharded_pipeline import bench as sharded_pipeline
 from benchmarks.sharded_pipeline import race as ranks_of_the_race
@@ -417,6 +418,37 @@ def test_the_page_of_a_slow_hop() -> None:
     page = slow_hop.report({"operation_seconds": 0.02, "races": [case]})
     assert "| auto, line, 4 kept | 4 | 1000 | 1000 | 1000 | 0.0% | 1.20 |" in page.splitlines()
     assert "across it takes 7.0 ms besides the latency, in a train 6.0 ms each" in page
+
+
+def test_the_page_of_outer_steps() -> None:
+    def row(name: str, *seconds: float) -> dict[str, object]:
+        return {"name": name, "seconds": list(seconds), "crossed": [2100.0], "counted": [2000.0], "losses": [1.0]}
+
+    speed = {
+        "network": "emulated",
+        "bits": 20e6,
+        "work": {"parameters": 1_000_000, "units": 8},
+        "layout": "IIG",
+        "outer": {"every": 64, "delay": 16},
+        "load": [0.5],
+        "load_after": [0.6],
+        "rows": [row("alone", 0.5), row("outer", 0.52), row("IIG", 16.0)],
+        "best_synchronous": "IIG",
+        "formula_bytes": outer.formula(32_000, outer.OUTER),
+        "over_alone": [1.04],
+        "times_as_fast": 30.8,
+    }
+    rows = [
+        {"name": name, "seed": 0, "validation": [(0, 5.0), (10, 4.0), (20, last)]}
+        for name, last in (("synchronous", 2.0), ("DiLoCo", 2.1))
+    ]
+    result = {"speed": speed, "quality": {"steps": 20, "every": 32, "load": [0.5], "rows": rows}}
+    page = outer.report(result)
+    assert "| outer | 0.520 | 0.520 | 0.520 | 2.1 | 2.0 |" in page.splitlines()
+    assert "| DiLoCo | 2.1000 | 1 | +5.00% |" in page.splitlines()
+    assert "Traffic by the formula: 2.0 kB a step." in page
+    assert "Only 20 of 2000 steps" in page
+    assert outer.curves(rows).count("<polyline") == 2
 
 
 def test_links_of_two_islands_are_those_that_were_measured() -> None:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from atoll.ir.schedule import Schedule
     from atoll.layouts.layout import Layout
     from atoll.layouts.precision import Precision
+    from atoll.outer import Outer
     from atoll.plans import MeshShape, Plan
     from atoll.runtime.assemble.describe import programs_of
     from atoll.runtime.engine import Engine
@@ -52,6 +53,7 @@ _HOMES = {
     "Layout": "atoll.layouts.layout",
     "MeshShape": "atoll.plans",
     "Op": "atoll.ir",
+    "Outer": "atoll.outer",
     "Placement": "atoll.ir",
     "Plan": "atoll.plans",
     "Precision": "atoll.layouts.precision",
@@ -90,6 +92,7 @@ __all__ = [
     "Layout",
     "MeshShape",
     "Op",
+    "Outer",
     "Placement",
     "Plan",
     "Precision",

@@ -106,7 +106,8 @@ def _sent(plan: Plan, stages: Sequence[StageSize], residency: Residency, reducti
         total = 0.0
         for stage, (gathers, reductions) in counts(row).items():
             whole, trained = stages[stage].parameters * item, stages[stage].trained * ITEM_BYTES[plan.precision.reduce]
-            sizes = {"inter": plan.mesh.inter, "intra": plan.mesh.intra, "microbatches": plan.schedule.microbatches}
+            inter = 1 if plan.outer is not None else plan.mesh.inter
+            sizes = {"inter": inter, "intra": plan.mesh.intra, "microbatches": plan.schedule.microbatches}
             gathered = traffic(plan.layout, parameters_bytes=whole, trainable_bytes=0, gathers=gathers, **sizes)
             reduced = traffic(
                 plan.layout,

@@ -9,6 +9,7 @@ from atoll.errors import PlanError
 from atoll.ir import Schedule
 from atoll.ir.residency import REDUCTIONS, RESIDENCIES, Reduction, Residency
 from atoll.layouts import NO_CODECS, Codecs, Layout, Nest, Precision, Sharding
+from atoll.outer import Outer
 from atoll.program import Ending
 
 MOST_MICROBATCHES = 8_191
@@ -141,6 +142,8 @@ class Plan:
     states: tensors that the optimizer keeps of every parameter besides the master (Adam 2, momentum 1, SGD 0), for
     predicted bytes.
     codecs: what is sent of gradients and parameters between groups; nothing is encoded if not given.
+    outer: outer steps of islands that train by themselves, each on one position along `inter`: see `atoll.outer`.
+    Levels I and G of the layout are then both of the island's data-parallel ranks.
     """
 
     mesh: MeshShape
@@ -161,8 +164,14 @@ class Plan:
     layers_per_stage: tuple[int, ...] | None = None
     states: int = 2
     codecs: Codecs = NO_CODECS
+    outer: Outer | None = None
 
     def __post_init__(self) -> None:
+        if self.outer is not None and self.mesh.inter < 2:
+            raise PlanError(
+                "outer steps are between islands, and a mesh with inter = 1 has one; use two groups or more, or leave "
+                "outer out"
+            )
         if self.schedule.ranks != self.mesh.pipeline:
             raise PlanError(
                 f"schedule {self.schedule.name!r} is for {self.schedule.ranks} pipeline ranks, the mesh has "
@@ -204,15 +213,25 @@ class Plan:
         """The rule by which the plan's steps end."""
         return Ending.AHEAD if self.post_validation else Ending.AT_ONCE
 
+    @property
+    def islands(self) -> int:
+        """Parts of the world that train by themselves: 1 without outer steps."""
+        return 1 if self.outer is None else self.mesh.inter
+
+    def nest(self, place: Place) -> Nest:
+        """The place of a rank among the data-parallel ranks that it shares the layout with: those of its island."""
+        return place.nest if self.outer is None else Nest(1, self.mesh.intra, 0, place.intra)
+
     def sharding(self, place: Place) -> Sharding:
         """Return the layout on the rank at `place`."""
         return Sharding(
             self.layout,
             self.precision,
-            place.nest,
+            self.nest(place),
             keeps_apart=self.post_validation,
             states=self.states,
             codecs=self.codecs,
+            anchors=0 if self.outer is None else self.outer.tensors,
         )
 
     @property

@@ -39,7 +39,8 @@ def _flatten(tables: Mapping[str, Any], path: tuple[str, ...], into: dict[str, d
 def value_to_toml(value: bool | int | float | str | list[Any] | tuple[Any, ...] | Mapping[str, Any]) -> str:
     """Return one value as TOML; a table is written in one line."""
     if isinstance(value, Mapping):
-        items = ", ".join(f"{json.dumps(key)} = {value_to_toml(item)}" for key, item in value.items())
+        known = {key: item for key, item in value.items() if item is not None}
+        items = ", ".join(f"{json.dumps(key)} = {value_to_toml(item)}" for key, item in known.items())
         return f"{{ {items} }}" if items else "{}"
     if isinstance(value, bool):
         return "true" if value else "false"

@@ -73,3 +73,9 @@ def test_a_split_of_layers_keeps_its_pipeline() -> None:
 def test_fewer_ranks_than_the_fewest_are_refused(world: int | None) -> None:
     with pytest.raises(ConfigError, match=r"1 is fewer than parallel\.min_ranks = 2"):
         check_world(config(2, ranks=1), world)
+
+
+def test_outer_steps_keep_two_groups() -> None:
+    """Where half of the ranks are left, groups of two become groups of one."""
+    values = {"parallel": {"ranks": 4, "min_ranks": 2, "intra": 2, "outer": {"every": 4}}}
+    assert fit(from_dict(values), 2) == ("parallel.intra=1",)

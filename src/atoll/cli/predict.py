@@ -30,7 +30,8 @@ def command(
     tokens_per_second, tokens_per_second_per_device; mfu; breakdown, with busiest_rank, and the seconds by part of that
     rank and the mean of all; ranks, one object a pipeline rank with rank, peak and rest (bytes by component),
     saved_bytes (of host memory, for saving in the background), fits, margin_bytes and breakdown; fits and
-    margin_bytes of the fullest rank.
+    margin_bytes of the fullest rank; outer, null without outer steps: seconds that they add to a step on average (part
+    of `seconds`) and at worst, bytes that a rank sends between islands on average and behind one step at most.
     """
     from atoll.training.choosing import load_chosen
     from atoll.training.prediction import predict_on
@@ -81,12 +82,19 @@ def _plan(prediction: Prediction) -> Iterator[str]:
     batch = f"{plan.schedule.microbatches} microbatches of {plan.microbatch} x {use.sequence} tokens a rank"
     recompute = "" if plan.recompute == "none" else f", recompute {plan.recompute}"
     yield f"layout {plan.layout.name}, {plan.schedule.name} with {batch}, {plan.precision.compute}{recompute}"
+    if plan.outer is not None:
+        yield f"{plan.mesh.inter} islands meet {plan.outer}"
 
 
 def _seconds(prediction: Prediction) -> Iterator[str]:
     low, high = prediction.interval
     between = f", from {format_seconds(low)} to {format_seconds(high)}" if high > low else ""
     yield f"a step  {format_seconds(prediction.seconds)}{between}"
+    if (outer := prediction.outer) is not None:
+        yield (
+            f"outer   {format_seconds(outer.seconds)} of it on average, {format_seconds(outer.worst)} behind the worst "
+            f"step; {format_bytes(outer.nbytes)} a step between islands, {format_bytes(outer.largest)} behind one step"
+        )
     rate, devices = prediction.tokens_a_second, prediction.plan.mesh.world
     yield f"tokens  {format_rate(rate, 'tokens')}, {format_rate(rate / devices, 'tokens')} a device"
     dtype = prediction.use.compute

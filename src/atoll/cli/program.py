@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +12,7 @@ from atoll.cli.arguments import AsJson, ConfigFile, Overrides
 
 if TYPE_CHECKING:
     from atoll.config import Config
+    from atoll.plans import Plan
     from atoll.runtime.assemble.describe import Described
 
 
@@ -31,12 +33,15 @@ def command(
     Keys of the JSON object: rank; units, each with name, blocks, whole_bytes, ahead_bytes and gradient_bytes by phase;
     blocks, their names by number; peak_bytes, the most parameters, staged parameters and gradients at once;
     instructions, each with do, stage, microbatch, of (a block or a unit, or null), phase, lane, and the bytes held
-    after it.
+    after it; outer, the work of outer steps in an interval, each with step (counted from the interval's beginning), way
+    ("leaves" or "arrives"), fragment, units, and the bytes that a rank sends.
     """
     from atoll.training.choosing import load_chosen
 
     loaded, _ = load_chosen(config, overrides or ())
-    found = _described(loaded, rank, training=not evaluation)
+    plan = loaded.to_plan()
+    found = _described(loaded, plan, rank, training=not evaluation)
+    turns = [] if evaluation else outer_turns(found, plan)
     if svg is not None:
         from atoll.program.draw import draw_program
 
@@ -45,19 +50,45 @@ def command(
     if as_json:
         import json
 
-        typer.echo(json.dumps(summary(found, rank)))
+        typer.echo(json.dumps({**summary(found, rank), "outer": turns}))
         return
-    for line in describe(found, microbatch=microbatch):
+    for line in [*describe(found, microbatch=microbatch), *_outer_lines(turns, plan)]:
         typer.echo(line)
 
 
-def _described(config: Config, rank: int, *, training: bool) -> Described:
+def outer_turns(found: Described, plan: Plan) -> list[dict[str, Any]]:
+    """Return the outer work of a rank in an interval, once the first fragments have arrived."""
+    from atoll.layouts import ITEM_BYTES
+    from atoll.outer import Way
+
+    outer, islands, turns = plan.outer, plan.mesh.inter, []
+    for step, each in () if outer is None else outer.interval(found.count):
+        for way, fragment in each:
+            units = [unit for unit in found.outgoing if outer and outer.fragment_of(unit, found.count) == fragment]
+            blocks = sum(-(-found.outgoing[unit] // islands) for unit in units)
+            sent = 2 * (islands - 1) * blocks * ITEM_BYTES[plan.precision.master] if way is Way.LEAVES else 0
+            turns.append({"step": step, "way": way.value, "fragment": fragment, "units": units, "bytes": sent})
+    return turns
+
+
+def _outer_lines(turns: Sequence[Mapping[str, Any]], plan: Plan) -> list[str]:
+    """The outer work in words."""
+    from atoll.units import format_bytes
+
+    lines = ["", f"outer steps: {plan.outer}", "behind step"] if turns else []
+    for turn in turns:
+        units = ", ".join(map(str, turn["units"])) or "none of this rank"
+        sends = f": {format_bytes(turn['bytes'])} between islands, beside the next steps" if turn["bytes"] else ""
+        lines.append(f"{turn['step']:11}  fragment {turn['fragment']} {turn['way']}, units {units}{sends}")
+    return lines
+
+
+def _described(config: Config, plan: Plan, rank: int, *, training: bool) -> Described:
     from atoll.errors import UserError
     from atoll.runtime.assemble.describe import describe as described
     from atoll.training.build import build_model
     from atoll.training.samples import prepare_corpus, vocabulary_of
 
-    plan = config.to_plan()
     if not 0 <= rank < plan.mesh.pipeline:
         raise UserError(f"--rank {rank}: the pipeline has ranks 0 to {plan.mesh.pipeline - 1}")
     corpus = prepare_corpus(config, say=lambda line: typer.echo(line, err=True))

@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 
 from atoll.config.deepspeed import translate
 from atoll.config.foreign import answer
-from atoll.config.schema import Config, Section
+from atoll.config.schema import Config, OuterSteps, Section
 from atoll.documents import LARGEST_TOML, parse_toml, read_text
 from atoll.errors import ConfigError
 
@@ -179,7 +179,7 @@ def _message(detail: ErrorDetails, keys: Keys) -> str:
         hint = _nearest(keys) if known_elsewhere is None else f"here: {known_elsewhere}"
         return f": unknown {'section' if len(keys) == 1 else 'key'}; {hint}"
     if detail["type"] == "model_type":
-        return f" = {detail['input']!r}: must be a table, [{keys[0]}]"
+        return f" = {detail['input']!r}: must be a table, [{'.'.join(keys)}]"
     message = detail["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     return f" = {detail['input']!r}: {message}"
 
@@ -191,6 +191,13 @@ def _nearest(keys: Keys) -> str:
         homes = [f"{section}.{keys[0]}" for section, names in known.items() if keys[0] in names]
         near = homes or [f"[{name}]" for name in difflib.get_close_matches(keys[0], known, n=1)]
         return f"did you mean {near[0]}?" if near else f"the sections are {', '.join(known)}"
+    if len(keys) > 2 and keys[1] == "outer":
+        near = difflib.get_close_matches(keys[2], OuterSteps.model_fields, n=1)
+        return (
+            f"did you mean parallel.outer.{near[0]}?"
+            if near
+            else f"[parallel.outer] has {', '.join(OuterSteps.model_fields)}"
+        )
     section, name = ".".join(keys[:-1]), keys[-1]
     homes = [f"{other}.{name}" for other, names in known.items() if name in names]
     near = homes or [f"{section}.{key}" for key in difflib.get_close_matches(name, known[section], n=1)]

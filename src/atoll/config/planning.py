@@ -33,6 +33,7 @@ def plan_of(config: Config, world: int | None = None) -> Plan:
     data = 0 if problems else ranks // (parallel.pipeline * parallel.tensor)
     if data:
         problems += _batch_problems(config, data)
+        problems += _outer_problems(config, data // parallel.intra)
     # If the batch does not factor, check the schedule's name and stages on a batch that does.
     fits = bool(data) and not problems
     microbatches = train.global_batch // (train.microbatch * data) if fits else parallel.pipeline
@@ -74,6 +75,7 @@ def plan_of(config: Config, world: int | None = None) -> Plan:
         vocabulary_parallel=parallel.vocabulary,
         layers_per_stage=parallel.layers_per_stage,
         codecs=parallel.codecs.value,
+        outer=None if parallel.outer is None else parallel.outer.to_outer(),
     )
 
 
@@ -154,6 +156,24 @@ def _batch_problems(config: Config, data: int) -> list[str]:
         f"train.global_batch = {batch} is not a multiple of train.microbatch * data-parallel ranks = "
         f"{microbatch} * {data} = {part}; {hint}"
     ]
+
+
+def _outer_problems(config: Config, groups: int) -> list[str]:
+    """What does not go with groups that train by themselves."""
+    if config.parallel.outer is None:
+        return []
+    problems = []
+    if groups < 2:
+        problems.append(
+            f"parallel.outer: outer steps are between groups, and with parallel.intra = {config.parallel.intra} there "
+            "is one; use more ranks or a smaller intra, or leave outer out"
+        )
+    if Policy.parse(config.train.bad_steps).steps:
+        problems.append(
+            f"train.bad_steps = {config.train.bad_steps!r} would bring one group back to an earlier step than the "
+            'others of parallel.outer; use "stop" or "skip"'
+        )
+    return problems
 
 
 def _rollback_problems(config: Config) -> list[str]:

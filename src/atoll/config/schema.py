@@ -19,6 +19,7 @@ from atoll.errors import ConfigError, LayoutError, PlanError
 from atoll.faults import Policy
 from atoll.layouts import BLOCK, ROUNDINGS, Codec, Layout
 from atoll.layouts import Codecs as CodecsOfPlan
+from atoll.outer import Outer
 from atoll.plans import AXES, ORDERS, Plan
 from atoll.toml import to_toml
 
@@ -394,6 +395,37 @@ class Codecs(Section):
         return CodecsOfPlan(gradient, parameter, self.feedback)
 
 
+class OuterSteps(Section):
+    """[parallel.outer]: outer steps of groups that train by themselves; see `atoll.outer.Outer` for the keys.
+
+    every: steps between two outer gradients of a block.
+    lr, momentum: of the outer optimizer; 0.7 and 0.9 for "nesterov", 1 and 0 for "sgd" if not given.
+    fragments: groups of blocks that are sent at steps of their own; 0: each block.
+    delay: steps that the transfer of a fragment may take.
+    mix: share of a group's own parameters when the others' arrive; 0.5 with a delay and 0 without if not given.
+    """
+
+    every: Positive
+    optimizer: str = "nesterov"
+    lr: float | None = None
+    momentum: float | None = None
+    fragments: Natural = 1
+    delay: Natural = 0
+    mix: float | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> OuterSteps:
+        try:
+            self.to_outer()
+        except PlanError as error:
+            raise_all([str(error)])
+        return self
+
+    def to_outer(self) -> Outer:
+        """Return the value that a plan has."""
+        return Outer(**self.model_dump())
+
+
 class Parallel(Section):
     """[parallel]: mesh, layout, schedule and other settings of parallelism.
 
@@ -415,6 +447,7 @@ class Parallel(Section):
     codecs: what is sent between groups: a table, [parallel.codecs].
     sequence_parallel: shard activations along the sequence between the tensor-parallel parts of a layer.
     layers_per_stage: number of layers of each stage; split evenly if not given.
+    outer: outer steps of groups that train by themselves (table); every step is of all groups if not given.
     timeout: seconds that a rank may be silent, or keep another waiting, before all ranks end and the error names it;
     derived from measured step times if not given.
     A file may give DeepSpeed's `zero_optimization` instead of `layout`.
@@ -442,6 +475,7 @@ class Parallel(Section):
     layout: Annotated[str, BeforeValidator(_as_layout)] = "NNN"
     recompute: Literal["none", "block", "selective"] = "none"
     codecs: Codecs = Field(default_factory=Codecs)
+    outer: OuterSteps | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     timeout: Annotated[float, Field(gt=0)] | None = None
 

@@ -56,7 +56,8 @@ def _fitting(config: Config, world: int) -> tuple[str, ...] | None:
         data, rest = divmod(world, pipeline * parallel.tensor)
         if rest:
             continue
-        changed = {"pipeline": pipeline, "intra": math.gcd(parallel.intra, data)}
+        most = data if parallel.outer is None else max(1, data // 2)  # outer steps are between two groups or more
+        changed = {"pipeline": pipeline, "intra": math.gcd(parallel.intra, most)}
         tried = config.model_copy(update={"parallel": parallel.model_copy(update=changed)})
         with suppress(ConfigError):
             tried.to_plan(world)

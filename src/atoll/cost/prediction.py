@@ -13,6 +13,7 @@ from typing import NamedTuple
 from atoll.cost.breakdown import Breakdown, break_down
 from atoll.cost.cluster import Cluster, Device
 from atoll.cost.kernels import Clock, Exchange
+from atoll.cost.outer import OuterCost, cost_of, under_way
 from atoll.cost.ranks import Ranks
 from atoll.cost.work import Use, Work, Workload
 from atoll.errors import ConfigError
@@ -235,8 +236,18 @@ class Prediction:
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step in the steady state."""
-        return self.played.seconds
+        """A step, once the first ones are over, with what outer steps add on average."""
+        return self.played.seconds + (0.0 if self.outer is None else self.outer.seconds)
+
+    @cached_property
+    def outer(self) -> OuterCost | None:
+        """The cost of outer steps, where the plan has any."""
+        plan, efficiency = self.plan, self.device.efficiency
+        if plan.outer is None:
+            return None
+        memory = self.device.bandwidth * efficiency.memory
+        link = self.given.along(plan.mesh, "inter")
+        return cost_of(self.ranks, plan.outer, step=self.played.seconds, link=link, memory=memory)
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -278,6 +289,9 @@ class Prediction:
         arriving = need.buffers - (0 if is_lent else need.flows)
         context = 0 if self.cluster is None else self.cluster.device.context
         rest = Held(state.parameters, state.gradients, state.optimizer, context=context)
+        outgoing = under_way(self.ranks, rank)  # without a delay only between steps, else beside them too
+        yield rest._replace(buffers=outgoing, gradients=state.gradients * (self.plan.layout.gradients is Level.N))
+        beside = outgoing if self.plan.outer is not None and self.plan.outer.delay else 0
         is_whole = self.plan.layout.gradients is Level.N
         yield rest if is_whole else rest._replace(gradients=0)
         # A unit's sharded gradients take memory from their first reduction to the optimizer's step, which for a
@@ -304,7 +318,7 @@ class Prediction:
             is_moving = moving[Do.REDUCE] > moving[Do.REDUCED] or moving[Do.SYNC] > 0
             yield rest._replace(
                 gathered=whole.parameters + whole.staged,
-                buffers=whole.gradients + arriving * is_moving + kept["buffers"],
+                buffers=whole.gradients + arriving * is_moving + kept["buffers"] + beside,
                 activations=kept["activations"] + idle,
                 pending=kept["pending"],
                 passing=passing,

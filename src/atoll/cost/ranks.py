@@ -223,7 +223,7 @@ class Ranks:
         return found
 
     def _segment(self, numel: int, *phases: str) -> SegmentShape:
-        own = FlatMap.build([("parameters", (numel,))], self.plan.mesh.data)
+        own = FlatMap.build([("parameters", (numel,))], self.plan.nest(self.place(0)).ranks)
         return SegmentShape(own, phases, self.plan.precision.compute)  # type: ignore[arg-type]
 
     def stages_of(self, rank: int) -> tuple[int, ...]:

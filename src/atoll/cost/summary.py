@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from atoll.cost.breakdown import busiest_rank, mean
@@ -25,6 +26,7 @@ def summary(prediction: Prediction) -> dict[str, Any]:
         "breakdown": _breakdown(prediction) if is_timed else None,
         "fits": prediction.fits if is_timed else None,
         "margin_bytes": min(map(prediction.margin, ranks)) if is_timed else None,
+        "outer": asdict(prediction.outer) if is_timed and prediction.outer is not None else None,
     }
     found["ranks"] = [
         {

@@ -68,6 +68,8 @@ def rebuilt(
     Raises PlanError if the global batch is not divisible, or if the schedule's order has to be searched.
     """
     mesh, microbatch, batch = mesh or plan.mesh, microbatch or plan.microbatch, batch or plan.global_batch
+    if plan.outer is not None and mesh.inter != plan.mesh.inter:
+        raise PlanError(f"{mesh.inter} islands instead of {plan.mesh.inter} would train to other numbers")
     name = schedule or plan.schedule.name
     microbatches, rest = divmod(batch, microbatch * mesh.data)
     if rest or not microbatches:
@@ -287,6 +289,15 @@ _CHOICES = (
     _switch("vocabulary", "parallel.vocabulary", "vocabulary_parallel", where=_has_pipeline),
     _switch("sequence parallel", "parallel.sequence_parallel", "sequence_parallel", where=_has_tensor_ranks),
     _switch("post-validation", "parallel.post_validation", "post_validation", where=_has_pipeline),
+    Choice(
+        "outer steps",
+        "parallel.outer",
+        now=lambda plan: NO if plan.outer is None else str(plan.outer),
+        others=lambda plan: _if(plan.outer is not None, NO),
+        make=lambda plan, value: replace(plan, outer=None),
+        plain=NO,
+        is_exact=False,
+    ),
     Choice(
         "precision",
         "train.precision",

@@ -6,9 +6,11 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from atoll.cost import Prediction
+from atoll.cost.outer import sent_by
 from atoll.program import Do, way_of
 
 GATHERS, REDUCTIONS, RETURNS, MESSAGES = "gathers", "reductions", "updated parameters", "messages"
+OUTER = "outer gradients, mean of a step"
 
 _KINDS = {
     **dict.fromkeys((Do.GATHER, Do.FETCH), GATHERS),
@@ -21,9 +23,8 @@ _KINDS = {
 class LinkUse:
     """Traffic of a rank on a link in a step.
 
-    axis: of the mesh.  kind: gathers, reductions, updated parameters or messages.  times: their number.  nbytes: in
-    total.
-    seconds: busy time of the link.
+    axis: of the mesh.  kind: gathers, reductions, updated parameters, messages or outer gradients.  times: their
+    number.  nbytes: in total.  seconds: busy time of the link.
     """
 
     axis: str
@@ -50,6 +51,10 @@ def link_uses(prediction: Prediction, rank: int) -> tuple[LinkUse, ...]:
             times[axis, _KINDS.get(do, MESSAGES)] += 1
             sent[axis, _KINDS.get(do, MESSAGES)] += nbytes
     links = prediction.links
+    if prediction.plan.outer is not None:
+        outgoing = sent_by(prediction.ranks, rank)
+        times["inter", OUTER] = -(-len(outgoing) // prediction.plan.outer.every)
+        sent["inter", OUTER] = sum(outgoing.values()) / prediction.plan.outer.every
     return tuple(
         LinkUse(axis, kind, times[axis, kind], nbytes, links[axis].seconds(nbytes) if axis in links else 0.0)
         for (axis, kind), nbytes in sent.items()

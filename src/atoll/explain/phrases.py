@@ -47,7 +47,8 @@ def plan(prediction: Prediction) -> str:
     own = prediction.plan
     recompute = "" if own.recompute == "none" else f", recompute {own.recompute}"
     batch = f"{own.schedule.microbatches} microbatches of {own.microbatch} x {prediction.use.sequence} tokens a rank"
-    return f"layout {own.layout}, {own.schedule.name} with {batch}, {own.precision.compute}{recompute}"
+    outer = "" if own.outer is None else f"; {own.mesh.inter} islands meet {own.outer}"
+    return f"layout {own.layout}, {own.schedule.name} with {batch}, {own.precision.compute}{recompute}{outer}"
 
 
 def setting(alternative: Alternative) -> str:
@@ -55,6 +56,8 @@ def setting(alternative: Alternative) -> str:
     choice = CHOICES[alternative.choice]
     if alternative.choice == "prefetch":
         return f"{choice.key} = 0" if alternative.value == NO else f"no {choice.key}"
+    if alternative.choice == "outer steps":
+        return f"no {choice.key}"
     return f"{choice.key} = {({YES: 'true', NO: 'false'}).get(alternative.value, alternative.value)}"
 
 

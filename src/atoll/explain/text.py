@@ -61,6 +61,13 @@ def _plan(explanation: Explanation) -> Iterator[str]:
         f"A step takes {format_seconds(prediction.seconds)}: "
         f"{format_rate(prediction.tokens_a_second, 'tokens')}, MFU {phrases.percent(prediction.mfu)}."
     )
+    if (outer := prediction.outer) is not None:
+        waits = "waits for transfers among them" if outer.waits else "none of it waiting"
+        yield from phrases.wrapped(
+            f"Outer steps add {format_seconds(outer.seconds)} of it on average, and {format_seconds(outer.worst)} "
+            f"behind the worst step, {waits}. A rank sends {format_bytes(outer.nbytes)} a step between islands, and "
+            f"{format_bytes(outer.largest)} behind one step at most."
+        )
 
 
 def _bytes(explanation: Explanation) -> Iterator[str]:

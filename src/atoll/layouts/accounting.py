@@ -83,12 +83,13 @@ def _segment_footprint(segment: SegmentShape, sharding: Sharding, states: int) -
     held = sharding.nest.range(layout.optimizer, segment.map.padded)
     covered = sum(part.stop - part.start for part in segment.map.slices(held))
     gradients = len(segment.phases) * ITEM_BYTES[precision.gradient] * numel(layout.gradients)
-    owed = len(sharding.owing(segment)) * item * numel(Level.I)
+    kept = states * item * covered + sharding.anchors * item * numel(Level.G)
+    kept += len(sharding.owing(segment)) * item * numel(Level.I)
     if stored is Stored.SHARED:
         coarse = min(layout.parameters, layout.optimizer)
-        return Footprint(item * numel(coarse), gradients, states * item * covered + owed)
+        return Footprint(item * numel(coarse), gradients, kept)
     copies = 2 if sharding.keeps_copy(segment) and sharding.keeps_apart else 1  # the other one to take a step back
-    return Footprint(copies * parameters, gradients, states * item * covered + item * len(held) + owed)
+    return Footprint(copies * parameters, gradients, kept + item * len(held))
 
 
 def saved_for_codecs(segments: Sequence[SegmentShape], sharding: Sharding) -> int:

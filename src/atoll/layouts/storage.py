@@ -65,6 +65,7 @@ class Sharding:
     nest: its place among the data-parallel ranks.  keeps_apart: parameters and master are stored separately even if one
     could serve for both, as a post-validated optimizer step requires.  states: tensors that the optimizer keeps of
     every parameter besides the master.  codecs: of moves between groups.
+    anchors: tensors that outer steps keep of every trained parameter, at level G.
     """
 
     layout: Layout
@@ -73,6 +74,7 @@ class Sharding:
     keeps_apart: bool = False
     states: int = 2
     codecs: Codecs = NO_CODECS
+    anchors: int = 0
 
     def codec(self, of: Literal["gradient", "parameter"], move: Move) -> Codec | None:
         """The codec of a move of gradients or parameters; None where elements are sent as they are."""

@@ -70,9 +70,11 @@ class Skeleton:
     """All plans with one schedule and one use of the model, on any mesh and with any storage on data-parallel ranks.
 
     base: the prediction without data parallelism.
+    has_islands: whether groups train by themselves, so that nothing of a step crosses between them.
     """
 
     base: Prediction
+    has_islands: bool = False
 
     def least(self, travels: Sequence[Travel], mesh: MeshShape) -> Least:
         """Return the bounds of plans with these choices and one layout, residency and reduction.
@@ -300,7 +302,7 @@ class Skeleton:
                         axis: link.seconds(
                             count * _item(axis, codec, dtype) * _along(axis, moves) * part_of(axis, mesh)
                         )
-                        for axis, link in data_links(self.base.given, mesh).items()
+                        for axis, link in self._links(mesh).items()
                     }
                     for count, codec, dtype, moves in (
                         (sent.parameters, codecs.parameter, precision.compute, gather),
@@ -315,7 +317,7 @@ class Skeleton:
         """Return the seconds of traffic by rank and axis: once per step, and per microbatch, if so many blocks may be
         gathered at once."""
         plan, layout = self.base.plan, travel.layout
-        links = data_links(self.base.given, mesh)
+        links = self._links(mesh)
         p, g, os = layout.parameters, layout.gradients, layout.optimizer
         precision, codecs = plan.precision, plan.codecs
         once: dict[_Link, float] = {}
@@ -339,6 +341,9 @@ class Skeleton:
                 once[rank, axis] = links[axis].seconds(synced * part_of(axis, mesh))
                 each[rank, axis] = links[axis].seconds(sent * part_of(axis, mesh)) - spared
         return once, each
+
+    def _links(self, mesh: MeshShape) -> dict[str, Speed]:
+        return data_links(self.base.given, mesh, has_islands=self.has_islands)
 
     def _travelling(self, travel: Travel, live: int) -> list[dict[int, _Sent]]:
         """Return the bytes that the stages of each rank send. live: blocks that may be gathered at once."""
@@ -413,9 +418,11 @@ class _Sent(NamedTuple):
     reductions: int
 
 
-def data_links(cluster: Cluster, mesh: MeshShape) -> dict[str, Speed]:
-    """Return the links between data-parallel ranks, by axis."""
-    return {axis: cluster.along(mesh, axis) for axis in ("inter", "intra") if mesh.sizes[axis] > 1}
+def data_links(cluster: Cluster, mesh: MeshShape, *, has_islands: bool = False) -> dict[str, Speed]:
+    """Return the links between data-parallel ranks of a step, by axis. has_islands: other groups take steps of their
+    own."""
+    axes = ("intra",) if has_islands else ("inter", "intra")
+    return {axis: cluster.along(mesh, axis) for axis in axes if mesh.sizes[axis] > 1}
 
 
 def part_of(axis: str, mesh: MeshShape) -> float:

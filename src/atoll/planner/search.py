@@ -29,6 +29,7 @@ from atoll.cost import Cluster, Prediction, Use, Workload
 from atoll.errors import UserError
 from atoll.ir import Schedule
 from atoll.layouts import ITEM_BYTES, Layout, Precision
+from atoll.outer import Outer
 from atoll.planner.bounds import Least, Skeleton, data_links, part_of
 from atoll.planner.candidate import Candidate
 from atoll.planner.space import Frame, Goal, Order, Space, Travel
@@ -113,7 +114,8 @@ class Search:
 
     space: the choices; all of them if not given.  reads_in_place: whether the ranks of a group read each other's
     memory, as on one host's CPUs.  effort: maximum number of simulated instructions.  states: number of tensors that
-    the optimizer keeps of every parameter, as in `Plan`.
+    the optimizer keeps of every parameter, as in `Plan`.  outer: outer steps of all plans, which then have two or more
+    groups; they change the results of a run, so the planner does not choose them.
     """
 
     workload: Workload
@@ -123,6 +125,7 @@ class Search:
     reads_in_place: bool = False
     effort: int = EFFORT
     states: int = 2
+    outer: Outer | None = None
 
     @property
     def limit(self) -> float:
@@ -200,7 +203,8 @@ class Search:
             if aim(node.least) < best and not (fastest and node.least.nbytes > self.limit):
                 heappush(heap, (is_late, node.least.likely if fastest else node.least.nbytes, next(numbers), node))
 
-        frames = list(self.space.frames(self.goal, self.cluster, blocks=len(self.workload.blocks)))
+        every = self.space.frames(self.goal, self.cluster, blocks=len(self.workload.blocks))
+        frames = [frame for frame in every if self.outer is None or frame.mesh.inter > 1]
         for frame in frames:
             least = self._least_of(frame)
             if least is not None:
@@ -299,6 +303,7 @@ class Search:
             vocabulary_parallel=frame.vocabulary_parallel,
             states=self.states,
             codecs=self.space.codecs,
+            outer=self.outer if frame.mesh.inter > 1 else None,  # bounds are of plans without data parallelism
         )
 
     def _prediction(self, frame: Frame, order: Order, travel: Travel) -> Prediction:
@@ -329,7 +334,7 @@ class Search:
         if key not in self._skeletons:
             skeleton: Skeleton | None = None
             try:
-                skeleton = Skeleton(self._prediction(*key, PLAIN))
+                skeleton = Skeleton(self._prediction(*key, PLAIN), has_islands=self.outer is not None)
                 skeleton.alone(alone)
             except UserError:
                 skeleton = None
@@ -360,7 +365,8 @@ class Search:
         precision = Precision.preset(frame.precision)
         item = ITEM_BYTES[precision.reduce] + ITEM_BYTES[precision.compute]
         sent = item * total.trained / mesh.pipeline
-        moves = (link.seconds(sent * part_of(axis, mesh)) for axis, link in data_links(self.cluster, mesh).items())
+        links = data_links(self.cluster, mesh, has_islands=self.outer is not None)
+        moves = (link.seconds(sent * part_of(axis, mesh)) for axis, link in links.items())
         exposed = max(0.0, max(moves, default=0.0) - total.seconds / mesh.pipeline)
         return Least(max(mean, most) * microbatches, nbytes, likely + exposed)
 

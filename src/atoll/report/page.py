@@ -46,7 +46,7 @@ STYLES = {
 LABELLED = 0.2
 """Share of a line from which a bar has its label inside."""
 
-CAUSE_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#f0e442", "#56b4e9", "#8a8a8a")
+CAUSE_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#f0e442", "#56b4e9", "#8a8a8a", "#b4a7d6")
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
 

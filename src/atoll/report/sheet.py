@@ -183,6 +183,7 @@ def _words(prediction: Prediction) -> list[tuple[str, str]]:
         ),
         ("gathering", _gathering(plan)),
         *([("codecs", f"between groups: {plan.codecs}")] if plan.codecs else []),
+        *([] if plan.outer is None else [("outer steps", f"{mesh.inter} islands meet {plan.outer}")]),
         ("precision", f"computes in {plan.precision.compute}, optimizer in {plan.precision.master}"),
         ("recompute", {"none": "nothing", "block": "all activations of a block"}.get(plan.recompute, plan.recompute)),
     ]
@@ -270,6 +271,8 @@ def _figures(prediction: Prediction) -> dict[str, tuple[str, str]]:
         low, high = prediction.interval
         between = f" ({format_seconds(low)} to {format_seconds(high)})" if high > low else ""
         found["step"] = format_seconds(prediction.seconds) + between, ""
+        if (outer := prediction.outer) is not None:
+            found["outer steps"] = f"{format_seconds(outer.seconds)} a step, {format_seconds(outer.worst)} at worst", ""
         found["tokens"] = format_rate(prediction.tokens_a_second, "tokens"), ""
         found["MFU"] = f"{prediction.mfu:.1%}", ""
         found["bubble, mean over ranks"] = f"{_bubble(prediction):.1%}", ""

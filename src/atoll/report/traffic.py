@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from atoll.cost import Exchange, Prediction
 from atoll.cost.kernels import Kernel
+from atoll.cost.outer import sent_by
 from atoll.program import Do
 from atoll.program.traffic import way_of
 
@@ -27,6 +28,7 @@ CAUSES = {
     "sync": "gradients to the optimizer's level",
     "return": "parameters from the optimizer",
     "tensor": "collectives within layers",
+    "outer": "outer gradients, mean of a step",
 }
 
 _BY_DO = {
@@ -64,6 +66,8 @@ def _sent(prediction: Prediction, rank: int) -> dict[tuple[str, str], float]:
     program, messages = ranks.programs.ranks[rank], ranks.slices.sent(rank)
     tensor = prediction.plan.mesh.tensor
     total: defaultdict[tuple[str, str], float] = defaultdict(float)
+    if prediction.plan.outer is not None:
+        total["inter", "outer"] = sum(sent_by(ranks, rank).values()) / prediction.plan.outer.every
     for instruction in program.instructions:
         do, action, of, _ = instruction
         for axis, count in way_of(instruction, program.shape):

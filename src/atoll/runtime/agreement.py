@@ -91,15 +91,19 @@ class Agreement:
                 raise other from error
             raise
 
-    def begin(self, problem: Exception | None, count: float = 0.0) -> Question:
-        """Ask all ranks whether they have a problem, and for the sum of `count`; all ask in one order."""
+    def begin(self, problem: Exception | None, count: float = 0.0, *, together: bool = False) -> Question:
+        """Ask all ranks whether they have a problem, and for the sum of `count`; all ask in one order.
+
+        together: ask only those that take a step together with this one.
+        """
         self._asked += 1
         key = f"engine {self._name} refusal {self._asked}"
         if problem is not None:
             self._watch.report(problem, key=key)
         is_damage = isinstance(problem, DamageError)
         said = torch.tensor([float(problem is not None), float(is_damage), count], dtype=torch.float64)
-        return Question(key, problem, self._transport.total_later(said))
+        ask = self._transport.total_together_later if together else self._transport.total_later
+        return Question(key, problem, ask(said))
 
     def end(self, question: Question) -> float:
         """Return the sum, or raise the first rank's problem on every rank; a DamageError if all problems are.

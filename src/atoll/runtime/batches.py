@@ -110,7 +110,8 @@ class Batches:
         except Exception as error:
             problem = error
         with self._agreement.guard("announcing a batch", pace=self._agreement.steps):
-            return _Announced(batch, pieces, self._agreement.begin(problem, counted))
+            question = self._agreement.begin(problem, counted, together=exactly is not None)
+            return _Announced(batch, pieces, question)
 
     def _conclude(self, announced: _Announced) -> Share:
         with self._agreement.guard("agreeing on a batch", pace=self._agreement.steps):

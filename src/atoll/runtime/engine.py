@@ -48,7 +48,7 @@ from atoll.runtime.assemble.build import build
 from atoll.runtime.assemble.holdings import held_at_rest, held_now, needed_in_a_step, shape_of
 from atoll.runtime.batches import Batches, Labels, Share
 from atoll.runtime.checkpoint import Archive, Background, Piece, Told, is_complete
-from atoll.runtime.lanes import Kind, Lane, lanes_of
+from atoll.runtime.lanes import Kind, Lane, lane_of, lanes_of
 from atoll.runtime.launch import share_cores
 from atoll.runtime.outline import Outline
 from atoll.runtime.pipeline.deferred import Collector
@@ -59,6 +59,7 @@ from atoll.runtime.same import DIGEST, check_same, software
 from atoll.runtime.sharding.access import Edit, chosen_names, differing, whole_gradients
 from atoll.runtime.sharding.coding import Moment
 from atoll.runtime.sharding.optimizer import GroupOptions, OptimizerFactory, ShardedOptimizer
+from atoll.runtime.sharding.outer import OuterSteps
 from atoll.runtime.sharding.replicas import Holding, differences, digest_of, holdings, share, short
 from atoll.runtime.sharding.segment import Surroundings
 from atoll.runtime.sharding.state import load_state, load_values, model_pieces, save_state, stored_states
@@ -147,11 +148,12 @@ class Engine:
         share_cores(world_size())
         if self.device.type == "cpu":
             keep_freed_memory()
-        self.transport = connect(self.place, self.device)
+        self.transport = connect(self.place, self.device, has_islands=plan.outer is not None)
         self._agreement = Agreement(self.transport)
         self._seed = seed
         self._moment = Moment()
-        self._lanes: Mapping[Kind, Lane] = {}
+        self._lanes: dict[Kind, Lane] = {}
+        self.outer: OuterSteps | None = None
         self._outcome: Outcome | None = None
         self._played: dict[int, tuple[Share, Outcome]] = {}
         self._answered: StepResult | None = None
@@ -174,6 +176,8 @@ class Engine:
                 load_values(Path(weights), self.units, self._buffers())
                 for unit in self.units:
                     unit.sync_parameters(is_exact=True)
+                if self.outer is not None:
+                    self.outer.adopt()
 
     def _build(self, optimizer: OptimizerFactory, groups: GroupOptions | None, weights: Path | str | None) -> None:
         plan = self.plan
@@ -187,6 +191,11 @@ class Engine:
             raise PlanError(
                 "vocabulary_parallel computes token cross-entropy on slices of the logits, and the engine was given "
                 "another loss; leave one of them out"
+            )
+        if plan.outer is not None and self.bad_steps.answer is Answer.ROLLBACK:
+            raise PlanError(
+                f'bad_steps = "{self.bad_steps}" would bring one island back to an earlier step than the others; with '
+                'outer steps use "stop" or "skip"'
             )
         self.adapter: Adapter = adapter_for(self.model)
         predicts_next = getattr(self.adapter, "predicts_next", True)
@@ -205,7 +214,7 @@ class Engine:
             self.transport.open_vocabulary_links(ends[0], ends[-1])
         self._lanes = lanes_of(
             self.device,
-            alone=self.place.nest.ranks == 1,
+            alone=plan.nest(self.place).ranks == 1,
             waits_on_host=self.transport.waits_on_host,
         )
         around = Surroundings(
@@ -250,8 +259,12 @@ class Engine:
             transport=self.transport,
             collector=collector,
             seed=self._seed,
-            lanes=self._lanes.values() if self.place.nest.ranks > 1 else (),
+            lanes=tuple(self._lanes.values()) if plan.nest(self.place).ranks > 1 else (),
         )
+        if plan.outer is not None:
+            lane = self._lanes["outer"] = lane_of("outer", self.device, waits_on_host=self.transport.waits_on_host)
+            count = len(self._sharded.specs)
+            self.outer = OuterSteps(self.units, plan.outer, self.transport, lane=lane, count=count)
 
     def _lower(self) -> None:
         """Lower this rank's programs, equal on all ranks that share its parameters, and reserve the memory they lend.
@@ -323,7 +336,21 @@ class Engine:
         Returns the result of the previous step in that case (None the first time; `settle` returns the last), otherwise
         this step's. With `following`, the batch of the next call, the ranks agree on that batch while this one runs,
         and there is no barrier between steps.
+
+        With outer steps the result is that of this rank's island.
         """
+        result = self._submit(batch, following)
+        if self.outer is not None and self.outer.is_due(self.step_number):
+            self._act_outer(self.outer)
+        return result
+
+    def _act_outer(self, outer: OuterSteps) -> None:
+        """The outer work behind the last step, whose verdict it waits for."""
+        self._settle()
+        with self._agreement.guard(f"the outer step behind step {self.step_number}"):
+            outer.act(self.step_number)
+
+    def _submit(self, batch: Mapping[str, Any], following: Mapping[str, Any] | None) -> StepResult | None:
         begin = time.monotonic()
         self._check_whole()
         share = self._batches.claim(batch)
@@ -563,6 +590,23 @@ class Engine:
                 stage.train(False)
             return self._executor.run(batches, training=False, keep_logits=keep_logits)
 
+    @contextmanager
+    def anchored(self) -> Iterator[None]:
+        """Evaluate the anchors of outer steps, the model that checkpoints have, inside the context. Without outer steps
+        nothing changes. Every rank must enter; do not train inside."""
+        if self.outer is None:
+            yield
+            return
+        self._settle()
+        inside = self.outer.anchored()
+        with self._agreement.guard("bringing anchors to where parameters rest"):
+            inside.__enter__()
+        try:
+            yield
+        finally:
+            with self._agreement.guard("bringing parameters back"):
+                inside.__exit__(None, None, None)
+
     # ---- state and measurements of the rank
 
     @property
@@ -577,7 +621,8 @@ class Engine:
 
     def memory(self) -> Footprint:
         """Return the bytes of parameters, gradients and optimizer state that this rank stores now."""
-        return held_now(self.units, self._optimizer.state_tensors())
+        anchors = [] if self.outer is None else self.outer.tensors()
+        return held_now(self.units, [*self._optimizer.state_tensors(), *anchors])
 
     def footprint(self, *, states: int | None = None) -> Footprint:
         """Return the predicted bytes of this rank's state between steps; `states` as in `atoll.layouts.footprint`."""
@@ -650,7 +695,7 @@ class Engine:
         self._settle()
         self._settle_parameters()
         with self._agreement.guard("comparing replicas"):
-            own = list(holdings(self.units, self._optimizer.states(), self.place.tp))
+            own = list(holdings(self.units, self._optimizer.states(), self.place, outer=self.outer))
             found = differences(share(own, self.transport))
         if not found:
             self._compared = self.step_number
@@ -692,6 +737,8 @@ class Engine:
                 self._agreement.refuse(problem)
                 raise problem
             edit.write()
+            if self.outer is not None:
+                self.outer.adopt(edit.edited().keys())
 
     def state_dict(self, *, whole: bool = True) -> dict[str, torch.Tensor] | dict[str, list[Piece]]:
         """Return parameters and persistent buffers of this rank's pipeline stages, by name; every rank must call it.
@@ -768,10 +815,21 @@ class Engine:
             else:
                 self._background.wait()
             scaler = None if self._end.scaler is None else asdict(self._end.scaler)
-            own = {"step": self.step_number, "scaler": scaler, "caller": dict(state or {})}
+            own: dict[str, Any] = {"step": self.step_number, "scaler": scaler, "caller": dict(state or {})}
+            if self.outer is not None:
+                self.outer.settle()
+                own["outer"] = self.outer.state()
             whose = {"step": self.step_number, **(identity or {})}
             save_state(
-                Path(folder), self.units, self._optimizer, buffers=self._buffers(), state=own, identity=whose, save=save
+                Path(folder),
+                self.units,
+                self._optimizer,
+                buffers=self._buffers(),
+                state=own,
+                identity=whose,
+                outer=self.outer,
+                island=self._island,
+                save=save,
             )
         self.checkpoints[self.step_number] = Path(folder)
 
@@ -808,18 +866,27 @@ class Engine:
     def _load(self, folder: Path, *, check: Callable[[Archive], object] | None = None) -> dict[str, Any]:
         self._settle_parameters()
         problem: Exception | None = None
-        stored: dict[str, dict[str, tuple[int, ...]]] = {}
+        opened: Archive | None = None
         try:
             opened = Archive(folder)
-            stored = stored_states(opened)
+            stored_states(opened)
             if check is not None:
                 check(opened)
         except Exception as error:
             problem = error
         with self._agreement.guard("loading a checkpoint"):
             self._agreement.agree(problem)
+            assert opened is not None, "the ranks have agreed that it is open"
             try:
-                own = load_state(folder, self.units, self._optimizer, buffers=self._buffers(), stored=stored)
+                own = load_state(
+                    folder,
+                    self.units,
+                    self._optimizer,
+                    buffers=self._buffers(),
+                    opened=opened,
+                    outer=self.outer,
+                    island=self._island,
+                )
             except DamageError as error:
                 self._damage = error
                 self._agreement.refuse(error)
@@ -832,6 +899,11 @@ class Engine:
         caller = own["caller"]
         assert isinstance(caller, dict)
         return caller
+
+    @property
+    def _island(self) -> int:
+        """The number of this rank's island."""
+        return 0 if self.outer is None else self.place.inter
 
     def _check_whole(self) -> None:
         """Raise RunError while some values come from a damaged checkpoint."""

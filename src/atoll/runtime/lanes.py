@@ -22,9 +22,10 @@ import torch
 
 from atoll.layouts import AT_ONCE
 
-Kind = Literal["reduce", "sync", "gather"]
+Kind = Literal["reduce", "sync", "gather", "outer"]
 
 KINDS: tuple[Kind, ...] = ("reduce", "sync", "gather")
+"""Those of a step. Outer gradients travel beside several steps, on a lane that waits for no other."""
 
 
 class Recorder(Protocol):
@@ -224,8 +225,11 @@ def lanes_of(device: torch.device, *, alone: bool, waits_on_host: bool) -> dict[
     """
     if alone:
         return {kind: Inline(kind) for kind in KINDS}
+    return {kind: lane_of(kind, device, waits_on_host=waits_on_host) for kind in KINDS}
+
+
+def lane_of(kind: Kind, device: torch.device, *, waits_on_host: bool) -> Lane:
+    """A lane of several ranks; `waits_on_host` as `lanes_of` has it."""
     if device.type != "cuda":
-        return {kind: Threads(kind) for kind in KINDS}
-    if waits_on_host:
-        return {kind: StreamThreads(kind) for kind in KINDS}
-    return {kind: Stream(kind, device) for kind in KINDS}
+        return Threads(kind)
+    return StreamThreads(kind) if waits_on_host else Stream(kind, device)

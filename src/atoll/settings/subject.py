@@ -111,6 +111,8 @@ class Subject:
                 "a vocabulary that is split over the pipeline ranks: embedding and head stay whole on the first and "
                 "the last stage"
             )
+        if plan.outer is not None:
+            found.append(f"outer steps ({plan.outer}): all groups take every step together")
         if plan.post_validation:
             found.append("a post-validated optimizer step: the step waits for the global gradient norm")
         if plan.codecs and not encodes:

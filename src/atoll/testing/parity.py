@@ -19,6 +19,7 @@ from atoll import schedules
 from atoll.errors import CostWarning
 from atoll.ir.residency import Reduction, Residency
 from atoll.layouts import NO_CODECS, Codec, Codecs, Layout, Precision
+from atoll.outer import Outer
 from atoll.plans import AXES, MeshShape, Plan
 from atoll.runtime.engine import Engine
 from atoll.runtime.pipeline.step_end import StepResult
@@ -28,7 +29,7 @@ from atoll.runtime.transport import GlooTransport
 from atoll.testing.buffers import buffers_of
 from atoll.testing.coded import Kind, Setting
 from atoll.testing.pool import run_ranks
-from atoll.testing.reference import History, Recipe, rows, rule_of, start, train_alone
+from atoll.testing.reference import History, Recipe, rows, rule_of, start, train_alone, train_islands
 from atoll.testing.tiny import TinyConfig
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
@@ -91,6 +92,7 @@ class Case:
     device: str = "cpu"
     order: tuple[str, ...] = AXES
     codecs: Codecs = NO_CODECS
+    outer: Outer | None = None
     model: Recipe = field(default_factory=TinyConfig)
 
     @property
@@ -121,7 +123,13 @@ class Case:
             vocabulary_parallel=self.vocabulary_parallel,
             layers_per_stage=self.layers_per_stage,
             codecs=self.codecs,
+            outer=self.outer,
         )
+
+    @property
+    def islands(self) -> int:
+        """Parts of the world that train by themselves."""
+        return 1 if self.outer is None else self.inter
 
     @property
     def samples(self) -> int:
@@ -159,6 +167,11 @@ class Case:
         return rows(batch, engine.place.data * each, each, "cpu")
 
 
+def units_of(engine: Engine) -> tuple[tuple[str, ...], ...]:
+    """Names of the parameters of each unit of the model, for `references` of islands."""
+    return tuple(spec.names for spec in engine._sharded.specs) if engine.outer is not None else ()
+
+
 def whole_parameters(engine: Engine) -> dict[str, torch.Tensor]:
     """Return the rank's units gathered, as copies by parameter name."""
     values = {}
@@ -185,6 +198,10 @@ def results(case: Case, engine: Engine, first: int = 0) -> Iterator[StepResult]:
 
 def train(case: Case, first: int = 0) -> History:
     """Run a case in this rank, steps first..steps-1."""
+    return _train_with_units(case, first)[0]
+
+
+def _train_with_units(case: Case, first: int = 0) -> tuple[History, tuple[tuple[str, ...], ...]]:
     engine = case.engine()
     history = History()
     for result in results(case, engine, first):
@@ -195,8 +212,9 @@ def train(case: Case, first: int = 0) -> History:
         with engine.full_parameters() as masters:
             history.masters = {name: value.clone() for name, value in masters.items()}
         history.buffers = tuple(buffers_of(case.model, engine))
+    units = units_of(engine)
     engine.close()
-    return history
+    return history, units
 
 
 def _kind(codec: Codec | None) -> Kind | None:
@@ -216,23 +234,43 @@ def setting_of(case: Case, histories: Sequence[History]) -> Setting | None:
     return Setting(levels, inter, intra, gradient, parameter, codecs.feedback, case.seed, buffers)
 
 
-@lru_cache(maxsize=64)
 def reference(case: Case, codecs: Setting | None = None) -> History:
-    """Run the same training of the unsplit model in one process: no layout, schedule, adapter or engine.
+    """Run the same training of the unsplit model in one process: no layout, schedule, adapter or engine. codecs: where
+    messages are encoded, if they are."""
+    return references(case, codecs=codecs)[0]
 
-    codecs: where messages are encoded, if they are.
-    """
-    return train_alone(
+
+@lru_cache(maxsize=64)
+def references(case: Case, units: tuple[tuple[str, ...], ...] = (), codecs: Setting | None = None) -> list[History]:
+    """Run it for each island. units: names of the parameters of each unit of the model, needed for islands only.
+    codecs: where messages are encoded, if they are."""
+    common: dict[str, Any] = {
+        "seed": case.seed,
+        "dtype": DTYPES[case.precision],
+        "device": case.device,
+        "steps": case.steps,
+        "microbatches": case.microbatches,
+        "microbatch": case.microbatch,
+        "optimizer": case.make_optimizer,
+        "clip": case.clip,
+    }
+    if case.outer is None:
+        return [train_alone(case.model, **common, codecs=codecs)]
+    outer, unit_of = case.outer, {name: at for at, names in enumerate(units) for name in names}
+    return train_islands(
         case.model,
-        seed=case.seed,
-        dtype=DTYPES[case.precision],
-        device=case.device,
-        steps=case.steps,
-        microbatches=case.microbatches,
-        microbatch=case.microbatch,
-        optimizer=case.make_optimizer,
-        clip=case.clip,
-        codecs=codecs,
+        islands=case.inter,
+        outer={
+            "every": outer.every,
+            "fragments": outer.count(len(units)),
+            "delay": outer.delay,
+            "lr": outer.rate,
+            "momentum": outer.inertia,
+            "nesterov": outer.optimizer == "nesterov",
+            "mix": outer.own_share,
+        },
+        fragment_of=lambda name: outer.fragment_of(unit_of[name], len(units)),
+        **common,
     )
 
 
@@ -279,12 +317,16 @@ def assert_parity(case: Case, *, tolerance: float = 1e-10) -> Parity:
 def measure_parity(case: Case) -> tuple[float, str, list[History]]:
     """Run a case on its ranks. Return the largest difference of any from the single process, its location, and the
     ranks' histories. Infinite if no rank holds a parameter."""
-    wanted = reference(_neutral(case))
-    histories = run_ranks(train, case.ranks, case, timeout=180)
-    wanted = reference(_neutral(case), setting_of(case, histories))
-    found = [(*worst_difference(history, wanted), rank) for rank, history in enumerate(histories)]
+    trained = run_ranks(_train_with_units, case.ranks, case, timeout=180)
+    histories = [history for history, _ in trained]
+    wanted = references(_neutral(case), trained[0][1], setting_of(case, histories))
+    place = case.plan.mesh.place
+    of = [wanted[0 if case.outer is None else place(rank).inter] for rank in range(case.ranks)]
+    found = [
+        (*worst_difference(history, own), rank) for rank, (history, own) in enumerate(zip(histories, of, strict=True))
+    ]
     worst, where, rank = max(found)
-    missing = set(wanted.parameters).difference(*(history.parameters for history in histories))
+    missing = set(wanted[0].parameters).difference(*(history.parameters for history in histories))
     if missing:
         return float("inf"), f"no rank holds {sorted(missing)}", histories
     return worst, f"rank {rank} differs by {worst:.3g} at {where}", histories
@@ -326,7 +368,7 @@ def _neutral(case: Case) -> Case:
         case,
         layout="NNN",
         pipeline=1,
-        inter=1,
+        inter=case.islands,
         intra=1,
         tensor=1,
         sequence_parallel=False,

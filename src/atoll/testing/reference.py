@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from atoll.testing.coded import Buffer, Coding, Setting, uses_apart
+from atoll.testing.coded import Buffer, Setting
 
 IGNORED = -100
 LABELS = ("labels", "start_positions", "end_positions")
@@ -72,6 +72,138 @@ class History:
     buffers: tuple[Buffer, ...] = ()
 
 
+def train_islands(
+    recipe: Recipe,
+    *,
+    islands: int,
+    outer: Mapping[str, Any],
+    fragment_of: Callable[[str], int],
+    seed: int,
+    dtype: torch.dtype,
+    device: str,
+    steps: int,
+    microbatches: int,
+    microbatch: int,
+    optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+    clip: float | None,
+) -> list[History]:
+    """Train k replicas of the unsplit model in this process, with outer steps: the history of each.
+
+    Replica m takes the m-th part of each step's microbatches.
+
+    outer: every, fragments, delay, lr, momentum, nesterov, mix.  fragment_of: the fragment of a parameter, by name.
+
+    Algorithm 2 of arXiv 2501.18512, which with one fragment and no delay is Algorithm 1 of arXiv 2311.08105. The outer
+    optimizer is torch's SGD on the anchors.
+    """
+    each = microbatches // islands
+    replicas = [
+        _Replica(recipe, seed, dtype, device, optimizer, first=at * each, microbatches=each) for at in range(islands)
+    ]
+    anchors = {name: nn.Parameter(value.detach().clone()) for name, value in replicas[0].trained.items()}
+    stepping = {
+        name: torch.optim.SGD([anchor], lr=outer["lr"], momentum=outer["momentum"], nesterov=outer["nesterov"])
+        for name, anchor in anchors.items()
+    }
+    sent: dict[int, dict[str, Tensor]] = {}
+    for step in range(steps):
+        for replica in replicas:
+            batch = rows(recipe.batch(step, microbatches * microbatch), 0, microbatches * microbatch, device)
+            replica.step(step, batch, microbatch, clip)
+        done = step + 1
+        for fragment in range(outer["fragments"]):
+            names = [name for name in anchors if fragment_of(name) == fragment]
+            offset = max(1, (fragment + 1) * outer["every"] // outer["fragments"])
+            if done >= offset and (done - offset) % outer["every"] == 0:
+                gradients = {
+                    name: sum(anchors[name].detach() - replica.trained[name].detach() for replica in replicas) / islands
+                    for name in names
+                }
+                sent[fragment] = gradients  # type: ignore[assignment]
+            before = done - outer["delay"]
+            if before >= offset and (before - offset) % outer["every"] == 0:
+                for name, gradient in sent.pop(fragment).items():
+                    anchors[name].grad = gradient
+                    stepping[name].step()
+                    for replica in replicas:
+                        own = replica.trained[name].data
+                        own.copy_(outer["mix"] * own + (1 - outer["mix"]) * anchors[name].detach())
+    for replica in replicas:
+        replica.history.parameters = {n: v.detach().clone() for n, v in named_parameters(replica.model).items()}
+        replica.history.gradients = {}
+    return [replica.history for replica in replicas]
+
+
+class _Replica:
+    """An unsplit model, its optimizer, and the steps that it has taken.
+
+    first, microbatches: its microbatches of a step.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        seed: int,
+        dtype: torch.dtype,
+        device: str,
+        optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+        *,
+        first: int,
+        microbatches: int,
+        codecs: Setting | None = None,
+    ) -> None:
+        self._recipe, self._first, self._count = recipe, first, microbatches
+        with torch.random.fork_rng(devices=[]):
+            self.model = start(recipe, seed).to(device=device, dtype=dtype)
+        self._seeding = Seeding(recipe, self.model, seed)
+        self.trained = {name: p for name, p in named_parameters(self.model).items() if p.requires_grad}
+        self._decayed = [parameter for parameter in self.trained.values() if parameter.dim() > 1]
+        self._others = [parameter for parameter in self.trained.values() if parameter.dim() <= 1]
+        groups = [{"params": self._decayed, "weight_decay": 0.1}, {"params": self._others, "weight_decay": 0.0}]
+        self._stepping = optimizer(groups)
+        self.coding = None if codecs is None else _Coded(self.model, codecs)
+        self.history = History()
+
+    def step(self, step: int, batch: Mapping[str, Any], microbatch: int, clip: float | None) -> None:
+        """Take a step on this replica's microbatches of a batch; a bad one is skipped."""
+        history, device = self.history, str(next(iter(self.trained.values())).device)
+        with torch.random.fork_rng(devices=[]):
+            numbers = range(self._first, self._first + self._count)
+            pieces = {at: rows(batch, at * microbatch, microbatch, device) for at in numbers}
+            tokens: float = sum(map(count, pieces.values()))
+            self._stepping.zero_grad(set_to_none=True)
+            total = counted = 0.0
+            for at, piece in pieces.items():
+                with nullcontext() if self.coding is None else self.coding.watching():
+                    with self._seeding.of(step, at):
+                        loss = summed_loss(self._recipe, forward(self.model, piece), piece)
+                    if isinstance(loss, tuple):
+                        loss, own = loss
+                        counted += float(own)
+                    (loss / tokens).backward()
+                total += float(loss.detach())
+            if self.coding is not None:
+                self.coding.make_gradients(step)
+            if counted:  # known only now: gradients have been divided by something else
+                for parameter in self.trained.values():
+                    parameter.grad = None if parameter.grad is None else parameter.grad * (tokens / counted)
+                tokens = counted
+            if step == 0:
+                found = {name: parameter.grad for name, parameter in self.trained.items()}
+                history.gradients = {name: value.clone() for name, value in found.items() if value is not None}
+            largest = float("inf") if clip is None else clip
+            norm = nn.utils.clip_grad_norm_(self._decayed + self._others, largest)
+            if math.isfinite(total) and bool(norm.isfinite()):  # else the step is skipped, as `bad_steps = "skip"` does
+                if self.coding is None:
+                    self._stepping.step()
+                else:
+                    self.coding.step(self._stepping)
+            elif self.coding is not None:
+                self.coding.skip()
+            history.losses.append(total / tokens)
+            history.norms.append(float(norm))
+
+
 def train_alone(
     recipe: Recipe,
     *,
@@ -86,52 +218,13 @@ def train_alone(
     codecs: Setting | None = None,
 ) -> History:
     """Train the unsplit model in this process, microbatch after microbatch; bad steps are skipped."""
-    with torch.random.fork_rng(devices=[]):
-        model = start(recipe, seed).to(device=device, dtype=dtype)
-        seeding = Seeding(recipe, model, seed)
-        trained = {name: p for name, p in named_parameters(model).items() if p.requires_grad}
-        decayed = [parameter for parameter in trained.values() if parameter.dim() > 1]
-        others = [parameter for parameter in trained.values() if parameter.dim() <= 1]
-        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-        stepping = optimizer(groups)
-        history = History()
-        coding = None if codecs is None else _Coded(model, codecs)
-        for step in range(steps):
-            batch = rows(recipe.batch(step, microbatches * microbatch), 0, microbatches * microbatch, device)
-            pieces = [rows(batch, at * microbatch, microbatch, device) for at in range(microbatches)]
-            tokens: float = sum(map(count, pieces))
-            stepping.zero_grad(set_to_none=True)
-            total = counted = 0.0
-            for at, piece in enumerate(pieces):
-                with nullcontext() if coding is None else coding.watching():
-                    with seeding.of(step, at):
-                        loss = summed_loss(recipe, forward(model, piece), piece)
-                    if isinstance(loss, tuple):
-                        loss, own = loss
-                        counted += float(own)
-                    (loss / tokens).backward()
-                total += float(loss.detach())
-            if coding is not None:
-                coding.make_gradients(step)
-            if counted:  # known only now: gradients have been divided by something else
-                for parameter in trained.values():
-                    parameter.grad = None if parameter.grad is None else parameter.grad * (tokens / counted)
-                tokens = counted
-            if step == 0:
-                found = {name: parameter.grad for name, parameter in trained.items()}
-                history.gradients = {name: value.clone() for name, value in found.items() if value is not None}
-            norm = nn.utils.clip_grad_norm_(decayed + others, float("inf") if clip is None else clip)
-            if math.isfinite(total) and bool(norm.isfinite()):  # else the step is skipped, as `bad_steps = "skip"` does
-                if coding is None:
-                    stepping.step()
-                else:
-                    coding.step(stepping)
-            elif coding is not None:
-                coding.skip()
-            history.losses.append(total / tokens)
-            history.norms.append(float(norm))
-    history.parameters = {name: value.detach().clone() for name, value in named_parameters(model).items()}
-    history.masters = {} if coding is None else coding.masters
+    replica = _Replica(recipe, seed, dtype, device, optimizer, first=0, microbatches=microbatches, codecs=codecs)
+    for step in range(steps):
+        samples = microbatches * microbatch
+        replica.step(step, rows(recipe.batch(step, samples), 0, samples, device), microbatch, clip)
+    history = replica.history
+    history.parameters = {n: value.detach().clone() for n, value in named_parameters(replica.model).items()}
+    history.masters = {} if replica.coding is None else replica.coding.masters
     return history
 
 

@@ -142,7 +142,8 @@ def question(config: Config, cluster: Cluster, *, world: int | None = None) -> S
     workload = workload_of(config, expected_vocabulary(config), on_cpu=on_cpu)
     codecs = config.parallel.codecs.value
     space = space_of(config) if config.parallel.auto else Space(precision=(config.train.precision,), codecs=codecs)
-    return Search(workload, cluster, goal, space, on_cpu, states=states_of(config.train))
+    outer = None if config.parallel.outer is None else config.parallel.outer.to_outer()
+    return Search(workload, cluster, goal, space, on_cpu, states=states_of(config.train), outer=outer)
 
 
 def space_of(config: Config) -> Space:

@@ -7,6 +7,10 @@
 
 [Note: who decides] Information that only some ranks have (a signal, the newest checkpoint) is summed over the ranks
 once per step before they act on it, so that no rank leaves the others waiting.
+
+[Note: steps of islands] With outer steps, islands share what they know where they wait for each other anyway: behind
+steps in which a fragment arrives, and those with an evaluation, a save or a comparison. Steps in between are recorded
+then, as means over the islands, and a signal is heard then.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +50,7 @@ from atoll.runtime.checkpoint.manifest import Manifest
 from atoll.runtime.checkpoint.meeting import listing
 from atoll.runtime.engine import Engine, Evaluation
 from atoll.runtime.pipeline.step_end import StepResult
+from atoll.runtime.sharding.outer import distance
 from atoll.runtime.sharding.state import stored_states
 from atoll.runtime.transport import Later
 from atoll.training.best import Best
@@ -118,10 +123,12 @@ class Loop:
         self._best = Best()
         self._keeps_best = max(config.checkpoint.keep_best, 1 if config.train.patience else 0)
         self._tokens = 0
-        self._unrecorded: deque[tuple[float, Later]] = deque()
+        self._unrecorded: deque[tuple[float, Later | None]] = deque()
+        self._apart: list[tuple[float, StepResult]] = []
         self._memory = torch.zeros(engine.plan.mesh.world)
         self._last: StepResult | None = None
         self._positions: dict[int, int] = {}
+        self._traced = 0
         self._spikes = {"loss": Spikes(1.2), "grad_norm": Spikes(3.0)}
 
     def run(self, start: Start) -> LoopOutcome:
@@ -151,20 +158,21 @@ class Loop:
 
     def _steps(self, first: int) -> signal.Signals | None:
         train, every = self.config.train, self.config.checkpoint.every
-        traced = min(first + TRACED_STEP, train.steps)
+        traced = self._traced = min(first + TRACED_STEP, train.steps)
         self.display.begin(first, train.steps)
         try:
             while self.engine.step_number < train.steps and not self._is_over():
                 step = self.engine.step_number + 1
                 rate = self.schedule.rate
                 self._positions[step] = self.samples.position
-                self._positions.pop(step - 2, None)
+                oldest = self._apart[0][1].step if self._apart else step - 1
+                self._positions = {at: begin for at, begin in self._positions.items() if at >= min(oldest, step - 1)}
                 batch = self.samples.take()
                 following = self.samples.peek() if step < train.steps else None
                 with self._naming_samples(), nullcontext() if step < train.steps else self.engine.timing():
                     result = self.engine.submit(batch, following)
                 self.schedule.advance()
-                self._unrecorded.append((rate, self._share()))
+                self._unrecorded.append((rate, self._share() if self.engine.outer is None else None))
                 stop = self._record(result)
                 if self.engine.step_number != step and stop is None:
                     continue  # after a rollback
@@ -175,6 +183,8 @@ class Loop:
                     with self._naming_samples():
                         result = self.engine.settle()
                     stop = self._record(result) or stop
+                    if stop is not None and self._apart:  # all ranks have heard of it
+                        self._record_apart()
                     if self.engine.step_number != step and stop is None:
                         continue
                 if step == traced:
@@ -356,22 +366,38 @@ class Loop:
 
     def _share(self) -> Later:
         """Start one small sum: which ranks got a signal, and each rank's peak memory."""
+        return self.engine.transport.total_later(self._known())
+
+    def _known(self) -> torch.Tensor:
+        """Return what only this rank knows."""
         signals = torch.tensor([self._stop.received is number for number in StopRequest.numbers], dtype=torch.float64)
         memory = torch.zeros(self.engine.plan.mesh.world, dtype=torch.float64)
         memory[self.engine.place.rank] = peak_memory(self.engine.device)
         busy = torch.zeros_like(memory)
         busy[self.engine.place.rank] = self.engine.busy_seconds
-        return self.engine.transport.total_later(torch.cat([signals, memory, busy]))
+        return torch.cat([signals, memory, busy])
 
     def _record(self, result: StepResult | None) -> signal.Signals | None:
         """Record a step whose result is known. Return the signal that a rank had received by then, or None."""
         if result is None:
             return None
         rate, later = self._unrecorded.popleft()
-        totals = later.wait()
+        if later is None:
+            self._apart.append((rate, result))
+            return self._record_apart() if self._meets(result.step) else None
+        asked, busy = self._heard(later.wait())
+        self._write(result, rate, busy)
+        return asked
+
+    def _heard(self, totals: torch.Tensor) -> tuple[signal.Signals | None, list[float]]:
+        """The signal, and the seconds that each rank computed, from the sums of `_share`."""
         count = len(StopRequest.numbers)
         asked = [number for number, ranks in zip(StopRequest.numbers, totals[:count], strict=True) if ranks]
         self._memory, busy = totals[count:].chunk(2)
+        return (asked[0] if asked else None), busy.tolist()
+
+    def _write(self, result: StepResult, rate: float, busy: Sequence[float], distance: float | None = None) -> None:
+        """Write down a step. distance: of islands from the anchors, where it is known."""
         self._last = result
         memory = int(self._memory.max())
         self._tokens += result.tokens
@@ -379,11 +405,51 @@ class Loop:
         epoch = self.samples.epoch(self._positions[result.step] + self.config.train.global_batch)
         self.display.step(result, memory_bytes=memory, epoch=epoch)
         if self._recorder is not None:
-            odd = self._odd(result, busy.tolist())
+            odd = self._odd(result, busy) | ({} if distance is None else {"island_distance": distance})
             self._recorder.step(result, rate=rate, epoch=epoch, memory_bytes=memory, odd=odd, utilised=self._utilised)
         if result.fault is not None:
             self._go_on(result)
-        return asked[0] if asked else None
+
+    # ---- islands
+
+    def _meets(self, step: int) -> bool:
+        """Return True if islands wait for each other behind `step`: see [Note: steps of islands]."""
+        train, outer = self.config.train, self.engine.outer
+        dues = (train.eval_every, self.config.checkpoint.every, train.check_replicas)
+        is_due = any(every and step % every == 0 for every in dues)
+        return is_due or step in (self._traced, train.steps) or (outer is not None and outer.meets(step))
+
+    def _record_apart(self) -> signal.Signals | None:
+        """Write down the steps since islands met last, as means over the islands; the signal that a rank has got."""
+        outer, transport = self.engine.outer, self.engine.transport
+        assert outer is not None, "only islands meet"
+        pending, self._apart = self._apart, []
+        own = torch.zeros(len(pending), 5, dtype=torch.float64)
+        if transport.speaks and self.engine.place.pp == 0:
+            for row, (_, each) in zip(own, pending, strict=True):
+                parts = [each.loss * each.tokens, each.grad_norm, each.bubble, float(each.skipped), float(each.tokens)]
+                row.copy_(torch.tensor(parts, dtype=torch.float64))
+        known = self._known()
+        totals = transport.total(torch.cat([own.reshape(-1), outer.take_moved(), known]))
+        rows = totals[: own.numel()].reshape(own.shape).tolist()
+        asked, busy = self._heard(totals[own.numel() + 2 :])
+        apart = distance(totals[own.numel() :][:2].tolist())
+        islands = self.engine.plan.islands
+        for (rate, result), (loss, norm, bubble, skipped, tokens) in zip(pending, rows, strict=True):
+            if skipped and not result.skipped:
+                self.display.say(f"note: step {result.step}: {skipped:.0f} of {islands} islands skipped it")
+            is_last = result is pending[-1][1]
+            mean = replace(
+                result,
+                loss=loss / tokens,
+                grad_norm=norm / islands,
+                bubble=bubble / islands,
+                skipped=bool(skipped),
+                tokens=round(tokens),
+            )
+            none = [0.0] * len(busy)
+            self._write(mean, rate, busy if is_last else none, distance=apart if is_last else None)
+        return asked
 
     def _odd(self, result: StepResult, busy: Sequence[float]) -> dict[str, float]:
         """Return spikes, and the rank that its peers wait for."""
@@ -437,7 +503,9 @@ class Loop:
 
     def _return_to(self, rollback: Rollback, position: int) -> None:
         while self._unrecorded:
-            self._unrecorded.popleft()[1].wait()
+            later = self._unrecorded.popleft()[1]
+            if later is not None:
+                later.wait()
         self.schedule.restore(rollback.state["schedule"])
         self._best = Best.restored(rollback.state.get("best"))
         self.samples.go_to(position)
@@ -472,8 +540,9 @@ class Loop:
         if self._evaluated == step or not self.samples.has_validation:
             return False
         parts: dict[str, Evaluation] = {}
-        for source, batch in self.samples.validation():
-            parts[source] = parts.get(source, Evaluation(0.0, 0, 0.0)) + self.engine.evaluate(batch)
+        with self.engine.anchored():
+            for source, batch in self.samples.validation():
+                parts[source] = parts.get(source, Evaluation(0.0, 0, 0.0)) + self.engine.evaluate(batch)
         total = sum(parts.values(), Evaluation(0.0, 0, 0.0))
         self._evaluated, self._validation_loss = step, total.loss
         several = ", ".join(f"{source} {part.loss:.4f}" for source, part in parts.items()) if len(parts) > 1 else ""
@@ -548,14 +617,15 @@ class Loop:
             train.sample_tokens == 0 or train.objective == "masked"
         ):  # which completes partial records, and continues nothing
             return None
-        text = generate(
-            self.engine,
-            self.corpus.tokenizer,
-            train.prompt,
-            tokens=train.sample_tokens,
-            context=self.config.data.sequence,
-            seed=train.seed,
-        )
+        with self.engine.anchored():
+            text = generate(
+                self.engine,
+                self.corpus.tokenizer,
+                train.prompt,
+                tokens=train.sample_tokens,
+                context=self.config.data.sequence,
+                seed=train.seed,
+            )
         if self._recorder is not None:
             self._recorder.sample(text)
         return text

@@ -209,6 +209,7 @@ def describe(plan: Plan, footprints: Sequence[Footprint], blocks: Sequence[Seque
         "recompute": plan.recompute,
         "precision": asdict(plan.precision),
         "codecs": asdict(plan.codecs),
+        "outer": None if plan.outer is None else asdict(plan.outer),
         "microbatch": plan.microbatch,
         "global_batch": plan.global_batch,
         "schedule": {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NoReturn
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from atoll._torch import pretended_ranks
+from atoll.layouts import Level
 from atoll.models import adapter_for
 from atoll.plans import Plan
 from atoll.program import Program, Programs
@@ -21,16 +22,22 @@ from atoll.runtime.outline import Outline
 from atoll.runtime.pipeline.deferred import Collector
 from atoll.runtime.sharding.segment import Surroundings
 from atoll.runtime.sharding.tensor_parallel import tensor_parallel
+from atoll.runtime.sharding.unit import Unit
 from atoll.runtime.transport import Later, Message, Peers, Tag, Transport
 
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A pipeline rank of a plan: its program, and the names of its units and blocks."""
+    """A pipeline rank of a plan: its program, and the names of its units and blocks.
+
+    outgoing: elements of each unit's outer gradient on a rank; none without outer steps.  count: units of the model.
+    """
 
     program: Program
     units: Mapping[int, str]
     blocks: Mapping[int, str]
+    outgoing: Mapping[int, int]
+    count: int
 
 
 def describe(
@@ -64,7 +71,17 @@ def describe(
             program,
             {unit.spec.index: unit.spec.name for unit in sharded.units},
             {at: names[at] for stage in sharded.stages for at in stage.run},
+            outgoing={} if plan.outer is None else _outgoing(sharded.units),
+            count=len(sharded.specs),
         )
+
+
+def _outgoing(units: Iterable[Unit]) -> dict[int, int]:
+    """Return the trained elements of units at level G."""
+    return {
+        unit.spec.index: sum(len(segment.range(Level.G)) for segment in unit.segments if segment.trainable)
+        for unit in units
+    }
 
 
 def programs_of(

@@ -31,16 +31,16 @@ def load(
     *,
     process_group: dist.ProcessGroup | None = None,
     strict: bool = True,
-    optional: str | None = None,
+    optional: tuple[str, ...] = (),
 ) -> dict[str, Any]:
     """Fill every rank's `pieces` from the checkpoint in `folder`. Return the saved state.
 
     Every rank of `process_group` calls it. A rank reads only the boxes that its pieces touch; values are cast
     to the dtype of the piece. Before any tensor is touched, all names and shapes of all ranks are compared with
     the checkpoint: missing names and different shapes are errors, and if `strict` so are names that no rank requests,
-    except those that begin with `optional`. Data is compared with its digest first. Only a damaged box can leave pieces
-    partly filled. A checkpoint without digests, of an older version, is loaded with an UnverifiedWarning on the first
-    rank.
+    except those that begin with one of `optional`. Data is compared with its digest first. Only a damaged box can leave
+    pieces partly filled. A checkpoint without digests, of an older version, is loaded with an UnverifiedWarning on the
+    first rank.
 
     Raises the same error on every rank: DamageError for a damaged checkpoint, CheckpointError for a missing or
     different one, otherwise RankError.
@@ -49,9 +49,7 @@ def load(
     meeting = Meeting(process_group)
     lost = f"checkpoint {folder} was not loaded"
     reader = _Reader(folder, pieces)
-    state: dict[str, Any] = meeting.round(
-        lost, reader.open, lambda asked: reader.compare(asked, strict=strict, optional=optional)
-    )
+    state: dict[str, Any] = meeting.round(lost, reader.open, lambda asked: reader.compare(asked, strict, optional))
     meeting.round(lost, reader.read)
     if meeting.rank == 0 and reader.archive.manifest is None:
         warnings.warn(UnverifiedWarning(f"{folder} was not verified: it was saved without digests"), stacklevel=2)
@@ -109,10 +107,10 @@ class _Reader:
         requests = (_Request(piece.name, tuple(piece.shape), piece.tensor.dtype) for piece in self._pieces)
         return [request.words for request in dict.fromkeys(requests)]
 
-    def compare(self, asked: Sequence[Any], *, strict: bool, optional: str | None = None) -> list[Any]:
+    def compare(self, asked: Sequence[Any], strict: bool, optional: tuple[str, ...]) -> list[Any]:
         """Compare the requests of all ranks with the checkpoint. Return the saved state for each rank."""
         requests = list(dict.fromkeys(_Request.of(words) for each in asked for words in each))
-        required = {n: t for n, t in self._tensors.items() if optional is None or not n.startswith(optional)}
+        required = {n: t for n, t in self._tensors.items() if not n.startswith(optional)}
         problems = _problems(requests, self._tensors, required if strict else {})
         if problems:
             raise CheckpointError(f"it is of another model: {listing(problems)}")

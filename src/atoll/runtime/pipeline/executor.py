@@ -452,19 +452,20 @@ class Executor:
 
     def _awaited(self, instruction: Instruction) -> tuple[tuple[int, ...], str]:
         """Return the world ranks that must act before an instruction can end, and the axes between them."""
-        do, place = instruction.do, self._transport.place
+        do, place, together = instruction.do, self._transport.place, self._transport.together
         if do in _TO_NEIGHBOURS:
             peer = self._peer(instruction.action)
             return (tuple(self._ranks) if peer is None else (peer,)), "pp"
         if do in _ALONG_THE_PIPELINE:
             return tuple(self._ranks), "pp"
         if do in _OF_EVERYONE:
-            return tuple(range(place.mesh.world)), "every axis"
+            return together, "every axis"
+        data = ("intra",) if self._transport.has_islands else ("inter", "intra")
         if do is Do.SUMS:
-            return place.peers("inter", "intra", "tp"), "inter, intra, tp"
+            return place.peers(*data, "tp"), ", ".join((*data, "tp"))
         if do in _COMPUTES:
             return place.peers("tp") if place.mesh.tensor > 1 else (), "tp"
-        axes = [axis for axis in ("inter", "intra") if place.mesh.sizes[axis] > 1]
+        axes = [axis for axis in data if place.mesh.sizes[axis] > 1]
         return place.peers(*axes) if axes else (), ", ".join(axes)
 
     def _stale(self, later: Iterable[Action]) -> list[tuple[Action, int]]:

@@ -97,7 +97,7 @@ def places_of(specs: Sequence[UnitSpec]) -> dict[str, int]:
 
 
 def first_of_all(own: Sequence[Sighting], transport: Transport, microbatches: int) -> tuple[Sighting | None, list[int]]:
-    """Return the first cause over all ranks, and the global microbatches with findings on any; every rank calls it."""
+    """Return the first cause over the ranks of a step, and the global microbatches with findings; each rank calls it."""
     place = transport.place
     table = torch.zeros(place.mesh.world, FIELDS, dtype=torch.float64)
     marks = torch.zeros(microbatches, dtype=torch.float64)
@@ -107,7 +107,7 @@ def first_of_all(own: Sequence[Sighting], transport: Transport, microbatches: in
     for sighting in own:
         if sighting.microbatch >= 0:
             marks[sighting.microbatch] = 1.0
-    told = transport.total(torch.cat([table.reshape(-1), marks]))
+    told = transport.total_together_later(torch.cat([table.reshape(-1), marks])).wait()
     rows = told[: table.numel()].reshape(table.shape).tolist()
     found = [sighting for sighting in map(Sighting.decode, rows) if sighting is not None]
     cause = min(found, key=lambda sighting: sighting.order, default=None)

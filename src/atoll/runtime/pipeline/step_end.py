@@ -351,7 +351,8 @@ class StepEnd:
         if place.mesh.pipeline == 1:
             now.everyone = Exchange([own], [])  # a stage's ranks are all ranks
         else:
-            now.everyone = self._transport.total_later(own if place.data == place.tp == 0 else torch.zeros_like(own))
+            said = own if self._transport.speaks else torch.zeros_like(own)
+            now.everyone = self._transport.total_together_later(said)
 
     def _join(self) -> None:
         place, values = self._transport.place, self._now.sums.values
@@ -425,7 +426,7 @@ class StepEnd:
             sums.norm,
             tokens=step.tokens,
             seconds=0.0,
-            bubble=sums.idle / self._transport.place.mesh.world,
+            bubble=sums.idle / len(self._transport.together),
             skipped=not is_finite,
         )
         # A rehearsal never steps ahead, so the parameters are right.

@@ -16,13 +16,16 @@ from typing import Any
 import torch
 
 from atoll.digests import Digest, digest
+from atoll.layouts import Level
+from atoll.plans import Place
+from atoll.runtime.sharding.outer import OuterSteps
 from atoll.runtime.sharding.segment import Segment
 from atoll.runtime.sharding.tensors import Spread
 from atoll.runtime.sharding.unit import Unit
 from atoll.runtime.transport import Transport
 from atoll.runtime.verdict import named
 
-KINDS = ("master weights", "parameters", "optimizer state")
+KINDS = ("master weights", "parameters", "optimizer state", "anchors")
 AT_A_TIME = 1 << 26
 """Bytes that are copied from a device at once."""
 _DIGITS = 12
@@ -60,8 +63,19 @@ class Difference:
         return f"{named(self.ranks)} {verb} other {what} than {named(self.others)}"
 
 
-def holdings(units: Iterable[Unit], states: Mapping[str, Mapping[str, Any]], tp: int) -> Iterator[Holding]:
-    """Yield this rank's holdings. states: optimizer states by parameter name and key.  tp: tensor-parallel index."""
+def holdings(
+    units: Iterable[Unit], states: Mapping[str, Mapping[str, Any]], place: Place, outer: OuterSteps | None = None
+) -> Iterator[Holding]:
+    """Yield this rank's holdings. states: optimizer states by parameter name and key.  outer: outer steps, whose
+    anchors are the same on all islands; all else is an island's own."""
+    tp, island = place.tp, -1 if outer is None else place.inter
+    units = tuple(units)
+    segments = {(unit.spec.index, part): each for unit in units for part, each in enumerate(unit.segments)}
+    for at, part, tensors in () if outer is None else outer.holdings():
+        segment, kind = segments[at, part], KINDS.index("anchors")
+        held = segment.range(Level.G)
+        common = at, part, kind, held.start, held.stop, _position(segment, tp)
+        yield Holding(short(digest(repr(common).encode())), short(digest_of(tensors)), at, kind=kind)
     for unit in units:
         for part, segment in enumerate(unit.segments):
             layout = segment.layout
@@ -72,7 +86,7 @@ def holdings(units: Iterable[Unit], states: Mapping[str, Mapping[str, Any]], tp:
             for kind, (level, tensors) in enumerate(zip(levels, (master, rest, own), strict=True)):
                 if tensors:
                     held = segment.range(level)
-                    key = unit.spec.index, part, kind, held.start, held.stop, _position(segment, tp)
+                    key = unit.spec.index, part, kind, held.start, held.stop, _position(segment, tp), island
                     yield Holding(
                         short(digest(repr(key).encode())), short(digest_of(tensors)), unit.spec.index, kind=kind
                     )

@@ -148,8 +148,11 @@ class Surroundings:
     moment: coding.Moment = field(default_factory=coding.Moment)
 
     def peers(self, axis: Axis) -> Peers:
-        """The ranks along a data-parallel axis."""
-        return Peers.along(axis.value, self.transport.place)
+        """The ranks along a data-parallel axis that share the layout with this one."""
+        place = self.transport.place
+        if self.sharding.nest.size(axis) == 1:
+            return Peers(axis.value, (place.rank,), 0)
+        return Peers.along(axis.value, place)
 
 
 class Segment:

@@ -10,6 +10,13 @@ codec.residual.<slot>.<parameter>    what encoded gradients lacked; a slot is th
 [Note: residuals in another world] A residual is part of the sum of gradients that has not been sent yet. If a plan has
 fewer groups, copies of a unit or tensor-parallel ranks, those that are left take over the residuals of the others; if
 it has more, the new ones begin with none. So the sum over all ranks stays the same.
+
+With outer steps the anchors are the model, and the optimizer's state is that of the first island. So any run can load
+the checkpoint, also one without islands, which leaves out
+
+outer.momentum.<parameter>           of the outer optimizer
+islands.<i>.model.<parameter>        master weights of an island
+islands.<i>.optim.state. ...         of an island but the first
 """
 
 from __future__ import annotations
@@ -29,6 +36,7 @@ from atoll.layouts import Level
 from atoll.runtime import checkpoint
 from atoll.runtime.checkpoint import Piece
 from atoll.runtime.sharding.optimizer import ShardedOptimizer
+from atoll.runtime.sharding.outer import OuterSteps
 from atoll.runtime.sharding.segment import Segment
 from atoll.runtime.sharding.tensors import Spread
 from atoll.runtime.sharding.unit import Unit
@@ -37,6 +45,8 @@ _STATE = ("optim", "state")
 _CODEC, _COPY, _RESIDUAL = "codec", "copy", "residual"
 SCALER = frozenset({"scale", "growth_steps", "good_steps"})
 """Fields of the fp16 loss scaler in a checkpoint."""
+OF_ISLANDS = ("outer.", "islands.")
+"""Beginnings of names that a run need not take."""
 
 
 def save_state(
@@ -47,25 +57,47 @@ def save_state(
     state: Mapping[str, Any],
     identity: Mapping[str, Any],
     *,
+    outer: OuterSteps | None = None,
+    island: int = 0,
     save: Callable[..., None] = checkpoint.save,
 ) -> None:
     """Write a checkpoint; every rank calls it. save: `checkpoint.save`, or what begins it."""
-    pieces = [*model_pieces(units, buffers), *_optimizer_pieces(optimizer), *_codec_pieces(units)]
+    if outer is None:
+        pieces = [*model_pieces(units, buffers), *_optimizer_pieces(optimizer), *_codec_pieces(units)]
+    else:
+        pieces = [
+            *outer.pieces(momentum=True),
+            *_frozen_pieces(units),
+            *_buffer_pieces(buffers),
+            *_trained_pieces(units, _path_of(island)),
+            *_optimizer_pieces(optimizer, _path_of(island) if island else ()),
+        ]
     save(folder, pieces, {**state, "groups": _group_options(optimizer)}, identity=identity)
 
 
-def stored_states(opened: checkpoint.Archive) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Parameter -> key of its optimizer state -> shape, as the checkpoint has them.
+def stored_states(opened: checkpoint.Archive, *, island: int = 0) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Parameter -> key of its optimizer state -> shape, as the checkpoint has them; of an island, where it has one.
 
     Raises DamageError for a checkpoint whose metadata is damaged or whose state no engine has written.
     """
     _check_state(opened)
     found: dict[str, dict[str, tuple[int, ...]]] = {}
+    prefix = ".".join((*_optimizer_path(opened, island), *_STATE, ""))
     for name, tensor in opened.contents.tensors.items():
-        if name.startswith("optim.state."):
-            parameter, _, key = name.removeprefix("optim.state.").rpartition(".")
+        if name.startswith(prefix):
+            parameter, _, key = name.removeprefix(prefix).rpartition(".")
             found.setdefault(parameter, {})[key] = tuple(tensor.size)
     return found
+
+
+def _path_of(island: int) -> tuple[str, ...]:
+    return "islands", str(island)
+
+
+def _optimizer_path(opened: checkpoint.Archive, island: int) -> tuple[str, ...]:
+    """The beginning of the names of an island's optimizer state: those of the first where it has none."""
+    prefix = ".".join((*_path_of(island), *_STATE, ""))
+    return _path_of(island) if any(name.startswith(prefix) for name in opened.contents.tensors) else ()
 
 
 def _check_state(opened: checkpoint.Archive) -> None:
@@ -78,6 +110,8 @@ def _check_state(opened: checkpoint.Archive) -> None:
         problems.append(f"groups is {reprlib.repr(groups)}")
     if not isinstance(opened.state.get("caller"), dict):
         problems.append(f"caller is {reprlib.repr(opened.state.get('caller'))}")
+    if not _is_outer(opened.state.get("outer")):
+        problems.append(f"outer is {reprlib.repr(opened.state.get('outer'))}")
     if scaler is not None and not _is_scaler(scaler):
         problems.append(f"scaler is {reprlib.repr(scaler)}")
     if opened.manifest is not None and opened.manifest.identity.get("step", step) != step:
@@ -95,27 +129,67 @@ def _is_scaler(values: Any) -> bool:
     )
 
 
+def _is_outer(values: Any) -> bool:
+    """Return True if this is None or what `OuterSteps.state` gives."""
+    if values is None:
+        return True
+    if not isinstance(values, dict) or values.keys() != {"islands", "every", "fragments", "delay", "waiting"}:
+        return False
+    counts = [values[key] for key in ("islands", "every", "fragments", "delay")]
+    waiting = values["waiting"]
+    return (
+        all(type(count) is int and count >= 0 for count in counts)
+        and isinstance(waiting, list)
+        and all(type(fragment) is int and 0 <= fragment < values["fragments"] for fragment in waiting)
+    )
+
+
 def load_state(
     folder: Path,
     units: Sequence[Unit],
     optimizer: ShardedOptimizer,
     buffers: Mapping[str, torch.Tensor],
-    stored: Mapping[str, Mapping[str, tuple[int, ...]]],
+    opened: checkpoint.Archive,
+    *,
+    outer: OuterSteps | None = None,
+    island: int = 0,
 ) -> dict[str, Any]:
-    """Fill masters, frozen parameters, buffers, optimizer state and what codecs keep, and begin to bring parameters to
-    where they rest; every rank calls it."""
-    _prepare_states(optimizer, stored)
-    names = frozenset(checkpoint.Archive(folder).contents.tensors)
+    """Fill masters, frozen parameters, buffers, optimizer state and what codecs keep, and begin to send parameters to
+    where they are stored; every rank calls it.
+
+    If the islands of the checkpoint differ, in number or in their outer steps, all islands restart from the anchors,
+    each with its own optimizer state, or that of the first island if it has none. Inside an island no message has a
+    codec.
+    """
+    _prepare_states(optimizer, stored_states(opened, island=island))
+    names = frozenset(opened.contents.tensors)
     segments = [segment for unit in units for segment in unit.segments]
     copied = [each for each in segments if each.keeps_copy and all(_copy_of(name) in names for name in each.parameters)]
     owed = [owed for unit in units for segment in unit.segments for owed in _owed(unit, segment, names)]
-    pieces = [
-        *model_pieces(units, buffers),
-        *_optimizer_pieces(optimizer),
-        *(piece for segment in copied for piece in _copy_pieces(segment)),
-        *(piece for each in owed for piece in each.pieces()),
-    ]
-    state = checkpoint.load(folder, pieces, optional=f"{_CODEC}.")
+    states = list(_optimizer_pieces(optimizer, _optimizer_path(opened, island)))
+    if outer is None:
+        pieces = [
+            *model_pieces(units, buffers),
+            *states,
+            *(piece for segment in copied for piece in _copy_pieces(segment)),
+            *(piece for each in owed for piece in each.pieces()),
+        ]
+    else:
+        outer.forget()
+        goes_on = outer.goes_on(opened.state.get("outer"))
+        has_momentum = any(name.startswith("outer.momentum.") for name in names)
+        if not has_momentum:
+            outer.reset_momentum()
+        pieces = [
+            *outer.pieces(momentum=has_momentum),
+            *_frozen_pieces(units),
+            *_buffer_pieces(buffers),
+            *_trained_pieces(units, _path_of(island) if goes_on else ()),
+            *states,
+        ]
+    state = checkpoint.load(folder, pieces, optional=(f"{_CODEC}.", *OF_ISLANDS))
+    if outer is not None:
+        outer.restore(opened.state.get("outer"))
     for segment in segments:
         segment.clear_residuals()
         if segment in copied:
@@ -142,22 +216,31 @@ def load_values(folder: Path, units: Sequence[Unit], buffers: Mapping[str, torch
 
 def model_pieces(units: Sequence[Unit], buffers: Mapping[str, torch.Tensor]) -> Iterator[Piece]:
     """Yield this rank's pieces of parameters and persistent buffers."""
-    yield from _parameter_pieces(units)
+    yield from _trained_pieces(units)
+    yield from _frozen_pieces(units)
     yield from _buffer_pieces(buffers)
 
 
-def _parameter_pieces(units: Sequence[Unit]) -> Iterator[Piece]:
+def _trained_pieces(units: Sequence[Unit], path: tuple[str, ...] = ()) -> Iterator[Piece]:
     for unit in units:
         for segment in unit.segments:
-            layout = segment.layout
-            source, level = segment.master, layout.optimizer
-            if source is None:
-                source, level = segment.rest, layout.parameters
-            assert source is not None, "every segment keeps its parameters somewhere"
-            for part in segment.map.slices(segment.range(level)):
-                view = source.detach().narrow(0, part.offset, part.stop - part.start)
-                box = segment.boxes[part.name]
-                yield Piece(("model", part.name), box.shape, part.start, stop=part.stop, tensor=view, within=box)
+            if segment.master is not None:
+                yield from _pieces_of(segment, segment.master, segment.layout.optimizer, path=(*path, "model"))
+
+
+def _frozen_pieces(units: Sequence[Unit]) -> Iterator[Piece]:
+    for unit in units:
+        for segment in unit.segments:
+            if segment.master is None:
+                assert segment.rest is not None, "every segment keeps its parameters somewhere"
+                yield from _pieces_of(segment, segment.rest, segment.layout.parameters, path=("model",))
+
+
+def _pieces_of(segment: Segment, source: torch.Tensor, level: Level, path: tuple[str, ...]) -> Iterator[Piece]:
+    for part in segment.map.slices(segment.range(level)):
+        view = source.detach().narrow(0, part.offset, part.stop - part.start)
+        box = segment.boxes[part.name]
+        yield Piece((*path, part.name), box.shape, part.start, stop=part.stop, tensor=view, within=box)
 
 
 def _buffer_pieces(buffers: Mapping[str, torch.Tensor]) -> Iterator[Piece]:
@@ -165,11 +248,11 @@ def _buffer_pieces(buffers: Mapping[str, torch.Tensor]) -> Iterator[Piece]:
         yield Piece(("model", name), tuple(buffer.shape), 0, stop=buffer.numel(), tensor=buffer.view(-1))
 
 
-def _optimizer_pieces(optimizer: ShardedOptimizer) -> Iterator[Piece]:
+def _optimizer_pieces(optimizer: ShardedOptimizer, prefix: tuple[str, ...] = ()) -> Iterator[Piece]:
     for name, state in optimizer.states().items():
         own = optimizer.slices[name]
         for key, value in state.items():
-            path = (*_STATE, name, key)
+            path = (*prefix, *_STATE, name, key)
             if isinstance(value, (int, float)):
                 state[key] = value = torch.tensor(float(value), dtype=torch.float64)
             if not isinstance(value, torch.Tensor):

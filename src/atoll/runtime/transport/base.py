@@ -62,6 +62,8 @@ class Channel(IntEnum):
     SCORE_SUMS = 22
     TOTALS = 23
     LOOK_UP_GRADIENT = 24
+    OUTER_REDUCE = 29
+    OUTER_GATHER = 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,13 +199,19 @@ class Transport(ABC):
     """Interface of a transport. `sent` counts bytes by axis ("intra", "inter", "pp").
 
     waits_on_host: whether a gather or a reduction returns when it has finished, instead of when it has been launched.
+    has_islands: whether ranks of other positions along `inter` take steps of their own.
+    together: the world ranks that take a step together: all, or those of this rank's island.
     """
 
     waits_on_host: ClassVar[bool] = True
 
-    def __init__(self, place: Place, device: torch.device) -> None:
+    def __init__(self, place: Place, device: torch.device, *, has_islands: bool = False) -> None:
         self.place = place
         self.device = device
+        self.has_islands = has_islands
+        mesh, every = place.mesh, range(place.mesh.world)
+        self.together = tuple(r for r in every if not has_islands or mesh.place(r).inter == place.inter)
+        self._stage = [rank for rank in self.together if mesh.place(rank).pp == place.pp]
         self.sent: Counter[str] = Counter()
         self._counting = threading.Lock()
         self._outbox: Outbox = Outbox()
@@ -285,12 +293,21 @@ class Transport(ABC):
     def total_later(self, values: torch.Tensor) -> Later:
         """Start the same without waiting: `wait()` returns the sums. All ranks call it in the same order."""
 
+    def total_together_later(self, values: torch.Tensor) -> Later:
+        """The same over the ranks that take a step together, which ask in an order of their own."""
+        if not self.has_islands:
+            return self.total_later(values)
+        return self.exchange(values, self.together, Tag(Channel.SUM_ALL, 1))
+
+    @property
+    def speaks(self) -> bool:
+        """True for one of the ranks of an island's pipeline position: it contributes what all of them have."""
+        return self.place.rank == self._stage[0]
+
     def total_stage(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sum of a small CPU tensor over the ranks of one pipeline position, the same bits on each of
-        them."""
-        mesh, own = self.place.mesh, self.place
-        ranks = [rank for rank in range(mesh.world) if mesh.place(rank).pp == own.pp]
-        self.total_ordered(values, ranks, Tag(Channel.SUM_STAGE, 0))
+        """Return the sum of a small CPU tensor over the ranks of one pipeline position that take a step together, the
+        same bits on each of them."""
+        self.total_ordered(values, self._stage, Tag(Channel.SUM_STAGE, 0))
         return values
 
     def total_ordered(self, values: torch.Tensor, ranks: Sequence[int], tag: Tag) -> None:

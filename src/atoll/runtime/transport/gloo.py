@@ -27,8 +27,8 @@ class GlooTransport(Transport):
 
     shares_memory: ClassVar[bool] = True
 
-    def __init__(self, place: Place, device: torch.device) -> None:
-        super().__init__(place, device)
+    def __init__(self, place: Place, device: torch.device, *, has_islands: bool = False) -> None:
+        super().__init__(place, device, has_islands=has_islands)
         self._group = Peers.along("intra", place)
         self._may_share = self._tries = self.shares_memory and bool(self._group.others) and device.type == "cpu"
         self._memory: SharedMemory | None = None

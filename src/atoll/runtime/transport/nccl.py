@@ -47,8 +47,8 @@ class NcclTransport(Transport):
 
     waits_on_host: ClassVar[bool] = False
 
-    def __init__(self, place: Place, device: torch.device) -> None:
-        super().__init__(place, device)
+    def __init__(self, place: Place, device: torch.device, *, has_islands: bool = False) -> None:
+        super().__init__(place, device, has_islands=has_islands)
         self._outbox = StreamOutbox()
         self._axes: dict[str, dist.ProcessGroup] = {}
         self._links: dict[tuple[int, int], dist.ProcessGroup] = {}
@@ -75,6 +75,11 @@ class NcclTransport(Transport):
                     if place.rank in (low, high):
                         self._links[source, target] = group
 
+        self._island: dist.ProcessGroup | None = None
+        for at in range(mesh.inter if has_islands else 0):
+            group = dist.new_group([rank for rank in range(mesh.world) if mesh.place(rank).inter == at])
+            self._island = group if at == place.inter else self._island
+
     def open_vocabulary_links(self, first: int, last: int) -> None:
         """Open a communicator for each kind of message and link, because each kind has its own order of sends and
         receives."""
@@ -97,14 +102,21 @@ class NcclTransport(Transport):
         return self._links[source, target] if own is None else own
 
     def total_later(self, values: torch.Tensor) -> Later:
+        return self._total_in(None, values)
+
+    def total_together_later(self, values: torch.Tensor) -> Later:
+        return self._total_in(self._island, values)
+
+    def _total_in(self, group: dist.ProcessGroup | None, values: torch.Tensor) -> Later:
+        """Sum over a group, or over all ranks."""
         moved = values.to(self.device, copy=True)
-        work = dist.all_reduce(moved, async_op=True)
-        assert work is not None, "the world holds every rank"
+        work = dist.all_reduce(moved, group=group, async_op=True)
+        assert work is not None, "the group has this rank"
         return Collective(moved, work)
 
     def total_stage(self, values: torch.Tensor) -> torch.Tensor:
         moved = values.to(self.device)
-        for axis in ("intra", "inter", "tp"):
+        for axis in ("intra", "tp") if self.has_islands else ("intra", "inter", "tp"):
             if axis in self._axes:
                 dist.all_reduce(moved, group=self._axes[axis])
         return moved.cpu()

@@ -14,9 +14,9 @@ from atoll.runtime.transport.gloo import GlooTransport, StagedTransport
 from atoll.runtime.transport.nccl import NcclTransport
 
 
-def connect(place: Place, device: torch.device) -> Transport:
+def connect(place: Place, device: torch.device, *, has_islands: bool = False) -> Transport:
     """Return the transport of a rank. On CUDA: NCCL, or gloo via the host if torch.distributed was initialized with
-    gloo only; gloo on other devices. torch.distributed must have been initialized.
+    gloo only; gloo on other devices. torch.distributed must have been initialized. has_islands: as in `Transport`.
 
     Raises RunError if the process group and the mesh have different numbers of ranks.
     """
@@ -29,8 +29,9 @@ def connect(place: Place, device: torch.device) -> Transport:
         raise RunError(f"the mesh has {world} ranks, torch.distributed has {dist.get_world_size()}; make them equal")
     if device.type == "cuda":
         has_nccl = "nccl" in str(dist.get_backend_config())
-        return NcclTransport(place, device) if has_nccl else StagedTransport(place, device)
-    return GlooTransport(place, device)
+        kind = NcclTransport if has_nccl else StagedTransport
+        return kind(place, device, has_islands=has_islands)
+    return GlooTransport(place, device, has_islands=has_islands)
 
 
 def join(rank: int, world: int, store: dist.Store, *, device: torch.device, timeout: float) -> None:

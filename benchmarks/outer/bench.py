@@ -1,0 +1,218 @@
+"""Outer steps over a slow link, and what they cost in loss: `python benchmarks/run.py outer`.
+
+Time: two islands of two ranks, network namespaces joined by a link of 20 Mbit/s. Islands that meet behind every 64
+steps, block by block, take turns with islands that never meet; synchronous layouts follow at the same link.
+Quality: validation losses on the quickstart's corpus with the same tokens. Needs root, `ip` and `tc`.
+
+    --steps N    of each run for quality; 2000 if not given
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean, median, stdev
+from typing import Any
+
+from atoll.outer import Outer
+from benchmarks.islands import tables
+from benchmarks.islands.cases import NETWORK
+from benchmarks.islands.network import Islands
+from benchmarks.islands.ranks import Ranks, Where
+from benchmarks.islands.work import Chain
+from benchmarks.outer import race
+from benchmarks.outer.quality import EVERY, STEPS, Setting, measure
+
+BITS = 20e6
+LAYOUT = "IIG"
+SYNCHRONOUS = ("IIG", "III", "NNG")
+"""Layouts that send least between two islands: a reduction and a gather a step."""
+OUTER = Outer(64, fragments=0, delay=16)
+ALONE = Outer(1 << 20)
+ROUNDS = 3
+SYNCHRONOUS_STEPS = 2
+SYNCHRONOUS_TURNS = 2
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure both parts."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the namespaces are removed
+    quick = arguments.quick
+    steps = 8 if quick else arguments.steps or STEPS
+    outer = Outer(8, fragments=0, delay=2) if quick else OUTER
+    work = Chain(count=2) if quick else Chain()
+    speed = _race(work, outer, rounds=1 if quick else ROUNDS, layouts=SYNCHRONOUS[: 1 if quick else None])
+    load = [round(value, 2) for value in os.getloadavg()]
+    rows = measure(Setting(steps, (0,) if quick or steps < STEPS else Setting().seeds))
+    return {"speed": speed, "quality": {"steps": steps, "every": EVERY, "load": load, "rows": rows}}
+
+
+def _race(work: Chain, outer: Outer, *, rounds: int, layouts: Sequence[str]) -> dict[str, Any]:
+    load = [round(value, 2) for value in os.getloadavg()]
+    found: dict[str, dict[str, Any]] = {}
+    with Islands() as islands, Ranks(Where(2, 2, islands), work) as ranks:
+        for name, each in (("alone", ALONE), ("outer", outer)):
+            ranks.ask(race.begin, name, LAYOUT, each)
+        islands.limit(BITS)
+        ranks.ask(race.take, "outer", outer.every - 1, timeout=3600.0)  # its first interval is the shorter one
+        for _ in range(rounds):
+            for name in ("alone", "outer"):
+                _add(found, name, ranks.ask(race.take, name, outer.every, timeout=3600.0), outer.every)
+        islands.limit(None)
+        for name in ("alone", "outer"):
+            ranks.ask(race.end, name)
+        for layout in layouts:
+            ranks.ask(race.begin, layout, layout, None)
+            islands.limit(BITS)
+            for _ in range(min(rounds, SYNCHRONOUS_TURNS)):
+                _add(found, layout, ranks.ask(race.take, layout, SYNCHRONOUS_STEPS, timeout=3600.0), SYNCHRONOUS_STEPS)
+            islands.limit(None)
+            ranks.ask(race.end, layout)
+    best = min(layouts, key=lambda layout: median(found[layout]["seconds"]))
+    mine = found["outer"]["seconds"]
+    return {
+        "network": NETWORK,
+        "bits": BITS,
+        "work": work.to_json(),
+        "layout": LAYOUT,
+        "outer": asdict(outer),
+        "load": load,
+        "load_after": [round(value, 2) for value in os.getloadavg()],
+        "rows": list(found.values()),
+        "best_synchronous": best,
+        "formula_bytes": formula(work.parameters, outer),
+        "over_alone": [a / b for a, b in zip(mine, found["alone"]["seconds"], strict=True)],
+        "times_as_fast": median(found[best]["seconds"]) / median(mine),
+    }
+
+
+def formula(parameters: int, outer: Outer) -> float:
+    """Return the bytes that one of two islands sends a step: 2 (k - 1)/k of the parameters in fp32 every `every`."""
+    return 2 * (1 / 2) * 4 * parameters / outer.every
+
+
+def _add(found: dict[str, dict[str, Any]], name: str, seen: Sequence[race.Seen], steps: int) -> None:
+    """Add a turn: seconds a step from the first start to the last end, and bytes a step of an island."""
+    row = found.setdefault(name, {"name": name, "seconds": [], "crossed": [], "counted": [], "losses": []})
+    row["seconds"].append((max(each.end for each in seen) - min(each.start for each in seen)) / steps)
+    row["crossed"].append(sum(each.crossed for each in seen) / 2 / steps)
+    row["counted"].append(sum(each.counted for each in seen) / 2 / steps)
+    row["losses"].append([fmean(losses) for losses in zip(*(each.losses for each in seen), strict=True)][-1])
+    print(f"{name}: {row['seconds'][-1]:.3f} s a step", flush=True)
+
+
+# ---- the page
+
+
+def report(result: Mapping[str, Any]) -> str:
+    """Write the page."""
+    parts = [
+        "# Outer steps",
+        "Written by `python benchmarks/run.py outer`. [How outer steps work](../../docs/outer.md).",
+        tables.measured_in(result["environment"]) if "environment" in result else "",
+        *_speed(result["speed"]),
+        *_quality(result["quality"]),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _speed(speed: Mapping[str, Any]) -> Iterable[str]:
+    outer, work = speed["outer"], speed["work"]
+    yield "## Time over a slow link"
+    yield (
+        f"Network: {speed['network']}, {speed['bits'] / 1e6:g} Mbit/s each way. Two islands of two ranks train "
+        f"{work['parameters'] / 1e6:.1f} million parameters in fp32, {work['units']} blocks. *alone*: islands that "
+        f"never meet. *outer*: each block leaves behind every {outer['every']} steps, at steps of its own, and arrives "
+        f"{outer['delay']} steps later; layout {speed['layout']} inside. Both take turns of {outer['every']} steps; a "
+        f"turn ends when everything that has left has arrived. The others are synchronous layouts, {SYNCHRONOUS_STEPS} "
+        f"steps a turn. Load at the start {speed['load'][0]}, at the end {speed['load_after'][0]}."
+    )
+    lines = [
+        "| | median s a step | fastest | slowest | kB a step across, of an island | kB counted |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
+    for row in sorted(speed["rows"], key=lambda row: median(row["seconds"])):
+        cells = [
+            row["name"],
+            *(f"{pick(row['seconds']):.3f}" for pick in (median, min, max)),
+            *(f"{median(row[key]) / 1e3:.1f}" for key in ("crossed", "counted")),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    yield "\n".join(lines)
+    over = speed["over_alone"]
+    yield (
+        f"Against islands that never meet, turn by turn: median {median(over):.3f}, from {min(over):.3f} to "
+        f"{max(over):.3f}. {speed['times_as_fast']:.1f} times as fast as {speed['best_synchronous']}, the fastest of "
+        f"the synchronous layouts. Traffic by the formula: {speed['formula_bytes'] / 1e3:.1f} kB a step."
+    )
+
+
+def _quality(quality: Mapping[str, Any]) -> Iterable[str]:
+    rows, steps = quality["rows"], quality["steps"]
+    yield "## Loss with the same tokens"
+    few = "" if steps == STEPS else f" **Only {steps} of {STEPS} steps: this says nothing about quality yet.**"
+    load = quality["load"][0]
+    yield (
+        f"`atoll train` with the defaults of the quickstart (its model and corpus, a global batch of 16), two ranks, "
+        f"{steps} steps; two islands with H = {quality['every']}.{few} The validation loss is that of the anchors. "
+        f"Load {load}."
+    )
+    names = list(dict.fromkeys(row["name"] for row in rows))
+    final = {name: [row["validation"][-1][1] for row in rows if row["name"] == name] for name in names}
+    base = final[names[0]]
+    lines = ["| | final validation loss | of seeds | over synchronous |", "|---|--:|--:|--:|"]
+    for name, losses in final.items():
+        spread = f" ± {stdev(losses):.4f}" if len(losses) > 1 else ""
+        lines.append(
+            f"| {name} | {fmean(losses):.4f}{spread} | {len(losses)} | {fmean(losses) / fmean(base) - 1:+.2%} |"
+        )
+    yield "\n".join(lines)
+    yield "![Validation losses](results/curves.svg)"
+
+
+def publish(result: Mapping[str, Any], folder: Path) -> None:
+    """Write the curves."""
+    (folder / "results").mkdir(parents=True, exist_ok=True)
+    (folder / "results" / "curves.svg").write_text(curves(result["quality"]["rows"]), encoding="utf-8")
+
+
+COLORS = ("#1d2530", "#0d7d75", "#8a5fb8", "#c2571a", "#9aa4af")
+WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 900, 460, 60, 24, 20, 110
+
+
+def curves(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Draw the validation loss of every run by step; runs of one name have one colour."""
+    names = list(dict.fromkeys(row["name"] for row in rows))
+    points = [point for row in rows for point in row["validation"][1:]]
+    last = max(step for step, _ in points)
+    low, high = min(loss for _, loss in points), max(loss for _, loss in points)
+    wide, tall = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
+
+    def at(step: float, loss: float) -> str:
+        return f"{LEFT + wide * step / last:.1f},{TOP + tall * (high - loss) / max(high - low, 1e-9):.1f}"
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="system-ui, sans-serif" '
+        'font-size="13">',
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
+    ]
+    for part in range(5):
+        loss, step = low + (high - low) * part / 4, last * part / 4
+        x, y = at(step, low).split(",")[0], at(0, loss).split(",")[1]
+        parts.append(f'<path d="M{LEFT} {y}H{WIDTH - RIGHT}" stroke="#e6eaee"/>')
+        parts.append(f'<text x="{LEFT - 8}" y="{y}" text-anchor="end" fill="#5a6673">{loss:.2f}</text>')
+        parts.append(f'<text x="{x}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle" fill="#5a6673">{step:.0f}</text>')
+    for row in rows:
+        path = " ".join(at(*point) for point in row["validation"][1:])
+        color = COLORS[names.index(row["name"]) % len(COLORS)]
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.5"/>')
+    for number, name in enumerate(names):
+        x, y = LEFT + number % 3 * 280, HEIGHT - BOTTOM + 46 + number // 3 * 24
+        parts.append(f'<path d="M{x} {y - 4}h24" stroke="{COLORS[number % len(COLORS)]}" stroke-width="3"/>')
+        parts.append(f'<text x="{x + 30}" y="{y}" fill="#1d2530">{name}</text>')
+    return "\n".join([*parts, "</svg>", ""])

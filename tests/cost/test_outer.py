@@ -1,0 +1,136 @@
+"""What outer steps are predicted to take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from atoll import schedules
+from atoll.cost import Cluster, Prediction, Transformer, Use
+from atoll.cost.outer import elements, sent_by, under_way
+from atoll.errors import PlanError
+from atoll.explain import Explanation
+from atoll.layouts import Layout
+from atoll.outer import Outer
+from atoll.planner import Goal, Order, Search, Space
+from atoll.plans import MeshShape, Plan
+
+MODEL = Transformer.decoder(layers=6, hidden=256, heads=4, kv_heads=4, ffn=688, vocabulary=2048).workload
+OUTER = Outer(16, fragments=0, delay=4)
+
+
+def predicted(outer: Outer | None = OUTER, *, rate: float = 1e9, **changes: object) -> Prediction:
+    """On two nodes of one device, or of as many as the plan's groups have ranks."""
+    mesh = changes.pop("mesh", MeshShape(pipeline=2, inter=2, order=("inter", "intra", "pp", "tp")))
+    assert isinstance(mesh, MeshShape)
+    schedule = schedules.build("1f1b", ranks=mesh.pipeline, microbatches=4)
+    plan = Plan(mesh, Layout("NNN"), schedule, 1, outer=outer, **changes)  # type: ignore[arg-type]
+    devices = mesh.world // mesh.inter
+    cluster = Cluster.of({
+        "nodes": mesh.inter,
+        "device": {"memory": 10**10, "bandwidth": 1e11, "rates": {"float32": 1e12, "bfloat16": 2e12}},
+        "node": {"devices": devices, "cards": devices, "link": {"rate": 1e10, "latency": 1e-5}},
+        "network": {"rate": rate, "latency": 1e-3},
+    })  # fmt: skip
+    return Prediction(MODEL, plan, cluster, Use(samples=1, sequence=512, compute="float32"))
+
+
+def test_traffic_is_that_of_the_formula() -> None:
+    """2 (k - 1)/k of what a rank has at G, every so many steps."""
+    for islands, intra in ((2, 1), (2, 2), (4, 1)):
+        mesh = MeshShape(inter=islands, intra=intra)
+        found = predicted(mesh=mesh)
+        assert found.outer is not None
+        whole = 2 * (islands - 1) / islands * 4 * MODEL.parameters / intra / OUTER.every
+        assert found.outer.nbytes == pytest.approx(whole, rel=1e-3)
+        assert sum(sent_by(found.ranks, 0).values()) == pytest.approx(found.outer.nbytes * OUTER.every)
+
+
+def test_nothing_of_a_step_crosses_between_islands() -> None:
+    for layout in ("NNN", "IIG", "GGG"):
+        found = predicted(mesh=MeshShape(inter=2, intra=2))
+        found = replace(found, plan=replace(found.plan, layout=Layout(layout)))
+        for program in found.ranks.programs.ranks:
+            for unit in program.shape.units.values():
+                assert not any(axis == "inter" for ways in unit.travel.values() for axis, _ in ways)
+
+
+def test_a_fast_link_hides_transfers_and_a_slow_one_does_not() -> None:
+    mesh = MeshShape(inter=2)
+    alone = predicted(None, mesh=mesh)
+    fast, slow = predicted(rate=1e9, mesh=mesh).outer, predicted(rate=1e5, mesh=mesh).outer
+    assert fast is not None
+    assert slow is not None
+    assert not fast.waits
+    assert fast.seconds <= fast.worst < 0.05 * alone.played.seconds
+    # The link is busy for longer than an interval: then its time is the interval's.
+    nbytes = sum(sent_by(predicted(mesh=mesh).ranks, 0).values())
+    assert slow.waits
+    assert slow.seconds + alone.played.seconds == pytest.approx(nbytes / 1e5 / OUTER.every, rel=0.1)
+
+
+def test_without_delay_everything_waits() -> None:
+    blocking, hidden = predicted(Outer(16)).outer, predicted(Outer(16, delay=8)).outer
+    assert blocking is not None
+    assert hidden is not None
+    assert blocking.worst > hidden.worst
+    assert blocking.largest == hidden.largest
+    assert predicted(Outer(16, fragments=4)).outer.largest < blocking.largest / 2  # type: ignore[union-attr]
+
+
+def test_anchors_and_what_is_under_way_are_in_memory() -> None:
+    without, with_momentum = predicted(None, mesh=MeshShape(inter=2)), predicted(Outer(8), mesh=MeshShape(inter=2))
+    plain = predicted(Outer(8, optimizer="sgd"), mesh=MeshShape(inter=2))
+    numel = sum(elements(plain.ranks, 0).values())
+    optimizer = [each.ranks.footprint(0).optimizer for each in (without, plain, with_momentum)]
+    assert optimizer[1] - optimizer[0] == 4 * numel
+    assert optimizer[2] - optimizer[1] == 4 * numel
+    assert under_way(plain.ranks, 0) == 4 * numel
+    delayed = predicted(Outer(8, optimizer="sgd", delay=4), mesh=MeshShape(inter=2))
+    assert delayed.peak(0).total - plain.peak(0).total == 4 * numel
+    fragments = predicted(Outer(8, optimizer="sgd", delay=1, fragments=8), mesh=MeshShape(inter=2))
+    assert under_way(fragments.ranks, 0) < numel * 4
+
+
+def test_the_planner_prices_what_it_does_not_choose() -> None:
+    goal = Goal(global_batch=16, sequence=512)
+    space = Space(
+        pipeline=(1, 2),
+        tensor=(1,),
+        microbatch=(2,),
+        order=(("inter", "intra", "pp", "tp"),),
+        schedules=(Order("1f1b"),),
+        layouts=(Layout("NNN"), Layout("GGG")),
+        residency=("unit",),
+        reduction=("step",),
+        unit=(1,),
+        prefetch=(None,),
+        recompute=("none",),
+        precision=("fp32",),
+        post_validation=(False,),
+        vocabulary_parallel=(False,),
+    )
+    cluster: Cluster = predicted(mesh=MeshShape(inter=2, intra=2)).given
+    slow = cluster.model_copy(update={"network": cluster.network.model_copy(update={"rate": 1e6})})  # type: ignore[union-attr]
+    together, apart = (Search(MODEL, slow, goal, space, outer=outer).run() for outer in (None, OUTER))
+    assert {each.frame.mesh.inter > 1 for each in apart.fitting} == {True}
+    best = Search(MODEL, slow, goal, space, outer=OUTER).predict(apart.fitting[0])
+    assert best.plan.outer == OUTER
+    assert best.seconds < together.fitting[0].seconds
+    assert apart.bound <= best.seconds
+
+
+def test_explanations_name_them() -> None:
+    explanation = Explanation(predicted())
+    uses = [use for use in explanation.links(0) if use.axis == "inter"]
+    assert [use.kind for use in uses] == ["outer gradients, mean of a step"]
+    off = explanation.alternative("outer steps", "off")
+    assert off.prediction is not None
+    assert off.prediction.plan.outer is None
+    assert explanation.alternative("pipeline", "1").refusal  # it would have more islands
+
+
+def test_islands_are_two() -> None:
+    with pytest.raises(PlanError, match="has one"):
+        predicted(mesh=MeshShape(pipeline=2))
