@@ -239,7 +239,7 @@ def test_emitted_toml_reads_back(text: str, number: float, flags: list[bool]) ->
 
 def test_the_promised_keys_exist() -> None:
     known = known_keys()
-    assert tuple(known) == ("model", "data", "train", "lora", "parallel", "run", "checkpoint")
+    assert tuple(known) == ("model", "data", "train", "lora", "parallel", "run", "checkpoint", "parallel.codecs")
     promised = {
         "model": "source layers hidden heads kv_heads ffn dropout tie_embeddings rope_theta norm_eps vocabulary",
         "data": "source tokenizer sequence validation text_field cache seed",
@@ -302,3 +302,12 @@ def test_many_heads_are_refused_at_once() -> None:
     with pytest.raises(ConfigError, match=r"model\.heads = 99999999 is not a multiple of model\.kv_heads = 4"):
         from_dict({"model": {"hidden": 64, "heads": 99_999_999, "kv_heads": 4}})
     assert time.process_time() - began < 1.0
+
+
+def test_an_unknown_key_of_a_table_in_a_section_is_told_its_neighbour() -> None:
+    with pytest.raises(
+        ConfigError, match=r"parallel.codecs.gradent: unknown key; did you mean parallel.codecs.gradient"
+    ):
+        from_dict({"parallel": {"codecs": {"gradent": "int8"}}})
+    with pytest.raises(ConfigError, match=r"parallel.codecs.block = 7"):
+        from_dict({"parallel": {"codecs": {"block": 7}}})
