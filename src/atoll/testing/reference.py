@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from atoll.testing.coded import Buffer, Setting
+from atoll.testing.coded import Buffer, Coding, Setting, uses_apart
 
 IGNORED = -100
 LABELS = ("labels", "start_positions", "end_positions")

@@ -97,7 +97,7 @@ def places_of(specs: Sequence[UnitSpec]) -> dict[str, int]:
 
 
 def first_of_all(own: Sequence[Sighting], transport: Transport, microbatches: int) -> tuple[Sighting | None, list[int]]:
-    """Return the first cause over the ranks of a step, and the global microbatches with findings; each rank calls it."""
+    """Return the first cause over the ranks of a step, and the global microbatches with findings; all ranks call it."""
     place = transport.place
     table = torch.zeros(place.mesh.world, FIELDS, dtype=torch.float64)
     marks = torch.zeros(microbatches, dtype=torch.float64)
