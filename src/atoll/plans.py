@@ -8,7 +8,7 @@ from itertools import product
 from atoll.errors import PlanError
 from atoll.ir import Schedule
 from atoll.ir.residency import REDUCTIONS, RESIDENCIES, Reduction, Residency
-from atoll.layouts import Layout, Nest, Precision, Sharding
+from atoll.layouts import Layout, Nest, Precision, Sharding, Whole
 from atoll.program import Ending
 
 MOST_MICROBATCHES = 8_191
@@ -138,7 +138,8 @@ class Plan:
     block are computed.
     layers_per_stage: the number of layers of each stage; as even as possible if not given (atoll.stages).
     states: tensors that the optimizer keeps of every parameter besides the master (Adam 2, momentum 1, SGD 0), for
-    predicted bytes.
+    predicted bytes.  whole: which matrices it transforms whole, and what it keeps of these; an engine takes it from its
+    optimizer.
     """
 
     mesh: MeshShape
@@ -158,6 +159,7 @@ class Plan:
     vocabulary_parallel: bool = False
     layers_per_stage: tuple[int, ...] | None = None
     states: int = 2
+    whole: Whole | None = None
 
     def __post_init__(self) -> None:
         if self.schedule.ranks != self.mesh.pipeline:
@@ -203,7 +205,15 @@ class Plan:
 
     def sharding(self, place: Place) -> Sharding:
         """The layout on the rank at `place`."""
-        return Sharding(self.layout, self.precision, place.nest, keeps_apart=self.post_validation, states=self.states)
+        return Sharding(
+            self.layout,
+            self.precision,
+            place.nest,
+            keeps_apart=self.post_validation,
+            states=self.states,
+            whole=self.whole,
+            tp=place.tp,
+        )
 
     @property
     def global_batch(self) -> int:

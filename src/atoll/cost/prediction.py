@@ -39,7 +39,8 @@ class Held(NamedTuple):
 
     parameters, gradients, optimizer: what rests, and gradients that are sharded as long as they are there.
     gathered: whole copies, and what is gathered ahead.  buffers: whole gradients that are made and reduced, what
-    arrives for them, and messages that slices of a split vocabulary receive and send.
+    arrives for them, messages that slices of a split vocabulary receive and send, and matrices that the optimizer
+    transforms whole.
     activations: what F, L and S keep.  pending: what I has left for W and G.  passing: within an operation.
     context: what the driver takes.
     """
@@ -304,7 +305,7 @@ class Prediction:
             is_moving = moving[Do.REDUCE] > moving[Do.REDUCED] or moving[Do.SYNC] > 0
             yield rest._replace(
                 gathered=whole.parameters + whole.staged,
-                buffers=whole.gradients + arriving * is_moving + kept["buffers"],
+                buffers=whole.gradients + whole.matrices + arriving * is_moving + kept["buffers"],
                 activations=kept["activations"] + idle,
                 pending=kept["pending"],
                 passing=passing,

@@ -267,6 +267,7 @@ class Ranks:
             prefetch=self.plan.prefetch,
             whole=None if peaks is None else peaks.parameters,
             made=None if peaks is None else peaks.gradients,
+            matrices=0 if peaks is None else peaks.matrices,
         )
 
     # ---- programs

@@ -25,6 +25,7 @@ from atoll.layouts.level import (
     Move,
     Moves,
 )
+from atoll.layouts.matrices import Holders, Matrix, NewtonSchulz, Piece, Transform, Whole, deal, pieces, swapped_along
 from atoll.layouts.precision import ITEM_BYTES, PRESETS, Precision
 from atoll.layouts.storage import SegmentShape, Sharding, Stored
 from atoll.layouts.working import AT_ONCE, WorkingMemory, reduced_at_once, working_memory
@@ -49,12 +50,16 @@ __all__ = [
     "Entry",
     "FlatMap",
     "Footprint",
+    "Holders",
     "Kind",
     "Layout",
     "Level",
+    "Matrix",
     "Move",
     "Moves",
     "Nest",
+    "NewtonSchulz",
+    "Piece",
     "Precision",
     "PublishedMemory",
     "SegmentShape",
@@ -63,11 +68,16 @@ __all__ = [
     "Slice",
     "Stored",
     "Traffic",
+    "Transform",
+    "Whole",
     "WorkingMemory",
     "boxes",
+    "deal",
     "footprint",
+    "pieces",
     "published_memory",
     "reduced_at_once",
+    "swapped_along",
     "traffic",
     "working_memory",
 ]

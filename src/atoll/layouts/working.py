@@ -26,6 +26,7 @@ class WorkingMemory:
     live: whole copies of parameters.  ahead: what may be gathered before it is asked for; part of `live` or `lent`.
     lent: set aside for good, for what the ranks of a group read in place.  buffers: gradients that are made and
     reduced, and what arrives for them.  flows: whole gradients that are made and reduced; part of `lent` or `buffers`.
+    matrices: those that the optimizer transforms whole, at the step's end, where nothing is whole or made any more.
     """
 
     live: int
@@ -33,11 +34,12 @@ class WorkingMemory:
     lent: int
     buffers: int
     flows: int
+    matrices: int = 0
 
     @property
     def total(self) -> int:
         """The most of all of them at once."""
-        return self.live + self.lent + self.buffers
+        return max(self.live + self.buffers, self.matrices) + self.lent
 
 
 def working_memory(
@@ -48,6 +50,7 @@ def working_memory(
     prefetch: int | None = None,
     whole: int | None = None,
     made: int | None = None,
+    matrices: int = 0,
 ) -> WorkingMemory:
     """The working memory of a rank for `blocks`, each given by the segments that it uses.
 
@@ -56,6 +59,7 @@ def working_memory(
     no reduction run beside the computation either.
     whole, made: the most bytes of whole parameters, and of whole gradients that are made and reduced, which a program
     has at once; None: one block after the other, each freed after its use and reduced in its microbatch.
+    matrices: the most bytes that a program has of matrices which the optimizer transforms whole.
     """
     nest, is_shared = sharding.nest, reads_in_place and sharding.nest.intra > 1
     each = [_block(block, sharding, is_shared=is_shared) for block in blocks]
@@ -78,6 +82,7 @@ def working_memory(
         lent=lent,
         buffers=arriving + (0 if is_shared else flows),
         flows=flows,
+        matrices=matrices,
     )
 
 

@@ -21,11 +21,12 @@ from atoll.layouts import Layout, Precision
 from atoll.plans import AXES, MeshShape, Plan
 from atoll.runtime.engine import Engine
 from atoll.runtime.pipeline.step_end import StepResult
+from atoll.runtime.sharding.muon import Muon
 from atoll.runtime.sharding.optimizer import decay_matrices
 from atoll.runtime.sharding.tensors import whole_output
 from atoll.runtime.transport import GlooTransport
 from atoll.testing.pool import run_ranks
-from atoll.testing.reference import History, Recipe, rows, rule_of, start, train_alone
+from atoll.testing.reference import History, Recipe, ReferenceMuon, rows, rule_of, start, train_alone
 from atoll.testing.tiny import TinyConfig
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
@@ -57,7 +58,8 @@ class Parity:
 class Case:
     """One run: a tiny model, a plan and an optimizer. `microbatches` are of all ranks together.
 
-    optimizer: one of torch.optim.  options: what it takes besides `lr`.
+    optimizer: one of torch.optim, or "Muon", for hidden matrices beside AdamW.  options: what it takes besides `lr`, with
+    pairs in place of mappings.
     """
 
     layout: str = "NNN"
@@ -135,7 +137,7 @@ class Case:
             return Engine(
                 model,
                 self.plan,
-                optimizer=self.make_optimizer,
+                optimizer=self.muon() if self.optimizer == "Muon" else self.make_optimizer,
                 groups=decay_matrices(0.1),
                 clip=self.clip,
                 seed=self.seed,
@@ -143,8 +145,16 @@ class Case:
                 loss=getattr(self.model, "engine_loss", None),
             )
 
+    def muon(self) -> Muon:
+        """Muon with the case's options."""
+        options = dict(self.options)
+        mappings = {key: dict(options.pop(key)) for key in ("split", "adamw") if key in options}
+        return Muon(lr=self.lr, **options, **mappings)
+
     def make_optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """The optimizer of some groups."""
+        """The optimizer of some groups: of Muon, that of the reference."""
+        if self.optimizer == "Muon":
+            return ReferenceMuon(groups, lr=self.lr, **dict(self.options))
         made: torch.optim.Optimizer = getattr(torch.optim, self.optimizer)(groups, lr=self.lr, **dict(self.options))
         return made
 

@@ -43,6 +43,7 @@ from atoll.layouts import (
     FlatMap,
     Kind,
     Level,
+    Matrix,
     Move,
     SegmentShape,
     Sharding,
@@ -52,7 +53,7 @@ from atoll.models import Weights
 from atoll.program import Phase
 from atoll.runtime import lanes
 from atoll.runtime.sharding.room import Room
-from atoll.runtime.sharding.tensors import Spread, box_of, lay_in, part_of, whole_of
+from atoll.runtime.sharding.tensors import Spread, box_of, lay_in, part_of, split_dim, whole_of
 from atoll.runtime.transport import Channel, Peers, Tag, Transport
 
 _CHANNEL: Mapping[tuple[Kind, Axis], Channel] = {
@@ -146,6 +147,8 @@ class Segment:
 
     phases: those in which this rank computes their gradients; none for frozen parameters.
     permanent: whether the parameters rest whole, so that nothing is gathered.
+    matrices: those that the parameters are made of, where the optimizer transforms them whole.  matrix_owners: which of
+    their holders owns each, see `atoll.layouts.Holders`.
     """
 
     def __init__(
@@ -156,6 +159,7 @@ class Segment:
         phases: tuple[Phase, ...],
         tag: tuple[int, int],
         spread: Spread = Spread.SAME,
+        is_whole: bool = False,
     ) -> None:
         self.around = around
         self.sharding, self.layout = around.sharding, around.sharding.layout
@@ -166,7 +170,17 @@ class Segment:
         self._local = {name: local_part(parameter) for name, parameter in parameters.items()}
         named_shapes = ((name, tuple(p.shape)) for name, p in self._local.items())
         self.map = FlatMap.build(named_shapes, self.sharding.nest.ranks)
-        self._tag = tag
+        whole = self.sharding.whole if is_whole else None
+        self.matrices: tuple[Matrix, ...] = ()
+        self.matrix_owners: tuple[int, ...] = ()
+        if whole is not None:
+            tensor = around.transport.place.mesh.tensor
+            self.matrices = tuple(
+                matrix
+                for name, parameter in parameters.items()
+                for matrix in whole.matrices_of(name, tuple(parameter.shape), dim=split_dim(parameter), tensor=tensor)
+            )
+        self.tag = tag
         self._gathers = self.sharding.real(GATHER_PARAMETER[self.layout.parameters])
         self._is_known = False
         self._staged: torch.Tensor | None = None
@@ -186,7 +200,8 @@ class Segment:
     @property
     def shape(self) -> SegmentShape:
         """The segment's shape for the layouts."""
-        return SegmentShape(self.map, self.phases, self.sharding.precision.compute)
+        compute = self.sharding.precision.compute
+        return SegmentShape(self.map, self.phases, compute, matrices=self.matrices, owners=self.matrix_owners)
 
     def range(self, level: Level) -> range:
         """Elements of the flat buffer that this rank holds at `level`."""
@@ -307,7 +322,7 @@ class Segment:
         if not self._stages:
             self._make_room()
         # Behind the way back of what the last step wrote: until it is over, what rests is out of date.
-        self._gathering = self._start("gather", self._bring, after=self._syncing_parameters)
+        self._gathering = self.start("gather", self._bring, after=self._syncing_parameters)
         self.state = State.COMING
 
     def gather(self) -> None:
@@ -320,7 +335,7 @@ class Segment:
                 self._gathering.wait()
                 self._gathering = None
             else:
-                self.around.lanes["gather"].do(self._bring, unit=self._tag[0], after=self._syncing_parameters)
+                self.around.lanes["gather"].do(self._bring, unit=self.tag[0], after=self._syncing_parameters)
             self._syncing_parameters = None
             if self._staged is not None:
                 self._fill(GATHER_PARAMETER[Level.I], self._staged)
@@ -399,7 +414,7 @@ class Segment:
             else:
                 self.rest.copy_(self._part(self.master, os, p))
         if SYNC_PARAMETER[os, p]:
-            self._syncing_parameters = self._start("sync", self._spread, after=None)
+            self._syncing_parameters = self.start("sync", self._spread, after=None)
 
     def _spread(self) -> None:
         assert self.rest is not None, "parameters that rest nowhere are not synced"
@@ -459,7 +474,7 @@ class Segment:
         self._complete(phase, flow)
         # Behind the one before: their tags are the same.
         after = self._reducing[-1][0] if self._reducing else None
-        job = self._start("reduce", partial(self._reduce, phase, flow), after=after)
+        job = self.start("reduce", partial(self._reduce, phase, flow), after=after)
         # On a GPU the job only has been launched: what it works on is held until the computation waits for it.
         self._reducing.append((job, flow))
 
@@ -485,7 +500,7 @@ class Segment:
                 for phase in self.phases:
                     self._complete(phase, self.gradients[phase])
             after = self._reducing[-1][0] if self._reducing else None
-            self._syncing_gradients = self._start("sync", self._sync, after=after)
+            self._syncing_gradients = self.start("sync", self._sync, after=after)
 
     def settle_gradients(self) -> None:
         """Wait until `final` is there."""
@@ -514,7 +529,7 @@ class Segment:
         self.final = self._part(buffer, coarse, os)
         if self.spread is Spread.SUMMED:
             self.final = self.final.clone()  # what rests may be read by others
-            self.around.transport.total_along(self.final, "tp", Tag(Channel.SUM_TENSOR, *self._tag))
+            self.around.transport.total_along(self.final, "tp", Tag(Channel.SUM_TENSOR, *self.tag))
 
     def clear_gradients(self) -> None:
         """Forget the step's gradients: what rests is written over, or given back."""
@@ -577,12 +592,13 @@ class Segment:
 
     # ----
 
-    def _start(self, kind: lanes.Kind, work: Callable[[], None], *, after: lanes.Job | None) -> lanes.Job:
-        return self.around.lanes[kind].start(work, unit=self._tag[0], after=after)
+    def start(self, kind: lanes.Kind, work: Callable[[], None], *, after: lanes.Job | None) -> lanes.Job:
+        """Begin work on this segment in a lane, behind another job."""
+        return self.around.lanes[kind].start(work, unit=self.tag[0], after=after)
 
     def _move(self, buffer: torch.Tensor, move: Move, purpose: _Purpose, **options: Any) -> None:
         """Move a buffer of the move's coarse level; `options` as the transport's `gather` and `reduce` have them."""
-        index, part = self._tag
+        index, part = self.tag
         tag = Tag(_CHANNEL[move.kind, move.axis], index, part * len(_Purpose) + purpose)
         act = self.around.transport.gather if move.kind is Kind.GATHER else self.around.transport.reduce
         act(buffer, self.around.peers(move.axis), tag, **options)
