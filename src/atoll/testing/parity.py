@@ -58,8 +58,8 @@ class Parity:
 class Case:
     """One run: a tiny model, a plan and an optimizer. `microbatches` are of all ranks together.
 
-    optimizer: one of torch.optim, or "Muon", for hidden matrices beside AdamW.  options: what it takes besides `lr`, with
-    pairs in place of mappings.
+    optimizer: one of torch.optim; "Muon" is that of hidden matrices with AdamW for the rest.  options: what it takes
+    besides `lr`, with pairs in place of mappings.
     """
 
     layout: str = "NNN"
@@ -147,9 +147,9 @@ class Case:
 
     def muon(self) -> Muon:
         """Muon with the case's options."""
-        options = dict(self.options)
-        mappings = {key: dict(options.pop(key)) for key in ("split", "adamw") if key in options}
-        return Muon(lr=self.lr, **options, **mappings)
+        mappings = ("split", "adamw")
+        options: dict[str, Any] = {key: dict(value) if key in mappings else value for key, value in self.options}
+        return Muon(lr=self.lr, **options)
 
     def make_optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         """The optimizer of some groups: of Muon, that of the reference."""

@@ -11,12 +11,13 @@ An optimizer is a `MatrixUpdate`: what is elementwise, and the transform. `Excha
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from atoll.layouts import Box, Piece, Whole
-from atoll.plans import MeshShape, Place
+from atoll.layouts import Box, Holders, Piece, Whole
+from atoll.plans import Place
 from atoll.runtime import lanes
 from atoll.runtime.sharding.segment import Segment, dtype_of
 from atoll.runtime.transport import Channel, Tag
@@ -59,8 +60,7 @@ class Exchange:
         holders = sharding.holders(shape)
         self.dtype = dtype_of(sharding.transformed)
         self._update = update
-        ranks = [_rank_of(place.mesh, place.pp, holders.place(at)) for at in range(holders.count)]
-        self._ranks = tuple(ranks)
+        self._ranks = ranks = tuple(_rank_of(place, holders, at) for at in range(holders.count))
         every, own = sharding.pieces(shape), holders.own
         self.mine = tuple(piece for piece in every if piece.holder == own)
         self._kept = [piece for piece in self.mine if shape.owners[piece.matrix] == own]
@@ -160,9 +160,10 @@ class Exchange:
         return part.reshape(-1)[piece.start : piece.stop]
 
 
-def _rank_of(mesh: MeshShape, pp: int, at: tuple[int, int, int]) -> int:
-    inter, intra, tp = at
-    return Place(mesh, pp=pp, inter=inter, intra=intra, tp=tp).rank
+def _rank_of(place: Place, holders: Holders, holder: int) -> int:
+    """The world rank of a holder. Those of a matrix that is not split are of one tensor-parallel rank."""
+    inter, intra, tp = holders.place(holder)
+    return replace(place, inter=inter, intra=intra, tp=tp if holders.parts > 1 else place.tp).rank
 
 
 def _cut(shard: torch.Tensor, piece: Piece) -> torch.Tensor:
