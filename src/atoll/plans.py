@@ -199,6 +199,11 @@ class Plan:
             )
 
     @property
+    def least_states(self) -> int:
+        """The fewest tensors that the optimizer keeps of any parameter besides the master."""
+        return self.states if self.whole is None else min(self.states, self.whole.states)
+
+    @property
     def end(self) -> Ending:
         """How its steps end, as a rule."""
         return Ending.AHEAD if self.post_validation else Ending.AT_ONCE

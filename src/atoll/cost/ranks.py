@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
+from atoll.cost.kernels import Product
 from atoll.cost.slices import Slices, VocabularySlices
 from atoll.cost.work import BlockOf, Use, Work, Workload
 from atoll.errors import PlanError
@@ -21,6 +22,7 @@ from atoll.layouts import (
     FlatMap,
     Footprint,
     Layout,
+    Matrix,
     SegmentShape,
     WorkingMemory,
     footprint,
@@ -192,10 +194,51 @@ class Ranks:
         return sorted(at for stage in self.stages_of(rank) for at in self.runs[stage])
 
     def segments(self, rank: int) -> dict[int, tuple[SegmentShape, ...]]:
-        """Return the segments of each unit of a pipeline rank, in the model's order: of W, of I, and frozen.
+        """Return the segments of each unit of a pipeline rank, in the model's order: of W, of I, and frozen; and of
+        matrices that the optimizer transforms whole, with their owners.
 
         Without a pipeline nobody waits for I, which makes all gradients.
         """
+        if self.plan.whole is None:
+            return self._segments(rank)
+        if rank not in self._dealt:
+            found = self._segments(rank)
+            sharding = self.plan.sharding(self.place(rank))
+            dealt = sharding.dealt([(False, segments) for segments in found.values()])
+            self._dealt[rank] = {unit: tuple(own) for unit, own in zip(found, dealt, strict=True)}
+        return self._dealt[rank]
+
+    @cached_property
+    def _dealt(self) -> dict[int, dict[int, tuple[SegmentShape, ...]]]:
+        return {}
+
+    @cached_property
+    def _matrices(self) -> Mapping[int, tuple[Matrix, ...]]:
+        """For each block between the first and the last, the matrices of its linear layers, where the optimizer
+        transforms them whole: the gradients of weights are their products. Parameters that are split into several
+        matrices count as one."""
+        if self.plan.whole is None:
+            return {}
+        alone = replace(self.use, tensor=1, sequence_parallel=False)
+        tensor = self.use.tensor
+        known: dict[BlockOf, list[tuple[int, int]]] = {}
+        found = {}
+        for at, block in enumerate(self.model.blocks[1:-1], start=1):
+            if block not in known:
+                work = block.work(alone)
+                learnt = [(each.columns, each.rows) for each in work.weights if isinstance(each, Product)]
+                if not learnt and work.parameters > work.frozen:
+                    linear = [each for each in work.forward if isinstance(each, Product) and each.rows == alone.tokens]
+                    learnt = [(each.columns, each.inner) for each in linear if each.count == 1]
+                known[block] = learnt
+            dim = 0 if tensor > 1 else None
+            shapes = known[block]
+            found[at] = tuple(
+                Matrix(f"{at}.{nth}", shape, 0, shape[0], dim=dim, tensor=tensor) for nth, shape in enumerate(shapes)
+            )
+        return found
+
+    def _segments(self, rank: int) -> dict[int, tuple[SegmentShape, ...]]:
         is_split, last, shared = len(self.runs) > 1, len(self.works) - 1, self._shared
         own = self.blocks_of(rank)
         found: dict[int, tuple[SegmentShape, ...]] = {}
@@ -217,7 +260,18 @@ class Ranks:
                 made[()] += work.frozen
                 if at in ends:
                     made[ends[at]] -= shared
+            whole = tuple(matrix for at in blocks for matrix in self._matrices.get(at, ()))
+            numel = sum(matrix.part(0).numel for matrix in whole)
+            made_in: tuple[str, ...] = ("W",) if made["W",] else ("I",)
+            if numel <= made[made_in]:
+                made[made_in] -= numel
+            else:
+                whole = ()  # a kind of layer whose matrices do not show in its products
             found[unit] = tuple(self._segment(numel, *phases) for phases, numel in made.items() if numel)
+            if whole:
+                shapes = [(matrix.name, matrix.part(0).sizes) for matrix in whole]
+                map_of_whole = FlatMap.build(shapes, self.plan.mesh.data)
+                found[unit] = (replace(self._segment(0, *made_in), map=map_of_whole, matrices=whole), *found[unit])
         return found
 
     def _segment(self, numel: int, *phases: str) -> SegmentShape:

@@ -9,10 +9,12 @@ from atoll.cost import Prediction
 from atoll.program import Do, way_of
 
 GATHERS, REDUCTIONS, RETURNS, MESSAGES = "gathers", "reductions", "updated parameters", "messages"
+MATRICES = "slices of matrices"
 
 _KINDS = {
     **dict.fromkeys((Do.GATHER, Do.FETCH), GATHERS),
     **dict.fromkeys((Do.REDUCE, Do.SYNC), REDUCTIONS),
+    **dict.fromkeys((Do.COLLECT, Do.TRANSFORM), MATRICES),
     **dict.fromkeys((Do.RETURN, Do.AHEAD), RETURNS),
 }
 
@@ -21,8 +23,8 @@ _KINDS = {
 class LinkUse:
     """Traffic of a rank on a link in a step.
 
-    axis: of the mesh.  kind: gathers, reductions, updated parameters or messages.  times: how often.  nbytes: in all.
-    seconds: the link is busy.
+    axis: of the mesh.  kind: gathers, reductions, updated parameters, slices of matrices or messages.  times: how
+    often.  nbytes: in all.  seconds: the link is busy.
     """
 
     axis: str
@@ -78,7 +80,7 @@ def travel(prediction: Prediction) -> Travel:
     """Return the data-parallel traffic of the pipeline rank whose links are busy longest."""
     found = []
     for rank, parts in enumerate(prediction.breakdown):
-        uses = [use for use in link_uses(prediction, rank) if use.kind != MESSAGES]
+        uses = [use for use in link_uses(prediction, rank) if use.kind != MESSAGES and use.axis != "tp"]
         sent, busy = (dict.fromkeys(("inter", "intra"), 0.0) for _ in range(2))
         for use in uses:
             sent[use.axis] += use.nbytes

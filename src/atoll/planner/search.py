@@ -28,7 +28,7 @@ from atoll import schedules
 from atoll.cost import Cluster, Prediction, Use, Workload
 from atoll.errors import UserError
 from atoll.ir import Schedule
-from atoll.layouts import ITEM_BYTES, Layout, Precision
+from atoll.layouts import ITEM_BYTES, Layout, Precision, Whole
 from atoll.planner.bounds import Least, Skeleton, data_links, part_of
 from atoll.planner.candidate import Candidate
 from atoll.planner.space import Frame, Goal, Order, Space, Travel
@@ -111,7 +111,7 @@ class Search:
 
     space: the choices; all of them if not given.  reads_in_place: whether the ranks of a group read each other's
     memory, as they do on one host's CPUs.  effort: instructions that are played at most.  states: tensors that the
-    optimizer keeps of every parameter, as in `Plan`.
+    optimizer keeps of every parameter, and `whole` the matrices that it transforms whole, as in `Plan`.
     """
 
     workload: Workload
@@ -121,6 +121,7 @@ class Search:
     reads_in_place: bool = False
     effort: int = EFFORT
     states: int = 2
+    whole: Whole | None = None
 
     @property
     def limit(self) -> float:
@@ -296,6 +297,7 @@ class Search:
             sequence_parallel=frame.sequence_parallel,
             vocabulary_parallel=frame.vocabulary_parallel,
             states=self.states,
+            whole=self.whole,
         )
 
     def _prediction(self, frame: Frame, order: Order, travel: Travel) -> Prediction:
@@ -386,7 +388,8 @@ class Search:
             frozen = sum(work.frozen for work in layers)
             trained = sum(work.parameters for work in layers) - frozen
             # The master and the optimizer's states; frozen parameters alone.
-            state = (1 + self.states) * ITEM_BYTES[precision.master] * trained + ITEM_BYTES[precision.compute] * frozen
+            states = prediction.plan.least_states
+            state = (1 + states) * ITEM_BYTES[precision.master] * trained + ITEM_BYTES[precision.compute] * frozen
             seconds = sum(sum(prediction.parts(work)) for work in works)
             own = sorted(sum(prediction.parts(work)) for work in layers)
             self._totals[use] = _Total(seconds, tuple(own), sum(work.kept for work in layers), state, trained)

@@ -816,6 +816,7 @@ class Engine:
         try:
             opened = Archive(folder)
             stored = stored_states(opened)
+            self._optimizer.check_states(stored)
             if check is not None:
                 check(opened)
         except Exception as error:

@@ -15,7 +15,7 @@ from atoll.errors import ConfigError
 from atoll.layouts import Layout
 from atoll.planner import EFFORT, Answer, Candidate, Goal, Order, Search, Space, settings
 from atoll.toml import value_to_toml
-from atoll.training.optimizers import states_of
+from atoll.training.optimizers import states_of, whole_of
 from atoll.training.prediction import expected_vocabulary, is_on_cpu, workload_of
 
 CHOSEN = {
@@ -141,7 +141,8 @@ def question(config: Config, cluster: Cluster, *, world: int | None = None) -> S
     on_cpu = is_on_cpu(config, cluster)
     workload = workload_of(config, expected_vocabulary(config), on_cpu=on_cpu)
     space = space_of(config) if config.parallel.auto else Space(precision=(config.train.precision,))
-    return Search(workload, cluster, goal, space, on_cpu, states=states_of(config.train))
+    states, whole = states_of(config.train), whole_of(config.train)
+    return Search(workload, cluster, goal, space, on_cpu, states=states, whole=whole)
 
 
 def space_of(config: Config) -> Space:

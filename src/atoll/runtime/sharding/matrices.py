@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -30,10 +31,12 @@ Options = Mapping[str, Any]
 class MatrixUpdate(Protocol):
     """An optimizer of whole matrices. Slices are 1-D, in the master's dtype; options are those of their group.
 
-    whole: which parameters it needs whole, and what that costs.
+    whole: which parameters it needs whole, and what that costs.  keys: names of what `direct` keeps of a slice: tensors
+    of its size.
     """
 
     whole: Whole
+    keys: tuple[str, ...]
 
     def direct(self, gradient: torch.Tensor, state: dict[str, Any], options: Options) -> torch.Tensor:
         """Advance the state of a slice, and return the slice of what is transformed: elementwise."""
@@ -125,17 +128,10 @@ class Exchange:
         sizes = {rank: sum(piece.numel for piece in own) for rank, own in into.items()}
         self._arriving = {rank: self._slices.new_empty(size) for rank, size in sizes.items()}
         if len(self._ranks) > 1:
-            transport, ranks, arriving, tag = (
-                self.segment.around.transport,
-                self._ranks,
-                self._arriving,
-                self.segment.tag,
-            )
+            swap, tag = self.segment.around.transport.swap, Tag(channel, *self.segment.tag)
             # What leaves and arrives is held until the job is waited for: on a GPU a lane's stream works on it.
             self._leaving = out
-            self._job = self.segment.start(
-                "sync", lambda: transport.swap(out, arriving, ranks, Tag(channel, *tag)), after=None
-            )
+            self._job = self.segment.start("sync", partial(swap, out, self._arriving, self._ranks, tag), after=None)
 
     def _wait(self) -> None:
         if self._job is not None:

@@ -32,7 +32,11 @@ class Muon:
     split: name pattern -> the number of equal matrices that a parameter's rows are made of, or the rows of each: fused
     projections, or heads.
     adamw: options of `torch.optim.AdamW` for everything else; its `lr` is that of the matrices if not given.
+
+    Raises PlanError for options that torch refuses, and for patterns of the wrong kind.
     """
+
+    keys = ("momentum_buffer",)
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from atoll.errors import PlanError
+from atoll.errors import CheckpointError, PlanError
 from atoll.layouts import Box
 from atoll.runtime.sharding.matrices import Exchange, MatrixUpdate, Options
 from atoll.runtime.sharding.unit import Unit
@@ -56,6 +56,11 @@ def decay_matrices(weight_decay: float) -> GroupOptions:
         return {"weight_decay": weight_decay if len(shape) > 1 else 0.0}
 
     return options
+
+
+def spare_vectors(name: str, shape: tuple[int, ...]) -> Mapping[str, Any]:
+    """Group options that leave vectors alone, and matrices to the decay of the optimizer that steps them."""
+    return {} if len(shape) > 1 else {"weight_decay": 0.0}
 
 
 class ShardedOptimizer:
@@ -323,6 +328,20 @@ class ShardedOptimizer:
                 state[key].copy_(value)
             else:
                 state[key] = value
+
+    def check_states(self, stored: Mapping[str, Mapping[str, Any]]) -> None:
+        """Raise CheckpointError for a checkpoint in which other parameters are matrices than here. stored: keys by
+        parameter name."""
+        if self._update is None:
+            return
+        keys = set(self._update.keys)
+        wrong = [name for name, kept in stored.items() if (kept.keys() == keys) != (name in self._matrices)]
+        if wrong:
+            which = "a matrix" if wrong[0] in self._matrices else "no matrix"
+            raise CheckpointError(
+                f"{wrong[0]} is {which} for the optimizer, and the checkpoint has {', '.join(stored[wrong[0]])} of it; "
+                "use the optimizer and the patterns of matrices that it was trained with"
+            )
 
     def states(self) -> dict[str, dict[str, Any]]:
         """Optimizer state by parameter name and key."""
