@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from atoll.cost.kernels import Product
 from atoll.cost.slices import Slices, VocabularySlices
 from atoll.cost.work import BlockOf, Use, Work, Workload
 from atoll.errors import PlanError
@@ -214,27 +213,16 @@ class Ranks:
 
     @cached_property
     def _matrices(self) -> Mapping[int, tuple[Matrix, ...]]:
-        """For each block between the first and the last, the matrices of its linear layers, where the optimizer
-        transforms them whole: the gradients of weights are their products. Parameters that are split into several
-        matrices count as one."""
+        """For each block between the first and the last, the matrices that the optimizer transforms whole. Parameters
+        that it splits into several count as one."""
         if self.plan.whole is None:
             return {}
-        alone = replace(self.use, tensor=1, sequence_parallel=False)
         tensor = self.use.tensor
-        known: dict[BlockOf, list[tuple[int, int]]] = {}
         found = {}
-        for at, block in enumerate(self.model.blocks[1:-1], start=1):
-            if block not in known:
-                work = block.work(alone)
-                learnt = [(each.columns, each.rows) for each in work.weights if isinstance(each, Product)]
-                if not learnt and work.parameters > work.frozen:
-                    linear = [each for each in work.forward if isinstance(each, Product) and each.rows == alone.tokens]
-                    learnt = [(each.columns, each.inner) for each in linear if each.count == 1]
-                known[block] = learnt
-            dim = 0 if tensor > 1 else None
-            shapes = known[block]
+        for at, work in enumerate(self._whole_works[1:-1], start=1):
             found[at] = tuple(
-                Matrix(f"{at}.{nth}", shape, 0, shape[0], dim=dim, tensor=tensor) for nth, shape in enumerate(shapes)
+                Matrix(f"{at}.{nth}", shape, 0, shape[0], dim=0 if tensor > 1 else None, tensor=tensor)
+                for nth, shape in enumerate(work.linear)
             )
         return found
 
@@ -266,7 +254,7 @@ class Ranks:
             if numel <= made[made_in]:
                 made[made_in] -= numel
             else:
-                whole = ()  # a kind of layer whose matrices do not show in its products
+                whole = ()  # some are made in I and some in W
             found[unit] = tuple(self._segment(numel, *phases) for phases, numel in made.items() if numel)
             if whole:
                 shapes = [(matrix.name, matrix.part(0).sizes) for matrix in whole]

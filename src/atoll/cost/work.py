@@ -74,6 +74,8 @@ class Work:
     again: what a recomputed forward saves within the block's I.  peak: bytes that come and go within an operation.
     loss: bytes that come and go in the loss's backward, before the block's I.
     wire: bytes of the output, where the next block is on another stage.
+    linear: rows and columns of the trained weights with two dimensions, in order, before a tensor-parallel group splits
+    them; known of blocks between the first and the last.
     """
 
     parameters: int
@@ -88,6 +90,7 @@ class Work:
     peak: int = 0
     loss: int = 0
     wire: int = 0
+    linear: tuple[tuple[int, int], ...] = ()
 
     @property
     def kept(self) -> int:
