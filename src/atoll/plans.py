@@ -8,7 +8,7 @@ from itertools import product
 from atoll.errors import PlanError
 from atoll.ir import Schedule
 from atoll.ir.residency import REDUCTIONS, RESIDENCIES, Reduction, Residency
-from atoll.layouts import Layout, Nest, Precision, Sharding, Whole
+from atoll.layouts import Layout, Level, Nest, Precision, Sharding, Whole
 from atoll.program import Ending
 
 MOST_MICROBATCHES = 8_191
@@ -202,6 +202,17 @@ class Plan:
     def least_states(self) -> int:
         """The fewest tensors that the optimizer keeps of any parameter besides the master."""
         return self.states if self.whole is None else min(self.states, self.whole.states)
+
+    @property
+    def matrices(self) -> str | None:
+        """Where matrices are transformed whole, in words; None for an elementwise optimizer."""
+        if self.whole is None:
+            return None
+        shards = {Level.N: 1, Level.I: self.mesh.intra, Level.G: self.mesh.data}[self.layout.optimizer]
+        among = f"on one of the {shards} ranks that shard its momentum" if shards > 1 else "on every rank"
+        if self.mesh.tensor > 1:
+            among = f"on one of {shards * self.mesh.tensor} ranks, with its {self.mesh.tensor} tensor-parallel parts"
+        return f"{self.whole.name}: each matrix is transformed whole, {among}; AdamW for everything else"
 
     @property
     def end(self) -> Ending:
