@@ -336,8 +336,9 @@ def _matrices(
             f"{whole.name}: matrices: {split[0]} is split over the pipeline ranks by vocabulary_parallel; leave it to "
             "AdamW, or turn vocabulary_parallel off"
         )
-    for name in found:
-        whole.rows_of(name, shapes[name])
+    for name, shape in shapes.items():
+        if name in found:
+            whole.rows_of(name, shape)
     return found
 
 
