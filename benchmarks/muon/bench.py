@@ -41,7 +41,7 @@ WINDOW = 20
 class Job:
     """What is trained; `microbatches` are of one rank."""
 
-    steps: int = 200
+    steps: int = 120
     corpus_bytes: int = 4_000_000
     vocabulary: int = 256
     layers: int = 4
@@ -57,7 +57,7 @@ class Job:
     weight_decay: float = 0.1
     clip: float = 1.0
     seed: int = 0
-    turns: int = 7
+    turns: int = 6
     each: int = 3
 
     def engine(self, layout: str, optimizer: str) -> Engine:
