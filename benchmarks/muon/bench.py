@@ -164,7 +164,7 @@ def report(result: dict[str, Any]) -> str:
         "Written by `python benchmarks/run.py muon`. Muon for hidden matrices, with AdamW for the rest, against AdamW "
         "alone.",
         tables.measured_in(result["environment"]) if "environment" in result else "",
-        f"A decoder of {job['layers']} layers, hidden size {job['hidden']}, on the source text of the standard library, "
+        f"A decoder of {job['layers']} layers, hidden size {job['hidden']}, on the source of the standard library, "
         f"{job['intra'] * job['microbatch'] * job['microbatches'] * job['sequence']} tokens a step, {job['intra']} "
         f"ranks on this machine's CPUs in fp32. Both optimizers have the learning rate {job['lr']:g}, with "
         '`adjust_lr_fn = "match_rms_adamw"`.',

@@ -81,6 +81,8 @@ def _plan(prediction: Prediction) -> Iterator[str]:
     batch = f"{plan.schedule.microbatches} microbatches of {plan.microbatch} x {use.sequence} tokens a rank"
     recompute = "" if plan.recompute == "none" else f", recompute {plan.recompute}"
     yield f"layout {plan.layout.name}, {plan.schedule.name} with {batch}, {plan.precision.compute}{recompute}"
+    if plan.matrices is not None:
+        yield plan.matrices
 
 
 def _seconds(prediction: Prediction) -> Iterator[str]:
