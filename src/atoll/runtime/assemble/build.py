@@ -94,7 +94,9 @@ class _Model:
             specs=specs,
             mine=mine,
             first_trained=min(trained, default=len(blocks)),
-            matrices=_matrices(blocks, specs, shared, outline.plan, elsewhere=[each for own in apart for each in own]),
+            matrices=_matrices(
+                blocks, specs, shared, plan=outline.plan, elsewhere=[each for own in apart for each in own]
+            ),
         )
 
     @property
@@ -306,8 +308,8 @@ def _matrices(
     blocks: Sequence[Block],
     specs: Sequence[UnitSpec],
     shared: Mapping[str, str],
-    plan: Plan,
     *,
+    plan: Plan,
     elsewhere: Collection[str],
 ) -> frozenset[str]:
     """Return the parameters that the optimizer transforms whole. Raises PlanError where its rule or its patterns do not

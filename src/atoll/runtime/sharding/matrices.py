@@ -46,7 +46,7 @@ class MatrixUpdate(Protocol):
         """Transform matrices [n, rows, columns]; the result has no storage of theirs, and they are not used again."""
         ...
 
-    def update(self, values: torch.Tensor, result: torch.Tensor, options: Options, shape: tuple[int, int]) -> None:
+    def update(self, values: torch.Tensor, result: torch.Tensor, options: Options, *, shape: tuple[int, int]) -> None:
         """Update a slice of a matrix of `shape` in place with the slice of its result: elementwise."""
         ...
 

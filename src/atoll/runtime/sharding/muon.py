@@ -111,7 +111,7 @@ class Muon:
             matrices, coefficients=options["ns_coefficients"], steps=options["ns_steps"], eps=options["eps"]
         )
 
-    def update(self, values: torch.Tensor, result: torch.Tensor, options: Options, shape: tuple[int, int]) -> None:
+    def update(self, values: torch.Tensor, result: torch.Tensor, options: Options, *, shape: tuple[int, int]) -> None:
         """Decay a slice, and take the slice of the orthogonal matrix off it."""
         values.mul_(1 - options["lr"] * options["weight_decay"])
         values.add_(result, alpha=-options["lr"] * ratio(options["adjust_lr_fn"], shape))

@@ -288,7 +288,8 @@ class ShardedOptimizer:
                 if matrix.name in touched:
                     own, options = (piece.offset, piece.numel), self._chosen[self._group_of[matrix.name]]
                     shape = matrix.rows, matrix.columns
-                    self._update.update(segment.master.narrow(0, *own), result.narrow(0, *own), options, shape)
+                    values, transformed = segment.master.narrow(0, *own), result.narrow(0, *own)
+                    self._update.update(values, transformed, options, shape=shape)
 
     # ----
 
