@@ -310,7 +310,7 @@ def _matrices(
     shared: Mapping[str, str],
     *,
     plan: Plan,
-    elsewhere: Collection[str],
+    apart: Sequence[Sequence[str]],
 ) -> frozenset[str]:
     """Return the parameters that the optimizer transforms whole. Raises PlanError where its rule or its patterns do not
     fit the model."""
@@ -332,7 +332,7 @@ def _matrices(
             for name, _ in module.named_parameters(recurse=False, remove_duplicate=False):
                 (ends if is_end else hidden).add(shared.get(f"{prefix}.{name}", f"{prefix}.{name}"))
     found = frozenset(whole.chosen(shapes, hidden - ends))
-    split = sorted(found.intersection(elsewhere))
+    split = sorted(name for names in apart for name in names if name in found)
     if split:
         raise PlanError(
             f"{whole.name}: matrices: {split[0]} is split over the pipeline ranks by vocabulary_parallel; leave it to "
