@@ -94,9 +94,7 @@ class _Model:
             specs=specs,
             mine=mine,
             first_trained=min(trained, default=len(blocks)),
-            matrices=_matrices(
-                blocks, specs, shared, plan=outline.plan, elsewhere=[each for own in apart for each in own]
-            ),
+            matrices=_matrices(blocks, specs, shared, plan=outline.plan, apart=apart),
         )
 
     @property
