@@ -26,6 +26,7 @@ SLOW = (
     "mutants",
     "who_gets_it_right",
     "low_rank",
+    "muon",
     "sharded_pipeline",
     "vocabulary",
     "slow_hop",

@@ -5,7 +5,8 @@
     schedule = atoll.schedules.build("1f1b", ranks=4, microbatches=16)
     trace = atoll.simulate(schedule, atoll.Costs(forward=1.0, input_grad=1.0, weight_grad=1.0))
 
-Names are loaded on first access: `import atoll` imports neither torch nor numpy; only `Engine` and `programs_of` do.
+Names are loaded on first access: `import atoll` imports neither torch nor numpy; only `Engine`, `Muon` and
+`programs_of` do.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from atoll.plans import MeshShape, Plan
     from atoll.runtime.assemble.describe import programs_of
     from atoll.runtime.engine import Engine
+    from atoll.runtime.sharding.muon import Muon
     from atoll.sim import Costs, Rates, Speed, simulate
     from atoll.trace import Trace
     from atoll.training.choosing import plan
@@ -52,6 +54,7 @@ _HOMES = {
     "Engine": "atoll.runtime.engine",
     "Layout": "atoll.layouts.layout",
     "MeshShape": "atoll.plans",
+    "Muon": "atoll.runtime.sharding.muon",
     "Op": "atoll.ir",
     "Outer": "atoll.outer",
     "Placement": "atoll.ir",
@@ -91,6 +94,7 @@ __all__ = [
     "Engine",
     "Layout",
     "MeshShape",
+    "Muon",
     "Op",
     "Outer",
     "Placement",

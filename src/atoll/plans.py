@@ -8,7 +8,7 @@ from itertools import product
 from atoll.errors import PlanError
 from atoll.ir import Schedule
 from atoll.ir.residency import REDUCTIONS, RESIDENCIES, Reduction, Residency
-from atoll.layouts import NO_CODECS, Codecs, Layout, Nest, Precision, Sharding
+from atoll.layouts import NO_CODECS, Codecs, Layout, Level, Nest, Precision, Sharding, Whole
 from atoll.outer import Outer
 from atoll.program import Ending
 
@@ -140,7 +140,8 @@ class Plan:
     block are computed.
     layers_per_stage: the number of layers of each stage; as even as possible if not given (atoll.stages).
     states: tensors that the optimizer keeps of every parameter besides the master (Adam 2, momentum 1, SGD 0), for
-    predicted bytes.
+    predicted bytes.  whole: matrices that it transforms whole, and what it keeps of these; an engine takes it from its
+    optimizer.
     codecs: what is sent of gradients and parameters between groups; nothing is encoded if not given.
     outer: outer steps of islands that train by themselves, each on one position along `inter`: see `atoll.outer`.
     Levels I and G of the layout are then both of the island's data-parallel ranks.
@@ -165,6 +166,7 @@ class Plan:
     states: int = 2
     codecs: Codecs = NO_CODECS
     outer: Outer | None = None
+    whole: Whole | None = None
 
     def __post_init__(self) -> None:
         if self.outer is not None and self.mesh.inter < 2:
@@ -209,6 +211,22 @@ class Plan:
             )
 
     @property
+    def least_states(self) -> int:
+        """The fewest tensors that the optimizer keeps of any parameter besides the master."""
+        return self.states if self.whole is None else min(self.states, self.whole.states)
+
+    @property
+    def matrices(self) -> str | None:
+        """Where matrices are transformed whole, in words; None for an elementwise optimizer."""
+        if self.whole is None:
+            return None
+        shards = {Level.N: 1, Level.I: self.mesh.intra, Level.G: self.mesh.data}[self.layout.optimizer]
+        among = f"on one of the {shards} ranks that shard its momentum" if shards > 1 else "on every rank"
+        if self.mesh.tensor > 1:
+            among = f"on one of {shards * self.mesh.tensor} ranks, with its {self.mesh.tensor} tensor-parallel parts"
+        return f"{self.whole.name}: each matrix is transformed whole, {among}; AdamW for everything else"
+
+    @property
     def end(self) -> Ending:
         """The rule by which the plan's steps end."""
         return Ending.AHEAD if self.post_validation else Ending.AT_ONCE
@@ -232,6 +250,8 @@ class Plan:
             states=self.states,
             codecs=self.codecs,
             anchors=0 if self.outer is None else self.outer.tensors,
+            whole=self.whole,
+            tp=place.tp,
         )
 
     @property

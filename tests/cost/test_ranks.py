@@ -11,7 +11,7 @@ from torch import nn
 from atoll import schedules
 from atoll.cost import Ranks, Transformer, Use
 from atoll.errors import PlanError
-from atoll.layouts import EFFECTIVE, Layout, Precision
+from atoll.layouts import EFFECTIVE, Layout, NewtonSchulz, Precision, Whole
 from atoll.models import Decoder, DecoderConfig, count
 from atoll.plans import MeshShape, Plan
 from atoll.runtime.assemble.describe import describe
@@ -177,3 +177,19 @@ def test_costs_that_are_not_known_are_refused() -> None:
     workload = count(model(SIZES, tied=False))
     with pytest.raises(PlanError, match="costs of a split vocabulary are not known"):
         Ranks(workload, plan_of(vocabulary_parallel=True), Use(samples=1, sequence=8))
+
+
+@pytest.mark.parametrize("layout", ["NNN", "NII", "III", "IIG", "GGG"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"mesh": MeshShape(1, 2, 2), "unit": 2},
+        {"mesh": MeshShape(2, 1, 2, tensor=2)},
+        {"post_validation": True, "schedule": "zb-v"},
+    ],
+    ids=["pipeline", "units of two", "tensor", "post-validated"],
+)
+def test_matrices_that_the_optimizer_transforms_whole(layout: str, options: dict[str, object]) -> None:
+    whole = Whole("Muon", NewtonSchulz())
+    assert_alike(plan_of(layout, whole=whole, **options), tied=True)  # type: ignore[arg-type]

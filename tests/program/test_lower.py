@@ -214,7 +214,7 @@ def test_more_is_whole_with_more_ahead() -> None:
     peaks = [programs(schedule, blocks=6, limit=limit)[0].peaks.parameters for limit in (0, 100, 200, 300)]
     assert peaks == [100, 200, 300, 400]
     (program,) = programs(schedule, blocks=6, limit=100, staged=True)
-    assert program.peaks == (WHOLE, 100, 200)
+    assert program.peaks == Bytes(WHOLE, staged=100, gradients=200)
 
 
 @pytest.mark.parametrize("end", Ending)

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from atoll.cli.predict import describe
 from atoll.config import Config, Train
 from atoll.config.load import from_dict
 from atoll.cost import Cluster
 from atoll.errors import CheckpointError, ConfigError, RankError
+from atoll.report.traffic import traffic
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, assert_parity, whole_parameters
 from atoll.testing.tiny import TinyConfig
@@ -101,7 +103,7 @@ def test_every_optimizer_of_torch_is_taken_or_refused_with_a_reason() -> None:
         for name, kind in vars(torch.optim).items()
         if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
     }
-    assert known - {"Optimizer"} == {*OPTIONS, *REASONS}
+    assert known - {"Optimizer"} == {*OPTIONS, *REASONS, "Muon"}
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -149,7 +151,10 @@ def not_an_optimizer(groups: Any, lr: float) -> int:
         ({"optimizer": "adamw"}, "torch.optim has none of that name; did you mean 'AdamW'"),
         ({"optimizer": "Lion"}, "Adadelta, .*SGD; or name your own"),
         ({"optimizer": "Adafactor"}, "rows and columns of whole matrices.*use an elementwise one"),
-        ({"optimizer": "Muon"}, "orthogonalises whole matrices"),
+        ({"optimizer": "Muon", "betas": (0.9, 0.99)}, r"train\.optimizer_options\.adamw\.betas"),
+        ({"optimizer": "Muon", "optimizer_options": {"momentun": 0.9}}, "no option 'momentun'; did you mean momentum"),
+        ({"optimizer": "Muon", "optimizer_options": {"adamw": {"beta": 0.9}}}, "unexpected keyword argument 'beta'"),
+        ({"optimizer": "Muon", "optimizer_options": {"split": {"*": [0]}}}, "the rows of each part"),
         ({"optimizer": "LBFGS"}, "along a line"),
         ({"optimizer": "SparseAdam"}, "sparse gradients"),
         ({"optimizer": "SGD", "optimizer_options": {"momentun": 0.9}}, "no option 'momentun'; did you mean momentum"),
@@ -212,6 +217,31 @@ def test_predictions_count_the_states_of_the_named_optimizer() -> None:
     engine = build_engine(build_model(none, 64), replace(planned(none), microbatch=4), none, torch.device("cpu"))
     assert engine.footprint().optimizer == 0
     engine.close()
+
+
+def test_predictions_count_one_state_of_a_matrix_and_two_of_the_rest() -> None:
+    muon, adam = config_of(optimizer="Muon"), config_of()
+    bytes_of = [predict_on(config, None).ranks.footprint(0) for config in (muon, adam)]
+    matrices = 2 * (4 * 16 * 16 + 3 * 16 * 48)
+    assert bytes_of[1].optimizer - bytes_of[0].optimizer == 4 * matrices
+    engine = build_engine(build_model(muon, 64), replace(planned(muon), microbatch=4), muon, torch.device("cpu"))
+    assert engine.footprint().optimizer == bytes_of[0].optimizer
+    assert engine.plan.whole == planned(muon).whole
+    decays = {(group["whole"], group["weight_decay"]) for group in engine.optimizer.param_groups}
+    assert decays == {(True, 0.1), (False, 0.1), (False, 0.0)}
+    engine.close()
+
+
+def test_a_planner_and_a_prediction_know_what_is_transformed() -> None:
+    cluster = Cluster.read(ROOT / "configs" / "clusters" / "h100.toml")
+    spread = {"ranks": 4, "intra": 2, "layout": "IIG"}
+    config = from_dict({**config_of(optimizer="Muon").model_dump(), "parallel": spread})
+    found = predict_on(config, cluster)
+    assert found.breakdown[0].optimizer > predict_on(config_of(), cluster).breakdown[0].optimizer
+    assert found.peak(0).total > found.rest(0).total
+    assert any(flow.cause == "matrices" and flow.link == "inter" for flow in traffic(found))
+    assert question(config_of(optimizer="Muon"), cluster).whole == found.plan.whole
+    assert "transformed whole, on one of the 4 ranks" in "\n".join(describe(found))
 
 
 def test_fewer_states_are_stepped_faster_and_a_planner_knows() -> None:

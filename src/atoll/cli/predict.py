@@ -84,6 +84,8 @@ def _plan(prediction: Prediction) -> Iterator[str]:
     yield f"layout {plan.layout.name}, {plan.schedule.name} with {batch}, {plan.precision.compute}{recompute}"
     if plan.outer is not None:
         yield f"{plan.mesh.inter} islands meet {plan.outer}"
+    if plan.matrices is not None:
+        yield plan.matrices
 
 
 def _seconds(prediction: Prediction) -> Iterator[str]:

@@ -52,8 +52,8 @@ WORDS: Mapping[str, str] = {
     "beta2": "train.betas = [beta1, beta2]",
     "adam_epsilon": "train.eps",
     "adam_eps": "train.eps",
-    "optim": "train.optimizer: the name of an elementwise optimizer of torch.optim, or module:factory",
-    "optimizer": "train.optimizer: the name of an elementwise optimizer of torch.optim, or module:factory",
+    "optim": "train.optimizer: the name of an elementwise optimizer of torch.optim, Muon, or module:factory",
+    "optimizer": "train.optimizer: the name of an elementwise optimizer of torch.optim, Muon, or module:factory",
     "scheduler": "train.lr_schedule, train.warmup and train.min_lr_ratio",
     # precision
     "bf16": 'train.precision = "bf16"',

@@ -281,7 +281,8 @@ class Train(Section):
     `Config.with_steps_of`.
     lr_schedule: one of `RATES`, or `module:function`, which is called with the steps done and train.steps and returns a
     factor of `lr`.  decay: number of last steps over which "wsd" decays; a tenth of `steps` if not given.
-    optimizer: name of an optimizer of torch.optim, or `module:factory`, which is called like an optimizer's class.
+    optimizer: name of an optimizer of torch.optim, or `module:factory`, which is called like a class of torch; "Muon"
+    is for hidden matrices, with AdamW for everything else.
     optimizer_options: further arguments besides `lr`, `betas`, `eps` and `weight_decay`.
     optimizer_states: state tensors per parameter of a `module:factory` optimizer, for predictions, which do not call
     it.

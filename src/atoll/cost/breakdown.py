@@ -17,7 +17,8 @@ class Breakdown(NamedTuple):
     waits for I, which then also computes the weights' gradients. Recomputing is part of I. Of a split vocabulary,
     look-ups (L), their sum and scores (S) are part of F, the gradient that is combined from scores is part of I, and
     the slices' gradients (T, G) are part of W.
-    tensor: time of those collectives.  optimizer: its step.  other: pauses, and everything else with a time.
+    tensor: time of those collectives.  optimizer: its step, and waits for slices of matrices that it transforms whole.
+    other: pauses, and everything else with a time.
     bubble: waits for a message or a sum that another pipeline rank has not sent yet.
     messages: waits for messages between stages that are in flight.
     gathers, reductions: waits for parameters and gradients on the data-parallel links.
@@ -61,7 +62,7 @@ _COMPUTE = {
     **dict.fromkeys((Do.F, Do.L, Do.S), "forward"),
     Do.I: "backward",
     **dict.fromkeys((Do.W, Do.T, Do.G), "weights"),
-    Do.STEP: "optimizer",
+    **dict.fromkeys((Do.STEP, Do.COLLECT, Do.TRANSFORM, Do.UPDATE), "optimizer"),
 }
 
 _WAITS = {

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from atoll.cost.breakdown import Breakdown, break_down
 from atoll.cost.cluster import Cluster, Device
-from atoll.cost.kernels import Clock, Exchange
+from atoll.cost.kernels import Clock, Exchange, Product
 from atoll.cost.outer import OuterCost, cost_of, under_way
 from atoll.cost.ranks import Ranks
 from atoll.cost.work import Use, Work, Workload
@@ -40,7 +40,8 @@ class Held(NamedTuple):
 
     parameters, gradients, optimizer: stored state, and sharded gradients while they exist.
     gathered: whole copies, and prefetched parameters.  buffers: whole gradients during backward and reduction, their
-    receive buffers, and messages that slices of a split vocabulary receive and send.
+    receive buffers, messages that slices of a split vocabulary receive and send, and matrices that the optimizer
+    transforms whole.
     activations: kept by F, L and S.  pending: kept by I for W and G.  passing: within an operation.
     context: taken by the driver.
     """
@@ -116,7 +117,8 @@ class Prediction:
         """Return the links between the pipeline ranks and between the data-parallel ones, by axis of the mesh, and the
         link of neighbouring pipeline ranks on one node, if others are on several."""
         mesh = self.plan.mesh
-        found = {axis: self.given.along(mesh, axis) for axis in ("pp", "inter", "intra") if mesh.sizes[axis] > 1}
+        axes = ("pp", "inter", "intra", *(("tp",) if self.plan.whole is not None else ()))
+        found = {axis: self.given.along(mesh, axis) for axis in axes if mesh.sizes[axis] > 1}
         if any(map(self.near, range(mesh.pipeline))) and not all(
             self.given.share_nodes(mesh, 0, rank) for rank in range(mesh.pipeline)
         ):
@@ -162,7 +164,8 @@ class Prediction:
         found = []
         for rank in range(self.plan.mesh.pipeline):
             seconds = self._by_instruction(rank, parts)
-            seconds[Do.STEP, -1] = self._stepped(rank) * self.update_seconds * update
+            seconds[Do.STEP, -1] = self._step_seconds(rank) * update
+            seconds |= {key: taken * update for key, taken in self._transforms(rank).items()}
             seconds[Do.FINISH_F, -1] = seconds[Do.START_I, -1] = self.device.efficiency.pause * pause
             to = dict.fromkeys(self.near(rank), links[NEAR]) if NEAR in links else {}
             found.append(Rates(seconds, message, links, self.ranks.slices.sent(rank), to))
@@ -170,19 +173,42 @@ class Prediction:
 
     @property
     def update_seconds(self) -> float:
-        """Seconds of the optimizer's step per parameter.
+        """Seconds of the optimizer's step per parameter, of those of which it keeps least.
 
         `efficiency.update` is Adam's, which reads the gradient and reads and writes the master and two states: seven
         tensors, of which an optimizer with fewer states omits two per state.
         """
-        efficiency = self.device.efficiency
-        tensors = (3 + 2 * self.plan.states) / 7
-        return efficiency.update * tensors / (self.device.bandwidth * efficiency.memory)
+        return self._update_seconds(1, self.plan.least_states)
 
-    def _stepped(self, rank: int) -> float:
-        """Return the number of parameters that the optimizer of a pipeline rank steps."""
-        one, none = (self.ranks.footprint(rank, states=states).optimizer for states in (1, 0))
-        return (one - none) / ITEM_BYTES[self.plan.precision.master]
+    def _update_seconds(self, parameters: float, states: float) -> float:
+        efficiency = self.device.efficiency
+        return efficiency.update * (3 * parameters + 2 * states) / 7 / (self.device.bandwidth * efficiency.memory)
+
+    def _step_seconds(self, rank: int) -> float:
+        """Seconds of the elementwise step of a pipeline rank's parameters."""
+        all_kept, one, none = (self.ranks.footprint(rank, states=states).optimizer for states in (None, 1, 0))
+        item = ITEM_BYTES[self.plan.precision.master]
+        return self._update_seconds((one - none) / item, (all_kept - none) / item)
+
+    def _transforms(self, rank: int) -> dict[tuple[Do, int], float]:
+        """Seconds in which a pipeline rank transforms its matrices, by unit."""
+        whole, found = self.plan.whole, {}
+        if whole is None:
+            return {}
+        sharding = self.plan.sharding(self.ranks.place(rank))
+        is_known = sharding.transformed in self.device.rates
+        dtype = sharding.transformed if is_known else self.use.compute
+        clock = Clock(self.device, dtype, ITEM_BYTES[dtype])
+        for unit, segments in self.ranks.segments(rank).items():
+            kernels = [
+                Product(*sizes)
+                for segment in segments
+                for matrix, owner in zip(segment.matrices, segment.owners, strict=True)
+                for sizes in (whole.transform.products(matrix.rows, matrix.columns) if not owner else ())
+            ]
+            if kernels:
+                found[Do.TRANSFORM, unit] = clock.seconds(kernels)
+        return found
 
     @cached_property
     def clock(self) -> Clock:
@@ -318,7 +344,7 @@ class Prediction:
             is_moving = moving[Do.REDUCE] > moving[Do.REDUCED] or moving[Do.SYNC] > 0
             yield rest._replace(
                 gathered=whole.parameters + whole.staged,
-                buffers=whole.gradients + arriving * is_moving + kept["buffers"] + beside,
+                buffers=whole.gradients + whole.matrices + arriving * is_moving + kept["buffers"] + beside,
                 activations=kept["activations"] + idle,
                 pending=kept["pending"],
                 passing=passing,

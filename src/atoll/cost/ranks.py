@@ -22,6 +22,7 @@ from atoll.layouts import (
     FlatMap,
     Footprint,
     Layout,
+    Matrix,
     SegmentShape,
     WorkingMemory,
     footprint,
@@ -194,10 +195,40 @@ class Ranks:
         return sorted(at for stage in self.stages_of(rank) for at in self.runs[stage])
 
     def segments(self, rank: int) -> dict[int, tuple[SegmentShape, ...]]:
-        """Return the segments of each unit of a pipeline rank, in the model's order: of W, of I, and frozen.
+        """Return the segments of each unit of a pipeline rank, in the model's order: of W, of I, and frozen; and of
+        matrices that the optimizer transforms whole, with their owners.
 
         Without a pipeline no rank waits for I, which computes all gradients.
         """
+        if self.plan.whole is None:
+            return self._segments(rank)
+        if rank not in self._dealt:
+            found = self._segments(rank)
+            sharding = self.plan.sharding(self.place(rank))
+            dealt = sharding.dealt([(False, segments) for segments in found.values()])
+            self._dealt[rank] = {unit: tuple(own) for unit, own in zip(found, dealt, strict=True)}
+        return self._dealt[rank]
+
+    @cached_property
+    def _dealt(self) -> dict[int, dict[int, tuple[SegmentShape, ...]]]:
+        return {}
+
+    @cached_property
+    def _matrices(self) -> Mapping[int, tuple[Matrix, ...]]:
+        """For each block between the first and the last, the matrices that the optimizer transforms whole. Parameters
+        that it splits into several count as one."""
+        if self.plan.whole is None:
+            return {}
+        tensor = self.use.tensor
+        found = {}
+        for at, work in enumerate(self._whole_works[1:-1], start=1):
+            found[at] = tuple(
+                Matrix(f"{at}.{nth}", shape, 0, shape[0], dim=0 if tensor > 1 else None, tensor=tensor)
+                for nth, shape in enumerate(work.linear)
+            )
+        return found
+
+    def _segments(self, rank: int) -> dict[int, tuple[SegmentShape, ...]]:
         is_split, last, shared = len(self.runs) > 1, len(self.works) - 1, self._shared
         own = self.blocks_of(rank)
         found: dict[int, tuple[SegmentShape, ...]] = {}
@@ -219,7 +250,18 @@ class Ranks:
                 made[()] += work.frozen
                 if at in ends:
                     made[ends[at]] -= shared
+            whole = tuple(matrix for at in blocks for matrix in self._matrices.get(at, ()))
+            numel = sum(matrix.part(0).numel for matrix in whole)
+            made_in: tuple[str, ...] = ("W",) if made["W",] else ("I",)
+            if numel <= made[made_in]:
+                made[made_in] -= numel
+            else:
+                whole = ()  # some are made in I and some in W
             found[unit] = tuple(self._segment(numel, *phases) for phases, numel in made.items() if numel)
+            if whole:
+                shapes = [(matrix.name, matrix.part(0).sizes) for matrix in whole]
+                map_of_whole = FlatMap.build(shapes, self.plan.mesh.data)
+                found[unit] = (replace(self._segment(0, *made_in), map=map_of_whole, matrices=whole), *found[unit])
         return found
 
     def _segment(self, numel: int, *phases: str) -> SegmentShape:
@@ -270,6 +312,7 @@ class Ranks:
             prefetch=self.plan.prefetch,
             whole=None if peaks is None else peaks.parameters,
             made=None if peaks is None else peaks.gradients,
+            matrices=0 if peaks is None else peaks.matrices,
         )
 
     # ---- programs

@@ -222,6 +222,7 @@ class TransformerLayer:
             pending=self._gradients(use) if how.waits else (),
             again=tuple(again),
             wire=use.tokens * sizes.hidden * use.item // use.parts,
+            linear=tuple(self._weights),
         )
 
     def parameters(self, tensor: int) -> int:
@@ -239,6 +240,19 @@ class TransformerLayer:
         """Number of elements of the linear layers' weights."""
         s = self.sizes
         return s.hidden * (s.queries + 2 * s.keys) + s.queries * s.hidden + s.hidden * s.up + s.ffn * s.hidden
+
+    @property
+    def _weights(self) -> Iterator[tuple[int, int]]:
+        """Rows and columns of the linear layers' weights: fused ones of GPT-2, whose rows are inputs."""
+        s = self.sizes
+        if not s.implementation.waits:
+            yield from self._linear.values()
+            return
+        yield s.queries, s.hidden
+        yield from [(s.keys, s.hidden)] * 2
+        yield s.hidden, s.queries
+        yield from [(s.ffn, s.hidden)] * (s.up // s.ffn)
+        yield s.hidden, s.ffn
 
     @property
     def _linear(self) -> dict[str, tuple[int, int]]:

@@ -73,6 +73,8 @@ class Work:
     again: saved by a recomputed forward within the block's I.  peak: temporary bytes within an operation.
     loss: temporary bytes in the loss's backward, before the block's I.
     wire: bytes of the output, sent if the next block is on another stage.
+    linear: rows and columns of the trained weights with two dimensions, in order, before a tensor-parallel group splits
+    them; known of blocks between the first and the last.
     """
 
     parameters: int
@@ -87,6 +89,7 @@ class Work:
     peak: int = 0
     loss: int = 0
     wire: int = 0
+    linear: tuple[tuple[int, int], ...] = ()
 
     @property
     def kept(self) -> int:

@@ -11,10 +11,12 @@ from atoll.program import Do, way_of
 
 GATHERS, REDUCTIONS, RETURNS, MESSAGES = "gathers", "reductions", "updated parameters", "messages"
 OUTER = "outer gradients, mean of a step"
+MATRICES = "slices of matrices"
 
 _KINDS = {
     **dict.fromkeys((Do.GATHER, Do.FETCH), GATHERS),
     **dict.fromkeys((Do.REDUCE, Do.SYNC), REDUCTIONS),
+    **dict.fromkeys((Do.COLLECT, Do.TRANSFORM), MATRICES),
     **dict.fromkeys((Do.RETURN, Do.AHEAD), RETURNS),
 }
 
@@ -23,8 +25,8 @@ _KINDS = {
 class LinkUse:
     """Traffic of a rank on a link in a step.
 
-    axis: of the mesh.  kind: gathers, reductions, updated parameters, messages or outer gradients.  times: their
-    number.  nbytes: in total.  seconds: busy time of the link.
+    axis: of the mesh.  kind: gathers, reductions, updated parameters, slices of matrices, messages or outer gradients.
+    times: their number.  nbytes: in total.  seconds: busy time of the link.
     """
 
     axis: str
@@ -84,7 +86,7 @@ def travel(prediction: Prediction) -> Travel:
     """Return the data-parallel traffic of the pipeline rank whose links are busy longest."""
     found = []
     for rank, parts in enumerate(prediction.breakdown):
-        uses = [use for use in link_uses(prediction, rank) if use.kind != MESSAGES]
+        uses = [use for use in link_uses(prediction, rank) if use.kind != MESSAGES and use.axis != "tp"]
         sent, busy = (dict.fromkeys(("inter", "intra"), 0.0) for _ in range(2))
         for use in uses:
             sent[use.axis] += use.nbytes

@@ -27,6 +27,7 @@ from atoll.layouts.level import (
     Move,
     Moves,
 )
+from atoll.layouts.matrices import Holders, Matrix, NewtonSchulz, Piece, Transform, Whole, deal, pieces, swapped_along
 from atoll.layouts.precision import ITEM_BYTES, PRESETS, Precision
 from atoll.layouts.storage import SegmentShape, Sharding, Stored
 from atoll.layouts.working import AT_ONCE, WorkingMemory, reduced_at_once, working_memory
@@ -57,12 +58,16 @@ __all__ = [
     "Entry",
     "FlatMap",
     "Footprint",
+    "Holders",
     "Kind",
     "Layout",
     "Level",
+    "Matrix",
     "Move",
     "Moves",
     "Nest",
+    "NewtonSchulz",
+    "Piece",
     "Precision",
     "PublishedMemory",
     "Rounding",
@@ -72,12 +77,17 @@ __all__ = [
     "Slice",
     "Stored",
     "Traffic",
+    "Transform",
+    "Whole",
     "WorkingMemory",
     "boxes",
+    "deal",
     "footprint",
+    "pieces",
     "published_memory",
     "reduced_at_once",
     "saved_for_codecs",
+    "swapped_along",
     "traffic",
     "working_memory",
 ]

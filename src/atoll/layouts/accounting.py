@@ -65,7 +65,7 @@ def footprint(segments: Sequence[SegmentShape], sharding: Sharding, *, states: i
     """
     total = Footprint(0, 0, 0)
     for segment in segments:
-        total += _segment_footprint(segment, sharding, sharding.states if states is None else states)
+        total += _segment_footprint(segment, sharding, sharding.states_of(segment) if states is None else states)
     return total
 
 

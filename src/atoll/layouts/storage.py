@@ -6,7 +6,7 @@ The runtime allocates by it, the footprint and the memory of a step add it up, a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Literal
 
@@ -22,7 +22,11 @@ from atoll.layouts.level import (
     Level,
     Move,
 )
+from atoll.layouts.matrices import Holders, Matrix, Piece, Whole, deal, pieces
 from atoll.layouts.precision import ITEM_BYTES, Precision
+
+AXES = ("intra", "tp", "inter")
+"""Axes on which slices of matrices travel, the slowest last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +35,15 @@ class SegmentShape:
 
     phases: those of the backward in which this rank computes its gradients, each kept apart until the step's end; none
     for frozen parameters.  compute: torch's name of the dtype that the parameters have in forward.
+    matrices: those that the parameters are made of, where the optimizer transforms them whole.  owners: the holder that
+    owns each, see `Holders`.
     """
 
     map: FlatMap
     phases: tuple[Literal["I", "W"], ...] = ()
     compute: str = "float32"
+    matrices: tuple[Matrix, ...] = ()
+    owners: tuple[int, ...] = ()
 
     @property
     def trainable(self) -> bool:
@@ -64,8 +72,9 @@ class Sharding:
 
     nest: its place among the data-parallel ranks.  keeps_apart: parameters and master are stored separately even if one
     could serve for both, as a post-validated optimizer step requires.  states: tensors that the optimizer keeps of
-    every parameter besides the master.  codecs: of moves between groups.
-    anchors: tensors that outer steps keep of every trained parameter, at level G.
+    every parameter besides the master, except matrices that it transforms whole, for which `whole` gives it.
+    codecs: of moves between groups.  anchors: tensors that outer steps keep of every trained parameter, at level G.
+    tp: the place in the tensor-parallel group.
     """
 
     layout: Layout
@@ -75,6 +84,8 @@ class Sharding:
     states: int = 2
     codecs: Codecs = NO_CODECS
     anchors: int = 0
+    whole: Whole | None = None
+    tp: int = 0
 
     def codec(self, of: Literal["gradient", "parameter"], move: Move) -> Codec | None:
         """The codec of a move of gradients or parameters; None where elements are sent as they are."""
@@ -159,3 +170,66 @@ class Sharding:
         if self.layout.gradients is Level.N:
             return 0
         return segment.map.padded * ITEM_BYTES[self.precision.gradient]
+
+    # ---- matrices that the optimizer transforms whole
+
+    def states_of(self, segment: SegmentShape) -> int:
+        """Tensors that the optimizer keeps of each parameter of a segment, besides the master."""
+        return self.whole.states if self.whole is not None and segment.matrices else self.states
+
+    @property
+    def transformed(self) -> str:
+        """The dtype in which matrices travel and are transformed: half of the precision where that is single."""
+        return "bfloat16" if self.precision.master == "float32" else self.precision.master
+
+    def holders(self, segment: SegmentShape) -> Holders:
+        """The ranks that have slices of a segment's matrices."""
+        parts = max((matrix.parts for matrix in segment.matrices), default=1)
+        return Holders(self.nest, self.layout.optimizer, parts, self.tp if parts > 1 else 0)
+
+    def dealt(self, units: Sequence[tuple[bool, Sequence[SegmentShape]]]) -> list[list[SegmentShape]]:
+        """Return the segments of units with the owners of their matrices, dealt by the cost of the transform.
+
+        Each unit comes with whether several pipeline ranks have it. Such a unit is dealt by itself, so that its copies
+        agree; all others together, which evens out what a rank transforms in a step.
+        """
+        found = [list(segments) for _, segments in units]
+        lots: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for at, (has_copies, segments) in enumerate(units):
+            for nth, segment in enumerate(segments):
+                if segment.matrices:
+                    lots.setdefault((at if has_copies else -1, self.holders(segment).parts), []).append((at, nth))
+        for lot in lots.values():
+            assert self.whole is not None, "matrices are transformed by an optimizer"
+            flops = [self.whole.flops(matrix) for at, nth in lot for matrix in found[at][nth].matrices]
+            owners = iter(deal(flops, self.holders(found[lot[0][0]][lot[0][1]]).count))
+            for at, nth in lot:
+                own = tuple(next(owners) for _ in found[at][nth].matrices)
+                found[at][nth] = replace(found[at][nth], owners=own)
+        return found
+
+    def pieces(self, segment: SegmentShape) -> tuple[Piece, ...]:
+        """Where the matrices of a segment rest."""
+        return pieces(segment.matrices, self.holders(segment), self.nest.ranks)
+
+    def exchanged(self, segment: SegmentShape) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, int], ...]]:
+        """The bytes by axis that this rank sends: its slices to the owners of their matrices, and slices of what it has
+        transformed to their holders."""
+        holders, item = self.holders(segment), ITEM_BYTES[self.transformed]
+        to, back = dict.fromkeys(AXES, 0), dict.fromkeys(AXES, 0)
+        for piece in self.pieces(segment):
+            owner = segment.owners[piece.matrix]
+            if piece.holder == holders.own != owner:
+                to[holders.axis(owner)] += piece.numel * item
+            elif piece.holder != holders.own == owner:
+                back[holders.axis(piece.holder)] += piece.numel * item
+        return tuple(each for each in to.items() if each[1]), tuple(each for each in back.items() if each[1])
+
+    def exchange_bytes(self, segment: SegmentShape) -> tuple[int, int]:
+        """Bytes of a segment's matrices from their collection to their update, and those that the transform of this
+        rank's takes besides: slices on their way out and back, this rank's matrices, and products of them."""
+        holders, item = self.holders(segment), ITEM_BYTES[self.transformed]
+        slices = len(self.nest.range(holders.level, segment.map.padded))
+        own = [each for each, owner in zip(segment.matrices, segment.owners, strict=True) if owner == holders.own]
+        largest = max((each.numel + 2 * min(each.rows, each.columns) ** 2 for each in own), default=0)
+        return item * (2 * slices + 2 * sum(each.numel for each in own)), item * largest

@@ -35,6 +35,7 @@ class WorkingMemory:
     live: whole copies of parameters.  ahead: prefetched parameters; part of `live` or `lent`.
     lent: reserved permanently for blocks that the ranks of a group read in place.  buffers: whole gradients until they
     are reduced, and their receive buffers.  flows: whole gradients until they are reduced; part of `lent` or `buffers`.
+    matrices: those that the optimizer transforms whole, at the end of a step, when nothing else is whole.
     """
 
     live: int
@@ -42,11 +43,12 @@ class WorkingMemory:
     lent: int
     buffers: int
     flows: int
+    matrices: int = 0
 
     @property
     def total(self) -> int:
         """Largest sum of all of them at the same time."""
-        return self.live + self.lent + self.buffers
+        return max(self.live + self.buffers, self.matrices) + self.lent
 
 
 def working_memory(
@@ -57,6 +59,7 @@ def working_memory(
     prefetch: int | None = None,
     whole: int | None = None,
     made: int | None = None,
+    matrices: int = 0,
 ) -> WorkingMemory:
     """The working memory of a rank for `blocks`, each given by the segments that it uses.
 
@@ -65,6 +68,7 @@ def working_memory(
     no reduction run beside the computation either.
     whole, made: the most bytes of whole parameters, and of whole gradients that are made and reduced, which a program
     has at once; None: one block after the other, each freed after its use and reduced in its microbatch.
+    matrices: the most bytes that a program has of matrices which the optimizer transforms whole.
     """
     nest, is_shared = sharding.nest, reads_in_place and sharding.nest.intra > 1
     each = [_block(block, sharding, is_shared=is_shared) for block in blocks]
@@ -87,6 +91,7 @@ def working_memory(
         lent=lent,
         buffers=arriving + (0 if is_shared else flows),
         flows=flows,
+        matrices=matrices,
     )
 
 

@@ -89,6 +89,7 @@ class _Tally:
             peak=peak,
             loss=self.loss,
             wire=self.wire,
+            linear=tuple(_linear_weights(self.block.module)),
         )
 
     def _kept(self, recompute: str) -> tuple[list[Saved], list[Saved], list[Kernel], int]:
@@ -347,3 +348,11 @@ def _replace(value: Any, by: Mapping[int, Tensor]) -> Any:
     if type(value) in (tuple, list):
         return type(value)(_replace(item, by) for item in value)
     return value
+
+
+def _linear_weights(module: nn.Module) -> Iterator[tuple[int, int]]:
+    """Rows and columns of a block's trained weights with two dimensions that belong to no embedding."""
+    tables = {id(each.weight) for each in module.modules() if isinstance(each, nn.Embedding)}
+    for parameter in module.parameters():
+        if parameter.requires_grad and parameter.dim() == 2 and id(parameter) not in tables:
+            yield parameter.shape[0], parameter.shape[1]

@@ -236,7 +236,9 @@ class Skeleton:
     def _held(self, travel: Travel, mesh: MeshShape) -> list[float]:
         """Return the bytes of each rank: stored state, and its peak of activations."""
         base = self.base
-        plan = replace(base.plan, mesh=mesh, layout=travel.layout, post_validation=travel.post_validation)
+        # Segments here do not tell matrices from other parameters: the least that is kept of either is a bound.
+        plan = replace(base.plan, states=base.plan.least_states, whole=None)
+        plan = replace(plan, mesh=mesh, layout=travel.layout, post_validation=travel.post_validation)
         compute, found = plan.precision.compute, []
         for rank, (sizes, kept) in enumerate(zip(self._sizes, self._kept, strict=True)):
             sharding = plan.sharding(Place(mesh, pp=rank, inter=0, intra=0, tp=0))

@@ -28,7 +28,7 @@ from atoll import schedules
 from atoll.cost import Cluster, Prediction, Use, Workload
 from atoll.errors import UserError
 from atoll.ir import Schedule
-from atoll.layouts import ITEM_BYTES, Layout, Precision
+from atoll.layouts import ITEM_BYTES, Layout, Precision, Whole
 from atoll.outer import Outer
 from atoll.planner.bounds import Least, Skeleton, data_links, part_of
 from atoll.planner.candidate import Candidate
@@ -114,8 +114,9 @@ class Search:
 
     space: the choices; all of them if not given.  reads_in_place: whether the ranks of a group read each other's
     memory, as on one host's CPUs.  effort: maximum number of simulated instructions.  states: number of tensors that
-    the optimizer keeps of every parameter, as in `Plan`.  outer: outer steps of all plans, which then have two or more
-    groups; they change the results of a run, so the planner does not choose them.
+    the optimizer keeps of every parameter, and `whole` the matrices that it transforms whole, as in `Plan`.  outer:
+    outer steps of all plans, which then have two or more groups; they change the results of a run, so the planner does
+    not choose them.
     """
 
     workload: Workload
@@ -126,6 +127,7 @@ class Search:
     effort: int = EFFORT
     states: int = 2
     outer: Outer | None = None
+    whole: Whole | None = None
 
     @property
     def limit(self) -> float:
@@ -304,6 +306,7 @@ class Search:
             states=self.states,
             codecs=self.space.codecs,
             outer=self.outer if frame.mesh.inter > 1 else None,  # bounds are of plans without data parallelism
+            whole=self.whole,
         )
 
     def _prediction(self, frame: Frame, order: Order, travel: Travel) -> Prediction:
@@ -395,7 +398,8 @@ class Search:
             frozen = sum(work.frozen for work in layers)
             trained = sum(work.parameters for work in layers) - frozen
             # The master and the optimizer's states; frozen parameters alone.
-            state = (1 + self.states) * ITEM_BYTES[precision.master] * trained + ITEM_BYTES[precision.compute] * frozen
+            states = prediction.plan.least_states
+            state = (1 + states) * ITEM_BYTES[precision.master] * trained + ITEM_BYTES[precision.compute] * frozen
             seconds = sum(sum(prediction.parts(work)) for work in works)
             own = sorted(sum(prediction.parts(work)) for work in layers)
             self._totals[use] = _Total(seconds, tuple(own), sum(work.kept for work in layers), state, trained)

@@ -37,7 +37,7 @@ def _changed(held: Bytes, before: Bytes) -> str:
     """The bytes held, left blank where they did not change."""
     pairs = (
         (held.parameters + held.staged, before.parameters + before.staged),
-        (held.gradients, before.gradients),
+        (held.gradients + held.matrices, before.gradients + before.matrices),
     )
     return "".join(f"{format_bytes(now) if now != was else '':>12}" for now, was in pairs)
 
@@ -46,12 +46,13 @@ def _changed(held: Bytes, before: Bytes) -> str:
 
 _COLOURS = {
     "F": "#8fb8de", "I": "#f2b880", "W": "#a9cf9a", "L": "#c9d3dc", "S": "#c3a6d8", "T": "#dcc8ea", "G": "#e3ddc5",
-    "STEP": "#d98c8c", "GATHER": "#5b8db8", "REDUCE": "#c2803f", "RETURN": "#8f6fb0", "SEND": "#7a8792",
-    "RECV": "#b6bec6",
+    "STEP": "#d98c8c", "GATHER": "#5b8db8", "REDUCE": "#c2803f", "RETURN": "#8f6fb0", "COLLECT": "#b5a1cf",
+    "SEND": "#7a8792", "RECV": "#b6bec6",
 }  # fmt: skip
 _NAMES = {
     "F": "F", "I": "I", "W": "W", "L": "L", "S": "S", "T": "T", "G": "G", "STEP": "step",
-    "GATHER": "gather", "REDUCE": "reduce or sync", "RETURN": "return", "SEND": "send", "RECV": "receive",
+    "GATHER": "gather", "REDUCE": "reduce or sync", "RETURN": "return", "COLLECT": "slices of matrices",
+    "SEND": "send", "RECV": "receive",
 }  # fmt: skip
 _PITCH, _BAR, _LEFT, _RIGHT, _MEMORY = 22, 18, 110, 16, 90
 
@@ -109,7 +110,7 @@ def draw_program(program: Program, *, width: int = 1200, title: str = "") -> str
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-_ORDER = ("compute", "gather", "reduce", "return", "send", "receive")
+_ORDER = ("compute", "gather", "reduce", "matrices", "return", "send", "receive")
 
 
 def _rows(bars: Sequence[_Bar]) -> dict[_Bar, int]:
@@ -134,15 +135,24 @@ def _columns(instructions: Sequence[Instruction]) -> Iterator[int]:
         now += each.do in _DRAWN
 
 
-_DRAWN = {each: each.value for each in (Do.F, Do.I, Do.W, Do.L, Do.S, Do.T, Do.G, Do.STEP)} | {Do.AHEAD: "STEP"}
+_DRAWN = {each: each.value for each in (Do.F, Do.I, Do.W, Do.L, Do.S, Do.T, Do.G, Do.STEP)} | {
+    Do.AHEAD: "STEP",
+    Do.TRANSFORM: "STEP",
+}
 
 
 def _bars(instructions: Sequence[Instruction]) -> Iterator[_Bar]:
     begun: dict[int, int] = {}
     reducing: dict[tuple[int, Phase | None], int] = {}
     posted: dict[tuple[Do, int, int | None], int] = {}
+    exchanged: dict[int, int] = {}
     end = sum(each.do in _DRAWN for each in instructions)
     for (do, action, of, phase), at, each in zip(instructions, _columns(instructions), instructions, strict=True):
+        if do is Do.TRANSFORM or do is Do.UPDATE:
+            start, way = exchanged[of], "collect" if do is Do.TRANSFORM else "bring back"
+            yield _Bar("matrices", "COLLECT", start, max(at, start + 1), f"{way} {of}")
+        if do is Do.COLLECT or do is Do.TRANSFORM:
+            exchanged[of] = at + (do is Do.TRANSFORM)
         if do in _DRAWN:
             yield _Bar("compute", _DRAWN[do], at, at + 1, str(each))
         elif do is Do.GATHER:
@@ -175,13 +185,13 @@ def _bars(instructions: Sequence[Instruction]) -> Iterator[_Bar]:
 
 
 def _memory(program: Program, scale: float, top: int) -> list[str]:
-    """Bytes held over the columns: whole parameters below, gradients above."""
+    """Bytes held over the columns: whole parameters below, gradients and matrices above."""
     held = list(held_after(program.instructions, program.shape))
     most = max((sum(each) for each in held), default=0) or 1
     bottom = top + _MEMORY
     found: dict[int, tuple[int, int]] = {}
     for at, each in zip(_columns(program.instructions), held, strict=True):
-        found[at] = max(found.get(at, (0, 0)), (each.parameters + each.staged, each.gradients), key=sum)
+        found[at] = max(found.get(at, (0, 0)), (each.parameters + each.staged, each.gradients + each.matrices), key=sum)
     parts = [f'<text x="8" y="{top + 14}">{format_bytes(most)}</text>']
     for at, (parameters, gradients) in found.items():
         x, low = _LEFT + at * scale, parameters / most * _MEMORY

@@ -7,6 +7,10 @@
     chain      SYNCED of each unit; SUMS, JOIN, PASS, AHEAD of each unit: a rank steps unless what the ranks before it
                know forbids it
 
+Matrices that the optimizer transforms whole are exchanged between its elementwise step and RETURN or AHEAD, unit by
+unit: COLLECT of a unit, TRANSFORM of the one before, UPDATE of the one before that, so that slices travel while other
+matrices are transformed.
+
 The last two are post-validated (Zero Bubble, arXiv 2401.10241, section 4). Their programs are equal up to TAKE_BACK,
 where the choice between them is known: ahead if the previous step was taken unchanged, otherwise along the chain.
 """
@@ -69,22 +73,19 @@ def _end(instructions: Sequence[Instruction], shape: RankShape, end: Ending, act
         # Gradients are about to be written, some where others of the group read them.
         yield from (of(Do.SYNCED, unit) for unit in units)
         yield of_all(Do.QUIET)
-        for unit in units:
-            if unit.copies > 1:
-                yield of(Do.COPIES, unit)
-            if shape.is_scaled:
-                yield of(Do.UNSCALE, unit)
-            if is_guessed:
-                yield of(Do.AHEAD, unit)
+        first = [
+            (*([Do.COPIES] if unit.copies > 1 else []), *([Do.UNSCALE] if shape.is_scaled else [])) for unit in units
+        ]
     else:
-        for unit in units:
-            yield of(Do.SYNCED, unit)
-            if is_guessed:
-                yield of(Do.AHEAD, unit)
+        first = [(Do.SYNCED,)] * len(units)
+    if is_guessed:
+        yield from _stepped(action, units, first, Do.AHEAD)
+    else:
+        yield from (of(do, unit) for unit, dos in zip(units, first, strict=True) for do in dos)
     yield of_all(Do.SUMS)
     if end is Ending.AT_ONCE:
         yield from map(of_all, (Do.TOTAL, Do.VERDICT, Do.STEP))
-        yield from (of(Do.RETURN, unit) for unit in reversed(units))
+        yield from _stepped(action, units[::-1], [()] * len(units), Do.RETURN)
     elif end is Ending.AHEAD:
         yield from map(of_all, (Do.CORRECT, Do.TOTAL))
     else:
@@ -92,4 +93,25 @@ def _end(instructions: Sequence[Instruction], shape: RankShape, end: Ending, act
             yield of_all(Do.JOIN)
         if shape.rank + 1 < shape.ranks:
             yield of_all(Do.PASS)
-        yield from (of(Do.AHEAD, unit) for unit in units)
+        yield from _stepped(action, units, [()] * len(units), Do.AHEAD)
+
+
+def _stepped(
+    action: Action, units: Sequence[UnitShape], first: Sequence[Sequence[Do]], last: Do
+) -> Iterator[Instruction]:
+    """Each unit's `first`, the exchange of its matrices, and `last`; those of a unit without matrices keep their place
+    among the others."""
+    behind = 1 if any(unit.matrices for unit in units) else 0
+
+    def of(turn: int, *dos: Do) -> Iterator[Instruction]:
+        if 0 <= turn < len(units):
+            unit = units[turn]
+            yield from (Instruction(do, action, unit.index) for do in dos if unit.matrices or do not in _EXCHANGE)
+
+    for turn in range(len(units) + 2 * behind):
+        yield from of(turn, *(first[turn] if turn < len(units) else ()), Do.COLLECT)
+        yield from of(turn - behind, Do.TRANSFORM)
+        yield from of(turn - 2 * behind, Do.UPDATE, last)
+
+
+_EXCHANGE = frozenset({Do.COLLECT, Do.TRANSFORM, Do.UPDATE})

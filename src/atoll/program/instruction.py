@@ -43,6 +43,9 @@ class Do(StrEnum):
     SYNCED    waits for SYNC, and for RETURN if the step did not use the parameters
     UNSCALE   divides the gradients by the loss scale   COPIES   sums them over the ranks that share the unit
     AHEAD     steps it ahead of the verdict, then as RETURN
+    COLLECT   begins to send slices of its matrices to their owners, if the optimizer transforms them whole
+    TRANSFORM transforms those that this rank owns, and begins to send back slices of the result
+    UPDATE    waits for these, and updates the matrices
     RETURN    begins to send the updated parameters to where they are stored
 
     and of all:
@@ -94,6 +97,9 @@ class Do(StrEnum):
     UNSCALE = "UNSCALE"
     COPIES = "COPIES"
     AHEAD = "AHEAD"
+    COLLECT = "COLLECT"
+    TRANSFORM = "TRANSFORM"
+    UPDATE = "UPDATE"
     RETURN = "RETURN"
     QUIET = "QUIET"
     SUMS = "SUMS"
@@ -138,12 +144,12 @@ _LANES = {
     **dict.fromkeys((do for do in Do if do.startswith(("SEND_", "POST_", "RECV_"))), Lane.PIPELINE),
     **dict.fromkeys((Do.DRAIN, Do.COPIES, Do.JOIN, Do.PASS, Do.TOTAL, Do.VERDICT), Lane.PIPELINE),
     **dict.fromkeys((Do.GATHER, Do.WHOLE, Do.FETCH, Do.REDUCE, Do.REDUCED, Do.SYNC), Lane.DATA),
-    **dict.fromkeys((Do.SYNCED, Do.RETURN, Do.QUIET, Do.SUMS), Lane.DATA),
+    **dict.fromkeys((Do.SYNCED, Do.COLLECT, Do.UPDATE, Do.RETURN, Do.QUIET, Do.SUMS), Lane.DATA),
 }
 
 _OF_UNIT = frozenset(
     {Do.W, Do.GATHER, Do.WHOLE, Do.FETCH, Do.FREE, Do.REDUCE, Do.REDUCED, Do.SYNC}
-    | {Do.SYNCED, Do.UNSCALE, Do.COPIES, Do.AHEAD, Do.RETURN}
+    | {Do.SYNCED, Do.UNSCALE, Do.COPIES, Do.AHEAD, Do.COLLECT, Do.TRANSFORM, Do.UPDATE, Do.RETURN}
 )
 
 _OF_STEP = frozenset({
@@ -152,7 +158,7 @@ _OF_STEP = frozenset({
 
 _WAITS = frozenset({
     *(do for do in Do if do.startswith("RECV_")),
-    Do.WHOLE, Do.FETCH, Do.REDUCED, Do.SYNCED, Do.COPIES, Do.QUIET, Do.SUMS, Do.JOIN, Do.VERDICT,
+    Do.WHOLE, Do.FETCH, Do.REDUCED, Do.SYNCED, Do.COPIES, Do.UPDATE, Do.QUIET, Do.SUMS, Do.JOIN, Do.VERDICT,
 })  # fmt: skip
 
 BEGINS = frozenset({Do.GATHER, Do.FREE, Do.REDUCE, Do.SYNC})

@@ -6,7 +6,8 @@ gradients    gradients are reduced before their sync, and none is computed after
              order in which they were started, and the step's end waits for the last ones
 messages     receives are posted once, in the order in which they are waited for
 the end      each phase of each unit is synced, and waited for before the sums; the optimizer steps on a verdict, which
-             waits for sums; what it wrote goes back, and nothing follows that reads or makes a gradient
+             waits for sums; matrices are collected, transformed and updated in this order; what it wrote goes back, and
+             nothing follows that reads or makes a gradient
 """
 
 from __future__ import annotations
@@ -139,6 +140,7 @@ def _badly_ended(
         return
     arrived: set[int] = set()
     done: set[Do] = set()
+    exchanged: dict[int, Do] = {}
     for at, (do, _, index, _) in enumerate(instructions[drain:], drain):
         if do in _WORK:
             yield at, "microbatches are over"
@@ -149,6 +151,14 @@ def _badly_ended(
             arrived.add(index)
         elif (do is Do.COPIES or do is Do.UNSCALE) and Do.QUIET not in done:
             yield at, f"the gradients of unit {index} are written while others may read them"
+        elif do is Do.COLLECT or do is Do.TRANSFORM or do is Do.UPDATE:
+            if exchanged.get(index) is not _BEFORE[do]:
+                yield at, f"the matrices of unit {index} come to {do} in another order than they are exchanged in"
+            if do is Do.COLLECT and Do.STEP not in done and index not in arrived:
+                yield at, f"unit {index} is collected before its gradients are there"
+            exchanged[index] = do
+        elif (do is Do.AHEAD or do is Do.RETURN) and shape.units[index].matrices and exchanged.get(index) != Do.UPDATE:
+            yield at, f"unit {index} goes back before its matrices are updated"
         elif do is Do.AHEAD and index not in arrived:
             yield at, f"unit {index} is stepped before its gradients are there"
         elif do is Do.SUMS and len(arrived) < len(shape.units):
@@ -162,6 +172,7 @@ def _badly_ended(
         yield end, "nothing is stepped ahead"
 
 
+_BEFORE = {Do.COLLECT: None, Do.TRANSFORM: Do.COLLECT, Do.UPDATE: Do.TRANSFORM}
 _VERDICT = (Do.VERDICT, Do.STEP, Do.TAKE_BACK)
 _NEEDS = {
     Do.TOTAL: Do.SUMS,

@@ -14,18 +14,20 @@ class Bytes(NamedTuple):
     """Bytes of one rank.
 
     parameters: whole copies, and gathers in flight that use their memory.  staged: gathered for others of the group to
-    read.  gradients: whole gradients until they are reduced.
+    read.  gradients: whole gradients until they are reduced.  matrices: what the optimizer transforms whole, from its
+    collection to its update.
     """
 
     parameters: int = 0
     staged: int = 0
     gradients: int = 0
+    matrices: int = 0
 
 
 def held_after(instructions: Iterable[Instruction], shape: RankShape) -> Iterator[Bytes]:
-    """Yield the working memory after each instruction."""
+    """Yield the working memory after each instruction, and within those that take more than they leave."""
     units = shape.units
-    parameters = staged = gradients = 0
+    parameters = staged = gradients = matrices = 0
     coming: set[int] = set()
     whole: set[int] = set()
     made: set[tuple[int, Phase]] = set()
@@ -64,11 +66,18 @@ def held_after(instructions: Iterable[Instruction], shape: RankShape) -> Iterato
         elif do is Do.SYNCED:
             flows = units[index].flows
             gradients -= sum(size * reducing.pop((index, own), 0) for own, size in flows.items())
+        elif do is Do.COLLECT:
+            matrices += units[index].exchanged
+        elif do is Do.TRANSFORM:
+            yield Bytes(parameters, staged, gradients, matrices + units[index].transformed)
+            continue
+        elif do is Do.UPDATE:
+            matrices -= units[index].exchanged
         elif do is Do.T and shape.head is not None:
             gradients += _make(made, shape.head, "W", shape)
         elif do is Do.G and shape.embedding is not None:
             gradients += _make(made, shape.embedding, "W", shape)
-        yield Bytes(parameters, staged, gradients)
+        yield Bytes(parameters, staged, gradients, matrices)
 
 
 def _make(made: set[tuple[int, Phase]], unit: int, phase: Phase, shape: RankShape) -> int:

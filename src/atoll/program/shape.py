@@ -23,8 +23,11 @@ class UnitShape:
     flows: the phases in which this rank computes a gradient of it, each with the bytes of the whole gradients, which
     are 0 if they are stored whole.
     is_left_alone: whether its gradients are neither sent nor summed with those of another rank.
-    travel: what GATHER, the REDUCE or SYNC of a phase, or RETURN sends: bytes by axis, one after the other.
+    travel: what GATHER, the REDUCE or SYNC of a phase, COLLECT, TRANSFORM or RETURN sends: bytes by axis, one after the
+    other.
     copies: pipeline ranks that have it.
+    matrices: those of it that the optimizer transforms whole.  exchanged: bytes from their COLLECT to their UPDATE.
+    transformed: bytes that come and go within TRANSFORM.
     """
 
     index: int
@@ -36,6 +39,9 @@ class UnitShape:
     is_left_alone: bool = False
     travel: Mapping[tuple[Do, Phase | None], tuple[tuple[str, int], ...]] = field(default_factory=dict)
     copies: int = 1
+    matrices: int = 0
+    exchanged: int = 0
+    transformed: int = 0
 
     @property
     def trainable(self) -> bool:

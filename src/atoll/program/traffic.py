@@ -18,6 +18,8 @@ def way_of(instruction: Instruction, shape: RankShape) -> tuple[tuple[str, int],
         return shape.units[index].travel.get((Do.GATHER, None), ())
     if do is Do.REDUCE or do is Do.SYNC:
         return shape.units[index].travel.get((do, phase), ())
+    if do is Do.COLLECT or do is Do.TRANSFORM:
+        return shape.units[index].travel.get((do, None), ())
     if do is Do.RETURN or do is Do.AHEAD:
         return shape.units[index].travel.get((Do.RETURN, None), ())
     return ()

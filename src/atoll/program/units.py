@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from atoll.layouts import (
@@ -40,6 +41,7 @@ def unit_shape(
         for phase in PHASES
         if any(phase in segment.phases for segment in trained)
     }
+    exchanges = [sharding.exchange_bytes(segment) for segment in segments if segment.matrices]
     return UnitShape(
         index,
         blocks,
@@ -50,6 +52,9 @@ def unit_shape(
         flows=flows,
         is_left_alone=all(map(sharding.stays_alone, segments)),
         travel=_travel(segments, sharding),
+        matrices=sum(len(segment.matrices) for segment in segments),
+        exchanged=sum(held for held, _ in exchanges),
+        transformed=max((besides for _, besides in exchanges), default=0),
     )
 
 
@@ -61,6 +66,12 @@ def _travel(segments: Sequence[SegmentShape], sharding: Sharding) -> Travel:
             before = found.get(what) or tuple((axis, 0) for axis, _ in own)
             both = zip(before, own, strict=True)
             found[what] = tuple((axis, one + other) for (axis, one), (_, other) in both)
+    exchanges = [sharding.exchanged(segment) for segment in segments if segment.matrices]
+    for do, at in ((Do.COLLECT, 0), (Do.TRANSFORM, 1)) if exchanges else ():
+        total: Counter[str] = Counter()
+        for exchange in exchanges:
+            total.update(dict(exchange[at]))
+        found[do, None] = tuple(total.items())
     return found
 
 

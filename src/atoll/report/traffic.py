@@ -26,6 +26,7 @@ CAUSES = {
     "gathers": "gathers of parameters",
     "reductions": "reductions of gradients",
     "sync": "gradients to the optimizer's level",
+    "matrices": "slices of matrices that the optimizer transforms whole",
     "return": "parameters from the optimizer",
     "tensor": "collectives within layers",
     "outer": "outer gradients, mean of a step",
@@ -38,6 +39,7 @@ _BY_DO = {
     **dict.fromkeys((Do.GATHER, Do.FETCH), "gathers"),
     Do.REDUCE: "reductions",
     Do.SYNC: "sync",
+    **dict.fromkeys((Do.COLLECT, Do.TRANSFORM), "matrices"),
     **dict.fromkeys((Do.RETURN, Do.AHEAD), "return"),
 }
 

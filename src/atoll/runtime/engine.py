@@ -35,7 +35,7 @@ from atoll.errors import (
 )
 from atoll.faults import ROLLBACKS, SKIPS_IN_A_ROW, Answer, Fault, Made, Policy, Rollback, Sighting
 from atoll.ir import Schedule
-from atoll.layouts import Footprint, WorkingMemory
+from atoll.layouts import Footprint, WorkingMemory, swapped_along
 from atoll.models import Adapter, Batch, Loss, adapter_for, weights_for
 from atoll.models.batch import IGNORED_LABEL
 from atoll.models.sums import check_sum
@@ -58,6 +58,7 @@ from atoll.runtime.pipeline.step_end import LossScaler, Refused, StepEnd, StepRe
 from atoll.runtime.same import DIGEST, check_same, software
 from atoll.runtime.sharding.access import Edit, chosen_names, differing, whole_gradients
 from atoll.runtime.sharding.coding import Moment
+from atoll.runtime.sharding.matrices import MatrixUpdate
 from atoll.runtime.sharding.optimizer import GroupOptions, OptimizerFactory, ShardedOptimizer
 from atoll.runtime.sharding.outer import OuterSteps
 from atoll.runtime.sharding.replicas import Holding, differences, digest_of, holdings, share, short
@@ -96,7 +97,7 @@ class Engine:
     """Trains a model under a plan.
 
     model: a module with an adapter (atoll.models), built on `meta` or with the same values on every rank.
-    optimizer: a function from parameter groups of 1-D slices to an elementwise torch optimizer.
+    optimizer: a function from parameter groups of 1-D slices to an elementwise torch optimizer, or `atoll.Muon`.
     groups: (name, shape) -> options of the parameter's group, such as {"weight_decay": 0.0}.
     clip: maximum global gradient norm, above 0; None does not clip.
     weights: a folder of initial weights, safetensors or a checkpoint; each rank reads its own shards.
@@ -133,7 +134,8 @@ class Engine:
         labels: Labels = "shifted",
         loss: Loss | None = None,
     ) -> None:
-        self.plan = plan
+        whole = optimizer.whole if isinstance(optimizer, MatrixUpdate) else None
+        self.plan = plan = plan if plan.whole == whole else replace(plan, whole=whole)
         self.model = model
         self.clip = clip
         self.labels = labels
@@ -212,6 +214,10 @@ class Engine:
         if outline.vocabulary is not None:
             ends = outline.rank_of_stage
             self.transport.open_vocabulary_links(ends[0], ends[-1])
+        if plan.whole is not None:
+            axes = swapped_along(plan.layout.optimizer)
+            self.transport.open_swaps(*axes)
+            self.transport.open_swaps(*axes, "tp")
         self._lanes = lanes_of(
             self.device,
             alone=plan.nest(self.place).ranks == 1,
@@ -241,7 +247,13 @@ class Engine:
         self.units = self._sharded.units
         if not self._sharded.trainable:
             raise PlanError("the model has no trainable parameter; set requires_grad on what is to be trained")
-        self._optimizer = ShardedOptimizer(self.units, optimizer, named_shapes=self._sharded.trainable, options=groups)
+        self._optimizer = ShardedOptimizer(
+            self.units,
+            optimizer,
+            named_shapes=self._sharded.trainable,
+            options=groups,
+            matrices=self._sharded.matrices,
+        )
         self._end = StepEnd(
             self.units,
             self._sharded.specs,
@@ -869,7 +881,8 @@ class Engine:
         opened: Archive | None = None
         try:
             opened = Archive(folder)
-            stored_states(opened)
+            stored = stored_states(opened)
+            self._optimizer.check_states(stored)
             if check is not None:
                 check(opened)
         except Exception as error:

@@ -281,6 +281,7 @@ class _Rank:
         self._reducing: dict[tuple[int, Phase | None], deque[float]] = {}
         self._settled: dict[int, float] = {}
         self._returned: dict[int, float] = {}
+        self._exchanged: dict[int, float] = {}
         self._told = -1
         self._ways: dict[tuple[Do, int, Phase | None], tuple[tuple[str, float], ...]] = {}
         self._arrived: dict[Message, tuple[float, float]] = {}
@@ -292,6 +293,9 @@ class _Rank:
             Do.REDUCED: self._reduced,
             Do.SYNC: self._sync,
             Do.SYNCED: self._synced,
+            Do.COLLECT: self._collect,
+            Do.TRANSFORM: self._transform,
+            Do.UPDATE: self._update,
             Do.AHEAD: self._return,
             Do.RETURN: self._return,
             Do.TOTAL: self._total,
@@ -382,6 +386,19 @@ class _Rank:
 
     def _synced(self, step: Instruction, now: float) -> float:
         return max(now, self._settled.get(step.of, 0.0))
+
+    def _collect(self, step: Instruction, now: float) -> float:
+        self._exchanged[step.of] = self._travel(step, now)
+        return now + self._copied(step)
+
+    def _transform(self, step: Instruction, now: float) -> float:
+        own = self.rates.compute.get((step.do, step.of), 0.0)
+        now = max(now, self._exchanged[step.of] + own)
+        self._exchanged[step.of] = self._travel(step, now)
+        return now + self._copied(step)
+
+    def _update(self, step: Instruction, now: float) -> float:
+        return max(now, self._exchanged.pop(step.of))
 
     def _return(self, step: Instruction, now: float) -> float:
         self._returned[step.of] = self._travel(step, now)

@@ -23,13 +23,23 @@ from atoll.outer import Outer
 from atoll.plans import AXES, MeshShape, Plan
 from atoll.runtime.engine import Engine
 from atoll.runtime.pipeline.step_end import StepResult
+from atoll.runtime.sharding.muon import Muon
 from atoll.runtime.sharding.optimizer import decay_matrices
 from atoll.runtime.sharding.tensors import whole_output
 from atoll.runtime.transport import GlooTransport
 from atoll.testing.buffers import buffers_of
 from atoll.testing.coded import Kind, Setting
 from atoll.testing.pool import run_ranks
-from atoll.testing.reference import History, Recipe, rows, rule_of, start, train_alone, train_islands
+from atoll.testing.reference import (
+    History,
+    Recipe,
+    ReferenceMuon,
+    rows,
+    rule_of,
+    start,
+    train_alone,
+    train_islands,
+)
 from atoll.testing.tiny import TinyConfig
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
@@ -60,7 +70,8 @@ class Parity:
 class Case:
     """One run: a tiny model, a plan and an optimizer. `microbatches` are of all ranks together.
 
-    optimizer: one of torch.optim.  options: its arguments besides `lr`.
+    optimizer: one of torch.optim; "Muon" is that of hidden matrices with AdamW for the rest.  options: what it takes
+    besides `lr`, with pairs in place of mappings.
     """
 
     layout: str = "NNN"
@@ -147,7 +158,7 @@ class Case:
             return Engine(
                 model,
                 self.plan,
-                optimizer=self.make_optimizer,
+                optimizer=self.muon() if self.optimizer == "Muon" else self.make_optimizer,
                 groups=decay_matrices(0.1),
                 clip=self.clip,
                 seed=self.seed,
@@ -155,8 +166,16 @@ class Case:
                 loss=getattr(self.model, "engine_loss", None),
             )
 
+    def muon(self) -> Muon:
+        """Muon with the case's options."""
+        mappings = ("split", "adamw")
+        options: dict[str, Any] = {key: dict(value) if key in mappings else value for key, value in self.options}
+        return Muon(lr=self.lr, **options)
+
     def make_optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """Return the optimizer of some groups."""
+        """Return the optimizer of some groups: of Muon, that of the reference."""
+        if self.optimizer == "Muon":
+            return ReferenceMuon(groups, lr=self.lr, **dict(self.options))
         made: torch.optim.Optimizer = getattr(torch.optim, self.optimizer)(groups, lr=self.lr, **dict(self.options))
         return made
 

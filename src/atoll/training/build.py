@@ -16,7 +16,7 @@ from atoll.errors import ConfigError, PlanError
 from atoll.models import Decoder, DecoderConfig, check_documents
 from atoll.plans import Plan
 from atoll.runtime.engine import Engine
-from atoll.runtime.sharding.optimizer import decay_matrices
+from atoll.runtime.sharding.optimizer import decay_matrices, spare_vectors
 from atoll.training.optimizers import named_optimizer
 from atoll.training.pretrained import first_weights, hugging_face_model
 from atoll.training.rates import learning_rates
@@ -86,11 +86,13 @@ def choose_trained(model: nn.Module, trainable: Sequence[str], frozen: Sequence[
 def build_engine(model: nn.Module, plan: Plan, config: Config, device: torch.device) -> Engine:
     """Return the engine, with an optimizer that applies weight decay to matrices only."""
     train = config.train
+    optimizer = named_optimizer(train)
+    groups = None if train.weight_decay is None else decay_matrices(train.weight_decay)
     return Engine(
         model,
         plan,
-        optimizer=named_optimizer(train).factory,
-        groups=decay_matrices(train.weight_decay) if train.weight_decay is not None else None,
+        optimizer=optimizer.factory,
+        groups=spare_vectors if optimizer.whole is not None else groups,
         clip=train.clip or None,
         seed=train.seed,
         device=device,

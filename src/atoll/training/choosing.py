@@ -15,7 +15,7 @@ from atoll.errors import ConfigError
 from atoll.layouts import Layout
 from atoll.planner import EFFORT, Answer, Candidate, Goal, Order, Search, Space, settings
 from atoll.toml import value_to_toml
-from atoll.training.optimizers import states_of
+from atoll.training.optimizers import states_of, whole_of
 from atoll.training.prediction import expected_vocabulary, is_on_cpu, workload_of
 
 CHOSEN = {
@@ -143,7 +143,8 @@ def question(config: Config, cluster: Cluster, *, world: int | None = None) -> S
     codecs = config.parallel.codecs.value
     space = space_of(config) if config.parallel.auto else Space(precision=(config.train.precision,), codecs=codecs)
     outer = None if config.parallel.outer is None else config.parallel.outer.to_outer()
-    return Search(workload, cluster, goal, space, on_cpu, states=states_of(config.train), outer=outer)
+    states, whole = states_of(config.train), whole_of(config.train)
+    return Search(workload, cluster, goal, space, on_cpu, states=states, outer=outer, whole=whole)
 
 
 def space_of(config: Config) -> Space:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from atoll.config import Config
@@ -20,7 +20,7 @@ from atoll.training.choosing import load_chosen
 from atoll.training.folder import RunFolder, Start
 from atoll.training.loggers import check_loggers
 from atoll.training.loop import resumed_state
-from atoll.training.optimizers import check_optimizer
+from atoll.training.optimizers import checked
 from atoll.training.prediction import expected_vocabulary
 from atoll.training.pretrained import first_weights
 from atoll.training.process import Request, has_gpus
@@ -54,7 +54,7 @@ def check_run(request: Request, *, elsewhere: bool = False, say: Callable[[str],
     Raises the errors of the run.
     """
     config, _ = load_chosen(request.path, request.overrides)
-    plan = replace(config.to_plan(), states=check_optimizer(config.train))
+    plan = checked(config)
     if config.train.epochs is None:
         learning_rates(config.train)
     check_source(config)

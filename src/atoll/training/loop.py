@@ -686,9 +686,10 @@ def resumed_state(
 
 def _check_states(config: Config, opened: checkpoint.Archive) -> None:
     """Raise CheckpointError if the checkpoint has the state of another optimizer than the config's."""
-    wanted = named_optimizer(config.train).keys
+    named = named_optimizer(config.train)
+    wanted = named.keys
     for name, kept in stored_states(opened).items():
-        if kept.keys() != wanted:
+        if kept.keys() != wanted and (named.whole is None or kept.keys() != named.whole_keys):
             raise CheckpointError(
                 f"{opened.folder} has {', '.join(sorted(kept))} of {name}, and {config.train.optimizer} with this "
                 f"config's options keeps {', '.join(sorted(wanted)) or 'nothing'}; use the optimizer that it was "

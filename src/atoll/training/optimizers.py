@@ -14,7 +14,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from atoll.config import Config, Train
-from atoll.errors import ConfigError
+from atoll.config.schema import ADAMW
+from atoll.errors import ConfigError, PlanError
+from atoll.layouts import Whole
 from atoll.plans import Plan
 from atoll.training.named import load_named
 
@@ -26,15 +28,17 @@ if TYPE_CHECKING:
 OWN_KEYS = ("lr", "betas", "eps", "weight_decay")
 """Options that have keys of their own in [train]."""
 
+MUON = "Muon"
+"""The optimizer of whole matrices: `atoll.Muon`, with AdamW for everything else."""
+
 REASONS = {
     "Adafactor": "it keeps sums of the rows and columns of whole matrices",
     "LBFGS": "it searches along a line for all parameters at once, and calls the model to do so",
-    "Muon": "it orthogonalises whole matrices",
     "SparseAdam": "it takes sparse gradients, and the sums over ranks are dense",
 }
 """Optimizers of torch that cannot step ranges of flattened parameters."""
 
-ADVICE = "use an elementwise one such as AdamW, SGD, RMSprop or Adagrad"
+ADVICE = "use an elementwise one such as AdamW, SGD, RMSprop or Adagrad, or Muon"
 ELEMENTS, HALF, TRIALS = 8, 3, 3
 
 
@@ -43,11 +47,15 @@ class Named:
     """An optimizer and its options.
 
     keys: names of what it keeps of a parameter.  states: how many of them are tensors as large as the parameter.
+    whole: the matrices that it transforms whole; `states` and `keys` are those of all other parameters.
+    whole_keys: what it keeps of these.
     """
 
     factory: OptimizerFactory
     keys: frozenset[str]
     states: int
+    whole: Whole | None = None
+    whole_keys: frozenset[str] = frozenset()
 
 
 def named_optimizer(train: Train) -> Named:
@@ -56,6 +64,8 @@ def named_optimizer(train: Train) -> Named:
     Raises ConfigError for an optimizer that does not exist or is not elementwise, and for options that it does not
     take.
     """
+    if train.optimizer == MUON:
+        return _muon(train)
     make = _make(train)
     options = _options(train, make)
 
@@ -85,9 +95,19 @@ def states_of(train: Train) -> int:
     return train.optimizer_states
 
 
+def whole_of(train: Train) -> Whole | None:
+    """The matrices that the optimizer transforms whole. Raises ConfigError as `named_optimizer` does."""
+    return named_optimizer(train).whole if train.optimizer == MUON else None
+
+
 def planned(config: Config, world: int | None = None) -> Plan:
-    """`config.to_plan`, with the states of its optimizer, see `states_of`."""
-    return replace(config.to_plan(world), states=states_of(config.train))
+    """`config.to_plan`, with the states of its optimizer, see `states_of` and `whole_of`."""
+    return replace(config.to_plan(world), states=states_of(config.train), whole=whole_of(config.train))
+
+
+def checked(config: Config, world: int | None = None) -> Plan:
+    """The same, with an optimizer of a module tried too, see `check_optimizer`."""
+    return replace(config.to_plan(world), states=check_optimizer(config.train), whole=whole_of(config.train))
 
 
 def check_optimizer(train: Train) -> int:
@@ -101,6 +121,41 @@ def check_optimizer(train: Train) -> int:
             "parameter"
         )
     return found
+
+
+def _muon(train: Train) -> Named:
+    """Muon with AdamW for everything else, whose options are in `adamw`."""
+    from atoll.runtime.sharding.muon import Muon
+
+    problems = []
+    if train.betas is not None:
+        problems.append(
+            f"train.betas = {_shown(train.betas)}: Muon does not take them; those of AdamW, which steps everything but "
+            "matrices, are train.optimizer_options.adamw.betas"
+        )
+    adamw = {"lr": train.lr, **ADAMW}
+    given = train.optimizer_options.get("adamw", {})
+    if isinstance(given, dict):
+        adamw |= {name: _plain(value) for name, value in given.items()}
+    else:
+        problems.append(f"train.optimizer_options.adamw = {given!r}; give a table of AdamW's options")
+    others = train.model_copy(update={"betas": None, "optimizer_options": _without(train.optimizer_options, "adamw")})
+    try:
+        options = _options(others, Muon)
+    except ConfigError as error:
+        problems.append(str(error))
+    if problems:
+        raise ConfigError("\n  ".join(problems))
+    try:
+        made = Muon(**options, adamw=adamw)
+    except (PlanError, TypeError, ValueError) as error:
+        raise ConfigError(f"train.optimizer = 'Muon': {error}") from error
+    kept = frozenset({"step", "exp_avg", "exp_avg_sq"} | ({"max_exp_avg_sq"} if adamw.get("amsgrad") else set()))
+    return Named(made, kept, len(kept) - 1, made.whole, frozenset({"momentum_buffer"}))
+
+
+def _without(options: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in options.items() if key != name}
 
 
 def _make(train: Train) -> Callable[..., Any]:

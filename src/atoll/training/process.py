@@ -17,7 +17,7 @@ import json
 import shlex
 import sys
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -42,7 +42,7 @@ from atoll.training.choosing import fewer_ranks, load_chosen
 from atoll.training.folder import RunFolder, Start
 from atoll.training.lock import RunLock
 from atoll.training.loggers import check_loggers
-from atoll.training.optimizers import check_optimizer
+from atoll.training.optimizers import check_optimizer, checked
 from atoll.training.rates import learning_rates
 from atoll.training.restarts import start_ranks
 from atoll.training.samples import prepare_corpus, vocabulary_of
@@ -134,7 +134,7 @@ def run_rank(request: Request, rendezvous: Rendezvous) -> int:
     watch: Watch | None = None
     try:
         config, _ = load_chosen(request.path, request.overrides, world=rendezvous.world)
-        plan = replace(config.to_plan(rendezvous.world), states=check_optimizer(config.train))
+        plan = checked(config, rendezvous.world)
         _check_cluster(config)
         store, watch = meet(rendezvous, config.parallel.timeout)
         Watch.current = watch

@@ -10,6 +10,7 @@ from torch import nn
 
 from atoll.errors import PlanError
 from atoll.models import Adapter, Block, Vocabulary, initialise_block, shared_parameters
+from atoll.plans import Plan
 from atoll.program import Phase
 from atoll.runtime.outline import Outline
 from atoll.runtime.pipeline.block import LocalBlock
@@ -43,7 +44,18 @@ def build(
     units = _units(model, around, seed=seed, tensor=tensor, sliced=sliced)
     stages = tuple(_stage(model, stage, units, around=around, collector=collector) for stage in model.mine)
     ordered = tuple(units[index] for index in sorted(units))
-    return Sharded(model.specs, ordered, stages, trainable=_trainable(model.blocks, model.specs), vocabulary=sliced)
+    shapes = [(len(unit.owners) > 1, [segment.shape for segment in unit.segments]) for unit in ordered]
+    for unit, dealt in zip(ordered, around.sharding.dealt(shapes), strict=True):
+        for segment, shape in zip(unit.segments, dealt, strict=True):
+            segment.matrix_owners = shape.owners
+    return Sharded(
+        model.specs,
+        ordered,
+        stages,
+        trainable=_trainable(model.blocks, model.specs),
+        vocabulary=sliced,
+        matrices=model.matrices,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +64,7 @@ class _Model:
 
     shared: every later name of a shared parameter -> its first name.  apart: names of what is sliced over the pipeline.
     mine: this rank's stages.  first_trained: the first block of the model with a trained parameter.
+    matrices: names of parameters that the optimizer transforms whole.
     """
 
     outline: Outline
@@ -61,6 +74,7 @@ class _Model:
     specs: tuple[UnitSpec, ...]
     mine: tuple[int, ...]
     first_trained: int
+    matrices: frozenset[str]
 
     @staticmethod
     def of(outline: Outline, rank: int) -> _Model:
@@ -80,6 +94,7 @@ class _Model:
             specs=specs,
             mine=mine,
             first_trained=min(trained, default=len(blocks)),
+            matrices=_matrices(blocks, specs, shared, plan=outline.plan, apart=apart),
         )
 
     @property
@@ -123,7 +138,15 @@ def _units(
                 continue
             owners = tuple(ranks[pp] for pp in owners_of(spec.blocks, outline.runs, outline.rank_of_stage))
             found = {name: _find(values, name, shared) for name in spec.names}
-            units[spec.index] = Unit(spec, found, around, owners=owners, phases=phases, spreads=spreads or None)
+            units[spec.index] = Unit(
+                spec,
+                found,
+                around,
+                owners=owners,
+                phases=phases,
+                spreads=spreads or None,
+                matrices=model.matrices,
+            )
         for spec in model.specs:
             # A shared unit stays whole until its last block here has been initialised.
             if spec.blocks and spec.index in units and max(used for used in spec.blocks if used in local) == at:
@@ -278,6 +301,46 @@ def _trainable(blocks: Sequence[Block], specs: Sequence[UnitSpec]) -> tuple[tupl
     known = {name: parameter for block in blocks for name, parameter in block.named_parameters()}
     names = [name for spec in specs for name in spec.names if known[name].requires_grad]
     return tuple((name, tuple(known[name].shape)) for name in names)
+
+
+def _matrices(
+    blocks: Sequence[Block],
+    specs: Sequence[UnitSpec],
+    shared: Mapping[str, str],
+    *,
+    plan: Plan,
+    apart: Sequence[Sequence[str]],
+) -> frozenset[str]:
+    """Return the parameters that the optimizer transforms whole. Raises PlanError where its rule or its patterns do not
+    fit the model."""
+    whole = plan.whole
+    if whole is None:
+        return frozenset()
+    shapes = dict(_trainable(blocks, specs))
+    adapted = [name for name in shapes if ".lora_" in name]
+    if adapted:
+        raise PlanError(
+            f"{whole.name} orthogonalises hidden matrices, and the trained matrices are low-rank adapters such as "
+            f"{adapted[0]}: the update of their product would not be orthogonal. Use AdamW for adapters"
+        )
+    ends: set[str] = set()
+    hidden: set[str] = set()
+    for at, block in enumerate(blocks):
+        for prefix, module in block.named_modules():
+            is_end = at in (0, len(blocks) - 1) or isinstance(module, nn.Embedding)
+            for name, _ in module.named_parameters(recurse=False, remove_duplicate=False):
+                (ends if is_end else hidden).add(shared.get(f"{prefix}.{name}", f"{prefix}.{name}"))
+    found = frozenset(whole.chosen(shapes, hidden - ends))
+    split = sorted(name for names in apart for name in names if name in found)
+    if split:
+        raise PlanError(
+            f"{whole.name}: matrices: {split[0]} is split over the pipeline ranks by vocabulary_parallel; leave it to "
+            "AdamW, or turn vocabulary_parallel off"
+        )
+    for name, shape in shapes.items():
+        if name in found:
+            whole.rows_of(name, shape)
+    return found
 
 
 def _materialise(

@@ -66,4 +66,5 @@ def needed_in_a_step(
         prefetch=plan.prefetch,
         whole=None if peaks is None else peaks.parameters,
         made=None if peaks is None else peaks.gradients,
+        matrices=0 if peaks is None else peaks.matrices,
     )

@@ -69,7 +69,8 @@ class Sharded:
     """This rank's part of the model.
 
     specs: every unit of the whole model.  units: this rank's, in the model's order.  trainable: name and shape of
-    every trained parameter of the whole model.  vocabulary: this rank's slice of it, if it is split.
+    every trained parameter of the whole model.  vocabulary: this rank's slice of it, if it is split.  matrices: names
+    of those that the optimizer transforms whole.
     """
 
     specs: tuple[UnitSpec, ...]
@@ -77,6 +78,7 @@ class Sharded:
     stages: tuple[Stage, ...]
     trainable: tuple[tuple[str, tuple[int, ...]], ...]
     vocabulary: VocabularySlice | None = None
+    matrices: frozenset[str] = frozenset()
 
 
 def owners_of(blocks: Sequence[int], runs: Sequence[range], rank_of_stage: Sequence[int]) -> tuple[int, ...]:

@@ -204,6 +204,9 @@ class StepEnd:
             Do.UNSCALE: self._unscale,
             Do.COPIES: Unit.sum_copies,
             Do.AHEAD: self._step_ahead,
+            Do.COLLECT: self._collect,
+            Do.TRANSFORM: self._transform,
+            Do.UPDATE: self._update,
             Do.RETURN: self._give_back,
         }
         self.of_all: Mapping[Do, Callable[[], None]] = {
@@ -268,6 +271,7 @@ class StepEnd:
     def forget(self) -> None:
         """Discard the step."""
         self._outstanding = None
+        self._optimizer.forget()
         for unit in self._units:
             unit.clear_gradients()
             unit.clear_residuals()
@@ -409,7 +413,27 @@ class StepEnd:
         if now.ahead != now.touched:
             for unit in reversed(self._units):
                 if any((name in now.ahead) != (name in now.touched) for name, _ in unit.trained()):
+                    if self._optimizer.has_matrices(unit):
+                        self._optimizer.collect_ahead(unit, now.touched)
+                        self._optimizer.transform(unit)
+                        self._optimizer.update_ahead(unit)
                     self._optimizer.step_ahead(unit, now.touched)
+
+    def _collect(self, unit: Unit) -> None:
+        if self._is_taken:
+            self._optimizer.collect(unit)
+        elif self._now.ahead is not None:
+            self._optimizer.collect_ahead(unit, self._now.ahead)
+
+    def _transform(self, unit: Unit) -> None:
+        if self._is_taken or self._now.ahead is not None:
+            self._optimizer.transform(unit)
+
+    def _update(self, unit: Unit) -> None:
+        if self._is_taken:
+            self._optimizer.update(unit)
+        elif self._now.ahead is not None:
+            self._optimizer.update_ahead(unit)
 
     def _conclude(self) -> None:
         """Take the step finally, or refuse it."""
@@ -437,6 +461,7 @@ class StepEnd:
             bad = tuple(at for at, norm in enumerate(sums.norms.tolist()) if not math.isfinite(norm))
             self._refused = Refused(replace(result, seconds=time.monotonic() - step.begin), bad)
             self._was_taken = False
+            self._optimizer.forget()
             for unit in self._units:
                 unit.clear_gradients()
                 unit.clear_residuals()
@@ -446,6 +471,10 @@ class StepEnd:
             unit.settle_parameters()
         if is_finite:
             self._optimizer.step(step.touched, self._scale(sums), step.options)
+            if self._is_post_validated:
+                self._optimizer.commit()
+        else:
+            self._optimizer.forget()
         self._was_taken = is_finite
         for unit in self._units:
             unit.clear_gradients()
@@ -467,9 +496,13 @@ class StepEnd:
         return self.scaler is not None and self.scaler.scale > 1.0
 
     def _give_back(self, unit: Unit) -> None:
-        """Nothing was written where the step was skipped."""
-        if self._result is not None and not self._result.skipped:
+        if self._is_taken:
             unit.sync_parameters()
+
+    @property
+    def _is_taken(self) -> bool:
+        """Return True if the step was made for good: nothing was written where it was skipped or refused."""
+        return not self._is_post_validated and self._result is not None and not self._result.skipped
 
     def _is_right(self, sums: _Sums) -> bool:
         """Return True if a step is taken with its gradients unchanged."""

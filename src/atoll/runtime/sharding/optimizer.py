@@ -1,4 +1,8 @@
-"""A torch optimizer over the parts of the parameters that this rank's optimizer state covers."""
+"""A torch optimizer over the parts of the parameters that this rank's optimizer state covers.
+
+Matrices that it transforms whole (`MatrixUpdate`) are stepped beside it: their elementwise parts here, and their
+exchange unit by unit, as the step's program says.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +12,17 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from atoll.errors import PlanError
+from atoll.errors import CheckpointError, PlanError
 from atoll.layouts import Box
+from atoll.runtime.sharding.matrices import Exchange, MatrixUpdate, Options
 from atoll.runtime.sharding.unit import Unit
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 GroupOptions = Callable[[str, tuple[int, ...]], Mapping[str, Any]]
 
 WHOLE_MATRIX = ("Muon", "Adafactor", "LBFGS", "Shampoo", "SOAP")
-"""Optimizers, by class name, whose update of one element depends on the rest of its matrix."""
+"""Optimizers, by class name, whose update of one element depends on the rest of its matrix, and that know nothing of
+slices."""
 
 
 class ParameterSlice(nn.Parameter):
@@ -52,10 +58,16 @@ def decay_matrices(weight_decay: float) -> GroupOptions:
     return options
 
 
+def spare_vectors(name: str, shape: tuple[int, ...]) -> Mapping[str, Any]:
+    """Group options that leave vectors alone, and matrices to the decay of the optimizer that steps them."""
+    return {} if len(shape) > 1 else {"weight_decay": 0.0}
+
+
 class ShardedOptimizer:
     """Slices, their gradients, and the torch optimizer that steps them.
 
     named_shapes: every trainable parameter of the whole model in order, so that all ranks make the same groups.
+    matrices: names of those that the optimizer transforms whole.
     """
 
     def __init__(
@@ -65,6 +77,7 @@ class ShardedOptimizer:
         *,
         named_shapes: Iterable[tuple[str, tuple[int, ...]]],
         options: GroupOptions | None,
+        matrices: Collection[str] = (),
     ) -> None:
         self._units = tuple(units)
         self.slices: dict[str, ParameterSlice] = {}
@@ -79,9 +92,14 @@ class ShardedOptimizer:
                         view, part.name, segment.boxes[part.name], start=part.start, stop=part.stop
                     )
         grouped: dict[str, dict[str, Any]] = {}
+        group_of: dict[str, int] = {}
         for name, shape in named_shapes:
             chosen = dict(options(name, shape)) if options is not None else {}
-            group = grouped.setdefault(repr(sorted(chosen.items())), {"params": [], **chosen})
+            if matrices:
+                chosen["whole"] = name in matrices
+            key = repr(sorted(chosen.items()))
+            group = grouped.setdefault(key, {"params": [], **chosen})
+            group_of[name] = list(grouped).index(key)
             if name in self.slices:
                 group["params"].append(self.slices[name])
         advice = "use an elementwise optimizer such as AdamW, SGD or Lion"
@@ -101,8 +119,10 @@ class ShardedOptimizer:
             ) from error
         kind = type(self.torch).__name__
         if kind in WHOLE_MATRIX:
+            other = f"atoll.{kind}, which gets them from the ranks that shard them, or " if kind == "Muon" else ""
             raise PlanError(
-                f"{kind} needs whole matrices and cannot step the slices of a sharded flat buffer; {advice}"
+                f"{kind} needs whole matrices and cannot step the slices of a sharded flat buffer; use {other}"
+                f"{advice.removeprefix('use ')}"
             )
         given = {id(part) for group in grouped.values() for part in group["params"]}
         taken = {id(part) for group in self.torch.param_groups for part in group["params"]}
@@ -112,13 +132,32 @@ class ShardedOptimizer:
                 f"{len(taken - given)} other tensors; make {kind} with the groups that the function is given, not with "
                 "model.parameters(). What is not to be trained has requires_grad = False"
             )
+        self._update = factory if isinstance(factory, MatrixUpdate) else None
+        self._group_of = group_of
+        self._exchanges: dict[int, tuple[Exchange, ...]] = {}
+        if self._update is not None:
+            self._exchanges = {
+                unit.spec.index: tuple(
+                    Exchange(segment, self._update, group_of) for segment in unit.segments if segment.matrices
+                )
+                for unit in units
+            }
+        self._matrices = frozenset(matrices)
+        self._directed: dict[int, list[torch.Tensor]] = {}
+        self._ahead: dict[int, tuple[frozenset[str], list[torch.Tensor]]] = {}
+        self._touched: frozenset[str] = frozenset()
+        self._chosen: Sequence[Options] = ()
 
     def remember_options(self, options: list[dict[str, Any]]) -> None:
         """Record each group's current options: a step that is taken later uses these."""
         options[:] = [{k: v for k, v in group.items() if k != "params"} for group in self.torch.param_groups]
 
-    def step(self, touched: Collection[str], scale: float, options: Sequence[Mapping[str, Any]]) -> None:
-        """Update the slices whose parameters got a gradient anywhere, from gradients times `scale`."""
+    def step(self, touched: Collection[str], scale: float, options: Sequence[Options]) -> None:
+        """Update the slices whose parameters got a gradient anywhere, from gradients times `scale`.
+
+        Of matrices only the elementwise part before their transform: `collect`, `transform` and `update` of each unit
+        follow. Those that have been stepped ahead with the same gradients are updated here.
+        """
         for unit in self._units:
             if scale != 1.0:
                 unit.scale_gradients(scale)
@@ -128,27 +167,136 @@ class ShardedOptimizer:
         self._use(options)
         self.torch.step()
         self._use(now)
+        self._touched, self._chosen = frozenset(touched), options
+        if scale != 1.0:
+            self._ahead.clear()
+        for unit in self._units:
+            if self.has_matrices(unit):
+                self._directed[unit.spec.index] = self._direct(unit, is_ahead=False)
         for own in self.slices.values():
             own.grad = None
 
     def step_ahead(self, unit: Unit, touched: Collection[str]) -> None:
         """Bring a unit's step to its parameters and leave masters and states as they were.
 
-        See [Note: the lazy commit] in pipeline/step_end.py.
+        See [Note: the lazy commit] in pipeline/step_end.py. Matrices have been through `update_ahead`.
         """
         masters = [segment.master for segment in unit.segments if segment.master is not None]
         kept = [master.clone() for master in masters]
-        names = [name for name, _ in unit.trained() if name in self.slices]
+        names = [name for name, _ in unit.trained() if name in self.slices and name not in self._matrices]
         states = {name: self._copy_state(name) for name in names}
         self._present(unit, touched)
         self.torch.step()
-        for name in names:
-            self.slices[name].grad = None
+        self._forget_gradients(unit)
+        if unit.spec.index in self._ahead:
+            self._apply(unit, *self._ahead[unit.spec.index])
         unit.sync_parameters(is_ahead=True)
         for master, before in zip(masters, kept, strict=True):
             master.copy_(before)
         for name, state in states.items():
             self._restore_state(name, state)
+
+    def forget(self) -> None:
+        """The step has not been."""
+        self._directed.clear()
+        self._ahead.clear()
+
+    # ---- matrices that are transformed whole
+
+    def has_matrices(self, unit: Unit) -> bool:
+        """Return True if a unit has any."""
+        return bool(self._exchanges.get(unit.spec.index))
+
+    def collect(self, unit: Unit) -> None:
+        """Begin to bring slices of a unit's matrices to their owners, behind `step`."""
+        self._collect(unit, self._directed.pop(unit.spec.index))
+
+    def collect_ahead(self, unit: Unit, touched: Collection[str]) -> None:
+        """The same ahead of `step`, from the unit's gradients; states stay as they are."""
+        self._touched, self._chosen = frozenset(touched), self.torch.param_groups
+        self._present(unit, touched)
+        self._collect(unit, self._direct(unit, is_ahead=True))
+        self._forget_gradients(unit)
+
+    def transform(self, unit: Unit) -> None:
+        """Transform the matrices of a unit that this rank owns, and begin to bring slices of the results back."""
+        with torch.no_grad():
+            for exchange in self._exchanges[unit.spec.index]:
+                exchange.transform(self._chosen)
+
+    def update(self, unit: Unit) -> None:
+        """Wait for the results, and update the masters."""
+        self._apply(unit, self._touched, self._results(unit))
+
+    def update_ahead(self, unit: Unit) -> None:
+        """Wait for the results, and keep them for `step_ahead` and `commit`."""
+        self._ahead[unit.spec.index] = self._touched, self._results(unit)
+
+    def commit(self) -> None:
+        """Behind `step`, update all matrices that were stepped ahead: from the results of that, if their gradients
+        were the same."""
+        ahead, self._ahead = self._ahead, {}
+        for unit in self._units:
+            if unit.spec.index not in self._directed:
+                continue
+            own = {name for name, _ in unit.trained()}
+            touched, results = ahead.get(unit.spec.index, (None, []))
+            if touched is not None and touched & own == self._touched & own:
+                del self._directed[unit.spec.index]
+                self._apply(unit, touched, results)
+            else:
+                self.collect(unit)
+                self.transform(unit)
+                self.update(unit)
+
+    def _collect(self, unit: Unit, directed: Sequence[torch.Tensor]) -> None:
+        for exchange, slices in zip(self._exchanges[unit.spec.index], directed, strict=True):
+            exchange.collect(slices)
+
+    def _results(self, unit: Unit) -> list[torch.Tensor]:
+        return [exchange.results() for exchange in self._exchanges[unit.spec.index]]
+
+    @torch.no_grad()
+    def _direct(self, unit: Unit, *, is_ahead: bool) -> list[torch.Tensor]:
+        """The slices to be transformed, of each of a unit's segments of matrices: zero where there is no gradient."""
+        assert self._update is not None, "an optimizer transforms the matrices"
+        found = []
+        for exchange in self._exchanges[unit.spec.index]:
+            segment = exchange.segment
+            held = segment.range(segment.layout.optimizer)
+            slices = torch.zeros(len(held), dtype=exchange.dtype, device=segment.around.device)
+            for part in segment.map.slices(held):
+                own = self.slices[part.name]
+                if own.grad is None:
+                    continue
+                state = self.torch.state[own]
+                if is_ahead:
+                    state = {key: value.clone() for key, value in state.items()}
+                directed = self._update.direct(own.grad, state, self._chosen[self._group_of[part.name]])
+                slices.narrow(0, part.offset, part.stop - part.start).copy_(directed)
+            found.append(slices)
+        return found
+
+    @torch.no_grad()
+    def _apply(self, unit: Unit, touched: Collection[str], results: Sequence[torch.Tensor]) -> None:
+        assert self._update is not None, "an optimizer transforms the matrices"
+        for exchange, result in zip(self._exchanges[unit.spec.index], results, strict=True):
+            segment = exchange.segment
+            assert segment.master is not None, "matrices are trained"
+            for piece in exchange.mine:
+                matrix = segment.matrices[piece.matrix]
+                if matrix.name in touched:
+                    own, options = (piece.offset, piece.numel), self._chosen[self._group_of[matrix.name]]
+                    shape = matrix.rows, matrix.columns
+                    values, transformed = segment.master.narrow(0, *own), result.narrow(0, *own)
+                    self._update.update(values, transformed, options, shape=shape)
+
+    # ----
+
+    def _forget_gradients(self, unit: Unit) -> None:
+        for name, _ in unit.trained():
+            if name in self.slices:
+                self.slices[name].grad = None
 
     def _present(self, unit: Unit, touched: Collection[str]) -> None:
         """Give a unit's slices their gradients."""
@@ -181,6 +329,20 @@ class ShardedOptimizer:
                 state[key].copy_(value)
             else:
                 state[key] = value
+
+    def check_states(self, stored: Mapping[str, Mapping[str, Any]]) -> None:
+        """Raise CheckpointError for a checkpoint in which other parameters are matrices than here. stored: keys by
+        parameter name."""
+        if self._update is None:
+            return
+        keys = set(self._update.keys)
+        wrong = [name for name, kept in stored.items() if (kept.keys() == keys) != (name in self._matrices)]
+        if wrong:
+            which = "a matrix" if wrong[0] in self._matrices else "no matrix"
+            raise CheckpointError(
+                f"{wrong[0]} is {which} for the optimizer, and the checkpoint has {', '.join(stored[wrong[0]])} of it; "
+                "use the optimizer and the patterns of matrices that it was trained with"
+            )
 
     def states(self) -> dict[str, dict[str, Any]]:
         """Optimizer state by parameter name and key."""

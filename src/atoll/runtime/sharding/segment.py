@@ -50,6 +50,7 @@ from atoll.layouts import (
     FlatMap,
     Kind,
     Level,
+    Matrix,
     Move,
     SegmentShape,
     Sharding,
@@ -60,7 +61,7 @@ from atoll.program import Phase
 from atoll.runtime import lanes
 from atoll.runtime.sharding import coding
 from atoll.runtime.sharding.room import Room
-from atoll.runtime.sharding.tensors import Spread, box_of, lay_in, part_of, whole_of
+from atoll.runtime.sharding.tensors import Spread, box_of, lay_in, part_of, split_dim, whole_of
 from atoll.runtime.transport import Channel, Peers, Tag, Transport
 
 _CHANNEL: Mapping[tuple[Kind, Axis], Channel] = {
@@ -161,6 +162,8 @@ class Segment:
     phases: those in which this rank computes their gradients; none for frozen parameters.
     permanent: whether the parameters rest whole, so that nothing is gathered.
     keeps_copy, residuals, before: [Note: copies and residuals]; `before` is the copy without a step taken ahead.
+    matrices: those that the parameters are made of, where the optimizer transforms them whole.  matrix_owners: which of
+    their holders owns each, see `atoll.layouts.Holders`.
     """
 
     def __init__(
@@ -171,6 +174,7 @@ class Segment:
         phases: tuple[Phase, ...],
         tag: tuple[int, int],
         spread: Spread = Spread.SAME,
+        is_whole: bool = False,
     ) -> None:
         self.around = around
         self.sharding, self.layout = around.sharding, around.sharding.layout
@@ -181,7 +185,17 @@ class Segment:
         self._local = {name: local_part(parameter) for name, parameter in parameters.items()}
         named_shapes = ((name, tuple(p.shape)) for name, p in self._local.items())
         self.map = FlatMap.build(named_shapes, self.sharding.nest.ranks)
-        self._tag = tag
+        whole = self.sharding.whole if is_whole else None
+        self.matrices: tuple[Matrix, ...] = ()
+        self.matrix_owners: tuple[int, ...] = ()
+        if whole is not None:
+            tensor = around.transport.place.mesh.tensor
+            self.matrices = tuple(
+                matrix
+                for name, parameter in parameters.items()
+                for matrix in whole.matrices_of(name, tuple(parameter.shape), dim=split_dim(parameter), tensor=tensor)
+            )
+        self.tag = tag
         self._gathers = self.sharding.real(GATHER_PARAMETER[self.layout.parameters])
         self._is_known = False
         self._staged: torch.Tensor | None = None
@@ -202,7 +216,8 @@ class Segment:
     @property
     def shape(self) -> SegmentShape:
         """The segment's shape for the layouts."""
-        return SegmentShape(self.map, self.phases, self.sharding.precision.compute)
+        compute = self.sharding.precision.compute
+        return SegmentShape(self.map, self.phases, compute, matrices=self.matrices, owners=self.matrix_owners)
 
     def range(self, level: Level) -> range:
         """Elements of the flat buffer that this rank holds at `level`."""
@@ -334,7 +349,7 @@ class Segment:
         if not self._stages:
             self._make_room()
         # Behind the way back of what the last step wrote: until it is over, what rests is out of date.
-        self._gathering = self._start("gather", self._bring, after=self._syncing_parameters)
+        self._gathering = self.start("gather", self._bring, after=self._syncing_parameters)
         self.state = State.COMING
 
     def gather(self) -> None:
@@ -347,7 +362,7 @@ class Segment:
                 self._gathering.wait()
                 self._gathering = None
             else:
-                self.around.lanes["gather"].do(self._bring, unit=self._tag[0], after=self._syncing_parameters)
+                self.around.lanes["gather"].do(self._bring, unit=self.tag[0], after=self._syncing_parameters)
             self._syncing_parameters = None
             if self._staged is not None:
                 self._fill(GATHER_PARAMETER[Level.I], self._staged)
@@ -448,7 +463,7 @@ class Segment:
             else:
                 self.rest.copy_(self._part(master, os, p))
         if SYNC_PARAMETER[os, p]:
-            self._syncing_parameters = self._start("sync", self._spread, after=None)
+            self._syncing_parameters = self.start("sync", self._spread, after=None)
 
     def take_back(self, *, was_taken: bool) -> None:
         """Bring right parameters to where they rest, where a step ahead may have written wrong ones.
@@ -564,7 +579,7 @@ class Segment:
         self._complete(phase, flow)
         # Behind the one before: their tags are the same.
         after = self._reducing[-1][0] if self._reducing else None
-        job = self._start("reduce", partial(self._reduce, phase, flow), after=after)
+        job = self.start("reduce", partial(self._reduce, phase, flow), after=after)
         # On a GPU the job only has been launched: what it works on is held until the computation waits for it.
         self._reducing.append((job, flow))
 
@@ -592,7 +607,7 @@ class Segment:
                 for phase in self.phases:
                     self._complete(phase, self.gradients[phase])
             after = self._reducing[-1][0] if self._reducing else None
-            self._syncing_gradients = self._start("sync", self._sync, after=after)
+            self._syncing_gradients = self.start("sync", self._sync, after=after)
 
     def settle_gradients(self) -> None:
         """Wait until `final` is there."""
@@ -622,7 +637,7 @@ class Segment:
         self.final = self._part(buffer, coarse, os)
         if self.spread is Spread.SUMMED:
             self.final = self.final.clone()  # what rests may be read by others
-            self.around.transport.total_along(self.final, "tp", Tag(Channel.SUM_TENSOR, *self._tag))
+            self.around.transport.total_along(self.final, "tp", Tag(Channel.SUM_TENSOR, *self.tag))
 
     def _bring_gradients(self, buffer: torch.Tensor, move: Move, purpose: _Purpose, phase: Phase, what: str) -> None:
         """Move gradients, encoded where the move has a codec. what: as `coding.noise_seed` has it."""
@@ -635,7 +650,7 @@ class Segment:
         rank = nest.i * nest.intra + nest.j
 
         def noise(to: int) -> torch.Tensor | None:
-            seed = coding.noise_seed(self.around.seed, self.around.moment.step, *self._tag, what=what, rank=rank, to=to)
+            seed = coding.noise_seed(self.around.seed, self.around.moment.step, *self.tag, what=what, rank=rank, to=to)
             return coding.draw(codec, each, seed, buffer.device)
 
         if move.kind is Kind.REDUCE:
@@ -717,8 +732,9 @@ class Segment:
 
     # ----
 
-    def _start(self, kind: lanes.Kind, work: Callable[[], None], *, after: lanes.Job | None) -> lanes.Job:
-        return self.around.lanes[kind].start(work, unit=self._tag[0], after=after)
+    def start(self, kind: lanes.Kind, work: Callable[[], None], *, after: lanes.Job | None) -> lanes.Job:
+        """Begin work on this segment in a lane, behind another job."""
+        return self.around.lanes[kind].start(work, unit=self.tag[0], after=after)
 
     def _move(self, buffer: torch.Tensor, move: Move, purpose: _Purpose, **options: Any) -> None:
         """Move a buffer of the move's coarse level; `options` as the transport's `gather` and `reduce` have them."""
@@ -732,7 +748,7 @@ class Segment:
         act(codec, *own, peers, tag, transport=self.around.transport, **options)
 
     def _tag_of(self, move: Move, purpose: _Purpose) -> Tag:
-        index, part = self._tag
+        index, part = self.tag
         return Tag(_CHANNEL[move.kind, move.axis], index, part * len(_Purpose) + purpose)
 
     @property

@@ -35,6 +35,12 @@ def box_of(parameter: torch.Tensor) -> Box:
     return Box.part(parameter.shape, placement.dim, mesh.get_local_rank(), count=mesh.size())
 
 
+def split_dim(parameter: torch.Tensor) -> int | None:
+    """Return the dim along which the ranks of a tensor-parallel group have different parts of a parameter, or None."""
+    placement = parameter.placements[0] if isinstance(parameter, DTensor) else None
+    return placement.dim if isinstance(placement, Shard) else None
+
+
 def is_split(parameter: torch.Tensor) -> bool:
     """Return True if the ranks of a tensor-parallel group have different parts of a parameter."""
     return isinstance(parameter, DTensor) and isinstance(parameter.placements[0], Shard)

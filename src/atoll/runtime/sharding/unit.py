@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -78,7 +78,7 @@ class Unit:
     `owners` are the world ranks, along the pipeline, that hold a copy: one, or more for parameters that stages
     share. Their gradients are summed after the data-parallel reduction. `phases` are those in which this rank computes
     the gradient of a parameter, `spreads` what a tensor-parallel group has of it. The parameters of a shared unit stay
-    together, so that its copies have one flat map.
+    together, so that its copies have one flat map. `matrices` are names of those that the optimizer transforms whole.
     """
 
     def __init__(
@@ -90,6 +90,7 @@ class Unit:
         owners: tuple[int, ...],
         phases: Mapping[str, frozenset[Phase]],
         spreads: Mapping[str, Spread] | None = None,
+        matrices: Collection[str] = (),
     ) -> None:
         self.spec = spec
         self.owners = owners
@@ -98,15 +99,15 @@ class Unit:
         self.segments: list[Segment] = []
         self.touched: set[str] = set()
         together: frozenset[Phase] = frozenset().union(*(phases[n] for n, p in parameters.items() if p.requires_grad))
-        grouped: dict[tuple[torch.dtype, frozenset[Phase], Spread], dict[str, nn.Parameter]] = {}
+        grouped: dict[tuple[torch.dtype, frozenset[Phase], Spread, bool], dict[str, nn.Parameter]] = {}
         for name, parameter in parameters.items():
             used = together if spec.is_shared else phases[name]
             spread = spreads[name] if spreads is not None else Spread.SAME
-            key = (parameter.dtype, used if parameter.requires_grad else frozenset(), spread)
+            key = (parameter.dtype, used if parameter.requires_grad else frozenset(), spread, name in matrices)
             grouped.setdefault(key, {})[name] = parameter
-        for part, ((_, used, spread), group) in enumerate(grouped.items()):
-            ordered = tuple(phase for phase in PHASES if phase in used)
-            self.segments.append(Segment(group, around, phases=ordered, tag=(spec.index, part), spread=spread))
+        for part, ((_, used, spread, is_whole), group) in enumerate(grouped.items()):
+            ordered, tag = tuple(phase for phase in PHASES if phase in used), (spec.index, part)
+            self.segments.append(Segment(group, around, phases=ordered, tag=tag, spread=spread, is_whole=is_whole))
         self._by_name = {name: segment for segment in self.segments for name in segment.parameters}
 
     @property

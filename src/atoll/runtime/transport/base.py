@@ -22,7 +22,7 @@ import queue
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import ClassVar, Protocol
@@ -62,6 +62,8 @@ class Channel(IntEnum):
     SCORE_SUMS = 22
     TOTALS = 23
     LOOK_UP_GRADIENT = 24
+    COLLECT = 25
+    BRING_BACK = 26
     OUTER_REDUCE = 29
     OUTER_GATHER = 30
 
@@ -259,6 +261,28 @@ class Transport(ABC):
     def all_to_all(self, sent: torch.Tensor, received: torch.Tensor, peers: Peers, tag: Tag) -> None:
         """Send each block of `sent` to the rank at its position, and receive that rank's block for this one at the same
         position of `received`. The own blocks are undefined."""
+
+    def swap(
+        self, out: Mapping[int, torch.Tensor], into: Mapping[int, torch.Tensor], ranks: Sequence[int], tag: Tag
+    ) -> None:
+        """Send each world rank its tensor of `out`, and receive from each its tensor of `into`.
+
+        ranks: all that take part, this one among them, see `open_swaps`.
+        """
+        messages = [self.receive(tensor, rank, tag) for rank, tensor in into.items()]
+        messages += [self.send(tensor, rank, tag) for rank, tensor in out.items()]
+        for message in messages:
+            message.wait()
+        self._count_swap(out)
+
+    def _count_swap(self, out: Mapping[int, torch.Tensor]) -> None:
+        own = self.place.coordinates
+        for rank, tensor in out.items():
+            there = self.place.mesh.place(rank).coordinates
+            self._count(next(axis for axis in ("inter", "tp", "intra") if own[axis] != there[axis]), tensor.nbytes)
+
+    def open_swaps(self, *axes: str) -> None:  # noqa: B027 (nothing to do where tags match)
+        """Ways between all ranks along `axes`, for `swap`; all ranks ask at once."""
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return zeros in permanent memory that the other ranks of the group read. All call it equally, before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -53,6 +54,7 @@ class NcclTransport(Transport):
         self._axes: dict[str, dist.ProcessGroup] = {}
         self._links: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._vocabulary_links: dict[tuple[Channel, int, int], dist.ProcessGroup] = {}
+        self._swaps: dict[tuple[int, ...], dist.ProcessGroup] = {}
         mesh = place.mesh
         for axis in ("inter", "intra", "tp"):
             seen: set[tuple[int, ...]] = set()
@@ -95,6 +97,26 @@ class NcclTransport(Transport):
                     group = dist.new_group(sorted((source, target)))
                     if self.place.rank in (source, target):
                         self._vocabulary_links[kind, source, target] = group
+
+    def open_swaps(self, *axes: str) -> None:
+        """A communicator of all ranks along `axes`."""
+        mesh = self.place.mesh
+        for rank in range(mesh.world):
+            ranks = tuple(sorted(mesh.place(rank).peers(*axes)))
+            if ranks[0] == rank and len(ranks) > 1:
+                group = dist.new_group(list(ranks))
+                if self.place.rank in ranks:
+                    self._swaps[ranks] = group
+
+    def swap(
+        self, out: Mapping[int, torch.Tensor], into: Mapping[int, torch.Tensor], ranks: Sequence[int], tag: Tag
+    ) -> None:
+        order = tuple(sorted(ranks))
+        some = next(iter((*out.values(), *into.values())), None)
+        empty = torch.empty(0, device=self.device, dtype=torch.float32 if some is None else some.dtype)
+        arriving = [into.get(rank, empty) for rank in order]
+        dist.all_to_all(arriving, [out.get(rank, empty) for rank in order], group=self._swaps[order])
+        self._count_swap(out)
 
     def _link(self, source: int, target: int, tag: Tag) -> dist.ProcessGroup:
         kind = Channel.SCORES if tag.channel is Channel.SCORE_SUMS else tag.channel

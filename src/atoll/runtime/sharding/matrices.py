@@ -1,0 +1,180 @@
+"""Whole matrices for an optimizer whose state rests in ranges of flat buffers.
+
+    direct      of each slice, elementwise: momentum -> the slice of what is transformed
+    collect     slices travel to the owner of their matrix
+    transform   the owner transforms its matrices, those of one shape together, and slices of the result travel back
+    update      of each slice, elementwise: weight decay, and the slice of the result
+
+An optimizer is a `MatrixUpdate`: what is elementwise, and the transform. `Exchange` is one segment's way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from atoll.layouts import Box, Holders, Piece, Whole
+from atoll.plans import Place
+from atoll.runtime import lanes
+from atoll.runtime.sharding.segment import Segment, dtype_of
+from atoll.runtime.transport import Channel, Tag
+
+Options = Mapping[str, Any]
+"""Options of a parameter group."""
+
+
+@runtime_checkable
+class MatrixUpdate(Protocol):
+    """An optimizer of whole matrices. Slices are 1-D, in the master's dtype; options are those of their group.
+
+    whole: which parameters it needs whole, and what that costs.  keys: names of what `direct` keeps of a slice: tensors
+    of its size.
+    """
+
+    whole: Whole
+    keys: tuple[str, ...]
+
+    def direct(self, gradient: torch.Tensor, state: dict[str, Any], options: Options) -> torch.Tensor:
+        """Advance the state of a slice, and return the slice of what is transformed: elementwise."""
+        ...
+
+    def transform(self, matrices: torch.Tensor, options: Options) -> torch.Tensor:
+        """Transform matrices [n, rows, columns]; the result has no storage of theirs, and they are not used again."""
+        ...
+
+    def update(self, values: torch.Tensor, result: torch.Tensor, options: Options, *, shape: tuple[int, int]) -> None:
+        """Update a slice of a matrix of `shape` in place with the slice of its result: elementwise."""
+        ...
+
+
+class Exchange:
+    """The way of a segment's matrices to their owners and back.
+
+    groups: index of the parameter group of each parameter. Matrices of one shape and group are transformed together.
+    """
+
+    def __init__(self, segment: Segment, update: MatrixUpdate, groups: Mapping[str, int]) -> None:
+        self.segment = segment
+        sharding, shape, place = segment.sharding, segment.shape, segment.around.transport.place
+        holders = sharding.holders(shape)
+        self.dtype = dtype_of(sharding.transformed)
+        self._update = update
+        self._ranks = ranks = tuple(_rank_of(place, holders, at) for at in range(holders.count))
+        every, own = sharding.pieces(shape), holders.own
+        self.mine = tuple(piece for piece in every if piece.holder == own)
+        self._kept = [piece for piece in self.mine if shape.owners[piece.matrix] == own]
+        self._given: dict[int, list[Piece]] = {}
+        self._taken: dict[int, list[Piece]] = {}
+        for piece in every:
+            owner = shape.owners[piece.matrix]
+            if piece.holder == own != owner:
+                self._given.setdefault(ranks[owner], []).append(piece)
+            elif piece.holder != own == owner:
+                self._taken.setdefault(ranks[piece.holder], []).append(piece)
+        self._batches: dict[tuple[int, int, int], list[int]] = {}
+        for at, (matrix, owner) in enumerate(zip(segment.matrices, shape.owners, strict=True)):
+            if owner == own:
+                self._batches.setdefault((matrix.rows, matrix.columns, groups[matrix.name]), []).append(at)
+        self._job: lanes.Job | None = None
+        self._leaving: Mapping[int, torch.Tensor] = {}
+        self._slices = torch.empty(0)
+        self._arriving: dict[int, torch.Tensor] = {}
+
+    def collect(self, slices: torch.Tensor) -> None:
+        """Begin to bring slices to the owners of their matrices. slices: of this rank's shard."""
+        self._slices = slices
+        out = {rank: torch.cat([_cut(slices, piece) for piece in own]) for rank, own in self._given.items()}
+        self._begin(out, self._taken, Channel.COLLECT)
+
+    def transform(self, options: Sequence[Options]) -> None:
+        """Transform this rank's matrices, and begin to bring slices of the result to their holders."""
+        self._wait()
+        results: dict[int, torch.Tensor] = {}
+        arrived = dict(_each(self._arriving, self._taken))
+        arrived |= {piece: _cut(self._slices, piece) for piece in self._kept}
+        self._arriving = {}
+        by_matrix: dict[int, list[Piece]] = {}
+        for piece in arrived:
+            by_matrix.setdefault(piece.matrix, []).append(piece)
+        for (rows, columns, group), places in self._batches.items():
+            batch = torch.empty(len(places), rows, columns, dtype=self.dtype, device=self._slices.device)
+            for target, at in zip(batch, places, strict=True):
+                self._assemble(target, at, {piece: arrived[piece] for piece in by_matrix[at]})
+            transformed = self._update.transform(batch, options[group]).contiguous()
+            del batch
+            results.update(zip(places, transformed, strict=True))
+        arrived.clear()
+        out = {
+            rank: torch.cat([self._slice(results[piece.matrix], piece) for piece in own])
+            for rank, own in self._taken.items()
+        }
+        for piece in self._kept:
+            _cut(self._slices, piece).copy_(self._slice(results[piece.matrix], piece))
+        self._begin(out, self._given, Channel.BRING_BACK)
+
+    def results(self) -> torch.Tensor:
+        """Return the slices of the results, in this rank's shard, when all are there."""
+        self._wait()
+        for piece, values in _each(self._arriving, self._given):
+            _cut(self._slices, piece).copy_(values)
+        found, self._slices, self._arriving = self._slices, torch.empty(0), {}
+        return found
+
+    def _begin(self, out: Mapping[int, torch.Tensor], into: Mapping[int, Sequence[Piece]], channel: Channel) -> None:
+        sizes = {rank: sum(piece.numel for piece in own) for rank, own in into.items()}
+        self._arriving = {rank: self._slices.new_empty(size) for rank, size in sizes.items()}
+        if len(self._ranks) > 1:
+            swap, tag = self.segment.around.transport.swap, Tag(channel, *self.segment.tag)
+            # What leaves and arrives is held until the job is waited for: on a GPU a lane's stream works on it.
+            self._leaving = out
+            self._job = self.segment.start("sync", partial(swap, out, self._arriving, self._ranks, tag), after=None)
+
+    def _wait(self) -> None:
+        if self._job is not None:
+            self._job.wait()
+            self._job, self._leaving = None, {}
+
+    def _assemble(self, target: torch.Tensor, at: int, arrived: Mapping[Piece, torch.Tensor]) -> None:
+        """Fill a matrix from its pieces, those of each tensor-parallel rank to its part."""
+        matrix = self.segment.matrices[at]
+        for tp in range(matrix.parts):
+            place = _part(target, matrix.part(tp))
+            flat = place.view(-1) if place.is_contiguous() else target.new_empty(place.numel())
+            for piece, values in arrived.items():
+                if piece.tp == tp:
+                    flat[piece.start : piece.stop].copy_(values)
+            if not place.is_contiguous():
+                place.copy_(flat.view(place.shape))
+
+    def _slice(self, result: torch.Tensor, piece: Piece) -> torch.Tensor:
+        """A holder's slice of a result."""
+        part = _part(result, self.segment.matrices[piece.matrix].part(piece.tp))
+        return part.reshape(-1)[piece.start : piece.stop]
+
+
+def _rank_of(place: Place, holders: Holders, holder: int) -> int:
+    """The world rank of a holder. Those of a matrix that is not split are of one tensor-parallel rank."""
+    inter, intra, tp = holders.place(holder)
+    return replace(place, inter=inter, intra=intra, tp=tp if holders.parts > 1 else place.tp).rank
+
+
+def _cut(shard: torch.Tensor, piece: Piece) -> torch.Tensor:
+    return shard.narrow(0, piece.offset, piece.numel)
+
+
+def _part(matrix: torch.Tensor, box: Box) -> torch.Tensor:
+    (top, left), (rows, columns) = box.offsets, box.sizes
+    return matrix[top : top + rows, left : left + columns]
+
+
+def _each(
+    buffers: Mapping[int, torch.Tensor], pieces: Mapping[int, Sequence[Piece]]
+) -> Iterator[tuple[Piece, torch.Tensor]]:
+    """Yield each piece with its part of the buffer that it came in."""
+    for rank, own in pieces.items():
+        parts = buffers[rank].split([piece.numel for piece in own])
+        yield from zip(own, parts, strict=True)
