@@ -452,7 +452,7 @@ class Segment:
                 self._begin_ahead()
                 master = master.clone()  # the optimizer's is put back at once
             self._spreading = master
-            self._syncing_parameters = self._start("sync", self._follow, after=None)
+            self._syncing_parameters = self.start("sync", self._follow, after=None)
             return
         self._is_ahead = False
         with torch.no_grad():
