@@ -319,7 +319,6 @@ class Prediction:
         yield rest._replace(buffers=outgoing, gradients=state.gradients * (self.plan.layout.gradients is Level.N))
         beside = outgoing if self.plan.outer is not None and self.plan.outer.delay else 0
         is_whole = self.plan.layout.gradients is Level.N
-        yield rest if is_whole else rest._replace(gradients=0)
         # A unit's sharded gradients take memory from their first reduction to the optimizer's step, which for a
         # post-validated step is in the next step.
         is_there = is_whole or self.plan.post_validation
