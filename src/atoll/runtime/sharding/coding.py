@@ -223,7 +223,7 @@ def reduce(
     for at, _ in peers.others:
         lost = None if residual is None else peers.block(residual, at)
         encode(codec, peers.block(whole, at), peers.block(sent, at), residual=lost, noise=noise(at))
-    transport.all_to_all(sent, received, peers, tag)
+    transport.all_to_all(sent, received, peers, tag=tag)
     own = peers.own(whole)
     total = own.to(wide(own.dtype))
     mine = total.clone() if peers.index > 1 else None

@@ -401,9 +401,8 @@ class Segment:
             self._move(buffer, move, _Purpose.GATHER, own=own, again=again)
             return
         assert own is not None, "parameters cross groups before they are gathered inside them"
-        self._code(
-            coding.gather, replace(codec, rounding="nearest"), own.to(buffer.dtype), buffer, move, _Purpose.GATHER
-        )
+        nearest = replace(codec, rounding="nearest")
+        self._code(partial(coding.gather, nearest, own.to(buffer.dtype), buffer), move, _Purpose.GATHER)
 
     def _make_room(self) -> None:
         """Room for the whole copy, on a GPU taken and given back by the computation's stream, never by a lane's: a lane
@@ -524,7 +523,8 @@ class Segment:
             dtype = coding.wide(self._spreading.dtype)
             difference = self._spreading.to(dtype) - self._part(self.rest, p, os).to(dtype)
             nearest = replace(codec, rounding="nearest")
-            self._code(coding.gather, nearest, difference, buffer, move, _Purpose.SYNC_PARAMETER, adds=True)
+            act = partial(coding.gather, nearest, difference, buffer)
+            self._code(act, move, _Purpose.SYNC_PARAMETER, adds=True)
 
     def settle_parameters(self) -> None:
         """Wait until the parameters are up to date where they rest."""
@@ -595,7 +595,9 @@ class Segment:
         what = f"{phase}.{self._reductions[phase]}"
         self._reductions[phase] += 1
         for move in moves:
-            self._bring_gradients(self._part(total, Level.N, move.coarse), move, _Purpose.REDUCE, phase, what)
+            self._bring_gradients(
+                self._part(total, Level.N, move.coarse), move, _Purpose.REDUCE, phase=phase, what=what
+            )
         Room(self._resting_gradient(phase), is_empty=phase not in self._resting).add(self._part(total, Level.N, level))
         self._resting.add(phase)
         self.around.transport.give_back(flow, was_read=bool(moves))
@@ -633,13 +635,13 @@ class Segment:
             self._part(buffer, coarse, g).copy_(resting)
         for move in SYNC_GRADIENT[g, os]:
             part, what = self._part(buffer, coarse, move.coarse), "sync" if move.kind is Kind.REDUCE else "gather"
-            self._bring_gradients(part, move, _Purpose.SYNC_GRADIENT, self.phases[0], what)
+            self._bring_gradients(part, move, _Purpose.SYNC_GRADIENT, phase=self.phases[0], what=what)
         self.final = self._part(buffer, coarse, os)
         if self.spread is Spread.SUMMED:
             self.final = self.final.clone()  # what rests may be read by others
             self.around.transport.total_along(self.final, "tp", Tag(Channel.SUM_TENSOR, *self.tag))
 
-    def _bring_gradients(self, buffer: torch.Tensor, move: Move, purpose: _Purpose, phase: Phase, what: str) -> None:
+    def _bring_gradients(self, buffer: torch.Tensor, move: Move, purpose: _Purpose, *, phase: Phase, what: str) -> None:
         """Move gradients, encoded where the move has a codec. what: as `coding.noise_seed` has it."""
         codec = self.sharding.codec("gradient", move)
         if codec is None:
@@ -651,13 +653,15 @@ class Segment:
 
         def noise(to: int) -> torch.Tensor | None:
             seed = coding.noise_seed(self.around.seed, self.around.moment.step, *self.tag, what=what, rank=rank, to=to)
-            return coding.draw(codec, each, seed, buffer.device)
+            return coding.draw(codec, each, seed, device=buffer.device)
 
         if move.kind is Kind.REDUCE:
-            self._code(coding.reduce, codec, buffer, move, purpose, noise=noise, residual=residual)
+            act = partial(coding.reduce, codec, buffer)
+            self._code(act, move, purpose, noise=noise, residual=residual)
         else:
             own, lost = peers.own(buffer), None if residual is None else peers.own(residual)
-            self._code(coding.gather, codec, own, buffer, move, purpose, noise=noise(peers.index), residual=lost)
+            act = partial(coding.gather, codec, own, buffer)
+            self._code(act, move, purpose, noise=noise(peers.index), residual=lost)
 
     def clear_residuals(self) -> None:
         """Forget what encoded gradients lacked."""
@@ -741,11 +745,10 @@ class Segment:
         act = self.around.transport.gather if move.kind is Kind.GATHER else self.around.transport.reduce
         act(buffer, self.around.peers(move.axis), self._tag_of(move, purpose), **options)
 
-    def _code(self, act: Callable[..., None], codec: Codec, *buffers: Any, **options: Any) -> None:
-        """Run a move of `coding`. buffers: its buffers, then the move and its purpose."""
-        *own, move, purpose = buffers
+    def _code(self, act: Callable[..., None], move: Move, purpose: _Purpose, **options: Any) -> None:
+        """Run a move of `coding`, given its codec and buffers."""
         tag, peers = self._tag_of(move, purpose), self.around.peers(move.axis)
-        act(codec, *own, peers, tag, transport=self.around.transport, **options)
+        act(peers=peers, tag=tag, transport=self.around.transport, **options)
 
     def _tag_of(self, move: Move, purpose: _Purpose) -> Tag:
         index, part = self.tag

@@ -306,7 +306,7 @@ class _Slot:
         if found is None:
             return None
         tensor, copy, group, phase, parameter = found.groups()
-        return _Slot(int(tensor), int(copy), int(group), phase), parameter
+        return _Slot(int(tensor), int(copy), int(group), phase=phase), parameter
 
 
 _SLOT = re.compile(rf"{_CODEC}\.{_RESIDUAL}\.(\d+)-(\d+)-(\d+)-([IW])\.(.+)")
@@ -324,7 +324,7 @@ class _Owed:
 
     def pieces(self) -> Iterator[Piece]:
         """Yield the values as pieces."""
-        return _pieces_at(self.segment, Level.I, self.values, self.slot.path, self.names)
+        return _pieces_at(self.segment, Level.I, self.values, path=self.slot.path, names=self.names)
 
 
 def _codec_pieces(units: Sequence[Unit]) -> Iterator[Piece]:
@@ -333,12 +333,12 @@ def _codec_pieces(units: Sequence[Unit]) -> Iterator[Piece]:
             yield from _copy_pieces(segment) if segment.keeps_copy else ()
             own = _own_slot(unit, segment)
             for phase, residual in segment.residuals.items():
-                yield from _pieces_at(segment, Level.I, residual, replace(own, phase=phase).path)
+                yield from _pieces_at(segment, Level.I, residual, path=replace(own, phase=phase).path)
 
 
 def _copy_pieces(segment: Segment) -> Iterator[Piece]:
     assert segment.rest is not None, "a copy rests"
-    return _pieces_at(segment, segment.layout.parameters, segment.rest, (_CODEC, _COPY))
+    return _pieces_at(segment, segment.layout.parameters, segment.rest, path=(_CODEC, _COPY))
 
 
 def _copy_of(name: str) -> str:
@@ -378,4 +378,4 @@ def _owed(unit: Unit, segment: Segment, names: Collection[str]) -> Iterator[_Owe
         if place == (own.tensor, own.copy, own.group):
             phase = next((each for each in segment.phases if each == slot.phase), segment.phases[0])
             residual = segment.residuals.get(phase, segment.residuals[segment.phases[0]])
-            yield _Owed(segment, slot, residual, torch.zeros_like(residual), frozenset(slots[slot]))
+            yield _Owed(segment, slot, residual, values=torch.zeros_like(residual), names=frozenset(slots[slot]))
