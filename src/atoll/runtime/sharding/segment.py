@@ -46,7 +46,6 @@ from atoll.layouts import (
     SYNC_GRADIENT,
     SYNC_PARAMETER,
     Axis,
-    Codec,
     FlatMap,
     Kind,
     Level,
