@@ -62,11 +62,11 @@ def counted(case: Case) -> tuple[dict[int, tuple[int, int]], dict[int, tuple[int
         return sum(segment.whole.untyped_storage().nbytes() for segment in segments)
 
     def bringing(segment: Segment, *args: Any) -> None:
-        gathers[segment._tag[0]] += 1
+        gathers[segment.tag[0]] += 1
         bring(segment, *args)
 
     def reducing(segment: Segment, *args: Any) -> None:
-        reductions[segment._tag] += segment.phases[-1] == args[0]
+        reductions[segment.tag] += segment.phases[-1] == args[0]
         reduce(segment, *args)
 
     def gathering(segment: Segment) -> None:
@@ -84,7 +84,7 @@ def counted(case: Case) -> tuple[dict[int, tuple[int, int]], dict[int, tuple[int
     for stage in engine._sharded.stages:
         trained = [segment for unit in stage.units for segment in unit.segments if segment.trainable]
         brought = {gathers[unit.spec.index] // len(unit.segments) for unit in stage.units}
-        reduced = {reductions[segment._tag] for segment in trained}
+        reduced = {reductions[segment.tag] for segment in trained}
         assert case.prefetch != 0 or len(brought) == 1, "the units of a stage travel together"
         for unit in stage.units:
             begun = (each.of for each in engine.program.instructions if each.do in (Do.GATHER, Do.FETCH))
