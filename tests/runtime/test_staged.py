@@ -36,8 +36,8 @@ def train_staged(case: Case) -> tuple[History, int]:
         made += 1
         return copied(tensor)
 
-    def connect(place: Place, device: torch.device) -> StagedTransport:
-        return Everything(place, device)
+    def connect(place: Place, device: torch.device, *, has_islands: bool) -> StagedTransport:
+        return Everything(place, device, has_islands=has_islands)
 
     with patch.object(engine, "connect", connect), patch.object(gloo, "_host_copy_of", counted):
         return train(case), made
