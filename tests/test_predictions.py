@@ -67,6 +67,7 @@ def test_the_copy_for_saving_in_the_background_is_predicted(changes: tuple[str, 
     assert max(copied) == pytest.approx(said, rel=COMPONENT)
 
 
+@pytest.mark.slow
 def test_state_of_every_layout_is_predicted_by_component() -> None:
     _skip_without_compiler()
     chosen = [row for row in LAYOUTS if row.changes[0].endswith(("NNG", "IIG", "GGG"))]

@@ -74,6 +74,7 @@ def test_only_fatal_problems_stop_training() -> None:
     assert not Examination(**base, **rest, problems=(note, end)).ready
 
 
+@pytest.mark.slow
 def test_extras_are_those_of_the_project(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
@@ -87,6 +88,7 @@ def test_extras_are_those_of_the_project(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert [package.name for package in packages if not offers(package)] == []
 
 
+@pytest.mark.slow
 def test_measuring_writes_a_cluster_and_prints_its_tables(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
     result = doctor("--measure", str(path), "--seconds", "0.002", "--json", CUDA_VISIBLE_DEVICES="")
@@ -118,6 +120,7 @@ def test_what_cannot_be_measured_is_refused_at_once(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_measuring_that_is_interrupted_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
     path.write_text("old")

@@ -127,6 +127,7 @@ def test_the_plan_that_a_config_has_is_shown_beside(write: Any) -> None:
     assert "the config's own plan takes" in run("plan", str(path))
 
 
+@pytest.mark.slow
 def test_what_is_written_is_kept(write: Any) -> None:
     path = write("[parallel]\nauto = true\nlayout = 'zero-1'\npipeline = 2", train="microbatch = 2", nodes=2)
     config, _ = load_chosen(path)

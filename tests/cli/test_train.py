@@ -222,6 +222,7 @@ def test_a_signal_saves_and_leaves(config: Path, number: signal.Signals, code: i
 # ---- one command that always continues
 
 
+@pytest.mark.slow
 def test_the_same_command_continues_after_a_kill_and_overwrite_alone_begins_again(config: Path) -> None:
     """With run.overwrite in the config it deleted every checkpoint when it was run again after a crash."""
     config.write_text(config.read_text().replace("tensorboard = false", "tensorboard = false\noverwrite = true"))
@@ -320,6 +321,7 @@ def is_running(process: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_an_exception_in_one_ranks_forward_ends_all_with_it(config: Path) -> None:
     result = run_broken(config, "raise")
     assert result.returncode == 1
@@ -394,6 +396,7 @@ def run_late(config: Path, manner: str) -> str:
     return result.stderr
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_named_and_ended(config: Path) -> None:
     words = run_late(config, "stop")
     assert "error: rank 1 is stopped in step 2, 1F0" in words
@@ -511,6 +514,7 @@ def test_a_dry_run_looks_at_the_checkpoint_that_would_be_resumed(
     assert "was trained on another corpus" in refused(capsys, monkeypatch, *dry)
 
 
+@pytest.mark.slow
 def test_a_mistake_that_only_ranks_see_is_told_once(config: Path) -> None:
     result = atoll(*ATOLL, "train", config, *sets('train.frozen=["nothing.*"]'))
     assert result.returncode == 2

@@ -6,6 +6,7 @@ from itertools import pairwise
 from statistics import fmean
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
@@ -61,6 +62,7 @@ def losses_of(precision: str, ranks: int) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 def test_bf16_follows_fp32_within_two_percent() -> None:
     """Each single step's loss, and the mean of every ten. fp32 runs on one rank, which takes less time."""
     (full,) = run_ranks(losses_of, 1, "fp32", 1)
