@@ -57,7 +57,7 @@ def test_a_size_is_written_as_people_write_it() -> None:
     assert _rows("--parameters", "7b", "--inter", "4") == _rows("--parameters", "7e9", "--inter", "4")
     result = _run("--parameters", "7x")
     assert result.exit_code == 2
-    assert "such as 7e9, 7b or 350m" in " ".join(result.output.split())
+    assert "such as 7e9, 7b or 350m" in " ".join(result.output.replace("│", " ").split())
 
 
 def test_frozen_parameters_stay_stored() -> None:
