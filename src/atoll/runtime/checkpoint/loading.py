@@ -209,7 +209,7 @@ def _problems(
         elif _kind(tensor.properties.dtype) != _kind(request.dtype):
             problems.append(f"{request.name!r} is {tensor.properties.dtype} there and {request.dtype} here")
     names = {request.name for request in asked}
-    problems.extend(f"it has {name!r}, which nothing here takes" for name in required if name not in names)
+    problems.extend(f"it has {name!r}, which this model does not have" for name in required if name not in names)
     return list(dict.fromkeys(problems))
 
 
