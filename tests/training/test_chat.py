@@ -283,5 +283,5 @@ def test_masking_and_patience_need_what_they_work_on(folder: Folder) -> None:
     values["train"] |= {"objective": "masked", "patience": 2}
     with pytest.raises(ConfigError) as caught:
         from_dict(values).to_plan()
-    assert 'it does not go with data.packing = "documents"' in str(caught.value)
+    assert 'it is not compatible with data.packing = "documents"' in str(caught.value)
     assert "train.patience = 2 needs a validation loss" in str(caught.value)

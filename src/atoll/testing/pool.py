@@ -115,6 +115,7 @@ class RankPool:
 
         failures = [(rank, report) for rank, report in reports if isinstance(report, Failure)]
         if failures:
+            self.close()  # broken connections may be noticed late; a fork takes milliseconds
             # Others may notice a lost connection before this process reads the end of the rank that died.
             rank, failure = next((each for each in failures if each[1].is_death), failures[0])
             raise self._rank_error(rank, failure)
