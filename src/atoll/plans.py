@@ -220,7 +220,7 @@ class Plan:
         """Where matrices are transformed whole, in words; None for an elementwise optimizer."""
         if self.whole is None:
             return None
-        shards = {Level.N: 1, Level.I: self.mesh.intra, Level.G: self.mesh.data}[self.layout.optimizer]
+        shards = {Level.N: 1, Level.I: self.mesh.intra, Level.G: self.mesh.data // self.islands}[self.layout.optimizer]
         among = f"on one of the {shards} ranks that shard its momentum" if shards > 1 else "on every rank"
         if self.mesh.tensor > 1:
             among = f"on one of {shards * self.mesh.tensor} ranks, with its {self.mesh.tensor} tensor-parallel parts"

@@ -14,6 +14,7 @@ import atoll
 from atoll import Engine
 from atoll.errors import CheckpointError, PlanError, RankError
 from atoll.layouts import EFFECTIVE
+from atoll.outer import Outer
 from atoll.program import Do, way_of
 from atoll.runtime.sharding.muon import orthogonalize
 from atoll.testing import run_ranks
@@ -319,3 +320,9 @@ def test_it_is_given_to_the_engine_itself() -> None:
         model = tiny_model(TinyConfig())
     with pytest.raises(PlanError, match="give it to the engine itself"):
         Engine(model, case.plan, optimizer=lambda groups: atoll.Muon()(groups), device="cpu")
+
+
+@pytest.mark.parametrize("layout", ["IIG", "NII"])
+def test_islands_have_owners_of_their_own(layout: str) -> None:
+    outer = Outer(2, fragments=2, delay=1)
+    assert_parity(Case(layout, pipeline=1, inter=2, intra=2, steps=5, optimizer="Muon", outer=outer))

@@ -215,7 +215,7 @@ class Engine:
             ends = outline.rank_of_stage
             self.transport.open_vocabulary_links(ends[0], ends[-1])
         if plan.whole is not None:
-            axes = swapped_along(plan.layout.optimizer)
+            axes = tuple(axis for axis in swapped_along(plan.layout.optimizer) if plan.outer is None or axis != "inter")
             self.transport.open_swaps(*axes)
             self.transport.open_swaps(*axes, "tp")
         self._lanes = lanes_of(

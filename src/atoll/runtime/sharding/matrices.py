@@ -159,6 +159,8 @@ class Exchange:
 def _rank_of(place: Place, holders: Holders, holder: int) -> int:
     """The world rank of a holder. Those of a matrix that is not split are of one tensor-parallel rank."""
     inter, intra, tp = holders.place(holder)
+    if holders.nest.inter == 1:
+        inter = place.inter  # an island has holders of its own
     return replace(place, inter=inter, intra=intra, tp=tp if holders.parts > 1 else place.tp).rank
 
 
