@@ -325,4 +325,4 @@ def test_it_is_given_to_the_engine_itself() -> None:
 @pytest.mark.parametrize("layout", ["IIG", "NII"])
 def test_islands_have_owners_of_their_own(layout: str) -> None:
     outer = Outer(2, fragments=2, delay=1)
-    assert_parity(muon(layout=layout, inter=2, intra=2, microbatches=4, model=MODELS[0], steps=5, outer=outer))
+    assert_parity(muon(layout=layout, inter=2, intra=3, microbatches=6, model=MODELS[0], steps=5, outer=outer))
