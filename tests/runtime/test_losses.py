@@ -224,9 +224,9 @@ WRONG_LOSSES = {
     "a mean of each sample": (lambda outputs, batch: outputs.mean(-1), r"sum of shape \(2,\).*add up"),
     "a number": (
         lambda outputs, batch: float(outputs.detach().sum()),
-        "gave a float.*sum over what counts as a tensor",
+        "returned a float.*sum over what counts as a tensor",
     ),
-    "a triple": (lambda outputs, batch: (outputs.sum(), 1, 2), "gave a tuple.*pair"),
+    "a triple": (lambda outputs, batch: (outputs.sum(), 1, 2), "returned a tuple.*pair"),
     "counts of each sample": (lambda outputs, batch: (outputs.sum(), torch.ones(2)), r"count of shape \(2,\)"),
     "a count in words": (lambda outputs, batch: (outputs.sum(), "two"), "count of type str"),
 }
