@@ -18,7 +18,7 @@ from typing import Any
 
 from atoll.testing.families import CAUSAL, MASKED
 from benchmarks import first_screen
-from benchmarks.chaos.bench import kills
+from benchmarks.chaos.bench import kills, of_last_commit
 from benchmarks.integrity.bench import ENDS, shares
 from benchmarks.islands.judging import judged
 from benchmarks.provenance import ROOT, Raw, changed, load, raw_path
@@ -214,7 +214,7 @@ def chaos(raw: Raw) -> Figures:
     done = [each for row in raw["rounds"] for each in row["disturbances"]]
     back = [
         each["recovered"]
-        for row in raw["rounds"]
+        for row in of_last_commit(raw["rounds"])
         for each in row["disturbances"]
         if each["kind"] == "rank killed" and row["ranks"] == 4 and row["launcher"] != "two nodes"
         if each["recovered"] is not None
@@ -732,7 +732,7 @@ ALL_CLAIMS = (
         "them kills of ranks, launchers and nodes: [page](benchmarks/chaos/README.md)",
         result="{right} of {runs} recover without help and end with the losses and the final checkpoint of the "
         "undisturbed run, bit for bit{stopped}. From a killed rank to the next step of four local ranks: median "
-        "{median} s, {soon} of {of} under {aim} s, worst {longest} s with the back-off after failures in a row, on two "
+        "{median} s, {soon} of {of} under {aim} s, worst {longest} s, on two "
         "cores",
         raw="chaos",
         figures=chaos,

@@ -118,6 +118,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"rounds": rounds, "seed": SEED, "timeout": TIMEOUT, "wanted": wanted}
 
 
+def of_last_commit(rounds: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The rounds of the newest commit: how soon a run goes on is said of these alone."""
+    return [row for row in rounds if row["commit"] == rounds[-1]["commit"]]
+
+
 def kills(rounds: list[dict[str, Any]]) -> int:
     """Disturbances that killed a rank, a launcher or a node."""
     return sum(KINDS[each["kind"]].kills for row in rounds for each in row["disturbances"])
@@ -192,8 +197,14 @@ def report(result: Mapping[str, Any]) -> str:
                 if each["kind"] == kind
             ]
             if own:
-                times = [each["recovered"] for each in own if each["recovered"] is not None]
-                worst = f"{median(times):.1f} | {max(times):.1f}" if times else "- | -"
+                times = [
+                    each["recovered"]
+                    for row in of_last_commit(rounds)
+                    if row["launcher"] == launcher
+                    for each in row["disturbances"]
+                    if each["kind"] == kind and each["recovered"] is not None
+                ]
+                worst = f"{len(times)} | {median(times):.1f} | {max(times):.1f}" if times else "- | - | -"
                 again = sum(each["again"] for each in own)
                 lines.append(f"| {kind} | {launcher} | {len(own)} | {worst} | {again} |")
     bad = [row for row in rounds if row["problems"]]
@@ -208,15 +219,16 @@ def report(result: Mapping[str, Any]) -> str:
             "nodes* are two network namespaces, each with a torchrun agent and half of the ranks; as a cluster "
             "would, the benchmark restarts an agent that has ended. *next step*: seconds from the start of the "
             f"disturbance to the next recorded step, including the disturbance itself (a cut lasts {TIMEOUT + 2:g} to "
-            f"{2 * TIMEOUT:g} s), on two cores. *from outside*: number of restarts of a launcher that had ended.",
+            f"{2 * TIMEOUT:g} s), on two cores; *timed*: how many of these are of the "
+            f"newest commit. *from outside*: number of restarts of a launcher that had ended.",
             tables.measured_in(result["environment"]) if "environment" in result else "",
             f"{len(rounds)} runs over {len({row['configuration'] for row in rounds})} configurations with {count} "
             f"disturbances, {kills(rounds)} of them kills ({result['wanted']} in a whole run): "
             f"{len(rounds) - len(bad)} runs equal the undisturbed run, {len(bad)} do not. {_settings(rounds)}",
             "\n".join(
                 [
-                    "| disturbance | launcher | number | next step s, median | longest | from outside |",
-                    "|---|---|--:|--:|--:|--:|",
+                    "| disturbance | launcher | number | timed | next step s, median | longest | from outside |",
+                    "|---|---|--:|--:|--:|--:|--:|",
                     *lines,
                 ]
             ),
@@ -225,8 +237,9 @@ def report(result: Mapping[str, Any]) -> str:
             "checkpoint is flipped and a rank is killed, so that the checkpoint is read. *clock set*: the processes' "
             "wall clock is set a minute to ten years back or ahead. *second run*: the same command is run again and "
             "must be refused. *packets lost*: 5 to 30 % of the packets between the nodes. No rank is killed twice in "
-            "a row, because a rank that fails twice in the same step ends a run by design. Consecutive starts "
-            "without a new checkpoint wait for 0, 1, 5, 15 and 30 s, which is part of *next step*.",
+            "a row, because a rank that fails twice in the same step ends a run by design. Ranks that took a step are "
+            "restarted at once; consecutive starts that took none wait for 1, 5, 15 and 30 s, which is part of *next "
+            "step*.",
             *map(_failed, bad),
         ]
     ) + "\n"  # fmt: skip
