@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -21,7 +21,9 @@ from benchmarks import first_screen
 from benchmarks.chaos.bench import kills, of_last_commit
 from benchmarks.integrity.bench import ENDS, shares
 from benchmarks.islands.judging import judged
+from benchmarks.muon.bench import WINDOW
 from benchmarks.provenance import ROOT, Raw, changed, load, raw_path
+from benchmarks.quality.bench import finals
 from benchmarks.saving.bench import added
 
 PART = re.compile(r"(<!-- evidence -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -245,6 +247,46 @@ def fuzzed(raw: Raw) -> Figures:
         "seconds": max(row["seconds"] for row in rows),
         "megabytes": max(row["bytes"] for row in rows) / 1e6,
     }
+
+
+def codecs(raw: Raw) -> Figures:
+    """Return times as fast as the layout without codecs, and bytes over the formula."""
+    found: dict[str, float] = {}
+    for name, race in raw["races"].items():
+        rate = name.split()[0]
+        rows = {(row["setting"]["layout"], row["setting"]["gradient"], row["setting"]["parameter"]): row
+                for row in race["rows"] if row["setting"]["rounding"] == "nearest"}  # fmt: skip
+        plain = rows["IIG", None, None]["median_seconds"]
+        found[f"plain{rate}"] = plain
+        for codec in ("int8", "int4"):
+            found[f"{codec}_{rate}"] = plain / rows["IIG", codec, codec]["median_seconds"]
+    over = [median(row["inter_bytes"]) / row["formula_bytes"] - 1 for race in raw["races"].values()
+            for row in race["rows"]]  # fmt: skip
+    return {**found, "over": f"{min(over):.1%} to {max(over):.1%}"}
+
+
+def outer(raw: Raw) -> Figures:
+    speed = raw["speed"]
+    return {
+        "rate": speed["bits"] / 1e6,
+        "every": speed["outer"]["every"],
+        "over": median(speed["over_alone"]),
+        "times": speed["times_as_fast"],
+        "best": speed["best_synchronous"],
+    }
+
+
+def quality(raw: Raw) -> Figures:
+    found = {each.name: f"{each.over:+.2%}" for each in finals(raw) if each.kind != "synchronous"}
+    seeds = len({row["seed"] for row in raw["rows"]})
+    losers = [f"{name} {found[name]}" for name in ("int4, no feedback", "averaged once, at the end") if name in found]
+    return {"steps": raw["steps"], "seeds": seeds, "every": raw["every"], "losers": "; ".join(losers), **found}
+
+
+def muon(raw: Raw) -> Figures:
+    ratios = {row["layout"]: row["ratio"] for row in raw["rows"]}
+    last = {name: fmean(losses[-WINDOW:]) for name, losses in raw["losses"].items()}
+    return {"steps": raw["job"]["steps"], **ratios, **last}
 
 
 def low_rank(raw: Raw) -> Figures:
@@ -693,6 +735,41 @@ ALL_CLAIMS = (
         "more than simulated",
         raw="slow_hop",
         figures=slow_hop,
+    ),
+    Claim(
+        what="codecs between two islands (**emulated network**)",
+        how="IIG with gradients and parameters in int8 or int4, beside IIG without codecs in the same run: "
+        "[page](benchmarks/codecs/README.md)",
+        result="100 Mbit/s: int8 {int8_100:.2f}, int4 {int4_100:.2f} times as fast; 400 Mbit/s: {int8_400:.2f} and "
+        "{int4_400:.2f}; bytes on the link {over} over the formula",
+        raw="codecs",
+        figures=codecs,
+    ),
+    Claim(
+        what="outer steps over a slow link (**emulated network**)",
+        how="two islands of two ranks that average every {every} steps, block by block, at {rate:g} Mbit/s: "
+        "[page](benchmarks/outer/README.md)",
+        result="{over:.2f} times the step of islands that never communicate; {times:.0f} times as fast as {best}, the "
+        "fastest synchronous layout",
+        raw="outer",
+        figures=outer,
+    ),
+    Claim(
+        what="— the loss of codecs and outer steps",
+        how="a small decoder on the quickstart's corpus, {steps} steps, {seeds} seeds, the same tokens, final "
+        "validation loss over fp32: [page](benchmarks/quality/README.md)",
+        result="int8 {int8}, int4 with error feedback {int4}, DiLoCo every {every} steps {DiLoCo}; {losers}",
+        raw="quality",
+        figures=quality,
+    ),
+    Claim(
+        what="Muon beside AdamW",
+        how="a decoder on text, two ranks that share a machine, {steps} steps, steps of both in turns: "
+        "[page](benchmarks/muon/README.md)",
+        result="a step takes {NNG:.2f} times AdamW's under NNG, {IIG:.2f} times under IIG; loss {Muon:.3f} against "
+        "{AdamW:.3f}",
+        raw="muon",
+        figures=muon,
     ),
     Claim(
         what="islands that train by themselves match k replicas in one process",

@@ -31,7 +31,7 @@ SLOW = (
     "vocabulary",
     "slow_hop",
     "codecs",
-    "codecs_quality",
+    "quality",
     "uneven",
     "published",
     "paired",
@@ -63,12 +63,12 @@ def main() -> None:
         "--uncommitted", action="store_true", help="measure files that are not committed; the result says so"
     )
     parser.add_argument("--against", metavar="COMMIT", help="of paired: the older commit")
-    parser.add_argument("--steps", type=int, metavar="N", help="of outer, steps of each run for quality")
+    parser.add_argument("--steps", type=int, metavar="N", help="of quality, steps of each run")
     parser.add_argument("--rows", metavar="FOLDER", help="of published: where its rows lie")
     parser.add_argument(
         "--minutes", type=float, metavar="N", help="of chaos, fuzz and hangs, after how many none begins"
     )
-    parser.add_argument("--add", action="store_true", help="of chaos and fuzz, to what their raw files have")
+    parser.add_argument("--add", action="store_true", help="of chaos, fuzz and quality, to what their raw files have")
     parser.add_argument(
         "--jobs", type=int, metavar="N", help="of mutants, fuzz and hangs, how many at once (default: one a core)"
     )

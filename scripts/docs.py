@@ -141,7 +141,7 @@ MEANINGS: Mapping[str, str] = {
     "parallel.prefetch": "bytes of parameters that may be prefetched; if not given, the bytes of one block for each "
     "link that a gather crosses. 0 uses the least memory: no prefetch, and each block's gradients are reduced before "
     "the next block's backward",
-    "parallel.residency": "how long gathered parameters are kept: `unit` for one action, `run` while the stage fits "
+    "parallel.residency": "how long gathered parameters are kept: `action` for one action, `run` while the stage fits "
     "in `resident` bytes, `step` for the whole step",
     "parallel.reduction": "how often gradients are reduced to their shards: after each microbatch, before another "
     "stage's backward, or once a step",

@@ -38,6 +38,7 @@ from benchmarks.low_rank import bench as low_rank
 from benchmarks.matrix import bench as matrix
 from benchmarks.outer import bench as outer
 from benchmarks.planner import bench as planner
+from benchmarks.quality import bench as quality
 from benchmarks.sharded_pipeline import bench as sharded_pipeline
 from benchmarks.sharded_pipeline import race as ranks_of_the_race
 from benchmarks.sharded_pipeline.settings import MICROBATCHES, Ours, Setting, Theirs, seeds
@@ -438,17 +439,28 @@ def test_the_page_of_outer_steps() -> None:
         "over_alone": [1.04],
         "times_as_fast": 30.8,
     }
-    rows = [
-        {"name": name, "seed": 0, "validation": [(0, 5.0), (10, 4.0), (20, last)]}
-        for name, last in (("synchronous", 2.0), ("DiLoCo", 2.1))
-    ]
-    result = {"speed": speed, "quality": {"steps": 20, "every": 32, "load": [0.5], "rows": rows}}
-    page = outer.report(result)
+    page = outer.report({"speed": speed})
     assert "| outer | 0.520 | 0.520 | 0.520 | 2.1 | 2.0 |" in page.splitlines()
-    assert "| DiLoCo | 2.1000 | 1 | +5.00% |" in page.splitlines()
     assert "Traffic by the formula: 2.0 kB a step." in page
+
+
+def test_the_page_of_quality() -> None:
+    """Losses are compared with those of the base for the same seeds."""
+    rows = [
+        {"name": name, "kind": kind, "parallel": {}, "seed": seed, "validation": [(0, 5.0), (10, 4.0), (20, last)]}
+        for name, kind, seed, last in (
+            ("fp32", "synchronous", 0, 2.0),
+            ("fp32", "synchronous", 1, 4.0),
+            ("DiLoCo", "outer", 0, 2.1),
+            ("int8", "codec", 0, 2.002),
+            ("int8", "codec", 1, 4.004),
+        )
+    ]
+    result = {"job": quality.JOB, "steps": 20, "every": 32, "aims": quality.AIMS, "rows": rows}
+    page = quality.report(result)
+    assert "| DiLoCo | 2.1000 |  | 1 | +5.00% | 3.0% |" in page.splitlines()
+    assert "| int8 | 3.0030 | ± 1.4156 | 2 | +0.10% | 0.3% |" in page.splitlines()
     assert "Only 20 of 2000 steps" in page
-    assert outer.curves(rows).count("<polyline") == 2
 
 
 def test_links_of_two_islands_are_those_that_were_measured() -> None:

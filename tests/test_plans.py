@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll import schedules
+from atoll.config import from_dict
 from atoll.errors import PlanError
 from atoll.layouts import Layout, Nest
 from atoll.plans import ORDERS, MeshShape, Place, Plan
@@ -77,7 +78,7 @@ def test_a_plan_knows_its_global_batch() -> None:
             "8192 microbatches a rank .* at most 8191",
         ),
         ({"recompute": "all"}, "recompute = 'all'; known: none, block, selective"),
-        ({"residency": "block"}, "residency = 'block'; known: unit, run, step"),
+        ({"residency": "block"}, "residency = 'block'; known: action, run, step"),
         ({"reduction": "unit"}, "reduction = 'unit'; known: microbatch, run, step"),
         ({"unit": 0}, "unit = 0; a unit has at least one block"),
         ({"unit": -2}, "unit = -2; a unit has at least one block"),
@@ -93,7 +94,7 @@ def test_a_plan_knows_its_global_batch() -> None:
             },
             "two or more pipeline ranks, and the mesh has one",
         ),
-        ({"resident": 5}, "resident = 5 bytes with residency = 'unit'"),
+        ({"resident": 5}, "resident = 5 bytes with residency = 'action'"),
     ],
 )
 def test_plans_that_do_not_fit(change: dict[str, object], message: str) -> None:
@@ -118,3 +119,13 @@ def test_a_pipeline_inside_the_nodes() -> None:
 def test_an_order_that_does_not_exist() -> None:
     with pytest.raises(PlanError, match="order of the mesh's axes = tp, pp, inter, intra; known: pp, inter"):
         MeshShape(order=("tp", "pp", "inter", "intra"))
+
+
+def test_unit_is_a_deprecated_name_of_residency_action() -> None:
+    schedule = schedules.build("1f1b", ranks=1, microbatches=2)
+    with pytest.warns(FutureWarning, match="'unit' is deprecated, use 'action'"):
+        plan = Plan(MeshShape(), Layout("NNN"), schedule, 1, residency="unit")  # type: ignore[arg-type]
+    assert plan.residency == "action"
+    with pytest.warns(FutureWarning, match="'unit' is deprecated"):
+        config = from_dict({"parallel": {"residency": "unit"}})
+    assert config.parallel.residency == "action"

@@ -1,10 +1,8 @@
-"""Outer steps over a slow link, and what they cost in loss: `python benchmarks/run.py outer`.
+"""Outer steps over a slow link: `python benchmarks/run.py outer`.
 
-Time: two islands of two ranks, network namespaces joined by a link of 20 Mbit/s. Islands that meet behind every 64
-steps, block by block, take turns with islands that never meet; synchronous layouts follow at the same link.
-Quality: validation losses on the quickstart's corpus with the same tokens. Needs root, `ip` and `tc`.
-
-    --steps N    of each run for quality; 2000 if not given
+Two islands of two ranks, network namespaces joined by a link of 20 Mbit/s. Islands that average every 64 steps, block
+by block, take turns with islands that never communicate; synchronous layouts follow over the same link. What outer
+steps cost in loss: `benchmarks/quality`. Needs root, `ip` and `tc`.
 """
 
 from __future__ import annotations
@@ -15,8 +13,7 @@ import signal
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
-from statistics import fmean, median, stdev
+from statistics import fmean, median
 from typing import Any
 
 from atoll.outer import Outer
@@ -26,7 +23,6 @@ from benchmarks.islands.network import Islands
 from benchmarks.islands.ranks import Ranks, Where
 from benchmarks.islands.work import Chain
 from benchmarks.outer import race
-from benchmarks.outer.quality import EVERY, STEPS, Setting, measure
 
 BITS = 20e6
 LAYOUT = "IIG"
@@ -40,16 +36,12 @@ SYNCHRONOUS_TURNS = 2
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure both parts."""
+    """Race all of them."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the namespaces are removed
     quick = arguments.quick
-    steps = 8 if quick else arguments.steps or STEPS
     outer = Outer(8, fragments=0, delay=2) if quick else OUTER
     work = Chain(count=2) if quick else Chain()
-    speed = _race(work, outer, rounds=1 if quick else ROUNDS, layouts=SYNCHRONOUS[: 1 if quick else None])
-    load = [round(value, 2) for value in os.getloadavg()]
-    rows = measure(Setting(steps, (0,) if quick or steps < STEPS else Setting().seeds))
-    return {"speed": speed, "quality": {"steps": steps, "every": EVERY, "load": load, "rows": rows}}
+    return {"speed": _race(work, outer, rounds=1 if quick else ROUNDS, layouts=SYNCHRONOUS[: 1 if quick else None])}
 
 
 def _race(work: Chain, outer: Outer, *, rounds: int, layouts: Sequence[str]) -> dict[str, Any]:
@@ -116,7 +108,6 @@ def report(result: Mapping[str, Any]) -> str:
         "Written by `python benchmarks/run.py outer`. [How outer steps work](../../docs/outer.md).",
         tables.measured_in(result["environment"]) if "environment" in result else "",
         *_speed(result["speed"]),
-        *_quality(result["quality"]),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -150,69 +141,3 @@ def _speed(speed: Mapping[str, Any]) -> Iterable[str]:
         f"{max(over):.3f}. {speed['times_as_fast']:.1f} times as fast as {speed['best_synchronous']}, the fastest of "
         f"the synchronous layouts. Traffic by the formula: {speed['formula_bytes'] / 1e3:.1f} kB a step."
     )
-
-
-def _quality(quality: Mapping[str, Any]) -> Iterable[str]:
-    rows, steps = quality["rows"], quality["steps"]
-    yield "## Loss with the same tokens"
-    few = "" if steps == STEPS else f" **Only {steps} of {STEPS} steps: this says nothing about quality yet.**"
-    load = quality["load"][0]
-    yield (
-        f"`atoll train` with the defaults of the quickstart (its model and corpus, a global batch of 16), two ranks, "
-        f"{steps} steps; two islands with H = {quality['every']}.{few} The validation loss is that of the anchors. "
-        f"Load {load}."
-    )
-    names = list(dict.fromkeys(row["name"] for row in rows))
-    final = {name: [row["validation"][-1][1] for row in rows if row["name"] == name] for name in names}
-    base = final[names[0]]
-    lines = ["| | final validation loss | of seeds | over synchronous |", "|---|--:|--:|--:|"]
-    for name, losses in final.items():
-        spread = f" ± {stdev(losses):.4f}" if len(losses) > 1 else ""
-        lines.append(
-            f"| {name} | {fmean(losses):.4f}{spread} | {len(losses)} | {fmean(losses) / fmean(base) - 1:+.2%} |"
-        )
-    yield "\n".join(lines)
-    yield "![Validation losses](results/curves.svg)"
-
-
-def publish(result: Mapping[str, Any], folder: Path) -> None:
-    """Write the curves."""
-    (folder / "results").mkdir(parents=True, exist_ok=True)
-    (folder / "results" / "curves.svg").write_text(curves(result["quality"]["rows"]), encoding="utf-8")
-
-
-COLORS = ("#1d2530", "#0d7d75", "#8a5fb8", "#c2571a", "#9aa4af")
-WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 900, 460, 60, 24, 20, 110
-
-
-def curves(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Draw the validation loss of every run by step; runs of one name have one colour."""
-    names = list(dict.fromkeys(row["name"] for row in rows))
-    points = [point for row in rows for point in row["validation"][1:]]
-    last = max(step for step, _ in points)
-    low, high = min(loss for _, loss in points), max(loss for _, loss in points)
-    wide, tall = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
-
-    def at(step: float, loss: float) -> str:
-        return f"{LEFT + wide * step / last:.1f},{TOP + tall * (high - loss) / max(high - low, 1e-9):.1f}"
-
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="system-ui, sans-serif" '
-        'font-size="13">',
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
-    ]
-    for part in range(5):
-        loss, step = low + (high - low) * part / 4, last * part / 4
-        x, y = at(step, low).split(",")[0], at(0, loss).split(",")[1]
-        parts.append(f'<path d="M{LEFT} {y}H{WIDTH - RIGHT}" stroke="#e6eaee"/>')
-        parts.append(f'<text x="{LEFT - 8}" y="{y}" text-anchor="end" fill="#5a6673">{loss:.2f}</text>')
-        parts.append(f'<text x="{x}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle" fill="#5a6673">{step:.0f}</text>')
-    for row in rows:
-        path = " ".join(at(*point) for point in row["validation"][1:])
-        color = COLORS[names.index(row["name"]) % len(COLORS)]
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.5"/>')
-    for number, name in enumerate(names):
-        x, y = LEFT + number % 3 * 280, HEIGHT - BOTTOM + 46 + number // 3 * 24
-        parts.append(f'<path d="M{x} {y - 4}h24" stroke="{COLORS[number % len(COLORS)]}" stroke-width="3"/>')
-        parts.append(f'<text x="{x + 30}" y="{y}" fill="#1d2530">{name}</text>')
-    return "\n".join([*parts, "</svg>", ""])

@@ -82,7 +82,7 @@ class Published:
     microbatches: int
     cluster: Cluster
     layers_per_stage: tuple[int, ...] | None = None
-    residency: Residency = "unit"
+    residency: Residency = "action"
     vocabulary: Literal[0, 1, 2] = 0
     compiled: bool | None = None
     gradient_bytes: int | None = None

@@ -14,6 +14,7 @@ seconds against peak memory (search.py); those take turns.
 from __future__ import annotations
 
 import argparse
+import json
 import signal
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -167,6 +168,8 @@ def _decided(rows: Sequence[Row]) -> dict[str, Any]:
 
 def report(result: Mapping[str, Any]) -> str:
     """The page."""
+    # Residency `action` was called `unit` when the raw file was written.
+    result = json.loads(json.dumps(result).replace(" unit/", " action/"))
     work = result["work"]
     parts = [
         "# Sharded parameters in a pipeline",
@@ -300,8 +303,8 @@ def _line(races: Mapping[str, Any], compute_seconds: float) -> str:
     return "\n\n".join(
         [
             "## 1F1B with everything sharded, on the limited link",
-            "With one stage per rank, each microbatch uses all parameters of the rank twice, so `unit` residency with "
-            "a reduction per microbatch sends more than the link can transfer in the "
+            "With one stage per rank, each microbatch uses all parameters of the rank twice, so `action` residency "
+            "with a reduction per microbatch sends more than the link can transfer in the "
             f"{compute_seconds:.2f} s of compute. The link is always busy, so neither the order nor prefetch makes "
             "this faster, only less traffic. torch sends less because its pipelining reduces once per step and, "
             "resharded or not, keeps parameters gathered through the backward. In Atoll this is a setting:",

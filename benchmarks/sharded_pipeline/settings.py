@@ -40,7 +40,7 @@ class Ours:
 
     schedule: str
     layout: Layout = "GGG"
-    residency: Residency = "unit"
+    residency: Residency = "action"
     reduction: Reduction = "microbatch"
     microbatches: int = 16
     chunks: int = 2

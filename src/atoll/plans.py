@@ -7,7 +7,7 @@ from itertools import product
 
 from atoll.errors import PlanError
 from atoll.ir import Schedule
-from atoll.ir.residency import REDUCTIONS, RESIDENCIES, Reduction, Residency
+from atoll.ir.residency import REDUCTIONS, RESIDENCIES, Reduction, Residency, current
 from atoll.layouts import NO_CODECS, Codecs, Layout, Level, Nest, Precision, Sharding, Whole
 from atoll.outer import Outer
 from atoll.program import Ending
@@ -124,7 +124,7 @@ class Plan:
     """A plan: mesh, layout, schedule, precision, recompute and microbatches.
 
     microbatch: samples of one microbatch. Microbatches a rank and step: `schedule.microbatches`.
-    residency: how long gathered parameters are kept: `unit`, each block while it is used; `run`, stages while they fit
+    residency: how long gathered parameters are kept: `action`, each block during its use; `run`, stages while they fit
     in memory; `step`.  resident: bytes of gathered parameters that `run` may keep on a rank between actions; the size
     of its largest stage if not given.
     unit: blocks that are gathered and reduced together, where they follow each other in a stage and are of one class.
@@ -152,7 +152,7 @@ class Plan:
     schedule: Schedule
     microbatch: int
     precision: Precision = field(default_factory=lambda: Precision.preset("fp32"))
-    residency: Residency = "unit"
+    residency: Residency = "action"
     reduction: Reduction = "microbatch"
     resident: int | None = None
     unit: int = 1
@@ -201,6 +201,7 @@ class Plan:
                 "vocabulary_parallel splits embedding and head over two or more pipeline ranks, and the mesh has one; "
                 "turn it off, or use pipeline = 2 or more"
             )
+        object.__setattr__(self, "residency", current(self.residency))
         if self.residency not in RESIDENCIES:
             raise PlanError(f"residency = {self.residency!r}; known: {', '.join(RESIDENCIES)}")
         if self.reduction not in REDUCTIONS:

@@ -62,7 +62,7 @@ schedule = "1f1b"
 recompute = "none"
 unit = 1
 prefetch = 0
-residency = "unit"
+residency = "action"
 reduction = "microbatch"
 post_validation = false
 """

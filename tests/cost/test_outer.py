@@ -102,7 +102,7 @@ def test_the_planner_prices_what_it_does_not_choose() -> None:
         order=(("inter", "intra", "pp", "tp"),),
         schedules=(Order("1f1b"),),
         layouts=(Layout("NNN"), Layout("GGG")),
-        residency=("unit",),
+        residency=("action",),
         reduction=("step",),
         unit=(1,),
         prefetch=(None,),

@@ -127,7 +127,7 @@ def test_a_split_vocabulary_under_every_layout(layout: str, tied: bool) -> None:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("schedule", schedules.CATALOGUE)
 def test_a_split_vocabulary_under_every_schedule(schedule: str, tied: bool) -> None:
-    for residency in ("unit", "run"):
+    for residency in ("action", "run"):
         plan = plan_of("GGG", schedule=schedule, residency=residency, vocabulary_parallel=True)
         assert_alike(plan, tied=tied, vocabulary=97)
     line = plan_of("NNG", schedule=schedule, mesh=MeshShape(3, 1, 2), vocabulary_parallel=True)

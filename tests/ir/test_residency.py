@@ -137,7 +137,7 @@ def test_sizes_decide_what_there_is_room_for() -> None:
 
 
 def test_bad_words_and_sizes_are_refused() -> None:
-    with pytest.raises(ScheduleError, match="residency = 'block'; known: unit, run, step"):
+    with pytest.raises(ScheduleError, match="residency = 'block'; known: action, run, step"):
         insert_sharding(of("1f1b"), residency="block")  # type: ignore[arg-type]
     with pytest.raises(ScheduleError, match="reduction = 'unit'; known: microbatch, run, step"):
         insert_sharding(of("1f1b"), reduction="unit")  # type: ignore[arg-type]

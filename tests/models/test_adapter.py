@@ -66,7 +66,7 @@ def test_blocks_of_a_sequential_keep_their_names_and_repeats() -> None:
     model = nn.Sequential(OrderedDict([("first", nn.Embedding(5, 4)), ("mix", shared), ("again", shared)]))
     blocks = adapter_for(model).blocks()
     assert [block.name for block in blocks] == ["first", "mix", "again"]
-    assert blocks[1].module is blocks[2].module
+    assert blocks[1].module.weight is blocks[2].module.weight
 
 
 @pytest.mark.parametrize("model", [Decoder(SMALL), _sequential()], ids=["decoder", "sequential"])
@@ -212,3 +212,35 @@ def test_buffers_lost_on_meta_are_refused() -> None:
 def test_an_empty_sequential_is_refused() -> None:
     with pytest.raises(PlanError, match="empty"):
         adapter_for(nn.Sequential())
+
+
+def test_a_repeated_module_is_two_blocks_with_the_same_parameters() -> None:
+    """Each block has its own forward; replaced twice, each of the two would run inside the other."""
+    shared, activation = nn.Linear(4, 4), nn.Tanh()
+    model = nn.Sequential(nn.Embedding(8, 4), shared, activation, shared, activation)
+    ids = torch.arange(8)
+    before = model(ids)
+    blocks = SequentialAdapter(model).blocks()
+    assert len({id(block.module) for block in blocks}) == 5
+    assert blocks[3].module.weight is shared.weight
+    assert torch.equal(model(ids), before)
+    assert [block.module for block in SequentialAdapter(model).blocks()] == [block.module for block in blocks]
+
+
+class Repeats(nn.Module):
+    """A model whose own adapter lists one module as two blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = self.first
+
+    def atoll_adapter(self) -> Adapter:
+        adapter = SequentialAdapter(nn.Sequential(OrderedDict(first=self.first)))
+        adapter.blocks = lambda: [Block("first", self.first), Block("second", self.second)]  # type: ignore[method-assign]
+        return adapter
+
+
+def test_one_module_as_two_blocks_is_refused() -> None:
+    with pytest.raises(PlanError, match="one module is the blocks first, second; give each block its own module"):
+        adapter_for(Repeats())

@@ -63,7 +63,7 @@ def space_of(draw: random.Random) -> dict[str, tuple[Any, ...]]:
         "schedules": (Order("1f1b"), Order("interleaved", 2), Order("zb-h1"), Order("zb-v"), Order("gpipe")),
         "microbatch": (1, 2, 4),
         "layouts": EFFECTIVE,
-        "residency": ("unit", "run", "step"),
+        "residency": ("action", "run", "step"),
         "reduction": ("microbatch", "run", "step"),
         "unit": (1, 2),
         "prefetch": (None, 0),

@@ -18,7 +18,7 @@ from tests.program.shapes import RETURNED, WHOLE, shapes_of
 NAMES = ("gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-h2", "zb-v", "v-min", "dualpipe-v", "unit")
 
 
-def programs(schedule: Schedule, *, residency: Residency = "unit", reduction: Reduction = "microbatch",
+def programs(schedule: Schedule, *, residency: Residency = "action", reduction: Reduction = "microbatch",
              end: Ending | None = None, **options: Any) -> list[Program]:  # fmt: skip
     lowered = lower(schedule, residency=residency, reduction=reduction)
     shapes = shapes_of(schedule.placement, **options)

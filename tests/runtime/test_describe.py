@@ -99,7 +99,7 @@ def test_slices_of_a_vocabulary_stay_where_there_is_room() -> None:
 
     # 8 microbatches on a rank, looked up and scored; where a row turns round a slice stays anyway.
     assert gathers(1 << 20, "run") == gathers(None, "step") == 1
-    assert 1 < gathers(None, "run") <= gathers(0, "run") <= gathers(None, "unit") <= 16
+    assert 1 < gathers(None, "run") <= gathers(0, "run") <= gathers(None, "action") <= 16
 
 
 def test_the_programs_of_all_ranks_can_be_simulated() -> None:

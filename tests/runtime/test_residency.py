@@ -103,7 +103,7 @@ def counted(case: Case) -> tuple[dict[int, tuple[int, int]], dict[int, tuple[int
 @pytest.mark.parametrize(
     ("schedule", "residency", "reduction"),
     [
-        ("1f1b", "unit", "microbatch"),
+        ("1f1b", "action", "microbatch"),
         ("1f1b", "run", "run"),
         ("breadth-first", "run", "run"),
         ("breadth-first", "step", "step"),
@@ -136,14 +136,14 @@ M = 8
 @pytest.mark.parametrize(
     ("schedule", "residency", "reduction", "gathers", "reductions"),
     [
-        ("1f1b", "unit", "microbatch", 2 * M, M),
+        ("1f1b", "action", "microbatch", 2 * M, M),
         ("1f1b", "run", "run", 1, 1),
         ("gpipe", "step", "step", 1, 1),
         ("zb-h1", "run", "step", 1, 1),
         ("breadth-first", "run", "run", 2 - 1 / 2, 1),
-        ("interleaved", "unit", "step", 2 * M, 1),
+        ("interleaved", "action", "step", 2 * M, 1),
         ("interleaved", "step", "step", 1, 1),
-        ("zb-v", "unit", "microbatch", 2 * M, M),
+        ("zb-v", "action", "microbatch", 2 * M, M),
         ("zb-v", "step", "step", 1, 1),
     ],
 )
@@ -257,10 +257,10 @@ def peaks(case: Case) -> Peaks:
 @pytest.mark.parametrize(
     ("schedule", "residency", "reduction"),
     [
-        ("1f1b", "unit", "microbatch"),
+        ("1f1b", "action", "microbatch"),
         ("1f1b", "run", "run"),
         ("breadth-first", "run", "run"),
-        ("zb-v", "unit", "microbatch"),
+        ("zb-v", "action", "microbatch"),
         ("zb-v", "step", "step"),
         ("unit", "run", "run"),
     ],

@@ -16,7 +16,8 @@ from atoll.models import Adapter, adapter_for, initialise_model
 from atoll.models.adapter import SequentialAdapter
 from atoll.plans import MeshShape, Plan
 from atoll.testing import run_ranks
-from atoll.testing.parity import whole_parameters
+from atoll.testing.parity import Case, assert_parity, whole_parameters
+from atoll.testing.tiny import TinyConfig
 
 BLOCKS, WIDTH, MICROBATCHES = 6, 5, 4
 LINEAR, GAIN = 0, 1
@@ -160,3 +161,22 @@ def test_copies_are_updated_where_any_of_them_has_a_gradient(
             for name, value in values.items():
                 where = f"rank {rank}, step {step}: {name}"
                 assert torch.allclose(value, same[name], rtol=0, atol=1e-10), where
+
+
+class Repeated:
+    """A model that runs one module in two places, and one without parameters in two others."""
+
+    def build(self) -> nn.Module:
+        shared, activation = nn.Linear(8, 8), nn.Tanh()
+        return nn.Sequential(
+            nn.Embedding(16, 8), shared, activation, nn.Linear(8, 8), shared, activation, nn.Linear(8, 16)
+        )
+
+    def batch(self, step: int, samples: int) -> dict[str, Any]:
+        return TinyConfig().batch(step, samples)
+
+
+@pytest.mark.parametrize("layout", ["NNG", "IIG", "GGG"])
+@pytest.mark.parametrize(("schedule", "pipeline"), [("1f1b", 1), ("1f1b", 2), ("zb-v", 2)])
+def test_a_repeated_module_trains_like_in_one_process(schedule: str, pipeline: int, layout: str) -> None:
+    assert_parity(Case(layout, pipeline=pipeline, intra=2, schedule=schedule, model=Repeated()))

@@ -22,7 +22,7 @@ def command(
 ) -> None:
     """Print the memory and traffic of each of the 27 layouts, by the published accounting.
 
-    2 bytes for a parameter, 12 for its optimizer state, 2 for every element sent. Residency `unit`, gradients reduced
+    2 bytes for a parameter, 12 for its optimizer state, 2 for every element sent. Residency `action`, gradients reduced
     for each microbatch, collectives on two levels.
     """
     rows = table(

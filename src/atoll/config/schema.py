@@ -17,6 +17,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from atoll.config.planning import divisors
 from atoll.errors import ConfigError, LayoutError, PlanError
 from atoll.faults import Policy
+from atoll.ir.residency import current
 from atoll.layouts import BLOCK, ROUNDINGS, Codec, Layout
 from atoll.layouts import Codecs as CodecsOfPlan
 from atoll.outer import Outer
@@ -46,6 +47,10 @@ Probability = Annotated[float, Field(ge=0, lt=1)]
 
 def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
+
+
+def _as_residency(value: Any) -> Any:
+    return current(value) if isinstance(value, str) else value
 
 
 def _as_layout(value: Any) -> Any:
@@ -464,7 +469,7 @@ class Parallel(Section):
     post_validation: bool = False
     compile: Literal["none", "block", "block-eager"] = "none"
     prefetch: Annotated[int, Field(ge=0)] | None = None
-    residency: Literal["unit", "run", "step"] = "unit"
+    residency: Annotated[Literal["action", "run", "step"], BeforeValidator(_as_residency)] = "action"
     reduction: Literal["microbatch", "run", "step"] = "microbatch"
     resident: Annotated[int, Field(ge=0)] | None = None
     unit: Positive = 1

@@ -258,9 +258,9 @@ _CHOICES = (
         "residency",
         "parallel.residency",
         now=lambda plan: plan.residency,
-        others=lambda plan: _if(_shards_parameters(plan), "unit", "run", "step"),
+        others=lambda plan: _if(_shards_parameters(plan), "action", "run", "step"),
         make=lambda plan, value: replace(plan, residency=value, resident=None),  # type: ignore[arg-type]
-        plain="unit",
+        plain="action",
     ),
     Choice(
         "reduction",

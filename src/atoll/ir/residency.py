@@ -1,7 +1,7 @@
 """How long gathered parameters are kept, and how often gradients are reduced.
 
-Under residency `unit` a stage is open for one action at a time, and inside it each block is freed after its use. Under
-`run` and `step` an open stage stays gathered from UNSHARD to RESHARD: while it fits in memory, or for the step.
+Under residency `action` a stage is open for one action, inside which each block is freed after its use. Under `run` and
+`step` an open stage stays gathered from UNSHARD to RESHARD: while it fits in memory, or for the step.
 
 Eviction knows all actions of the rank: the stage whose next use is furthest away is evicted, and a stage that would
 only evict one with an earlier next use is opened for its action alone (Belady, IBM Systems Journal 5(2), 1966). W needs
@@ -11,15 +11,16 @@ no weights: a stage is closed right after its last F, I or B.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 from atoll.errors import ScheduleError
 from atoll.ir.action import Action, Op
 from atoll.ir.schedule import Schedule
 
-Residency = Literal["unit", "run", "step"]
+Residency = Literal["action", "run", "step"]
 Reduction = Literal["microbatch", "run", "step"]
 
 RESIDENCIES: tuple[Residency, ...] = get_args(Residency)
@@ -36,7 +37,7 @@ _ENDS = (Op.W, Op.B)
 def insert_sharding(
     schedule: Schedule,
     *,
-    residency: Residency = "unit",
+    residency: Residency = "action",
     reduction: Reduction = "microbatch",
     sizes: Sequence[float] | None = None,
     room: float | None = None,
@@ -45,7 +46,7 @@ def insert_sharding(
 ) -> Schedule:
     """Insert UNSHARD before and RESHARD after the uses of a stage's parameters, REDUCE_GRAD after its gradients.
 
-    residency: `unit` opens a stage for one F, I or B; `run` keeps stages that fit in `room`; `step` opens once a step.
+    residency: `action` opens a stage for one F, I or B; `run` keeps stages that fit in `room`; `step` opens each once.
     reduction: REDUCE_GRAD after each W and B, after the last before those of another stage, or once a step.
     sizes: bytes of each stage's full parameters, equal if not given.  room: bytes that `run` may keep on a rank between
     actions; those of its largest stage, or slice of the vocabulary, if not given.
@@ -55,6 +56,7 @@ def insert_sharding(
     Raises ScheduleError if the schedule has messages or sharding actions already, and for invalid values and sizes.
     """
     refuse_if(schedule.has_sharding or schedule.has_messages, schedule, "insert_sharding", "a compute-only schedule")
+    residency = current(residency)
     _check(residency, RESIDENCIES, "residency")
     _check(reduction, REDUCTIONS, "reduction")
     bytes_of = tuple(sizes) if sizes is not None else (1.0,) * schedule.stages
@@ -78,6 +80,14 @@ def insert_sharding(
     return Schedule(schedule.name, schedule.placement, schedule.microbatches, tuple(rows))
 
 
+def current(residency: str) -> Residency:
+    """Return a residency by its current name: `unit` is a deprecated name of `action`."""
+    if residency == "unit":
+        warnings.warn("residency 'unit' is deprecated, use 'action'", FutureWarning, stacklevel=3)
+        return "action"
+    return cast(Residency, residency)
+
+
 @dataclass(frozen=True, slots=True)
 class Slices:
     """Bytes of a rank's rows of embedding and head, if the vocabulary is split; the same rows if they are tied."""
@@ -91,7 +101,7 @@ def slices_freed(
     row: Row,
     slices: Slices,
     *,
-    residency: Residency = "unit",
+    residency: Residency = "action",
     sizes: Mapping[int, float],
     room: float | None = None,
 ) -> frozenset[Action]:
@@ -125,7 +135,7 @@ def _openings(
     if slices is not None:
         keys = {Op.L: _EMBEDDING, Op.S: _EMBEDDING if slices.is_tied else _HEAD}
         sizes |= {_EMBEDDING: slices.embedding, _HEAD: slices.head}
-    held_at_most = {"unit": -1.0, "run": max(sizes.values(), default=0.0) if room is None else room, "step": math.inf}
+    held_at_most = {"action": -1.0, "run": max(sizes.values(), default=0.0) if room is None else room, "step": math.inf}
     limit = held_at_most[residency]
     used = {at: keys.get(each.op, each.stage) for at, each in enumerate(row) if each.op in _USES or each.op in keys}
     following: dict[int, float] = {}

@@ -27,7 +27,7 @@ from atoll.layouts.precision import ITEM_BYTES
 from atoll.layouts.storage import SegmentShape, Sharding, Stored
 
 GATHERS_A_MICROBATCH = 2
-"""In `unit` residency a unit is gathered once for the forward and once for the backward of each microbatch."""
+"""In `action` residency a unit is gathered once for the forward and once for the backward of each microbatch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ def traffic(
     parameters_bytes, trainable_bytes: bytes sent for all and for the trainable parameters. Every move along intra
     sends (m-1)/m of the whole volume V, every move along inter (ng-1)/ng of V/m: a ring's share, on two levels.
     gathers, reductions: of a parameter in a step, as `atoll.ir.residency.counts` has them; if not given, those of
-    residency `unit` with a reduction each microbatch.
+    residency `action` with a reduction each microbatch.
     """
     _check_sizes(parameters_bytes, trainable_bytes, inter=inter, intra=intra)
     if microbatches < 1:

@@ -25,6 +25,7 @@ A model provides its own adapter by a method `atoll_adapter()`; the built-in dec
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -257,6 +258,16 @@ class DecoderAdapter:
         return self.model.layers
 
 
+def _separate(model: nn.Sequential) -> None:
+    """Replace each repeated module by a copy with the same parameters and buffers."""
+    seen: set[int] = set()
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if name and "." not in name and id(module) in seen:
+            kept = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+            model.register_module(name, copy.deepcopy(module, kept))
+        seen.add(id(module))
+
+
 def check_heads(ranks: int, heads: int, kv_heads: int) -> None:
     """Raise PlanError if the heads of attention cannot be split over so many ranks."""
     for what, count in (("attention heads", heads), ("key and value heads", kv_heads)):
@@ -269,8 +280,9 @@ class SequentialAdapter:
 
     The first takes `batch["input_ids"]` (or `batch["inputs"]`), the last returns the logits or outputs. loss: see
     `Loss`; without one, outputs are logits [B, S, vocabulary] of `batch["labels"]`. Modules are initialized by their
-    own `reset_parameters`.  tensor_plan: how modules are split, see the module. vocabulary: names of the embedding and
-    the head.
+    own `reset_parameters`. A module that is listed twice is replaced by a copy with the same parameters, since each
+    block has its own forward.  tensor_plan: how modules are split, see the module. vocabulary: names of the embedding
+    and the head.
     """
 
     def __init__(
@@ -285,6 +297,7 @@ class SequentialAdapter:
         self._loss = loss
         self._tensor_plan = tensor_plan
         self._vocabulary = vocabulary
+        _separate(model)
         top = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if name]
         self._blocks = tuple(Block(name, module) for name, module in top if "." not in name)
         if not self._blocks:
@@ -366,13 +379,23 @@ def _check_meta_buffers(model: nn.Module) -> None:
 
 
 def check_blocks(blocks: Sequence[Block], model: nn.Module) -> None:
-    """Raise PlanError unless the blocks belong to the model, have distinct names, and contain every parameter."""
+    """Raise PlanError unless the blocks belong to the model, have distinct names and modules, and contain every
+    parameter."""
     modules = dict(model.named_modules(remove_duplicate=False))
     problems = []
     names = [block.name for block in blocks]
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated:
         problems.append(f"block names used twice: {', '.join(repeated)}")
+    by_module: dict[int, list[str]] = {}
+    for block in blocks:
+        by_module.setdefault(id(block.module), []).append(block.name)
+    problems.extend(
+        f"one module is the blocks {', '.join(same)}; give each block its own module, which may share parameters: "
+        "b.weight = a.weight"
+        for same in by_module.values()
+        if len(set(same)) > 1
+    )
     strangers = [block.name for block in blocks if modules.get(block.name) is not block.module]
     if strangers:
         problems.append(f"blocks that are not the model's module of that name: {', '.join(strangers)}")

@@ -360,7 +360,7 @@ class Skeleton:
                 parameters = max(0, sum(works[at].parameters for at in run) - shared)
                 trained = max(0, parameters - sum(works[at].frozen for at in run))
                 gathers = 1.0
-                if travel.residency == "unit" and parameters:
+                if travel.residency == "action" and parameters:
                     gathers = max(1.0, uses.all - uses.following * min(1.0, whole / parameters))
                 elif travel.residency == "run":
                     gathers = float(often.get(stage, 1))

@@ -77,7 +77,7 @@ class Found(NamedTuple):
     predicted: int
 
 
-PLAIN = Travel(Layout("NNN"), "unit", "microbatch", 1, None, False)
+PLAIN = Travel(Layout("NNN"), "action", "microbatch", 1, None, False)
 """The travel choices of a plan without data parallelism."""
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 from atoll.cost import Cluster, Use
 from atoll.errors import ConfigError
 from atoll.ir import Schedule
-from atoll.ir.residency import REDUCTIONS, RESIDENCIES, Reduction, Residency
+from atoll.ir.residency import REDUCTIONS, RESIDENCIES, Reduction, Residency, current
 from atoll.layouts import EFFECTIVE, NO_CODECS, Codecs, Layout, Level, Precision
 from atoll.plans import AXES, ORDERS, RECOMPUTE, MeshShape
 
@@ -139,6 +139,9 @@ class Space:
     vocabulary_parallel: tuple[bool, ...] = (False, True)
     codecs: Codecs = NO_CODECS
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "residency", tuple(map(current, self.residency)))
+
     def frames(self, goal: Goal, cluster: Cluster, *, blocks: int) -> Iterator[Frame]:
         """Yield every mesh with its possible microbatches. blocks: of the model, the maximum length of a pipeline.
 
@@ -211,7 +214,7 @@ class Space:
                 self.reduction[:1] if layout.gradients is Level.N or not several else _distinct(self.reduction, stays),
             ):
                 # With a larger unit more parameters stay gathered between two uses of a stage.
-                is_apart = residency == "unit" and not is_whole and several
+                is_apart = residency == "action" and not is_whole and several
                 for alike in [(unit,) for unit in units] if is_apart else [units]:
                     yield tuple(
                         Travel(placed, residency, reduction, unit, ahead, is_validated)

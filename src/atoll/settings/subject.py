@@ -142,7 +142,7 @@ class TorchSharding:
     def of(plan: Plan) -> TorchSharding:
         """Return the nearest one that, if possible, holds no more optimizer state and sends no more between groups."""
         layout = plan.layout
-        reshards = layout.parameters is not Level.N and plan.residency == "unit"
+        reshards = layout.parameters is not Level.N and plan.residency == "action"
         if layout == Layout("NNN") or plan.mesh.data == 1:
             return TorchSharding(REPLICATED, False)
         if "I" in layout.name and plan.mesh.inter > 1:

@@ -44,7 +44,7 @@ FACTORS: Mapping[str, Sequence[Any]] = MappingProxyType(
 OTHERS: Mapping[str, Sequence[Any]] = MappingProxyType(
     {
         "data": ((2, 1), (1, 2)),
-        "residency": ("unit", "run", "step"),
+        "residency": ("action", "run", "step"),
         "reduction": ("microbatch", "run", "step"),
         "unit": (1, 2),
         "reads_in_place": (True, False),

@@ -90,7 +90,7 @@ class Case:
     compile: str = "none"
     prefetch: int | None = None
     reads_in_place: bool = True
-    residency: Residency = "unit"
+    residency: Residency = "action"
     reduction: Reduction = "microbatch"
     unit: int = 1
     layers_per_stage: tuple[int, ...] | None = None
@@ -396,7 +396,7 @@ def _neutral(case: Case) -> Case:
         recompute="none",
         post_validation=False,
         compile="none",
-        residency="unit",
+        residency="action",
         reduction="microbatch",
         unit=1,
         prefetch=None,

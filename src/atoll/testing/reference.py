@@ -510,12 +510,17 @@ def draw(model: nn.Module, rule: Rule, seed: int) -> None:
 
 @contextmanager
 def _untied(model: nn.Module) -> Iterator[None]:
-    """Context in which later names of shared parameters have parameters of their own."""
-    later = {name: model.get_parameter(name) for name in tied(model)}
+    """Context in which later names of shared parameters have parameters of their own. A module with two names has one
+    parameter under both."""
+
+    def owner(name: str) -> nn.Module:
+        return model.get_submodule(name.rpartition(".")[0])
 
     def put(name: str, parameter: nn.Parameter) -> None:
-        parent, _, key = name.rpartition(".")
-        setattr(model.get_submodule(parent), key, parameter)
+        setattr(owner(name), name.rpartition(".")[2], parameter)
+
+    apart = [name for name, first in tied(model).items() if owner(name) is not owner(first)]
+    later = {name: model.get_parameter(name) for name in apart}
 
     for name, parameter in later.items():
         put(name, nn.Parameter(torch.empty_like(parameter)))
