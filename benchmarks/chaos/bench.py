@@ -119,7 +119,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def of_last_commit(rounds: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The rounds of the newest commit: how soon a run goes on is said of these alone."""
+    """Return the rounds of the newest commit, from which the times to the next step are taken."""
     return [row for row in rounds if row["commit"] == rounds[-1]["commit"]]
 
 

@@ -5,6 +5,7 @@ ranks exchange is encoded, or left out between outer steps. All runs see the sam
 `atoll train`; the losses are those of its `validation.jsonl`, with outer steps those of the anchors.
 
     --steps N    of each run; 2000 if not given
+    --minutes N  after which no run begins
     --add        only runs that the raw file does not have
 """
 
@@ -16,8 +17,10 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -89,22 +92,14 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     rows: list[dict[str, Any]] = json.loads(RAW.read_text(encoding="utf-8"))["rows"] if arguments.add else []
     done = {(row["name"], row["seed"]) for row in rows}
     commit = environment(command=[])["commit"]
-    for seed in seeds:
-        for each in contenders:
-            if (each.name, seed) in done:
-                continue
-            curve = _train(each, seed, steps)
-            rows.append(
-                {
-                    "name": each.name,
-                    "kind": each.kind,
-                    "parallel": each.parallel,
-                    "seed": seed,
-                    "commit": commit,
-                    "validation": curve,
-                }
-            )
-            print(f"{each.name}, seed {seed}: {curve[-1][1]:.4f} after {curve[-1][0]} steps", flush=True)
+    end = time.monotonic() + 60.0 * (arguments.minutes or 1e9)
+    for each, seed in product(contenders, seeds):
+        if (each.name, seed) in done or time.monotonic() > end:
+            continue
+        curve = _train(each, seed, steps)
+        found = {"name": each.name, "kind": each.kind, "parallel": each.parallel, "seed": seed, "commit": commit}
+        rows.append({**found, "validation": curve})
+        print(f"{each.name}, seed {seed}: {curve[-1][1]:.4f} after {curve[-1][0]} steps", flush=True)
     return {"job": JOB, "steps": steps, "every": EVERY, "aims": AIMS, "rows": rows}
 
 
