@@ -214,12 +214,12 @@ def _stopped(rounds: list[Any]) -> str:
 
 def chaos(raw: Raw) -> Figures:
     done = [each for row in raw["rounds"] for each in row["disturbances"]]
+    local = [row for row in raw["rounds"] if row["ranks"] == 4 and row["launcher"] != "two nodes"]
     back = [
         each["recovered"]
-        for row in of_last_commit(raw["rounds"])
+        for row in of_last_commit(local)
         for each in row["disturbances"]
-        if each["kind"] == "rank killed" and row["ranks"] == 4 and row["launcher"] != "two nodes"
-        if each["recovered"] is not None
+        if each["kind"] == "rank killed" and each["recovered"] is not None
     ]
     return {
         "runs": len(raw["rounds"]),

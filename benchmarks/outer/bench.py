@@ -118,10 +118,10 @@ def _speed(speed: Mapping[str, Any]) -> Iterable[str]:
     yield (
         f"Network: {speed['network']}, {speed['bits'] / 1e6:g} Mbit/s each way. Two islands of two ranks train "
         f"{work['parameters'] / 1e6:.1f} million parameters in fp32, {work['units']} blocks. *alone*: islands that "
-        f"never meet. *outer*: each block leaves behind every {outer['every']} steps, at steps of its own, and arrives "
-        f"{outer['delay']} steps later; layout {speed['layout']} inside. Both take turns of {outer['every']} steps; a "
-        f"turn ends when everything that has left has arrived. The others are synchronous layouts, {SYNCHRONOUS_STEPS} "
-        f"steps a turn. Load at the start {speed['load'][0]}, at the end {speed['load_after'][0]}."
+        f"never communicate. *outer*: the outer gradient of each block is sent every {outer['every']} steps, each "
+        f"after another step, and applied {outer['delay']} steps later; layout {speed['layout']} inside the islands. "
+        f"Both take turns of {outer['every']} steps; a turn ends when all transfers have finished. The others are "
+        f"synchronous layouts, {SYNCHRONOUS_STEPS} steps a turn. Load at the start {speed['load'][0]}, at the end {speed['load_after'][0]}."
     )
     lines = [
         "| | median s a step | fastest | slowest | kB a step across, of an island | kB counted |",
@@ -137,7 +137,7 @@ def _speed(speed: Mapping[str, Any]) -> Iterable[str]:
     yield "\n".join(lines)
     over = speed["over_alone"]
     yield (
-        f"Against islands that never meet, turn by turn: median {median(over):.3f}, from {min(over):.3f} to "
-        f"{max(over):.3f}. {speed['times_as_fast']:.1f} times as fast as {speed['best_synchronous']}, the fastest of "
+        "Step time over that of islands that never communicate, turn by turn: median "
+        f"{median(over):.3f}, from {min(over):.3f} to {max(over):.3f}. {speed['times_as_fast']:.1f} times as fast as {speed['best_synchronous']}, the fastest of "
         f"the synchronous layouts. Traffic by the formula: {speed['formula_bytes'] / 1e3:.1f} kB a step."
     )
