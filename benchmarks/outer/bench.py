@@ -121,7 +121,8 @@ def _speed(speed: Mapping[str, Any]) -> Iterable[str]:
         f"never communicate. *outer*: the outer gradient of each block is sent every {outer['every']} steps, each "
         f"after another step, and applied {outer['delay']} steps later; layout {speed['layout']} inside the islands. "
         f"Both take turns of {outer['every']} steps; a turn ends when all transfers have finished. The others are "
-        f"synchronous layouts, {SYNCHRONOUS_STEPS} steps a turn. Load at the start {speed['load'][0]}, at the end {speed['load_after'][0]}."
+        f"synchronous layouts, {SYNCHRONOUS_STEPS} steps a turn. "
+        f"Load at the start {speed['load'][0]}, at the end {speed['load_after'][0]}."
     )
     lines = [
         "| | median s a step | fastest | slowest | kB a step across, of an island | kB counted |",
@@ -138,6 +139,7 @@ def _speed(speed: Mapping[str, Any]) -> Iterable[str]:
     over = speed["over_alone"]
     yield (
         "Step time over that of islands that never communicate, turn by turn: median "
-        f"{median(over):.3f}, from {min(over):.3f} to {max(over):.3f}. {speed['times_as_fast']:.1f} times as fast as {speed['best_synchronous']}, the fastest of "
+        f"{median(over):.3f}, from {min(over):.3f} to {max(over):.3f}. "
+        f"{speed['times_as_fast']:.1f} times as fast as {speed['best_synchronous']}, the fastest of "
         f"the synchronous layouts. Traffic by the formula: {speed['formula_bytes'] / 1e3:.1f} kB a step."
     )
