@@ -37,7 +37,7 @@ EVERY = 32
 """Steps between two outer gradients of a block."""
 
 JOB: Mapping[str, Mapping[str, Any]] = {
-    "model": {"source": "builtin", "layers": 2, "hidden": 96, "heads": 4, "kv_heads": 2, "ffn": 256},
+    "model": {"source": "builtin", "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn": 176},
     "data": {"source": "stdlib", "tokenizer": "bpe-1024", "sequence": 128, "seed": 0},
     "train": {"global_batch": 8, "microbatch": 4, "lr": 3e-3, "warmup": 50, "eval_batches": 32, "sample_tokens": 0},
     "parallel": {"ranks": 2, "intra": 1, "layout": "NNG", "device": "cpu"},
