@@ -398,8 +398,8 @@ def encoding() -> str:
 
 def picture() -> str:
     fastest = max(LINKS.values())
-    ticks = {fastest / bits: name for name, bits in LINKS.items()}
-    x = Axis("link between the islands", ticks, 0.6, fastest / min(LINKS.values()) * 1.3, is_log=True)
+    ticks = {fastest / bits: re.sub(r" ([GM]).*", r"\1", name) for name, bits in LINKS.items()}
+    x = Axis("link between the islands, bit/s", ticks, 0.6, fastest / min(LINKS.values()) * 1.3, is_log=True)
     panels = []
     for name in SHOWN:
         job = next(each for each in JOBS if each.name == name)
@@ -519,7 +519,8 @@ def written(text: str, parts: Mapping[str, str]) -> str:
     """The page with some parts written again."""
 
     def part(match: re.Match[str]) -> str:
-        return f"{match[1]}\n{parts[match[2]]}\n{match[3]}" if match[2] in parts else match[0]
+        text = parts.get(match[2])
+        return match[0] if text is None else f"{match[1]}\n{text}\n{match[3]}" if text else f"{match[1]}{match[3]}"
 
     return PART.sub(part, text)
 
