@@ -34,6 +34,7 @@ COMMUNICATION = re.compile(
 ENVIRONMENT_READERS = {
     "runtime/launch.py",  # who this process is among the ranks
     "runtime/places.py",  # where the user keeps caches
+    "runtime/template.py",  # whether this process is one, and what its forks are told
     "testing/template.py",  # what the processes of a pool inherit
 }
 
