@@ -33,8 +33,10 @@ def serve() -> None:
     import torch.distributed
 
     import atoll.runtime.engine  # noqa: F401
+    from atoll._torch import import_ahead
     from atoll.testing.worker import main
 
+    import_ahead()
     torch.set_num_threads(1)
     connection, lifeline, output = become()
     code = 1

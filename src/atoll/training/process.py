@@ -92,7 +92,9 @@ def train(request: Request) -> int:
     """Train as a rank if the environment describes one, or start the ranks. Return the exit code."""
     if is_template():
         import atoll.training.session  # noqa: F401
+        from atoll._torch import import_ahead
 
+        import_ahead()
         become_rank()
     rendezvous = torchrun_environment()
     if rendezvous is not None:
