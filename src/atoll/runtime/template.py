@@ -21,6 +21,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 
@@ -136,6 +137,8 @@ def become() -> list[int]:
     requests = socket.socket(fileno=int(os.environ.pop(TEMPLATE)))
     if not _is_forkable():
         os._exit(1)
+    sys.stdout.flush()
+    sys.stderr.flush()
     gc.freeze()  # a collection would write to every object, and so copy every page
     while True:
         words, descriptors, _, _ = socket.recv_fds(requests, _PACKET, _DESCRIPTORS)
@@ -146,10 +149,20 @@ def become() -> list[int]:
             requests.close()
             os.setsid()
             os.environ.update(json.loads(words))
+            _draw_anew()
             return descriptors
         for descriptor in descriptors:
             os.close(descriptor)
         requests.send(b" " if pid is None else str(pid).encode())
+
+
+def _draw_anew() -> None:
+    """Seed numpy's own generator as its import does. Python does the same for `random` in every fork, and torch's
+    generators start with a constant."""
+    if "numpy.random" in sys.modules:
+        import numpy as np
+
+        np.random.seed()
 
 
 def _is_forkable() -> bool:
