@@ -92,6 +92,11 @@ import atoll.cli.main
     python(program)
 
 
+def test_the_parent_of_ranks_does_not_import_torch() -> None:
+    """Past bug: conversations did, and every run began with an import more than its ranks need."""
+    assert python("import sys, atoll.training.process; print('torch' in sys.modules)") == "False\n"
+
+
 def test_every_public_name_is_there() -> None:
     assert set(dir(atoll)) == set(atoll.__all__)
     assert [name for name in atoll.__all__ if not hasattr(atoll, name)] == []

@@ -472,7 +472,7 @@ class _Children:
         if first is None:
             return Ending(0)
 
-        code = self.processes[first].returncode
+        code = self.processes[first].wait()
         if self.signals and code in (-signal.SIGTERM, 128 + signal.SIGTERM):
             return Ending(128 + self.signals[0])
         if code in SAVED_AND_LEFT:
