@@ -3,16 +3,22 @@ BIN = .venv/bin
 # Each process has ranks of its own, of half a GB each.
 PYTEST = $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal
 
-.PHONY: train test test-all check bench bench-islands bench-machine bench-islands-quick bench-machine-quick bench-low-rank bench-sharded-pipeline bench-vocabulary matrix mutants chaos hangs gpu docs site evidence stale clean
+.PHONY: train test test-all quick every check bench bench-islands bench-machine bench-islands-quick bench-machine-quick bench-low-rank bench-sharded-pipeline bench-vocabulary matrix mutants chaos hangs gpu docs site evidence stale clean
 
 train: .venv/.run
 	$(BIN)/atoll train configs/quickstart.toml
 
-# Every pair of settings, and every feature in a few cases.
-test: check
+# Every pair of settings, and every feature. The checks run beside the tests, some of which only wait.
+test: .venv/.stamp
+	$(MAKE) --no-print-directory --jobs=2 check quick
+
+test-all: .venv/.stamp
+	$(MAKE) --no-print-directory --jobs=2 check every
+
+quick: .venv/.stamp
 	$(PYTEST) --quick
 
-test-all: check
+every: .venv/.stamp
 	$(PYTEST)
 
 check: .venv/.stamp

@@ -34,6 +34,7 @@ COMMUNICATION = re.compile(
 ENVIRONMENT_READERS = {
     "runtime/launch.py",  # who this process is among the ranks
     "runtime/places.py",  # where the user keeps caches
+    "runtime/template.py",  # whether this process is one, and what its forks are told
     "testing/template.py",  # what the processes of a pool inherit
 }
 
@@ -89,6 +90,11 @@ for name in {PURE!r}:
 import atoll.cli.main
 """
     python(program)
+
+
+def test_the_parent_of_ranks_does_not_import_torch() -> None:
+    """Past bug: conversations did, and every run began with an import more than its ranks need."""
+    assert python("import sys, atoll.training.process; print('torch' in sys.modules)") == "False\n"
 
 
 def test_every_public_name_is_there() -> None:

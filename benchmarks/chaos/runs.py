@@ -26,6 +26,7 @@ from typing import Any
 import psutil
 
 from atoll.runtime.checkpoint import verify
+from atoll.runtime.launch import PROCESS
 from benchmarks.islands.network import Islands
 
 TIMEOUT = 6.0
@@ -208,7 +209,8 @@ class Run:
 
     def ranks(self) -> dict[int, psutil.Process]:
         """Those that are ranks, also stopped ones."""
-        return {int(own["RANK"]): each for each, own in self.found() if "RANK" in own}
+        found = {_rank_of(each, own): each for each, own in self.found()}
+        return {rank: each for rank, each in found.items() if rank is not None}
 
     def kill_node(self, node: int) -> None:
         """An agent and everything that it has started, as when a machine loses power."""
@@ -261,7 +263,7 @@ class Run:
         if self.islands is None:
             time.sleep(1.0)
         for each, own in list(self.found()):
-            if self.islands is None or "RANK" in own:
+            if self.islands is None or _rank_of(each, own) is not None:
                 self.problems.append(f"process {each.pid} is left")
             with suppress(psutil.Error):
                 each.kill()
@@ -290,6 +292,15 @@ class Run:
     def said(self) -> str:
         """The end of what it printed."""
         return (self.root.parent / "log").read_text(errors="replace")[-1500:]
+
+
+def _rank_of(process: psutil.Process, environment: Mapping[str, str]) -> int | None:
+    """The number of a process that is a rank. One that was forked has it in its name only."""
+    with suppress(psutil.Error):
+        name = process.name()
+        if name.startswith(PROCESS):
+            return int(name.removeprefix(PROCESS))
+    return int(environment["RANK"]) if "RANK" in environment else None
 
 
 def _records(folder: Path) -> list[dict[str, Any]]:

@@ -107,6 +107,14 @@ def pretended_ranks(rank: int, world: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def import_ahead() -> None:
+    """Import what torch imports in the first step of an optimizer, before this process forks others.
+
+    Private: `torch._dynamo`. In every process the import takes half a second of a core.
+    """
+    import torch._dynamo  # noqa: F401
+
+
 def is_profiling() -> bool:
     """Return True if a profiler is recording.
 

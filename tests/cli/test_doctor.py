@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from atoll.cli.doctor import Examination, Package, Problem, examine
+from atoll.cli.main import main
 from atoll.cost import Cluster
 from atoll.measuring.measure import to_tables
 
@@ -112,11 +113,18 @@ def test_measuring_writes_a_cluster_and_prints_its_tables(tmp_path: Path) -> Non
     ],
 )
 def test_what_cannot_be_measured_is_refused_at_once(
-    name: str, options: tuple[str, ...], words: str, tmp_path: Path
+    name: str,
+    options: tuple[str, ...],
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    result = doctor("--measure", str(tmp_path / name), *options)
-    assert result.returncode == 2
-    assert words in result.stderr
+    monkeypatch.setattr(sys, "argv", ["atoll", "doctor", "--measure", str(tmp_path / name), *options])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 2
+    assert words in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

@@ -18,8 +18,6 @@ from tests.cli.test_train import ATOLL, atoll, config, free_port, has_taken, los
 
 __all__ = ["config"]
 
-pytestmark = pytest.mark.slow
-
 STEPS = ("train.steps=24", "train.precision=fp64", "train.eval_every=0", "checkpoint.every=4")
 
 
@@ -65,6 +63,7 @@ def nobody_is_left(config: Path) -> bool:
     return not [each for each in psutil.process_iter(["cmdline"]) if str(config) in (each.info["cmdline"] or ())]
 
 
+@pytest.mark.slow
 def test_a_lost_node_leaves_a_run_of_fewer_ranks(config: Path) -> None:
     overrides = ("parallel.pipeline=2", "parallel.schedule=zb-h1", "parallel.min_ranks=1")
     folder, port = config.parent / "run", free_port()
@@ -89,6 +88,7 @@ def listens(process: subprocess.Popen[str], port: int) -> bool:
     return any(each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in connections)
 
 
+@pytest.mark.slow
 def test_torchrun_starts_a_killed_rank_again(config: Path) -> None:
     folder = config.parent / "run"
     with agent(config, port=free_port()) as process:
@@ -121,6 +121,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_local_ranks_that_do_not_come_back_are_left_out(config: Path) -> None:
     folder, program = config.parent / "run", config.parent / "program.py"
     program.write_text(LOSES_A_DEVICE)
@@ -169,6 +170,7 @@ main()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("others", "text", "words"),
     [

@@ -21,6 +21,7 @@ import pytest
 from atoll.cli.main import main
 from atoll.config import load
 from atoll.errors import ConfigError
+from atoll.runtime.launch import PROCESS
 from atoll.training.folder import Start
 from atoll.training.lock import RunLock
 from atoll.training.process import Request
@@ -356,7 +357,9 @@ def has_taken(folder: Path, steps: int) -> bool:
 
 
 def ranks_of(process: int) -> list[psutil.Process]:
-    return [each for each in psutil.Process(process).children() if "RANK" in each.environ()]
+    """In rank order."""
+    named = {each.name(): each for each in psutil.Process(process).children()}
+    return [named[name] for name in sorted(named) if name.startswith(PROCESS)]
 
 
 @pytest.mark.slow
@@ -373,7 +376,7 @@ def test_lost_ranks_are_started_again_and_the_run_is_that_without(config: Path, 
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         for rank, step in ((0, 5), (1, 15)):
             wait_for(partial(has_taken, folder, step), process)
-            victim = next(each for each in ranks_of(process.pid) if each.environ()["RANK"] == str(rank))
+            victim = ranks_of(process.pid)[rank]
             victim.send_signal(number)
             if number == signal.SIGSTOP:
                 victim.wait(60)

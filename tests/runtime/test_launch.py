@@ -124,15 +124,13 @@ def test_a_rank_takes_its_share_of_the_cores(arguments: list[int], told: dict[st
     """Ranks that nobody had told their threads took all cores each: 57 s of processor time for 6.6 s of work."""
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RANK", "WORLD_SIZE", "MASTER_ADDR", "SLURM_PROCID")
     environment = {name: value for name, value in os.environ.items() if name not in names} | told
-    words = [str(each) for each in arguments]
-    done = subprocess.run(
-        [sys.executable, "-c", COUNT_THREADS, *words], env=environment, capture_output=True, text=True, check=True
-    )
-    alone = subprocess.run(
-        [sys.executable, "-c", "import torch; print(torch.get_num_threads())"],
-        env=environment, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert int(done.stdout) == (int(alone.stdout) if threads is None else threads)
+
+    def printed(program: str, *words: int) -> int:
+        command = [sys.executable, "-c", program, *map(str, words)]
+        return int(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
+
+    wanted = printed("import torch; print(torch.get_num_threads())") if threads is None else threads
+    assert printed(COUNT_THREADS, *arguments) == wanted
 
 
 @pytest.mark.parametrize(("code", "outcome"), [(0, 0), (1, 1), (2, 2), (7, 1), (143, 143)])

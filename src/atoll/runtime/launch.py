@@ -4,7 +4,8 @@ The life of `launch_local`:
 
     1. the parent hosts the monitor on the loopback address, and creates a folder for the store, both for this user
     only;
-    2. it starts one child per rank, each in its own session, with the variables that torchrun would set;
+    2. it starts one child per rank, each in its own session, with the variables that torchrun would set, from a
+    template if it has one (`template.py`);
     3. it waits. A first SIGINT or SIGTERM is sent to every child once, as SIGTERM: they save and exit. A second one
     kills;
     4. when a child fails, the others have `grace` seconds to exit by themselves and are then killed; for a child that
@@ -47,11 +48,13 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from atoll.errors import AtollError, ConfigError, RankError, RunError, UserError
 from atoll.runtime.failure import CAUSE_SECONDS, HOST_SECONDS, Watch, error_of, words_of
 from atoll.runtime.monitor import Address, Monitor, family_of
+from atoll.runtime.template import Fork, Template, become
 from atoll.runtime.verdict import LONGEST_SECONDS
 
 if TYPE_CHECKING:
@@ -68,6 +71,8 @@ SECRET = "ATOLL_SECRET"
 """Secret of a run across machines; without it rank 0 generates one and shares it through the store."""
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 LOOPBACK = "127.0.0.1"
+PROCESS = "atoll rank "
+"""Name of a rank's process, before its number; the kernel keeps 15 characters."""
 POLL_SECONDS = 0.02
 SAVED_AND_LEFT = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 """Exit codes of a child that ends because of a signal."""
@@ -159,11 +164,12 @@ def run_local(
     grace: float = 10.0,
     limit: float | None = None,
     attempt: int = 0,
+    template: Template | None = None,
 ) -> Ending:
     """Like `launch_local`, but return how the run ended. attempt: number of earlier starts, which ranks read from
-    torchrun's variable."""
+    torchrun's variable.  template: of the same command and number of ranks; its forks are the ranks."""
     monitor = host_monitor(ranks, port=port, limit=limit)
-    children = _Children(monitor, grace=grace)
+    children = _Children(monitor, grace=grace, template=template)
 
     with _forwarded_signals(children), _lifeline() as lifeline, tempfile.TemporaryDirectory(prefix="atoll-") as meeting:
         try:
@@ -176,6 +182,26 @@ def run_local(
             children.kill()
             monitor.close()
     return children.ending()
+
+
+def template_of(command: Sequence[str], ranks: int) -> Template | None:
+    """Return a template of a command for `ranks` local ranks; None if this system has none."""
+    try:
+        return Template(command, _common_environment(ranks, threads=None))
+    except (OSError, AttributeError):  # not Linux, or a sandbox
+        return None
+
+
+def become_rank() -> None:
+    """Return in each rank that is forked from this process, which is a template."""
+    (lifeline,) = become()
+    os.environ[LIFELINE] = str(lifeline)
+
+
+def name_process(rank: int) -> None:
+    """Name this process after its rank, for `ps`, `top` and the messages of the kernel."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/comm").write_text(f"{PROCESS}{rank}", encoding="ascii")
 
 
 def watch_parent() -> None:
@@ -377,23 +403,30 @@ def _print_error(error: Exception, rank: int) -> None:
 class _Children:
     """Processes of one run, in rank order, and the first one that failed."""
 
-    def __init__(self, monitor: Monitor, *, grace: float) -> None:
+    def __init__(self, monitor: Monitor, *, grace: float, template: Template | None) -> None:
         self.monitor = monitor
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.template = template
+        self.processes: list[subprocess.Popen[bytes] | Fork] = []
         self.grace = grace
         self.signals: list[int] = []
         self.first_failed: int | None = None
 
     def start(self, command: Sequence[str], environment: dict[str, str], lifeline: int) -> None:
-        self.processes.append(
-            subprocess.Popen(
+        process: subprocess.Popen[bytes] | Fork | None = None
+        if self.template is not None:
+            own = {name: value for name, value in environment.items() if os.environ.get(name) != value}
+            process = self.template.fork(own, [lifeline])
+        if process is None:
+            process = subprocess.Popen(
                 list(command),
                 env={**environment, LIFELINE: str(lifeline)},
                 stdin=subprocess.DEVNULL,
                 pass_fds=(lifeline,),
                 start_new_session=True,
             )
-        )
+        self.processes.append(process)
+        if self.signals:  # received while this child was started
+            process.terminate()
 
     def receive(self, number: int) -> None:
         """Handle a signal to the parent: the first one is passed on, the second one ends everything."""
@@ -439,7 +472,7 @@ class _Children:
         if first is None:
             return Ending(0)
 
-        code = self.processes[first].returncode
+        code = self.processes[first].wait()
         if self.signals and code in (-signal.SIGTERM, 128 + signal.SIGTERM):
             return Ending(128 + self.signals[0])
         if code in SAVED_AND_LEFT:
@@ -506,15 +539,18 @@ def _lifeline() -> Iterator[int]:
         os.close(write_end)
 
 
-def _child_environment(rank: int, ranks: int, *, monitor: Address, meeting: str, threads: int | None) -> dict[str, str]:
+def _common_environment(ranks: int, *, threads: int | None) -> dict[str, str]:
     environment = dict(os.environ)
     environment.setdefault(GLOO_INTERFACE, interface_of(LOOPBACK) or "lo")
     if threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)
     else:
         environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
+    return environment
 
-    return environment | {
+
+def _child_environment(rank: int, ranks: int, *, monitor: Address, meeting: str, threads: int | None) -> dict[str, str]:
+    return _common_environment(ranks, threads=threads) | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(ranks),

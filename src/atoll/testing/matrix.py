@@ -58,7 +58,7 @@ COMPILED = 1 / 32
 """Share of the whole matrix with compiled blocks, which take half a minute each. The sample has none."""
 
 COSTLY: frozenset[tuple[str, Any]] = frozenset({("tensor", 2)})
-"""Values that take ten times as long as others: the sample uses them only for a new pair."""
+"""Values that take ten times as long as others: the sample uses them once with each schedule."""
 
 Pair = tuple[str, Any, str, Any]
 
@@ -81,9 +81,13 @@ def sample() -> list[Choice]:
     factors = {**FACTORS, **OTHERS}
     seen: set[Pair] = set()
     rows: list[Choice] = []
-    for schedule, layout in itertools.product(FACTORS["schedule"], FACTORS["layout"]):
+    layouts = FACTORS["layout"]
+    for (at, schedule), (to, layout) in itertools.product(enumerate(FACTORS["schedule"]), enumerate(layouts)):
         row: Choice = {"schedule": schedule, "layout": layout}
         for name, values in list(factors.items())[2:]:
+            costly = [value for value in values if (name, value) in COSTLY]
+            if costly:  # on the diagonal each is with another schedule and another layout
+                values = costly if to == at % len(layouts) else [value for value in values if value not in costly]
             row[name] = max(values, key=lambda value: _worth(seen, rows, row, name, value))
         seen.update(_pairs(row))
         rows.append(row)
@@ -121,7 +125,7 @@ def _pairs(row: Choice) -> Iterator[Pair]:
         yield one, a, other, b
 
 
-def _worth(seen: set[Pair], rows: Sequence[Choice], row: Choice, name: str, value: Any) -> tuple[int, bool, int]:
-    """Return a sort key for values of a row: by new pairs, then by cost, then by how rarely rows have them."""
+def _worth(seen: set[Pair], rows: Sequence[Choice], row: Choice, name: str, value: Any) -> tuple[int, int]:
+    """Return a sort key for values of a row: by new pairs, then by how rarely rows have them."""
     new = sum((other, given, name, value) not in seen for other, given in row.items())
-    return new, (name, value) not in COSTLY, -sum(each[name] == value for each in rows)
+    return new, -sum(each[name] == value for each in rows)

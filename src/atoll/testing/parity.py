@@ -336,10 +336,10 @@ def assert_parity(case: Case, *, tolerance: float = 1e-10) -> Parity:
 def measure_parity(case: Case) -> tuple[float, str, list[History]]:
     """Run a case on its ranks. Return the largest difference of any from the single process, its location, and the
     ranks' histories. Infinite if no rank holds a parameter."""
+    place = case.plan.mesh.place  # before the ranks: a search's kernels are compiled once, here, and cached
     trained = run_ranks(_train_with_units, case.ranks, case, timeout=180)
     histories = [history for history, _ in trained]
     wanted = references(_neutral(case), trained[0][1], setting_of(case, histories))
-    place = case.plan.mesh.place
     of = [wanted[0 if case.outer is None else place(rank).inter] for rank in range(case.ranks)]
     found = [
         (*worst_difference(history, own), rank) for rank, (history, own) in enumerate(zip(histories, of, strict=True))

@@ -15,7 +15,7 @@
 
 Importing torch takes seconds, a process group takes milliseconds: so the processes are kept, one thread each, and every
 case gets a new gloo group over a new part of the store. New processes are forked from one that has imported torch
-(`template.py`). The life of a case:
+(`atoll.runtime.template`). The life of a case:
 
     1. the parent sends function, arguments, `sys.path` and warning filters; missing processes are started first;
     2. each rank joins the group, runs, and reports a result or a traceback;
@@ -50,7 +50,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from atoll.errors import RankError
 from atoll.runtime.launch import LOOPBACK, host_store
-from atoll.testing.template import ForkedProcess, Template
+from atoll.runtime.template import Fork, Template
+from atoll.testing.template import start_process, start_template
 from atoll.testing.worker import Case, Failure, Filter, Report, Success
 
 if TYPE_CHECKING:
@@ -228,7 +229,7 @@ class RankPool:
 class _Worker:
     """A process of the pool, as seen by the parent."""
 
-    process: ForkedProcess
+    process: Fork
     connection: Connection
     lifeline: int
     log: Path
@@ -300,7 +301,7 @@ def _start_worker(*, sees_gpus: bool) -> _Worker:
     read_end, write_end = os.pipe()
     # Its output goes to a file: the parent's may be a capture of pytest's that is gone when the next test runs.
     descriptor, log = tempfile.mkstemp(prefix="atoll-rank-", suffix=".log")
-    process = _template(sees_gpus).start(theirs, read_end, descriptor)
+    process = start_process(_template(sees_gpus), theirs, read_end, descriptor)
     theirs.close()
     os.close(read_end)
     os.close(descriptor)
@@ -314,7 +315,7 @@ def _template(sees_gpus: bool) -> Template:
     """Return the process that all pools of this process fork theirs from."""
     found = _templates.get(sees_gpus)
     if found is None or not found.is_alive:
-        found = _templates[sees_gpus] = Template(sees_gpus=sees_gpus)
+        found = _templates[sees_gpus] = start_template(sees_gpus=sees_gpus)
         atexit.register(found.close)
     return found
 

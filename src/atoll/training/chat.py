@@ -19,7 +19,7 @@ from atoll.config import Config
 from atoll.data.conversations import Messages, Rendered
 from atoll.documents import read_json, read_text
 from atoll.errors import DataError
-from atoll.training.pretrained import package
+from atoll.training.sources import package
 
 LARGEST_TEMPLATE = 1 << 20
 """Largest template that is read, in bytes."""

@@ -15,7 +15,7 @@ from atoll.config import Config
 from atoll.documents import read_json
 from atoll.errors import ConfigError
 from atoll.models.weights import has_weights
-from atoll.training.sources import FAMILY, check_folder
+from atoll.training.sources import FAMILY, check_folder, package
 
 MOST_MODULES = 1000
 """Maximum number of layers, or experts of a layer, the same as for the built-in decoder."""
@@ -141,11 +141,3 @@ def first_weights(config: Config) -> Path | None:
     folder = Path(model.source)
     is_folder = not model.is_builtin and not model.source.startswith(FAMILY)
     return folder if is_folder and has_weights(folder) else None
-
-
-def package(name: str) -> Any:
-    """Import a package of an extra. Raises ConfigError if it is not installed."""
-    try:
-        return __import__(name)
-    except ImportError as error:
-        raise ConfigError(f'this needs the package {name}: pip install "atoll[hf]"') from error

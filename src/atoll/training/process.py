@@ -2,7 +2,8 @@
 
 The life of a run:
 
-    1. the parent checks config, plan, folder and corpus, and starts the ranks; torchrun and Slurm start them themselves
+    1. the parent checks config, plan, folder and corpus, and starts the ranks: the same command, run up to its imports
+       by a template and forked from there (`runtime/template.py`); torchrun and Slurm start them themselves
     2. a rank joins the others at the store, and is connected to the monitor from then on
     3. it prepares the same corpus (cached by the first), builds its part of the model, and trains
     4. the parent starts local ranks again after a failure (`restarts.py`); torchrun does so with --max-restarts
@@ -16,6 +17,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,14 +31,18 @@ from atoll.runtime.failure import Watch
 from atoll.runtime.launch import (
     Ending,
     Rendezvous,
+    become_rank,
     leave,
     meet,
+    name_process,
     restarts,
     run_local,
+    template_of,
     torchrun_environment,
     watch_parent,
 )
 from atoll.runtime.same import check_same, software
+from atoll.runtime.template import is_template
 from atoll.runtime.verdict import LONGEST_SECONDS
 from atoll.training.choosing import fewer_ranks, load_chosen
 from atoll.training.folder import RunFolder, Start
@@ -84,6 +90,12 @@ class Request:
 
 def train(request: Request) -> int:
     """Train as a rank if the environment describes one, or start the ranks. Return the exit code."""
+    if is_template():
+        import atoll.training.session  # noqa: F401
+        from atoll._torch import import_ahead
+
+        import_ahead()
+        become_rank()
     rendezvous = torchrun_environment()
     if rendezvous is not None:
         return run_rank(request, rendezvous)
@@ -101,35 +113,54 @@ def train(request: Request) -> int:
     folder.check(request.effective_start)
     with RunLock(folder.root).held(lambda line: _tell(line, sys.stderr)):
         pass  # released; rank 0 holds it from its own start on
-    corpus = prepare_corpus(config, say=lambda line: _tell(line, sys.stderr))
-    vocabulary_of(config, corpus)
-    learning_rates(config.with_steps_of(corpus.samples).train)
+    with ExitStack() as held:
+        # It imports torch while this process prepares the corpus.
+        template = template_of(_command(request, overrides), config.parallel.ranks) if _is_own_command() else None
+        if template is not None:
+            held.callback(template.close)
+        corpus = prepare_corpus(config, say=lambda line: _tell(line, sys.stderr))
+        vocabulary_of(config, corpus)
+        learning_rates(config.with_steps_of(corpus.samples).train)
 
-    def start(ranks: int, attempt: int) -> Ending:
-        given = overrides if ranks == config.parallel.ranks else load_chosen(*asked, world=ranks)[1]
-        # Each rank runs the same command, with the chosen plan; its environment makes it a rank.
-        chosen = [word for override in given[len(request.overrides) :] for word in ("--set", override)]
-        return run_local(
-            [sys.executable, *sys.orig_argv[1:], *chosen],
-            ranks,
-            port=config.run.port,
-            limit=config.parallel.timeout,
-            attempt=restarts() + attempt,
+        def start(ranks: int, attempt: int) -> Ending:
+            is_whole = ranks == config.parallel.ranks
+            return run_local(
+                _command(request, overrides if is_whole else load_chosen(*asked, world=ranks)[1]),
+                ranks,
+                port=config.run.port,
+                limit=config.parallel.timeout,
+                attempt=restarts() + attempt,
+                template=template if is_whole else None,
+            )
+
+        return start_ranks(
+            start,
+            folder,
+            ranks=config.parallel.ranks,
+            most=config.run.restarts,
+            fewer=lambda ranks: fewer_ranks(*asked, ranks),
+            say=lambda line: _tell(line, sys.stderr),
         )
 
-    return start_ranks(
-        start,
-        folder,
-        ranks=config.parallel.ranks,
-        most=config.run.restarts,
-        fewer=lambda ranks: fewer_ranks(*asked, ranks),
-        say=lambda line: _tell(line, sys.stderr),
-    )
+
+def _command(request: Request, overrides: Sequence[str]) -> list[str]:
+    """Return the command of a rank: this process's own, with the chosen plan. Its environment makes it a rank."""
+    chosen = [word for override in overrides[len(request.overrides) :] for word in ("--set", override)]
+    return [sys.executable, *sys.orig_argv[1:], *chosen]
+
+
+def _is_own_command() -> bool:
+    """Return True for `atoll` and `python -m atoll`. Another program may do different things in its ranks before it
+    calls this one, so its ranks are started one by one."""
+    program = sys.modules["__main__"]
+    spec = getattr(program, "__spec__", None)
+    return spec.name == "atoll.__main__" if spec else Path(getattr(program, "__file__", None) or "").name == "atoll"
 
 
 def run_rank(request: Request, rendezvous: Rendezvous) -> int:
     """Run one rank from start to end and return its exit code. Errors end the process, see `leave`."""
     watch_parent()
+    name_process(rendezvous.rank)
     stop = StopRequest().listen()
     watch: Watch | None = None
     try:

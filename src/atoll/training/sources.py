@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 from atoll.config import Config
 from atoll.errors import ConfigError
 
 FAMILY = "transformers:"
 """Prefix of a model.source that names a family."""
+
+
+def package(name: str) -> Any:
+    """Import a package of an extra. Raises ConfigError if it is not installed."""
+    try:
+        return __import__(name)
+    except ImportError as error:
+        raise ConfigError(f'this needs the package {name}: pip install "atoll[hf]"') from error
 
 
 def check_source(config: Config) -> None:
@@ -24,9 +33,9 @@ def check_source(config: Config) -> None:
         check_folder(source)
         _check_tokenizer(config)
         return
-    package = importlib.util.find_spec("transformers")
+    installed = importlib.util.find_spec("transformers")
     family = source.removeprefix(FAMILY).replace("-", "_")
-    folders = [] if package is None else package.submodule_search_locations or []
+    folders = [] if installed is None else installed.submodule_search_locations or []
     if not any((Path(folder) / "models" / family / f"configuration_{family}.py").is_file() for folder in folders):
         from atoll.training.pretrained import hugging_face_config
 
