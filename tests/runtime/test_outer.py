@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -403,8 +402,8 @@ def _owing_islands(found: list[tuple[int, dict[str, torch.Tensor], History]]) ->
 @pytest.mark.parametrize("sizes", [{}, {"intra": 2, "layout": "NNG"}, {"pipeline": 2, "schedule": "zb-v"}], ids=str)
 def test_a_run_with_residuals_goes_on_with_equal_bits(sizes: dict[str, Any], tmp_path: Path) -> None:
     case, folder = replace(OWING, **sizes), str(tmp_path / "saved")
-    saved = run_ranks(partial(_owe, loads=False), case.ranks, case, folder)
-    loaded = run_ranks(partial(_owe, loads=True), case.ranks, case, folder)
+    saved = run_ranks(_owe, case.ranks, case, folder, loads=False)
+    loaded = run_ranks(_owe, case.ranks, case, folder, loads=True)
     for (_, owed, one), (_, still, other) in zip(saved, loaded, strict=True):
         assert one.losses == other.losses
         assert all(torch.equal(value, other.parameters[name]) for name, value in one.parameters.items())
@@ -415,8 +414,8 @@ def test_a_run_with_residuals_goes_on_with_equal_bits(sizes: dict[str, Any], tmp
 @pytest.mark.parametrize("sizes", [{"intra": 2, "layout": "IIG"}, {"pipeline": 2}], ids=str)
 def test_an_island_owes_the_same_on_other_ranks(sizes: dict[str, Any], tmp_path: Path) -> None:
     folder, case = str(tmp_path / "saved"), replace(OWING, **sizes)
-    saved = _owing_islands(run_ranks(partial(_owe, loads=False), OWING.ranks, OWING, folder))
-    loaded = _owing_islands(run_ranks(partial(_owe, loads=True), case.ranks, case, folder))
+    saved = _owing_islands(run_ranks(_owe, OWING.ranks, OWING, folder, loads=False))
+    loaded = _owing_islands(run_ranks(_owe, case.ranks, case, folder, loads=True))
     assert saved.keys() == loaded.keys()
     assert all(torch.equal(value, loaded[key]) for key, value in saved.items())
     assert any(value.any() for value in saved.values())
@@ -428,13 +427,13 @@ def test_an_island_owes_the_same_on_other_ranks(sizes: dict[str, Any], tmp_path:
 def test_islands_that_restart_from_the_anchors_owe_nothing(changes: dict[str, Any], tmp_path: Path) -> None:
     """And a run without a codec loads a checkpoint with residuals."""
     folder, case = str(tmp_path / "saved"), replace(OWING, **changes)
-    run_ranks(partial(_owe, loads=False), OWING.ranks, OWING, folder)
-    loaded = run_ranks(partial(_owe, loads=True), case.ranks, case, folder)
+    run_ranks(_owe, OWING.ranks, OWING, folder, loads=False)
+    loaded = run_ranks(_owe, case.ranks, case, folder, loads=True)
     assert not any(value.any() for _, owed, _ in loaded for value in owed.values())
 
 
 def test_a_checkpoint_without_residuals_starts_a_codec(tmp_path: Path) -> None:
     folder, plain = str(tmp_path / "saved"), replace(OWING, outer=RESUMED.outer)
-    run_ranks(partial(_owe, loads=False), plain.ranks, plain, folder)
-    loaded = run_ranks(partial(_owe, loads=True), OWING.ranks, OWING, folder)
+    run_ranks(_owe, plain.ranks, plain, folder, loads=False)
+    loaded = run_ranks(_owe, OWING.ranks, OWING, folder, loads=True)
     assert not any(value.any() for _, owed, _ in loaded for value in owed.values())

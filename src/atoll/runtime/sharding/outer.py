@@ -118,23 +118,13 @@ class _Anchor:
             seed = coding.noise_seed(self._seed, step - 1, *self._tag, what=what, rank=rank, to=to)
             return coding.draw(codec, own.numel(), seed, device=flow.device)
 
-        tag = Tag(Channel.OUTER_REDUCE, *self._tag)
-        coding.reduce(
-            codec, flow, peers, tag, transport=self._transport, noise=partial(noise, "outer.reduce"), residual=lost
-        )
-        coding.gather(
-            codec,
-            own,
-            flow,
-            peers,
-            Tag(Channel.OUTER_GATHER, *self._tag),
-            transport=self._transport,
-            noise=noise("outer.gather", peers.index),
-            residual=None if lost is None else peers.own(lost),
-        )
+        there, back = (Tag(channel, *self._tag) for channel in (Channel.OUTER_REDUCE, Channel.OUTER_GATHER))
+        transport, drawn = self._transport, partial(noise, "outer.reduce")
+        coding.reduce(codec, flow, peers, there, transport=transport, noise=drawn, residual=lost)
+        bits, owed = noise("outer.gather", peers.index), None if lost is None else peers.own(lost)
+        coding.gather(codec, own, flow, peers, back, transport=transport, noise=bits, residual=owed)
         flow.div_(len(peers.ranks))
-        if self.residual is not None and lost is not self.residual:
-            assert lost is not None, "it was padded"
+        if self.residual is not None and lost is not None and lost is not self.residual:
             self.residual.copy_(lost[: self.residual.numel()])
 
     def step(self) -> None:
