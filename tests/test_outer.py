@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import atoll.outer
 from atoll.errors import PlanError
-from atoll.layouts import Layout
+from atoll.layouts import Codec, Layout
 from atoll.outer import Outer, Way, largest_at_once
 from atoll.plans import MeshShape, Plan
 from atoll.schedules import build
@@ -79,6 +79,39 @@ def test_the_drawing_of_the_docstring() -> None:
 
 
 @pytest.mark.parametrize(
+    ("outer", "words"),
+    [
+        (Outer(64), "every 64 steps, nesterov of lr 0.7 and momentum 0.9, one fragment"),
+        (
+            Outer(64, "sgd", fragments=0, delay=4, codec=Codec("int4", 64)),
+            "every 64 steps, sgd of lr 1 and momentum 0, one fragment per block, delay 4, mix 0.5, int4 of 64",
+        ),
+        (
+            Outer(8, fragments=3, codec=Codec("int8", rounding="stochastic"), feedback=False),
+            "every 8 steps, nesterov of lr 0.7 and momentum 0.9, 3 fragments, int8, stochastic, no feedback",
+        ),
+    ],
+)
+def test_outer_steps_in_words(outer: Outer, words: str) -> None:
+    assert str(outer) == words
+
+
+@given(st.integers(1, 5000), st.integers(2, 5))
+def test_bytes_of_an_outer_gradient(numel: int, islands: int) -> None:
+    """A reduce-scatter and an all-gather of padded blocks, of elements or of what encodes them."""
+    block = -(-numel // islands)
+    assert Outer(4).sent_bytes(numel, islands, 4) == 2 * (islands - 1) * block * 4
+    codec = Codec("int4", 16)
+    assert Outer(4, codec=codec).sent_bytes(numel, islands, 4) == 2 * (islands - 1) * codec.nbytes(block)
+
+
+def test_tensors_stored_of_each_parameter() -> None:
+    codec = Codec("int8")
+    assert [Outer(4).tensors, Outer(4, "sgd").tensors] == [2, 1]
+    assert [Outer(4, codec=codec).tensors, Outer(4, "sgd", codec=codec, feedback=False).tensors] == [3, 1]
+
+
+@pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"every": 0}, "every = 0"),
@@ -89,7 +122,7 @@ def test_the_drawing_of_the_docstring() -> None:
         ({"every": 4, "lr": 0.0}, "above 0"),
         ({"every": 4, "momentum": 1.0}, "less than 1"),
         ({"every": 4, "momentum": 0.0}, '"sgd"'),
-        ({"every": 4, "mix": 1.0}, "never meet"),
+        ({"every": 4, "mix": 1.0}, "ignore each other"),
     ],
 )
 def test_values_outside_their_domain(options: dict[str, object], words: str) -> None:

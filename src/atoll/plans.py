@@ -143,7 +143,7 @@ class Plan:
     predicted bytes.  whole: matrices that it transforms whole, and what it keeps of these; an engine takes it from its
     optimizer.
     codecs: what is sent of gradients and parameters between groups; nothing is encoded if not given.
-    outer: outer steps of islands that train by themselves, each on one position along `inter`: see `atoll.outer`.
+    outer: outer steps of islands that train independently, each at one position along `inter`: see `atoll.outer`.
     Levels I and G of the layout are then both of the island's data-parallel ranks.
     """
 
@@ -234,7 +234,7 @@ class Plan:
 
     @property
     def islands(self) -> int:
-        """Parts of the world that train by themselves: 1 without outer steps."""
+        """Number of islands that train independently: 1 without outer steps."""
         return 1 if self.outer is None else self.mesh.inter
 
     def nest(self, place: Place) -> Nest:

@@ -138,6 +138,86 @@ def test_local_ranks_that_do_not_come_back_are_left_out(config: Path) -> None:
     assert nobody_is_left(config)
 
 
+# ---- islands
+
+ISLANDS = """
+[parallel.outer]
+every = 4
+fragments = 2
+delay = 1
+"""
+
+
+@pytest.fixture
+def islands(config: Path) -> Path:
+    """A config whose groups take outer steps."""
+    config.write_text(config.read_text() + ISLANDS)
+    return config
+
+
+def losing_a_rank(config: Path, program: tuple[str, ...], *overrides: str) -> tuple[int, str]:
+    """Exit code and words of a run whose rank 1 is killed after some steps."""
+    command = [*program, "train", str(config), *sets(*STEPS, *overrides, "run.restarts=3")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        wait_for(partial(has_taken, config.parent / "run", 5), process)
+        ranks_of(process.pid)[1].kill()
+        _, words = process.communicate(timeout=120)
+        return process.returncode, words
+
+
+def losing_a_device(config: Path, *, left: int) -> tuple[str, ...]:
+    """A program on a machine that has devices for so many ranks after the first start."""
+    program = config.parent / "program.py"
+    program.write_text(LOSES_A_DEVICE.replace("ranks > 1", f"ranks > {left}"))
+    return sys.executable, str(program)
+
+
+@pytest.mark.parametrize("overrides", [(), ("parallel.outer.codec=int8", "parallel.outer.rounding=stochastic")])
+def test_an_island_that_was_killed_takes_part_again(islands: Path, overrides: tuple[str, ...]) -> None:
+    """The run is to the last bit the one that nobody disturbs: anchors, residuals and each island's state are saved."""
+    code, words = losing_a_rank(islands, ATOLL, *overrides)
+    assert code == 0, words
+    assert "note: the ranks are started again from step-" in words
+    losses = losses_of(islands.parent / "run")
+    assert len(losses) == 24
+    assert losses == losses_without(islands, *overrides)
+    assert nobody_is_left(islands)
+
+
+def test_islands_go_on_with_fewer_ranks_in_each(islands: Path) -> None:
+    sizes = ("parallel.ranks=4", "parallel.intra=2", "parallel.layout=IIG", "parallel.min_ranks=2")
+    code, words = losing_a_rank(islands, losing_a_device(islands, left=2), *sizes)
+    assert code == 0, words
+    assert "note: 4 ranks did not return, so 2 go on from step-" in words
+    folder = islands.parent / "run"
+    mesh = json.loads((folder / "plan.json").read_text())["mesh"]
+    assert (mesh["inter"], mesh["intra"]) == (2, 1)
+    assert losses_of(folder) == pytest.approx(losses_without(islands, "parallel.ranks=2"), abs=1e-10)
+
+
+def test_the_islands_that_are_left_go_on_from_the_anchors(islands: Path) -> None:
+    sizes = ("parallel.ranks=3", "parallel.min_ranks=2", "train.global_batch=12", "parallel.outer.codec=int8")
+    code, words = losing_a_rank(islands, losing_a_device(islands, left=2), *sizes)
+    assert code == 0, words
+    assert "note: 3 ranks did not return, so 2 go on from step-" in words
+    folder = islands.parent / "run"
+    assert json.loads((folder / "plan.json").read_text())["mesh"]["inter"] == 2
+    losses = losses_of(folder)
+    assert len(losses) == 24
+    assert losses[-1] < losses[0]
+
+
+def test_one_island_that_is_left_does_not_go_on(islands: Path) -> None:
+    """Without outer steps it would be another run: the error of the lost device ends it."""
+    code, words = losing_a_rank(islands, losing_a_device(islands, left=1), "parallel.min_ranks=1")
+    assert code == 1
+    assert "this machine has 1 GPUs for 2 ranks" in words
+    assert "go on from step-" not in words
+    alone = atoll(*ATOLL, "train", islands, *sets("parallel.ranks=1", "parallel.min_ranks=1"))
+    assert alone.returncode == 2
+    assert "parallel.outer: outer steps are between groups, and with parallel.intra = 1 there is one" in alone.stderr
+
+
 # ---- ranks that are not the same
 
 

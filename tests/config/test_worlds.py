@@ -75,7 +75,24 @@ def test_fewer_ranks_than_the_fewest_are_refused(world: int | None) -> None:
         check_world(config(2, ranks=1), world)
 
 
-def test_outer_steps_keep_two_groups() -> None:
-    """Where half of the ranks are left, groups of two become groups of one."""
-    values = {"parallel": {"ranks": 4, "min_ranks": 2, "intra": 2, "outer": {"every": 4}}}
-    assert fit(from_dict(values), 2) == ("parallel.intra=1",)
+def islands(ranks: int, intra: int) -> Config:
+    parallel = {"ranks": ranks, "min_ranks": 1, "intra": intra, "outer": {"every": 4}}
+    return from_dict({"parallel": parallel, "train": {"global_batch": 24, "microbatch": 1}})
+
+
+@pytest.mark.parametrize(("ranks", "intra", "world", "left"), [(4, 2, 2, 1), (4, 2, 3, 1), (8, 4, 6, 2), (8, 4, 4, 2)])
+def test_outer_steps_keep_two_groups(ranks: int, intra: int, world: int, left: int) -> None:
+    """Where half of the ranks are left, groups of two become groups of one; else groups stay as large as they can."""
+    assert fit(islands(ranks, intra), world) == (f"parallel.intra={left}",)
+
+
+def test_islands_that_are_left_keep_their_ranks() -> None:
+    config = islands(6, 2)
+    assert fit(config, 4) == ()
+    assert config.to_plan(4).islands == 2
+
+
+def test_one_island_does_not_continue_with_outer_steps() -> None:
+    with pytest.raises(ConfigError, match=r"outer steps are between groups.* there is one") as refused:
+        fit(islands(2, 1), 1)
+    assert "with parallel.min_ranks = 1, worlds of 2 ranks have a plan" in str(refused.value)

@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 
 from atoll import schedules
+from atoll.advice import StageSize, advice
 from atoll.cost import Cluster, Prediction, Transformer, Use
-from atoll.cost.outer import elements, sent_by, under_way
+from atoll.cost.outer import anchors, elements, in_flight, sent_by
 from atoll.errors import PlanError
 from atoll.explain import Explanation
-from atoll.layouts import Layout
+from atoll.layouts import AT_ONCE, Codec, Codecs, Layout
 from atoll.outer import Outer
 from atoll.planner import Goal, Order, Search, Space
 from atoll.plans import MeshShape, Plan
@@ -47,6 +48,27 @@ def test_traffic_is_that_of_the_formula() -> None:
         assert sum(sent_by(found.ranks, 0).values()) == pytest.approx(found.outer.nbytes * OUTER.every)
 
 
+@pytest.mark.parametrize("codec", [Codec("bf16"), Codec("int8", 64), Codec("int4")], ids=str)
+def test_traffic_and_memory_with_a_codec(codec: Codec) -> None:
+    """Encoded bytes on the link, a residual in memory, and encoded blocks in flight."""
+    mesh = MeshShape(inter=2, intra=2)
+    outer = Outer(16, fragments=0, codec=codec)
+    plain, found, forgetful = (
+        predicted(each, mesh=mesh) for each in (replace(outer, codec=None), outer, replace(outer, feedback=False))
+    )
+    assert plain.outer is not None
+    assert found.outer is not None
+    assert found.outer.nbytes == pytest.approx(plain.outer.nbytes * codec.item_bytes / 4, rel=1e-3)
+    blocks = [-(-numel // 2) for sizes in anchors(found.ranks, 0).values() for numel in sizes]
+    assert found.outer.nbytes * outer.every == sum(2 * codec.nbytes(block) for block in blocks)
+    assert found.outer.worst < plain.outer.worst
+    residual = 4 * sum(elements(found.ranks, 0).values())
+    assert found.ranks.footprint(0).optimizer - plain.ranks.footprint(0).optimizer == residual
+    assert forgetful.ranks.footprint(0).optimizer == plain.ranks.footprint(0).optimizer
+    encoded = AT_ONCE * 2 * 2 * codec.nbytes(max(blocks))
+    assert in_flight(found.ranks, 0) - in_flight(plain.ranks, 0) == encoded
+
+
 def test_nothing_of_a_step_crosses_between_islands() -> None:
     for layout in ("NNN", "IIG", "GGG"):
         found = predicted(mesh=MeshShape(inter=2, intra=2))
@@ -79,18 +101,18 @@ def test_without_delay_everything_waits() -> None:
     assert predicted(Outer(16, fragments=4)).outer.largest < blocking.largest / 2  # type: ignore[union-attr]
 
 
-def test_anchors_and_what_is_under_way_are_in_memory() -> None:
+def test_anchors_and_what_is_in_flight_are_in_memory() -> None:
     without, with_momentum = predicted(None, mesh=MeshShape(inter=2)), predicted(Outer(8), mesh=MeshShape(inter=2))
     plain = predicted(Outer(8, optimizer="sgd"), mesh=MeshShape(inter=2))
     numel = sum(elements(plain.ranks, 0).values())
     optimizer = [each.ranks.footprint(0).optimizer for each in (without, plain, with_momentum)]
     assert optimizer[1] - optimizer[0] == 4 * numel
     assert optimizer[2] - optimizer[1] == 4 * numel
-    assert under_way(plain.ranks, 0) == 4 * numel
+    assert in_flight(plain.ranks, 0) == 4 * numel
     delayed = predicted(Outer(8, optimizer="sgd", delay=4), mesh=MeshShape(inter=2))
     assert delayed.peak(0).total - plain.peak(0).total == 4 * numel
     fragments = predicted(Outer(8, optimizer="sgd", delay=1, fragments=8), mesh=MeshShape(inter=2))
-    assert under_way(fragments.ranks, 0) < numel * 4
+    assert in_flight(fragments.ranks, 0) < numel * 4
 
 
 def test_the_planner_prices_what_it_does_not_choose() -> None:
@@ -129,6 +151,20 @@ def test_explanations_name_them() -> None:
     assert off.prediction is not None
     assert off.prediction.plan.outer is None
     assert explanation.alternative("pipeline", "1").refusal  # it would have more islands
+    less = explanation.alternative("outer codec", "int4")
+    assert less.prediction is not None
+    assert less.prediction.plan.outer == replace(OUTER, codec=Codec("int4"))
+    assert less.prediction.outer is not None
+    assert explanation.prediction.outer is not None
+    assert less.prediction.outer.nbytes < 0.15 * explanation.prediction.outer.nbytes
+    assert not explanation.alternatives("gradient codec")  # it would have no effect
+
+
+def test_codecs_of_moves_are_named_as_without_effect() -> None:
+    plan = predicted(codecs=Codecs(Codec("int8"))).plan
+    (said,) = advice(plan, [StageSize(1000, 1000)] * 2)
+    assert "has no effect with outer steps" in said
+    assert "parallel.outer.codec" in said
 
 
 def test_islands_are_two() -> None:

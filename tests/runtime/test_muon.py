@@ -13,7 +13,7 @@ from torch import nn
 import atoll
 from atoll import Engine
 from atoll.errors import CheckpointError, PlanError, RankError
-from atoll.layouts import EFFECTIVE
+from atoll.layouts import EFFECTIVE, Codec, Codecs
 from atoll.outer import Outer
 from atoll.program import Do, way_of
 from atoll.runtime.sharding.muon import orthogonalize
@@ -81,6 +81,18 @@ def test_nothing_crosses_between_islands_where_states_rest_inside(layout: str) -
 @pytest.mark.parametrize("layout", ["NNG", "III", "IIG"])
 def test_two_islands_equal_one_process(layout: str) -> None:
     assert_parity(muon(layout=layout, inter=2, intra=2, microbatches=4, model=MODELS[0], steps=3))
+
+
+@pytest.mark.parametrize("layout", ["NNG", "IIG", "GGG"])
+def test_gradients_and_parameters_with_codecs(layout: str) -> None:
+    """Gradients of matrices are decoded before their slices travel; updates are encoded as any others."""
+    codecs = Codecs(Codec("int8", 8, "stochastic"), Codec("int4", 8))
+    assert_parity(muon(layout=layout, inter=2, intra=2, microbatches=4, model=MODELS[0], steps=3, codecs=codecs))
+
+
+def test_outer_steps_with_a_codec() -> None:
+    outer = Outer(2, fragments=2, delay=1, codec=Codec("int4", 8))
+    assert_parity(muon(layout="IIG", inter=2, intra=2, microbatches=4, model=MODELS[0], steps=5, outer=outer))
 
 
 OPTIONS: tuple[tuple[tuple[str, Any], ...], ...] = (

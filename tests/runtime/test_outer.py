@@ -1,21 +1,27 @@
-"""Islands that train by themselves equal k replicas in one process, in float64."""
+"""Islands that train independently equal k replicas in one process, in float64."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from atoll.cli.program import outer_turns
 from atoll.errors import PlanError, RankError
+from atoll.layouts import CODES, Codec, Codecs
 from atoll.outer import Outer
+from atoll.runtime.assemble.describe import describe
 from atoll.runtime.checkpoint import Archive
 from atoll.testing import run_ranks
 from atoll.testing.parity import (
     Case,
     History,
     assert_parity,
+    difference,
+    measure_parity,
     references,
     units_of,
     whole_parameters,
@@ -75,11 +81,95 @@ def test_more_islands_equal_replicas_in_one_process(name: str) -> None:
     assert_parity(SLOW[name])
 
 
+# ---- codecs
+
+INT4, RANDOM = Codec("int4", 8), Codec("int8", 6, "stochastic")
+TWICE = replace(STREAMING, codec=INT4)
+ENCODED = replace(CASE, steps=9, model=TinyConfig(odd=True), outer=TWICE)
+ENCODED_PIPE = replace(PIPE, steps=7, outer=replace(TWICE, every=3), model=TinyConfig(tied=True))
+
+CODED = {
+    "each unit": replace(ENCODED, outer=replace(UNITS, codec=RANDOM)),
+    "no feedback": replace(ENCODED, outer=replace(TWICE, feedback=False)),
+    "plain averaging": replace(ENCODED, outer=Outer(2, optimizer="sgd", codec=RANDOM)),
+    "IIG, blocks that do not divide a shard": replace(ENCODED, intra=2, layout="IIG"),
+    "NNG without shared memory": replace(ENCODED, intra=2, layout="NNG", reads_in_place=False),
+    "1F1B, tied": ENCODED_PIPE,
+    "ZB-V, tied": replace(ENCODED_PIPE, schedule="zb-v"),
+    "breadth-first, III": replace(ENCODED_PIPE, schedule="breadth-first", layout="III", residency="run"),
+    "post-validated": replace(ENCODED_PIPE, post_validation=True),
+}
+
+SLOW_CODED = {
+    "tensor parallelism": replace(ENCODED, tensor=2, model=TinyConfig()),
+    "three islands of two": replace(ENCODED, inter=3, intra=2, layout="IGG", microbatches=6),
+    "four islands": replace(ENCODED, inter=4, outer=replace(UNITS, codec=RANDOM)),
+    "four islands of two": replace(ENCODED, inter=4, intra=2, layout="GGG", microbatches=8),
+    "split vocabulary": replace(ENCODED_PIPE, vocabulary_parallel=True),
+    "frozen and unused": replace(ENCODED_PIPE, model=TinyConfig(frozen=True, unused=True, small=True, layers=5)),
+}
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("name", CODES)
+def test_every_codec_equals_replicas_that_encode_the_same(name: str, rounding: Any) -> None:
+    assert_parity(replace(ENCODED, outer=Outer(2, codec=Codec(name, 10, rounding)), steps=5))
+
+
+@pytest.mark.parametrize("name", CODED)
+def test_encoded_outer_gradients_equal_those_of_replicas(name: str) -> None:
+    assert_parity(CODED[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW_CODED)
+def test_more_encoded_outer_gradients_equal_those_of_replicas(name: str) -> None:
+    assert_parity(SLOW_CODED[name])
+
+
+def test_replicas_without_codec_or_without_feedback_are_others() -> None:
+    """Else the others would show nothing."""
+    _, _, histories = measure_parity(ENCODED)
+    units = run_ranks(_units, 2, ENCODED)[0]
+    plain = references(replace(ENCODED, outer=STREAMING), units)
+    assert max(difference(own, plain[0].parameters[name]) for name, own in histories[0].parameters.items()) > 1e-4
+    _, _, forgetful = measure_parity(CODED["no feedback"])
+    others = forgetful[0].parameters
+    assert max(difference(own, others[name]) for name, own in histories[0].parameters.items()) > 1e-4
+
+
+def _units(case: Case) -> tuple[tuple[str, ...], ...]:
+    engine = case.engine()
+    units = units_of(engine)
+    engine.close()
+    return units
+
+
+def _advice(case: Case) -> tuple[tuple[str, ...], dict[str, torch.Tensor]]:
+    engine = case.engine()
+    for step in range(case.steps):
+        engine.step(case.share(engine, step))
+    values = whole_parameters(engine)
+    engine.close()
+    return engine.advice, values
+
+
+def test_codecs_of_moves_have_no_effect_with_outer_steps_and_the_engine_says_so() -> None:
+    case = replace(CASE, codecs=Codecs(Codec("int8"), Codec("int4")), steps=3)
+    (said, values), _ = run_ranks(_advice, 2, case)
+    (silent, plain), _ = run_ranks(_advice, 2, replace(case, codecs=Codecs()))
+    assert not silent
+    assert len(said) == 1
+    assert said[0].startswith("parallel.codecs (gradient int8, parameter int4) has no effect with outer steps")
+    assert all(torch.equal(value, plain[name]) for name, value in values.items())
+
+
 # ---- between outer steps
 
 
-def _measure(case: Case) -> tuple[list[int], int, int, int]:
-    """Bytes sent between islands by each step, what is held and predicted, and the formula's bytes of an interval."""
+def _measure(case: Case) -> tuple[list[int], int, int, int, int]:
+    """Bytes sent between islands by each step, what is held and predicted, and the formula's bytes of an interval; the
+    last of what `atoll program` says."""
     engine = case.engine()
     sent = []
     for step in range(case.steps):
@@ -89,20 +179,31 @@ def _measure(case: Case) -> tuple[list[int], int, int, int]:
         sent.append(engine.transport.sent["inter"] - before)
     engine.check_replicas()
     held = engine.memory().total, engine.footprint(states=2).at_rest(case.plan.layout).total
-    parts = [anchor[0].numel() for *_, anchor in engine.outer.holdings()]
+    blocks = [-(-anchor[0].numel() // case.inter) for *_, anchor in engine.outer.holdings()]
+    codec = case.outer.codec
+    formula = sum(2 * (case.inter - 1) * (block * 8 if codec is None else codec.nbytes(block)) for block in blocks)
     engine.close()
-    return sent, *held, sum(2 * (case.inter - 1) * -(-numel // case.inter) * 8 for numel in parts)
+    said = outer_turns(describe(lambda: _meta(case), case.plan, engine.place.pp), case.plan)
+    return sent, *held, formula, sum(turn["bytes"] for turn in said)
 
 
+def _meta(case: Case) -> torch.nn.Module:
+    with torch.device("meta"):
+        return case.model.build()
+
+
+@pytest.mark.parametrize("codec", [None, Codec("int4", 16), Codec("bf16")], ids=str)
 @pytest.mark.parametrize("layout", ["NNN", "IIG"])
-def test_only_fragments_cross_between_islands_and_memory_is_predicted(layout: str) -> None:
+def test_only_fragments_cross_between_islands_and_memory_is_predicted(layout: str, codec: Codec | None) -> None:
     """A fragment sends 2 (k - 1) / k of the elements that a rank has at G, for k islands."""
-    case = replace(CASE, intra=2, layout=layout, outer=replace(STREAMING, fragments=2), steps=4)
-    for sent, held, predicted, formula in run_ranks(_measure, case.ranks, case):
-        assert sent[0] == sent[2] == 0
-        assert sent[1] > 0
-        assert sent[1] + sent[3] == formula
-        assert held == predicted
+    outer, model = replace(STREAMING, fragments=2, codec=codec), TinyConfig(odd=True, small=True, frozen=True)
+    for feedback in (True, False):
+        case = replace(CASE, intra=2, layout=layout, outer=replace(outer, feedback=feedback), steps=4, model=model)
+        for sent, held, predicted, formula, said in run_ranks(_measure, case.ranks, case):
+            assert sent[0] == sent[2] == 0
+            assert sent[1] > 0
+            assert sent[1] + sent[3] == formula == said
+            assert held == predicted
 
 
 def _break_an_anchor(case: Case) -> None:
@@ -134,8 +235,9 @@ def _edit(case: Case) -> None:
     engine.close()
 
 
-def test_an_edit_reaches_the_anchors() -> None:
-    run_ranks(_edit, 2, CASE)
+@pytest.mark.parametrize("codec", [None, Codec("int4")], ids=str)
+def test_an_edit_reaches_the_anchors(codec: Codec | None) -> None:
+    run_ranks(_edit, 2, replace(CASE, outer=replace(DILOCO, codec=codec)))
 
 
 def _refuse_rollback(case: Case) -> None:
@@ -248,5 +350,90 @@ def _save_and_compare(case: Case, folder: str) -> bool:
     return all(torch.equal(value, found[1][name]) for name, value in found[0].items())
 
 
-def test_saving_changes_no_bit(tmp_path: Path) -> None:
-    assert all(run_ranks(_save_and_compare, 2, replace(RESUMED, steps=7), str(tmp_path / "saved")))
+@pytest.mark.parametrize("codec", [None, RANDOM], ids=str)
+def test_saving_changes_no_bit(codec: Codec | None, tmp_path: Path) -> None:
+    case = replace(RESUMED, outer=replace(RESUMED.outer, codec=codec), steps=7)
+    assert all(run_ranks(_save_and_compare, 2, case, str(tmp_path / "saved")))
+
+
+# ---- residuals in checkpoints
+
+OWING = replace(RESUMED, outer=replace(RESUMED.outer, codec=RANDOM), model=TinyConfig(odd=True, tied=True))
+
+
+def _residuals(engine: Any) -> dict[str, torch.Tensor]:
+    """What this rank owes, by parameter, in the parameter's place."""
+    found: dict[str, torch.Tensor] = {}
+    for anchor in engine.outer._anchors():
+        for part in anchor.slices if anchor.residual is not None else ():
+            whole = found.setdefault(part.name, torch.zeros(part.shape, dtype=anchor.residual.dtype))
+            whole.view(-1)[part.start : part.stop] = anchor.residual[part.offset :][: part.stop - part.start]
+    return found
+
+
+def _owe(case: Case, folder: str, *, loads: bool) -> tuple[int, dict[str, torch.Tensor], History]:
+    """What this island owes at a checkpoint that is saved, or loaded, and how the run goes on."""
+    engine = case.engine()
+    if loads:
+        engine.load(folder)
+    else:
+        for step in range(SAVED_AT):
+            engine.step(case.share(engine, step))
+        engine.save(folder)
+    owed, history = _residuals(engine), History()
+    for step in range(SAVED_AT, case.steps):
+        history.losses.append(engine.step(case.share(engine, step)).loss)
+    engine.check_replicas()
+    history.parameters = whole_parameters(engine)
+    engine.close()
+    return engine.place.inter, owed, history
+
+
+def _owing_islands(found: list[tuple[int, dict[str, torch.Tensor], History]]) -> dict[tuple[int, str], torch.Tensor]:
+    """What each island owes, over the parts of its ranks: ranks of other stages and parts have zeros."""
+    owed: dict[tuple[int, str], torch.Tensor] = {}
+    for island, own, _ in found:
+        for name, value in own.items():
+            before = owed.get((island, name), torch.zeros_like(value))
+            owed[island, name] = torch.where(before == 0, value, before)
+    return owed
+
+
+@pytest.mark.parametrize("sizes", [{}, {"intra": 2, "layout": "NNG"}, {"pipeline": 2, "schedule": "zb-v"}], ids=str)
+def test_a_run_with_residuals_goes_on_with_equal_bits(sizes: dict[str, Any], tmp_path: Path) -> None:
+    case, folder = replace(OWING, **sizes), str(tmp_path / "saved")
+    saved = run_ranks(_owe, case.ranks, case, folder, loads=False)
+    loaded = run_ranks(_owe, case.ranks, case, folder, loads=True)
+    for (_, owed, one), (_, still, other) in zip(saved, loaded, strict=True):
+        assert one.losses == other.losses
+        assert all(torch.equal(value, other.parameters[name]) for name, value in one.parameters.items())
+        assert all(torch.equal(value, still[name]) for name, value in owed.items())
+    assert any(value.any() for _, owed, _ in saved for value in owed.values())
+
+
+@pytest.mark.parametrize("sizes", [{"intra": 2, "layout": "IIG"}, {"pipeline": 2}], ids=str)
+def test_an_island_owes_the_same_on_other_ranks(sizes: dict[str, Any], tmp_path: Path) -> None:
+    folder, case = str(tmp_path / "saved"), replace(OWING, **sizes)
+    saved = _owing_islands(run_ranks(_owe, OWING.ranks, OWING, folder, loads=False))
+    loaded = _owing_islands(run_ranks(_owe, case.ranks, case, folder, loads=True))
+    assert saved.keys() == loaded.keys()
+    assert all(torch.equal(value, loaded[key]) for key, value in saved.items())
+    assert any(value.any() for value in saved.values())
+
+
+@pytest.mark.parametrize(
+    "changes", [{"inter": 4}, {"outer": replace(OWING.outer, every=5)}, {"outer": RESUMED.outer}], ids=str
+)
+def test_islands_that_restart_from_the_anchors_owe_nothing(changes: dict[str, Any], tmp_path: Path) -> None:
+    """And a run without a codec loads a checkpoint with residuals."""
+    folder, case = str(tmp_path / "saved"), replace(OWING, **changes)
+    run_ranks(_owe, OWING.ranks, OWING, folder, loads=False)
+    loaded = run_ranks(_owe, case.ranks, case, folder, loads=True)
+    assert not any(value.any() for _, owed, _ in loaded for value in owed.values())
+
+
+def test_a_checkpoint_without_residuals_starts_a_codec(tmp_path: Path) -> None:
+    folder, plain = str(tmp_path / "saved"), replace(OWING, outer=RESUMED.outer)
+    run_ranks(_owe, plain.ranks, plain, folder, loads=False)
+    loaded = run_ranks(_owe, OWING.ranks, OWING, folder, loads=True)
+    assert not any(value.any() for _, owed, _ in loaded for value in owed.values())

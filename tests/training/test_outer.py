@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from atoll.errors import ConfigError
+from atoll.layouts import Codec
 from atoll.testing import run_ranks
 from atoll.training.folder import Start, read_records
 from tests.training.test_train import TEXT, assert_same, assert_same_run, in_rank, settings, train_on_ranks
@@ -43,7 +44,7 @@ def test_every_step_is_recorded_with_the_distance_where_islands_met(two: Path) -
     assert [record["step"] for record in records] == list(range(1, 9))
     assert all(record["tokens"] == 8 * 16 for record in records)
     apart = {record["step"]: record["island_distance"] for record in records if "island_distance" in record}
-    # A fragment left behind step 2; islands met behind steps 3 (it arrived), 4 (an evaluation), 6 (a save) and 8.
+    # A fragment was sent after step 2; islands met after steps 3 (it was applied), 4 (an evaluation), 6 (a save) and 8.
     assert set(apart) == {3, 4, 6, 8}
     assert all(0 < distance < 0.5 for distance in apart.values())
 
@@ -82,6 +83,8 @@ def test_more_islands_go_on_from_the_anchors(two: Path, corpus: Path, tmp_path: 
     [
         ({"parallel": {"outer": {"every": 4, "delay": 4}}}, "outer.delay = 4"),
         ({"parallel": {"outer": {"evry": 4}}}, "did you mean parallel.outer.every?"),
+        ({"parallel": {"outer": {"every": 4, "codec": "int3"}}}, "parallel.outer.codec"),
+        ({"parallel": {"outer": {"every": 4, "codec": "int8", "block": 7}}}, "parallel.outer.block"),
         ({"parallel": {"intra": 2}}, "with parallel.intra = 2 there is one"),
         ({"train": {"bad_steps": "rollback 2"}}, "would bring one group back"),
     ],
@@ -101,7 +104,12 @@ def test_a_config_with_outer_steps_is_written_and_read(tmp_path: Path, corpus: P
     from atoll.config import load
     from atoll.config.load import from_dict
 
-    config = from_dict(islands(tmp_path, corpus))
+    encoded = {**OUTER, "codec": "int4", "block": 64, "rounding": "stochastic", "feedback": False}
+    config = from_dict(islands(tmp_path, corpus, outer=encoded))
+    outer = config.to_plan().outer
+    assert outer is not None
+    assert outer.codec == Codec("int4", 64, "stochastic")
+    assert not outer.feedback
     path = tmp_path / "config.toml"
     path.write_text(config.dump())
     assert load(path) == config

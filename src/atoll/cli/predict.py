@@ -31,7 +31,7 @@ def command(
     rank and the mean of all; ranks, one object a pipeline rank with rank, peak and rest (bytes by component),
     saved_bytes (of host memory, for saving in the background), fits, margin_bytes and breakdown; fits and
     margin_bytes of the fullest rank; outer, null without outer steps: seconds that they add to a step on average (part
-    of `seconds`) and at worst, bytes that a rank sends between islands on average and behind one step at most.
+    of `seconds`) and at worst, bytes that a rank sends between islands on average and after one step at most.
     """
     from atoll.training.choosing import load_chosen
     from atoll.training.prediction import predict_on
@@ -83,7 +83,7 @@ def _plan(prediction: Prediction) -> Iterator[str]:
     recompute = "" if plan.recompute == "none" else f", recompute {plan.recompute}"
     yield f"layout {plan.layout.name}, {plan.schedule.name} with {batch}, {plan.precision.compute}{recompute}"
     if plan.outer is not None:
-        yield f"{plan.mesh.inter} islands meet {plan.outer}"
+        yield f"{plan.mesh.inter} islands with outer steps {plan.outer}"
     if plan.matrices is not None:
         yield plan.matrices
 
@@ -94,8 +94,8 @@ def _seconds(prediction: Prediction) -> Iterator[str]:
     yield f"a step  {format_seconds(prediction.seconds)}{between}"
     if (outer := prediction.outer) is not None:
         yield (
-            f"outer   {format_seconds(outer.seconds)} of it on average, {format_seconds(outer.worst)} behind the worst "
-            f"step; {format_bytes(outer.nbytes)} a step between islands, {format_bytes(outer.largest)} behind one step"
+            f"outer   {format_seconds(outer.seconds)} of it on average, {format_seconds(outer.worst)} after the worst "
+            f"step; {format_bytes(outer.nbytes)} a step between islands, {format_bytes(outer.largest)} after one step"
         )
     rate, devices = prediction.tokens_a_second, prediction.plan.mesh.world
     yield f"tokens  {format_rate(rate, 'tokens')}, {format_rate(rate / devices, 'tokens')} a device"

@@ -57,28 +57,33 @@ def command(
 
 
 def outer_turns(found: Described, plan: Plan) -> list[dict[str, Any]]:
-    """Return the outer work of a rank in an interval, once the first fragments have arrived."""
+    """Return the outer work of a rank in an interval, once the first fragments have been applied."""
     from atoll.layouts import ITEM_BYTES
     from atoll.outer import Way
 
     outer, islands, turns = plan.outer, plan.mesh.inter, []
-    for step, each in () if outer is None else outer.interval(found.count):
+    item = ITEM_BYTES[plan.precision.master]
+    if outer is None:
+        return []
+    for step, each in outer.interval(found.count):
         for way, fragment in each:
-            units = [unit for unit in found.outgoing if outer and outer.fragment_of(unit, found.count) == fragment]
-            blocks = sum(-(-found.outgoing[unit] // islands) for unit in units)
-            sent = 2 * (islands - 1) * blocks * ITEM_BYTES[plan.precision.master] if way is Way.LEAVES else 0
+            units = [unit for unit in found.outgoing if outer.fragment_of(unit, found.count) == fragment]
+            parts = [numel for unit in units for numel in found.outgoing[unit]] if way is Way.LEAVES else []
+            sent = sum(outer.sent_bytes(numel, islands, item) for numel in parts)
             turns.append({"step": step, "way": way.value, "fragment": fragment, "units": units, "bytes": sent})
     return turns
 
 
 def _outer_lines(turns: Sequence[Mapping[str, Any]], plan: Plan) -> list[str]:
-    """The outer work in words."""
+    """Describe the outer work, a line for each fragment."""
     from atoll.units import format_bytes
 
-    lines = ["", f"outer steps: {plan.outer}", "behind step"] if turns else []
+    lines = ["", f"outer steps: {plan.outer}", "after step"] if turns else []
     for turn in turns:
         units = ", ".join(map(str, turn["units"])) or "none of this rank"
-        sends = f": {format_bytes(turn['bytes'])} between islands, beside the next steps" if turn["bytes"] else ""
+        sends = (
+            f": {format_bytes(turn['bytes'])} between islands, overlapped with the next steps" if turn["bytes"] else ""
+        )
         lines.append(f"{turn['step']:11}  fragment {turn['fragment']} {turn['way']}, units {units}{sends}")
     return lines
 

@@ -159,7 +159,7 @@ def _batch_problems(config: Config, data: int) -> list[str]:
 
 
 def _outer_problems(config: Config, groups: int) -> list[str]:
-    """What does not go with groups that train by themselves."""
+    """Return what cannot be combined with outer steps."""
     if config.parallel.outer is None:
         return []
     problems = []

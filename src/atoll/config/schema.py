@@ -402,13 +402,14 @@ class Codecs(Section):
 
 
 class OuterSteps(Section):
-    """[parallel.outer]: outer steps of groups that train by themselves; see `atoll.outer.Outer` for the keys.
+    """[parallel.outer]: outer steps of groups that train independently; see `atoll.outer.Outer` for the keys.
 
     every: steps between two outer gradients of a block.
     lr, momentum: of the outer optimizer; 0.7 and 0.9 for "nesterov", 1 and 0 for "sgd" if not given.
-    fragments: groups of blocks that are sent at steps of their own; 0: each block.
-    delay: steps that the transfer of a fragment may take.
-    mix: share of a group's own parameters when the others' arrive; 0.5 with a delay and 0 without if not given.
+    fragments: number of parts of the model that are sent after different steps; 0: each block is one.
+    delay: steps between sending a fragment and applying its mean.
+    mix: weight of a group's own parameters when the mean is applied; 0.5 with a delay and 0 without if not given.
+    codec: of outer gradients.  block, rounding, feedback: as in [parallel.codecs].
     """
 
     every: Positive
@@ -418,6 +419,10 @@ class OuterSteps(Section):
     fragments: Natural = 1
     delay: Natural = 0
     mix: float | None = None
+    codec: Literal["none", "bf16", "fp8", "int8", "int4"] = "none"
+    block: Annotated[int, Field(ge=2, le=1 << 20, multiple_of=2)] = BLOCK
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    feedback: bool = True
 
     @model_validator(mode="after")
     def _check(self) -> OuterSteps:
@@ -429,7 +434,8 @@ class OuterSteps(Section):
 
     def to_outer(self) -> Outer:
         """Return the value that a plan has."""
-        return Outer(**self.model_dump())
+        codec = None if self.codec == "none" else Codec(self.codec, self.block, self.rounding)
+        return Outer(**self.model_dump(exclude={"codec", "block", "rounding"}), codec=codec)
 
 
 class Parallel(Section):
@@ -453,7 +459,7 @@ class Parallel(Section):
     codecs: what is sent between groups: a table, [parallel.codecs].
     sequence_parallel: shard activations along the sequence between the tensor-parallel parts of a layer.
     layers_per_stage: number of layers of each stage; split evenly if not given.
-    outer: outer steps of groups that train by themselves (table); every step is of all groups if not given.
+    outer: outer steps of groups that train independently (table); all groups take each step together if not given.
     timeout: seconds that a rank may be silent, or keep another waiting, before all ranks end and the error names it;
     derived from measured step times if not given.
     A file may give DeepSpeed's `zero_optimization` instead of `layout`.

@@ -3,7 +3,8 @@
 kept        tensor, layout, schedule and chunks, global_batch and microbatch, so the steps are equal
 changed     the number of groups, in any config; if parallel.min_ranks is set, also the ranks of a group, and then
             those of the pipeline, as little as possible
-refused     a world size without a plan; the error names others that have one
+refused     a world size without a plan; the error names others that have one. Outer steps need two groups: a config
+            with them does not continue on one
 """
 
 from __future__ import annotations
@@ -56,8 +57,9 @@ def _fitting(config: Config, world: int) -> tuple[str, ...] | None:
         data, rest = divmod(world, pipeline * parallel.tensor)
         if rest:
             continue
-        most = data if parallel.outer is None else max(1, data // 2)  # outer steps are between two groups or more
-        changed = {"pipeline": pipeline, "intra": math.gcd(parallel.intra, most)}
+        # Outer steps are between two groups or more.
+        sizes = [size for size in divisors(math.gcd(parallel.intra, data)) if parallel.outer is None or size < data]
+        changed = {"pipeline": pipeline, "intra": max(sizes, default=1)}
         tried = config.model_copy(update={"parallel": parallel.model_copy(update=changed)})
         with suppress(ConfigError):
             tried.to_plan(world)

@@ -1,11 +1,12 @@
-"""What outer steps cost: bytes between islands, seconds behind steps, and memory of what is under way.
+"""Cost of outer steps: bytes between islands, seconds after steps, and memory of outer gradients in flight.
 
-A unit of V bytes of masters sends, from each rank that has a part of it, 2 (k - 1)/k of its part between k islands for
-each outer gradient: as much as a reduction and a gather of it. So a rank sends on average
+Each outer gradient is a reduce-scatter and an all-gather between k islands. A rank sends 2 (k - 1)/k of its part of the
+unit. For V bytes of masters this is on average
 
     2 (k - 1)/k * V / intra / every        bytes a step
 
-and nothing else crosses between islands.
+and nothing else is sent between islands. With a codec the bytes are those of `Codec.nbytes`; the time of
+encoding is not predicted.
 """
 
 from __future__ import annotations
@@ -15,25 +16,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from atoll.cost.ranks import Ranks
-from atoll.layouts import ITEM_BYTES, Level
+from atoll.layouts import AT_ONCE, ITEM_BYTES, Level
 from atoll.outer import Outer, Way, largest_at_once
 from atoll.sim import Speed
 
 TOUCHED = 13
-"""Tensors that are read or written for an outer step of each: 5 when an outer gradient is made and measured, 8 when the
-anchor, its momentum and the parameters are updated."""
+"""Tensors that are read or written for an outer step: 5 to compute an outer gradient and its norm, 8 to update anchor,
+momentum and parameters."""
 
 INTERVALS = 4
-"""Intervals that are simulated; the last one counts."""
+"""Number of simulated intervals. The last one is used."""
 
 
 @dataclass(frozen=True, slots=True)
 class OuterCost:
     """The cost of outer steps.
 
-    seconds: added to a step on average.  worst: added behind the step that waits longest.
-    nbytes: sent between islands a step, on average, by the rank that sends most.  largest: behind one step.
-    waits: whether any of it is waiting for transfers.
+    seconds: added to a step on average.  worst: added after the step that waits longest.
+    nbytes: sent between islands a step, on average, by the rank that sends most.  largest: after one step.
+    waits: whether any of the seconds are spent waiting for transfers.
     """
 
     seconds: float
@@ -43,47 +44,66 @@ class OuterCost:
     waits: bool
 
 
-def elements(ranks: Ranks, rank: int) -> dict[int, int]:
-    """Return the elements of anchors of a pipeline rank by unit: the trained ones that it has at level G."""
+def anchors(ranks: Ranks, rank: int) -> dict[int, tuple[int, ...]]:
+    """Return the elements of the anchors of a pipeline rank by unit, one for each segment: the trained ones that it has
+    at level G."""
     sharding = ranks.plan.sharding(ranks.place(rank))
-    found: defaultdict[int, int] = defaultdict(int)
+    found: defaultdict[int, tuple[int, ...]] = defaultdict(tuple)
     for unit, segments in ranks.segments(rank).items():
         for segment in segments:
             if segment.trainable:
-                found[unit] += len(sharding.nest.range(Level.G, segment.map.padded))
+                found[unit] += (len(sharding.nest.range(Level.G, segment.map.padded)),)
     return dict(found)
 
 
+def elements(ranks: Ranks, rank: int) -> dict[int, int]:
+    """Return the elements of the anchors of a pipeline rank by unit."""
+    return {unit: sum(sizes) for unit, sizes in anchors(ranks, rank).items()}
+
+
 def units_of(ranks: Ranks) -> int:
-    """Return the units of the model."""
+    """Return the number of units of the model."""
     return 1 + max(unit for rank in range(ranks.plan.mesh.pipeline) for unit in ranks.segments(rank))
 
 
 def sent_by(ranks: Ranks, rank: int) -> dict[int, float]:
     """Return the bytes that a pipeline rank sends for each unit's outer gradient."""
-    islands, item = ranks.plan.mesh.inter, ITEM_BYTES[ranks.plan.precision.master]
-    return {unit: 2 * (islands - 1) * -(-numel // islands) * item for unit, numel in elements(ranks, rank).items()}
+    plan, outer = ranks.plan, ranks.plan.outer
+    if outer is None:
+        return {}
+    islands, item = plan.mesh.inter, ITEM_BYTES[plan.precision.master]
+    return {
+        unit: sum(outer.sent_bytes(numel, islands, item) for numel in sizes)
+        for unit, sizes in anchors(ranks, rank).items()
+    }
 
 
-def under_way(ranks: Ranks, rank: int) -> int:
-    """Return the most bytes of outer gradients that a pipeline rank has under way at once."""
-    outer, item = ranks.plan.outer, ITEM_BYTES[ranks.plan.precision.master]
+def in_flight(ranks: Ranks, rank: int) -> int:
+    """Return the most bytes of outer gradients that a pipeline rank has in flight at once, with the encoded blocks that
+    are sent and received."""
+    plan, outer = ranks.plan, ranks.plan.outer
     if outer is None:
         return 0
-    sizes = {unit: float(numel * item) for unit, numel in elements(ranks, rank).items()}
-    return int(largest_at_once(outer, sizes, units_of(ranks)))
+    islands, item = plan.mesh.inter, ITEM_BYTES[plan.precision.master]
+    held = anchors(ranks, rank)
+    sizes = {unit: float(sum(numels) * item) for unit, numels in held.items()}
+    blocks = [outer.block_bytes(numel, islands, item) for numels in held.values() for numel in numels]
+    encoded = 0 if outer.codec is None else AT_ONCE * 2 * islands * max(blocks, default=0)
+    return int(largest_at_once(outer, sizes, units_of(ranks))) + encoded
 
 
 def cost_of(ranks: Ranks, outer: Outer, *, step: float, link: Speed, memory: float) -> OuterCost:
-    """Return the cost of the outer steps of a plan. step: seconds of a step without them.  link: between islands.
-    memory: bytes a second that a rank reads and writes."""
+    """Return the cost of the outer steps of a plan.
+
+    step: seconds of a step without them.  link: between islands.  memory: bytes a second that a rank reads and writes.
+    """
     count, item = units_of(ranks), ITEM_BYTES[ranks.plan.precision.master]
     every = range(ranks.plan.mesh.pipeline)
     sent = [_by_fragment(outer, sent_by(ranks, rank), count) for rank in every]
     own = [_by_fragment(outer, elements(ranks, rank), count) for rank in every]
     passes = TOUCHED * item / memory
     added = _simulate(outer, count, step, [_Line(link, sizes).ready for sizes in sent], own, passes)
-    behind = [
+    largest = [
         max(
             (
                 sum(sizes.get(turn.fragment, 0.0) for turn in outer.turns(at, count) if turn.way is Way.LEAVES)
@@ -99,7 +119,7 @@ def cost_of(ranks: Ranks, outer: Outer, *, step: float, link: Speed, memory: flo
         sum(added) / outer.every,
         max(added),
         max(sum(sizes.values()) for sizes in sent) / outer.every,
-        max(behind),
+        max(largest),
         waits=sum(added) > touched * 1.001,
     )
 
@@ -113,14 +133,14 @@ def _by_fragment(outer: Outer, sizes: Mapping[int, float], count: int) -> dict[i
 
 @dataclass(slots=True)
 class _Line:
-    """A rank's link between islands, which carries fragments one after the other."""
+    """A rank's link between islands. It sends fragments one after the other."""
 
     link: Speed
     sizes: Mapping[int, float]
     free: list[float] | None = None
 
     def ready(self, fragment: int, now: float) -> float:
-        """Return when the mean of a fragment that leaves now is there."""
+        """Return the time at which the mean of a fragment sent now is received."""
         self.free = [0.0] if self.free is None else self.free
         size = self.sizes.get(fragment, 0.0)
         if not size:
@@ -136,7 +156,7 @@ def _simulate(
     own: Sequence[Mapping[int, float]],
     passes: float,
 ) -> list[float]:
-    """Return the seconds added behind each step of an interval. All ranks of an island wait for the slowest."""
+    """Return the seconds added after each step of an interval. All ranks of an island wait for the slowest."""
     now, added = 0.0, []
     ready: dict[int, float] = {}
     for at in range(1, INTERVALS * outer.every + 1):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from atoll.cost.breakdown import Breakdown, break_down
 from atoll.cost.cluster import Cluster, Device
 from atoll.cost.kernels import Clock, Exchange, Product
-from atoll.cost.outer import OuterCost, cost_of, under_way
+from atoll.cost.outer import OuterCost, cost_of, in_flight
 from atoll.cost.ranks import Ranks
 from atoll.cost.work import Use, Work, Workload
 from atoll.errors import ConfigError
@@ -315,7 +315,7 @@ class Prediction:
         arriving = need.buffers - (0 if is_lent else need.flows)
         context = 0 if self.cluster is None else self.cluster.device.context
         rest = Held(state.parameters, state.gradients, state.optimizer, context=context)
-        outgoing = under_way(self.ranks, rank)  # without a delay only between steps, else beside them too
+        outgoing = in_flight(self.ranks, rank)  # without a delay only between steps, else beside them too
         yield rest._replace(buffers=outgoing, gradients=state.gradients * (self.plan.layout.gradients is Level.N))
         beside = outgoing if self.plan.outer is not None and self.plan.outer.delay else 0
         is_whole = self.plan.layout.gradients is Level.N

@@ -69,7 +69,7 @@ def rebuilt(
     """
     mesh, microbatch, batch = mesh or plan.mesh, microbatch or plan.microbatch, batch or plan.global_batch
     if plan.outer is not None and mesh.inter != plan.mesh.inter:
-        raise PlanError(f"{mesh.inter} islands instead of {plan.mesh.inter} would train to other numbers")
+        raise PlanError(f"{mesh.inter} islands instead of {plan.mesh.inter} would change the results")
     name = schedule or plan.schedule.name
     microbatches, rest = divmod(batch, microbatch * mesh.data)
     if rest or not microbatches:
@@ -166,9 +166,26 @@ def _codec(name: str, of: str) -> Choice:
         moves = [*GATHER_PARAMETER[plan.layout.parameters]]
         moves += SYNC_PARAMETER[plan.layout.optimizer, plan.layout.parameters]
         crosses = of == "gradient" or any(move.axis is Axis.INTER for move in moves)
-        return _if(plan.mesh.inter > 1 and crosses, "none", *CODED)
+        return _if(plan.mesh.inter > 1 and plan.outer is None and crosses, "none", *CODED)
 
     return Choice(name, f"parallel.codecs.{of}", now, others, make, plain="none", is_exact=False)
+
+
+def _outer_codec() -> Choice:
+    """Return the choice of the codec of outer gradients, with the options of the present one."""
+
+    def make(plan: Plan, value: str) -> Plan:
+        assert plan.outer is not None, "the choice is of plans with outer steps"
+        codec = None if value == "none" else replace(plan.outer.codec or Codec(value), name=value)
+        return replace(plan, outer=replace(plan.outer, codec=codec))
+
+    def now(plan: Plan) -> str:
+        return "none" if plan.outer is None or plan.outer.codec is None else plan.outer.codec.name
+
+    def others(plan: Plan) -> Iterator[str]:
+        return _if(plan.outer is not None, "none", *CODED)
+
+    return Choice("outer codec", "parallel.outer.codec", now, others, make, plain="none", is_exact=False)
 
 
 def _field(field: str, of: Callable[[str], Any] = str) -> Callable[[Plan, str], Plan]:
@@ -298,6 +315,7 @@ _CHOICES = (
         plain=NO,
         is_exact=False,
     ),
+    _outer_codec(),
     Choice(
         "precision",
         "train.precision",

@@ -47,7 +47,7 @@ def plan(prediction: Prediction) -> str:
     own = prediction.plan
     recompute = "" if own.recompute == "none" else f", recompute {own.recompute}"
     batch = f"{own.schedule.microbatches} microbatches of {own.microbatch} x {prediction.use.sequence} tokens a rank"
-    outer = "" if own.outer is None else f"; {own.mesh.inter} islands meet {own.outer}"
+    outer = "" if own.outer is None else f"; {own.mesh.inter} islands with outer steps {own.outer}"
     return f"layout {own.layout}, {own.schedule.name} with {batch}, {own.precision.compute}{recompute}{outer}"
 
 

@@ -65,8 +65,8 @@ def _plan(explanation: Explanation) -> Iterator[str]:
         waits = "waits for transfers among them" if outer.waits else "none of it waiting"
         yield from phrases.wrapped(
             f"Outer steps add {format_seconds(outer.seconds)} of it on average, and {format_seconds(outer.worst)} "
-            f"behind the worst step, {waits}. A rank sends {format_bytes(outer.nbytes)} a step between islands, and "
-            f"{format_bytes(outer.largest)} behind one step at most."
+            f"after the worst step, {waits}. A rank sends {format_bytes(outer.nbytes)} a step between islands, and "
+            f"{format_bytes(outer.largest)} after one step at most."
         )
 
 

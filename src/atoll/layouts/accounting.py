@@ -34,7 +34,7 @@ GATHERS_A_MICROBATCH = 2
 class Footprint:
     """Bytes of one rank's model state. Only tensors count, not step counters.
 
-    optimizer: masters, states, and residuals of codecs.
+    optimizer: masters, states, residuals of codecs, and what outer steps store.
     Sharded gradients are freed at the end of a step; everything else is kept between steps.
     """
 

@@ -73,7 +73,7 @@ class Sharding:
     nest: its place among the data-parallel ranks.  keeps_apart: parameters and master are stored separately even if one
     could serve for both, as a post-validated optimizer step requires.  states: tensors that the optimizer keeps of
     every parameter besides the master, except matrices that it transforms whole, for which `whole` gives it.
-    codecs: of moves between groups.  anchors: tensors that outer steps keep of every trained parameter, at level G.
+    codecs: of moves between groups.  anchors: tensors that outer steps store for every trained parameter, at level G.
     tp: the place in the tensor-parallel group.
     """
 

@@ -70,7 +70,7 @@ class Skeleton:
     """All plans with one schedule and one use of the model, on any mesh and with any storage on data-parallel ranks.
 
     base: the prediction without data parallelism.
-    has_islands: whether groups train by themselves, so that nothing of a step crosses between them.
+    has_islands: whether groups train independently, so that a step sends nothing between them.
     """
 
     base: Prediction

@@ -276,7 +276,7 @@ class Engine:
         if plan.outer is not None:
             lane = self._lanes["outer"] = lane_of("outer", self.device, waits_on_host=self.transport.waits_on_host)
             count = len(self._sharded.specs)
-            self.outer = OuterSteps(self.units, plan.outer, self.transport, lane=lane, count=count)
+            self.outer = OuterSteps(self.units, plan.outer, self.transport, lane=lane, count=count, seed=self._seed)
 
     def _lower(self) -> None:
         """Lower this rank's programs, equal on all ranks that share its parameters, and reserve the memory they lend.
@@ -357,9 +357,9 @@ class Engine:
         return result
 
     def _act_outer(self, outer: OuterSteps) -> None:
-        """The outer work behind the last step, whose verdict it waits for."""
+        """Do the outer work after the last step. Waits for the step's verdict."""
         self._settle()
-        with self._agreement.guard(f"the outer step behind step {self.step_number}"):
+        with self._agreement.guard(f"the outer step after step {self.step_number}"):
             outer.act(self.step_number)
 
     def _submit(self, batch: Mapping[str, Any], following: Mapping[str, Any] | None) -> StepResult | None:

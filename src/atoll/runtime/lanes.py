@@ -25,7 +25,7 @@ from atoll.layouts import AT_ONCE
 Kind = Literal["reduce", "sync", "gather", "outer"]
 
 KINDS: tuple[Kind, ...] = ("reduce", "sync", "gather")
-"""Those of a step. Outer gradients travel beside several steps, on a lane that waits for no other."""
+"""Those of a step. Outer gradients overlap with several steps, on a lane that waits for no other."""
 
 
 class Recorder(Protocol):

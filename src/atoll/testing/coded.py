@@ -8,6 +8,8 @@ says:
                     j * inter + i at level G
     gradients       rank (i, j) encodes the sum of its group, plus what it lost before, for each other group; the owner
                     adds what it decodes. Where the optimizer needs the sums of all groups, each owner encodes its sum
+    outer gradients each rank encodes the blocks of its shard, one for each island, for their owners; the owner encodes
+                    the sum, and all divide what they decode by the number of islands
     parameters      p at G: the owner encodes the parameter. p coarser than os at G: the owner encodes the difference of
                     its master to the copy that all have, and all add what they decode
     random numbers  one for each element of a message: torch.rand of a generator with the seed of its names, 2**-25 at
@@ -76,7 +78,10 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Where the codecs of a run are: the levels of parameters, gradients and optimizer state, the mesh, the codecs."""
+    """Where the codecs of a run are: the levels of parameters, gradients and optimizer state, the mesh, the codecs.
+
+    gradient: with outer steps, that of outer gradients.
+    """
 
     levels: str
     inter: int
@@ -136,11 +141,12 @@ def seed_of(seed: int, step: int, buffer: Buffer, *, what: str, rank: int, to: i
 class Coding:
     """What codecs make of gradients and parameters, step after step.
 
-    lost: by buffer, phase and group, what its ranks have lost of the sums that they encoded.
+    lost: by buffer, phase, group and start of a block, what its ranks have lost of the sums that they encoded. Outer
+    gradients have the phase "outer".
     """
 
     setting: Setting
-    lost: dict[tuple[Buffer, str, int], Tensor] = field(default_factory=dict)
+    lost: dict[tuple[Buffer, str, int, int], Tensor] = field(default_factory=dict)
 
     def gradients(self, pieces: Sequence[Mapping[str, Tensor]], step: int) -> dict[str, Tensor]:
         """The summed gradients of a step by parameter. pieces: of each microbatch, by the name of the use."""
@@ -216,10 +222,10 @@ class Coding:
         seed = seed_of(setting.seed, step, buffer, **name)  # type: ignore[arg-type]
         if not setting.feedback:
             return coded(values, kind, seed)
-        lost = self.lost.setdefault((buffer, phase, group), torch.zeros(buffer.padded, dtype=torch.float64))
-        values = values + lost[block]
+        key = buffer, phase, group, block.start
+        values = values + self.lost.get(key, 0.0)
         arrived = coded(values, kind, seed)
-        lost[block] = values - arrived
+        self.lost[key] = values - arrived
         return arrived
 
     def _blocks(self, buffer: Buffer) -> Iterator[tuple[int, int, slice]]:
@@ -242,6 +248,43 @@ class Coding:
                 whole = found.setdefault(part.name, torch.zeros(shape, dtype=torch.float64))
                 inner = total[part.offset : part.offset + math.prod(part.sizes)]
                 _box(whole, part).add_(inner.view(part.sizes))
+
+    def mean(self, gradients: Sequence[Mapping[str, Tensor]], step: int) -> dict[str, Tensor]:
+        """The mean over islands of the outer gradients of a fragment, by parameter. gradients: of each island."""
+        found = {name: torch.zeros_like(value) for name, value in gradients[0].items()}
+        for buffer in self.setting.buffers:
+            if buffer.streams and all(part.name in found for part in buffer.parts):
+                flat = self._mean(buffer, gradients, step)
+                for part in buffer.parts:
+                    inner = flat[part.offset : part.offset + math.prod(part.sizes)]
+                    _box(found[part.name], part).copy_(inner.view(part.sizes))
+        return found
+
+    def _mean(self, buffer: Buffer, gradients: Sequence[Mapping[str, Tensor]], step: int) -> Tensor:
+        islands, intra = len(gradients), self.setting.intra
+        shard = buffer.padded // intra
+        each = math.ceil(shard / islands)
+        flats = []
+        for own in gradients:
+            flat = torch.zeros(buffer.padded, dtype=torch.float64)
+            for part in buffer.parts:
+                flat[part.offset : part.offset + math.prod(part.sizes)] = _box(own[part.name], part).reshape(-1)
+            padding = torch.zeros(intra, islands * each - shard, dtype=torch.float64)
+            flats.append(torch.cat([flat.view(intra, shard), padding], dim=1).reshape(-1))
+        total = torch.zeros_like(flats[0])
+        for j in range(intra):
+            for owner in range(islands):
+                start = (j * islands + owner) * each
+                block = slice(start, start + each)
+                for i, flat in enumerate(flats):
+                    arrived = flat[block]
+                    if i != owner:
+                        name = {"what": "outer.reduce", "rank": i * intra + j, "to": owner}
+                        arrived = self._send(buffer, "outer", i, block, arrived, step, **name)
+                    total[block] += arrived
+                name = {"what": "outer.gather", "rank": owner * intra + j, "to": owner}
+                total[block] = self._send(buffer, "outer", owner, block, total[block], step, **name)
+        return total.view(intra, islands * each)[:, :shard].reshape(-1) / islands
 
     def skip(self) -> None:
         """A step was not taken."""

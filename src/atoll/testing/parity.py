@@ -139,8 +139,13 @@ class Case:
 
     @property
     def islands(self) -> int:
-        """Parts of the world that train by themselves."""
+        """Parts of the world that train independently."""
         return 1 if self.outer is None else self.inter
+
+    @property
+    def encodes_outer(self) -> bool:
+        """True if outer gradients have a codec."""
+        return self.outer is not None and self.outer.codec is not None
 
     @property
     def samples(self) -> int:
@@ -230,6 +235,7 @@ def _train_with_units(case: Case, first: int = 0) -> tuple[History, tuple[tuple[
     if case.codecs:
         with engine.full_parameters() as masters:
             history.masters = {name: value.clone() for name, value in masters.items()}
+    if case.codecs or case.encodes_outer:
         history.buffers = tuple(buffers_of(case.model, engine))
     units = units_of(engine)
     engine.close()
@@ -243,6 +249,8 @@ def _kind(codec: Codec | None) -> Kind | None:
 def setting_of(case: Case, histories: Sequence[History]) -> Setting | None:
     """The codecs of a case for its reference. histories: of its ranks, which say where they have what."""
     codecs = case.codecs
+    if case.outer is not None:  # codecs of moves within a step have no effect
+        codecs = Codecs(case.outer.codec, feedback=case.outer.feedback)
     if not codecs or case.inter == 1:
         return None
     places = [case.plan.mesh.place(rank) for rank in range(case.ranks)]
@@ -290,6 +298,7 @@ def references(case: Case, units: tuple[tuple[str, ...], ...] = (), codecs: Sett
         },
         fragment_of=lambda name: outer.fragment_of(unit_of[name], len(units)),
         **common,
+        codecs=codecs,
     )
 
 

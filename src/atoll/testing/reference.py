@@ -10,7 +10,7 @@ from their documentation:
     dropout         the generators are seeded from (seed, step, global microbatch, block) before each block
     update          the optimizer that is given, weight decay on matrices only, clipping by the global norm; Muon with
                     AdamW for what is no hidden matrix (`ReferenceMuon`)
-    codecs          what `atoll.testing.coded` makes of gradients and parameters, if it is given
+    codecs          what `atoll.testing.coded` makes of gradients, parameters and outer gradients, if it is given
 
 The two seeds are those of DESIGN.md, "Same result".
 """
@@ -88,12 +88,14 @@ def train_islands(
     microbatch: int,
     optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
     clip: float | None,
+    codecs: Setting | None = None,
 ) -> list[History]:
     """Train k replicas of the unsplit model in this process, with outer steps: the history of each.
 
     Replica m takes the m-th part of each step's microbatches.
 
     outer: every, fragments, delay, lr, momentum, nesterov, mix.  fragment_of: the fragment of a parameter, by name.
+    codecs: where outer gradients are encoded, if they are.
 
     Algorithm 2 of arXiv 2501.18512, which with one fragment and no delay is Algorithm 1 of arXiv 2311.08105. The outer
     optimizer is torch's SGD on the anchors.
@@ -108,6 +110,7 @@ def train_islands(
         for name, anchor in anchors.items()
     }
     sent: dict[int, dict[str, Tensor]] = {}
+    coding = None if codecs is None else Coding(codecs)
     for step in range(steps):
         for replica in replicas:
             batch = rows(recipe.batch(step, microbatches * microbatch), 0, microbatches * microbatch, device)
@@ -117,19 +120,24 @@ def train_islands(
             names = [name for name in anchors if fragment_of(name) == fragment]
             offset = max(1, (fragment + 1) * outer["every"] // outer["fragments"])
             if done >= offset and (done - offset) % outer["every"] == 0:
-                gradients = {
-                    name: sum(anchors[name].detach() - replica.trained[name].detach() for replica in replicas) / islands
-                    for name in names
-                }
-                sent[fragment] = gradients  # type: ignore[assignment]
+                own = [
+                    {name: anchors[name].detach() - replica.trained[name].detach() for name in names}
+                    for replica in replicas
+                ]
+                if coding is None:
+                    sent[fragment] = {
+                        name: torch.stack([each[name] for each in own]).sum(0) / islands for name in names
+                    }
+                else:
+                    sent[fragment] = coding.mean(own, step)
             before = done - outer["delay"]
             if before >= offset and (before - offset) % outer["every"] == 0:
                 for name, gradient in sent.pop(fragment).items():
                     anchors[name].grad = gradient
                     stepping[name].step()
                     for replica in replicas:
-                        own = replica.trained[name].data
-                        own.copy_(outer["mix"] * own + (1 - outer["mix"]) * anchors[name].detach())
+                        values = replica.trained[name].data
+                        values.copy_(outer["mix"] * values + (1 - outer["mix"]) * anchors[name].detach())
     for replica in replicas:
         replica.history.parameters = {n: v.detach().clone() for n, v in named_parameters(replica.model).items()}
         replica.history.gradients = {}

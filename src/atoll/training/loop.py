@@ -8,9 +8,9 @@
 [Note: who decides] Information that only some ranks have (a signal, the newest checkpoint) is summed over the ranks
 once per step before they act on it, so that no rank leaves the others waiting.
 
-[Note: steps of islands] With outer steps, islands share what they know where they wait for each other anyway: behind
-steps in which a fragment arrives, and those with an evaluation, a save or a comparison. Steps in between are recorded
-then, as means over the islands, and a signal is heard then.
+[Note: steps of islands] With outer steps, islands exchange losses and signals only after steps where they wait for each
+other anyway: those after which a fragment is applied, and those with an evaluation, a save or a comparison. Steps in
+between are recorded then, as means over the islands, and a signal is heard then.
 """
 
 from __future__ import annotations
@@ -413,7 +413,7 @@ class Loop:
     # ---- islands
 
     def _meets(self, step: int) -> bool:
-        """Return True if islands wait for each other behind `step`: see [Note: steps of islands]."""
+        """Return True if islands wait for each other after `step`: see [Note: steps of islands]."""
         train, outer = self.config.train, self.engine.outer
         dues = (train.eval_every, self.config.checkpoint.every, train.check_replicas)
         is_due = any(every and step % every == 0 for every in dues)

@@ -30,13 +30,14 @@ from atoll.runtime.transport import Later, Message, Peers, Tag, Transport
 class Described:
     """A pipeline rank of a plan: its program, and the names of its units and blocks.
 
-    outgoing: elements of each unit's outer gradient on a rank; none without outer steps.  count: units of the model.
+    outgoing: elements of each unit's outer gradient on a rank, one number for each segment; none without outer steps.
+    count: number of units of the model.
     """
 
     program: Program
     units: Mapping[int, str]
     blocks: Mapping[int, str]
-    outgoing: Mapping[int, int]
+    outgoing: Mapping[int, tuple[int, ...]]
     count: int
 
 
@@ -76,10 +77,10 @@ def describe(
         )
 
 
-def _outgoing(units: Iterable[Unit]) -> dict[int, int]:
-    """Return the trained elements of units at level G."""
+def _outgoing(units: Iterable[Unit]) -> dict[int, tuple[int, ...]]:
+    """Return the trained elements of units at level G, by segment."""
     return {
-        unit.spec.index: sum(len(segment.range(Level.G)) for segment in unit.segments if segment.trainable)
+        unit.spec.index: tuple(len(segment.range(Level.G)) for segment in unit.segments if segment.trainable)
         for unit in units
     }
 

@@ -57,8 +57,8 @@ class Moment:
 def noise_seed(seed: int, step: int, unit: int, segment: int, *, what: str, rank: int, to: int) -> int:
     """The seed of the random numbers with which a rank rounds one message: a stable 63-bit hash.
 
-    what: the reduction of a phase, as `I.0`; `sync`, or `gather`.  rank: data-parallel rank.  to: the receiver's
-    position along the axis.
+    what: the reduction of a phase, as `I.0`; `sync`, or `gather`; of outer gradients `outer.reduce` or `outer.gather`.
+    rank: data-parallel rank.  to: the receiver's position along the axis.
     """
     text = f"codec:{seed}:{step}:{unit}:{segment}:{what}:{rank}:{to}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1

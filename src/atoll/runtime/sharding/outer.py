@@ -1,11 +1,17 @@
-"""Outer steps of this rank: anchors, outer gradients under way, and the parameters that restart from an anchor.
+"""Outer steps of this rank: anchors, outer gradients in flight, and parameters that are mixed with the anchor.
 
-`atoll.outer` gives the algorithm and says when fragments leave and arrive.
+`atoll.outer` gives the algorithm and the steps after which fragments are sent and applied.
 
 [Note: anchors] A rank stores the part of each trained parameter's anchor, and of its outer momentum, that it has at
-level G of its island. Nothing of them is divided between islands: an island that is lost takes nothing with it. The
-mean of the outer gradients is added in the order of the islands by one rank for each block and sent to the others, and
-every island updates its anchors from it in the same way. So anchors are bitwise equal on all islands.
+level G of its island. Nothing of them is sharded over islands, so a lost island takes nothing with it. One rank for
+each block adds the outer gradients in the order of the islands and sends the sum to the others, and every island
+updates its anchor from it in the same way. So anchors are bitwise equal on all islands.
+
+[Note: encoded outer gradients] With a codec both moves send encoded blocks, and every island, the owner of a block too,
+uses what it decodes, so anchors stay bitwise equal. The owner encodes the sum, and all divide by the number of islands
+after decoding: what is lost in either move is then a part of the sum. An island's residual holds what it lost, as large
+as its anchor: in the blocks of other owners from the reduce-scatter, in its own block from the all-gather. So a
+residual stays right when blocks change owners, with another number of ranks in the island.
 
 [Note: what an arrival writes] Parameters that other ranks read in place are written when all ranks of the group have
 settled theirs: see [Note: reading in place] in transport/base.py.
@@ -21,10 +27,11 @@ from typing import Any
 
 import torch
 
-from atoll.layouts import SYNC_PARAMETER, Level, Slice
+from atoll.layouts import SYNC_PARAMETER, Codec, Level, Slice
 from atoll.outer import Outer, Way
 from atoll.runtime.checkpoint import Piece
 from atoll.runtime.lanes import Job, Lane
+from atoll.runtime.sharding import coding
 from atoll.runtime.sharding.segment import Segment, sum_of_squares
 from atoll.runtime.sharding.tensors import Spread
 from atoll.runtime.sharding.unit import Unit
@@ -32,17 +39,21 @@ from atoll.runtime.transport import Channel, Peers, Tag, Transport
 
 
 class _Anchor:
-    """The anchor and the outer momentum of a segment.
+    """The anchor of a segment, with its outer momentum and its residual.
 
-    flow: the outer gradient under way, with the job that averages it.
+    residual: what encoded outer gradients lacked; None without error feedback.
+    flow: the outer gradient in flight, with the job that averages it.
     """
 
-    def __init__(self, segment: Segment, outer: Outer, transport: Transport, *, tag: tuple[int, int]) -> None:
+    def __init__(
+        self, segment: Segment, outer: Outer, transport: Transport, *, tag: tuple[int, int], seed: int = 0
+    ) -> None:
         assert segment.master is not None, "an anchor is of trained parameters"
         self.segment = segment
-        self._outer, self._transport, self._tag = outer, transport, tag
+        self._outer, self._transport, self._tag, self._seed = outer, transport, tag, seed
         self.value = torch.empty_like(self._own)
         self.momentum = torch.zeros_like(self.value) if outer.inertia else None
+        self.residual = torch.zeros_like(self.value) if outer.keeps_residual else None
         self.flow: tuple[Job, torch.Tensor] | None = None
         self.adopt()
 
@@ -55,12 +66,16 @@ class _Anchor:
         return segment.master.detach().narrow(0, inner.start - outer.start, len(inner))
 
     def adopt(self, names: Collection[str] | None = None) -> None:
-        """Take the anchor from the island's parameters: of all names, or of some."""
+        """Set the anchor to the island's parameters: of all names, or of some. Nothing of them is owed any more."""
         own = self._own
+        if self.residual is not None and self.flow is not None:
+            self.flow[0].wait()  # it writes to the residual
         for part in self.slices:
             if names is None or part.name in names:
                 count = part.stop - part.start
                 self.value.narrow(0, part.offset, count).copy_(own.narrow(0, part.offset, count))
+                if self.residual is not None:
+                    self.residual.narrow(0, part.offset, count).zero_()
         if names is None:
             self.value.copy_(own)  # the padding, too
 
@@ -69,18 +84,22 @@ class _Anchor:
         """The parameters' parts of the anchor."""
         return self.segment.map.slices(self.segment.range(Level.G))
 
-    def leave(self, lane: Lane) -> torch.Tensor:
-        """Begin to average the outer gradient over the islands. Returns its squares and those of the anchor, summed
-        over what this rank accounts for."""
+    def leave(self, lane: Lane, step: int) -> torch.Tensor:
+        """Begin to average the outer gradient of `step` over the islands.
+
+        Returns its squares and those of the anchor, summed over what this rank accounts for: [2], float64.
+        """
         peers = Peers.along("inter", self._transport.place)
         numel, islands = self.value.numel(), len(peers.ranks)
-        # As many elements as can be divided among the islands: each adds up one block.
+        # Padded to a multiple of the islands: each adds up one block.
         flow = self.value.new_zeros(-(-numel // islands) * islands)
         torch.sub(self.value, self._own, out=flow[:numel])
         moved = torch.zeros(2, dtype=torch.float64, device=flow.device)
         if self.segment.spread is Spread.SPLIT or self._transport.place.tp == 0:
             moved = torch.stack([sum_of_squares(flow), sum_of_squares(self.value)])
-        self.flow = lane.start(partial(self._average, flow, peers), unit=self._tag[0]), flow
+        codec = self._outer.codec
+        work = partial(self._average, flow, peers) if codec is None else partial(self._code, codec, flow, peers, step)
+        self.flow = lane.start(work, unit=self._tag[0]), flow
         return moved
 
     def _average(self, flow: torch.Tensor, peers: Peers) -> None:
@@ -88,8 +107,28 @@ class _Anchor:
         peers.own(flow).div_(len(peers.ranks))
         self._transport.gather(flow, peers, Tag(Channel.OUTER_GATHER, *self._tag))
 
+    def _code(self, codec: Codec, flow: torch.Tensor, peers: Peers, step: int) -> None:
+        """Average with a codec: [Note: encoded outer gradients]."""
+        own, lost = peers.own(flow), self.residual
+        if lost is not None and lost.numel() < flow.numel():
+            lost = torch.nn.functional.pad(lost, (0, flow.numel() - lost.numel()))
+
+        def noise(what: str, to: int) -> torch.Tensor | None:
+            rank = self._transport.place.data
+            seed = coding.noise_seed(self._seed, step - 1, *self._tag, what=what, rank=rank, to=to)
+            return coding.draw(codec, own.numel(), seed, device=flow.device)
+
+        there, back = (Tag(channel, *self._tag) for channel in (Channel.OUTER_REDUCE, Channel.OUTER_GATHER))
+        transport, drawn = self._transport, partial(noise, "outer.reduce")
+        coding.reduce(codec, flow, peers, there, transport=transport, noise=drawn, residual=lost)
+        bits, owed = noise("outer.gather", peers.index), None if lost is None else peers.own(lost)
+        coding.gather(codec, own, flow, peers, back, transport=transport, noise=bits, residual=owed)
+        flow.div_(len(peers.ranks))
+        if self.residual is not None and lost is not None and lost is not self.residual:
+            self.residual.copy_(lost[: self.residual.numel()])
+
     def step(self) -> None:
-        """Wait for the mean of the outer gradients, if it is under way, and take the outer step."""
+        """Wait for the mean of the outer gradients, if it is in flight, and take the outer step."""
         if self.flow is None:
             return
         job, flow = self.flow
@@ -102,12 +141,12 @@ class _Anchor:
         self.value.sub_(mean, alpha=outer.rate)
 
     def take(self, values: torch.Tensor) -> None:
-        """Write the masters."""
+        """Overwrite the masters."""
         assert self.segment.master is not None, "an anchor is of trained parameters"
         self.segment.master.detach().copy_(values)
 
     def apply(self, *, share: float) -> None:
-        """Mix the anchor into the island's masters. share: of the masters."""
+        """Mix the island's masters with the anchor. share: weight of the masters."""
         segment, level = self.segment, self.segment.layout.optimizer
         assert segment.master is not None, "an anchor is of trained parameters"
         target, source = segment.master.detach(), self.value
@@ -127,17 +166,19 @@ class _Anchor:
             target.copy_(source)
 
     def tensors(self) -> list[torch.Tensor]:
-        """What is stored between steps."""
+        """Return anchor and momentum, which are equal on all islands."""
         return [self.value] if self.momentum is None else [self.value, self.momentum]
 
 
 class OuterSteps:
     """The outer steps of one rank.
 
-    units: of this rank.  count: units of the model.
+    units: of this rank.  count: number of units of the model.  seed: of stochastic rounding.
     """
 
-    def __init__(self, units: Sequence[Unit], outer: Outer, transport: Transport, lane: Lane, *, count: int) -> None:
+    def __init__(
+        self, units: Sequence[Unit], outer: Outer, transport: Transport, lane: Lane, *, count: int, seed: int = 0
+    ) -> None:
         self.outer = outer
         self._count = count
         self._transport = transport
@@ -145,7 +186,7 @@ class OuterSteps:
         self._fragments: dict[int, list[tuple[Unit, list[_Anchor]]]] = {}
         for unit in units:
             own = [
-                _Anchor(segment, outer, transport, tag=(unit.spec.index, part))
+                _Anchor(segment, outer, transport, tag=(unit.spec.index, part), seed=seed)
                 for part, segment in enumerate(unit.segments)
                 if segment.trainable
             ]
@@ -158,27 +199,27 @@ class OuterSteps:
     # ---- steps
 
     def is_due(self, step: int) -> bool:
-        """Return True if there is outer work behind `step`."""
+        """Return True if there is outer work after `step`."""
         return bool(self.outer.turns(step, self._count))
 
     def meets(self, step: int) -> bool:
-        """Return True if islands wait for each other behind `step`."""
+        """Return True if islands wait for each other after `step`."""
         return self.outer.meets(step, self._count)
 
     @torch.no_grad()
     def act(self, step: int) -> None:
-        """Do the outer work behind `step`. Every rank of an island does, once its masters are those of the step."""
+        """Do the outer work after `step`. Every rank calls it, once its masters are those after the step."""
         for way, fragment in self.outer.turns(step, self._count):
             if way is Way.LEAVES:
-                self._leave(fragment)
-            elif fragment in self._waiting:  # what left before a load that restarted the islands does not arrive
+                self._leave(fragment, step)
+            elif fragment in self._waiting:  # not if it was sent before a load that restarted from the anchors
                 self._arrive(fragment)
 
-    def _leave(self, fragment: int) -> None:
+    def _leave(self, fragment: int, step: int) -> None:
         self._waiting.add(fragment)
         for unit, anchors in self._fragments.get(fragment, ()):
             for anchor in anchors:
-                moved = anchor.leave(self._lane)
+                moved = anchor.leave(self._lane, step)
                 if unit.is_first_owner:
                     self._moved += moved.cpu()
 
@@ -198,7 +239,7 @@ class OuterSteps:
 
     @contextmanager
     def anchored(self) -> Iterator[None]:
-        """The anchors, with everything that has left, in the place of the island's parameters."""
+        """Context in which the anchors, after everything in flight, replace the island's parameters."""
         self.settle()
         kept = [
             anchor.segment.master.detach().clone() for anchor in self._anchors() if anchor.segment.master is not None
@@ -223,25 +264,28 @@ class OuterSteps:
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Wait for everything under way and bring it to the anchors. What has not arrived yet still mixes them into
-        the parameters at its time, so nothing of the result changes."""
+        """Wait for everything in flight and step the anchors with it. The parameters are still mixed with them after
+        the scheduled step, so results do not change."""
         for anchor in self._anchors():
             anchor.step()
 
     @torch.no_grad()
     def adopt(self, names: Collection[str] | None = None) -> None:
-        """Take anchors from the island's parameters, where these were written: of all names, or of some."""
+        """Set anchors to the island's parameters after these were written: of all names, or of some."""
         for anchor in self._anchors():
             anchor.adopt(names)
 
     def forget(self) -> None:
-        """Nothing is under way: the engine is about to load."""
+        """Drop what is in flight and the residuals, before a load."""
         self.settle()
         self._waiting.clear()
+        for anchor in self._anchors():
+            if anchor.residual is not None:
+                anchor.residual.zero_()
 
     def take_moved(self) -> torch.Tensor:
-        """Squares of the outer gradients that have left since the last call, and of their anchors, of this rank's
-        parts. Summed over all ranks, the root of their ratio says how far islands are from the anchors."""
+        """Return the squares of the outer gradients that were sent since the last call, and those of their anchors, of
+        this rank's parts: [2], float64. Summed over all ranks, they are the argument of `distance`."""
         moved, self._moved = self._moved, torch.zeros(2, dtype=torch.float64)
         return moved
 
@@ -253,11 +297,12 @@ class OuterSteps:
                 yield from anchors
 
     def tensors(self) -> list[torch.Tensor]:
-        """Anchors and momenta."""
-        return [tensor for anchor in self._anchors() for tensor in anchor.tensors()]
+        """Return everything that is stored between steps: anchors, momenta and residuals."""
+        residuals = [anchor.residual for anchor in self._anchors() if anchor.residual is not None]
+        return [*(tensor for anchor in self._anchors() for tensor in anchor.tensors()), *residuals]
 
     def holdings(self) -> Iterator[tuple[int, int, list[torch.Tensor]]]:
-        """Yield unit, segment, and the anchor with its momentum."""
+        """Yield unit, segment, and the anchor with its momentum, which are equal on all islands."""
         for own in self._fragments.values():
             for unit, anchors in own:
                 for anchor in anchors:
@@ -265,7 +310,7 @@ class OuterSteps:
 
     @property
     def facts(self) -> dict[str, int]:
-        """What a checkpoint's islands must have in common with these to go on where they were."""
+        """Settings that a checkpoint must have in common with this run to continue each island where it was."""
         outer = self.outer
         return {
             "islands": self._transport.place.mesh.inter,
@@ -275,38 +320,45 @@ class OuterSteps:
         }
 
     def state(self) -> dict[str, Any]:
-        """The facts, and the fragments that have left and not arrived."""
+        """Return the facts, and the fragments that were sent and not applied."""
         return {**self.facts, "waiting": sorted(self._waiting)}
 
     def goes_on(self, saved: Mapping[str, Any] | None) -> bool:
-        """Return True if a checkpoint's islands are these: as many, with the same fragments and steps."""
+        """Return True if a checkpoint has as many islands, with the same fragments and steps."""
         return saved is not None and {key: saved.get(key) for key in self.facts} == self.facts
 
     def restore(self, saved: Mapping[str, Any] | None) -> None:
-        """Go on with the fragments that wait, or restart from the anchors: nothing waits."""
+        """Continue with the fragments that were sent and not applied; with none after a restart from the anchors."""
         self._waiting = set(saved["waiting"]) if saved is not None and self.goes_on(saved) else set()
 
-    def pieces(self, *, momentum: bool) -> Iterator[Piece]:
-        """Yield the anchors, which are a checkpoint's model, and their momenta."""
+    def pieces(self, *, momentum: bool, residual: bool) -> Iterator[Piece]:
+        """Yield the anchors, which are a checkpoint's model, with their momenta and this island's residuals."""
         for anchor in self._anchors():
             kept: dict[tuple[str, ...], torch.Tensor] = {("model",): anchor.value}
             if momentum and anchor.momentum is not None:
                 kept["outer", "momentum"] = anchor.momentum
+            if residual and anchor.residual is not None:
+                kept[self.residual_path] = anchor.residual
             for part in anchor.slices:
                 for path, tensor in kept.items():
                     view = tensor.narrow(0, part.offset, part.stop - part.start)
                     box = anchor.segment.boxes[part.name]
                     yield Piece((*path, part.name), box.shape, part.start, stop=part.stop, tensor=view, within=box)
 
+    @property
+    def residual_path(self) -> tuple[str, ...]:
+        """Beginning of the names of this island's residuals in a checkpoint."""
+        return ("islands", str(self._transport.place.inter), "outer", "residual")
+
     def reset_momentum(self) -> None:
-        """Forget the outer momentum."""
+        """Set the outer momentum to zero."""
         for anchor in self._anchors():
             if anchor.momentum is not None:
                 anchor.momentum.zero_()
 
 
 def distance(moved: Sequence[float]) -> float | None:
-    """The root mean square over islands of |parameters - anchor| / |anchor|, from the sums of `take_moved` over all
-    ranks; None where nothing has left."""
+    """Return the root mean square over islands of |parameters - anchor| / |anchor|, from the sums of `take_moved` over
+    all ranks; None if nothing was sent."""
     difference, anchor = moved
     return math.sqrt(difference / anchor) if anchor > 0 else None

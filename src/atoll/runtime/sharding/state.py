@@ -16,6 +16,7 @@ the checkpoint, also one without islands, which leaves out
 
 outer.momentum.<parameter>           of the outer optimizer
 islands.<i>.model.<parameter>        master weights of an island
+islands.<i>.outer.residual.<parameter>   what encoded outer gradients of an island lacked
 islands.<i>.optim.state. ...         of an island but the first
 """
 
@@ -66,7 +67,7 @@ def save_state(
         pieces = [*model_pieces(units, buffers), *_optimizer_pieces(optimizer), *_codec_pieces(units)]
     else:
         pieces = [
-            *outer.pieces(momentum=True),
+            *outer.pieces(momentum=True, residual=True),
             *_frozen_pieces(units),
             *_buffer_pieces(buffers),
             *_trained_pieces(units, _path_of(island)),
@@ -157,9 +158,8 @@ def load_state(
     """Fill masters, frozen parameters, buffers, optimizer state and what codecs keep, and begin to send parameters to
     where they are stored; every rank calls it.
 
-    If the islands of the checkpoint differ, in number or in their outer steps, all islands restart from the anchors,
-    each with its own optimizer state, or that of the first island if it has none. Inside an island no message has a
-    codec.
+    If the islands of the checkpoint differ, in number or in their outer steps, all islands restart from the anchors
+    without residuals, each with its own optimizer state, or that of the first island if it has none.
     """
     _prepare_states(optimizer, stored_states(opened, island=island))
     names = frozenset(opened.contents.tensors)
@@ -178,10 +178,12 @@ def load_state(
         outer.forget()
         goes_on = outer.goes_on(opened.state.get("outer"))
         has_momentum = any(name.startswith("outer.momentum.") for name in names)
+        residual = ".".join((*outer.residual_path, ""))
+        has_residual = goes_on and any(name.startswith(residual) for name in names)
         if not has_momentum:
             outer.reset_momentum()
         pieces = [
-            *outer.pieces(momentum=has_momentum),
+            *outer.pieces(momentum=has_momentum, residual=has_residual),
             *_frozen_pieces(units),
             *_buffer_pieces(buffers),
             *_trained_pieces(units, _path_of(island) if goes_on else ()),
