@@ -69,10 +69,11 @@ CONTENDERS = (
     _coded("int8", "int8"),
     _coded("int4", "int4"),
     _outer("DiLoCo"),
-    _outer("streamed", fragments=4, delay=4),
+    _outer("DiLoCo, int4", codec="int4"),
     _coded("int4, no feedback", "int4", feedback=False),
-    _outer("plain averaging", optimizer="sgd"),
     _outer("averaged once, at the end", optimizer="sgd", every=STEPS),
+    _outer("streamed", fragments=4, delay=4),
+    _outer("plain averaging", optimizer="sgd"),
     _coded("bf16", "bf16"),
     _coded("fp8", "fp8"),
     _coded("int4, stochastic", "int4", rounding="stochastic"),
@@ -180,11 +181,11 @@ def report(result: Mapping[str, Any]) -> str:
         f"`atoll train`: a decoder of {model['layers']} layers of size {model['hidden']} on the corpus of the "
         f"quickstart, {job['data']['tokenizer']}, {train['global_batch']} sequences of {job['data']['sequence']} "
         f"tokens a step, {steps} steps in fp32, two groups of one rank, layout {job['parallel']['layout']}.{few}",
-        "*int8*, *int4*, *fp8*, *bf16*: gradients and parameters are encoded between the groups, gradients with error "
-        "feedback, rounded to nearest ([codecs](../../docs/codecs.md)). *DiLoCo*: the groups are islands that average "
-        f"every {result['every']} steps ([outer steps](../../docs/outer.md)); *streamed*: four fragments with a delay "
-        "of four steps; *plain averaging*: SGD with a learning rate of 1 as the outer optimizer. The validation loss "
-        "of islands is that of the anchors.",
+        "*int8*, *int4*, *fp8*, *bf16*: gradients and parameters are encoded between the groups and rounded to "
+        "nearest, gradients with error feedback ([codecs](../../docs/codecs.md)). *DiLoCo*: the groups are islands "
+        f"that average every {result['every']} steps ([outer steps](../../docs/outer.md)). *DiLoCo, int4*: the outer "
+        "gradients are encoded. *streamed*: four fragments with a delay of four steps. *plain averaging*: the outer "
+        "optimizer is SGD with a learning rate of 1. The validation loss of islands is that of the anchors.",
         "\n".join(lines),
         "![Validation loss over steps](results/curves.svg)",
         "Mean of the seeds. The curves begin after a tenth of the steps.",
