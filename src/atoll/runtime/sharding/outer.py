@@ -120,9 +120,9 @@ class _Anchor:
 
         there, back = (Tag(channel, *self._tag) for channel in (Channel.OUTER_REDUCE, Channel.OUTER_GATHER))
         transport, drawn = self._transport, partial(noise, "outer.reduce")
-        coding.reduce(codec, flow, peers, there, transport=transport, noise=drawn, residual=lost)
+        coding.reduce(codec, flow, peers, tag=there, transport=transport, noise=drawn, residual=lost)
         bits, owed = noise("outer.gather", peers.index), None if lost is None else peers.own(lost)
-        coding.gather(codec, own, flow, peers, back, transport=transport, noise=bits, residual=owed)
+        coding.gather(codec, own, flow, peers=peers, tag=back, transport=transport, noise=bits, residual=owed)
         flow.div_(len(peers.ranks))
         if self.residual is not None and lost is not None and lost is not self.residual:
             self.residual.copy_(lost[: self.residual.numel()])
