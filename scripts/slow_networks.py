@@ -57,7 +57,7 @@ EASIER = 16
 """A search has so much less effort than that of `atoll plan`."""
 
 ENOUGH = 1.25
-"""A step that takes at most so many times the computing: no way that changes the numbers of a run is worth it."""
+"""A step time relative to compute at which a method that changes the results is not worth it."""
 
 
 # ---- what is trained
@@ -412,7 +412,7 @@ def picture() -> str:
         most = max(value for each in series for _, value in each.points)
         y = Axis("", {10.0**at: f"{10**at:,}" for at in range(6)}, 0.8, most * 1.5, is_log=True)
         panels.append((f"{name}, {job.devices} GPUs an island", x, y, series))
-    title = "Predicted step time, that of computing = 1; dashed: changes the numbers of a run"
+    title = "Predicted step time relative to compute; dashed: methods that change the results"
     return line_charts(title, panels, height=420, names=140)
 
 
