@@ -116,6 +116,7 @@ def test_only_answers_are_learned() -> None:
         lora.encode(words, chat)
 
 
+@pytest.mark.slow
 def test_a_model_learns_its_answers(tmp_path: Path) -> None:
     lines = run(commands("finetune_lora")[0], tmp_path)
     assert is_as_said(lines, "finetune_lora")
@@ -177,6 +178,7 @@ def test_without_the_tools_islands_are_predicted_only(tmp_path: Path, monkeypatc
     assert "measured" not in "".join(lines[2:])
 
 
+@pytest.mark.slow
 def test_a_plan_for_a_cluster_is_a_config(tmp_path: Path) -> None:
     lines = run(commands("plan_512")[1], tmp_path, "--tiny")
     assert lines[0] == "16 GPUs, 2 nodes of 8, ethernet-25 between them"

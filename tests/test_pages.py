@@ -310,6 +310,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if lines_of(page)], ids=name_of)
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")

@@ -69,6 +69,7 @@ def test_explained_names_become_a_list() -> None:
     assert script("terms").listed(text) == listed
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="mkdocs is not installed")
 def test_the_site_builds_without_a_dead_link(tmp_path: Path) -> None:
     for command in (

@@ -52,6 +52,7 @@ def test_json_has_the_documented_keys_and_what_is_true_here(tmp_path: Path) -> N
     assert all(set(package) == {"name", "version", "enables", "extra"} for package in found["packages"])
 
 
+@pytest.mark.slow
 def test_what_makes_training_impossible_is_said_with_its_remedy(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("no folder")

@@ -333,6 +333,7 @@ def test_an_exception_in_one_ranks_forward_ends_all_with_it(config: Path) -> Non
     assert error.endswith("ValueError: the sky fell")
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named_by_the_parent(config: Path) -> None:
     result = run_broken(config, "die")
     assert result.returncode == 1

@@ -104,6 +104,7 @@ def test_of_one_step_the_spread_is_that_of_the_constants_before() -> None:
     assert fitted.spread == pytest.approx(0.5)
 
 
+@pytest.mark.slow
 def test_steps_of_one_group_are_left_out_together() -> None:
     """Two systems, one of which takes twice as long as the other: neither says what the other's steps take."""
     steps = [replace(step, group="one") for step in measured({})]

@@ -68,6 +68,7 @@ def test_two_ranks_of_a_node(tmp_path: Path) -> None:
     assert prediction.fits
 
 
+@pytest.mark.slow
 def test_two_nodes_of_two_ranks(tmp_path: Path) -> None:
     cluster = check(measured(4, local=2, cards=4), tmp_path)
     assert (cluster.node.devices, cluster.node.cards) == (2, 4)

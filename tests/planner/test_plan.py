@@ -73,6 +73,7 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_sizes_a_workload_and_a_path_are_one_question(cluster: Path) -> None:
     answers = [
         atoll.plan(MODEL, cluster, GOAL, FEW),

@@ -359,6 +359,7 @@ def train_by_hand(case: Case, samples: list[int], undone: int) -> dict[str, Tens
         return whole_parameters(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["NNG", "GGG"])
 def test_a_rollback_goes_on_behind_the_bad_samples(layout: str, tmp_path: Path) -> None:
     """Step 6 is bad; the checkpoints are of steps 2 and 4, and only the first is 3 steps old. What follows is trained

@@ -743,6 +743,7 @@ def _on_four_ranks(rank: int, root: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_four_ranks(tmp_path: Path) -> None:
     results = run_ranks(_on_four_ranks, 4, tmp_path)
     folder = step_folder(tmp_path, 1)

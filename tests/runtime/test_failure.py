@@ -452,6 +452,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 def test_stacks_are_read_while_native_code_begins_threads() -> None:
     """faulthandler crashed here within five seconds: it saw threads that were not set up yet."""
     result = subprocess.run([sys.executable, "-c", NATIVE_THREADS], capture_output=True, text=True, timeout=60)
@@ -496,6 +497,7 @@ def test_a_rank_that_others_wait_for_may_not_say_goodbye() -> None:
     assert "rank 1 left the run while rank 0 waits for it in step 1, 1RECV_F0 along pp" in failure["message"]
 
 
+@pytest.mark.slow
 def test_a_rank_that_calls_sys_exit_in_a_step_is_named(tmp_path: Path) -> None:
     """It was a connection that closed, for the others; and exit code 0 for the one that left."""
     script = tmp_path / "script.py"

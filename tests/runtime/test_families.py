@@ -166,6 +166,7 @@ def build_only(case: Case) -> None:
     case.engine().close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_low_rank_adapters_beside_split_ends(name: str) -> None:
     pytest.importorskip("peft")

@@ -41,6 +41,7 @@ def test_gathering_ahead_changes_no_bit(layout: str, schedule: str) -> None:
             assert all(torch.equal(one.parameters[key], other.parameters[key]) for key in one.parameters)
 
 
+@pytest.mark.slow
 def test_gathering_one_level_ahead_changes_no_bit() -> None:
     """Where the group reads in place, what crosses the link is gathered ahead, and the rest when it is used."""
     case = Case(layout="GGG", inter=2, intra=2, microbatches=8, model=EVERYTHING, steps=4)

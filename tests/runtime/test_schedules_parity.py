@@ -43,6 +43,7 @@ def test_recompute(name: str, recompute: str) -> None:
     assert_parity(case_of(name, "IIG", 2, recompute=recompute))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_post_validation_gives_the_same_bits(name: str) -> None:
     case = case_of(name, "IIG", 2, clip=1.0, steps=4)

@@ -49,6 +49,7 @@ def test_every_schedule_beside_tensor_parallelism(name: str) -> None:
     assert_parity(replace(BOTH, schedule=name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["NNG", "IIG", "GGG"])
 def test_layouts_beside_tensor_parallelism(layout: str) -> None:
     assert_parity(replace(BOTH, layout=layout, intra=2, schedule="zb-v", microbatches=8, recompute="block"))
@@ -83,6 +84,7 @@ def test_every_kind_of_layout(layout: str, schedule: str) -> None:
     assert_parity(replace(SPLIT, layout=layout, schedule=schedule, intra=2, microbatches=8))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["IIG", "GGG"])
 def test_on_two_levels(layout: str) -> None:
     assert_parity(replace(SPLIT, layout=layout, inter=2, intra=2, microbatches=16, schedule="zb-h1"))
@@ -117,6 +119,7 @@ def test_which_ends_are_trained(case: Case, model: str, schedule: str) -> None:
     assert_parity(replace(case, model=MODELS[model], schedule=schedule, layout="GGG", microbatches=8))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", schedules.CATALOGUE)
 def test_post_validation_gives_the_same_bits(name: str) -> None:
     case = replace(SPLIT, layout="IIG", intra=2, schedule=name, clip=1.0, steps=4, microbatches=8)
@@ -128,6 +131,7 @@ def test_post_validation_gives_the_same_bits(name: str) -> None:
         assert all(torch.equal(one.parameters[key], other.parameters[key]) for key in one.parameters)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pipeline", [3, 4])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zb-h2", "zb-v", "dualpipe-v"])
 def test_post_validated_steps_that_are_taken_back(schedule: str, pipeline: int) -> None:
@@ -157,6 +161,7 @@ class Small:
                 parameter.normal_(std=0.02 / 6**0.5 if residual else 0.02)  # three layers, two branches each
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
     "case",
@@ -254,6 +259,7 @@ def started(folder: Path, *, is_split: bool) -> dict[str, torch.Tensor]:
     return values
 
 
+@pytest.mark.slow
 def test_weights_are_read_by_range(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     model: Any = Llama().build()
