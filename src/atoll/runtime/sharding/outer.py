@@ -98,8 +98,8 @@ class _Anchor:
         if self.segment.spread is Spread.SPLIT or self._transport.place.tp == 0:
             moved = torch.stack([sum_of_squares(flow), sum_of_squares(self.value)])
         codec = self._outer.codec
-        work = partial(self._average, flow, peers) if codec is None else partial(self._code, codec, flow, peers, step)
-        self.flow = lane.start(work, unit=self._tag[0]), flow
+        average = self._average if codec is None else partial(self._code, codec, step=step)
+        self.flow = lane.start(partial(average, flow, peers), unit=self._tag[0]), flow
         return moved
 
     def _average(self, flow: torch.Tensor, peers: Peers) -> None:
@@ -107,7 +107,7 @@ class _Anchor:
         peers.own(flow).div_(len(peers.ranks))
         self._transport.gather(flow, peers, Tag(Channel.OUTER_GATHER, *self._tag))
 
-    def _code(self, codec: Codec, flow: torch.Tensor, peers: Peers, step: int) -> None:
+    def _code(self, codec: Codec, flow: torch.Tensor, peers: Peers, *, step: int) -> None:
         """Average with a codec: [Note: encoded outer gradients]."""
         own, lost = peers.own(flow), self.residual
         if lost is not None and lost.numel() < flow.numel():
@@ -120,9 +120,9 @@ class _Anchor:
 
         there, back = (Tag(channel, *self._tag) for channel in (Channel.OUTER_REDUCE, Channel.OUTER_GATHER))
         transport, drawn = self._transport, partial(noise, "outer.reduce")
-        coding.reduce(codec, flow, peers, there, transport=transport, noise=drawn, residual=lost)
+        coding.reduce(codec, flow, peers, tag=there, transport=transport, noise=drawn, residual=lost)
         bits, owed = noise("outer.gather", peers.index), None if lost is None else peers.own(lost)
-        coding.gather(codec, own, flow, peers, back, transport=transport, noise=bits, residual=owed)
+        coding.gather(codec, own, flow, peers=peers, tag=back, transport=transport, noise=bits, residual=owed)
         flow.div_(len(peers.ranks))
         if self.residual is not None and lost is not None and lost is not self.residual:
             self.residual.copy_(lost[: self.residual.numel()])
