@@ -98,7 +98,9 @@ class _Anchor:
         if self.segment.spread is Spread.SPLIT or self._transport.place.tp == 0:
             moved = torch.stack([sum_of_squares(flow), sum_of_squares(self.value)])
         codec = self._outer.codec
-        average = self._average if codec is None else partial(self._code, codec, step=step)
+        average: Callable[[torch.Tensor, Peers], None] = self._average
+        if codec is not None:
+            average = partial(self._code, codec, step=step)
         self.flow = lane.start(partial(average, flow, peers), unit=self._tag[0]), flow
         return moved
 
