@@ -772,8 +772,8 @@ ALL_CLAIMS = (
         figures=muon,
     ),
     Claim(
-        what="islands that train by themselves match k replicas in one process",
-        how="outer steps with layouts, schedules, post-validation, tensor and vocabulary parallelism, in float64",
+        what="islands with outer steps match k replicas in one process",
+        how="layouts, schedules, codecs, post-validation, tensor and vocabulary parallelism, in float64",
         result="within 1e-10; anchors bitwise equal on all islands",
         tests=[f"{RUNTIME}/test_outer.py"],
     ),

@@ -98,8 +98,10 @@ class _Anchor:
         if self.segment.spread is Spread.SPLIT or self._transport.place.tp == 0:
             moved = torch.stack([sum_of_squares(flow), sum_of_squares(self.value)])
         codec = self._outer.codec
-        work = partial(self._average, flow, peers) if codec is None else partial(self._code, codec, flow, peers, step)
-        self.flow = lane.start(work, unit=self._tag[0]), flow
+        average: Callable[[torch.Tensor, Peers], None] = self._average
+        if codec is not None:
+            average = partial(self._code, codec, step=step)
+        self.flow = lane.start(partial(average, flow, peers), unit=self._tag[0]), flow
         return moved
 
     def _average(self, flow: torch.Tensor, peers: Peers) -> None:
@@ -107,7 +109,7 @@ class _Anchor:
         peers.own(flow).div_(len(peers.ranks))
         self._transport.gather(flow, peers, Tag(Channel.OUTER_GATHER, *self._tag))
 
-    def _code(self, codec: Codec, flow: torch.Tensor, peers: Peers, step: int) -> None:
+    def _code(self, codec: Codec, flow: torch.Tensor, peers: Peers, *, step: int) -> None:
         """Average with a codec: [Note: encoded outer gradients]."""
         own, lost = peers.own(flow), self.residual
         if lost is not None and lost.numel() < flow.numel():
