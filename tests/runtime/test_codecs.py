@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from atoll.errors import CostWarning
 from atoll.faults import Policy
 from atoll.layouts import CODES, Codec, Codecs, Footprint, Level
 from atoll.program.traffic import sent_by
+from atoll.runtime.sharding.segment import Segment
 from atoll.testing import run_ranks
 from atoll.testing.buffers import buffers_of
 from atoll.testing.parity import (
@@ -205,6 +208,26 @@ def load(case: Case, folder: str, steps: int) -> tuple[History, dict[str, Tensor
     history.parameters = whole_parameters(engine)
     engine.close()
     return history, owed
+
+
+def save_early(case: Case, folder: str, steps: int) -> tuple[History, dict[str, Tensor]]:
+    """Save while the differences of the last step are still being sent."""
+    follow = Segment._follow
+
+    def late(segment: Segment) -> None:
+        time.sleep(0.1)
+        follow(segment)
+
+    with patch.object(Segment, "_follow", late):
+        return save(case, folder, steps)
+
+
+def test_a_save_waits_for_the_copies(tmp_path: Path) -> None:
+    """A checkpoint had copies from before its step where a rank saved before their differences had arrived."""
+    case = Case(layout="IIG", pipeline=2, inter=2, codecs=RANDOM, steps=3)
+    saved = run_ranks(save_early, case.ranks, case, str(tmp_path / "at"), 2)
+    loaded = run_ranks(load, case.ranks, case, str(tmp_path / "at"), 2)
+    assert [one.losses for one, _ in saved] == [other.losses for other, _ in loaded]
 
 
 @pytest.mark.parametrize("layout", ["IIG", "GGG"])

@@ -339,6 +339,7 @@ def _codec_pieces(units: Sequence[Unit]) -> Iterator[Piece]:
 
 
 def _copy_pieces(segment: Segment) -> Iterator[Piece]:
+    segment.settle_parameters()  # the job that sends the last differences writes the copy
     assert segment.rest is not None, "a copy rests"
     return _pieces_at(segment, segment.layout.parameters, segment.rest, path=(_CODEC, _COPY))
 
