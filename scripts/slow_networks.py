@@ -472,7 +472,7 @@ def measured_outer(result: Mapping[str, Any]) -> str:
     every, over = speed["outer"]["every"], median(speed["over_alone"])
     return (
         f"[Outer steps](../benchmarks/outer/README.md): at {speed['bits'] / 1e6:g} Mbit/s islands that send each block "
-        f"every {every} steps take {over:.2f} times as long as islands that never meet, and are "
+        f"every {every} steps take {over:.2f} times as long as islands that never communicate, and are "
         f"{speed['times_as_fast']:.1f} times as fast as {speed['best_synchronous']}, the fastest synchronous layout."
     )
 

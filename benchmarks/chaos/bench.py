@@ -237,9 +237,9 @@ def report(result: Mapping[str, Any]) -> str:
             "checkpoint is flipped and a rank is killed, so that the checkpoint is read. *clock set*: the processes' "
             "wall clock is set a minute to ten years back or ahead. *second run*: the same command is run again and "
             "must be refused. *packets lost*: 5 to 30 % of the packets between the nodes. No rank is killed twice in "
-            "a row, because a rank that fails twice in the same step ends a run by design. Ranks that took a step are "
-            "restarted at once; consecutive starts that took none wait for 1, 5, 15 and 30 s, which is part of *next "
-            "step*.",
+            "a row, because a rank that fails twice in the same step ends a run by design. In runs before commit "
+            "aa8b6b1 consecutive starts without a new checkpoint waited for 0, 1, 5, 15 and 30 s, which is part of "
+            "*next step*; since then only starts after attempts that took no step wait.",
             *map(_failed, bad),
         ]
     ) + "\n"  # fmt: skip
