@@ -225,6 +225,7 @@ def claim_for(path: Path) -> Path:
     return work
 
 
+@pytest.mark.slow
 def test_the_pods_of_a_jobset_train(tmp_path: Path, losses: list[float]) -> None:
     work, spec = claim_for(tmp_path), manifest("jobset")["spec"]
     (job,) = spec["replicatedJobs"]

@@ -142,6 +142,7 @@ def test_a_model_of_ones_own_has_the_same_losses_on_four_ranks(tmp_path: Path) -
     assert len(one) == 5
 
 
+@pytest.mark.slow
 def test_a_classifier_learns(tmp_path: Path) -> None:
     lines = run(commands("classify")[1], tmp_path)
     assert is_as_said(lines, "classify")

@@ -56,6 +56,7 @@ def test_peaks_of_real_runs_are_predicted(ranks: int) -> None:
             assert abs(error) < PEAK, row.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [("parallel.layout=NNG",), ("parallel.layout=NNN", "train.precision=bf16")])
 def test_the_copy_for_saving_in_the_background_is_predicted(changes: tuple[str, ...], tmp_path: Path) -> None:
     _skip_without_compiler()

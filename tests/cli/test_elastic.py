@@ -186,6 +186,7 @@ def test_an_island_that_was_killed_takes_part_again(islands: Path, overrides: tu
     assert nobody_is_left(islands)
 
 
+@pytest.mark.slow
 def test_islands_go_on_with_fewer_ranks_in_each(islands: Path) -> None:
     sizes = ("parallel.ranks=4", "parallel.intra=2", "parallel.layout=IIG", "parallel.min_ranks=2")
     code, words = losing_a_rank(islands, losing_a_device(islands, left=2), *sizes)
@@ -197,6 +198,7 @@ def test_islands_go_on_with_fewer_ranks_in_each(islands: Path) -> None:
     assert losses_of(folder) == pytest.approx(losses_without(islands, "parallel.ranks=2"), abs=1e-10)
 
 
+@pytest.mark.slow
 def test_the_islands_that_are_left_go_on_from_the_anchors(islands: Path) -> None:
     sizes = ("parallel.ranks=3", "parallel.min_ranks=2", "train.global_batch=12", "parallel.outer.codec=int8")
     code, words = losing_a_rank(islands, losing_a_device(islands, left=2), *sizes)
@@ -209,6 +211,7 @@ def test_the_islands_that_are_left_go_on_from_the_anchors(islands: Path) -> None
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 def test_one_island_that_is_left_does_not_go_on(islands: Path) -> None:
     """Without outer steps it would be another run: the error of the lost device ends it."""
     code, words = losing_a_rank(islands, losing_a_device(islands, left=1), "parallel.min_ranks=1")

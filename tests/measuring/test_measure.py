@@ -50,6 +50,7 @@ def check(cluster: Cluster, folder: Path) -> Cluster:
     return read
 
 
+@pytest.mark.slow
 def test_two_ranks_of_a_node(tmp_path: Path) -> None:
     cluster = check(measured(2, local=2), tmp_path)
     assert set(cluster.device.rates) >= {"float32", "float64", "bfloat16"}

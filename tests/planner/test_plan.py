@@ -92,6 +92,7 @@ def test_a_config_brings_its_goal_and_what_it_leaves_open(config: Path, cluster:
     assert half.prediction.plan.global_batch == 4
 
 
+@pytest.mark.slow
 def test_an_answer_prints_as_the_command_does(config: Path, cluster: Path) -> None:
     text = str(atoll.plan(config, cluster))
     done = subprocess.run(

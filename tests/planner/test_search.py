@@ -162,6 +162,7 @@ def test_no_plan_is_better_than_the_one_that_is_found(part: int) -> None:
     assert met >= 5
 
 
+@pytest.mark.slow
 def test_plans_that_share_a_bound_do_not_hide_the_fast_ones() -> None:
     """A past bug: units of four layers may stay whole for a stage's next use, and their bound stood for units of one
     layer too. So plans that gather every parameter for every microbatch, 392 s, were tried before those that gather

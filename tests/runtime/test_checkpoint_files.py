@@ -800,6 +800,7 @@ def _on_two_ranks(rank: int, root: Path) -> dict[str, Any]:
     return {"right": right, "full": full, "after": after, "saved": is_complete(step_folder(root, 1))}
 
 
+@pytest.mark.slow
 def test_two_ranks(tmp_path: Path) -> None:
     results = run_ranks(_on_two_ranks, 2, tmp_path)
     assert [result["right"] for result in results] == [True, True]
