@@ -458,7 +458,7 @@ def test_the_page_of_quality() -> None:
     ]
     result = {"job": quality.JOB, "steps": 20, "every": 32, "aims": quality.AIMS, "rows": rows}
     page = quality.report(result)
-    assert "| DiLoCo | 2.1000 |  | 1 | +5.00% | 3.0% |" in page.splitlines()
+    assert "| DiLoCo | 2.1000 |  | 1 | +5.00% |  |" in page.splitlines()
     assert "| int8 | 3.0030 | ± 1.4156 | 2 | +0.10% | 0.3% |" in page.splitlines()
     assert "Only 20 of 2000 steps" in page
 
