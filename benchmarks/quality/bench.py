@@ -36,7 +36,7 @@ STEPS, SEEDS, EVALUATIONS = 2_000, (0, 1, 2), 20
 EVERY = 32
 """Steps between two outer gradients of a block."""
 TUNED: Mapping[str, float] = {"lr": 0.8, "momentum": 0.4}
-"""Options of the outer optimizer: the best of five for the first seed."""
+"""Options of the outer optimizer: the best of three pairs for the first seed."""
 
 JOB: Mapping[str, Mapping[str, Any]] = {
     "model": {"source": "builtin", "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn": 176},
@@ -188,7 +188,7 @@ def report(result: Mapping[str, Any]) -> str:
         "nearest, gradients with error feedback ([codecs](../../docs/codecs.md)). *DiLoCo*: the groups are islands "
         f"that average every {result['every']} steps ([outer steps](../../docs/outer.md)), with DiLoCo's Nesterov "
         "momentum of 0.9 and learning rate of 0.7. *outer steps, tuned*: the same with a learning rate of "
-        f"{TUNED['lr']:g} and momentum of {TUNED['momentum']:g}, the best of five pairs for seed 0. *DiLoCo, int4*: "
+        f"{TUNED['lr']:g} and momentum of {TUNED['momentum']:g}, the best of three pairs for seed 0. *DiLoCo, int4*: "
         "the outer gradients are encoded. *streamed*: four fragments with a delay of four steps. *plain averaging*: "
         "the outer optimizer is SGD with a learning rate of 1. The validation loss of islands is that of the anchors.",
         "\n".join(lines),
