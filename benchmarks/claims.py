@@ -809,8 +809,7 @@ ALL_CLAIMS = (
         "them kills of ranks, launchers and nodes: [page](benchmarks/chaos/README.md)",
         result="{right} of {runs} recover without help and end with the losses and the final checkpoint of the "
         "undisturbed run, bit for bit{stopped}. From a killed rank to the next step of four local ranks: median "
-        "{median} s, {soon} of {of} under {aim} s, worst {longest} s, on two "
-        "cores",
+        "{median} s, {soon} of {of} under {aim} s, worst {longest} s, on two cores",
         raw="chaos",
         figures=chaos,
     ),

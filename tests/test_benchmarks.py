@@ -447,7 +447,14 @@ def test_the_page_of_outer_steps() -> None:
 def test_the_page_of_quality() -> None:
     """Losses are compared with those of the base for the same seeds."""
     rows = [
-        {"name": name, "kind": kind, "parallel": {}, "seed": seed, "validation": [(0, 5.0), (10, 4.0), (20, last)]}
+        {
+            "name": name,
+            "kind": kind,
+            "parallel": {},
+            "seed": seed,
+            "commit": "0",
+            "validation": [(0, 5.0), (10, 4.0), (20, last)],
+        }
         for name, kind, seed, last in (
             ("fp32", "synchronous", 0, 2.0),
             ("fp32", "synchronous", 1, 4.0),

@@ -1,4 +1,4 @@
-"""What codecs and outer steps cost in loss: `python benchmarks/run.py quality`.
+"""Loss of runs with codecs and outer steps: `python benchmarks/run.py quality`.
 
 A small decoder learns the quickstart's corpus on two groups of one rank each, so that everything which data-parallel
 ranks exchange is encoded, or left out between outer steps. All runs see the same tokens. Each is a command of
@@ -46,7 +46,7 @@ JOB: Mapping[str, Mapping[str, Any]] = {
     "run": {"tensorboard": False},
     "checkpoint": {"every": 0, "keep": 1},
 }
-"""What all runs have in common."""
+"""Config shared by all runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +191,7 @@ def report(result: Mapping[str, Any]) -> str:
         f"{TUNED['lr']:g} and momentum of {TUNED['momentum']:g}, the best of three pairs for seed 0. *DiLoCo, int4*: "
         "the outer gradients are encoded. *streamed*: four fragments with a delay of four steps. *plain averaging*: "
         "the outer optimizer is SGD with a learning rate of 1. The validation loss of islands is that of the anchors.",
+        f"Commits of the runs: {', '.join(dict.fromkeys(str(row['commit'])[:12] for row in result['rows']))}.",
         "\n".join(lines),
         "![Validation loss over steps](results/curves.svg)",
         "Mean of the seeds. The curves begin after a tenth of the steps.",

@@ -173,7 +173,7 @@ def _engine_of(case: Case) -> Any:
 
 
 def residuals(engine: Any) -> dict[str, Tensor]:
-    """What this rank owes, by parameter, in the parameter's place."""
+    """Return the residuals of this rank by parameter, each in the parameter's shape."""
     found: dict[str, Tensor] = {}
     for unit in engine.units:
         for segment in unit.segments:

@@ -362,7 +362,7 @@ OWING = replace(RESUMED, outer=replace(RESUMED.outer, codec=RANDOM), model=TinyC
 
 
 def _residuals(engine: Any) -> dict[str, torch.Tensor]:
-    """What this rank owes, by parameter, in the parameter's place."""
+    """Return the residuals of this rank by parameter, each in the parameter's shape."""
     found: dict[str, torch.Tensor] = {}
     for anchor in engine.outer._anchors():
         for part in anchor.slices if anchor.residual is not None else ():
@@ -372,7 +372,7 @@ def _residuals(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def _owe(case: Case, folder: str, *, loads: bool) -> tuple[int, dict[str, torch.Tensor], History]:
-    """What this island owes at a checkpoint that is saved, or loaded, and how the run goes on."""
+    """Return this island's residuals when a checkpoint is saved or loaded, and the losses of the steps after it."""
     engine = case.engine()
     if loads:
         engine.load(folder)
@@ -390,7 +390,7 @@ def _owe(case: Case, folder: str, *, loads: bool) -> tuple[int, dict[str, torch.
 
 
 def _owing_islands(found: list[tuple[int, dict[str, torch.Tensor], History]]) -> dict[tuple[int, str], torch.Tensor]:
-    """What each island owes, over the parts of its ranks: ranks of other stages and parts have zeros."""
+    """Sum each island's residuals over its ranks; a rank has zeros for other stages and shards."""
     owed: dict[tuple[int, str], torch.Tensor] = {}
     for island, own, _ in found:
         for name, value in own.items():
