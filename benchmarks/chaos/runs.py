@@ -174,6 +174,8 @@ class Run:
 
     def _launch(self, node: int) -> subprocess.Popen[bytes]:
         environment = {**os.environ, "ATOLL_CHAOS": str(self.root), "ATOLL_CHAOS_NODE": str(node)}
+        if self.islands is not None:  # each node's rank would take all of this machine's cores, which both share
+            environment["OMP_NUM_THREADS"] = "1"
         if self.clock is not None:
             environment |= {"LD_PRELOAD": str(self.clock.with_name("clock.so")), "ATOLL_CHAOS_CLOCK": str(self.clock)}
         self.starts += 1
