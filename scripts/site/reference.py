@@ -32,7 +32,7 @@ PAGES = (
         "`Engine` builds a rank's part of a model and trains it as a [plan](plans.md) says. "
         "[What a step does](../program.md) describes a step, [adapters](../adapters.md) the models it takes.",
         {
-            "atoll": ["Engine", "Muon", "programs_of"],
+            "atoll": ["Engine", "Muon", "MatrixUpdate", "MatricesAndRest", "programs_of"],
             "atoll.runtime.engine": ["Evaluation"],
             "atoll.runtime.pipeline.step_end": ["StepResult"],
         },
@@ -57,7 +57,7 @@ PAGES = (
                 *("Sharding", "Stored", "SegmentShape", "Shape", "FlatMap", "Entry", "Nest", "Slice", "Box", "boxes"),
                 *("Axis", "Kind", "Move", "Moves", "GATHER_INTRA", "GATHER_INTER", "REDUCE_INTRA", "REDUCE_INTER"),
                 *("GATHER_PARAMETER", "REDUCE_GRADIENT", "SYNC_GRADIENT", "SYNC_PARAMETER"),
-                *("Codec", "Codecs", "NO_CODECS", "CODES", "BLOCK", "ROUNDINGS", "Rounding", "saved_for_codecs"),
+                *("Codec", "Codecs", "NO_CODECS", "CODES", "BLOCK", "ROUNDINGS", "Rounding", "saved_besides"),
                 *(
                     "Whole",
                     "Transform",

@@ -5,8 +5,8 @@
     schedule = atoll.schedules.build("1f1b", ranks=4, microbatches=16)
     trace = atoll.simulate(schedule, atoll.Costs(forward=1.0, input_grad=1.0, weight_grad=1.0))
 
-Names are loaded on first access: `import atoll` imports neither torch nor numpy; only `Engine`, `Muon` and
-`programs_of` do.
+Names are loaded on first access: `import atoll` imports neither torch nor numpy; only `Engine`, `MatricesAndRest`,
+`MatrixUpdate`, `Muon` and `programs_of` do.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from atoll.plans import MeshShape, Plan
     from atoll.runtime.assemble.describe import programs_of
     from atoll.runtime.engine import Engine
-    from atoll.runtime.sharding.muon import Muon
+    from atoll.runtime.sharding.matrices import MatrixUpdate
+    from atoll.runtime.sharding.muon import MatricesAndRest, Muon
     from atoll.sim import Costs, Rates, Speed, simulate
     from atoll.trace import Trace
     from atoll.training.choosing import plan
@@ -53,6 +54,8 @@ _HOMES = {
     "Costs": "atoll.sim",
     "Engine": "atoll.runtime.engine",
     "Layout": "atoll.layouts.layout",
+    "MatricesAndRest": "atoll.runtime.sharding.muon",
+    "MatrixUpdate": "atoll.runtime.sharding.matrices",
     "MeshShape": "atoll.plans",
     "Muon": "atoll.runtime.sharding.muon",
     "Op": "atoll.ir",
@@ -93,6 +96,8 @@ __all__ = [
     "Costs",
     "Engine",
     "Layout",
+    "MatricesAndRest",
+    "MatrixUpdate",
     "MeshShape",
     "Muon",
     "Op",

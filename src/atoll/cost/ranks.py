@@ -27,7 +27,7 @@ from atoll.layouts import (
     WorkingMemory,
     footprint,
     reduced_at_once,
-    saved_for_codecs,
+    saved_besides,
     working_memory,
 )
 from atoll.plans import Place, Plan
@@ -286,8 +286,10 @@ class Ranks:
         """Return the bytes of a checkpoint that a pipeline rank writes, and copies to host memory when it saves in the
         background: masters and the optimizer's state, divided by all ranks that hold them."""
         own = [segment for segments in self.segments(rank).values() for segment in segments]
-        found = footprint(own, replace(self.plan, layout=Layout("GGG"), codecs=NO_CODECS).sharding(self.place(rank)))
-        return found.parameters + found.optimizer + saved_for_codecs(own, self.plan.sharding(self.place(rank)))
+        sliced = None if self.plan.whole is None else self.plan.whole.sliced
+        everywhere = replace(self.plan, layout=Layout("GGG"), codecs=NO_CODECS, whole=sliced)
+        found = footprint(own, everywhere.sharding(self.place(rank)))
+        return found.parameters + found.optimizer + saved_besides(own, self.plan.sharding(self.place(rank)))
 
     def sharded_gradients(self, rank: int) -> dict[tuple[int, Phase | None], int]:
         """Return the bytes of a pipeline rank's sharded gradients, by unit and by the phase that computes them."""

@@ -6,7 +6,7 @@ from atoll.layouts.accounting import (
     Traffic,
     footprint,
     published_memory,
-    saved_for_codecs,
+    saved_besides,
     traffic,
 )
 from atoll.layouts.codec import BLOCK, CODES, NO_CODECS, ROUNDINGS, Codec, Codecs, Rounding
@@ -86,7 +86,7 @@ __all__ = [
     "pieces",
     "published_memory",
     "reduced_at_once",
-    "saved_for_codecs",
+    "saved_besides",
     "swapped_along",
     "traffic",
     "working_memory",

@@ -85,6 +85,8 @@ def _segment_footprint(segment: SegmentShape, sharding: Sharding, states: int) -
     gradients = len(segment.phases) * ITEM_BYTES[precision.gradient] * numel(layout.gradients)
     kept = states * item * covered + sharding.anchors * item * numel(Level.G)
     kept += len(sharding.owing(segment)) * item * numel(Level.I)
+    # A step ahead of its validation advances a second copy of what owners keep of matrices.
+    kept += (2 if sharding.keeps_apart else 1) * sharding.kept_bytes(segment)
     if stored is Stored.SHARED:
         coarse = min(layout.parameters, layout.optimizer)
         return Footprint(item * numel(coarse), gradients, kept)
@@ -92,8 +94,9 @@ def _segment_footprint(segment: SegmentShape, sharding: Sharding, states: int) -
     return Footprint(copies * parameters, gradients, kept + item * len(held))
 
 
-def saved_for_codecs(segments: Sequence[SegmentShape], sharding: Sharding) -> int:
-    """Bytes that a rank writes of what codecs keep: its residuals, and its share of copies of the parameters."""
+def saved_besides(segments: Sequence[SegmentShape], sharding: Sharding) -> int:
+    """Bytes that a rank writes of what codecs keep, its residuals and its share of copies of the parameters, and of
+    what owners keep of matrices."""
     found = 0
     for segment in segments:
         padded = segment.map.padded
@@ -101,6 +104,7 @@ def saved_for_codecs(segments: Sequence[SegmentShape], sharding: Sharding) -> in
         found += ITEM_BYTES[sharding.precision.master] * owed
         if sharding.keeps_copy(segment):
             found += ITEM_BYTES[segment.compute] * padded // sharding.nest.ranks
+        found += sharding.kept_bytes(segment) * sharding.holders(segment).shards // sharding.nest.ranks
     return found
 
 

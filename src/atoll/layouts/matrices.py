@@ -16,9 +16,10 @@ whole matrix, not one of its blocks.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
+from math import prod
 from typing import NamedTuple, Protocol
 
 from atoll.errors import PlanError
@@ -30,10 +31,16 @@ Rows = tuple[int, ...]
 
 
 class Transform(Protocol):
-    """What is done with a whole matrix, as far as costs need it."""
+    """What is done with a whole matrix, as far as costs and memory need it: a frozen dataclass, whose representation
+    ranks compare."""
 
     def products(self, rows: int, columns: int) -> Sequence[tuple[int, int, int]]:
         """The products of matrices that it computes, as (rows, inner, columns)."""
+        ...
+
+    def kept(self, rows: int, columns: int) -> Mapping[str, Shape]:
+        """Shapes of the tensors that the owner of a matrix keeps of it between steps, by name: zeros before the first
+        step, in the master's dtype."""
         ...
 
 
@@ -48,17 +55,23 @@ class NewtonSchulz:
         short, long = sorted((rows, columns))
         return [(short, long, short), (short, short, short), (short, short, long)] * self.steps
 
+    def kept(self, rows: int, columns: int) -> Mapping[str, Shape]:
+        """See `Transform`: nothing, momentum rests in slices."""
+        del rows, columns
+        return {}
+
 
 @dataclass(frozen=True, slots=True)
 class Whole:
     """What an optimizer needs whole, and what it costs.
 
     name: the optimizer's.  transform: what it does with a matrix.  states: tensors that it keeps of each element of a
-    matrix, besides the master.
+    matrix, besides the master, in slices.
     patterns: names of the parameters that are matrices, as fnmatch has them; if not given, all hidden ones: two
     dimensions, trained, of no `nn.Embedding`, and neither in the model's first block nor in its last.
     split: patterns of names, each with the rows of every matrix that the parameter is made of, or the number of equal
     ones.
+    half: matrices travel and are transformed in bfloat16 if the master is in float32; if not, in the master's dtype.
     """
 
     name: str
@@ -66,6 +79,7 @@ class Whole:
     states: int = 1
     patterns: tuple[str, ...] | None = None
     split: tuple[tuple[str, int | Rows], ...] = ()
+    half: bool = True
 
     def chosen(self, shapes: Mapping[str, Shape], hidden: Iterable[str]) -> tuple[str, ...]:
         """Names of the parameters that are matrices, of a model's trained ones. hidden: what the rule takes.
@@ -118,10 +132,19 @@ class Whole:
             yield Matrix(name, (shape[0], shape[1]), first, first + rows, dim, tensor)
             first += rows
 
+    @property
+    def sliced(self) -> Whole:
+        """The same if owners kept nothing of their matrices."""
+        return replace(self, transform=NewtonSchulz())
+
     def flops(self, matrix: Matrix) -> float:
         """Operations of the transform of a matrix."""
         products = self.transform.products(matrix.rows, matrix.columns)
         return sum(2.0 * rows * inner * columns for rows, inner, columns in products)
+
+    def kept_elements(self, matrix: Matrix) -> int:
+        """Elements of what the owner of a matrix keeps of it."""
+        return sum(prod(shape) for shape in self.transform.kept(matrix.rows, matrix.columns).values())
 
 
 @dataclass(frozen=True, slots=True)

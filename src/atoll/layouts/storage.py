@@ -179,8 +179,9 @@ class Sharding:
 
     @property
     def transformed(self) -> str:
-        """The dtype in which matrices travel and are transformed: half of the precision where that is single."""
-        return "bfloat16" if self.precision.master == "float32" else self.precision.master
+        """The dtype in which matrices travel and are transformed: see `Whole.half`."""
+        half = self.whole is None or self.whole.half
+        return "bfloat16" if half and self.precision.master == "float32" else self.precision.master
 
     def holders(self, segment: SegmentShape) -> Holders:
         """The ranks that have slices of a segment's matrices."""
@@ -225,11 +226,21 @@ class Sharding:
                 back[holders.axis(piece.holder)] += piece.numel * item
         return tuple(each for each in to.items() if each[1]), tuple(each for each in back.items() if each[1])
 
+    def kept_bytes(self, segment: SegmentShape) -> int:
+        """Bytes of what this rank keeps of the matrices that it owns."""
+        if self.whole is None:
+            return 0
+        own = self.holders(segment).own
+        owned = [matrix for matrix, owner in zip(segment.matrices, segment.owners, strict=True) if owner == own]
+        return ITEM_BYTES[self.precision.master] * sum(map(self.whole.kept_elements, owned))
+
     def exchange_bytes(self, segment: SegmentShape) -> tuple[int, int]:
         """Bytes of a segment's matrices from their collection to their update, and those that the transform of this
-        rank's takes besides: slices on their way out and back, this rank's matrices, and products of them."""
+        rank's takes besides: slices on their way out and back, this rank's matrices, products of them, and a copy of
+        what is kept of them."""
         holders, item = self.holders(segment), ITEM_BYTES[self.transformed]
         slices = len(self.nest.range(holders.level, segment.map.padded))
         own = [each for each, owner in zip(segment.matrices, segment.owners, strict=True) if owner == holders.own]
         largest = max((each.numel + 2 * min(each.rows, each.columns) ** 2 for each in own), default=0)
-        return item * (2 * slices + 2 * sum(each.numel for each in own)), item * largest
+        copy = 0 if self.keeps_apart else self.kept_bytes(segment)
+        return item * (2 * slices + 2 * sum(each.numel for each in own)), item * largest + copy

@@ -97,7 +97,8 @@ class Engine:
     """Trains a model under a plan.
 
     model: a module with an adapter (atoll.models), built on `meta` or with the same values on every rank.
-    optimizer: a function from parameter groups of 1-D slices to an elementwise torch optimizer, or `atoll.Muon`.
+    optimizer: a function from parameter groups of 1-D slices to an elementwise torch optimizer, or a `MatrixUpdate`,
+    such as `atoll.Muon`.
     groups: (name, shape) -> options of the parameter's group, such as {"weight_decay": 0.0}.
     clip: maximum global gradient norm, above 0; None does not clip.
     weights: a folder of initial weights, safetensors or a checkpoint; each rank reads its own shards.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -163,7 +163,7 @@ class Case:
             return Engine(
                 model,
                 self.plan,
-                optimizer=self.muon() if self.optimizer == "Muon" else self.make_optimizer,
+                optimizer=self.optimizer_of_engine(),
                 groups=decay_matrices(0.1),
                 clip=self.clip,
                 seed=self.seed,
@@ -171,8 +171,10 @@ class Case:
                 loss=getattr(self.model, "engine_loss", None),
             )
 
-    def muon(self) -> Muon:
-        """Muon with the case's options."""
+    def optimizer_of_engine(self) -> Callable[[list[dict[str, Any]]], torch.optim.Optimizer]:
+        """Return what the engine is given as its optimizer."""
+        if self.optimizer != "Muon":
+            return self.make_optimizer
         mappings = ("split", "adamw")
         options: dict[str, Any] = {key: dict(value) if key in mappings else value for key, value in self.options}
         return Muon(lr=self.lr, **options)

@@ -2,7 +2,8 @@
 
     direct      of each slice, elementwise: momentum -> the slice of what is transformed
     collect     slices travel to the owner of their matrix
-    transform   the owner transforms its matrices, those of one shape together, and slices of the result travel back
+    transform   the owner transforms its matrices, those of one shape together, and advances what it keeps of them;
+                slices of the result travel back
     update      of each slice, elementwise: weight decay, and the slice of the result
 
 An optimizer is a `MatrixUpdate`: what is elementwise, and the transform. `Exchange` is one segment's way.
@@ -10,14 +11,14 @@ An optimizer is a `MatrixUpdate`: what is elementwise, and the transform. `Excha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from atoll.layouts import Box, Holders, Piece, Whole
+from atoll.layouts import Box, Holders, Matrix, Piece, Whole
 from atoll.plans import Place
 from atoll.runtime import lanes
 from atoll.runtime.sharding.segment import Segment, dtype_of
@@ -29,26 +30,58 @@ Options = Mapping[str, Any]
 
 @runtime_checkable
 class MatrixUpdate(Protocol):
-    """An optimizer of whole matrices. Slices are 1-D, in the master's dtype; options are those of their group.
+    """An optimizer of whole matrices: what an engine takes as its `optimizer`, which steps everything else, too.
 
-    whole: which parameters it needs whole, and what that costs.  keys: names of what `direct` keeps of a slice: tensors
-    of its size.
+    Slices are 1-D, in the master's dtype; options are those of their parameter group.
+
+    whole: which parameters it needs whole, and what that costs in time and memory.  keys: names of what `direct` keeps
+    of a slice: tensors of its size. What belongs to a whole matrix, such as a preconditioner, its owner keeps: see
+    `atoll.layouts.Transform.kept`.
     """
 
     whole: Whole
     keys: tuple[str, ...]
 
+    def __call__(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """Make the optimizer of parameter groups, such as `MatricesAndRest`: it steps those without `whole`."""
+        ...
+
     def direct(self, gradient: torch.Tensor, state: dict[str, Any], options: Options) -> torch.Tensor:
         """Advance the state of a slice, and return the slice of what is transformed: elementwise."""
         ...
 
-    def transform(self, matrices: torch.Tensor, options: Options) -> torch.Tensor:
-        """Transform matrices [n, rows, columns]; the result has no storage of theirs, and they are not used again."""
+    def transform(self, matrices: torch.Tensor, options: Options, kept: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Transform matrices [n, rows, columns], which are not used again, and advance in place what is kept of them:
+        tensors [n, ...] by name."""
         ...
 
     def update(self, values: torch.Tensor, result: torch.Tensor, options: Options, *, shape: tuple[int, int]) -> None:
         """Update a slice of a matrix of `shape` in place with the slice of its result: elementwise."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Matrices of one shape and group that a rank owns. places: among those of the segment.  kept: of each, [n, ...] by
+    name.  ahead: a second copy, which a step ahead of its validation advances; empty without such steps."""
+
+    places: tuple[int, ...]
+    group: int
+    kept: Mapping[str, torch.Tensor]
+    ahead: Mapping[str, torch.Tensor]
+
+    def begin(self, *, is_ahead: bool) -> Mapping[str, torch.Tensor]:
+        """Return a copy of what is kept, for a transform."""
+        if not is_ahead:
+            return {name: values.clone() for name, values in self.kept.items()}
+        for name, values in self.ahead.items():
+            values.copy_(self.kept[name])
+        return self.ahead
+
+    def take(self, advanced: Mapping[str, torch.Tensor], rows: Sequence[int]) -> None:
+        """Take over some rows of a copy: those of matrices without a gradient stay as they are."""
+        for name, values in advanced.items():
+            self.kept[name][rows] = values[rows]
 
 
 class Exchange:
@@ -75,23 +108,29 @@ class Exchange:
                 self._given.setdefault(ranks[owner], []).append(piece)
             elif piece.holder != own == owner:
                 self._taken.setdefault(ranks[piece.holder], []).append(piece)
-        self._batches: dict[tuple[int, int, int], list[int]] = {}
+        batches: dict[tuple[int, int, int], list[int]] = {}
         for at, (matrix, owner) in enumerate(zip(segment.matrices, shape.owners, strict=True)):
             if owner == own:
-                self._batches.setdefault((matrix.rows, matrix.columns, groups[matrix.name]), []).append(at)
+                batches.setdefault((matrix.rows, matrix.columns, groups[matrix.name]), []).append(at)
+        self._batches = [self._batch(places, group) for (_, _, group), places in batches.items()]
+        self._is_ahead = False
         self._job: lanes.Job | None = None
         self._leaving: Mapping[int, torch.Tensor] = {}
         self._slices = torch.empty(0)
         self._arriving: dict[int, torch.Tensor] = {}
 
-    def collect(self, slices: torch.Tensor) -> None:
-        """Begin to bring slices to the owners of their matrices. slices: of this rank's shard."""
-        self._slices = slices
+    def collect(self, slices: torch.Tensor, *, is_ahead: bool) -> None:
+        """Begin to bring slices to the owners of their matrices. slices: of this rank's shard.
+
+        is_ahead: what is kept of matrices stays as it is until `take`.
+        """
+        self._slices, self._is_ahead = slices, is_ahead
         out = {rank: torch.cat([_cut(slices, piece) for piece in own]) for rank, own in self._given.items()}
         self._begin(out, self._taken, Channel.COLLECT)
 
-    def transform(self, options: Sequence[Options]) -> None:
-        """Transform this rank's matrices, and begin to bring slices of the result to their holders."""
+    def transform(self, options: Sequence[Options], touched: Collection[str]) -> None:
+        """Transform this rank's matrices, and begin to bring slices of the result to their holders. touched: names of
+        the parameters that have a gradient."""
         self._wait()
         results: dict[int, torch.Tensor] = {}
         arrived = dict(_each(self._arriving, self._taken))
@@ -100,13 +139,18 @@ class Exchange:
         by_matrix: dict[int, list[Piece]] = {}
         for piece in arrived:
             by_matrix.setdefault(piece.matrix, []).append(piece)
-        for (rows, columns, group), places in self._batches.items():
-            batch = torch.empty(len(places), rows, columns, dtype=self.dtype, device=self._slices.device)
-            for target, at in zip(batch, places, strict=True):
+        for batch in self._batches:
+            first = self.segment.matrices[batch.places[0]]
+            sizes = len(batch.places), first.rows, first.columns
+            matrices = torch.empty(sizes, dtype=self.dtype, device=self._slices.device)
+            for target, at in zip(matrices, batch.places, strict=True):
                 self._assemble(target, at, {piece: arrived[piece] for piece in by_matrix[at]})
-            transformed = self._update.transform(batch, options[group]).contiguous()
-            del batch
-            results.update(zip(places, transformed, strict=True))
+            kept = batch.begin(is_ahead=self._is_ahead)
+            transformed = self._update.transform(matrices, options[batch.group], kept).contiguous()
+            del matrices
+            if not self._is_ahead:
+                batch.take(kept, self._rows(batch, touched))
+            results.update(zip(batch.places, transformed, strict=True))
         arrived.clear()
         out = {
             rank: torch.cat([self._slice(results[piece.matrix], piece) for piece in own])
@@ -115,6 +159,37 @@ class Exchange:
         for piece in self._kept:
             _cut(self._slices, piece).copy_(self._slice(results[piece.matrix], piece))
         self._begin(out, self._given, Channel.BRING_BACK)
+
+    def take(self, touched: Collection[str]) -> None:
+        """Take over what a transform ahead has made of what is kept."""
+        for batch in self._batches:
+            batch.take(batch.ahead, self._rows(batch, touched))
+
+    def kept(self) -> Iterator[tuple[Matrix, str, torch.Tensor]]:
+        """Yield what is kept of this rank's matrices: the matrix, the name and the tensor."""
+        for batch in self._batches:
+            for name, values in batch.kept.items():
+                for at, own in zip(batch.places, values, strict=True):
+                    yield self.segment.matrices[at], name, own
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All that stores what is kept."""
+        return [values for batch in self._batches for own in (batch.kept, batch.ahead) for values in own.values()]
+
+    def _batch(self, places: Sequence[int], group: int) -> _Batch:
+        """Matrices of one shape and group, with zeros for what is kept of them."""
+        first, sharding = self.segment.matrices[places[0]], self.segment.sharding
+        shapes = self._update.whole.transform.kept(first.rows, first.columns)
+        like = {"dtype": dtype_of(sharding.precision.master), "device": self.segment.around.device}
+        kept, ahead = (
+            {name: torch.zeros(len(places), *shape, **like) for name, shape in shapes.items()} if is_stored else {}
+            for is_stored in (True, sharding.keeps_apart)
+        )
+        return _Batch(tuple(places), group, kept, ahead)
+
+    def _rows(self, batch: _Batch, touched: Collection[str]) -> list[int]:
+        """Rows of a batch whose matrices have a gradient."""
+        return [row for row, at in enumerate(batch.places) if self.segment.matrices[at].name in touched]
 
     def results(self) -> torch.Tensor:
         """Return the slices of the results, in this rank's shard, when all are there."""

@@ -105,8 +105,9 @@ class Muon:
         momentum.lerp_(gradient, 1 - options["momentum"])
         return gradient.lerp(momentum, options["momentum"]) if options["nesterov"] else momentum
 
-    def transform(self, matrices: torch.Tensor, options: Options) -> torch.Tensor:
+    def transform(self, matrices: torch.Tensor, options: Options, kept: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Orthogonalize matrices [n, rows, columns]."""
+        del kept
         return orthogonalize(
             matrices, coefficients=options["ns_coefficients"], steps=options["ns_steps"], eps=options["eps"]
         )
@@ -153,8 +154,11 @@ def ratio(adjust: str | None, shape: tuple[int, int]) -> float:
 
 
 class MatricesAndRest(torch.optim.Optimizer):
-    """Groups of slices of matrices, which the engine steps, and an AdamW for all other groups. They share groups and
-    states, so that schedules and checkpoints see one optimizer."""
+    """Groups of slices of matrices, which the engine steps by a `MatrixUpdate`, and an AdamW for all other groups. They
+    share groups and states, so that schedules and checkpoints see one optimizer.
+
+    options: of the groups of matrices, where they have none.  adamw: options of `torch.optim.AdamW`.
+    """
 
     def __init__(self, groups: list[dict[str, Any]], options: Options, adamw: Mapping[str, Any]) -> None:
         for group in groups:

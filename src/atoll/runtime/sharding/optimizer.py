@@ -6,14 +6,14 @@ exchange unit by unit, as the step's program says.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import nn
 
 from atoll.errors import CheckpointError, PlanError
-from atoll.layouts import Box
+from atoll.layouts import Box, Matrix
 from atoll.runtime.sharding.matrices import Exchange, MatrixUpdate, Options
 from atoll.runtime.sharding.unit import Unit
 
@@ -209,20 +209,20 @@ class ShardedOptimizer:
 
     def collect(self, unit: Unit) -> None:
         """Begin to bring slices of a unit's matrices to their owners, behind `step`."""
-        self._collect(unit, self._directed.pop(unit.spec.index))
+        self._collect(unit, self._directed.pop(unit.spec.index), is_ahead=False)
 
     def collect_ahead(self, unit: Unit, touched: Collection[str]) -> None:
         """The same ahead of `step`, from the unit's gradients; states stay as they are."""
         self._touched, self._chosen = frozenset(touched), self.torch.param_groups
         self._present(unit, touched)
-        self._collect(unit, self._direct(unit, is_ahead=True))
+        self._collect(unit, self._direct(unit, is_ahead=True), is_ahead=True)
         self._forget_gradients(unit)
 
     def transform(self, unit: Unit) -> None:
         """Transform the matrices of a unit that this rank owns, and begin to bring slices of the results back."""
         with torch.no_grad():
             for exchange in self._exchanges[unit.spec.index]:
-                exchange.transform(self._chosen)
+                exchange.transform(self._chosen, self._touched)
 
     def update(self, unit: Unit) -> None:
         """Wait for the results, and update the masters."""
@@ -244,14 +244,16 @@ class ShardedOptimizer:
             if touched is not None and touched & own == self._touched & own:
                 del self._directed[unit.spec.index]
                 self._apply(unit, touched, results)
+                for exchange in self._exchanges[unit.spec.index]:
+                    exchange.take(touched)
             else:
                 self.collect(unit)
                 self.transform(unit)
                 self.update(unit)
 
-    def _collect(self, unit: Unit, directed: Sequence[torch.Tensor]) -> None:
+    def _collect(self, unit: Unit, directed: Sequence[torch.Tensor], *, is_ahead: bool) -> None:
         for exchange, slices in zip(self._exchanges[unit.spec.index], directed, strict=True):
-            exchange.collect(slices)
+            exchange.collect(slices, is_ahead=is_ahead)
 
     def _results(self, unit: Unit) -> list[torch.Tensor]:
         return [exchange.results() for exchange in self._exchanges[unit.spec.index]]
@@ -348,10 +350,18 @@ class ShardedOptimizer:
         """Optimizer state by parameter name and key."""
         return {name: self.torch.state[piece] for name, piece in self.slices.items() if piece in self.torch.state}
 
+    def kept(self) -> Iterator[tuple[Matrix, str, torch.Tensor]]:
+        """Yield what this rank keeps of the matrices that it owns: the matrix, the name and the tensor."""
+        for exchanges in self._exchanges.values():
+            for exchange in exchanges:
+                yield from exchange.kept()
+
     def state_tensors(self) -> list[torch.Tensor]:
-        """State tensors that are as large as their slices; step counters are not among them."""
+        """State tensors that are as large as their slices, and what is kept of whole matrices; step counters are not
+        among them."""
         found = []
         for name, state in self.states().items():
             size = self.slices[name].numel()
             found += [t for t in state.values() if isinstance(t, torch.Tensor) and t.dim() and t.numel() == size]
-        return found
+        exchanges = [exchange for own in self._exchanges.values() for exchange in own]
+        return [*found, *(values for exchange in exchanges for values in exchange.tensors())]

@@ -3,6 +3,7 @@
 model.<parameter>                    master weights, or the resting ones of frozen parameters
 model.<buffer>                       persistent buffers
 optim.state.<parameter>.<key>        as torch's get_optimizer_state_dict names them
+optim.matrix.<parameter>.<row>.<key> what an optimizer keeps of a whole matrix, which begins at that row
 codec.copy.<parameter>               parameters that follow the master by encoded differences
 codec.residual.<slot>.<parameter>    what encoded gradients lacked; a slot is the rank that encoded them, but for its
                                      place in its group: see `_Slot`
@@ -17,7 +18,7 @@ the checkpoint, also one without islands, which leaves out
 outer.momentum.<parameter>           of the outer optimizer
 islands.<i>.model.<parameter>        master weights of an island
 islands.<i>.outer.residual.<parameter>   what encoded outer gradients of an island lacked
-islands.<i>.optim.state. ...         of an island but the first
+islands.<i>.optim. ...               of an island but the first
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from atoll.runtime.sharding.segment import Segment
 from atoll.runtime.sharding.tensors import Spread
 from atoll.runtime.sharding.unit import Unit
 
-_STATE = ("optim", "state")
+_STATE, _MATRIX = ("optim", "state"), ("optim", "matrix")
 _CODEC, _COPY, _RESIDUAL = "codec", "copy", "residual"
 SCALER = frozenset({"scale", "growth_steps", "good_steps"})
 """Fields of the fp16 loss scaler in a checkpoint."""
@@ -263,6 +264,9 @@ def _optimizer_pieces(optimizer: ShardedOptimizer, prefix: tuple[str, ...] = ())
                 yield Piece(path, own.global_shape, own.start, stop=own.stop, tensor=value.detach(), within=own.within)
             else:
                 yield Piece(path, tuple(value.shape), 0, stop=value.numel(), tensor=value.detach().view(-1))
+    for matrix, key, value in optimizer.kept():
+        path = (*prefix, *_MATRIX, matrix.name, str(matrix.first), key)
+        yield Piece(path, tuple(value.shape), 0, stop=value.numel(), tensor=value.view(-1))
 
 
 def _prepare_states(optimizer: ShardedOptimizer, stored: Mapping[str, Mapping[str, tuple[int, ...]]]) -> None:

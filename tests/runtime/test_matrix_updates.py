@@ -1,0 +1,211 @@
+"""Optimizers whose transform keeps state of whole matrices: factors as Shampoo's, a basis as Dion's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from atoll.layouts import Whole
+from atoll.runtime.sharding.muon import MatricesAndRest
+from atoll.testing import run_ranks
+from atoll.testing.parity import Case, assert_checkpoint_parity, assert_parity
+from atoll.testing.tiny import TinyConfig
+
+ADAMW = {"lr": 3e-3}
+MOMENTUM, DAMPING, RANK = 0.8, 1e-4, 3
+MODELS = (
+    TinyConfig(layers=5, odd=True, dropout=0.2),
+    TinyConfig(layers=5, frozen=True, unused=True),
+)
+
+
+def fourth_root(factor: Tensor) -> Tensor:
+    """The inverse fourth root of positive matrices."""
+    values, vectors = torch.linalg.eigh(factor)
+    return (vectors * (values + DAMPING).pow(-0.25)[..., None, :]) @ vectors.mT
+
+
+@dataclass(frozen=True)
+class Factors:
+    def products(self, rows: int, columns: int) -> Sequence[tuple[int, int, int]]:
+        return [(rows, columns, rows), (columns, rows, columns), (rows, rows, columns), (rows, columns, columns)]
+
+    def kept(self, rows: int, columns: int) -> Mapping[str, tuple[int, ...]]:
+        return {"left": (rows, rows), "right": (columns, columns), "step": ()}
+
+
+class Shampoo:
+    """Momentum in slices, then its product with the roots of averaged factors, which owners keep."""
+
+    keys = ("momentum",)
+    whole = Whole("Shampoo", Factors(), half=False)
+
+    def __init__(self, lr: float) -> None:
+        self.options = {"lr": lr}
+
+    def __call__(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return MatricesAndRest(groups, self.options, ADAMW)
+
+    def direct(self, gradient: Tensor, state: dict[str, Any], options: Mapping[str, Any]) -> Tensor:
+        momentum: Tensor = state.setdefault("momentum", torch.zeros_like(gradient))
+        return momentum.mul_(MOMENTUM).add_(gradient)
+
+    def transform(self, matrices: Tensor, options: Mapping[str, Any], kept: Mapping[str, Tensor]) -> Tensor:
+        kept["step"].add_(1)
+        kept["left"].add_(matrices @ matrices.mT)
+        kept["right"].add_(matrices.mT @ matrices)
+        count = kept["step"][:, None, None]
+        return fourth_root(kept["left"] / count) @ matrices @ fourth_root(kept["right"] / count)
+
+    def update(self, values: Tensor, result: Tensor, options: Mapping[str, Any], *, shape: tuple[int, int]) -> None:
+        values.mul_(1 - options["lr"] * options["weight_decay"]).add_(result, alpha=-options["lr"])
+
+
+@dataclass(frozen=True)
+class PowerIteration:
+    def products(self, rows: int, columns: int) -> Sequence[tuple[int, int, int]]:
+        return [(rows, columns, RANK), (columns, rows, RANK), (rows, RANK, columns)]
+
+    def kept(self, rows: int, columns: int) -> Mapping[str, tuple[int, ...]]:
+        return {"momentum": (rows, columns), "basis": (columns, RANK)}
+
+
+class Dion(Shampoo):
+    """One step of a power iteration on the momentum, which owners keep, as they do the basis: what the iteration has
+    found is taken off the momentum."""
+
+    keys = ()
+    whole = Whole("Dion", PowerIteration(), states=0, half=False)
+
+    def direct(self, gradient: Tensor, state: dict[str, Any], options: Mapping[str, Any]) -> Tensor:
+        return gradient
+
+    def transform(self, matrices: Tensor, options: Mapping[str, Any], kept: Mapping[str, Tensor]) -> Tensor:
+        momentum, basis = kept["momentum"], kept["basis"]
+        momentum.add_(matrices)
+        is_new = (basis == 0).all(dim=(1, 2), keepdim=True)
+        first = torch.eye(basis.shape[1], RANK, dtype=basis.dtype)
+        found = torch.linalg.qr(momentum @ torch.where(is_new, first, basis))[0]
+        weights = momentum.mT @ found
+        momentum.sub_((1 - MOMENTUM) * found @ weights.mT)
+        basis.copy_(weights / (weights.norm(dim=1, keepdim=True) + DAMPING))
+        return found @ basis.mT
+
+
+class Reference(torch.optim.Optimizer):
+    """One process: a function of a gradient and the parameter's state, on the last group; AdamW on the others."""
+
+    def __init__(
+        self, groups: list[dict[str, Any]], lr: float, step: Callable[[Tensor, dict[str, Any]], Tensor]
+    ) -> None:
+        super().__init__([group for group in groups if group["params"]], {})
+        self._matrices, self._lr, self._step = groups[-1], lr, step
+        self._rest = torch.optim.AdamW(groups[:-1], **ADAMW)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self._rest.step()
+        for parameter in self._matrices["params"]:
+            if parameter.grad is not None:
+                parameter.mul_(1 - self._lr * self._matrices["weight_decay"])
+                parameter.sub_(self._lr * self._step(parameter.grad, self.state[parameter]))
+
+
+def step_of_shampoo(gradient: Tensor, state: dict[str, Any]) -> Tensor:
+    momentum = state["momentum"] = MOMENTUM * state.get("momentum", 0.0) + gradient
+    state["count"] = state.get("count", 0) + 1
+    state["left"] = state.get("left", 0.0) + momentum @ momentum.T
+    state["right"] = state.get("right", 0.0) + momentum.T @ momentum
+    return fourth_root(state["left"] / state["count"]) @ momentum @ fourth_root(state["right"] / state["count"])
+
+
+def step_of_dion(gradient: Tensor, state: dict[str, Any]) -> Tensor:
+    momentum = state.get("momentum", 0.0) + gradient
+    basis = state.get("basis", torch.eye(gradient.shape[1], RANK, dtype=gradient.dtype))
+    found = torch.linalg.qr(momentum @ basis)[0]
+    weights = momentum.T @ found
+    state["momentum"] = momentum - (1 - MOMENTUM) * found @ weights.T
+    state["basis"] = weights / (weights.norm(dim=0) + DAMPING)
+    return found @ state["basis"].T
+
+
+@dataclass(frozen=True)
+class Matrices(Case):
+    """A case with one of the optimizers above."""
+
+    steps: int = 3
+    optimizer: str = "Shampoo"
+
+    def optimizer_of_engine(self) -> Any:
+        return {"Shampoo": Shampoo, "Dion": Dion}[self.optimizer](self.lr)
+
+    def make_optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return Reference(groups, self.lr, {"Shampoo": step_of_shampoo, "Dion": step_of_dion}[self.optimizer])
+
+
+@pytest.mark.parametrize("optimizer", ["Shampoo", "Dion"])
+@pytest.mark.parametrize(("layout", "schedule"), [("NNG", "1f1b"), ("III", "zb-v"), ("GGG", "breadth-first")])
+def test_state_of_matrices_equals_one_process(optimizer: str, layout: str, schedule: str) -> None:
+    spread = {"pipeline": 2, "intra": 2, "microbatches": 8}
+    assert_parity(Matrices(layout=layout, schedule=schedule, optimizer=optimizer, model=MODELS[0], **spread))
+
+
+@pytest.mark.parametrize("clip", [0.05, None])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_post_validated_step_advances_it_once(clip: float | None, model: TinyConfig) -> None:
+    """Clipped, the step ahead is always wrong, and what it made of the state is forgotten."""
+    spread = {"pipeline": 2, "inter": 2, "schedule": "zb-h1", "microbatches": 8}
+    assert_parity(Matrices(layout="GGG", post_validation=True, clip=clip, model=model, steps=4, **spread))
+
+
+@pytest.mark.parametrize("layout", ["NNN", "IIG"])
+def test_tensor_parallel_parts_have_one_state(layout: str) -> None:
+    model = TinyConfig(layers=2, hidden=10, unused=True)
+    assert_parity(Matrices(layout=layout, intra=2, tensor=2, microbatches=2, microbatch=2, model=model))
+
+
+class SharedLayer:
+    """Five linear layers, of which the second and the fourth have one weight."""
+
+    def build(self) -> nn.Module:
+        layers = [nn.Linear(8, 8) for _ in range(5)]
+        layers[3].weight = layers[1].weight
+        return nn.Sequential(nn.Embedding(16, 8), *layers, nn.Linear(8, 16))
+
+    def batch(self, step: int, samples: int) -> dict[str, Any]:
+        return TinyConfig().batch(step, samples)
+
+
+def test_a_shared_layer_has_it_on_two_stages() -> None:
+    assert_parity(Matrices(layout="IIG", pipeline=2, intra=2, microbatches=4, model=SharedLayer()))
+
+
+@pytest.mark.parametrize("optimizer", ["Shampoo", "Dion"])
+def test_checkpoints_load_under_another_layout(optimizer: str, tmp_path: Path) -> None:
+    """Other ranks own the matrices."""
+    first = Matrices(layout="IIG", inter=2, intra=2, microbatches=8, model=MODELS[0], optimizer=optimizer)
+    second = replace(first, layout="NNG", pipeline=2, inter=1, intra=1)
+    assert_checkpoint_parity(first, second, tmp_path)
+
+
+def held(case: Case) -> tuple[Any, Any]:
+    engine = case.engine()
+    engine.step(case.share(engine, 0))
+    found = engine.memory(), engine.footprint().at_rest(case.plan.layout)
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("post_validation", [False, True])
+@pytest.mark.parametrize("layout", ["NNN", "III", "IIG"])
+def test_bytes_at_rest_equal_the_footprint(layout: str, post_validation: bool) -> None:
+    spread = {"inter": 2, "intra": 2, "microbatches": 4, "model": TinyConfig(odd=True)}
+    case = Matrices(layout=layout, precision="bf16", post_validation=post_validation, **spread)
+    for stored, predicted in run_ranks(held, 4, case):
+        assert stored == predicted
