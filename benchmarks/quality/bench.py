@@ -51,19 +51,21 @@ JOB: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """One way to train. kind: a `Kind` of the page.  parallel: keys of [parallel]."""
+    """One way to train. kind: a `Kind` of the page.  parallel: keys of [parallel].  begin: steps of synchronous
+    training that come first, which the run continues."""
 
     name: str
     kind: str
     parallel: Mapping[str, Any] = field(default_factory=dict)
+    begin: int = 0
 
 
 def _coded(name: str, codec: str, **options: Any) -> Contender:
     return Contender(name, "codec", {"codecs": {"gradient": codec, "parameter": codec, **options}})
 
 
-def _outer(name: str, **options: Any) -> Contender:
-    return Contender(name, "outer", {"outer": {"every": EVERY, **options}})
+def _outer(name: str, *, begin: int = 0, **options: Any) -> Contender:
+    return Contender(name, "outer", {"outer": {"every": EVERY, **options}}, begin)
 
 
 CONTENDERS = (
@@ -111,24 +113,28 @@ def _train(contender: Contender, seed: int, steps: int) -> list[tuple[int, float
     """Run a config in processes of its own: step and validation loss."""
     config: dict[str, Any] = {section: dict(keys) for section, keys in JOB.items()}
     config["train"] |= {"steps": steps, "seed": seed, "eval_every": max(1, steps // EVALUATIONS)}
-    config["parallel"] |= contender.parallel
-    if "outer" in config["parallel"]:  # the last outer gradient arrives behind the last step at the latest
-        config["parallel"]["outer"] = {**contender.parallel["outer"], "every": min(steps, _every(contender))}
+    parallel = dict(contender.parallel)
+    if "outer" in parallel:  # the last outer gradient arrives behind the last step at the latest
+        parallel["outer"] = {**parallel["outer"], "every": min(steps, parallel["outer"]["every"])}
     with tempfile.TemporaryDirectory(prefix="atoll-quality-") as folder:
         config["run"]["folder"] = f"{folder}/run"
-        path = Path(folder) / "config.toml"
-        path.write_text(nested_to_toml(config), encoding="utf-8")
-        command = [sys.executable, "-m", "atoll", "train", str(path)]
-        own = os.environ | {"PYTHONPATH": str(ROOT / "src"), "CUDA_VISIBLE_DEVICES": ""}
-        done = subprocess.run(command, env=own, cwd=ROOT, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(f"{path.read_text()}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+        if contender.begin:  # learning rates as those of all steps
+            config["train"] |= {"lr_schedule": "benchmarks.quality.rates:cosine"}
+            _run(Path(folder), config | {"train": config["train"] | {"steps": contender.begin}})
+        _run(Path(folder), config | {"parallel": config["parallel"] | parallel})
         lines = (Path(folder) / "run" / "validation.jsonl").read_text(encoding="utf-8").splitlines()
     return [(record["step"], record["loss"]) for record in map(json.loads, lines)]
 
 
-def _every(contender: Contender) -> int:
-    return int(contender.parallel["outer"]["every"])
+def _run(folder: Path, config: Mapping[str, Any]) -> None:
+    """Begin or continue a run."""
+    path = folder / "config.toml"
+    path.write_text(nested_to_toml(config), encoding="utf-8")
+    own = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT))), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "atoll", "train", str(path)]
+    done = subprocess.run(command, env=own, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{path.read_text()}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
 
 
 # ---- the page

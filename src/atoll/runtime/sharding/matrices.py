@@ -180,9 +180,11 @@ class Exchange:
         """Matrices of one shape and group, with zeros for what is kept of them."""
         first, sharding = self.segment.matrices[places[0]], self.segment.sharding
         shapes = self._update.whole.transform.kept(first.rows, first.columns)
-        like = {"dtype": dtype_of(sharding.precision.master), "device": self.segment.around.device}
+        dtype, device = dtype_of(sharding.precision.master), self.segment.around.device
         kept, ahead = (
-            {name: torch.zeros(len(places), *shape, **like) for name, shape in shapes.items()} if is_stored else {}
+            {name: torch.zeros(len(places), *shape, dtype=dtype, device=device) for name, shape in shapes.items()}
+            if is_stored
+            else {}
             for is_stored in (True, sharding.keeps_apart)
         )
         return _Batch(tuple(places), group, kept, ahead)
