@@ -48,7 +48,8 @@ RAW = Path(__file__).with_name("results") / "latest.json"
 SEED = 20261124
 KILLS = 200
 ROUND_SECONDS = 600.0
-"""A run that takes longer has hung."""
+"""A run that takes longer has hung: three times the seconds of the undisturbed run, which are many with tensor
+parallelism, and these."""
 EACH = 16
 """Disturbances a round, at most."""
 TURNS = (LAUNCHERS[0], LAUNCHERS[1], LAUNCHERS[0], LAUNCHERS[1], LAUNCHERS[2])
@@ -78,6 +79,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     end = time.monotonic() + 60.0 * (arguments.minutes or 1e9)
     rounds: list[dict[str, Any]] = json.loads(RAW.read_text(encoding="utf-8"))["rounds"] if arguments.add else []
     undisturbed: dict[str, Any] = {}
+    limits: dict[str, float] = {}
     commit = environment(command=[])["commit"]
     with tempfile.TemporaryDirectory(prefix="atoll-chaos-") as name, folder_of(Path(name)) as root:
         while (kills(rounds) < wanted or arguments.add) and time.monotonic() < end:
@@ -87,18 +89,21 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             launcher = TURNS[(nth + nth // len(JOBS)) % len(TURNS)]
             if configuration not in undisturbed:
                 prepare(root)
+                begin = time.monotonic()
                 alone = Run(root, LAUNCHERS[0], JOBS[configuration], ROUND_SECONDS)
                 alone.start()
                 alone.finish()
                 if alone.problems:
                     raise RuntimeError(f"{configuration} undisturbed: {alone.problems}")
                 undisturbed[configuration] = result_of(root / "run")
+                limits[configuration] = ROUND_SECONDS + 3 * (time.monotonic() - begin)
             kinds = {name: kind for name, kind in KINDS.items() if launcher in kind.launchers}
             drawn = chance.choices(
                 list(kinds), [kind.weight for kind in kinds.values()], k=chance.randint(EACH // 2, EACH)
             )
             prepare(root)
-            found = _round(root, launcher, configuration, kinds, drawn, chance)
+            limit = limits[configuration]
+            found = _round(root, launcher, configuration, kinds=kinds, drawn=drawn, chance=chance, seconds=limit)
             problems = [*found.problems, *differences(root / "run", undisturbed[configuration])]
             rounds.append(
                 {
@@ -138,16 +143,18 @@ def _round(
     root: Path,
     launcher: str,
     configuration: str,
+    *,
     kinds: Mapping[str, Kind],
     drawn: list[str],
     chance: random.Random,
+    seconds: float,
 ) -> _Round:
     """Run it with one disturbance after the other."""
     done: list[Disturbance] = []
     with ExitStack() as held:
         islands = held.enter_context(Islands()) if launcher == "two nodes" else None
         clock = make_clock(root.parent) if "clock set" in drawn else None
-        found = Run(root, launcher, JOBS[configuration], ROUND_SECONDS, islands=islands, clock=clock)
+        found = Run(root, launcher, JOBS[configuration], seconds, islands=islands, clock=clock)
         found.start()
         for name in drawn:
             found.wait(lambda: False, chance.uniform(0.0, WAITS))
