@@ -203,6 +203,7 @@ def test_contenders_that_train_otherwise_are_an_error() -> None:
         field._check(Ddp(), [1.1])
 
 
+@pytest.mark.slow
 def test_counted_allocations_are_those_of_all_threads() -> None:
     program = """
 import threading
@@ -480,6 +481,7 @@ def test_links_of_two_islands_are_those_that_were_measured() -> None:
     assert (links.between(1, 2).latency, links.between(1, 2).seconds) == pytest.approx((0.042, 0.006))
 
 
+@pytest.mark.slow
 def test_a_question_is_planned_twice() -> None:
     row = planner.asked(planner.QUESTIONS[0], effort=20_000)
     assert row["same"]
@@ -488,6 +490,7 @@ def test_a_question_is_planned_twice() -> None:
     assert f"| {row['name']} | {max(row['search_seconds']):.1f} | 30 | yes |" in planner.report({"rows": [row]})
 
 
+@pytest.mark.slow
 def test_an_uneven_model_is_compared_with_its_rivals() -> None:
     row = uneven.compared(uneven.MODELS[4], 4, 8)
     assert row["work"] <= row["joint"] <= min(row["best"], row["even"], row["equal"]) * (1 + 1e-9)

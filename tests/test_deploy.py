@@ -144,6 +144,7 @@ def test_a_batch_script_is_bash_for_the_configs_ranks(script: Path) -> None:
     assert "#SBATCH --gpus-per-task" not in script.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", SLURM, ids=lambda path: path.stem)
 def test_a_batch_script_trains(script: Path, tmp_path: Path, losses: list[float]) -> None:
     result = sbatch(script, folder_for(tmp_path), str(DEPLOY / "config.toml"), *sets(*SMALL))
@@ -246,6 +247,7 @@ def test_the_pods_of_a_jobset_train(tmp_path: Path, losses: list[float]) -> None
     ran_on_two(work, losses)
 
 
+@pytest.mark.slow
 def test_the_pods_of_a_trainjob_train(tmp_path: Path, losses: list[float]) -> None:
     """One pod of two ranks, with the variables that Kubeflow Trainer sets."""
     work, trainer = claim_for(tmp_path), manifest("trainjob")["spec"]["trainer"]

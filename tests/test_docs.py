@@ -67,6 +67,7 @@ def run_the_example(text: str) -> float:
     return loss
 
 
+@pytest.mark.slow
 def test_the_readmes_example_gives_the_same_loss_on_four_ranks() -> None:
     page = ROOT / "README.md"
     (text,) = blocks(page, "python")

@@ -111,6 +111,7 @@ def test_a_result_is_older_if_the_code_of_a_file_changes(path: str, text: str, i
     assert provenance.changed(depended, gone.get) == ([path] if path in depended else [])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 def test_what_is_not_committed_is_not_measured(tmp_path: Path) -> None:
     """In a repository of its own, whose only benchmark has changed since the last commit."""

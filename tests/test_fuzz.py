@@ -14,6 +14,7 @@ from benchmarks.fuzz.parsers import PARSERS
 from benchmarks.fuzz.reading import end_of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PARSERS)
 def test_a_changed_document_is_read_or_refused(name: str, tmp_path: Path) -> None:
     parser = PARSERS[name](tmp_path)

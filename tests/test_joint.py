@@ -33,6 +33,7 @@ def stage_costs(layers: list[Layer], way: tuple[int, ...], hop: float | Links = 
     return Costs(forward, input_grad, weight_grad, hop=hop)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_no_schedule_of_the_catalogue_on_the_even_split_is_better(seed: int) -> None:
     layers = uneven(seed)
@@ -56,6 +57,7 @@ def test_no_schedule_of_the_catalogue_on_the_even_split_is_better(seed: int) -> 
             assert found.makespan <= simulate(schedule, costs).makespan * (1 + 1e-9), (name, chunks)
 
 
+@pytest.mark.slow
 def test_a_limit_holds() -> None:
     """In three microbatches' activations of the largest stage a rank, of which the head keeps none."""
     layers = [*uneven(5)[:-1], Layer(4.0, 4.0, 4.0, activation=0.0, pending=0.0)]

@@ -132,6 +132,7 @@ def test_what_says_nothing_is_left_alone(source: str) -> None:
     assert list(places._places("m.py", source)) == []
 
 
+@pytest.mark.slow
 def test_damage_is_seen_and_is_not_in_the_users_tree(tmp_path: Path) -> None:
     """A repository of two files: the test passes, fails on the damaged copy, and passes again."""
     root = tmp_path / "root"

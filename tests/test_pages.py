@@ -566,6 +566,7 @@ SAYS: Mapping[str, Callable[[Block, Path], None]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAYS)
 def test_what_a_page_says_is_printed_is_printed(name: str, desk: Path) -> None:
     (block,) = [

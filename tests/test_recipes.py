@@ -39,6 +39,7 @@ def test_every_recipe_is_on_the_page() -> None:
     assert sorted(PARTS) == RECIPES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_is_as_its_page_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)

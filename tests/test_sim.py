@@ -159,6 +159,7 @@ def lines_run(act: Callable[[], object]) -> int:
     return count
 
 
+@pytest.mark.slow
 def test_the_work_grows_with_the_number_of_actions_alone() -> None:
     """Twice the microbatches take twice the lines of Python, on few ranks and on many."""
     for name, ranks in (("1f1b", 4), ("1f1b", 32), ("zb-h1", 8)):

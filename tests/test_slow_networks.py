@@ -63,6 +63,7 @@ def test_the_page_names_the_first_way_that_is_fast_enough(script: Any) -> None:
             assert summary[job.name][at].startswith(f"{expected}: ")
 
 
+@pytest.mark.slow
 def test_bytes_are_those_of_the_rules(script: Any) -> None:
     """The traffic of predicted programs equals the page's rules for two islands. A small batch keeps planning fast."""
     job = replace(script.JOBS[0], batch=32, across=(2,))

@@ -35,6 +35,8 @@ RAW = Path(__file__).with_name("results") / "latest.json"
 STEPS, SEEDS, EVALUATIONS = 2_000, (0, 1, 2), 20
 EVERY = 32
 """Steps between two outer gradients of a block."""
+BEGIN = 200
+"""Synchronous steps with which runs of islands begin that do not begin from scratch."""
 TUNED: Mapping[str, float] = {"lr": 0.8, "momentum": 0.4}
 """Options of the outer optimizer: the best of three pairs for the first seed."""
 
@@ -52,40 +54,45 @@ JOB: Mapping[str, Mapping[str, Any]] = {
 @dataclass(frozen=True, slots=True)
 class Contender:
     """One way to train. kind: a `Kind` of the page.  parallel: keys of [parallel].  begin: steps of synchronous
-    training that come first, which the run continues."""
+    training that come first, which the run continues.  seeds: with how many it trains."""
 
     name: str
     kind: str
     parallel: Mapping[str, Any] = field(default_factory=dict)
     begin: int = 0
+    seeds: int = 1
 
 
-def _coded(name: str, codec: str, **options: Any) -> Contender:
-    return Contender(name, "codec", {"codecs": {"gradient": codec, "parameter": codec, **options}})
+def _coded(name: str, codec: str, *, seeds: int = 1, **options: Any) -> Contender:
+    codecs = {"codecs": {"gradient": codec, "parameter": codec, **options}}
+    return Contender(name, "codec", codecs, seeds=seeds)
 
 
-def _outer(name: str, *, begin: int = 0, **options: Any) -> Contender:
-    return Contender(name, "outer", {"outer": {"every": EVERY, **options}}, begin)
+def _outer(name: str, *, begin: int = 0, seeds: int = 1, **options: Any) -> Contender:
+    return Contender(name, "outer", {"outer": {"every": EVERY, **options}}, begin, seeds)
 
 
 CONTENDERS = (
-    Contender("fp32", "synchronous"),
-    _coded("int8", "int8"),
-    _coded("int4", "int4"),
-    _outer("outer steps, tuned", **TUNED),
-    _outer("DiLoCo"),
-    _outer("DiLoCo, int4", codec="int4"),
+    Contender("fp32", "synchronous", seeds=3),
+    _coded("int8", "int8", seeds=3),
+    _coded("int4", "int4", seeds=3),
+    _outer("outer steps", begin=BEGIN, seeds=3, **TUNED),
+    _outer("outer steps from scratch", seeds=3, **TUNED),
+    _outer("DiLoCo from scratch", seeds=3),
+    _outer("DiLoCo, int4, from scratch", codec="int4"),
     _coded("int4, no feedback", "int4", feedback=False),
-    _outer("averaged once, at the end", optimizer="sgd", every=STEPS),
-    _outer("streamed", fragments=4, delay=4),
-    _outer("plain averaging", optimizer="sgd"),
+    _outer("averaged once, at the end", begin=BEGIN, optimizer="sgd", every=STEPS),
+    _outer("DiLoCo", begin=BEGIN),
+    _outer("outer steps, int4", begin=BEGIN, codec="int4", **TUNED),
+    _outer("streamed", begin=BEGIN, fragments=4, delay=4, **TUNED),
+    _outer("plain averaging", begin=BEGIN, optimizer="sgd"),
     _coded("bf16", "bf16"),
     _coded("fp8", "fp8"),
     _coded("int4, stochastic", "int4", rounding="stochastic"),
 )
 """The first is the base of the others."""
 
-AIMS: Mapping[str, float] = {"int8": 0.003, "int4": 0.01, "outer steps, tuned": 0.03}
+AIMS: Mapping[str, float] = {"int8": 0.003, "int4": 0.01, "outer steps": 0.03}
 """Loss over the base, at most."""
 
 
@@ -100,11 +107,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     commit = environment(command=[])["commit"]
     end = time.monotonic() + 60.0 * (arguments.minutes or 1e9)
     for each, seed in product(contenders, seeds):
-        if (each.name, seed) in done or time.monotonic() > end:
+        if seed >= each.seeds or (each.name, seed) in done or time.monotonic() > end:
             continue
         curve = _train(each, seed, steps)
-        found = {"name": each.name, "kind": each.kind, "parallel": each.parallel, "seed": seed, "commit": commit}
-        rows.append({**found, "validation": curve})
+        found = {"name": each.name, "kind": each.kind, "parallel": each.parallel, "begin": each.begin}
+        rows.append({**found, "seed": seed, "commit": commit, "validation": curve})
         print(f"{each.name}, seed {seed}: {curve[-1][1]:.4f} after {curve[-1][0]} steps", flush=True)
     return {"job": JOB, "steps": steps, "every": EVERY, "aims": AIMS, "rows": rows}
 
@@ -123,7 +130,8 @@ def _train(contender: Contender, seed: int, steps: int) -> list[tuple[int, float
             _run(Path(folder), config | {"train": config["train"] | {"steps": contender.begin}})
         _run(Path(folder), config | {"parallel": config["parallel"] | parallel})
         lines = (Path(folder) / "run" / "validation.jsonl").read_text(encoding="utf-8").splitlines()
-    return [(record["step"], record["loss"]) for record in map(json.loads, lines)]
+    # A run that is continued is evaluated before and after its pause.
+    return list({record["step"]: record["loss"] for record in map(json.loads, lines)}.items())
 
 
 def _run(folder: Path, config: Mapping[str, Any]) -> None:
@@ -193,10 +201,12 @@ def report(result: Mapping[str, Any]) -> str:
         "*int8*, *int4*, *fp8*, *bf16*: gradients and parameters are encoded between the groups and rounded to "
         "nearest, gradients with error feedback ([codecs](../../docs/codecs.md)). *DiLoCo*: the groups are islands "
         f"that average every {result['every']} steps ([outer steps](../../docs/outer.md)), with DiLoCo's Nesterov "
-        "momentum of 0.9 and learning rate of 0.7. *outer steps, tuned*: the same with a learning rate of "
-        f"{TUNED['lr']:g} and momentum of {TUNED['momentum']:g}, the best of three pairs for seed 0. *DiLoCo, int4*: "
-        "the outer gradients are encoded. *streamed*: four fragments with a delay of four steps. *plain averaging*: "
-        "the outer optimizer is SGD with a learning rate of 1. The validation loss of islands is that of the anchors.",
+        "momentum of 0.9 and learning rate of 0.7. *outer steps*: the same with a learning rate of "
+        f"{TUNED['lr']:g} and momentum of {TUNED['momentum']:g}, the best of three pairs for seed 0, from scratch. "
+        f"Islands continue a run of {BEGIN} synchronous steps; those *from scratch* begin with the first step. *int4* of "
+        "islands: the outer gradients are encoded. *streamed*: four fragments with a delay of four steps. *plain "
+        "averaging*: the outer optimizer is SGD with a learning rate of 1. The validation loss of islands is that of "
+        "the anchors.",
         f"Commits of the runs: {', '.join(dict.fromkeys(str(row['commit'])[:12] for row in result['rows']))}.",
         "\n".join(lines),
         "![Validation loss over steps](results/curves.svg)",

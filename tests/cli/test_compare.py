@@ -78,6 +78,7 @@ def atoll(*words: object) -> Any:
     return result
 
 
+@pytest.mark.slow
 def test_a_run_records_its_prediction_beside_its_measurement(finished: tuple[Path, dict[str, Any]]) -> None:
     folder, summary = finished
     recorded = json.loads((folder / "prediction.json").read_text())

@@ -31,6 +31,7 @@ def doctor(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
     )
 
 
+@pytest.mark.slow
 def test_json_has_the_documented_keys_and_what_is_true_here(tmp_path: Path) -> None:
     result = doctor("--json", XDG_CACHE_HOME=str(tmp_path))
     assert result.returncode == 0, result.stderr

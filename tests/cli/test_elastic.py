@@ -174,6 +174,7 @@ def losing_a_device(config: Path, *, left: int) -> tuple[str, ...]:
     return sys.executable, str(program)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", [(), ("parallel.outer.codec=int8", "parallel.outer.rounding=stochastic")])
 def test_an_island_that_was_killed_takes_part_again(islands: Path, overrides: tuple[str, ...]) -> None:
     """The run is to the last bit the one that nobody disturbs: anchors, residuals and each island's state are saved."""

@@ -100,6 +100,7 @@ def test_what_is_printed(write: Any) -> None:
     assert "twice the nodes" in text
 
 
+@pytest.mark.slow
 def test_json_is_what_a_run_of_the_plan_predicts(write: Any, tmp_path: Path) -> None:
     path = write(nodes=2)
     planned = tmp_path / "planned.toml"
@@ -113,6 +114,7 @@ def test_json_is_what_a_run_of_the_plan_predicts(write: Any, tmp_path: Path) -> 
     assert sorted(slower) == slower
 
 
+@pytest.mark.slow
 def test_the_same_question_has_the_same_answer(write: Any) -> None:
     path = str(write())
     assert run("plan", path, "--json") == run("plan", path, "--json")
@@ -168,6 +170,7 @@ def test_a_slow_network_gets_a_plan_that_sends_less_over_it(write: Any) -> None:
     assert sent[1e6] <= sent[1e11]
 
 
+@pytest.mark.slow
 def test_no_plan_fits(write: Any) -> None:
     path = write('parallel = "auto"', memory=200_000)
     with pytest.raises(ConfigError, match=r"no plan fits 2 devices of 0.00 GiB.*nearest \(mesh .* Use devices of"):

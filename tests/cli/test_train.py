@@ -198,6 +198,7 @@ def free_port() -> int:
 # ---- signals
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_saves_and_leaves(config: Path, number: signal.Signals, code: int) -> None:
     arguments = sets("train.steps=100000", "checkpoint.every=0")

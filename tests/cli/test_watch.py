@@ -111,6 +111,7 @@ def test_it_reads_and_leaves_no_file(served: ThreadingHTTPServer, tmp_path: Path
     assert sorted((path.name, path.stat().st_mtime_ns) for path in (tmp_path / "run").iterdir()) == before
 
 
+@pytest.mark.slow
 def test_the_command_prints_its_address_and_ends_with_ctrl_c(tmp_path: Path) -> None:
     run_folder(tmp_path / "run")
     # A shell's background jobs ignore Ctrl-C, and so would what they start.
@@ -124,6 +125,7 @@ def test_the_command_prints_its_address_and_ends_with_ctrl_c(tmp_path: Path) -> 
     assert (process.returncode, said) == (0, "stopped\n")
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken_is_an_error(tmp_path: Path) -> None:
     run_folder(tmp_path / "run")
     with socket.socket() as taken:

@@ -70,6 +70,7 @@ def test_a_known_truth_is_found() -> None:
         assert constant_of(fitted.cluster, name) == fitted.constants[name]
 
 
+@pytest.mark.slow
 def test_predictions_come_true_though_more_constants_are_free_than_are_known() -> None:
     fitted = calibrate(measured(TRUTH))
     assert fitted.error < 0.02

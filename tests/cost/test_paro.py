@@ -94,6 +94,7 @@ def by_time(size: str, *layouts: str, trained: float = 1.0) -> list[str]:
     return sorted((name for name, each in found.items() if each.fits), key=lambda name: found[name].seconds)
 
 
+@pytest.mark.slow
 def test_only_three_layouts_of_the_whole_65b_model_fit_80_gb() -> None:
     assert set(by_time("65B", *COARSER_OPTIMIZER)) == {"GGG", "IGG", "IIG"}
 
@@ -112,6 +113,7 @@ def test_what_the_7b_model_takes_is_faster_than_any_zero_of_its_parameters(
         assert by_time("7B", name, zero, trained=trained)[0] == name
 
 
+@pytest.mark.slow
 def test_65b_adapters_take_ing() -> None:
     """0.3 % of the parameters are trained: gradients that rest whole are reduced once a step."""
     assert by_time("65B", *COARSER_OPTIMIZER, "ING", trained=0.003)[0] == "ING"

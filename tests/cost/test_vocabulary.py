@@ -88,6 +88,7 @@ def test_a_slice_holds_its_softmax_and_nobody_more() -> None:
     assert held[scored[0]].activations - held[scored[0] - 1].activations == head.kept + head.wire
 
 
+@pytest.mark.slow
 def test_constants_are_fitted_through_slices() -> None:
     """Steps of a device whose memory reaches less, on which scores are slower."""
     efficiency = Efficiency(dispatch=0.0, launch=0.0)

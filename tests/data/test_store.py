@@ -93,6 +93,7 @@ def test_bytes_need_no_end_of_text(tmp_path: Path) -> None:
     assert corpus.tokenizer.size == 256
 
 
+@pytest.mark.slow
 def test_long_documents_are_encoded_whole(tmp_path: Path) -> None:
     """Long texts are cut for the encoder: at line ends, and inside a line that is longer than a piece."""
     text = "short lines\n" * 20_000 + "é" * 250_000 + "\nend"
@@ -220,6 +221,7 @@ def test_a_cache_whose_files_are_short_is_made_anew(tmp_path: Path, name: str) -
     assert not list((tmp_path / "cache").glob("*.part-*"))
 
 
+@pytest.mark.slow
 def test_a_block_that_a_run_found_damaged_is_made_anew_by_the_next(tmp_path: Path) -> None:
     folder = _folder(tmp_path, documents=3000)
     _prepare(folder, tmp_path, tokenizer="bytes")

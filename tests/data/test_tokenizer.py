@@ -90,6 +90,7 @@ def test_a_small_corpus_gives_fewer_ids_than_asked_for() -> None:
     assert tokenizer.decode(tokenizer.encode("ab é")) == "ab é"
 
 
+@pytest.mark.slow
 def test_a_word_of_a_million_characters_does_not_stop_the_training() -> None:
     """Training once took time by the square of a word's length: nine minutes for 450,000 letters without a space."""
     text = "ab" * 500_000 + " " * 100_000

@@ -61,6 +61,7 @@ def test_links_carry_what_the_programs_send(explanation: Explanation) -> None:
     assert 0.0 <= found.hidden <= 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("explanation", PLANS.values(), ids=PLANS)
 def test_causes_add_up_to_the_difference(explanation: Explanation) -> None:
     played = [each for each in (*explanation.others, *explanation.situations) if each.prediction is not None]

@@ -81,6 +81,7 @@ def test_the_microbatch_is_limited_by_memory_or_by_the_batch() -> None:
     assert "does not fit" in text or "is not possible" in text
 
 
+@pytest.mark.slow
 def test_the_best_layout_is_looked_for_at_other_batches() -> None:
     found = ask(explained(), "layout-batch")
     batches = [sentence for sentence in found.sentences if sentence.startswith("At ")]

@@ -60,6 +60,7 @@ def test_what_was_measured_stands_beside_what_was_predicted() -> None:
     assert "Rank 1: 1.86 GiB measured (allocated)," in found
 
 
+@pytest.mark.slow
 def test_json_has_the_figures_of_the_prediction() -> None:
     prediction = predict(config := load(CONFIG), config.to_plan(), Cluster.read(CLUSTER))
     result = CliRunner().invoke(app, ["explain", str(CONFIG), "--cluster", str(CLUSTER), "--json"])

@@ -80,6 +80,7 @@ def test_two_nodes_of_two_ranks(tmp_path: Path) -> None:
     assert along.rate == pytest.approx(2 * cluster.network.goodput)
 
 
+@pytest.mark.slow
 def test_two_nodes_of_one_rank_have_a_network_only(tmp_path: Path) -> None:
     cluster = check(measured(2, local=1), tmp_path)
     assert cluster.node.link is None

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
+import pytest
+
 from atoll.config import from_dict
 from atoll.cost import Cluster, Transformer
 from atoll.layouts import Layout
@@ -48,6 +50,7 @@ def answer() -> Answer:
     return Answer.of(search())
 
 
+@pytest.mark.slow
 def test_an_order_for_a_slow_link_is_faster_than_the_catalogue() -> None:
     catalogue = search().run().fitting[0]
     best = answer().best
@@ -72,10 +75,12 @@ def test_its_settings_make_a_config_with_the_same_plan() -> None:
     assert sum(plan.layers_per_stage or ()) == SIZES["layers"]
 
 
+@pytest.mark.slow
 def test_the_same_question_has_the_same_order() -> None:
     assert Answer.of(search()).found == answer().found
 
 
+@pytest.mark.slow
 def test_the_answer_says_that_the_order_was_made() -> None:
     assert "the order was searched for this plan" in str(answer())
 

@@ -104,6 +104,7 @@ def test_an_answer_prints_as_the_command_does(config: Path, cluster: Path) -> No
     assert done.stdout == f"{text}\n"
 
 
+@pytest.mark.slow
 def test_old_names_of_alternatives_warn(cluster: Path) -> None:
     with pytest.warns(DeprecationWarning, match=r"use Alternative"):
         assert atoll.planner.Undone is atoll.planner.Alternative  # type: ignore[attr-defined]
@@ -119,6 +120,7 @@ def test_what_is_missing(config: Path, cluster: Path) -> None:
         atoll.plan(config)
 
 
+@pytest.mark.slow
 def test_a_plan_for_sizes_imports_no_torch(cluster: Path) -> None:
     program = f"""
 import sys

@@ -133,6 +133,7 @@ def predictions_of(search: Search, space: dict[str, tuple[Any, ...]]) -> list[tu
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(10))
 def test_no_plan_is_better_than_the_one_that_is_found(part: int) -> None:
     met = 0

@@ -375,6 +375,7 @@ def test_an_old_browser_is_told(shown: Page, tmp_path: Path) -> None:
 # ---- size
 
 
+@pytest.mark.slow
 def test_many_bars_are_a_small_page_that_opens(shown: Page, tmp_path: Path) -> None:
     """A lighter form of `benchmarks/report`: 8 ranks, some ten thousand bars, and bounds for a machine in use."""
     sheet = predicted_sheet(predict(pipeline=8, inter=1, layers=16, microbatches=128), "many")

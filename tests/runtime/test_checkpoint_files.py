@@ -224,6 +224,7 @@ def test_a_save_that_breaks_leaves_the_old_checkpoint(saved: Path) -> None:
     assert [path.name for path in sorted(saved.parent.iterdir())] == ["latest", "step-000100"]
 
 
+@pytest.mark.slow
 def test_a_process_killed_while_writing_leaves_the_old_checkpoint(saved: Path) -> None:
     code = """
         import resource, signal, sys
@@ -646,6 +647,7 @@ def test_a_trap_in_place_of_a_tensor_is_refused(unsealed: Path, tmp_path: Path) 
     assert not (tmp_path / "sprung").exists()
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(at=st.integers(0, 3000), value=st.integers(0, 255))
 def test_a_changed_byte_of_metadata_gives_the_values_or_a_checkpoint_error(at: int, value: int) -> None:

@@ -311,6 +311,7 @@ def train_and_skip(case: Case) -> History:
     return history
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("validated", [False, True])
 def test_a_step_that_is_not_taken_clears_the_residuals(validated: bool) -> None:
     case = Case(layout="IIG", pipeline=2, inter=2, schedule="zb-h1", post_validation=validated, clip=None, steps=4)

@@ -103,6 +103,7 @@ def test_a_message_does_not_depend_on_how_much_is_encoded_at_a_time(monkeypatch:
     assert torch.equal(message(codec, values), whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CODES)
 def test_kernels_can_be_compiled(name: str) -> None:
     """As on a GPU, but without generated code: the graphs are the same."""

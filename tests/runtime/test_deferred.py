@@ -26,7 +26,7 @@ from atoll.runtime.sharding.unit import Unit, UnitSpec
 from atoll.runtime.transport import connect
 from atoll.sim import Costs
 from atoll.testing import run_ranks
-from atoll.testing.parity import Case, History, reference, train, worst_difference
+from atoll.testing.parity import Case, History, assert_parity, reference, train, worst_difference
 from atoll.testing.tiny import TinyConfig, tiny_model
 
 
@@ -256,6 +256,7 @@ def test_pending_weights_under_recompute_are_bounded_by_the_memory(at_most: int)
     assert max(planned for planned, _, _ in free) > 2
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # inductor's imports and compilers warn of themselves
 @pytest.mark.parametrize(("pipeline", "schedule"), [(1, "1f1b"), (2, "1f1b"), (2, "zb-h1")])
 def test_compiled_blocks(pipeline: int, schedule: str) -> None:
@@ -280,6 +281,11 @@ def operators_called(case: Case) -> tuple[int, int]:
     waiting = sum(len(stage.deferred) for stage in engine._sharded.stages)
     engine.close()
     return called, waiting
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which dynamo reads of what is no leaf
+def test_graphs_of_blocks_run_one_by_one() -> None:
+    assert_parity(Case(layout="IIG", compile="block-eager", microbatches=2, steps=2, model=TinyConfig(layers=2)))
 
 
 @pytest.mark.slow

@@ -124,6 +124,7 @@ GPT2 = Family("gpt2", tuple((f"{part}_pdrop", 0.0) for part in ("resid", "embd",
 """Without dropout, which would draw otherwise in other rows."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family", [Family("llama"), GPT2, Family("gemma3_text"), Family("mixtral")], ids=lambda each: each.name
 )

@@ -554,6 +554,7 @@ class _AskewModel:
         return tiny_batch(TinyConfig(), step, samples)
 
 
+@pytest.mark.slow
 def test_parity_has_teeth() -> None:
     """The harness notices another seed, and a hidden state or a gradient that is off by a hundred-millionth."""
     case = Case(steps=1)

@@ -239,6 +239,7 @@ os.kill(os.getpid(), signal.SIGSTOP)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("machine", ["", OF_ANOTHER_MACHINE])
 def test_where_a_stopped_rank_is_can_be_read_from_outside(machine: str) -> None:
     """By the monitor, or for it by a rank of the same machine, which is another one than the monitor's."""
@@ -326,6 +327,7 @@ def test_an_old_answer_is_no_use(monitor: Monitor, connect: Callable[[], Any]) -
     assert again.readline() == b""
 
 
+@pytest.mark.slow
 def test_strangers_that_keep_silent_do_not_keep_ranks_out(monitor: Monitor, connect: Callable[[], Any]) -> None:
     """More than may wait: ranks come in once those have been sent away."""
     for _ in range(STRANGERS + 8):

@@ -174,6 +174,7 @@ def test_low_rank_adapters_beside_split_ends(name: str) -> None:
     assert_parity(replace(case, model=Family(name, lora=True)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "qwen2", "phi3", "gpt_neox", "starcoder2"])
 def test_sequence_parallelism(name: str) -> None:
     assert_parity(replace(TENSOR, sequence_parallel=True, layout="GGG", model=Family(name, padded=True)))

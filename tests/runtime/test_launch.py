@@ -108,6 +108,7 @@ print(torch.get_num_threads())
 CORES = len(os.sched_getaffinity(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "told", "threads"),
     [
@@ -216,6 +217,7 @@ watch.stop()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("given", "interface"), [({}, "lo"), ({"GLOO_SOCKET_IFNAME": "mine"}, "mine")])
 def test_gloo_takes_the_interface_on_which_the_ranks_meet(given: dict[str, str], interface: str) -> None:
     """Past bug: ranks of torchrun listened on the interface of the host's name, also where all were on one machine."""

@@ -91,6 +91,7 @@ def train_scaled(
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("post_validation", [False, True])
 def test_a_scale_that_grows_changes_no_norm(post_validation: bool) -> None:
     """Gradients are divided by the scale that their losses were multiplied by, in fp16 as they are without one."""

@@ -127,6 +127,7 @@ def test_more_encoded_outer_gradients_equal_those_of_replicas(name: str) -> None
     assert_parity(SLOW_CODED[name])
 
 
+@pytest.mark.slow
 def test_replicas_without_codec_or_without_feedback_are_others() -> None:
     """Else the others would show nothing."""
     _, _, histories = measure_parity(ENCODED)
@@ -399,6 +400,7 @@ def _owing_islands(found: list[tuple[int, dict[str, torch.Tensor], History]]) ->
     return owed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{}, {"intra": 2, "layout": "NNG"}, {"pipeline": 2, "schedule": "zb-v"}], ids=str)
 def test_a_run_with_residuals_goes_on_with_equal_bits(sizes: dict[str, Any], tmp_path: Path) -> None:
     case, folder = replace(OWING, **sizes), str(tmp_path / "saved")

@@ -163,6 +163,7 @@ def wind(layout: str, mesh: MeshShape, prefetch: int | None, in_place: bool) -> 
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "mesh"), [("IIG", MeshShape(intra=2)), ("GGG", MeshShape(inter=2, intra=2))])
 def test_a_path_that_changes_costs_nothing_but_time(layout: str, mesh: MeshShape) -> None:
     wanted = run_ranks(wind, mesh.world, layout, mesh, 0, False)

@@ -82,6 +82,7 @@ def losses_of_gpt2(case: Case) -> tuple[list[float], list[list[str]]]:
     return losses, names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 def test_blocks_that_stay_together(schedule: str) -> None:
     pytest.importorskip("transformers")

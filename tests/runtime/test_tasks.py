@@ -70,6 +70,7 @@ def test_layers_of_torch() -> None:
     assert_parity(replace(PIPELINE, model=Encoder()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [Headed("t5", "translation"), Headed("vit", "image")], ids=label)
 @pytest.mark.parametrize("recompute", ["block", "selective"])
 def test_recompute_and_chunks(model: Headed, recompute: str) -> None:

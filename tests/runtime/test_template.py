@@ -150,6 +150,7 @@ sys.exit(run_local(command, 2, template=template_of(command, 2)).code)
 """
 
 
+@pytest.mark.slow
 def test_a_signal_before_the_first_fork_reaches_every_rank(tmp_path: Path) -> None:
     """The template still imports, so there is no rank that the signal could be passed on to."""
     begin = time.monotonic()

@@ -49,6 +49,7 @@ def test_at_most_the_published_bubbles(name: str, printed: str, row: dict[str, A
     assert max(trace.peak_bytes) <= kept * bytes_of(row)["activation_bytes"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", GOLDEN["v_shape_per_chunk"], ids=name_of)
 def test_at_most_the_published_bubbles_of_zb_v(row: dict[str, Any]) -> None:
     times = [2 * row[f"chunk_{part}_us"] for part in ("forward", "input_grad", "weight_grad")]
@@ -113,6 +114,7 @@ def test_unequal_stages_with_a_tight_first_rank_are_near_the_bound(seed: int) ->
     assert found.cost.main <= 1.1 * found.bound
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", ["makespan", "span"])
 def test_zb_v_is_no_worse_than_its_fixed_order(objective: str) -> None:
     for costs in (Costs(), Costs(1, 1.1, 0.7, hop=0.05), Costs((1, 1.2, 1, 1), 1, 1)):
@@ -121,6 +123,7 @@ def test_zb_v_is_no_worse_than_its_fixed_order(objective: str) -> None:
         assert getattr(found, objective) <= getattr(fixed, objective)
 
 
+@pytest.mark.slow
 @given(
     kind=st.sampled_from(["line", "loop", "v"]),
     ranks=st.integers(1, 4),

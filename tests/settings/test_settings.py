@@ -237,6 +237,7 @@ def train_with(code: str) -> tuple[list[float], list[float]]:
     return results[0], results[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [{"layout": "GGG"}, {"layout": "NGG", "reduction": "step"}, {"layout": "III"}, {"layout": "NNN"}],

@@ -252,6 +252,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_script_may_define_what_its_ranks_run(tmp_path: Path) -> None:
     """A model in the script that tests it was refused as a class that no rank can find."""
     script = tmp_path / "chain.py"
@@ -277,6 +278,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 def test_processes_die_with_their_parent() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -129,6 +129,7 @@ def test_a_rollback_leaves_out_the_samples_since_the_checkpoint(tmp_path: Path) 
     assert found[0] == pytest.approx(found[1], rel=1e-10)
 
 
+@pytest.mark.slow
 def test_a_run_that_died_behind_a_rollback_does_not_meet_the_bad_samples_again(tmp_path: Path) -> None:
     """It dies before its next checkpoint, so it resumes from the one that it had gone back to."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"

@@ -141,6 +141,7 @@ def streamed(folder: Path, **data: Any) -> dict[str, dict[str, Any]]:
     return values
 
 
+@pytest.mark.slow
 def test_a_streamed_run_goes_on_as_if_undisturbed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     ending = train(streamed(tmp_path / "whole", sequence=64))
     words = capfd.readouterr().err

@@ -97,6 +97,7 @@ def first_values(case: Case, folder: Path) -> dict[str, torch.Tensor]:
     return values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "gemma2", "opt"])
 @pytest.mark.parametrize("case", SPREAD, ids=["pp2-IIG", "tp2-GGG"])
 def test_a_folder_is_read_by_every_rank(name: str, case: Case, tmp_path: Path) -> None:

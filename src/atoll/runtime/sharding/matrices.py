@@ -187,7 +187,7 @@ class Exchange:
             else {}
             for is_stored in (True, sharding.keeps_apart)
         )
-        return _Batch(tuple(places), group, kept, ahead)
+        return _Batch(tuple(places), group, kept=kept, ahead=ahead)
 
     def _rows(self, batch: _Batch, touched: Collection[str]) -> list[int]:
         """Rows of a batch whose matrices have a gradient."""
