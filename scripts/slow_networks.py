@@ -496,7 +496,8 @@ def losses() -> str:
         rows.append([name, f"{fmean(found[at] for at in seeds):.4f}", own, f"{len(seeds)}"])
     text = (
         f"Measured: a small decoder, {result['steps']:,} steps, the same tokens "
-        "([all runs and curves](../benchmarks/quality/README.md)).\n\n"
+        "([all runs and curves](../benchmarks/quality/README.md)). Outer steps continue a synchronous run, but for "
+        "those from scratch.\n\n"
     )
     base_name = result["rows"][0]["name"]
     return text + markdown_table(["", "final validation loss", f"over {base_name}", "seeds"], rows)

@@ -299,6 +299,7 @@ def test_the_table_of_verdicts() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_systems_are_compared_with_one_process() -> None:
     work = Trained(layers=2, microbatches=4)
     with RankPool() as pool:

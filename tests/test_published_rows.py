@@ -352,6 +352,7 @@ def test_vocabulary_parallelism_prints_utilization() -> None:
         rows.parse(vocabulary("redis", mfu=0.5, peak_gb=14.8))
 
 
+@pytest.mark.slow
 def test_what_a_split_vocabulary_gains() -> None:
     """Steps of the page's table 5, for eight devices, 2048 tokens and 32k rows."""
     whole, split = (

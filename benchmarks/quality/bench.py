@@ -203,8 +203,8 @@ def report(result: Mapping[str, Any]) -> str:
         f"that average every {result['every']} steps ([outer steps](../../docs/outer.md)), with DiLoCo's Nesterov "
         "momentum of 0.9 and learning rate of 0.7. *outer steps*: the same with a learning rate of "
         f"{TUNED['lr']:g} and momentum of {TUNED['momentum']:g}, the best of three pairs for seed 0, from scratch. "
-        f"Islands continue a run of {BEGIN} synchronous steps; those *from scratch* begin with the first step. *int4* of "
-        "islands: the outer gradients are encoded. *streamed*: four fragments with a delay of four steps. *plain "
+        f"Islands continue a run of {BEGIN} synchronous steps; those *from scratch* begin with the first step. *int4* "
+        "of islands: the outer gradients are encoded. *streamed*: four fragments with a delay of four steps. *plain "
         "averaging*: the outer optimizer is SGD with a learning rate of 1. The validation loss of islands is that of "
         "the anchors.",
         f"Commits of the runs: {', '.join(dict.fromkeys(str(row['commit'])[:12] for row in result['rows']))}.",

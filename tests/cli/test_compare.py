@@ -141,6 +141,7 @@ def test_the_row_that_is_left_calibrates_a_cluster_that_predicts_the_run(run: Pa
     assert abs(own.seconds / (own.seconds * (1.0 + result["steps"][0]["error"])) - 1.0 - error) < 0.01
 
 
+@pytest.mark.slow
 def test_a_run_is_explained_with_what_it_measured(run: Path) -> None:
     found = json.loads(atoll("explain", run, "--json").stdout)
     records = read_run(run)

@@ -159,6 +159,7 @@ def test_ranks_are_those_of_the_launcher_then_the_config_then_the_cluster(write:
     assert Answer.of(question(load(free), cluster)).prediction.plan.mesh.world == 8
 
 
+@pytest.mark.slow
 def test_a_slow_network_gets_a_plan_that_sends_less_over_it(write: Any) -> None:
     sent = {}
     for rate in (1e6, 1e11):

@@ -119,6 +119,7 @@ def test_65b_adapters_take_ing() -> None:
     assert by_time("65B", *COARSER_OPTIMIZER, "ING", trained=0.003)[0] == "ING"
 
 
+@pytest.mark.slow
 def test_a_sixteenth_of_the_65b_model_takes_sharded_parameters_and_gradients_inside_the_node() -> None:
     """IIG and III are the first two of the paper's layouts."""
     best = by_time("65B", *COARSER_OPTIMIZER, trained=1 / 16)

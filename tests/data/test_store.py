@@ -175,6 +175,7 @@ print(corpus.fingerprint, len(lines))
 """
 
 
+@pytest.mark.slow
 def test_of_several_processes_one_works_and_all_agree(tmp_path: Path) -> None:
     folder = _folder(tmp_path, documents=300)
     arguments = [sys.executable, "-c", _PREPARE_SCRIPT, str(folder), str(tmp_path / "cache")]

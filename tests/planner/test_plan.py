@@ -83,6 +83,7 @@ def test_sizes_a_workload_and_a_path_are_one_question(cluster: Path) -> None:
     assert answers[0].best.seconds == answers[0].prediction.seconds
 
 
+@pytest.mark.slow
 def test_a_config_brings_its_goal_and_what_it_leaves_open(config: Path, cluster: Path) -> None:
     by_path, loaded = atoll.plan(config, cluster), atoll.plan(load(config), Cluster.read(cluster))
     assert by_path.found == loaded.found

@@ -332,6 +332,7 @@ def test_fingers_zoom_the_timeline(shown: Page, tmp_path: Path) -> None:
     assert shown.run("atollReport.view.k") > 1.5
 
 
+@pytest.mark.slow
 def test_print_is_light_and_shows_all_rows(run_page: Page, tmp_path: Path) -> None:
     run_page.media(prefers_color_scheme="dark")
     run_page.pdf(tmp_path / "report.pdf")

@@ -53,6 +53,7 @@ def test_every_codec(name: str, rounding: Any) -> None:
     assert_parity(replace(CASE, codecs=Codecs(Codec(name, 6, rounding), Codec(name, 10)), steps=2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codecs", [Codecs(INT4), Codecs(None, INT4), Codecs(INT4, INT4, feedback=False)], ids=str)
 def test_one_of_both_and_no_feedback(codecs: Codecs) -> None:
     assert_parity(replace(CASE, codecs=codecs))
@@ -70,6 +71,7 @@ def test_pipelines_with_a_shared_parameter(layout: str, schedule: str) -> None:
     assert_parity(Case(layout=layout, pipeline=2, inter=2, schedule=schedule, codecs=BOTH, model=TIED, steps=2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduction", ["run", "step"])
 def test_gradients_of_several_microbatches_in_a_message(reduction: Any) -> None:
     assert_parity(
@@ -77,6 +79,7 @@ def test_gradients_of_several_microbatches_in_a_message(reduction: Any) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip", [0.05, 0.9, None])
 @pytest.mark.parametrize("layout", ["IIG", "NNN"])
 def test_post_validated_steps(layout: str, clip: float | None) -> None:
@@ -118,6 +121,7 @@ def train_and_compare(case: Case) -> History:
     return history
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_replicas_and_runs_are_equal_to_the_last_bit(precision: str) -> None:
     case = Case(layout="NNG", pipeline=2, inter=3, microbatches=6, codecs=RANDOM, precision=precision, model=TIED)
@@ -266,6 +270,7 @@ def test_the_sum_that_is_owed_is_the_same_in_another_world(after: dict[str, Any]
         assert difference(now, before) < 1e-12
 
 
+@pytest.mark.slow
 def test_codecs_may_come_and_go_at_a_checkpoint(tmp_path: Path) -> None:
     """Without them the parameters are the masters, and nothing is owed."""
     plain = replace(CASE, codecs=Codecs(), model=TIED, steps=3)

@@ -514,6 +514,7 @@ def test_fp32_and_bf16_follow_fp64(layout: str) -> None:
             assert all(math.isclose(a, b, rel_tol=tolerance) for a, b in zip(history.losses, exact.losses, strict=True))
 
 
+@pytest.mark.slow
 def test_layouts_agree_in_fp32_to_rounding() -> None:
     """The layouts add in other orders; nothing else differs."""
     base = Case(precision="fp32", inter=2, intra=2, steps=2)

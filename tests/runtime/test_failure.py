@@ -382,6 +382,7 @@ def test_frames_of_a_thread_that_runs_are_read_beside_it() -> None:
     assert not frames_of(thread.ident or 0), "it has ended"
 
 
+@pytest.mark.slow
 def test_no_thread_runs_while_its_stack_is_read() -> None:
     """Ranks crashed: a generator that had yielded meanwhile led to a caller's frame that was gone."""
     is_over = threading.Event()

@@ -177,6 +177,7 @@ pathlib.Path(sys.argv[1]).write_text(f"{error.rank}: {error}")
 """
 
 
+@pytest.mark.slow
 def test_the_others_hear_which_rank_was_killed(tmp_path: Path) -> None:
     note = tmp_path / "note"
     with pytest.raises(RankError, match="rank 1"):

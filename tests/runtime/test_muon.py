@@ -335,6 +335,7 @@ def test_it_is_given_to_the_engine_itself() -> None:
         Engine(model, case.plan, optimizer=lambda groups: atoll.Muon()(groups), device="cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["IIG", "NII"])
 def test_islands_have_owners_of_their_own(layout: str) -> None:
     outer = Outer(2, fragments=2, delay=1)

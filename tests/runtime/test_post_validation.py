@@ -90,6 +90,7 @@ def count_steps_taken_back(case: Case) -> tuple[int, int, History]:
     return len(ahead), len(taken_back), history
 
 
+@pytest.mark.slow
 def test_stages_that_stepped_wrongly_take_their_step_back() -> None:
     """The first stages see a part of the norm that is below the limit, the last one sees all of it."""
     case = Case(layout="NNG", pipeline=4, model=TinyConfig(dropout=0.1), steps=6, clip=None)
@@ -202,6 +203,7 @@ def test_faults_at_chosen_stages(fault: float, layer: int) -> None:
         assert same_bits(one.history, other.history)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "fault", "layer"), [("NNN", "inf", 3), ("IIG", "nan", 0), ("GGG", "inf", 0)])
 def test_a_step_taken_ahead_of_a_fault_is_taken_back(layout: str, fault: str, layer: int) -> None:
     """Nothing is clipped, so every rank steps ahead in every step, in the second with inf or NaN."""
@@ -270,6 +272,7 @@ CHANGING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CHANGING)
 def test_a_step_is_made_for_good_with_the_options_it_was_begun_with(kind: str) -> None:
     """The verdict comes when the next rate is set already: the step must not use it, and the next must not lose it."""

@@ -42,6 +42,7 @@ def test_parity_over_two_groups(layout: str, recompute: str) -> None:
         assert_parity(replace(case, residency=residency, reduction=reduction))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["IIG", "GGG"])
 def test_a_wrong_step_is_taken_back_while_stages_are_open(layout: str) -> None:
     case = Case(layout, pipeline=2, intra=2, model=EVERYTHING, steps=5, schedule="zb-h2", post_validation=True)

@@ -200,6 +200,7 @@ def load_the_good_one(case: Case, damaged: str, good: str) -> tuple[str, str, Hi
     return str(refused.value), str(stopped.value), history
 
 
+@pytest.mark.slow
 def test_after_a_damaged_checkpoint_every_rank_can_load_another(tmp_path: Path) -> None:
     """The damage is in a box that one rank reads: all raise the same, and a good checkpoint fills everything anew."""
     case = replace(CASE, layout="GGG", inter=2)

@@ -61,6 +61,7 @@ def test_recompute(recompute: str, schedule: str) -> None:
     assert_parity(replace(PAIR, layout="GGG", pipeline=2, schedule=schedule, recompute=recompute))
 
 
+@pytest.mark.slow
 def test_post_validated_steps() -> None:
     assert_parity(replace(PAIR, layout="IIG", pipeline=2, schedule="zb-h1", post_validation=True, clip=0.05, steps=4))
 

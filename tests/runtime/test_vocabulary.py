@@ -299,6 +299,7 @@ def held(case: Case) -> tuple[int, int, int]:
     return footprint.parameters, footprint.gradients, footprint.optimizer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["NNN", "IIG", "GGG"])
 @pytest.mark.parametrize("case", [replace(SPLIT, pipeline=4), replace(BOTH, pipeline=4)], ids=["pipeline", "both"])
 def test_footprint_is_what_is_held_and_the_ends_are_spread(case: Case, layout: str) -> None:

@@ -168,6 +168,7 @@ def test_presets_limit_the_activation_bytes(name: str, kept: int) -> None:
     assert schedule == build(name, ranks=4, microbatches=16, **options)
 
 
+@pytest.mark.slow
 def test_more_memory_is_never_worse() -> None:
     costs = Costs(1, 1.1, 0.7, hop=0.1)
     spans = []
@@ -216,6 +217,7 @@ SMALL = [
 ]
 
 
+@pytest.mark.slow
 def test_near_the_optimum_on_small_steps() -> None:
     """Within 0.5 % on average, and what is proved is a bound."""
     gaps = []
@@ -278,6 +280,7 @@ def without(package: str, name: str) -> list[str]:
     return result.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_without_numba_a_search_finds_the_same_with_the_same_effort(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = Costs(1, 1.2, 0.7, hop=0.1)
     monkeypatch.setattr(portfolio, "EFFORT", 600_000)

@@ -40,6 +40,7 @@ def test_no_order_is_below(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert lower_bound(problem) <= exact.solve(problem, effort=0.1).cost * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @given(
     name=st.sampled_from([name for name in CATALOGUE if name not in ("auto", "zb-1p", "zb-2p", "optimal")]),
     ranks=st.integers(2, 6),

@@ -139,6 +139,7 @@ def fail_while_others_wait(note: Path) -> None:
     note.touch()
 
 
+@pytest.mark.slow
 def test_a_failure_ends_a_case_before_the_others_have_waited_to_the_end(tmp_path: Path) -> None:
     note = tmp_path / "waited"
     with RankPool() as pool, pytest.raises(RankError, match="one of two"):
@@ -146,6 +147,7 @@ def test_a_failure_ends_a_case_before_the_others_have_waited_to_the_end(tmp_path
     assert not note.exists()
 
 
+@pytest.mark.slow
 def test_ranks_that_hang_after_a_failure_are_replaced() -> None:
     with RankPool() as pool:
         before = pool.run(total_and_process, 2, 0)

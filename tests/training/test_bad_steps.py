@@ -84,6 +84,7 @@ def words_of(text: str) -> str:
     return " ".join(re.sub(r"\d[\d.]*", "0", text).split())
 
 
+@pytest.mark.slow
 def test_a_run_that_stops_names_the_sequence_of_the_corpus(tmp_path: Path) -> None:
     (example,) = [text for text in blocks(ROOT / "docs" / "training.md", "text") if text.startswith("step 4: ")]
     for _, said in train(settings(tmp_path / "run", "stop", **PIPELINE), 3 * BATCH):
@@ -95,6 +96,7 @@ def test_a_run_that_stops_names_the_sequence_of_the_corpus(tmp_path: Path) -> No
     assert [record["step"] for record in read_records(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_a_skipped_step_is_in_the_metrics_and_among_the_incidents(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     assert all(step == 8 for step, _ in train(settings(folder, "skip", **PIPELINE), 3 * BATCH))

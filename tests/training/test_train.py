@@ -245,6 +245,7 @@ def test_a_checkpoint_without_digests_resumes_with_one_line(
     assert capfd.readouterr().err.count("was not verified: it was saved without digests") == 1
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_step_or_run_is_passed_over(tmp_path: Path, corpus: Path, alone: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(alone, folder)
