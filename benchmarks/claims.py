@@ -281,7 +281,8 @@ def quality(raw: Raw) -> Figures:
     named = {*raw["aims"], "outer steps from scratch"}
     found = [f"{each.name} {each.over:+.2%}" for each in finals(raw) if each.name in named]
     seeds = len({row["seed"] for row in raw["rows"]})
-    return {"steps": raw["steps"], "seeds": seeds, "every": raw["every"], "told": "; ".join(found)}
+    begin = max(row.get("begin", 0) for row in raw["rows"])
+    return {"steps": raw["steps"], "seeds": seeds, "every": raw["every"], "begin": begin, "told": "; ".join(found)}
 
 
 def muon(raw: Raw) -> Figures:
@@ -758,7 +759,8 @@ ALL_CLAIMS = (
     Claim(
         what="— the loss of codecs and outer steps",
         how="a small decoder on the quickstart's corpus, {steps:,} steps, {seeds} seeds, the same tokens; outer steps "
-        "every {every} steps, final validation loss over fp32: [page](benchmarks/quality/README.md)",
+        "every {every} steps, after {begin} synchronous steps, final validation loss over fp32: "
+        "[page](benchmarks/quality/README.md)",
         result="{told}",
         raw="quality",
         figures=quality,
