@@ -3,14 +3,15 @@ BIN = .venv/bin
 # Each process has ranks of its own, of half a GB each.
 PYTEST = $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal
 
-.PHONY: train test test-all quick every check bench bench-islands bench-machine bench-islands-quick bench-machine-quick bench-low-rank bench-sharded-pipeline bench-vocabulary matrix mutants chaos hangs gpu docs site evidence stale clean
+.PHONY: train test test-all quick every style check bench bench-islands bench-machine bench-islands-quick bench-machine-quick bench-low-rank bench-sharded-pipeline bench-vocabulary matrix mutants chaos hangs gpu docs site evidence stale clean
 
 train: .venv/.run
 	$(BIN)/atoll train configs/quickstart.toml
 
-# Every pair of settings, and every feature. The checks run beside the tests, some of which only wait.
+# Every pair of settings, and every feature, in a few minutes: types take one of them, and are left to test-all. Checks
+# run beside the tests, some of which only wait.
 test: .venv/.stamp
-	$(MAKE) --no-print-directory --jobs=2 check quick
+	$(MAKE) --no-print-directory --jobs=2 style quick
 
 test-all: .venv/.stamp
 	$(MAKE) --no-print-directory --jobs=2 check every
@@ -21,11 +22,13 @@ quick: .venv/.stamp
 every: .venv/.stamp
 	$(PYTEST)
 
-check: .venv/.stamp
+style: .venv/.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+check: style
+	$(BIN)/mypy
 
 bench: .venv/.stamp
 	$(BIN)/python benchmarks/run.py

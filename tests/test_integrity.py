@@ -21,6 +21,7 @@ def test_no_damage_is_read_without_an_error(tmp_path: Path, subject: type[Checkp
     assert Counter(each.end for each in found)["refused"] > 60
 
 
+@pytest.mark.slow
 def test_damage_to_a_checkpoint_without_digests_does_no_more_than_change_values(tmp_path: Path) -> None:
     """The judge can see what is wrong: without digests some of the same damage goes unseen."""
     ends = Counter(each.end for each in damage(Checkpoints(tmp_path / "s", with_digests=False), 90, seed=7))

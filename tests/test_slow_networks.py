@@ -34,6 +34,7 @@ def way(script: Any, name: str) -> Any:
     return next(each for each in script.WAYS if each.name == name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "link"), [("data parallel", "1 Gb/s"), ("int8", "1 Gb/s"), ("outer, 64", "1 Gb/s")])
 def test_a_cell_is_what_is_predicted(script: Any, name: str, link: str) -> None:
     """Its plan, and its seconds over those of compute, which the page says in milliseconds."""

@@ -90,6 +90,7 @@ def run(*words: str) -> str:
     return found.stdout
 
 
+@pytest.mark.slow
 def test_what_is_printed(write: Any) -> None:
     text = run("plan", str(write(nodes=2)))
     assert "on 4 devices, 8 samples of 32 tokens a step" in text
@@ -150,6 +151,7 @@ def test_a_precision_that_is_written_is_kept_and_else_chosen(write: Any) -> None
         atoll.plan(load(write(alone, train="precision = 'bf16'")), cluster)
 
 
+@pytest.mark.slow
 def test_ranks_are_those_of_the_launcher_then_the_config_then_the_cluster(write: Any) -> None:
     path = write(f"{FEW}pipeline = 1\nranks = 2", nodes=4)
     cluster = Cluster.read(load(path).run.cluster or "")

@@ -341,6 +341,7 @@ def test_a_tensor_split_that_the_model_does_not_allow_is_refused(folder: Path) -
         run("train", folder, "--dry-run", *sets, cluster=False)
 
 
+@pytest.mark.slow
 def test_a_folder_with_a_run_is_refused_and_one_without_cannot_be_resumed(folder: Path) -> None:
     with pytest.raises(CheckpointError, match="no finished checkpoint to resume from"):
         run("train", folder, "--dry-run", "--resume", "always", cluster=False)
@@ -361,6 +362,7 @@ def test_a_run_that_would_start_and_is_not_predicted_is_no_error(folder: Path) -
     assert "note: the run can start but cannot be predicted: " in result.stderr
 
 
+@pytest.mark.slow
 def test_a_large_corpus_that_is_not_prepared_is_not_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("atoll.data.store.PREVIEWED_BYTES", 100)
     result = run("train", folder, "--dry-run", cluster=False)

@@ -136,6 +136,7 @@ def ratio(size: str, layout: str, other: str, trained: float, *, cards: int) -> 
     return two / one
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "layout", "other", "trained", "published"), RATIOS)
 def test_ratios_of_steps_are_within_15_percent(
     size: str, layout: str, other: str, trained: float, published: float

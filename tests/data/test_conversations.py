@@ -44,6 +44,7 @@ def test_an_instruction_is_followed_by_its_input(tmp_path: Path) -> None:
     assert read(path)[0][1][0]["content"] == "Add.\n\n2, 2"
 
 
+@pytest.mark.slow
 def test_a_folder_gives_its_records_and_no_text(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     lines(tmp_path / "b.jsonl", {"messages": [ASKED, ANSWERED]})

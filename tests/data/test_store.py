@@ -33,6 +33,7 @@ def _prepare(source: Path, tmp_path: Path, **options: Any) -> Corpus:
     return prepare(str(source), **settings)
 
 
+@pytest.mark.slow
 @given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=60), fraction=st.floats(0, 0.99))
 @settings(max_examples=150)
 def test_the_split_is_disjoint_covers_everything_and_keeps_the_fraction(lengths: list[int], fraction: float) -> None:

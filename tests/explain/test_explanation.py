@@ -153,6 +153,7 @@ def test_no_order_of_the_same_stages_is_shorter_than_what_one_rank_computes() ->
             assert each.found.seconds > bound
 
 
+@pytest.mark.slow
 def test_better_ones_fit_and_are_faster() -> None:
     explanation = explained()
     assert explanation.better

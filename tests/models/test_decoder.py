@@ -126,6 +126,7 @@ def test_builds_on_meta_without_buffers() -> None:
     assert not list(model.buffers())
 
 
+@pytest.mark.slow
 def test_learns_to_copy_a_cycle() -> None:
     model = _decoder(dtype=torch.float32)
     ids = (torch.arange(17) % 5).expand(4, -1)

@@ -104,6 +104,7 @@ def test_frozen_unused_and_small_parameters(layout: str) -> None:
     assert_parity(replace(CASE, layout=layout, model=TinyConfig(frozen=True, unused=True, small=True, dropout=0.2)))
 
 
+@pytest.mark.slow
 def test_the_reference_without_codecs_is_another() -> None:
     """Else the others would show nothing."""
     _, _, histories = measure_parity(CASE)

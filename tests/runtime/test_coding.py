@@ -61,6 +61,7 @@ def test_the_residual_is_what_did_not_arrive(name: str) -> None:
     assert float(residual.abs().max()) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "step"), [("fp8", 1 / 14), ("int8", 1 / 127), ("int4", 1 / 7), ("bf16", 2**-7)])
 def test_stochastic_rounding_keeps_the_mean(name: str, step: float) -> None:
     codec, values, times = Codec(name, 8, "stochastic"), draws(8), 2000

@@ -103,6 +103,7 @@ def test_pipeline_and_sharding(name: str) -> None:
     assert_the_family_itself(replace(PIPELINE, model=Family(name, padded=True)), 1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SPLIT_HEADS)
 def test_pipeline_and_tensor_parallelism(name: str) -> None:
     assert_the_family_itself(replace(TENSOR, model=Family(name, padded=True)), SINGLE_PRECISION.get(name, 1e-10))
@@ -187,6 +188,7 @@ def test_low_rank_adapters(name: str, case: Case) -> None:
     assert_parity(replace(case, model=Family(name, lora=True)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["block", "selective"])
 @pytest.mark.parametrize("schedule", ["zb-v", "interleaved"])
 def test_recompute_and_chunks(schedule: str, recompute: str) -> None:

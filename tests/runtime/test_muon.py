@@ -110,6 +110,7 @@ def test_options_and_splits(options: tuple[tuple[str, Any], ...]) -> None:
     assert_parity(case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip", [0.05, None])
 @pytest.mark.parametrize("model", MODELS[1:])
 def test_a_post_validated_step_exchanges_ahead(clip: float | None, model: TinyConfig) -> None:

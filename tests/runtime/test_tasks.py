@@ -48,6 +48,7 @@ def test_pipeline_and_sharding(model: Headed) -> None:
     assert_the_family_itself(replace(PIPELINE, model=model), tolerance(model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS, ids=label)
 def test_pipeline_and_tensor_parallelism(model: Headed) -> None:
     assert_the_family_itself(replace(TENSOR, model=model), tolerance(model))

@@ -415,6 +415,7 @@ def break_before_sending(case: Case) -> None:
     engine.step(case.share(engine, 0))
 
 
+@pytest.mark.slow
 def test_an_error_in_a_message_of_a_slice_names_both_ends() -> None:
     with pytest.raises(RankError) as caught:
         run_ranks(break_before_sending, 2, SPLIT)

@@ -35,6 +35,7 @@ def bytes_of(row: dict[str, Any]) -> dict[str, float]:
     return {"activation_bytes": 34 * hidden + 5 * heads * 1024, "weight_grad_bytes": 32 * hidden}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", GOLDEN["one_chunk"], ids=name_of)
 @pytest.mark.parametrize(("name", "printed"), [("zb-1p", "zb-auto-1p"), ("zb-2p", "zb-auto-2p")])
 def test_at_most_the_published_bubbles(name: str, printed: str, row: dict[str, Any]) -> None:
@@ -190,6 +191,7 @@ def test_weight_gradients_larger_than_the_room_run_as_full_backwards() -> None:
     assert {action.op for row in schedule.actions for action in row} == {Op.F, Op.B}
 
 
+@pytest.mark.slow
 def test_searching_is_a_function() -> None:
     first, second = (
         build("auto", ranks=5, microbatches=11, costs=Costs(1, 1.2, 0.7, hop=0.1), memory_limit=4.0) for _ in range(2)

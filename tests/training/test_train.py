@@ -308,6 +308,7 @@ def test_a_checkpoint_beyond_the_last_step_is_refused(tmp_path: Path, corpus: Pa
         train_on_ranks(settings(folder, corpus, train={"steps": 2}), start=Start.CONTINUE)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_written_names_the_path(tmp_path: Path, corpus: Path) -> None:
     (tmp_path / "run" / "plan.json").mkdir(parents=True)
     with pytest.raises(RankError, match=r"plan\.json: cannot be written") as caught:
