@@ -209,20 +209,23 @@ def report(result: Mapping[str, Any]) -> str:
         "the anchors.",
         f"Commits of the runs: {', '.join(dict.fromkeys(str(row['commit'])[:12] for row in result['rows']))}.",
         "\n".join(lines),
-        "![Validation loss over steps](results/curves.svg)",
-        "Mean of the seeds. The curves begin after a tenth of the steps.",
+        "![Validation loss of codecs over steps](results/codec.svg)",
+        "![Validation loss of outer steps over steps](results/outer.svg)",
+        "Means of the seeds, from a tenth of the steps on.",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def publish(result: Mapping[str, Any], folder: Path) -> None:
-    """Draw the mean of each contender's curves."""
+    """Draw the mean of each contender's curves, those of codecs and of outer steps apart, each beside the base."""
     by_name: dict[str, list[Sequence[Sequence[float]]]] = {}
     for row in result["rows"]:
         by_name.setdefault(row["name"], []).append(row["validation"])
-    means = {
-        name: [(each[0][0], fmean(loss for _, loss in each)) for each in zip(*runs, strict=True)]
-        for name, runs in by_name.items()
-    }
     (folder / "results").mkdir(parents=True, exist_ok=True)
-    (folder / "results" / "curves.svg").write_text(curves.draw(means), encoding="utf-8")
+    for kind in ("codec", "outer"):
+        means = {
+            each.name: [(at[0][0], fmean(loss for _, loss in at)) for at in zip(*by_name[each.name], strict=True)]
+            for each in finals(result)
+            if each.kind in (kind, "synchronous")
+        }
+        (folder / "results" / f"{kind}.svg").write_text(curves.draw(means), encoding="utf-8")
