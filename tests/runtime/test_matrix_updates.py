@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from atoll.layouts import Whole
 from atoll.runtime.sharding.muon import MatricesAndRest
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, assert_checkpoint_parity, assert_parity
 from atoll.testing.tiny import TinyConfig
+from tests.runtime.test_muon import SharedLayer
 
 ADAMW = {"lr": 3e-3}
 MOMENTUM, DAMPING, RANK = 0.8, 1e-4, 3
@@ -168,18 +169,6 @@ def test_a_post_validated_step_advances_it_once(clip: float | None, model: TinyC
 def test_tensor_parallel_parts_have_one_state(layout: str) -> None:
     model = TinyConfig(layers=2, hidden=10, unused=True)
     assert_parity(Matrices(layout=layout, intra=2, tensor=2, microbatches=2, microbatch=2, model=model))
-
-
-class SharedLayer:
-    """Five linear layers, of which the second and the fourth have one weight."""
-
-    def build(self) -> nn.Module:
-        layers = [nn.Linear(8, 8) for _ in range(5)]
-        layers[3].weight = layers[1].weight
-        return nn.Sequential(nn.Embedding(16, 8), *layers, nn.Linear(8, 16))
-
-    def batch(self, step: int, samples: int) -> dict[str, Any]:
-        return TinyConfig().batch(step, samples)
 
 
 def test_a_shared_layer_has_it_on_two_stages() -> None:
