@@ -48,8 +48,7 @@ RAW = Path(__file__).with_name("results") / "latest.json"
 SEED = 20261124
 KILLS = 200
 ROUND_SECONDS = 600.0
-"""A run that takes longer has hung: three times the seconds of the undisturbed run, which are many with tensor
-parallelism, and these."""
+"""Limit of an undisturbed run. A disturbed one may take three times the time of the undisturbed run longer."""
 EACH = 16
 """Disturbances a round, at most."""
 TURNS = (LAUNCHERS[0], LAUNCHERS[1], LAUNCHERS[0], LAUNCHERS[1], LAUNCHERS[2])

@@ -36,7 +36,7 @@ STEPS, SEEDS, EVALUATIONS = 2_000, (0, 1, 2), 20
 EVERY = 32
 """Steps between two outer gradients of a block."""
 BEGIN = 200
-"""Synchronous steps with which runs of islands begin that do not begin from scratch."""
+"""Synchronous steps before the islands train independently, unless they start from scratch."""
 TUNED: Mapping[str, float] = {"lr": 0.8, "momentum": 0.4}
 """Options of the outer optimizer: the best of three pairs for the first seed."""
 
@@ -53,8 +53,8 @@ JOB: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """One way to train. kind: a `Kind` of the page.  parallel: keys of [parallel].  begin: steps of synchronous
-    training that come first, which the run continues.  seeds: with how many it trains."""
+    """One way to train. kind: "synchronous", "codec" or "outer".  parallel: keys of [parallel].  begin: number of
+    synchronous steps before them.  seeds: number of seeds to train with."""
 
     name: str
     kind: str

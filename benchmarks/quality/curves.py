@@ -10,7 +10,7 @@ WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 940, 460, 64, 230, 24, 48
 COLORS = ("#1d2530", "#0d7d75", "#3b7dd8", "#8a5fb8", "#d9822b", "#b5493a", "#9aa4af")
 SOFT, GRID = "#5a6673", "#e6eaee"
 DASHES = ("none", "6 4")
-"""Of the first lines of each color, and of the second ones."""
+"""Dash patterns: solid for the first `len(COLORS)` lines, dashed for the next."""
 TICKS = 6
 """Ticks of an axis, at most."""
 

@@ -1,18 +1,13 @@
 """Learning rates of all steps for a run that ends before the last one."""
 
-import math
-
+from atoll.config import Train
+from atoll.training.rates import learning_rates
 from benchmarks.quality.bench import JOB, STEPS
 
-LEAST = 0.1
-"""Factor of the last step: that of `train.min_lr_ratio` where none is given."""
+_factor = learning_rates(Train.model_validate({**JOB["train"], "steps": STEPS}))
 
 
 def cosine(done: int, steps: int) -> float:
-    """The factor of `lr_schedule = "cosine"` of `STEPS` steps, however many the run has."""
+    """Return the factor of a run of `STEPS` steps, however many this one has."""
     del steps
-    warmup = JOB["train"]["warmup"]
-    if done < warmup:
-        return float((done + 1) / warmup)
-    progress = min(1.0, (done - warmup) / (STEPS - 1 - warmup))
-    return LEAST + (1 - LEAST) * 0.5 * (1 + math.cos(math.pi * progress))
+    return _factor(done)

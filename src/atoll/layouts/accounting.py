@@ -85,7 +85,7 @@ def _segment_footprint(segment: SegmentShape, sharding: Sharding, states: int) -
     gradients = len(segment.phases) * ITEM_BYTES[precision.gradient] * numel(layout.gradients)
     kept = states * item * covered + sharding.anchors * item * numel(Level.G)
     kept += len(sharding.owing(segment)) * item * numel(Level.I)
-    # A step ahead of its validation advances a second copy of what owners keep of matrices.
+    # A post-validated step updates a second copy of the state of whole matrices.
     kept += (2 if sharding.keeps_apart else 1) * sharding.kept_bytes(segment)
     if stored is Stored.SHARED:
         coarse = min(layout.parameters, layout.optimizer)
@@ -95,8 +95,8 @@ def _segment_footprint(segment: SegmentShape, sharding: Sharding, states: int) -
 
 
 def saved_besides(segments: Sequence[SegmentShape], sharding: Sharding) -> int:
-    """Bytes that a rank writes of what codecs keep, its residuals and its share of copies of the parameters, and of
-    what owners keep of matrices."""
+    """Return the bytes that a rank writes of its residuals, of copies of the parameters that follow by codecs, and of
+    the state of whole matrices: its share where several ranks have the same."""
     found = 0
     for segment in segments:
         padded = segment.map.padded

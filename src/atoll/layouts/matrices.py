@@ -31,16 +31,15 @@ Rows = tuple[int, ...]
 
 
 class Transform(Protocol):
-    """What is done with a whole matrix, as far as costs and memory need it: a frozen dataclass, whose representation
-    ranks compare."""
+    """The cost of transforming a whole matrix, in time and memory. A frozen dataclass: ranks compare its `repr`."""
 
     def products(self, rows: int, columns: int) -> Sequence[tuple[int, int, int]]:
         """The products of matrices that it computes, as (rows, inner, columns)."""
         ...
 
     def kept(self, rows: int, columns: int) -> Mapping[str, Shape]:
-        """Shapes of the tensors that the owner of a matrix keeps of it between steps, by name: zeros before the first
-        step, in the master's dtype."""
+        """Return the shapes of the matrix's state by name. Its owner stores it, in the master's dtype, zero before the
+        first step."""
         ...
 
 
@@ -134,7 +133,7 @@ class Whole:
 
     @property
     def sliced(self) -> Whole:
-        """The same if owners kept nothing of their matrices."""
+        """The same without state of whole matrices."""
         return replace(self, transform=NewtonSchulz())
 
     def flops(self, matrix: Matrix) -> float:
@@ -143,7 +142,7 @@ class Whole:
         return sum(2.0 * rows * inner * columns for rows, inner, columns in products)
 
     def kept_elements(self, matrix: Matrix) -> int:
-        """Elements of what the owner of a matrix keeps of it."""
+        """Return the number of elements of a matrix's state."""
         return sum(prod(shape) for shape in self.transform.kept(matrix.rows, matrix.columns).values())
 
 

@@ -227,7 +227,7 @@ class Sharding:
         return tuple(each for each in to.items() if each[1]), tuple(each for each in back.items() if each[1])
 
     def kept_bytes(self, segment: SegmentShape) -> int:
-        """Bytes of what this rank keeps of the matrices that it owns."""
+        """Return the bytes of the state of the matrices that this rank owns: one copy."""
         if self.whole is None:
             return 0
         own = self.holders(segment).own
@@ -235,9 +235,9 @@ class Sharding:
         return ITEM_BYTES[self.precision.master] * sum(map(self.whole.kept_elements, owned))
 
     def exchange_bytes(self, segment: SegmentShape) -> tuple[int, int]:
-        """Bytes of a segment's matrices from their collection to their update, and those that the transform of this
-        rank's takes besides: slices on their way out and back, this rank's matrices, products of them, and a copy of
-        what is kept of them."""
+        """Return two numbers of bytes for a segment's matrices: those held from COLLECT to UPDATE, for slices on their
+        way out and back and for this rank's matrices, and those that TRANSFORM needs besides, for products of matrices
+        and a copy of their state."""
         holders, item = self.holders(segment), ITEM_BYTES[self.transformed]
         slices = len(self.nest.range(holders.level, segment.map.padded))
         own = [each for each, owner in zip(segment.matrices, segment.owners, strict=True) if owner == holders.own]

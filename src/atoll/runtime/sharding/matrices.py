@@ -2,8 +2,8 @@
 
     direct      of each slice, elementwise: momentum -> the slice of what is transformed
     collect     slices travel to the owner of their matrix
-    transform   the owner transforms its matrices, those of one shape together, and advances what it keeps of them;
-                slices of the result travel back
+    transform   the owner transforms its matrices, those of one shape together, and updates their state, if the
+                optimizer keeps any of whole matrices; slices of the result travel back
     update      of each slice, elementwise: weight decay, and the slice of the result
 
 An optimizer is a `MatrixUpdate`: what is elementwise, and the transform. `Exchange` is one segment's way.
@@ -34,9 +34,9 @@ class MatrixUpdate(Protocol):
 
     Slices are 1-D, in the master's dtype; options are those of their parameter group.
 
-    whole: which parameters it needs whole, and what that costs in time and memory.  keys: names of what `direct` keeps
-    of a slice: tensors of its size. What belongs to a whole matrix, such as a preconditioner, its owner keeps: see
-    `atoll.layouts.Transform.kept`.
+    whole: which parameters it needs whole, and what that costs in time and memory.  keys: names of the state of a
+    slice, which `direct` updates: tensors of the slice's size. State of a whole matrix, such as a preconditioner, is
+    stored by the matrix's owner: see `atoll.layouts.Transform.kept`.
     """
 
     whole: Whole
@@ -51,8 +51,10 @@ class MatrixUpdate(Protocol):
         ...
 
     def transform(self, matrices: torch.Tensor, options: Options, kept: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Transform matrices [n, rows, columns], which are not used again, and advance in place what is kept of them:
-        tensors [n, ...] by name."""
+        """Return the transformed matrices, and update their state in place.
+
+        matrices: [n, rows, columns]; may be overwritten.  kept: tensors [n, ...] by name, see `Transform.kept`.
+        """
         ...
 
     def update(self, values: torch.Tensor, result: torch.Tensor, options: Options, *, shape: tuple[int, int]) -> None:
@@ -62,24 +64,24 @@ class MatrixUpdate(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Matrices of one shape and group that a rank owns. places: among those of the segment.  kept: of each, [n, ...] by
-    name.  ahead: a second copy, which a step ahead of its validation advances; empty without such steps."""
+    """Matrices of one shape and group that a rank owns. places: indices among those of the segment.  kept: their state,
+    [n, ...] by name.  ahead: a second copy of it for post-validated steps; empty without them."""
 
     places: tuple[int, ...]
     group: int
     kept: Mapping[str, torch.Tensor]
     ahead: Mapping[str, torch.Tensor]
 
-    def begin(self, *, is_ahead: bool) -> Mapping[str, torch.Tensor]:
-        """Return a copy of what is kept, for a transform."""
-        if not is_ahead:
+    def begin(self) -> Mapping[str, torch.Tensor]:
+        """Return a copy of the state that a transform may update."""
+        if not self.ahead:
             return {name: values.clone() for name, values in self.kept.items()}
         for name, values in self.ahead.items():
             values.copy_(self.kept[name])
         return self.ahead
 
     def take(self, advanced: Mapping[str, torch.Tensor], rows: Sequence[int]) -> None:
-        """Take over some rows of a copy: those of matrices without a gradient stay as they are."""
+        """Copy `rows` of an updated state; the others belong to matrices without a gradient."""
         for name, values in advanced.items():
             self.kept[name][rows] = values[rows]
 
@@ -122,7 +124,7 @@ class Exchange:
     def collect(self, slices: torch.Tensor, *, is_ahead: bool) -> None:
         """Begin to bring slices to the owners of their matrices. slices: of this rank's shard.
 
-        is_ahead: what is kept of matrices stays as it is until `take`.
+        is_ahead: the state of matrices does not change before `take`.
         """
         self._slices, self._is_ahead = slices, is_ahead
         out = {rank: torch.cat([_cut(slices, piece) for piece in own]) for rank, own in self._given.items()}
@@ -145,7 +147,7 @@ class Exchange:
             matrices = torch.empty(sizes, dtype=self.dtype, device=self._slices.device)
             for target, at in zip(matrices, batch.places, strict=True):
                 self._assemble(target, at, {piece: arrived[piece] for piece in by_matrix[at]})
-            kept = batch.begin(is_ahead=self._is_ahead)
+            kept = batch.begin()
             transformed = self._update.transform(matrices, options[batch.group], kept).contiguous()
             del matrices
             if not self._is_ahead:
@@ -161,23 +163,23 @@ class Exchange:
         self._begin(out, self._given, Channel.BRING_BACK)
 
     def take(self, touched: Collection[str]) -> None:
-        """Take over what a transform ahead has made of what is kept."""
+        """Make the state that a transform ahead has computed the state of this rank's matrices."""
         for batch in self._batches:
             batch.take(batch.ahead, self._rows(batch, touched))
 
     def kept(self) -> Iterator[tuple[Matrix, str, torch.Tensor]]:
-        """Yield what is kept of this rank's matrices: the matrix, the name and the tensor."""
+        """Yield the state of this rank's matrices: matrix, name and tensor."""
         for batch in self._batches:
             for name, values in batch.kept.items():
                 for at, own in zip(batch.places, values, strict=True):
                     yield self.segment.matrices[at], name, own
 
     def tensors(self) -> list[torch.Tensor]:
-        """All that stores what is kept."""
+        """Return all tensors that store state of matrices."""
         return [values for batch in self._batches for own in (batch.kept, batch.ahead) for values in own.values()]
 
     def _batch(self, places: Sequence[int], group: int) -> _Batch:
-        """Matrices of one shape and group, with zeros for what is kept of them."""
+        """Return a batch of matrices of one shape and group, whose state is zero."""
         first, sharding = self.segment.matrices[places[0]], self.segment.sharding
         shapes = self._update.whole.transform.kept(first.rows, first.columns)
         dtype, device = dtype_of(sharding.precision.master), self.segment.around.device

@@ -7,6 +7,7 @@ exchange unit by unit, as the step's program says.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -351,17 +352,16 @@ class ShardedOptimizer:
         return {name: self.torch.state[piece] for name, piece in self.slices.items() if piece in self.torch.state}
 
     def kept(self) -> Iterator[tuple[Matrix, str, torch.Tensor]]:
-        """Yield what this rank keeps of the matrices that it owns: the matrix, the name and the tensor."""
-        for exchanges in self._exchanges.values():
-            for exchange in exchanges:
-                yield from exchange.kept()
+        """Yield the state of the matrices that this rank owns: matrix, name and tensor."""
+        for exchange in chain.from_iterable(self._exchanges.values()):
+            yield from exchange.kept()
 
     def state_tensors(self) -> list[torch.Tensor]:
-        """State tensors that are as large as their slices, and what is kept of whole matrices; step counters are not
-        among them."""
+        """Return the state tensors of slices and of whole matrices, without step counters."""
         found = []
         for name, state in self.states().items():
             size = self.slices[name].numel()
             found += [t for t in state.values() if isinstance(t, torch.Tensor) and t.dim() and t.numel() == size]
-        exchanges = [exchange for own in self._exchanges.values() for exchange in own]
-        return [*found, *(values for exchange in exchanges for values in exchange.tensors())]
+        for exchange in chain.from_iterable(self._exchanges.values()):
+            found += exchange.tensors()
+        return found

@@ -3,7 +3,7 @@
 model.<parameter>                    master weights, or the resting ones of frozen parameters
 model.<buffer>                       persistent buffers
 optim.state.<parameter>.<key>        as torch's get_optimizer_state_dict names them
-optim.matrix.<parameter>.<row>.<key> what an optimizer keeps of a whole matrix, which begins at that row
+optim.matrix.<parameter>.<row>.<key> state of a whole matrix, which begins at that row of the parameter
 codec.copy.<parameter>               parameters that follow the master by encoded differences
 codec.residual.<slot>.<parameter>    what encoded gradients lacked; a slot is the rank that encoded them, but for its
                                      place in its group: see `_Slot`
