@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from atoll.layouts import Whole
+from atoll.layouts import Whole, saved_besides
+from atoll.runtime.checkpoint import Archive
 from atoll.runtime.sharding.muon import MatricesAndRest
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, assert_checkpoint_parity, assert_parity
@@ -198,3 +200,21 @@ def test_bytes_at_rest_equal_the_footprint(layout: str, post_validation: bool) -
     case = Matrices(layout=layout, precision="bf16", post_validation=post_validation, **spread)
     for stored, predicted in run_ranks(held, 4, case):
         assert stored == predicted
+
+
+def saved(case: Case, folder: Path) -> int:
+    engine = case.engine()
+    engine.save(folder)
+    own = [segment.shape for unit in engine.units for segment in unit.segments]
+    found = saved_besides(own, engine.plan.sharding(engine.place))
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("layout", ["NNN", "III", "GGG"])
+def test_the_ranks_share_of_what_is_saved_adds_up(layout: str, tmp_path: Path) -> None:
+    case = Matrices(layout=layout, inter=2, intra=2, microbatches=4, post_validation=True, model=TinyConfig(odd=True))
+    said = sum(run_ranks(saved, case.ranks, case, tmp_path / "at"))
+    tensors = Archive(tmp_path / "at").contents.tensors
+    sizes = [math.prod(tensor.size) for name, tensor in tensors.items() if name.startswith("optim.matrix.")]
+    assert said == 8 * sum(sizes) > 0
