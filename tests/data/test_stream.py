@@ -179,8 +179,9 @@ def test_shards_are_encoded_when_they_are_near(tmp_path: Path, monkeypatch: pyte
     total = 0
     for position in range(0, 900, 10):
         found.take(position, 10)
+        following_of(found)  # while a shard is encoded and another deleted, a listing may show both
         total = max(total, len(shards_on_disk(tmp_path)))
-    assert KEPT <= total <= KEPT + 2  # with the first, and one that was just encoded
+    assert KEPT <= total <= KEPT + 1  # with the first
     assert of(found)._index.total(count) is not None
 
 

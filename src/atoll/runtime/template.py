@@ -150,6 +150,7 @@ def become() -> list[int]:
             os.setsid()
             os.environ.update(json.loads(words))
             _draw_anew()
+            _renew_threads()
             return descriptors
         for descriptor in descriptors:
             os.close(descriptor)
@@ -163,6 +164,15 @@ def _draw_anew() -> None:
         import numpy as np
 
         np.random.seed()
+
+
+def _renew_threads() -> None:
+    """Let torch replace its pool of threads while this process has one thread. torch does it at the first use after a
+    fork, without a lock: the threads of lanes would meet there, and all but one would fail with "Invalid thread pool".
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(torch.get_num_threads())
 
 
 def _is_forkable() -> bool:
