@@ -14,8 +14,8 @@ island share it; its bits a second are those that large messages reach. Precisio
 from __future__ import annotations
 
 import argparse
-import json
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -35,6 +35,10 @@ from atoll.program import Do
 from atoll.units import format_count, format_seconds
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from benchmarks.provenance import load  # noqa: E402
+from benchmarks.quality.bench import finals  # noqa: E402
+
 PAGE = ROOT / "docs" / "slow-networks.md"
 PICTURE = ROOT / "docs" / "pictures" / "slow-networks.svg"
 PART = re.compile(r"(<!-- planned: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -422,19 +426,10 @@ SHOWN = ("1.3B", "70B")
 # ---- what was measured
 
 
-def raw(name: str) -> Mapping[str, Any] | None:
-    """The raw file of a benchmark; None if there is none yet."""
-    path = ROOT / "benchmarks" / name / "results" / "latest.json"
-    if not path.is_file():
-        return None
-    found: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found
-
-
 def measured() -> str:
-    """A paragraph for each benchmark that has a raw file."""
+    """A paragraph for each benchmark."""
     kinds = {"two_islands": measured_layouts, "codecs": measured_codecs, "outer": measured_outer}
-    return "".join(f"- {kind(result)}\n" for name, kind in kinds.items() if (result := raw(name)) is not None)
+    return "".join(f"- {kind(load(name))}\n" for name, kind in kinds.items())
 
 
 def measured_layouts(result: Mapping[str, Any]) -> str:
@@ -478,29 +473,17 @@ def measured_outer(result: Mapping[str, Any]) -> str:
 
 
 def losses() -> str:
-    """A row for each way to train of the benchmark of quality; nothing without its raw file."""
-    result = raw("quality")
-    if result is None:
-        return ""
-    by_name: dict[str, dict[int, float]] = {}
-    for row in result["rows"]:
-        by_name.setdefault(row["name"], {})[row["seed"]] = row["validation"][-1][1]
-    base = by_name[result["rows"][0]["name"]]
-    rows = []
-    for name, found in by_name.items():
-        seeds = sorted(found.keys() & base.keys())
-        if not seeds:
-            continue
-        over = fmean(found[at] for at in seeds) / fmean(base[at] for at in seeds) - 1.0
-        own = "" if found is base else f"{over:+.2%}"
-        rows.append([name, f"{fmean(found[at] for at in seeds):.4f}", own, f"{len(seeds)}"])
+    """A row for each way to train of the benchmark of quality."""
+    result = load("quality")
+    base, *others = finals(result)
+    rows = [[base.name, f"{fmean(base.losses):.4f}", "", f"{len(base.losses)}"]]
+    rows += [[each.name, f"{fmean(each.losses):.4f}", f"{each.over:+.2%}", f"{len(each.losses)}"] for each in others]
     text = (
         f"Measured: a small decoder, {result['steps']:,} steps, the same tokens "
         "([all runs and curves](../benchmarks/quality/README.md)). Outer steps continue a synchronous run, but for "
         "those from scratch.\n\n"
     )
-    base_name = result["rows"][0]["name"]
-    return text + markdown_table(["", "final validation loss", f"over {base_name}", "seeds"], rows)
+    return text + markdown_table(["", "final validation loss", f"over {base.name}", "seeds"], rows)
 
 
 # ---- the page

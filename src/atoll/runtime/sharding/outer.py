@@ -46,7 +46,7 @@ class _Anchor:
     """
 
     def __init__(
-        self, segment: Segment, outer: Outer, transport: Transport, *, tag: tuple[int, int], seed: int = 0
+        self, segment: Segment, outer: Outer, transport: Transport, *, tag: tuple[int, int], seed: int
     ) -> None:
         assert segment.master is not None, "an anchor is of trained parameters"
         self.segment = segment
