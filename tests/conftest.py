@@ -1,10 +1,14 @@
 """What holds for every test, and which of them `--quick` takes."""
 
-import sys
+import os
 from collections import defaultdict
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# One thread for this process and for those that tests start, as ranks have: the threads of a tiny operation wait for each
+# other on cores that other tests use. A run of one rank took 44 s of processor time on two threads, and takes 7.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Other work on the machine must not fail a law, and a run must say the same twice.
 settings.register_profile("atoll", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -30,10 +34,3 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = {each[len(each) // 2] for each in cases.values()} | {item for item in items if "pairs" in item.keywords}
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Compute on one thread, as the ranks do: tiny operations on two cores take ten times as long on two threads."""
-    del session
-    if torch := sys.modules.get("torch"):
-        torch.set_num_threads(1)
