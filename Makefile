@@ -3,6 +3,9 @@ BIN = .venv/bin
 # Each process has ranks of its own, of half a GB each.
 PYTEST = $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal
 
+# Without bytecode every process that a test or a run starts compiles Atoll anew, and pytest compiles every assertion.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: train test test-all quick every style check bench bench-islands bench-machine bench-islands-quick bench-machine-quick bench-low-rank bench-sharded-pipeline bench-vocabulary matrix mutants chaos hangs gpu docs site evidence stale clean
 
 train: .venv/.run

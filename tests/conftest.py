@@ -6,8 +6,8 @@ from collections import defaultdict
 import pytest
 from hypothesis import HealthCheck, settings
 
-# One thread for this process and for those that tests start, as ranks have: the threads of a tiny operation wait for each
-# other on cores that other tests use. A run of one rank took 44 s of processor time on two threads, and takes 7.
+# One thread for this process and for those that tests start, as ranks have: the threads of a tiny operation wait for
+# each other on cores that other tests use. A run of one rank took 44 s of processor time on two threads, and takes 7.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Other work on the machine must not fail a law, and a run must say the same twice.
