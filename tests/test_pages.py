@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import typer.main
 import yaml
 from typer.testing import CliRunner
@@ -44,15 +43,6 @@ from tests.pages import PAGES, ROOT, Block, blocks, fenced, name_of, pages_with
 from tests.settings.test_convert import ACCELERATE, DEEPSPEED, TORCHTITAN
 
 SHELLS = ("sh", "bash", "console")
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Tiny operations on several threads wait for one another more than they compute."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # ---- every block has a rule
@@ -120,7 +110,6 @@ def test_a_block_that_no_rule_knows_is_found(text: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("page", pages_with("python"))
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # torch's own tools say so without ranks
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # transformers looks at whatever is installed
 def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,7 +301,6 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if lines_of(page)], ids=name_of)
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_commands_work(page: Path, desk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of a page, in order and in one folder."""

@@ -690,7 +690,6 @@ def run_ranks(function: Any, world: int, root: Path) -> list[Any]:
 
 
 def _rank_main(function: Any, rank: int, world: int, root: Path) -> None:
-    torch.set_num_threads(1)
     store = dist.FileStore(str(root / f"store-{world}"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     result = function(rank, root)
