@@ -138,6 +138,7 @@ def test_a_port_that_is_taken_is_an_error(tmp_path: Path) -> None:
     assert f"cannot listen on 127.0.0.1:{port}" in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(found() is None, reason="no Chromium on this machine: install Debian's chromium")
 def test_the_page_follows_the_run_and_keeps_the_readers_place(served: ThreadingHTTPServer, tmp_path: Path) -> None:
     with browser() as shown:

@@ -99,6 +99,7 @@ def test_a_split_vocabulary(model: TinyConfig, layout: str) -> None:
     assert_parity(Case(layout=layout, pipeline=2, inter=2, vocabulary_parallel=True, codecs=BOTH, model=model, steps=2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["IIG", "GGG"])
 def test_frozen_unused_and_small_parameters(layout: str) -> None:
     assert_parity(replace(CASE, layout=layout, model=TinyConfig(frozen=True, unused=True, small=True, dropout=0.2)))
@@ -227,6 +228,7 @@ def save_early(case: Case, folder: str, steps: int) -> tuple[History, dict[str, 
         return save(case, folder, steps)
 
 
+@pytest.mark.slow
 def test_a_save_waits_for_the_copies(tmp_path: Path) -> None:
     """A checkpoint had copies from before its step where a rank saved before their differences had arrived."""
     case = Case(layout="IIG", pipeline=2, inter=2, codecs=RANDOM, steps=3)

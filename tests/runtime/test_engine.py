@@ -615,6 +615,7 @@ def test_the_timeline_and_the_profiler_name_the_actions() -> None:
         assert set(row) <= set(named)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"layout": "GGG"}, {"recompute": "block"}, {"model": TinyConfig.everything()}])
 def test_an_engine_that_nobody_holds_is_let_go(options: dict[str, Any]) -> None:
     """Hooks on parameters must not hold it: that circle goes through autograd, where the collector does not see it."""

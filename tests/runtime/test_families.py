@@ -141,6 +141,7 @@ def test_vocabulary_parallelism(name: str) -> None:
     assert_parity(replace(case, model=Family(name, padded=True)), tolerance=tolerance)
 
 
+@pytest.mark.slow
 def test_vocabulary_parallelism_with_a_scale_of_its_logits() -> None:
     case = Case(pipeline=2, vocabulary_parallel=True, schedule="zb-v", layout="GGG", intra=2, microbatches=4, steps=2)
     assert_parity(replace(case, model=Family("granite", (("logits_scaling", 4.0), ("embedding_multiplier", 3.0)))))

@@ -84,6 +84,7 @@ def test_two_islands_equal_one_process(layout: str) -> None:
     assert_parity(muon(layout=layout, inter=2, intra=2, microbatches=4, model=MODELS[0], steps=3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["NNG", "IIG", "GGG"])
 def test_gradients_and_parameters_with_codecs(layout: str) -> None:
     """Gradients of matrices are decoded before their slices travel; updates are encoded as any others."""
@@ -91,6 +92,7 @@ def test_gradients_and_parameters_with_codecs(layout: str) -> None:
     assert_parity(muon(layout=layout, inter=2, intra=2, microbatches=4, model=MODELS[0], steps=3, codecs=codecs))
 
 
+@pytest.mark.slow
 def test_outer_steps_with_a_codec() -> None:
     outer = Outer(2, fragments=2, delay=1, codec=Codec("int4", 8))
     assert_parity(muon(layout="IIG", inter=2, intra=2, microbatches=4, model=MODELS[0], steps=5, outer=outer))

@@ -115,6 +115,7 @@ def losses(folder: Path) -> list[float]:
     return [record["loss"] for record in read_records(folder / "metrics.jsonl")]
 
 
+@pytest.mark.slow
 def test_a_rollback_leaves_out_the_samples_since_the_checkpoint(tmp_path: Path) -> None:
     """Step 6 is bad: back to step 4, on with the samples behind those of step 6; alike where the verdict comes late."""
     found = []

@@ -211,6 +211,7 @@ def train_and_look(values: dict[str, Any]) -> tuple[str, torch.Tensor | None]:
     return str(ending.checkpoint), logits
 
 
+@pytest.mark.slow
 def test_what_was_trained_is_exported_and_trains_on(tmp_path: Path) -> None:
     values = config(tmp_path, source="transformers:llama", config=LLAMA)
     results = run_ranks(train_and_look, 4, values)

@@ -306,6 +306,7 @@ NAMED = {
 }
 
 
+@pytest.mark.slow
 def test_a_run_with_a_named_optimizer_continues_to_the_bit(tmp_path: Path) -> None:
     corpus = tmp_path / "text.txt"
     corpus.write_text(TEXT)
