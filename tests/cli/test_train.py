@@ -405,14 +405,14 @@ def run_late(config: Path, manner: str) -> str:
 def test_a_stopped_rank_is_named_and_ended(config: Path) -> None:
     words = run_late(config, "stop")
     assert "error: rank 1 is stopped in step 2, 1F0" in words
-    assert "and sent no heartbeat for 4 s" in words
+    assert re.search(r"and sent no heartbeat for [4-9] s", words), words  # as late as a busy machine looks
     assert "Waiting: rank 0 in step 2, " in words
 
 
 @pytest.mark.slow
 def test_a_rank_that_sleeps_in_a_forward_is_named_with_its_stack(config: Path) -> None:
     words = run_late(config, "sleep")
-    assert "error: rank 1 did not advance for 4 s in step 2, 1F0" in words
+    assert re.search(r"error: rank 1 did not advance for [4-9] s in step 2, 1F0", words), words
     assert "along pp on the pipeline lane for rank 1" in words
     assert "broken.py" in words
 
