@@ -53,7 +53,7 @@ def environment(**more: object) -> dict[str, str]:
     known = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "PET_", "TORCHELASTIC_", "ATOLL_")
     own = {name: value for name, value in os.environ.items() if not name.startswith(known)}
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return own | {"PATH": path, "OMP_NUM_THREADS": "1"} | {name: str(value) for name, value in more.items()}
+    return own | {"PATH": path} | {name: str(value) for name, value in more.items()}
 
 
 @pytest.fixture(scope="module")

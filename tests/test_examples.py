@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import os
 import re
 import shlex
 import subprocess
@@ -39,7 +38,6 @@ def run(command: list[str], folder: Path, *more: str) -> list[str]:
     result = subprocess.run(
         [sys.executable, *launch, *words, *more],
         cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=LIMIT,
@@ -203,7 +201,6 @@ SAYS = {"classify": r"accuracy (9\d\.\d|100\.0)%, by chance 33\.3%", "plan_512":
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.ipynb")), ids=lambda path: path.stem)
 def test_notebooks_run(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """From the first cell to the last, in a kernel as Jupyter starts it, at a smaller size where one is known."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path))
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)

@@ -268,7 +268,7 @@ def train_all(folder: Path, commands: list[list[str]]) -> None:
     result = subprocess.run(
         [sys.executable, "-c", AS_RANK, json.dumps(commands)],
         cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
         capture_output=True,
         text=True,
         check=False,

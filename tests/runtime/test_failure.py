@@ -511,7 +511,7 @@ def test_a_rank_that_calls_sys_exit_in_a_step_is_named(tmp_path: Path) -> None:
     ranks = []
     for rank in range(2):
         own = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
-        environment = {**os.environ, **own, "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, **own, "MASTER_PORT": str(port)}
         command = [sys.executable, str(script)]
         ranks.append(
             subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
