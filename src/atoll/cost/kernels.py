@@ -11,10 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from atoll.cost.cluster import Device
 from atoll.sim import Speed
+
+if TYPE_CHECKING:
+    from atoll.cost.cluster import Device
 
 TILE = (128, 256)
 """Rows and columns of a product that one multiprocessor computes at a time."""
