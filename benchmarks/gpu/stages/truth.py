@@ -1,0 +1,55 @@
+"""Whether Atoll is right on the device, and how its step compares with plain PyTorch and FSDP2 on model A."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from atoll.testing.parity import Case, History, reference, train, worst_difference
+from atoll.testing.tiny import TinyConfig
+from benchmarks.gpu import jobs
+from benchmarks.gpu.stage import Run
+
+LAYOUTS = ("NNN", "NNG", "IIG", "GGG")
+RECOMPUTE = ("none", "block")
+
+
+def run(run: Run) -> None:
+    """Parity in float64, the device against the CPU in fp32, then model A."""
+    rows = []
+    for layout in run.choose(LAYOUTS, LAYOUTS[-1:]):
+        for recompute in RECOMPUTE:
+            case = Case(
+                layout, recompute=recompute, microbatches=4, model=TinyConfig.everything(), device=run.device.type
+            )
+            # On the same device, so that dropout draws from the same generator.
+            wanted = reference(replace(case, layout="NNN", recompute="none"))
+            worst, where = worst_difference(train(case), wanted)
+            rows.append({"layout": layout, "recompute": recompute, "worst": worst, "where": where})
+    run.keep("parity", rows)
+
+    rows = []
+    for precision in ("fp64", "fp32"):
+        case = Case("IIG", microbatches=4, precision=precision, model=TinyConfig(tied=True, odd=True))
+        wanted = reference(replace(case, layout="NNN"))
+        got = _on_cpu(train(replace(case, device=run.device.type)))
+        worst, where = worst_difference(got, wanted)
+        rows.append({"precision": precision, "worst": worst, "where": where})
+    run.keep("against_cpu", rows)
+
+    job = run.choose(jobs.MODEL_A, jobs.TINY)
+    run.keep("job", jobs.sizes(job) | {"tokens": job.tokens, "flops": job.flops})
+    contenders = (
+        ("torch", jobs.plain),
+        ("atoll NNG", jobs.atoll_engine("NNG")),
+        ("atoll NNN", jobs.atoll_engine("NNN")),
+        ("torch FSDP2", jobs.fully_sharded),
+        ("torch again", jobs.plain),
+    )
+    found = []
+    for name, make in contenders:
+        found.append(jobs.measured(run, job, make, steps=run.choose(6, 1), warmup=run.choose(2, 1), name=name))
+        run.keep("contenders", found)
+
+
+def _on_cpu(history: History) -> History:
+    return replace(history, parameters={name: value.cpu() for name, value in history.parameters.items()})
