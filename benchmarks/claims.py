@@ -19,6 +19,8 @@ from typing import Any
 from atoll.testing.families import CAUSAL, MASKED
 from benchmarks import first_screen
 from benchmarks.chaos.bench import kills, of_last_commit
+from benchmarks.gpu import lines as gpu_lines
+from benchmarks.gpu import pages as gpu_pages
 from benchmarks.integrity.bench import ENDS, shares
 from benchmarks.islands.judging import judged
 from benchmarks.muon.bench import WINDOW
@@ -910,9 +912,12 @@ def wanted_pages() -> dict[Path, str]:
         if hasattr(bench, "publish"):
             pages |= {folder / path: text for path, text in _published(bench.publish, load(name)).items()}
         pages[folder / "README.md"] = bench.report(load(name))
-    readme = ROOT / "README.md"
-    pages[readme] = PART.sub(
-        lambda part: f"{part[1]}{first_screen.figures()}{part[2]}", readme.read_text(encoding="utf-8")
+    readme, kit = ROOT / "README.md", ROOT / "benchmarks" / "gpu" / "README.md"
+    on_gpus = gpu_lines.read_lines(gpu_lines.COMMITTED)
+    text = PART.sub(lambda part: f"{part[1]}{first_screen.figures()}{part[2]}", readme.read_text(encoding="utf-8"))
+    pages[readme] = gpu_pages.PART.sub(lambda part: f"{part[1]}{gpu_pages.paragraph(on_gpus)}{part[2]}", text)
+    pages[kit] = gpu_pages.PART.sub(
+        lambda part: f"{part[1]}{gpu_pages.tables(on_gpus)}{part[2]}", kit.read_text(encoding="utf-8")
     )
     pages[ROOT / first_screen.NAME] = first_screen.chart()
     pages[ROOT / "docs" / "evidence.md"] = evidence()
@@ -936,11 +941,13 @@ def raw_names() -> list[str]:
 def evidence() -> str:
     """The page: what is claimed, and where each figure comes from."""
     older = [name for name in raw_names() if not is_current(name)]
+    on_gpus = gpu_lines.read_lines(gpu_lines.COMMITTED)
     state = f"{len(older)} of {len(raw_names())} results are older than some of the code they measured."
-    parts = [_HEAD + state]
+    parts = [_HEAD.format(where=_ELSEWHERE if gpu_pages.cards(on_gpus) else _ON_CPUS) + state]
     for heading, claims in _sections():
         rows = [claim.row() for claim in claims]
         parts += [f"## {heading}", _table(["claim", "how it is checked", "result", "source"], rows)]
+    parts += ["## GPUs", gpu_pages.evidence(on_gpus)]
     rows = []
     for name in raw_names():
         measured_in = load(name)["environment"]
@@ -1010,13 +1017,16 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join([first, "|---" * len(head) + "|", *others, ""])
 
 
+_ON_CPUS = "All figures were measured on CPUs over gloo, on machines with two cores; none on a GPU"
+_ELSEWHERE = "All figures but [those of GPUs](#gpus) were measured on CPUs over gloo, with two cores"
+
 _HEAD = """\
 # Evidence
 
 Each row is checked by a test or taken from a raw measurement. `make evidence` writes this page from the raw files, and
 `make test` fails if this page, the README or a benchmark's page states anything else.
 
-All figures were measured on CPUs over gloo, on machines with two cores; none on a GPU. On an **emulated device**
+{where}. On an **emulated device**
 compute sleeps: such a figure shows how long ranks wait, not how fast they compute. An **emulated network** is a link
 between network namespaces of one machine, with a limited bandwidth.
 

@@ -14,20 +14,30 @@ import torch
 
 from benchmarks.provenance import ROOT, uncommitted
 
+COMMIT = "ATOLL_COMMIT"
+"""Environment variable with the commit of a copy of the sources on a machine without git."""
 
-def environment(*, command: Sequence[str], depends: Mapping[str, str] | None = None) -> dict[str, Any]:
+
+def environment(
+    *, command: Sequence[str], depends: Mapping[str, str] | None = None, commit: str | None = None
+) -> dict[str, Any]:
     """Machine, versions, commit, date and command; the load tells how quiet the machine was when it began.
 
     depends: path -> digest of the files that are measured; those of the package if not given.
+    commit: that of the sources where there is no git, `ATOLL_COMMIT` if not given. git has the last word where it is,
+    and a result says if the commit was only given.
     """
-    dirty = uncommitted(depends or ["src"])
+    head = _git("rev-parse", "HEAD")
+    given = "" if head else commit or os.environ.get(COMMIT, "")
+    dirty = [] if given else uncommitted(depends or ["src"])
     found: dict[str, Any] = {
         "cores": len(os.sched_getaffinity(0)),
         "cpu": _cpu_model(),
         "load_at_start": [round(value, 2) for value in os.getloadavg()],
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "commit": _git("rev-parse", "HEAD") or "unknown",
+        "commit": head or given or "unknown",
+        **({"commit_was_given": True} if given else {}),
         "uncommitted_source": bool(dirty),
         "uncommitted": dirty,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -35,8 +45,18 @@ def environment(*, command: Sequence[str], depends: Mapping[str, str] | None = N
         **({"depends": dict(depends)} if depends else {}),
     }
     if torch.cuda.is_available():
-        found |= {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
+        found |= {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda, **_card()}
     return found
+
+
+def _card() -> dict[str, Any]:
+    """Driver and clocks of the first card, as nvidia-smi says; none where it is missing."""
+    from benchmarks.gpu import lines
+
+    try:
+        return {"driver": lines.card()["driver"], "clocks": lines.state()}
+    except RuntimeError:
+        return {}
 
 
 def _cpu_model() -> str:

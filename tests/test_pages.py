@@ -182,6 +182,7 @@ ONLY_READ: Mapping[str, str] = {
     "export": "it sets a variable for what runs on several machines; who reads it is looked up",
     "python -m venv": "it makes the environment that the tests run in",
     "python -m pytest": "the file is itself one of the tests",
+    "python benchmarks/gpu/one_gpu.py": "tests/test_one_gpu.py rehearses it and its other modes",
     "python examples": "tests/test_examples.py runs the same command",
     "python deploy/ray/train.py": "Ray and GPUs; a stand-in: tests/test_deploy.py",
     "atoll plan": "a minute for a recipe; tests/test_recipes.py predicts the plan, tests/cli/test_plan.py runs others",
@@ -193,6 +194,7 @@ VARIABLES: Mapping[str, str] = {
     "ATOLL_SECRET": "atoll.runtime.launch",
     "MASTER_ADDR": "atoll.runtime.launch",
     "NCCL_SOCKET_IFNAME": "",  # NCCL itself, a library without a source here
+    "PYTHONPATH": "",  # Python
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "torch.distributed.elastic.rendezvous.dynamic_rendezvous",
 }
 """Variables that pages set, and the module that reads them."""
@@ -419,7 +421,7 @@ def read_python(words: list[str]) -> None:
             assert Path(path).is_file()
         case ["-m", "venv", ".venv"]:
             assert importlib.util.find_spec("venv")
-        case ["deploy/ray/train.py" as path, *rest]:
+        case ["deploy/ray/train.py" | "benchmarks/gpu/one_gpu.py" as path, *rest]:
             assert {word for word in rest if word.startswith("--")} <= options_of(Path(path))
         case _:
             read_example("python", words)
@@ -448,7 +450,10 @@ def read_pip(words: list[str]) -> None:
     options, names = create_command(command).parse_args(rest)
     extras = tomllib.loads(Path("pyproject.toml").read_text())["project"]["optional-dependencies"]
     for name in (*names, *options.editables):
-        found = re.fullmatch(r"\.(?:\[([\w,]+)\])?|torch|dist/atoll-\*\.whl", name)
+        found = re.fullmatch(r"\.(?:\[([\w,]+)\])?|torch|dist/atoll-\*\.whl|build/wheels/\*\.whl", name)
+        if found is None and options.constraints:
+            assert any(f"\n{name}==" in Path(path).read_text() for path in options.constraints), name
+            continue
         assert found, name
         assert set((found[1] or "").split(",")) - {""} <= set(extras), name
     assert all(Path(path).is_file() for path in options.constraints)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -118,8 +119,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if arguments.add is not None:
         return _add(arguments.add)
     if arguments.stage:
-        _work(_stage(arguments.stage), arguments.findings, arguments.out, arguments.limit, arguments.rehearse)
-        return 0
+        return _work(_stage(arguments.stage), arguments.findings, arguments.out, arguments.limit, arguments.rehearse)
     return _run_all(arguments)
 
 
@@ -176,15 +176,14 @@ def _run_all(arguments: argparse.Namespace) -> int:
     for stage in STAGES:
         if arguments.only and stage.name not in arguments.only:
             continue
-        digest = stage.digest
         left = BEGIN + arguments.seconds - time.monotonic() - AT_THE_END
-        if not arguments.again and lines.is_done(known, name=stage.name, digest=digest, device=card["device"]):
+        if not arguments.again and _is_done(stage, known, card["device"]):
             print(f"{stage.name:12} has a good line", flush=True)
         elif stage.seconds + GRACE > left:
             print(f"{stage.name:12} left out: {left:.0f} s are left, it may take {stage.seconds:.0f}", flush=True)
         else:
             limit = left - GRACE if stage.takes_rest else stage.seconds
-            line = _line(stage, digest, card, arguments, out, limit)
+            line = _line(stage, card, arguments, out, limit)
             lines.append(written, line)
             made.append(line)
             problem = line["problem"].strip().splitlines()
@@ -193,15 +192,22 @@ def _run_all(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _line(
-    stage: Stage, digest: str, card: dict[str, str], arguments: argparse.Namespace, out: Path, limit: float
-) -> dict[str, Any]:
+def _is_done(stage: Stage, known: Sequence[lines.Line], device: str) -> bool:
+    """Whether a stage has a good line. A digest takes a second, so it is computed only if some line could have it."""
+    return any(
+        lines.is_good(line) and line["name"] == stage.name and line["device"] == device for line in known
+    ) and lines.is_done(known, name=stage.name, digest=stage.digest, device=device)
+
+
+def _line(stage: Stage, card: dict[str, str], arguments: argparse.Namespace, out: Path, limit: float) -> dict[str, Any]:
     """Run a stage in a process of its own, and return its line."""
     before = {} if arguments.rehearse else lines.state()
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         findings = Path(folder) / "findings.json"
-        problem = _watch(_start(stage, findings, out, limit, arguments.rehearse), limit)
+        number = _start(stage, findings, out, limit, arguments.rehearse)
+        digest = stage.digest  # while the stage runs
+        problem = _watch(number, begin + limit + GRACE)
         said = findings.with_suffix(".problem")
         if said.is_file():
             problem = said.read_text(encoding="utf-8")
@@ -281,17 +287,15 @@ def _work(stage: Stage, findings: Path, out: Path, limit: float, rehearse: bool)
     return 0
 
 
-def _watch(number: int, limit: float) -> str:
-    """Wait for the process of a stage, and kill it after its limit. Return why its result is not whole, if so."""
-    end = time.monotonic() + limit + GRACE
-    status = 0
-    problem = ""
+def _watch(number: int, end: float) -> str:
+    """Wait for the process of a stage, and kill it at a time. Return why its result is not whole, if so."""
+    begin, status, problem = time.monotonic(), 0, ""
     while True:
         ended, status = os.waitpid(number, os.WNOHANG)
         if ended:
             break
         if time.monotonic() > end:
-            problem = f"stopped after {limit:.0f} s"
+            problem = f"stopped at its limit, {end - begin:.0f} s"
             os.killpg(number, signal.SIGKILL)
             os.waitpid(number, 0)
             break
@@ -313,6 +317,8 @@ def _import_ahead() -> None:
         except Exception:  # it fails again in its own process, whose line says why
             traceback.print_exc()
     del os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"]
+    gc.collect()
+    gc.freeze()  # collections between contenders then pass over what was imported
 
 
 def _stage(name: str) -> Stage:
