@@ -156,6 +156,31 @@ def test_a_machine_without_a_gpu_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+NVIDIA_SMI = """\
+#!/bin/sh
+case "$2" in
+  *driver_version*) echo "NVIDIA H100 80GB HBM3, 580.159" ;;
+  *) echo "1980, 2619, 41, [N/A], 520" ;;
+esac
+"""
+
+
+def test_a_card_that_cannot_be_opened_costs_one_line_a_stage(tmp_path: Path) -> None:
+    """The path of a GPU machine as far as it goes without one: clocks, the fork, the program of its own."""
+    (tmp_path / "nvidia-smi").write_text(NVIDIA_SMI)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    words = ("--out", tmp_path / "out", "--commit", COMMIT, "--only", "card", "--seconds", "120")
+    done = script(*words, PATH=path, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stderr
+    (made,) = lines.read_lines(tmp_path / "out" / "stages.jsonl")
+    assert made["before"] == {"sm_mhz": 1980, "memory_mhz": 2619, "celsius": 41, "watts": None, "memory_mib": 520}
+    assert (made["device"], made["driver"], made["commit"]) == (H100, "580.159", COMMIT)
+    assert "cuda" in made["problem"].lower()
+    assert not lines.is_good(made)
+    assert "card         FAILED" in done.stdout
+
+
 # ---- one stage
 
 
@@ -209,7 +234,7 @@ def test_a_stage_that_dies_leaves_its_signal(stage: Any, tmp_path: Path) -> None
     def run(run: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    assert run_stage(stage(run), tmp_path, limit=30.0)["problem"] == "ended by SIGKILL"
+    assert run_stage(stage(run), tmp_path, limit=30.0)["problem"].splitlines()[0] == "ended by SIGKILL"
 
 
 # ---- lines

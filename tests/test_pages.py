@@ -422,7 +422,7 @@ def read_python(words: list[str]) -> None:
         case ["-m", "venv", ".venv"]:
             assert importlib.util.find_spec("venv")
         case ["deploy/ray/train.py" | "benchmarks/gpu/one_gpu.py" as path, *rest]:
-            assert {word for word in rest if word.startswith("--")} <= options_of(Path(path))
+            assert {word for word in rest if word.startswith("--")} <= options_of(ROOT / path)
         case _:
             read_example("python", words)
 
@@ -449,7 +449,7 @@ def read_pip(words: list[str]) -> None:
     command, *rest = words
     options, names = create_command(command).parse_args(rest)
     extras = tomllib.loads(Path("pyproject.toml").read_text())["project"]["optional-dependencies"]
-    for name in (*names, *options.editables):
+    for name in (*names, *getattr(options, "editables", ())):
         found = re.fullmatch(r"\.(?:\[([\w,]+)\])?|torch|dist/atoll-\*\.whl|build/wheels/\*\.whl", name)
         if found is None and options.constraints:
             assert any(f"\n{name}==" in Path(path).read_text() for path in options.constraints), name

@@ -57,6 +57,18 @@ def at_least(what: str, value: float, least: float, *, form: str = ".3f", claim:
     return Figure(what, format(value, form), f"≥ {least:{form}}", value >= least, claim)
 
 
+def _worst(rows: Sequence[Result]) -> float:
+    """The largest difference of some rows. Infinity is text in a line."""
+    return max(float(row["worst"]) for row in rows)
+
+
+def _failed(rows: Sequence[Result]) -> Iterator[Figure]:
+    """A missed target for each row that failed by another reason than memory."""
+    for row in rows:
+        if row["problem"] and not row["problem"].startswith("out of memory"):
+            yield Figure(row["name"], row["problem"][:80], "runs", False)
+
+
 def _named(rows: Sequence[Result]) -> dict[str, Result]:
     """Rows that ran, by name."""
     return {row["name"]: row for row in rows if not row["problem"]}
@@ -77,9 +89,10 @@ def _truth(result: Result, device: str) -> Iterator[Figure]:
     rows = result.get("parity", [])
     if rows:
         claim = f"{len(rows)} pairs of layout and recompute match plain PyTorch in float64 within 1e-10"
-        yield at_most("parity in float64", max(row["worst"] for row in rows), PARITY, claim=claim)
+        yield at_most("parity in float64", _worst(rows), PARITY, claim=claim)
     for row in result.get("against_cpu", []):
-        yield at_most(f"{row['precision']} against the CPU", row["worst"], ON_CPU[row["precision"]])
+        yield at_most(f"{row['precision']} against the CPU", float(row["worst"]), ON_CPU[row["precision"]])
+    yield from _failed(result.get("contenders", []))
     found = _named(result.get("contenders", []))
     plain = [found[name] for name in ("torch", "torch again") if name in found]
     if plain:
@@ -137,13 +150,14 @@ def _ranks(result: Result, device: str) -> Iterator[Figure]:
     rows = result.get("cases", [])
     if rows:
         claim = f"{len(rows)} cases on 2 and 4 ranks that share the card match one process within 1e-10"
-        yield at_most(f"{len(rows)} cases on 2 and 4 ranks", max(row["worst"] for row in rows), PARITY, claim=claim)
+        yield at_most(f"{len(rows)} cases on 2 and 4 ranks", _worst(rows), PARITY, claim=claim)
         again = sum(row["repeats"] for row in rows)
         yield Figure("same bits in a second run", f"{again} of {len(rows)}", "all", again == len(rows))
 
 
 def _options(result: Result, device: str) -> Iterator[Figure]:
     rows = result.get("rows", [])
+    yield from _failed(rows)
     found = _named(rows)
     usual = found.get("NNG")
     if usual is None:
@@ -154,12 +168,13 @@ def _options(result: Result, device: str) -> Iterator[Figure]:
             if "peak_allocated" in usual:
                 words += f", {found[name]['peak_allocated'] / usual['peak_allocated']:.3f} of the peak"
             yield Figure(f"{name} / NNG", words)
-    failed = [row["name"] for row in rows if row["problem"]]
-    if failed:
-        yield Figure("out of memory", ", ".join(failed))
+    too_large = [row["name"] for row in rows if row["problem"].startswith("out of memory")]
+    if too_large:
+        yield Figure("out of memory", ", ".join(too_large))
 
 
 def _predictions(result: Result, device: str) -> Iterator[Figure]:
+    yield from _failed(result.get("rows", []))
     rows = _named(result.get("rows", []))
     given = result.get("committed", {})
     known = [name for name in rows if name in given]
@@ -187,10 +202,11 @@ def _errors(what: str, errors: Sequence[float], most: float | None, claim: str =
 
 def _compile(result: Result, device: str) -> Iterator[Figure]:
     if result.get("parity"):
-        worst = max(row["worst"] for row in result["parity"])
+        worst = _worst(result["parity"])
         yield at_most(
             "compiled blocks, parity", worst, PARITY, claim="compiled blocks match plain PyTorch within 1e-10"
         )
+    yield from _failed(result.get("rows", []))
     rows = list(_named(result.get("rows", [])).values())
     for row in rows[1:]:
         ratio = row["tokens_per_second"] / rows[0]["tokens_per_second"]
@@ -198,6 +214,7 @@ def _compile(result: Result, device: str) -> Iterator[Figure]:
 
 
 def _small(result: Result, device: str) -> Iterator[Figure]:
+    yield from _failed(result.get("rows", []))
     rows = [row for row in result.get("rows", []) if not row["problem"]]
     plain, ours = ([row["tokens_per_second"] for row in rows if row["name"] == name] for name in ("torch", "atoll NNG"))
     if plain and ours:
@@ -218,10 +235,10 @@ def _checks(result: Result, device: str) -> Iterator[Figure]:
 
 def _codecs(result: Result, device: str) -> Iterator[Figure]:
     if result.get("codecs"):
-        yield at_most("codec kernels against formulas", max(row["worst"] for row in result["codecs"]), 1e-12)
+        yield at_most("codec kernels against formulas", _worst(result["codecs"]), 1e-12)
     if result.get("muon"):
         claim = "Muon matches its formula within 1e-10"
-        yield at_most("Muon, parity", max(row["worst"] for row in result["muon"]), PARITY, claim=claim)
+        yield at_most("Muon, parity", _worst(result["muon"]), PARITY, claim=claim)
 
 
 def _soak(result: Result, device: str) -> Iterator[Figure]:

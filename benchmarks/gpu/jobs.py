@@ -24,7 +24,7 @@ from atoll.layouts import Layout, Precision
 from atoll.models import Decoder, DecoderConfig, token_cross_entropy
 from atoll.plans import MeshShape, Plan
 from atoll.runtime.engine import Engine
-from benchmarks.gpu.stage import Run
+from benchmarks.gpu.stage import Run, attempt
 
 Batch = Mapping[str, torch.Tensor]
 
@@ -265,17 +265,13 @@ def fully_sharded(job: Job, device: torch.device) -> Contender:
 # ---- measurements
 
 
-def measured(run: Run, job: Job, make: Make, *, steps: int, warmup: int = 2, name: str = "") -> dict[str, Any]:
-    """Train with a contender, alone on the device, and return what it took. `problem` if it ran out of memory."""
+def measured(run: Run, job: Job, make: Make, *, steps: int, warmup: int = 2, name: str) -> dict[str, Any]:
+    """Train with a contender, alone on the device, and return what it took, or its `problem`."""
     with run.emptied():
-        try:
-            return _measured(run, job, make, steps=steps, warmup=warmup, name=name)
-        except torch.OutOfMemoryError as error:
-            problem = f"out of memory: {str(error).partition('.')[0]}"
-        return {"name": name, "problem": problem}
+        return {"name": name, **attempt(lambda: _measured(run, job, make, steps=steps, warmup=warmup))}
 
 
-def _measured(run: Run, job: Job, make: Make, *, steps: int, warmup: int, name: str) -> dict[str, Any]:
+def _measured(run: Run, job: Job, make: Make, *, steps: int, warmup: int) -> dict[str, Any]:
     contender = make(job, run.device)
     try:
         losses, device_seconds, host_seconds = [], [], []
@@ -296,7 +292,6 @@ def _measured(run: Run, job: Job, make: Make, *, steps: int, warmup: int, name: 
         contender.close()
     typical = median(device_seconds)
     return {
-        "name": name or contender.name,
         "seconds": device_seconds,
         "host_seconds": host_seconds,
         "median_seconds": typical,
@@ -305,7 +300,6 @@ def _measured(run: Run, job: Job, make: Make, *, steps: int, warmup: int, name: 
         "losses": losses,
         "state_bytes": at_rest,
         **memory,
-        "problem": "",
     }
 
 

@@ -58,6 +58,9 @@ GRACE = 2.0
 AT_THE_END = 6.0
 """Seconds that are kept for the table."""
 
+LAST_LINES = 12
+"""Lines of the log in the line of a stage whose process was killed or died."""
+
 TABLE_ROWS = 28
 """With its two head lines the table has thirty."""
 
@@ -166,6 +169,9 @@ def _run_all(arguments: argparse.Namespace) -> int:
             print(f"{error}\n--rehearse runs all stages on the CPU", file=sys.stderr)
             return 2
     os.environ["ATOLL_COMMIT"] = arguments.commit
+    # Stages start programs elsewhere, for which relative folders would be others.
+    given = [os.path.abspath(each) for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
+    os.environ["PYTHONPATH"] = os.pathsep.join([*given, str(ROOT / "src"), str(ROOT)])
     out = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     written = out / "stages.jsonl"
@@ -186,8 +192,7 @@ def _run_all(arguments: argparse.Namespace) -> int:
             line = _line(stage, card, arguments, out, limit)
             lines.append(written, line)
             made.append(line)
-            problem = line["problem"].strip().splitlines()
-            print(f"{stage.name:12} {line['seconds']:6.1f} s  {problem[-1][:90] if problem else 'done'}", flush=True)
+            print(f"{stage.name:12} {line['seconds']:6.1f} s  {_short(line['problem']) or 'done'}", flush=True)
     print(table(made), flush=True)
     return 0
 
@@ -208,6 +213,8 @@ def _line(stage: Stage, card: dict[str, str], arguments: argparse.Namespace, out
         number = _start(stage, findings, out, limit, arguments.rehearse)
         digest = stage.digest  # while the stage runs
         problem = _watch(number, begin + limit + GRACE)
+        if problem and (out / "log.txt").is_file():
+            problem += "\n" + "\n".join((out / "log.txt").read_text(errors="replace").splitlines()[-LAST_LINES:])
         said = findings.with_suffix(".problem")
         if said.is_file():
             problem = said.read_text(encoding="utf-8")
@@ -245,8 +252,6 @@ def _start(stage: Stage, findings: Path, out: Path, limit: float, rehearse: bool
         if not rehearse and not _opens_device():
             # Something opened the driver before the fork. A new program is slower to start, and has no such past.
             words = ["--stage", stage.name, "--findings", str(findings), "--out", str(out), "--limit", str(limit)]
-            path = os.pathsep.join([str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-            os.environ["PYTHONPATH"] = path
             os.execv(sys.executable, [sys.executable, str(Path(__file__).resolve()), *words])
         code = _work(stage, findings, out, limit, rehearse)
     except BaseException:
@@ -262,7 +267,7 @@ def _opens_device() -> bool:
 
     try:
         torch.zeros(1, device="cuda")
-    except RuntimeError as error:
+    except Exception as error:  # of CUDA, or of a torch without CUDA
         print(f"a forked process cannot open the device: {error}", flush=True)
         return False
     return True
@@ -321,6 +326,13 @@ def _import_ahead() -> None:
     gc.freeze()  # collections between contenders then pass over what was imported
 
 
+def _short(problem: str) -> str:
+    """The line that says most: the last one of a traceback, or the first."""
+    said = problem.strip().splitlines()
+    is_traceback = bool(said) and said[0].startswith("Traceback")
+    return said[-1 if is_traceback else 0][:100] if said else ""
+
+
 def _stage(name: str) -> Stage:
     return next(stage for stage in STAGES if stage.name == name)
 
@@ -348,7 +360,7 @@ def table(made: Sequence[lines.Line]) -> str:
     rows = []
     for line in made:
         if line["problem"]:
-            rows.append((0, f"{line['name']:12} {'FAILED':5} {line['problem'].strip().splitlines()[-1][:100]}"))
+            rows.append((0, f"{line['name']:12} {'FAILED':5} {_short(line['problem'])}"))
         for each in figures(line["name"], line["result"], device=line["device"]):
             mark = {None: "", True: "pass", False: "MISS"}[each.passed]
             text = f"{line['name']:12} {mark:5} {each.what:40.40} {each.value}  {each.target}"

@@ -6,7 +6,8 @@ import gc
 import json
 import os
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,6 +93,21 @@ class Run:
             "peak_allocated": torch.cuda.max_memory_allocated(),
             "peak_reserved": torch.cuda.max_memory_reserved(),
         }
+
+
+def attempt(call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return what a call returns with an empty `problem`, or its error as `problem`: one row of a stage may fail.
+
+    The traceback goes to the log. It is not kept, because its frames hold tensors.
+    """
+    try:
+        return {**call(), "problem": ""}
+    except torch.OutOfMemoryError as error:
+        problem = f"out of memory: {str(error).partition('.')[0]}"
+    except Exception as error:
+        traceback.print_exc()
+        problem = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+    return {"problem": problem}
 
 
 class Clock:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from functools import partial
 from statistics import median
 
 import torch
@@ -10,9 +12,10 @@ import torch
 from atoll.layouts import CODES, Codec
 from atoll.runtime.sharding import coding
 from atoll.testing.coded import Kind, coded
-from atoll.testing.parity import Case, reference, train, worst_difference
+from atoll.testing.parity import Case, reference, train
 from atoll.testing.tiny import TinyConfig
-from benchmarks.gpu.stage import Run
+from benchmarks.gpu.compared import compared
+from benchmarks.gpu.stage import Run, attempt
 
 SIZES = (1, 7, 65, 3000)
 BLOCK = 8
@@ -22,23 +25,26 @@ def run(run: Run) -> None:
     """What arrives is what the formula says; bytes a second of a large message; Muon's parity in float64."""
     rows = []
     for name in CODES:
-        worst = max(_difference(*_both(Codec(name, BLOCK), numel, run.device)) for numel in SIZES)
-        rows.append({"codec": name, "worst": worst})
+        rows.append({"codec": name, "worst": math.inf, **attempt(partial(_worst, Codec(name, BLOCK), run.device))})
         run.keep("codecs", rows)
 
     speeds = []
     for name in CODES:
         with run.emptied():
-            speeds.append({"codec": name, **_speed(run, Codec(name))})
+            speeds.append({"codec": name, **attempt(partial(_speed, run, Codec(name)))})
             run.keep("speeds", speeds)
 
     found = []
     for layout in ("NNN", "GGG"):
         case = Case(layout, microbatches=4, optimizer="Muon", steps=2, model=TinyConfig(), device=run.device.type,
                     options=(("adamw", (("lr", 1e-3),)),))  # fmt: skip
-        worst, where = worst_difference(train(case), reference(replace(case, layout="NNN")))
-        found.append({"layout": layout, "worst": worst, "where": where})
+        alone = replace(case, layout="NNN")
+        found.append({"layout": layout, **compared(partial(train, case), partial(reference, alone))})
         run.keep("muon", found)
+
+
+def _worst(codec: Codec, device: torch.device) -> dict[str, float]:
+    return {"worst": max(_difference(*_both(codec, numel, device)) for numel in SIZES)}
 
 
 def _both(codec: Codec, numel: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch._dynamo.utils import counters
 
-from atoll.testing.parity import Case, reference, train, worst_difference
+from atoll.testing.parity import Case, reference, train
 from atoll.testing.tiny import TinyConfig
 from benchmarks.gpu import jobs
+from benchmarks.gpu.compared import compared
 from benchmarks.gpu.stage import Run
 
 
@@ -36,7 +38,6 @@ def run(run: Run) -> None:
             break
         torch.compiler.reset()
         case = Case(layout, microbatches=4, compile=mode, model=TinyConfig(), device=run.device.type, steps=2)
-        wanted = reference(replace(case, layout="NNN", compile="none"))
-        worst, where = worst_difference(train(case), wanted)
-        found.append({"layout": layout, "worst": worst, "where": where})
+        alone = replace(case, layout="NNN", compile="none")
+        found.append({"layout": layout, **compared(partial(train, case), partial(reference, alone))})
         run.keep("parity", found)

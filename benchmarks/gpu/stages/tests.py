@@ -60,6 +60,8 @@ def run(run: Run) -> None:
             run.keep("unfinished", problems)
         if not run.rehearse and record.PATH.is_file():
             run.keep("records", json.loads(record.PATH.read_text(encoding="utf-8")))
+        if problems:  # then it is to be done again
+            raise RuntimeError("; ".join(problems))
 
 
 def _pytest(words: list[str], lines: Path, *, seconds: float) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
-from atoll.testing.parity import Case, History, reference, train, worst_difference
+from atoll.testing.parity import Case, History, reference, train
 from atoll.testing.tiny import TinyConfig
 from benchmarks.gpu import jobs
+from benchmarks.gpu.compared import compared, on_cpu
 from benchmarks.gpu.stage import Run
 
 LAYOUTS = ("NNN", "NNG", "IIG", "GGG")
@@ -22,18 +24,17 @@ def run(run: Run) -> None:
                 layout, recompute=recompute, microbatches=4, model=TinyConfig.everything(), device=run.device.type
             )
             # On the same device, so that dropout draws from the same generator.
-            wanted = reference(replace(case, layout="NNN", recompute="none"))
-            worst, where = worst_difference(train(case), wanted)
-            rows.append({"layout": layout, "recompute": recompute, "worst": worst, "where": where})
+            alone = replace(case, layout="NNN", recompute="none")
+            found = compared(partial(train, case), partial(reference, alone))
+            rows.append({"layout": layout, "recompute": recompute, **found})
     run.keep("parity", rows)
 
     rows = []
     for precision in ("fp64", "fp32"):
         case = Case("IIG", microbatches=4, precision=precision, model=TinyConfig(tied=True, odd=True))
-        wanted = reference(replace(case, layout="NNN"))
-        got = _on_cpu(train(replace(case, device=run.device.type)))
-        worst, where = worst_difference(got, wanted)
-        rows.append({"precision": precision, "worst": worst, "where": where})
+        alone = replace(case, layout="NNN")
+        found = compared(partial(_on_device, case, run.device.type), partial(reference, alone))
+        rows.append({"precision": precision, **found})
     run.keep("against_cpu", rows)
 
     job = run.choose(jobs.MODEL_A, jobs.TINY)
@@ -45,11 +46,11 @@ def run(run: Run) -> None:
         ("torch FSDP2", jobs.fully_sharded),
         ("torch again", jobs.plain),
     )
-    found = []
+    measured = []
     for name, make in contenders:
-        found.append(jobs.measured(run, job, make, steps=run.choose(6, 1), warmup=run.choose(2, 1), name=name))
-        run.keep("contenders", found)
+        measured.append(jobs.measured(run, job, make, steps=run.choose(6, 1), warmup=run.choose(2, 1), name=name))
+        run.keep("contenders", measured)
 
 
-def _on_cpu(history: History) -> History:
-    return replace(history, parameters={name: value.cpu() for name, value in history.parameters.items()})
+def _on_device(case: Case, device: str) -> History:
+    return on_cpu(train(replace(case, device=device)))
