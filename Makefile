@@ -78,10 +78,10 @@ hangs: .venv/.stamp
 	$(BIN)/python benchmarks/run.py hangs
 
 # With a Python of its own, on a machine without registries: make gpu PYTHON=python3. Packages that it lacks are in
-# benchmarks/gpu/wheels, see benchmarks/gpu/README.md. Otherwise with that of .venv, which is made if it is missing.
+# build/packages, see benchmarks/gpu/README.md. Otherwise with that of .venv, which is made if it is missing.
 gpu: $(if $(filter command,$(firstword $(origin PYTHON))),,.venv/.stamp)
 ifeq ($(origin PYTHON),command line)
-	PYTHONPATH=benchmarks/gpu/wheels:src:. $(PYTHON) -m pytest tests/gpu -q
+	PYTHONPATH=build/packages:src:. $(PYTHON) -m pytest tests/gpu -q
 else
 	$(BIN)/python -m pytest tests/gpu -q
 endif

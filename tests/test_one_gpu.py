@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 import atoll.cost
-from benchmarks import environment
+from benchmarks import environment, provenance
 from benchmarks.gpu import forecast, lines, one_gpu, pages
 from benchmarks.gpu.figures import figures
 from benchmarks.gpu.one_gpu import STAGES, Stage
@@ -78,7 +78,7 @@ def test_every_name_of_cost_is_there() -> None:
         assert getattr(atoll.cost, name) is getattr(import_module(home), name)
     assert set(dir(atoll.cost)) == set(atoll.cost._HOMES)
     with pytest.raises(AttributeError, match=r"'atoll\.cost' has no attribute 'Clusters'"):
-        _ = atoll.cost.Clusters  # type: ignore[attr-defined]
+        _ = atoll.cost.Clusters
 
 
 def test_a_commit_is_given_where_there_is_no_git(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,7 +254,7 @@ def test_lines_are_added_only_with_the_sources_of_their_commit(
 ) -> None:
     (card,) = [stage for stage in STAGES if stage.name == "card"]
     monkeypatch.setattr(lines, "COMMITTED", tmp_path / "results" / "stages.jsonl")
-    monkeypatch.setattr(one_gpu, "_file_at", lambda commit, path: lines.provenance.read(path))
+    monkeypatch.setattr(one_gpu, "_file_at", lambda commit, path: provenance.read(path))
     right, wrong = line("card", {}, digest=card.digest), line("card", {}, digest="f" * 16)
     for each in (right, wrong, line("card", {}, problem="stopped")):
         lines.append(tmp_path / "new.jsonl", each)
@@ -275,10 +275,10 @@ def test_a_digest_follows_what_a_stage_depends_on() -> None:
     (one,) = [stage for stage in STAGES if stage.name == "card"]
     changed = {"benchmarks/gpu/stage.py": "raise ValueError"}
     assert one.digest == lines.digest_of(one.modules)
-    assert one.digest != lines.digest_of(one.modules, lambda path: changed.get(path) or lines.provenance.read(path))
+    assert one.digest != lines.digest_of(one.modules, lambda path: changed.get(path) or provenance.read(path))
     # The script and the pages can be mended without a new measurement.
     same = {"benchmarks/gpu/one_gpu.py": "", "benchmarks/gpu/figures.py": ""}
-    assert one.digest == lines.digest_of(one.modules, lambda path: same.get(path, lines.provenance.read(path)))
+    assert one.digest == lines.digest_of(one.modules, lambda path: same.get(path, provenance.read(path)))
 
 
 def test_committed_lines_are_good_and_name_stages() -> None:

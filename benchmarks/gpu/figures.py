@@ -141,6 +141,7 @@ def _tests(result: Result, device: str) -> Iterator[Figure]:
 
 def _gaps(result: Result, device: str) -> Iterator[Figure]:
     ours, plain = (result.get(name, {}) for name in ("atoll NNG", "torch"))
+    yield from _failed([{"problem": "", **each, "name": "profile"} for each in (ours, plain)])
     if ours.get("events") and plain.get("events"):
         yield at_least("device busy in a step, NNG − plain", ours["busy"] - plain["busy"], -0.01)
         yield Figure("kernels and copies, NNG and plain", f"{ours['events']:,} and {plain['events']:,}")
@@ -174,7 +175,7 @@ def _options(result: Result, device: str) -> Iterator[Figure]:
 
 
 def _predictions(result: Result, device: str) -> Iterator[Figure]:
-    yield from _failed(result.get("rows", []))
+    yield from _failed([{"name": "measured card", "problem": result.get("problem", "")}, *result.get("rows", [])])
     rows = _named(result.get("rows", []))
     given = result.get("committed", {})
     known = [name for name in rows if name in given]
@@ -229,7 +230,7 @@ def _checks(result: Result, device: str) -> Iterator[Figure]:
         value = f"{row['errors']} errors" if has_said else "no summary"
         yield Figure(row["tool"], value, "0 errors", has_said and row["errors"] == 0)
     found = result.get("allocations")
-    if found:
+    if found and not found["problem"]:
         yield Figure("GGG, allocations of a step", f"{found['allocations']:,}, {found['retries']} retries")
 
 

@@ -11,6 +11,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ import torch
 from atoll.testing.parity import Case, train
 from atoll.testing.tiny import TinyConfig
 from benchmarks.gpu import jobs
-from benchmarks.gpu.stage import Run
+from benchmarks.gpu.stage import Run, attempt
 from benchmarks.provenance import ROOT
 
 TOOLS = ("memcheck", "racecheck")
@@ -29,7 +30,7 @@ MOST = 10
 def run(run: Run) -> None:
     """Allocations of GGG first, which take seconds; then each tool, as long as there is time."""
     if not run.rehearse:
-        run.keep("allocations", _allocations(run))
+        run.keep("allocations", attempt(partial(_allocations, run)))
     sanitizer = _sanitizer()
     run.keep("sanitizer", sanitizer is not None)
     if sanitizer is None and not run.rehearse:

@@ -8,13 +8,14 @@ import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu import jobs
-from benchmarks.gpu.stage import Run
+from benchmarks.gpu.stage import Run, attempt
 
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 """Categories of a trace that are on the device."""
@@ -43,13 +44,18 @@ def run(run: Run) -> None:
     job = replace(jobs.MODEL_A, microbatches=2) if not run.rehearse else jobs.TINY
     run.keep("job", jobs.sizes(job))
     for name, make in (("atoll NNG", jobs.atoll_engine("NNG")), ("torch", jobs.plain)):
-        with run.emptied(), tempfile.TemporaryDirectory() as folder:
-            trace = Path(folder) / "trace.json"
-            _profile(run, job, make, trace)
-            text = trace.read_bytes()
-            run.keep(name, summary(json.loads(text)["traceEvents"], on_device=not run.rehearse))
-            if name != "torch":
-                (run.out / "profile.json.gz").write_bytes(_packed(text))
+        with run.emptied():
+            run.keep(name, attempt(partial(_summarised, run, job, make, keeps=name != "torch")))
+
+
+def _summarised(run: Run, job: jobs.Job, make: jobs.Make, *, keeps: bool) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        _profile(run, job, make, trace)
+        text = trace.read_bytes()
+    if keeps:
+        (run.out / "profile.json.gz").write_bytes(_packed(text))
+    return summary(json.loads(text)["traceEvents"], on_device=not run.rehearse)
 
 
 def _packed(text: bytes) -> bytes:
@@ -116,7 +122,7 @@ def summary(events: Iterable[Mapping[str, Any]], *, on_device: bool = True) -> d
         "span_microseconds": span,
         "busy": busy / span if span else 1.0,
         "gaps": len(gaps),
-        "longest_gaps": sorted(gaps, key=lambda gap: -float(gap["microseconds"]))[:LONGEST],  # type: ignore[arg-type]
+        "longest_gaps": sorted(gaps, key=lambda gap: -float(gap["microseconds"]))[:LONGEST],
         "kinds": dict(sorted(kinds.items(), key=lambda item: -item[1])),
         "top": [
             {"name": name[:120], "microseconds": took, "count": counts[name]}

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -10,7 +13,7 @@ from atoll.cost.calibration import Step, calibrate
 from atoll.errors import ConfigError
 from atoll.measuring.measure import measure, to_text
 from benchmarks.gpu import forecast, jobs
-from benchmarks.gpu.stage import Run
+from benchmarks.gpu.stage import Run, attempt
 
 
 def run(run: Run) -> None:
@@ -24,11 +27,11 @@ def run(run: Run) -> None:
         run.keep("committed", {} if run.rehearse else {each.name: committed[each.name] for each in settings})
         run.keep("from_preset", forecast.predicted(settings, forecast.alone(preset)))
 
-    cluster = measure(1, local=1, device=run.device, seconds=run.choose(0.15, 0.002))
-    (run.out / "cluster.toml").write_text(to_text(cluster), encoding="utf-8")
-    run.keep("cluster", cluster.tables())
+    found = attempt(partial(_measured, run, settings))
     run.release()
-    run.keep("from_measurements", forecast.predicted(settings, cluster, on_cpu=run.rehearse))
+    cluster = found.pop("cluster", None)
+    for key, value in found.items():
+        run.keep(key, value)
 
     rows = []
     for setting in settings:
@@ -39,6 +42,8 @@ def run(run: Run) -> None:
         rows.append({key: value for key, value in row.items() if key != "losses"})
         run.keep("rows", rows)
 
+    if cluster is None:
+        return
     # Clocks are those of a working card in all rows, so half of them says what the other half takes.
     steps = [
         Step(((1.0, setting.prediction(cluster, on_cpu=run.rehearse)),), row["median_seconds"], setting.name)
@@ -52,3 +57,13 @@ def run(run: Run) -> None:
         return
     run.keep("constants", dict(fitted.constants))
     run.keep("calibrated", {step.name: {"seconds": step.on(fitted.cluster).predicted} for step in steps[1::2]})
+
+
+def _measured(run: Run, settings: Sequence[forecast.Setting]) -> dict[str, Any]:
+    cluster = measure(1, local=1, device=run.device, seconds=run.choose(0.15, 0.002))
+    (run.out / "cluster.toml").write_text(to_text(cluster), encoding="utf-8")
+    return {
+        "cluster": cluster,
+        "measured_cluster": cluster.tables(),
+        "from_measurements": forecast.predicted(settings, cluster, on_cpu=run.rehearse),
+    }
