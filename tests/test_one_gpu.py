@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import atoll.cost
+from atoll.models import Decoder
 from benchmarks import environment, provenance
-from benchmarks.gpu import forecast, lines, one_gpu, pages
+from benchmarks.gpu import forecast, jobs, lines, one_gpu, pages
 from benchmarks.gpu.figures import figures
 from benchmarks.gpu.one_gpu import STAGES, Stage
 from benchmarks.gpu.stages.checks import peak_of
@@ -60,7 +62,7 @@ def truth(rate: float = 100.0, worst: float = 1e-15) -> dict[str, Any]:
 
     rows = [row("torch", 100.0, 1000), row("atoll NNG", rate, 1010), row("torch FSDP2", 99.0, 1100),
             row("torch again", 100.0, 1000)]  # fmt: skip
-    return {"parity": [{"worst": worst}], "job": {}, "contenders": rows}
+    return {"parity": [{"worst": worst}], "job": {"parameters": 1.35e9}, "contenders": rows}
 
 
 # ---- without what a lent machine lacks
@@ -327,6 +329,14 @@ def test_predictions_are_committed_for_every_setting() -> None:
         assert all(0 < figure["seconds"] < 10 and 1e9 < figure["peak_bytes"] < 80e9 for figure in each.values())
 
 
+def test_jobs_have_the_parameters_that_pages_name() -> None:
+    for job, billions in ((jobs.MODEL_A, 1.35), (jobs.SMALL, 0.125)):
+        with torch.device("meta"):
+            model = Decoder(job.config)
+        assert job.parameters == sum(parameter.numel() for parameter in model.parameters())
+        assert job.parameters / 1e9 == pytest.approx(billions, rel=4e-3)
+
+
 def test_gaps_are_where_no_kernel_runs() -> None:
     def event(ts: float, dur: float, name: str, cat: str = "kernel", **args: int) -> dict[str, Any]:
         return {"ph": "X", "ts": ts, "dur": dur, "name": name, "cat": cat, "args": args}
@@ -371,7 +381,7 @@ def test_with_lines_pages_say_what_is_proved_on_which_card() -> None:
              line("truth", truth(97.0), device="NVIDIA H200")]  # fmt: skip
     text = " ".join(pages.paragraph(given).split())
     assert text.startswith(f"**Proved on one {H100}:** 1 pairs of layout and recompute match plain PyTorch in float64")
-    assert "takes 1.000 times as long as in plain PyTorch (`01234567`)" in text
+    assert "a step of 1.35 billion parameters takes 1.000 times as long as in plain PyTorch (`01234567`)" in text
     assert "**Proved on one NVIDIA H200:**" in text
     assert "Not reached: NNG / plain, tokens/s; NNG / FSDP2, tokens/s." in text
     assert "One GPU cannot show NCCL" in text

@@ -9,7 +9,7 @@ from benchmarks.gpu.stage import Run
 def run(run: Run) -> None:
     """Plain PyTorch and Atoll in turns: the host's share drifts more than the device's."""
     job = run.choose(jobs.SMALL, jobs.TINY)
-    run.keep("job", jobs.sizes(job) | {"tokens": job.tokens})
+    run.keep("job", jobs.sizes(job) | {"parameters": job.parameters, "tokens": job.tokens})
     contenders = {"torch": jobs.plain, "atoll NNG": jobs.atoll_engine("NNG"), "atoll GGG": jobs.atoll_engine("GGG")}
     rows = []
     for turn in range(run.choose(2, 1)):

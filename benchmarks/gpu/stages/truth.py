@@ -38,7 +38,7 @@ def run(run: Run) -> None:
     run.keep("against_cpu", rows)
 
     job = run.choose(jobs.MODEL_A, jobs.TINY)
-    run.keep("job", jobs.sizes(job) | {"tokens": job.tokens, "flops": job.flops})
+    run.keep("job", jobs.sizes(job) | {"parameters": job.parameters, "tokens": job.tokens, "flops": job.flops})
     contenders = (
         ("torch", jobs.plain),
         ("atoll NNG", jobs.atoll_engine("NNG")),
