@@ -321,9 +321,22 @@ def _import_ahead() -> None:
             importlib.import_module(stage.modules[0])
         except Exception:  # it fails again in its own process, whose line says why
             traceback.print_exc()
+    with contextlib.suppress(Exception):  # a stage that needs it says why it fails
+        _build_on_meta()
     del os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"]
     gc.collect()
     gc.freeze()  # collections between contenders then pass over what was imported
+
+
+def _build_on_meta() -> None:
+    """torch imports more of itself when a module is first built, which needs no device."""
+    import torch
+
+    from atoll.models import Decoder
+    from benchmarks.gpu import jobs
+
+    with torch.device("meta"):
+        Decoder(jobs.TINY.config)
 
 
 def _short(problem: str) -> str:
