@@ -113,10 +113,14 @@ def dtype_of(name: str) -> torch.dtype:
 def sum_of_squares(values: torch.Tensor) -> torch.Tensor:
     """The sum of squares of a 1-D tensor in float64, on its device, right to about seven digits.
 
+    On a GPU squares are added in fp32, `_AT_A_TIME` at a time, in one pass and without a copy: torch's norm in float64
+    would first convert all values, 8 bytes for each. As in `clip_grad_norm_`, squares that overflow fp32 give infinity.
     On the CPU torch's norm of another dtype takes six times as long as this: it converts element by element.
     """
-    if values.is_cuda or values.dtype == torch.float64:
-        return torch.linalg.vector_norm(values, dtype=torch.float64).square()
+    if values.dtype == torch.float64:
+        return torch.linalg.vector_norm(values).square()
+    if values.is_cuda:
+        return _sum_by_rows(values)
     chunks = values.split(_AT_A_TIME)
     if values.dtype == torch.float32:
         total = torch.stack([torch.dot(chunk, chunk) for chunk in chunks]).sum(dtype=torch.float64)
@@ -128,6 +132,16 @@ def sum_of_squares(values: torch.Tensor) -> torch.Tensor:
         part = room[: len(chunk)].copy_(chunk)
         total += torch.dot(part, part)
     return total
+
+
+def _sum_by_rows(values: torch.Tensor) -> torch.Tensor:
+    """The sum of squares, from one norm in fp32 of every `_AT_A_TIME` elements."""
+    whole = len(values) - len(values) % _AT_A_TIME
+    rows = values[:whole].view(-1, _AT_A_TIME)
+    norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32).double().square().sum()
+    if whole == len(values):
+        return norms
+    return norms + torch.linalg.vector_norm(values[whole:], dtype=torch.float32).double().square()
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +198,7 @@ class Segment:
         self._local = {name: local_part(parameter) for name, parameter in parameters.items()}
         named_shapes = ((name, tuple(p.shape)) for name, p in self._local.items())
         self.map = FlatMap.build(named_shapes, self.sharding.nest.ranks)
+        self._gaps = self.map.gaps
         whole = self.sharding.whole if is_whole else None
         self.matrices: tuple[Matrix, ...] = ()
         self.matrix_owners: tuple[int, ...] = ()
@@ -272,9 +287,10 @@ class Segment:
         self.final: torch.Tensor | None = None
         dtype = dtype_of(precision.gradient)
         self.gradients = {phase: self._zeros(g, dtype, is_read=g_is_read) for phase in self.phases}
-        self._give_gradients_back()
-        if g is Level.N:
+        if self.sharding.accumulates:
+            # Before the storages are freed: views are made of memory that is there, and stay valid.
             self._flow_views = {phase: self._views_of(resting) for phase, resting in self.gradients.items()}
+        self._give_gradients_back()
 
     def _give_gradients_back(self) -> None:
         """Free sharded gradients between steps, so that a forward can use their memory. Those
@@ -547,8 +563,10 @@ class Segment:
         return self._flow_views[phase][name] if name in self._written.get(phase, ()) else None
 
     def _open_flow(self, phase: Phase) -> None:
-        """Return the whole buffer in which a phase accumulates; uninitialized if it is new."""
-        if phase not in self._flow_views:
+        """Allocate the whole buffer in which a phase accumulates, uninitialized, unless it is there."""
+        if self.sharding.accumulates:
+            self._resting_gradient(phase)
+        elif phase not in self._flow_views:
             resting = self.gradients[phase]
             flow = self.around.transport.lend(self.map.padded, resting.dtype)
             if flow is None:
@@ -565,12 +583,13 @@ class Segment:
             for entry in self.map.entries:
                 if entry.name not in written:
                     whole.narrow(0, entry.offset, entry.numel).zero_()
-            whole[self.map.numel :].zero_()
+            for gap in self._gaps:
+                whole.narrow(0, gap.start, len(gap)).zero_()
         written.clear()
 
     def reduce_gradients(self, phase: Phase) -> None:
         """Begin to reduce a phase's gradients to where they rest; `end_reduction` gives their whole buffer back."""
-        if phase not in self.phases or self.layout.gradients is Level.N:
+        if phase not in self.phases or self.sharding.accumulates:
             return
         self._open_flow(phase)
         flow = self.flows.pop(phase)
@@ -604,9 +623,9 @@ class Segment:
     def sync_gradients(self) -> None:
         """Begin to turn the accumulated gradients into `final`, the optimizer's, at the level of os."""
         if self.trainable and self._syncing_gradients is None:
-            if self.layout.gradients is Level.N:
+            if self.sharding.accumulates:
                 for phase in self.phases:
-                    self._complete(phase, self.gradients[phase])
+                    self._complete(phase, self._resting_gradient(phase))
             after = self._reducing[-1][0] if self._reducing else None
             self._syncing_gradients = self.start("sync", self._sync, after=after)
 
@@ -620,7 +639,7 @@ class Segment:
 
     def _sync(self) -> None:
         g, os = self.layout.gradients, self.layout.optimizer
-        if g is not Level.N:
+        if not self.sharding.accumulates:
             for phase in self.phases:
                 if phase not in self._resting:
                     self._resting_gradient(phase).zero_()
@@ -629,7 +648,7 @@ class Segment:
             resting.add_(other)
         coarse = min(g, os)
         buffer = resting
-        if coarse is not g:
+        if not self.sharding.nest.is_same(coarse, g):
             buffer = torch.zeros(len(self.range(coarse)), dtype=buffer.dtype, device=buffer.device)
             self._part(buffer, coarse, g).copy_(resting)
         for move in SYNC_GRADIENT[g, os]:
