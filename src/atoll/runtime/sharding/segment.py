@@ -199,6 +199,7 @@ class Segment:
         named_shapes = ((name, tuple(p.shape)) for name, p in self._local.items())
         self.map = FlatMap.build(named_shapes, self.sharding.nest.ranks)
         self._gaps = self.map.gaps
+        self._accumulates = self.sharding.accumulates
         whole = self.sharding.whole if is_whole else None
         self.matrices: tuple[Matrix, ...] = ()
         self.matrix_owners: tuple[int, ...] = ()
@@ -287,7 +288,7 @@ class Segment:
         self.final: torch.Tensor | None = None
         dtype = dtype_of(precision.gradient)
         self.gradients = {phase: self._zeros(g, dtype, is_read=g_is_read) for phase in self.phases}
-        if self.sharding.accumulates:
+        if self._accumulates:
             # Before the storages are freed: views are made of memory that is there, and stay valid.
             self._flow_views = {phase: self._views_of(resting) for phase, resting in self.gradients.items()}
         self._give_gradients_back()
@@ -564,7 +565,7 @@ class Segment:
 
     def _open_flow(self, phase: Phase) -> None:
         """Allocate the whole buffer in which a phase accumulates, uninitialized, unless it is there."""
-        if self.sharding.accumulates:
+        if self._accumulates:
             self._resting_gradient(phase)
         elif phase not in self._flow_views:
             resting = self.gradients[phase]
@@ -589,7 +590,7 @@ class Segment:
 
     def reduce_gradients(self, phase: Phase) -> None:
         """Begin to reduce a phase's gradients to where they rest; `end_reduction` gives their whole buffer back."""
-        if phase not in self.phases or self.sharding.accumulates:
+        if phase not in self.phases or self._accumulates:
             return
         self._open_flow(phase)
         flow = self.flows.pop(phase)
@@ -623,7 +624,7 @@ class Segment:
     def sync_gradients(self) -> None:
         """Begin to turn the accumulated gradients into `final`, the optimizer's, at the level of os."""
         if self.trainable and self._syncing_gradients is None:
-            if self.sharding.accumulates:
+            if self._accumulates:
                 for phase in self.phases:
                     self._complete(phase, self._resting_gradient(phase))
             after = self._reducing[-1][0] if self._reducing else None
@@ -639,7 +640,7 @@ class Segment:
 
     def _sync(self) -> None:
         g, os = self.layout.gradients, self.layout.optimizer
-        if not self.sharding.accumulates:
+        if not self._accumulates:
             for phase in self.phases:
                 if phase not in self._resting:
                     self._resting_gradient(phase).zero_()
