@@ -284,7 +284,8 @@ class Segment:
                 resting.untyped_storage().resize_(0)
 
     def _resting_gradient(self, phase: Phase) -> torch.Tensor:
-        """Return the buffer that stores a phase's gradients; uninitialized if it is new."""
+        """Return the buffer that stores a phase's gradients; uninitialized if it is new. The computation calls it before
+        a job that needs the buffer: [Note: streams and memory] in runtime/lanes.py."""
         resting = self.gradients[phase]
         if resting.untyped_storage().nbytes() == 0:
             resting.untyped_storage().resize_(resting.nbytes)
@@ -362,7 +363,7 @@ class Segment:
                 self._gathering = None
             else:
                 self.around.lanes["gather"].do(self._bring, unit=self.tag[0], after=self._syncing_parameters)
-            self._syncing_parameters = None
+            self._syncing_parameters = self._spreading = None  # the gather was behind the job that read it
             if self._staged is not None:
                 self._fill(GATHER_PARAMETER[Level.I], self._staged)
                 self.around.transport.give_back(self._staged)
@@ -404,8 +405,8 @@ class Segment:
         self._code(partial(coding.gather, nearest, own.to(buffer.dtype), buffer), move, _Purpose.GATHER)
 
     def _make_room(self) -> None:
-        """Room for the whole copy, on a GPU taken and given back by the computation's stream, never by a lane's: a lane
-        does not know what the computation has launched since its job was begun."""
+        """Room for the whole copy, on a GPU taken and given back by the computation's stream, never by a lane's: see
+        [Note: streams and memory] in runtime/lanes.py."""
         if self.whole.untyped_storage().nbytes() == 0:
             self.whole.untyped_storage().resize_(self.whole.numel() * self.whole.itemsize)
 
@@ -449,7 +450,7 @@ class Segment:
             if is_ahead:
                 self._begin_ahead()
                 master = master.clone()  # the optimizer's is put back at once
-            self._spreading = master
+            self._spreading = master  # kept until the job has been waited for, whose stream reads it
             self._syncing_parameters = self.start("sync", self._follow, after=None)
             return
         self._is_ahead = False
@@ -576,6 +577,7 @@ class Segment:
         flow = self.flows.pop(phase)
         del self._flow_views[phase]
         self._complete(phase, flow)
+        self._resting_gradient(phase)  # here and not in the job: the computation frees it
         # Behind the one before: their tags are the same.
         after = self._reducing[-1][0] if self._reducing else None
         job = self.start("reduce", partial(self._reduce, phase, flow), after=after)
@@ -597,7 +599,7 @@ class Segment:
             self._bring_gradients(
                 self._part(total, Level.N, move.coarse), move, _Purpose.REDUCE, phase=phase, what=what
             )
-        Room(self._resting_gradient(phase), is_empty=phase not in self._resting).add(self._part(total, Level.N, level))
+        Room(self.gradients[phase], is_empty=phase not in self._resting).add(self._part(total, Level.N, level))
         self._resting.add(phase)
         self.around.transport.give_back(flow, was_read=bool(moves))
 
@@ -607,8 +609,15 @@ class Segment:
             if self.layout.gradients is Level.N:
                 for phase in self.phases:
                     self._complete(phase, self.gradients[phase])
+            g, os = self.layout.gradients, self.layout.optimizer
+            for phase in self.phases:
+                self._resting_gradient(phase)
+            # What the optimizer reads outlives the job, so it is allocated here; nothing of it is written before.
+            resting = self.gradients[self.phases[0]]
+            wide = resting if g <= os else resting.new_empty(len(self.range(os)))
+            final = torch.empty_like(self._part(wide, min(g, os), os)) if self.spread is Spread.SUMMED else None
             after = self._reducing[-1][0] if self._reducing else None
-            self._syncing_gradients = self.start("sync", self._sync, after=after)
+            self._syncing_gradients = self.start("sync", partial(self._sync, wide, final), after=after)
 
     def settle_gradients(self) -> None:
         """Wait until `final` is there."""
@@ -618,26 +627,30 @@ class Segment:
         self._syncing_gradients = None
         self._reducing.clear()  # the sync has waited for them
 
-    def _sync(self) -> None:
+    def _sync(self, buffer: torch.Tensor, final: torch.Tensor | None) -> None:
+        """Sum the phases, and bring the sum to the optimizer's level.
+
+        buffer: of the coarser level of g and os: what rests, or uninitialized.  final: uninitialized, for the sum over
+        the tensor-parallel ranks, if there is one.
+        """
         g, os = self.layout.gradients, self.layout.optimizer
         if g is not Level.N:
             for phase in self.phases:
                 if phase not in self._resting:
-                    self._resting_gradient(phase).zero_()
+                    self.gradients[phase].zero_()
         resting, *others = (self.gradients[phase] for phase in self.phases)
         for other in others:
             resting.add_(other)
         coarse = min(g, os)
-        buffer = resting
         if coarse is not g:
-            buffer = torch.zeros(len(self.range(coarse)), dtype=buffer.dtype, device=buffer.device)
+            buffer.zero_()
             self._part(buffer, coarse, g).copy_(resting)
         for move in SYNC_GRADIENT[g, os]:
             part, what = self._part(buffer, coarse, move.coarse), "sync" if move.kind is Kind.REDUCE else "gather"
             self._bring_gradients(part, move, _Purpose.SYNC_GRADIENT, phase=self.phases[0], what=what)
         self.final = self._part(buffer, coarse, os)
-        if self.spread is Spread.SUMMED:
-            self.final = self.final.clone()  # what rests may be read by others
+        if final is not None:
+            self.final = final.copy_(self.final)  # what rests may be read by others
             self.around.transport.total_along(self.final, "tp", Tag(Channel.SUM_TENSOR, *self.tag))
 
     def _bring_gradients(self, buffer: torch.Tensor, move: Move, purpose: _Purpose, *, phase: Phase, what: str) -> None:
