@@ -284,8 +284,10 @@ class Segment:
                 resting.untyped_storage().resize_(0)
 
     def _resting_gradient(self, phase: Phase) -> torch.Tensor:
-        """Return the buffer that stores a phase's gradients; uninitialized if it is new. The computation calls it before
-        a job that needs the buffer: [Note: streams and memory] in runtime/lanes.py."""
+        """Return the buffer that stores a phase's gradients; uninitialized if it is new.
+
+        The computation calls it before a job that needs it: see [Note: streams and memory] in runtime/lanes.py.
+        """
         resting = self.gradients[phase]
         if resting.untyped_storage().nbytes() == 0:
             resting.untyped_storage().resize_(resting.nbytes)
