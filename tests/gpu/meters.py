@@ -7,7 +7,7 @@ import gc
 import torch
 
 MEBIBYTE = 2**20
-WORKSPACE = {"cuda": 40 * MEBIBYTE, "cpu": 2 * MEBIBYTE}
+WORKSPACE = {"cuda": 40 * MEBIBYTE, "cpu": MEBIBYTE}
 """More than what cuBLAS keeps for itself in the allocator. On the CPU: more than the activations of short samples."""
 
 
