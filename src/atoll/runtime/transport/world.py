@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from datetime import timedelta
 
 import torch
@@ -35,11 +34,6 @@ def connect(place: Place, device: torch.device, *, has_islands: bool = False) ->
     return GlooTransport(place, device, has_islands=has_islands)
 
 
-SERIALIZATION_WARNING = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
-"""Environment variable by which torch warns that the messages of one eager group wait for each other: as they should,
-because each direction of a link has a group of its own."""
-
-
 def join(rank: int, world: int, store: dist.Store, *, device: torch.device, timeout: float) -> None:
     """Initialise torch.distributed for one rank; `timeout` in seconds bounds every wait for a peer.
 
@@ -54,7 +48,6 @@ def join(rank: int, world: int, store: dist.Store, *, device: torch.device, time
     if device.type != "cuda":
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
         return
-    os.environ.setdefault(SERIALIZATION_WARNING, "false")
     dist.init_process_group("nccl", store=store, rank=rank, world_size=world, timeout=limit, device_id=device)
 
 
