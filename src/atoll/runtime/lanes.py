@@ -14,7 +14,8 @@ and peak memory would depend on timing. Three rules replace it:
     1. What outlives a job is allocated by the computation, before the job starts: its stream then owns the block, and
        after the free the next forward can use that memory, too. A job allocates only what it also frees.
     2. The computation frees a block that a job uses after `Job.wait`, which makes its stream wait for the job. Until
-       then whoever keeps the job keeps the block: a job on a stream has only been launched when `start` returns.
+       then whoever keeps the job keeps the block: a job on a stream has only been launched when `start` returns, and
+       jobs themselves keep nothing.
     3. A job starts after everything that the computation had launched when the job was submitted. So it may read and
        write blocks of the computation, and nothing that the computation has launched later may write to those.
 
@@ -207,20 +208,20 @@ class _StreamThreadJob(_ThreadJob):
     it."""
 
     def __init__(self, work: Callable[[], None], device: torch.device, own: threading.local) -> None:
-        super().__init__(self._on_stream)
-        self._wanted = work
+        # Dropped once it has run: it refers to the job before, which would keep all gradients of a step's reductions.
+        super().__init__(partial(self._on_stream, work))
         self._device, self._own = device, own
         self._began, self._ended = torch.cuda.Event(), torch.cuda.Event()
         # Here, on the computation's stream: the thread may run much later, and must not wait for what comes in between.
         self._began.record(torch.cuda.current_stream(device))
 
-    def _on_stream(self) -> None:
+    def _on_stream(self, work: Callable[[], None]) -> None:
         if not hasattr(self._own, "stream"):
             self._own.stream = torch.cuda.Stream(self._device)
         stream: torch.cuda.Stream = self._own.stream
         with torch.cuda.stream(stream):  # makes its device the thread's current one, too
             stream.wait_event(self._began)
-            self._wanted()
+            work()
             self._ended.record(stream)
 
     def wait(self) -> None:

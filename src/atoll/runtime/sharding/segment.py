@@ -200,7 +200,7 @@ class Segment:
         self._staged: torch.Tensor | None = None
         self._gathering: lanes.Job | None = None
         self._reducing: deque[tuple[lanes.Job, torch.Tensor]] = deque()
-        self._syncing_gradients: lanes.Job | None = None
+        self._syncing_gradients: tuple[lanes.Job, torch.Tensor] | None = None
         self._syncing_parameters: lanes.Job | None = None
         self._spreading: torch.Tensor | None = None
         self.compute = dtype_of(self.sharding.precision.compute)
@@ -619,13 +619,13 @@ class Segment:
             wide = resting if g <= os else resting.new_empty(len(self.range(os)))
             final = torch.empty_like(self._part(wide, min(g, os), os)) if self.spread is Spread.SUMMED else None
             after = self._reducing[-1][0] if self._reducing else None
-            self._syncing_gradients = self.start("sync", partial(self._sync, wide, final), after=after)
+            self._syncing_gradients = self.start("sync", partial(self._sync, wide, final), after=after), wide
 
     def settle_gradients(self) -> None:
         """Wait until `final` is there."""
         self.sync_gradients()
         if self._syncing_gradients is not None:
-            self._syncing_gradients.wait()
+            self._syncing_gradients[0].wait()
         self._syncing_gradients = None
         self._reducing.clear()  # the sync has waited for them
 
