@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
@@ -13,7 +14,8 @@ import torch
 
 from atoll.errors import RankError
 from atoll.layouts import Codec, Codecs
-from atoll.runtime.lanes import AT_ONCE, KINDS, Job, Kind, Threads, lanes_of
+from atoll.runtime.lanes import AT_ONCE, KINDS, Job, Kind, Threads, lane_of, lanes_of
+from atoll.runtime.pipeline.clock import clock_of
 from atoll.runtime.sharding.segment import Segment
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, train
@@ -166,3 +168,92 @@ def test_what_outlives_a_job_is_allocated_by_the_computation(case: Case) -> None
     for jobs, found in run_ranks(train_and_watch_jobs, case.ranks, replace(case, reads_in_place=False), timeout=120.0):
         assert jobs > 0
         assert found == []
+
+
+# ---- [Note: the current device]
+
+
+class Streams(threading.local):
+    """Stands for what `torch.cuda` knows of a thread: its current device, 0 in a new thread, and streams by device."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cuda", 0)
+        self.current: dict[torch.device, FakeStream] = {}
+
+    def current_stream(self, device: torch.device | None = None) -> FakeStream:
+        of = self.device if device is None else device
+        if of not in DEFAULTS:
+            DEFAULTS[of] = FakeStream(of)
+        return self.current.get(of, DEFAULTS[of])
+
+    @contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        before = self.device, self.current_stream(stream.device)
+        self.device, self.current[stream.device] = stream.device, stream
+        yield
+        self.device, self.current[stream.device] = before
+
+
+class FakeStream:
+    """What is launched on a stream, in order."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.device = STREAMS.device if device is None else device
+        self.launched: list[object] = []
+        MADE.append(self)
+
+    def wait_event(self, event: FakeEvent) -> None:
+        assert event.stream is not None, "an event that was never recorded is passed at once"
+        self.launched.append(("wait", event.stream, event.at))
+
+    def wait_stream(self, stream: FakeStream) -> None:
+        self.launched.append(("wait", stream, len(stream.launched)))
+
+
+class FakeEvent:
+    """A place in a stream."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.stream: FakeStream | None = None
+        self.at = 0
+
+    def record(self, stream: FakeStream | None = None) -> None:
+        self.stream = STREAMS.current_stream() if stream is None else stream
+        self.at = len(self.stream.launched)
+
+
+MADE: list[FakeStream] = []
+DEFAULTS: dict[torch.device, FakeStream] = {}
+STREAMS = Streams()
+
+
+@pytest.mark.parametrize("waits_on_host", [True, False], ids=["threads", "one thread"])
+def test_streams_and_events_are_of_the_engines_device(waits_on_host: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process's current device is 0, as that of every new thread; the engine's is 1."""
+    for name, fake in (
+        ("Stream", FakeStream),
+        ("Event", FakeEvent),
+        ("stream", STREAMS.stream),
+        ("current_stream", STREAMS.current_stream),
+    ):
+        monkeypatch.setattr(torch.cuda, name, fake)
+    MADE.clear()
+    DEFAULTS.clear()
+    device = torch.device("cuda", 1)
+    lane = lane_of("gather", device, waits_on_host=waits_on_host)
+    lane.clock = clock_of(device, 0, {0: 0})
+    computation = STREAMS.current_stream(device)
+
+    def work() -> None:
+        STREAMS.current_stream(device).launched.append("job")
+
+    computation.launched.append("before")
+    job = lane.start(work, unit=0)
+    computation.launched.append("meanwhile")
+    job.wait()
+    lane.close()
+
+    assert {stream.device for stream in MADE} == {device}, "a stream of the current device was used"
+    (own,) = (stream for stream in MADE if stream is not computation)
+    assert own.launched == [("wait", computation, 1), "job"]
+    assert computation.launched == ["before", "meanwhile", ("wait", own, 2)]
