@@ -583,7 +583,8 @@ class Segment:
         # Behind the one before: their tags are the same.
         after = self._reducing[-1][0] if self._reducing else None
         job = self.start("reduce", partial(self._reduce, phase, flow), after=after)
-        # On a GPU the job only has been launched: what it works on is held until the computation waits for it.
+        # On a GPU the job only has been launched: what it works on is held until the computation waits for it, see
+        # [Note: streams and memory] in runtime/lanes.py.
         self._reducing.append((job, flow))
 
     def end_reduction(self, phase: Phase) -> None:
