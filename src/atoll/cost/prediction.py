@@ -164,7 +164,7 @@ class Prediction:
         found = []
         for rank in range(self.plan.mesh.pipeline):
             seconds = self._by_instruction(rank, parts)
-            seconds[Do.STEP, -1] = self._step_seconds(rank) * update
+            seconds[Do.STEP, -1] = self._step_seconds(rank, update)
             seconds |= self._copies(rank)
             seconds |= {key: taken * update for key, taken in self._transforms(rank).items()}
             seconds[Do.FINISH_F, -1] = seconds[Do.START_I, -1] = self.device.efficiency.pause * pause
@@ -185,8 +185,8 @@ class Prediction:
         efficiency = self.device.efficiency
         return efficiency.update * (3 * parameters + 2 * states) / 7 / (self.device.bandwidth * efficiency.memory)
 
-    def _step_seconds(self, rank: int) -> float:
-        """Seconds of the elementwise step of a pipeline rank's parameters."""
+    def _step_seconds(self, rank: int, update: float) -> float:
+        """Seconds of the elementwise step of a pipeline rank's parameters, times `update`."""
         sharding = self.plan.sharding(self.ranks.place(rank))
         all_kept, one, none = (self.ranks.footprint(rank, states=states).optimizer for states in (None, 1, 0))
         item = ITEM_BYTES[self.plan.precision.master]
@@ -198,7 +198,7 @@ class Prediction:
             for segment in segments
             if sharding.stored(segment) is Stored.CAST and sharding.copied_bytes(segment)
         )
-        own = self._update_seconds((one - none) / item, (all_kept - none) / item)
+        own = self._update_seconds((one - none) / item, (all_kept - none) / item) * update
         return max(0.0, own - cast / (self.device.bandwidth * self.device.efficiency.memory))
 
     def _copies(self, rank: int) -> dict[tuple[Do, int], float]:

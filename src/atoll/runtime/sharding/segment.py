@@ -216,7 +216,7 @@ class Segment:
         self._staged: torch.Tensor | None = None
         self._gathering: lanes.Job | None = None
         self._reducing: deque[tuple[lanes.Job, torch.Tensor]] = deque()
-        self._syncing_gradients: lanes.Job | None = None
+        self._syncing_gradients: tuple[lanes.Job, torch.Tensor] | None = None
         self._syncing_parameters: lanes.Job | None = None
         self._spreading: torch.Tensor | None = None
         self.compute = dtype_of(self.sharding.precision.compute)
@@ -301,7 +301,10 @@ class Segment:
                 resting.untyped_storage().resize_(0)
 
     def _resting_gradient(self, phase: Phase) -> torch.Tensor:
-        """Return the buffer that stores a phase's gradients; uninitialized if it is new."""
+        """Return the buffer that stores a phase's gradients; uninitialized if it is new.
+
+        The computation calls it before a job that needs it: see [Note: streams and memory] in runtime/lanes.py.
+        """
         resting = self.gradients[phase]
         if resting.untyped_storage().nbytes() == 0:
             resting.untyped_storage().resize_(resting.nbytes)
@@ -379,7 +382,7 @@ class Segment:
                 self._gathering = None
             else:
                 self.around.lanes["gather"].do(self._bring, unit=self.tag[0], after=self._syncing_parameters)
-            self._syncing_parameters = None
+            self._syncing_parameters = self._spreading = None  # the gather was behind the job that read it
             if self._staged is not None:
                 self._fill(GATHER_PARAMETER[Level.I], self._staged)
                 self.around.transport.give_back(self._staged)
@@ -421,8 +424,8 @@ class Segment:
         self._code(partial(coding.gather, nearest, own.to(buffer.dtype), buffer), move, _Purpose.GATHER)
 
     def _make_room(self) -> None:
-        """Room for the whole copy, on a GPU taken and given back by the computation's stream, never by a lane's: a lane
-        does not know what the computation has launched since its job was begun."""
+        """Room for the whole copy, on a GPU taken and given back by the computation's stream, never by a lane's: see
+        [Note: streams and memory] in runtime/lanes.py."""
         if self.whole.untyped_storage().nbytes() == 0:
             self.whole.untyped_storage().resize_(self.whole.numel() * self.whole.itemsize)
 
@@ -466,7 +469,7 @@ class Segment:
             if is_ahead:
                 self._begin_ahead()
                 master = master.clone()  # the optimizer's is put back at once
-            self._spreading = master
+            self._spreading = master  # kept until the job has been waited for, whose stream reads it
             self._syncing_parameters = self.start("sync", self._follow, after=None)
             return
         self._is_ahead = False
@@ -596,10 +599,12 @@ class Segment:
         flow = self.flows.pop(phase)
         del self._flow_views[phase]
         self._complete(phase, flow)
+        self._resting_gradient(phase)  # here and not in the job: the computation frees it
         # Behind the one before: their tags are the same.
         after = self._reducing[-1][0] if self._reducing else None
         job = self.start("reduce", partial(self._reduce, phase, flow), after=after)
-        # On a GPU the job only has been launched: what it works on is held until the computation waits for it.
+        # On a GPU the job only has been launched: what it works on is held until the computation waits for it, see
+        # [Note: streams and memory] in runtime/lanes.py.
         self._reducing.append((job, flow))
 
     def end_reduction(self, phase: Phase) -> None:
@@ -617,7 +622,7 @@ class Segment:
             self._bring_gradients(
                 self._part(total, Level.N, move.coarse), move, _Purpose.REDUCE, phase=phase, what=what
             )
-        Room(self._resting_gradient(phase), is_empty=phase not in self._resting).add(self._part(total, Level.N, level))
+        Room(self.gradients[phase], is_empty=phase not in self._resting).add(self._part(total, Level.N, level))
         self._resting.add(phase)
         self.around.transport.give_back(flow, was_read=bool(moves))
 
@@ -627,37 +632,49 @@ class Segment:
             if self._accumulates:
                 for phase in self.phases:
                     self._complete(phase, self._resting_gradient(phase))
+            g, os = self.layout.gradients, self.layout.optimizer
+            for phase in self.phases:
+                self._resting_gradient(phase)
+            # What the optimizer reads outlives the job, so it is allocated here; nothing of it is written before.
+            resting = self.gradients[self.phases[0]]
+            coarse = min(g, os)
+            wide = resting if self.sharding.nest.is_same(coarse, g) else resting.new_empty(len(self.range(coarse)))
+            final = torch.empty_like(self._part(wide, coarse, os)) if self.spread is Spread.SUMMED else None
             after = self._reducing[-1][0] if self._reducing else None
-            self._syncing_gradients = self.start("sync", self._sync, after=after)
+            self._syncing_gradients = self.start("sync", partial(self._sync, wide, final), after=after), wide
 
     def settle_gradients(self) -> None:
         """Wait until `final` is there."""
         self.sync_gradients()
         if self._syncing_gradients is not None:
-            self._syncing_gradients.wait()
+            self._syncing_gradients[0].wait()
         self._syncing_gradients = None
         self._reducing.clear()  # the sync has waited for them
 
-    def _sync(self) -> None:
+    def _sync(self, buffer: torch.Tensor, final: torch.Tensor | None) -> None:
+        """Sum the phases, and bring the sum to the optimizer's level.
+
+        buffer: of the coarser level of g and os: what rests, or uninitialized.  final: uninitialized, for the sum over
+        the tensor-parallel ranks, if there is one.
+        """
         g, os = self.layout.gradients, self.layout.optimizer
         if not self._accumulates:
             for phase in self.phases:
                 if phase not in self._resting:
-                    self._resting_gradient(phase).zero_()
+                    self.gradients[phase].zero_()
         resting, *others = (self.gradients[phase] for phase in self.phases)
         for other in others:
             resting.add_(other)
         coarse = min(g, os)
-        buffer = resting
-        if not self.sharding.nest.is_same(coarse, g):
-            buffer = torch.zeros(len(self.range(coarse)), dtype=buffer.dtype, device=buffer.device)
+        if buffer is not resting:
+            buffer.zero_()
             self._part(buffer, coarse, g).copy_(resting)
         for move in SYNC_GRADIENT[g, os]:
             part, what = self._part(buffer, coarse, move.coarse), "sync" if move.kind is Kind.REDUCE else "gather"
             self._bring_gradients(part, move, _Purpose.SYNC_GRADIENT, phase=self.phases[0], what=what)
         self.final = self._part(buffer, coarse, os)
-        if self.spread is Spread.SUMMED:
-            self.final = self.final.clone()  # what rests may be read by others
+        if final is not None:
+            self.final = final.copy_(self.final)  # what rests may be read by others
             self.around.transport.total_along(self.final, "tp", Tag(Channel.SUM_TENSOR, *self.tag))
 
     def _bring_gradients(self, buffer: torch.Tensor, move: Move, purpose: _Purpose, *, phase: Phase, what: str) -> None:
