@@ -205,6 +205,7 @@ DEFAULTS: Mapping[str, str] = {
     "model.ffn": "8/3 of `hidden`, rounded up to a multiple of 8",
     "model.vocabulary": "the tokenizer's",
     "model.weights": "those of the source",
+    "parallel.residency": "`step` where a gather sends nothing, else `action`",
     "data.cache": "`$XDG_CACHE_HOME/atoll` or `~/.cache/atoll`",
     "data.seed": "`train.seed`",
     "data.weights": "as many as each has",

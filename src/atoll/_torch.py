@@ -158,6 +158,32 @@ def watched_operations(seen: Callable[[Any, Sequence[Any], Any], None]) -> Abstr
     return mode
 
 
+def takes_scale(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if the fused kernel of an optimizer divides gradients by a scale while it reads them.
+
+    The scale is a number in fp32, so parameters in float64 are left out.
+    """
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
+        return False
+    groups = optimizer.param_groups
+    return all(group.get("fused") and all(p.dtype != torch.float64 for p in group["params"]) for group in groups)
+
+
+@contextmanager
+def scaled_gradients(optimizer: torch.optim.Optimizer, factor: float, *, device: torch.device) -> Iterator[None]:
+    """Context in which a step of an optimizer that `takes_scale` multiplies gradients by a factor, in place.
+
+    Private: `Optimizer.grad_scale`, by which a fused kernel divides. `torch.amp.GradScaler` sets it; its public methods
+    read the whole gradients once more to look for infinities.
+    """
+    own: Any = optimizer
+    own.grad_scale = torch.full((), 1.0 / factor, dtype=torch.float32, device=device)  # launched, not copied: no wait
+    try:
+        yield
+    finally:
+        del own.grad_scale
+
+
 def local_part(parameter: Tensor) -> Tensor:
     """Return the tensor with this rank's part of a parameter: the parameter itself unless it is a DTensor.
 

@@ -33,11 +33,11 @@ def advice(plan: Plan, stages: Sequence[StageSize]) -> tuple[str, ...]:
     found = list(_idle_codecs(plan))
     if plan.mesh.data == 1 or plan.mesh.pipeline == 1:
         return tuple(found)
-    now = _sent(plan, stages, plan.residency, plan.reduction)
+    now = _sent(plan, stages, plan.stays, plan.reduction)
     item = ITEM_BYTES[plan.precision.compute]
     whole = max(sum(stages[stage].parameters for stage in _stages_of(plan, rank)) for rank in range(plan.mesh.pipeline))
     if plan.reduction == "microbatch" and plan.layout.gradients is not Level.N and plan.schedule.microbatches > 1:
-        better = _sent(plan, stages, plan.residency, "step")
+        better = _sent(plan, stages, plan.stays, "step")
         trained = max(sum(stages[s].trained for s in _stages_of(plan, rank)) for rank in range(plan.mesh.pipeline))
         extra = trained * ITEM_BYTES[plan.precision.gradient]
         found += _compare(
@@ -46,7 +46,7 @@ def advice(plan: Plan, stages: Sequence[StageSize]) -> tuple[str, ...]:
             better,
             f"parallel.reduction = 'step', which keeps {format_bytes(extra, decimal=True)} of whole gradients",
         )
-    if plan.residency == "run" and plan.layout.parameters is not Level.N and plan.schedule.placement.kind == "v":
+    if plan.stays == "run" and plan.layout.parameters is not Level.N and plan.schedule.placement.kind == "v":
         better = _sent(plan, stages, "step", plan.reduction)
         found += _compare(
             f"schedule {plan.schedule.name} alternates between its stages, so residency 'run' gathers them "
@@ -98,7 +98,7 @@ def _lowered(plan: Plan, sizes: Sequence[float] | None, residency: Residency, re
 
 
 def _gathers(plan: Plan) -> float:
-    row = _lowered(plan, None, plan.residency, plan.reduction).actions[0]
+    row = _lowered(plan, None, plan.stays, plan.reduction).actions[0]
     return max(gathers for gathers, _ in counts(row).values())
 
 

@@ -8,7 +8,7 @@ from itertools import product
 from atoll.errors import PlanError
 from atoll.ir import Schedule
 from atoll.ir.residency import REDUCTIONS, RESIDENCIES, Reduction, Residency, current
-from atoll.layouts import NO_CODECS, Codecs, Layout, Level, Nest, Precision, Sharding, Whole
+from atoll.layouts import GATHER_PARAMETER, NO_CODECS, Codecs, Layout, Level, Nest, Precision, Sharding, Whole
 from atoll.outer import Outer
 from atoll.program import Ending
 
@@ -125,8 +125,9 @@ class Plan:
 
     microbatch: samples of one microbatch. Microbatches a rank and step: `schedule.microbatches`.
     residency: how long gathered parameters are kept: `action`, each block during its use; `run`, stages while they fit
-    in memory; `step`.  resident: bytes of gathered parameters that `run` may keep on a rank between actions; the size
-    of its largest stage if not given.
+    in memory; `step`. If not given, `step` where a gather sends nothing, and `action` elsewhere.
+    resident: bytes of gathered parameters that `run` may keep on a rank between actions; the size of its largest stage
+    if not given.
     unit: blocks that are gathered and reduced together, where they follow each other in a stage and are of one class.
     reduction: how often gradients are reduced to their shards: `microbatch`, `run` (before another stage's), `step`.
     compile: `block` compiles each block with torch.compile; `block-eager` traces the same graphs and runs them without
@@ -152,7 +153,7 @@ class Plan:
     schedule: Schedule
     microbatch: int
     precision: Precision = field(default_factory=lambda: Precision.preset("fp32"))
-    residency: Residency = "action"
+    residency: Residency | None = None
     reduction: Reduction = "microbatch"
     resident: int | None = None
     unit: int = 1
@@ -201,15 +202,29 @@ class Plan:
                 "vocabulary_parallel splits embedding and head over two or more pipeline ranks, and the mesh has one; "
                 "turn it off, or use pipeline = 2 or more"
             )
-        object.__setattr__(self, "residency", current(self.residency))
-        if self.residency not in RESIDENCIES:
+        if self.residency is not None:
+            object.__setattr__(self, "residency", current(self.residency))
+        if self.residency not in (None, *RESIDENCIES):
             raise PlanError(f"residency = {self.residency!r}; known: {', '.join(RESIDENCIES)}")
         if self.reduction not in REDUCTIONS:
             raise PlanError(f"reduction = {self.reduction!r}; known: {', '.join(REDUCTIONS)}")
         if self.resident is not None and (self.resident < 0 or self.residency != "run"):
             raise PlanError(
-                f"resident = {self.resident} bytes with residency = {self.residency!r}; 0 or more, for 'run' alone"
+                f"resident = {self.resident} bytes with residency = {self.stays!r}; 0 or more, for 'run' alone"
             )
+
+    @property
+    def stays(self) -> Residency:
+        """How long gathered parameters are kept: `residency`, or its default.
+
+        A gather that sends nothing is a copy on the device, or a cast of the master, where p and os are at one level in
+        mixed precision. `action` would save the memory of these copies, and make two of each block in a microbatch.
+        """
+        if self.residency is not None:
+            return self.residency
+        nest = self.nest(self.mesh.place(0))
+        sends = any(nest.size(move.axis) > 1 for move in GATHER_PARAMETER[self.layout.parameters])
+        return "action" if sends else "step"
 
     @property
     def least_states(self) -> int:

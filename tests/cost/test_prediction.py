@@ -124,7 +124,7 @@ def test_a_rank_alone_in_its_group_has_nobody_to_read_in_place() -> None:
 
 
 def test_units_of_several_layers_take_the_same_time_to_compute() -> None:
-    one, three = (predicted(mesh=MeshShape(4), on=cluster(), unit=unit) for unit in (1, 3))
+    one, three = (predicted("NNG", mesh=MeshShape(4), on=cluster(), unit=unit) for unit in (1, 3))
     assert three.seconds == pytest.approx(one.seconds)
     sharded = (predicted("GGG", mesh=MeshShape(4, 1, 8), on=cluster(), unit=unit) for unit in (1, 3))
     few, many = (found.peak(1).gathered for found in sharded)
@@ -162,3 +162,32 @@ def test_each_pair_of_neighbours_has_its_own_link() -> None:
         "one slow hop each way, not three"
     )
     assert all(not rates.to for rates in (*everywhere.rates, *nowhere.rates))
+
+
+def test_casts_of_gathers_that_send_nothing_take_time() -> None:
+    """Once a step by default, as the cast of the optimizer's result where it is stored; or twice in a microbatch."""
+    whole, stored = predicted("NNN", mesh=MeshShape(), on=cluster()), predicted("NNG", mesh=MeshShape(), on=cluster())
+    assert whole.seconds == pytest.approx(stored.seconds, rel=1e-6)
+    assert whole.peak(0).total == pytest.approx(stored.peak(0).total, rel=1e-3)
+
+    each = predicted("NNN", mesh=MeshShape(), on=cluster(), residency="action")
+    done = [instruction.do for instruction in each.ranks.programs.ranks[0].instructions]
+    # A block that ends the forward begins the backward: it is gathered once for both.
+    blocks = 18
+    assert done.count(Do.WHOLE) + done.count(Do.FETCH) >= 8 * (2 * blocks - 2)
+    cast = (4 + 2) * MODEL.parameters / (2.039e12 * EFFICIENCY.memory)
+    assert 13 * cast < each.seconds - whole.seconds < 15 * cast
+    assert each.peak(0).total < whole.peak(0).total
+
+
+def test_gradients_that_nothing_reduces_are_there_from_the_first() -> None:
+    found = predicted("GGG", mesh=MeshShape(), on=cluster())
+    instructions = found.ranks.programs.ranks[0].instructions
+    _, *held = (each.gradients for each in found.held(0))
+    done = [each.do for each in instructions]
+    assert Do.REDUCE not in done
+    first = done.index(Do.I)
+    assert held[first - 1] == 0 < held[first]
+    last = [at for at, do in enumerate(done) if do is Do.I][17]
+    assert held[last] == held[-1] == found.ranks.footprint(0).gradients
+    assert max(each.buffers for each in found.held(0)) == 0

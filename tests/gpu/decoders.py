@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from atoll import schedules
+from atoll.ir.residency import Residency
 from atoll.layouts import Layout, Precision
 from atoll.models import Decoder, DecoderConfig
 from atoll.plans import MeshShape, Plan
@@ -12,10 +15,23 @@ from atoll.runtime.engine import Engine
 
 VOCABULARY = 256
 MICROBATCHES = 2
+HIDDEN = {"cuda": 512, "cpu": 128}
+SEQUENCE = {"cuda": 16, "cpu": 4}
+"""Tokens of a sample: so few that activations are small beside parameters."""
 
 
-def engine(layout: str, *, layers: int, hidden: int = 512, precision: str = "bf16", recompute: str = "none") -> Engine:
-    """One rank on the CUDA device with equal layers; embedding and head are smaller than one layer."""
+def engine(
+    device: str,
+    layout: str,
+    *,
+    layers: int,
+    precision: str = "bf16",
+    recompute: str = "none",
+    residency: Residency | None = None,
+    **options: bool,
+) -> Engine:
+    """One rank with equal layers; embedding and head are smaller than one layer. options: of AdamW."""
+    hidden = HIDDEN[device]
     sizes = DecoderConfig(vocabulary=VOCABULARY, layers=layers, hidden=hidden, heads=8, kv_heads=8, ffn=3 * hidden)
     with torch.device("meta"):
         model = Decoder(sizes)
@@ -26,12 +42,19 @@ def engine(layout: str, *, layers: int, hidden: int = 512, precision: str = "bf1
         1,
         precision=Precision.preset(precision),
         recompute=recompute,
+        residency=residency,
     )
-    return Engine(model, plan, optimizer=lambda groups: torch.optim.AdamW(groups, lr=1e-4), clip=1.0, device="cuda")
+
+    def adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(groups, lr=1e-4, **options)
+
+    return Engine(model, plan, optimizer=adamw, clip=1.0, device=device)
 
 
-def batch(sequence: int = 16) -> dict[str, torch.Tensor]:
-    """A step's samples, on the device."""
+def batch(device: str) -> dict[str, torch.Tensor]:
+    """A step's samples, on the device, or "cpu" for those of a data loader."""
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(VOCABULARY, (MICROBATCHES, sequence + 1), generator=generator).cuda()
+    tokens = torch.randint(
+        VOCABULARY, (MICROBATCHES, SEQUENCE[device if device in SEQUENCE else "cpu"] + 1), generator=generator
+    ).to(device)
     return {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}

@@ -9,20 +9,26 @@ from atoll.measuring.measure import measure
 from atoll.testing import run_ranks
 
 
-def on_gpu() -> Cluster:
-    return measure(1, local=1, device=torch.device("cuda", 0), seconds=0.02)
+def measured(device: str, seconds: float) -> Cluster:
+    return measure(1, local=1, device=torch.device(f"{device}:0"), seconds=seconds)
 
 
-def test_a_device() -> None:
-    (cluster,) = run_ranks(on_gpu, 1, sees_gpus=True, timeout=300.0)
-    properties = torch.cuda.get_device_properties(0)
-    device, reached = cluster.device, cluster.device.efficiency
-    assert device.units == properties.multi_processor_count
-    assert 0 < device.context < device.memory
-    assert device.rates["float16"] > device.rates["float32"] > 1e11
-    assert device.bandwidth > 1e10
-    assert 1e-7 < reached.launch < 1e-3
+def test_a_device(device: str) -> None:
+    on_gpu = device == "cuda"
+    (cluster,) = run_ranks(measured, 1, device, 0.02 if on_gpu else 0.001, sees_gpus=on_gpu, timeout=300.0)
+    found, reached = cluster.device, cluster.device.efficiency
+    assert found.context < found.memory
+    assert 1e-7 < reached.launch < 1e-3 or not on_gpu
     assert 1e-7 < reached.dispatch < 1e-3
-    assert 0 < reached.attention < 1
-    assert 0 < reached.memory <= 1
-    assert torch.cuda.get_device_name(0) in device.source
+    assert reached.attention > 0
+    assert reached.memory > 0
+    if not on_gpu:
+        return
+    properties = torch.cuda.get_device_properties(0)
+    assert found.units == properties.multi_processor_count
+    assert found.context > 0
+    assert found.rates["float16"] > found.rates["float32"] > 1e11
+    assert found.bandwidth > 1e10
+    assert reached.attention < 1
+    assert reached.memory <= 1
+    assert torch.cuda.get_device_name(0) in found.source

@@ -136,7 +136,7 @@ def test_no_microbatch_is_refused() -> None:
         traffic(Layout("NNN"), parameters_bytes=1, trainable_bytes=1, inter=1, intra=1, microbatches=0)
 
 
-# 10 elements padded to 12 on 2 groups of 2: I-ranges of 6, G-ranges of 3; the last rank's has 1 element and 2 zeros.
+# 10 elements padded to 32 on 2 groups of 2: I-ranges of 16, G-ranges of 8; the second has 2 elements and 6 zeros.
 TEN = FlatMap.build([("weight", (2, 4)), ("bias", (2,))], multiple=4)
 
 
@@ -146,31 +146,31 @@ def _held(layout: str, *, precision: str, compute: str, trainable: bool = True, 
 
 
 def test_fp32_keeps_one_storage_for_parameter_and_master_at_the_coarser_level() -> None:
-    assert _held("NNN", precision="fp32", compute="float32") == Footprint(48, 48, 80)
-    assert _held("IIG", precision="fp32", compute="float32") == Footprint(24, 24, 24)
-    assert _held("GGI", precision="fp32", compute="float32") == Footprint(24, 12, 48)
+    assert _held("NNN", precision="fp32", compute="float32") == Footprint(128, 128, 80)
+    assert _held("IIG", precision="fp32", compute="float32") == Footprint(64, 64, 64)
+    assert _held("GGI", precision="fp32", compute="float32") == Footprint(64, 32, 80)
 
 
 def test_states_do_not_cover_padding_and_the_rest_does() -> None:
-    assert _held("GGG", precision="fp32", compute="float32", i=0, j=0) == Footprint(12, 12, 24)
-    assert _held("GGG", precision="fp32", compute="float32", i=1, j=1) == Footprint(12, 12, 8)
+    assert _held("GGG", precision="fp32", compute="float32", i=0, j=0) == Footprint(32, 32, 64)
+    assert _held("GGG", precision="fp32", compute="float32", i=1, j=0) == Footprint(32, 32, 16)
 
 
 def test_bf16_stores_no_parameter_where_it_rests_with_its_master() -> None:
-    assert _held("GGG", precision="bf16", compute="bfloat16") == Footprint(0, 12, 12 + 24)
-    assert _held("NGG", precision="bf16", compute="bfloat16") == Footprint(24, 12, 12 + 24)
+    assert _held("GGG", precision="bf16", compute="bfloat16") == Footprint(0, 32, 32 + 64)
+    assert _held("NGG", precision="bf16", compute="bfloat16") == Footprint(64, 32, 32 + 64)
 
 
 def test_a_frozen_segment_is_parameters_only_in_its_own_dtype() -> None:
-    assert _held("IGG", precision="bf16", compute="bfloat16", trainable=False) == Footprint(12, 0, 0)
-    assert _held("IGG", precision="bf16", compute="float32", trainable=False) == Footprint(24, 0, 0)
+    assert _held("IGG", precision="bf16", compute="bfloat16", trainable=False) == Footprint(32, 0, 0)
+    assert _held("IGG", precision="bf16", compute="float32", trainable=False) == Footprint(64, 0, 0)
 
 
 def test_segments_add_up_and_states_scale() -> None:
     one, sharding = SegmentShape(TEN, ("I",)), Sharding(Layout("NNN"), Precision.preset("fp32"), Nest(2, 2))
     momentum = footprint([one, one], sharding, states=1)
-    assert momentum == Footprint(96, 96, 80)
-    assert momentum.total == 272
+    assert momentum == Footprint(256, 256, 80)
+    assert momentum.total == 592
     assert footprint([], sharding).total == 0
 
 

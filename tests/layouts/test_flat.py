@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.layouts import Axis, FlatMap, Level, Nest, boxes
-from atoll.layouts.flat import Box
+from atoll.layouts.flat import ALIGNED, Box
 
 LAW = settings(deadline=None, max_examples=60)
 SIZES = st.integers(1, 5)
@@ -68,8 +68,8 @@ def test_sizes_and_positions_by_axis() -> None:
 @given(shapes=SHAPES, inter=SIZES, intra=SIZES)
 def test_slices_of_all_ranks_cover_every_parameter_once(shapes: list[tuple[int, ...]], inter: int, intra: int) -> None:
     flat = FlatMap.build([(f"p{index}", shape) for index, shape in enumerate(shapes)], inter * intra)
-    assert flat.padded % (inter * intra) == 0
-    assert 0 <= flat.padded - flat.numel < inter * intra
+    assert flat.padded % (ALIGNED * inter * intra) == 0
+    assert 0 <= flat.padded - flat.numel < ALIGNED * (inter * intra + len(shapes))
     covered = {entry.name: [0] * entry.numel for entry in flat.entries}
     offsets = {entry.name: entry.offset for entry in flat.entries}
     for nest in _nests(inter, intra):
@@ -82,9 +82,27 @@ def test_slices_of_all_ranks_cover_every_parameter_once(shapes: list[tuple[int, 
 
 
 def test_a_parameter_smaller_than_the_group_leaves_empty_shards() -> None:
-    flat = FlatMap.build([("scale", (3,))], multiple=8)
-    assert flat.padded == 8
-    assert [len(flat.slices(Nest(1, 8, 0, j).range(Level.I, 8))) for j in range(8)] == [1, 1, 1, 0, 0, 0, 0, 0]
+    flat = FlatMap.build([("scale", (17,))], multiple=8)
+    assert flat.padded == 8 * ALIGNED
+    assert [len(flat.slices(Nest(1, 8, 0, j).range(Level.I, 64))) for j in range(8)] == [1, 1, 1, 0, 0, 0, 0, 0]
+
+
+@LAW
+@given(shapes=SHAPES, inter=SIZES, intra=SIZES)
+def test_parameters_and_parts_are_aligned(shapes: list[tuple[int, ...]], inter: int, intra: int) -> None:
+    """Whatever the sizes before them: 16 bytes of bf16."""
+    flat = FlatMap.build([(f"p{index}", shape) for index, shape in enumerate(shapes)], inter * intra)
+    assert all(entry.offset % ALIGNED == 0 for entry in flat.entries)
+    for level in Level:
+        assert all(nest.range(level, flat.padded).start % ALIGNED == 0 for nest in _nests(inter, intra))
+
+
+@LAW
+@given(shapes=SHAPES, inter=SIZES, intra=SIZES)
+def test_gaps_are_what_no_parameter_covers(shapes: list[tuple[int, ...]], inter: int, intra: int) -> None:
+    flat = FlatMap.build([(f"p{index}", shape) for index, shape in enumerate(shapes)], inter * intra)
+    covered = [at for entry in flat.entries for at in range(entry.offset, entry.offset + entry.numel)]
+    assert sorted([*covered, *(at for gap in flat.gaps for at in gap)]) == list(range(flat.padded))
 
 
 @LAW

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from atoll import Engine, schedules
 from atoll.layouts import Layout, Precision, traffic
+from atoll.layouts.flat import aligned
 from atoll.models import SequentialAdapter
 from atoll.plans import MeshShape, Plan
 from atoll.testing import run_ranks
@@ -113,7 +114,7 @@ def test_adapters_train_as_in_one_process(layout: str, mesh: MeshShape) -> None:
 def test_the_base_has_no_gradients_no_state_and_no_syncs(layout: str) -> None:
     mesh = MeshShape(inter=2, intra=2)
     trained = BLOCKS * 2 * HIDDEN * RANK * 8
-    every = trained + BLOCKS * (HIDDEN * HIDDEN + HIDDEN) * 8
+    every = trained + BLOCKS * aligned(HIDDEN * HIDDEN + HIDDEN, mesh.data) * 8
     sizes = {"parameters_bytes": every, "trainable_bytes": trained, "inter": 2, "intra": 2}
     expected = traffic(Layout(layout), microbatches=MICROBATCHES, **sizes)
     ways = {"N": 1, "I": 2, "G": 4}

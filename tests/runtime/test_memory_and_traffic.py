@@ -8,11 +8,17 @@ import pytest
 import torch
 
 from atoll.layouts import ALL, EFFECTIVE, Footprint, Layout, traffic
+from atoll.layouts.flat import aligned
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case
 from atoll.testing.tiny import TinyConfig
 
 EVERYTHING = TinyConfig.everything()
+
+EMBEDDING = aligned(16 * 8, 4)
+LAYER = aligned(sum(map(aligned, (8, 8, 8 * 12, 12, 12 * 8, 8))), 4)
+HEAD = aligned(8 + 8 + 16 * 8, 4)
+"""Elements of a unit of a tiny model on four ranks, or on two."""
 
 
 def held_after_a_step(case: Case) -> tuple[Footprint, Footprint, dict[str, int]]:
@@ -66,11 +72,11 @@ def test_shared_parameters_count_once_per_copy() -> None:
 
 @pytest.mark.parametrize("layout", [layout.name for layout in EFFECTIVE])
 def test_bytes_sent_equal_the_traffic(layout: str) -> None:
-    # Widths that 4 divides, so that no padding travels.
+    # Padding travels too.
     model = TinyConfig(layers=2)
     case = Case(layout=layout, inter=2, intra=2, precision="fp64", microbatches=8, model=model, prefetch=0)
     results = run_ranks(held_after_a_step, case.ranks, case)
-    numel = (16 * 8) + 2 * (8 + 8 + 8 * 12 + 12 + 12 * 8 + 8) + (8 + 8 + 16 * 8)
+    numel = EMBEDDING + 2 * LAYER + HEAD
     expected = traffic(
         Layout(layout),
         parameters_bytes=numel * 8,
@@ -142,7 +148,7 @@ def test_what_is_gathered_ahead_is_not_gathered_twice(layout: str, reads_in_plac
     """Nor at all where the row turns round: the head between F and B, the embedding between B and the next F."""
     case = Case(layout, inter=2, intra=2, precision="fp64", microbatches=8, model=TinyConfig(layers=2))
     case = replace(case, reads_in_place=reads_in_place)
-    embedding, head = 16 * 8 * 8, (8 + 8 + 16 * 8) * 8
+    embedding, head = EMBEDDING * 8, HEAD * 8
     at_hand = traffic(
         Layout("GNN"),
         parameters_bytes=2 * head + embedding,
@@ -188,7 +194,7 @@ def live_storage_during_backward(case: Case) -> tuple[int, int]:
 def test_one_unit_is_whole_at_a_time(layout: str) -> None:
     model = TinyConfig(layers=4)
     case = Case(layout=layout, inter=1, intra=2, precision="fp32", microbatches=4, model=model)
-    largest = max(16 * 8, 8 + 8 + 8 * 12 + 12 + 12 * 8 + 8, 8 + 8 + 16 * 8) * 4
+    largest = max(EMBEDDING, LAYER, HEAD) * 4
     for most, after in run_ranks(live_storage_during_backward, case.ranks, case):
         # In backward the next block is opened before the last one's inputs have their gradient.
         assert most <= 2 * largest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from atoll._torch import (
     parameter_replaced,
     reset_of,
     run_backward,
+    scaled_gradients,
+    takes_scale,
     version,
     watched_operations,
 )
@@ -114,3 +117,33 @@ def test_what_a_checkpoint_writes_of_an_item_is_seen(tmp_path: Path) -> None:
     content = (tmp_path / "__0_0.distcp").read_bytes()
     assert {index.fqn: content[at.offset : at.offset + at.length] for index, at in stored.items()} == seen
     assert all(getattr(at, "transform_descriptors", None) is None for at in stored.values())
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD])
+def test_a_fused_step_multiplies_gradients(kind: Callable[..., torch.optim.Optimizer]) -> None:
+    """As if they had been multiplied before it; and the next step is as usual."""
+    generator = torch.Generator().manual_seed(0)
+    begin, gradient = (torch.randn(64, generator=generator) for _ in range(2))
+    updated = []
+    for factor in (0.25, 1.0):
+        parameter = nn.Parameter(begin.clone())
+        optimizer = kind([parameter], lr=0.1, fused=True)
+        assert takes_scale(optimizer)
+        parameter.grad = gradient * (0.25 / factor)
+        with scaled_gradients(optimizer, factor, device=torch.device("cpu")):
+            optimizer.step()
+        parameter.grad = gradient.clone()
+        optimizer.step()
+        updated.append(parameter.detach())
+    assert not torch.equal(updated[0], begin)
+    assert torch.allclose(*updated, rtol=1e-6, atol=1e-6)
+
+
+def test_only_fused_kernels_in_single_precision_take_a_scale() -> None:
+    def makes(dtype: torch.dtype, **options: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([nn.Parameter(torch.zeros(2, dtype=dtype))], **options)
+
+    assert not takes_scale(makes(torch.float32))
+    assert not takes_scale(makes(torch.float32, foreach=True))
+    assert not takes_scale(makes(torch.float64, fused=True))
+    assert not takes_scale(torch.optim.Adagrad([nn.Parameter(torch.zeros(2))], fused=True))

@@ -475,7 +475,7 @@ class Parallel(Section):
     post_validation: bool = False
     compile: Literal["none", "block", "block-eager"] = "none"
     prefetch: Annotated[int, Field(ge=0)] | None = None
-    residency: Annotated[Literal["action", "run", "step"], BeforeValidator(_as_residency)] = "action"
+    residency: Annotated[Literal["action", "run", "step"] | None, BeforeValidator(_as_residency)] = None
     reduction: Literal["microbatch", "run", "step"] = "microbatch"
     resident: Annotated[int, Field(ge=0)] | None = None
     unit: Positive = 1

@@ -21,7 +21,7 @@ class Breakdown(NamedTuple):
     other: pauses, and everything else with a time.
     bubble: waits for a message or a sum that another pipeline rank has not sent yet.
     messages: waits for messages between stages that are in flight.
-    gathers, reductions: waits for parameters and gradients on the data-parallel links.
+    gathers, reductions: waits for parameters and gradients on the data-parallel links, and copies and casts of gathers.
     sums: waits for the sums at a step's end that are in flight.
     """
 
@@ -63,6 +63,7 @@ _COMPUTE = {
     Do.I: "backward",
     **dict.fromkeys((Do.W, Do.T, Do.G), "weights"),
     **dict.fromkeys((Do.STEP, Do.COLLECT, Do.TRANSFORM, Do.UPDATE), "optimizer"),
+    Do.GATHER: "gathers",
 }
 
 _WAITS = {

@@ -55,7 +55,8 @@ class Efficiency(_Table):
     attention: share of the peak that fused attention reaches.
     memory: share of the memory bandwidth that all other kernels reach.
     half: factor of that share for kernels on elements of two bytes; less than 1 on a CPU, which converts them.
-    update: bytes that the optimizer reads and writes per parameter, for Adam's step with an fp32 master.
+    update: bytes read and written per parameter at a step's end: by Adam's step with an fp32 master, and by the cast of
+    its result to the dtype of the forward.
     launch: seconds of the shortest kernel on the device.
     dispatch: seconds that the host needs to launch a kernel. A block takes at least this time for all of its kernels.
     pause: idle seconds of a stage's F and of its I, such as when the host waits for a message or the device before it

@@ -17,9 +17,9 @@ from atoll.cost.outer import OuterCost, cost_of, in_flight
 from atoll.cost.ranks import Ranks
 from atoll.cost.work import Use, Work, Workload
 from atoll.errors import ConfigError
-from atoll.layouts import ITEM_BYTES, Level
+from atoll.layouts import ITEM_BYTES, Level, Stored
 from atoll.plans import Plan
-from atoll.program import Do, Instruction
+from atoll.program import Do, Instruction, makes
 from atoll.program.memory import held_after
 from atoll.schedules import Link, Links
 from atoll.sim import Played, Rates, Speed, play
@@ -164,7 +164,8 @@ class Prediction:
         found = []
         for rank in range(self.plan.mesh.pipeline):
             seconds = self._by_instruction(rank, parts)
-            seconds[Do.STEP, -1] = self._step_seconds(rank) * update
+            seconds[Do.STEP, -1] = self._step_seconds(rank, update)
+            seconds |= self._copies(rank)
             seconds |= {key: taken * update for key, taken in self._transforms(rank).items()}
             seconds[Do.FINISH_F, -1] = seconds[Do.START_I, -1] = self.device.efficiency.pause * pause
             to = dict.fromkeys(self.near(rank), links[NEAR]) if NEAR in links else {}
@@ -184,11 +185,32 @@ class Prediction:
         efficiency = self.device.efficiency
         return efficiency.update * (3 * parameters + 2 * states) / 7 / (self.device.bandwidth * efficiency.memory)
 
-    def _step_seconds(self, rank: int) -> float:
-        """Seconds of the elementwise step of a pipeline rank's parameters."""
+    def _step_seconds(self, rank: int, update: float) -> float:
+        """Seconds of the elementwise step of a pipeline rank's parameters, times `update`."""
+        sharding = self.plan.sharding(self.ranks.place(rank))
         all_kept, one, none = (self.ranks.footprint(rank, states=states).optimizer for states in (None, 1, 0))
         item = ITEM_BYTES[self.plan.precision.master]
-        return self._update_seconds((one - none) / item, (all_kept - none) / item)
+        # `efficiency.update` is with a cast of the result, which is a part of the next gather if no copy is stored.
+        cast = sum(
+            len(sharding.nest.range(sharding.layout.parameters, segment.map.padded))
+            * (item + ITEM_BYTES[segment.compute])
+            for segments in self.ranks.segments(rank).values()
+            for segment in segments
+            if sharding.stored(segment) is Stored.CAST and sharding.copied_bytes(segment)
+        )
+        own = self._update_seconds((one - none) / item, (all_kept - none) / item) * update
+        return max(0.0, own - cast / (self.device.bandwidth * self.device.efficiency.memory))
+
+    def _copies(self, rank: int) -> dict[tuple[Do, int], float]:
+        """Seconds of gathers that send nothing: casts of masters, and copies."""
+        sharding = self.plan.sharding(self.ranks.place(rank))
+        rate = self.device.bandwidth * self.device.efficiency.memory
+        found = {}
+        for unit, segments in self.ranks.segments(rank).items():
+            copied = sum(map(sharding.copied_bytes, segments))
+            if copied:
+                found[Do.GATHER, unit] = found[Do.FETCH, unit] = copied / rate
+        return found
 
     def _transforms(self, rank: int) -> dict[tuple[Do, int], float]:
         """Seconds in which a pipeline rank transforms its matrices, by unit."""
@@ -319,8 +341,9 @@ class Prediction:
         yield rest._replace(buffers=outgoing, gradients=state.gradients * (self.plan.layout.gradients is Level.N))
         beside = outgoing if self.plan.outer is not None and self.plan.outer.delay else 0
         is_whole = self.plan.layout.gradients is Level.N
-        # A unit's sharded gradients take memory from their first reduction to the optimizer's step, which for a
-        # post-validated step is in the next step.
+        accumulates = self.plan.sharding(self.ranks.place(rank)).accumulates
+        # A unit's sharded gradients take memory from their first reduction, or from the first gradient where nothing is
+        # reduced, to the optimizer's step, which for a post-validated step is in the next step.
         is_there = is_whole or self.plan.post_validation
         to_come = {} if is_there else self.ranks.sharded_gradients(rank)
         rest = rest._replace(gradients=rest.gradients - sum(to_come.values()))
@@ -335,6 +358,9 @@ class Prediction:
                 kept.update(more)
                 passing += kept.pop("passing", 0)
             moving[instruction.do] += 1
+            if accumulates and to_come:
+                made = makes(instruction, program.shape)
+                rest = rest._replace(gradients=rest.gradients + sum(to_come.pop(key, 0) for key in made))
             if instruction.do is Do.REDUCE:
                 rest = rest._replace(gradients=rest.gradients + to_come.pop((instruction.of, instruction.phase), 0))
             elif instruction.do is Do.SYNC:

@@ -136,7 +136,7 @@ class Ranks:
     def schedule(self) -> Schedule:
         """The schedule with sharding actions and messages."""
         plan = self.plan
-        options = {"residency": plan.residency, "room": plan.resident, "reduction": plan.reduction}
+        options = {"residency": plan.stays, "room": plan.resident, "reduction": plan.reduction}
         return lower(self.computed, sizes=self.sizes, slices=self.slices.resident, **options)
 
     # ---- stored state

@@ -122,7 +122,7 @@ class VocabularySlices(Slices):
 
     def freed(self, row: Sequence[Action], sizes: Mapping[int, float]) -> frozenset[Action]:
         plan = self.plan
-        return slices_freed(row, self.resident, sizes=sizes, residency=plan.residency, room=plan.resident)
+        return slices_freed(row, self.resident, sizes=sizes, residency=plan.stays, room=plan.resident)
 
     @property
     def _ends(self) -> tuple[int, int, int]:

@@ -274,7 +274,7 @@ _CHOICES = (
     Choice(
         "residency",
         "parallel.residency",
-        now=lambda plan: plan.residency,
+        now=lambda plan: plan.stays,
         others=lambda plan: _if(_shards_parameters(plan), "action", "run", "step"),
         make=lambda plan, value: replace(plan, residency=value, resident=None),  # type: ignore[arg-type]
         plain="action",

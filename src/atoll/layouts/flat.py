@@ -10,6 +10,10 @@ from atoll.layouts.level import Axis, Level
 
 Shape = tuple[int, ...]
 
+ALIGNED = 8
+"""Every parameter and every rank's part starts at a multiple of this number of elements: 16 bytes in half precision,
+which vectorized kernels and NCCL load at once. A parameter of odd size would move all later ones off it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Nest:
@@ -32,6 +36,14 @@ class Nest:
     def index(self, axis: Axis) -> int:
         """Return this rank's position along `axis`."""
         return self.j if axis is Axis.INTRA else self.i
+
+    def parts(self, level: Level) -> int:
+        """Return the number of ranges that a buffer is divided into at `level`."""
+        return {Level.N: 1, Level.I: self.intra, Level.G: self.ranks}[level]
+
+    def is_same(self, level: Level, other: Level) -> bool:
+        """Return True if a rank holds the same range at both levels."""
+        return self.parts(level) == self.parts(other)
 
     def range(self, level: Level, numel: int) -> range:
         """Return the range of a flat buffer of `numel` elements (a multiple of n) that this rank holds at `level`."""
@@ -117,25 +129,33 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class FlatMap:
-    """The parameters of a flat buffer in order, then zeros up to `padded`, a multiple of n."""
+    """The parameters of a flat buffer in order, each at a multiple of `ALIGNED`, up to `padded`, a multiple of n times
+    `ALIGNED`. What no parameter covers is zero."""
 
     entries: tuple[Entry, ...]
     padded: int
 
     @staticmethod
     def build(named_shapes: Iterable[tuple[str, Shape]], multiple: int) -> FlatMap:
-        """Pack parameters in their order and pad to a multiple of `multiple` ranks."""
+        """Pack parameters in their order and pad for `multiple` ranks."""
         entries = []
         offset = 0
         for name, shape in named_shapes:
             entries.append(Entry(name, tuple(shape), offset))
-            offset += math.prod(shape)
-        return FlatMap(tuple(entries), -(-offset // multiple) * multiple)
+            offset += aligned(math.prod(shape))
+        return FlatMap(tuple(entries), aligned(offset, multiple))
 
     @property
     def numel(self) -> int:
         """Number of elements without padding."""
         return sum(entry.numel for entry in self.entries)
+
+    @property
+    def gaps(self) -> tuple[range, ...]:
+        """Ranges that no parameter covers, in order."""
+        stops = (0, *(entry.offset + entry.numel for entry in self.entries))
+        starts = (*(entry.offset for entry in self.entries), self.padded)
+        return tuple(range(stop, start) for stop, start in zip(stops, starts, strict=True) if stop < start)
 
     def slices(self, held: range) -> tuple[Slice, ...]:
         """Return the parameters' parts inside `held`, in order; offsets count from the start of `held`."""
@@ -147,6 +167,12 @@ class FlatMap:
                 at = (start - entry.offset, stop - entry.offset)
                 parts.append(Slice(entry.name, entry.shape, *at, offset=start - held.start))
         return tuple(parts)
+
+
+def aligned(numel: int, multiple: int = 1) -> int:
+    """Return the smallest multiple of `ALIGNED * multiple` that is not below `numel`."""
+    step = ALIGNED * multiple
+    return -(-numel // step) * step
 
 
 def boxes(shape: Shape, start: int, stop: int) -> tuple[tuple[Shape, Shape], ...]:

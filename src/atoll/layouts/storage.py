@@ -126,10 +126,14 @@ class Sharding:
         cast."""
         return self.layout.parameters is Level.N and self.stored(segment) is not Stored.CAST
 
+    @property
+    def accumulates(self) -> bool:
+        """True if gradients are accumulated where they are stored: nothing is sent to reduce a microbatch's."""
+        return not self.real(REDUCE_GRADIENT[self.layout.gradients])
+
     def stays_alone(self, segment: SegmentShape) -> bool:
         """Return True if none of its tensors is ever sent, in a step or after it."""
-        rests_whole = self.rests_whole(segment) and (not segment.trainable or self.layout.gradients is Level.N)
-        return rests_whole and self.nest.ranks == 1
+        return self.nest.ranks == 1 and self.rests_whole(segment)
 
     def real(self, moves: Sequence[Move]) -> tuple[Move, ...]:
         """Return the moves along axes with more than one rank."""
@@ -153,6 +157,14 @@ class Sharding:
         """Bytes of the copy that is gathered and freed; 0 if the parameters are stored whole."""
         return 0 if self.rests_whole(segment) else segment.map.padded * ITEM_BYTES[segment.compute]
 
+    def copied_bytes(self, segment: SegmentShape) -> int:
+        """Return the bytes that a gather reads and writes on the device: 0 if it sends anything, or if nothing is
+        gathered. A master in another dtype is cast."""
+        if self.rests_whole(segment) or self.real(GATHER_PARAMETER[self.layout.parameters]):
+            return 0
+        source = self.precision.master if self.stored(segment) is Stored.CAST else segment.compute
+        return segment.map.padded * (ITEM_BYTES[source] + ITEM_BYTES[segment.compute])
+
     def bytes_ahead(self, segment: SegmentShape, *, reads_in_place: bool) -> int:
         """Return the bytes that a prefetch holds; 0 if a gather only reads stored blocks, and is then made at its use.
 
@@ -166,8 +178,8 @@ class Sharding:
         return len(held) * ITEM_BYTES[segment.compute]
 
     def flow_bytes(self, segment: SegmentShape) -> int:
-        """Return the bytes of the whole gradients of a phase until they are reduced; 0 if they are stored whole."""
-        if self.layout.gradients is Level.N:
+        """Return the bytes of the whole gradients of a phase until they are reduced; 0 if nothing reduces them."""
+        if self.accumulates:
             return 0
         return segment.map.padded * ITEM_BYTES[self.precision.gradient]
 

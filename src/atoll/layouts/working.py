@@ -117,7 +117,7 @@ def _block(segments: Sequence[SegmentShape], sharding: Sharding, *, is_shared: b
             coarse = min(g, os)
             arriving += AT_ONCE * _arriving(SYNC_GRADIENT[g, os], "gradient", sharding, segment, is_shared=is_shared)
             arriving += AT_ONCE * _arriving(SYNC_PARAMETER[os, p], "parameter", sharding, segment, is_shared=is_shared)
-            if coarse is not g:
+            if not nest.is_same(coarse, g):
                 arriving += syncs * len(nest.range(coarse, padded))
     staged = whole // nest.intra if is_shared and p is Level.G and nest.inter > 1 else 0
     return whole, staged, flow, arriving

@@ -34,8 +34,8 @@ def map_tensors(batch: Batch, change: Callable[[Tensor], Tensor]) -> dict[str, A
     }
 
 
-def as_tensors(batch: Batch, device: torch.device, prefix: str = "") -> dict[str, Any]:
-    """Return the batch as tensors on a device.
+def as_tensors(batch: Batch, prefix: str = "") -> dict[str, Any]:
+    """Return the batch as tensors, which stay where they are.
 
     Raises PlanError for values that are neither a mapping nor a tensor or an array with a row for each sample.
     """
@@ -50,10 +50,10 @@ def as_tensors(batch: Batch, device: torch.device, prefix: str = "") -> dict[str
         if not isinstance(name, str):
             raise PlanError(f"the batch has the key {path} of type {type(name).__name__}; keys are strings")
         if isinstance(value, Mapping):
-            found[name] = as_tensors(value, device, f"{path}.")
+            found[name] = as_tensors(value, f"{path}.")
             continue
         try:
-            tensor = torch.as_tensor(value, device=device)
+            tensor = torch.as_tensor(value)
         except (TypeError, ValueError, RuntimeError) as error:
             raise PlanError(
                 f"the batch's {path} is a {type(value).__name__} that cannot become a tensor ({error}); give tensors, "
@@ -63,6 +63,20 @@ def as_tensors(batch: Batch, device: torch.device, prefix: str = "") -> dict[str
             raise PlanError(f"the batch's {path} is a single number; every tensor of a batch has a row for each sample")
         found[name] = tensor
     return found
+
+
+def on_device(batch: Batch, device: torch.device) -> dict[str, Any]:
+    """Return the batch on a device. Copies to a GPU are from pinned memory, so the host does not wait for them; the
+    allocator of pinned memory keeps a copy's source until the GPU has read it."""
+
+    def move(tensor: Tensor) -> Tensor:
+        if tensor.device == device:
+            return tensor
+        if device.type == "cuda" and tensor.device.type == "cpu" and not tensor.is_pinned():
+            tensor = tensor.pin_memory()
+        return tensor.to(device, non_blocking=True)
+
+    return map_tensors(batch, move)
 
 
 def count_labels(batch: Batch) -> Tensor:

@@ -158,7 +158,9 @@ def insert_reductions(
             found.append(under_way.popleft())
 
     for step in steps:
-        new = set() if isinstance(step, Action) else set(_makes(step, shape)) - made
+        new = (
+            set() if isinstance(step, Action) else {each for each in makes(step, shape) if _is_flow(each, shape)} - made
+        )
         if new:
             while follows and under_way:
                 found.append(under_way.popleft())
@@ -188,16 +190,22 @@ def insert_reductions(
     return found
 
 
-def _makes(step: Instruction, shape: RankShape) -> Iterator[tuple[int, Phase]]:
-    """Return the whole gradients, by unit and phase, that an instruction writes to."""
+def makes(step: Instruction, shape: RankShape) -> Iterator[tuple[int, Phase]]:
+    """Return the gradients, by unit and phase, that an instruction writes to."""
     if step.do is Do.I:
-        yield from ((index, "I") for index in shape.units_of[step.of] if shape.units[index].flows.get("I"))
-    elif step.do is Do.W and shape.units[step.of].flows.get("W"):
+        yield from ((index, "I") for index in shape.units_of[step.of] if "I" in shape.units[index].flows)
+    elif step.do is Do.W:
         yield step.of, "W"
     elif step.do is Do.T or step.do is Do.G:
         index = shape.head if step.do is Do.T else shape.embedding
-        if index is not None and shape.units[index].flows.get("W"):
+        if index is not None:
             yield index, "W"
+
+
+def _is_flow(made: tuple[int, Phase], shape: RankShape) -> bool:
+    """Return True if gradients are written to a whole buffer, which is reduced."""
+    unit, phase = made
+    return bool(shape.units[unit].flows.get(phase))
 
 
 _Phases = dict[tuple[int, int | None], set[Phase]]

@@ -226,7 +226,7 @@ def _gathering(plan: Plan) -> str:
     stays = {"action": "for one action", "run": "while their stage fits in memory", "step": "for the step"}
     reduced = {"microbatch": "each microbatch", "run": "before those of another stage", "step": "once a step"}
     unit = f", {plan.unit} blocks together" if plan.unit > 1 else ""
-    return f"gathered parameters stay {stays[plan.residency]}; gradients are reduced {reduced[plan.reduction]}{unit}"
+    return f"gathered parameters stay {stays[plan.stays]}; gradients are reduced {reduced[plan.reduction]}{unit}"
 
 
 def _cluster(prediction: Prediction) -> str:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from atoll.errors import PlanError
-from atoll.models.batch import IGNORED_LABEL, Batch, as_tensors, count_labels, map_tensors, tensors_in
+from atoll.models.batch import IGNORED_LABEL, Batch, as_tensors, count_labels, map_tensors, on_device, tensors_in
 from atoll.plans import Place, Plan
 from atoll.runtime.agreement import Agreement, Question
 from atoll.runtime.vocabulary.slice import VocabularySlice
@@ -92,6 +92,7 @@ class Batches:
         try:
             tensors = self._tensors(batch)
             self._check(tensors)
+            tensors = on_device(tensors, self._device)
         except Exception as error:
             problem = error
         with self._agreement.guard("agreeing on a batch", pace=self._agreement.steps):
@@ -103,10 +104,13 @@ class Batches:
         pieces: list[Batch] = []
         counted = 0
         try:
+            # Read before they are moved: a number of a host's batch is there without a wait for the device.
             tensors = self._tensors(batch)
-            pieces = self._cut(tensors, exactly=exactly)
+            count = self._microbatches(tensors, exactly=exactly)
+            self._check(tensors)
             if self._place.pp == 0 and self._place.tp == 0:
                 counted = _count(tensors, labels=self._labels, may_copy=self._may_copy)
+            pieces = self._cut(on_device(tensors, self._device), count)
         except Exception as error:
             problem = error
         with self._agreement.guard("announcing a batch", pace=self._agreement.steps):
@@ -118,7 +122,9 @@ class Batches:
             return Share(announced.pieces, round(self._agreement.end(announced.question)))
 
     def _tensors(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        found = as_tensors(batch, self._device)
+        found = as_tensors(batch)
+        if len({tensor.device for _, tensor in tensors_in(found)}) > 1:
+            found = on_device(found, self._device)
         if self._labels == "unshifted" and "labels" in found:
             labels = found["labels"]
             if not isinstance(labels, torch.Tensor) or labels.dim() < 2:
@@ -131,7 +137,8 @@ class Batches:
             found["labels"] = torch.cat([labels[:, 1:], last], dim=1)
         return found
 
-    def _cut(self, tensors: Batch, *, exactly: int | None) -> list[Batch]:
+    def _microbatches(self, tensors: Batch, *, exactly: int | None) -> int:
+        """Return the number of microbatches of a batch. Raises PlanError for other numbers of samples."""
         size, most = self._plan.microbatch, self._plan.schedule.microbatches
         rows = {name: int(tensor.shape[0]) for name, tensor in tensors_in(tensors)}
         if not rows:
@@ -143,7 +150,10 @@ class Batches:
                 f"rank {self._place.rank} was given a batch of {rows} samples; a data-parallel rank's share "
                 f"is {wanted} ({most} microbatches of {size})"
             )
-        self._check(tensors)
+        return count
+
+    def _cut(self, tensors: Batch, count: int) -> list[Batch]:
+        size = self._plan.microbatch
         return [map_tensors(tensors, itemgetter(slice(at * size, (at + 1) * size))) for at in range(count)]
 
     def _check(self, batch: Batch) -> None:
@@ -167,7 +177,7 @@ def _count(batch: Batch, *, labels: Labels, may_copy: bool) -> int:
     """Return the number of labels that count. Raises PlanError if labels equal the model's input, were shifted twice,
     or include padding.
 
-    All counts are read at once, because on CUDA each read waits for the device.
+    All counts are read at once: of a batch on a GPU, a read waits for the device.
     """
     sums = torch.stack([count_labels(batch), *_signs(batch)])
     counted, copied, telling, others, telling_ahead, hidden = sums.tolist()

@@ -147,7 +147,7 @@ class Engine:
         named = getattr(loss, "__qualname__", type(loss).__name__)
         _check_same(model, plan, seed=seed, labels=labels, clip=clip, loss=named)
         self.place = plan.mesh.place(world_rank())
-        self.device = torch.device(device) if device is not None else _default_device()
+        self.device = _with_index(torch.device(device)) if device is not None else _default_device()
         share_cores(world_size())
         if self.device.type == "cpu":
             keep_freed_memory()
@@ -1073,6 +1073,11 @@ def _close(engine: weakref.ref[Engine]) -> None:
 
 
 def _default_device() -> torch.device:
-    if torch.cuda.is_available():
+    return _with_index(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """Return "cuda" as this thread's current device: in another thread it would be the first one."""
+    if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    return device

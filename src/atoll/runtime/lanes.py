@@ -6,6 +6,27 @@ lanes before its own in `KINDS`, never for later ones.
 
 On the CPU a lane is a few threads: gloo makes progress only while a thread waits, so each job in flight needs one. On
 CUDA it is a stream: a job starts after the work launched before it, and an event waits for it.
+
+[Note: streams and memory] CUDA's allocator gives a freed block back to the stream on which it was allocated, at once,
+while kernels of other streams may still use it. `record_stream` would delay that, by as long as the device is behind,
+and peak memory would depend on timing. Three rules replace it:
+
+    1. What outlives a job is allocated by the computation, before the job starts: its stream then owns the block, and
+       after the free the next forward can use that memory, too. A job allocates only what it also frees.
+    2. The computation frees a block that a job uses after `Job.wait`, which makes its stream wait for the job. Until
+       then whoever keeps the job keeps the block: a job on a stream has only been launched when `start` returns, and
+       jobs themselves keep nothing.
+    3. A job starts after everything that the computation had launched when the job was submitted. So it may read and
+       write blocks of the computation, and nothing that the computation has launched later may write to those.
+
+Without the first rule a free would race. A thread's job waits for the work that had been launched when it was
+submitted, and may allocate much later: by then the computation may have freed a block of the job's stream, whose last
+readers were launched in between. Allocations from one stream's pool are in order among themselves, so what a job
+allocates and frees needs no event.
+
+[Note: the current device] A thread starts on CUDA device 0, whatever its parent uses. A stream without a device, or
+`current_stream()`, would be of that device, and an event cannot be recorded on a stream of another. So everything here
+names the engine's device, with its index.
 """
 
 from __future__ import annotations
@@ -155,28 +176,28 @@ class Threads(Lane):
 
 
 class _StreamJob:
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
+    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
+        self._event, self._device = event, device
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
+        torch.cuda.current_stream(self._device).wait_event(self._event)
 
 
 class Stream(Lane):
-    """A CUDA stream. Tensors that a job allocates belong to the stream, and its next job starts after all work that the
-    computation had launched by then, so memory that the computation freed is never written too early."""
+    """A CUDA stream. The host launches a job's work when the job is submitted: see [Note: streams and memory]."""
 
     def __init__(self, kind: Kind, device: torch.device) -> None:
         super().__init__(kind)
+        self._device = device
         self._stream = torch.cuda.Stream(device)
 
     def _begin(self, work: Callable[[], None]) -> Job:
-        self._stream.wait_stream(torch.cuda.current_stream())
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream), torch.no_grad():
             work()
             event = torch.cuda.Event()
-            event.record()
-        return _StreamJob(event)
+            event.record(self._stream)
+        return _StreamJob(event, self._device)
 
     def close(self) -> None:
         return
@@ -186,36 +207,38 @@ class _StreamThreadJob(_ThreadJob):
     """A thread's job on its stream. It starts after the work launched by the computation, and later work waits for
     it."""
 
-    def __init__(self, work: Callable[[], None], own: threading.local) -> None:
-        super().__init__(self._on_stream)
-        self._wanted = work
-        self._own = own
+    def __init__(self, work: Callable[[], None], device: torch.device, own: threading.local) -> None:
+        # Dropped once it has run: it refers to the job before, which would keep all gradients of a step's reductions.
+        super().__init__(partial(self._on_stream, work))
+        self._device, self._own = device, own
         self._began, self._ended = torch.cuda.Event(), torch.cuda.Event()
-        self._began.record()  # here, on the computation's stream: the thread may run much later
+        # Here, on the computation's stream: the thread may run much later, and must not wait for what comes in between.
+        self._began.record(torch.cuda.current_stream(device))
 
-    def _on_stream(self) -> None:
+    def _on_stream(self, work: Callable[[], None]) -> None:
         if not hasattr(self._own, "stream"):
-            self._own.stream = torch.cuda.Stream()
+            self._own.stream = torch.cuda.Stream(self._device)
         stream: torch.cuda.Stream = self._own.stream
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream):  # makes its device the thread's current one, too
             stream.wait_event(self._began)
-            self._wanted()
+            work()
             self._ended.record(stream)
 
     def wait(self) -> None:
-        super().wait()
-        torch.cuda.current_stream().wait_event(self._ended)
+        super().wait()  # an event that has not been recorded yet would be passed at once
+        torch.cuda.current_stream(self._device).wait_event(self._ended)
 
 
 class StreamThreads(Threads):
     """Threads with a stream each, for transports that wait on the host between copies from and to the device."""
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, kind: Kind, device: torch.device) -> None:
         super().__init__(kind)
+        self._device = device
         self._own = threading.local()
 
     def _job(self, work: Callable[[], None]) -> _ThreadJob:
-        return _StreamThreadJob(work, self._own)
+        return _StreamThreadJob(work, self._device, self._own)
 
 
 def lanes_of(device: torch.device, *, alone: bool, waits_on_host: bool) -> dict[Kind, Lane]:
@@ -229,7 +252,7 @@ def lanes_of(device: torch.device, *, alone: bool, waits_on_host: bool) -> dict[
 
 
 def lane_of(kind: Kind, device: torch.device, *, waits_on_host: bool) -> Lane:
-    """A lane of several ranks; `waits_on_host` as `lanes_of` has it."""
+    """A lane of several ranks; `waits_on_host` as `lanes_of` has it. A CUDA device has an index."""
     if device.type != "cuda":
         return Threads(kind)
-    return StreamThreads(kind) if waits_on_host else Stream(kind, device)
+    return StreamThreads(kind, device) if waits_on_host else Stream(kind, device)

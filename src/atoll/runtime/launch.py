@@ -70,6 +70,9 @@ DIGITS = 18
 SECRET = "ATOLL_SECRET"
 """Secret of a run across machines; without it rank 0 generates one and shares it through the store."""
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+NCCL_LINK_WARNING = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
+"""Environment variable by which torch warns that messages of one eager group are serialized: as they should be, because
+each direction of a link has a group of its own, see [Note: eager communicators] in transport/world.py."""
 LOOPBACK = "127.0.0.1"
 PROCESS = "atoll rank "
 """Name of a rank's process, before its number; the kernel keeps 15 characters."""
@@ -272,6 +275,7 @@ def meet(rendezvous: Rendezvous, limit: float | None) -> tuple[Store, Watch]:
     Local ranks use the store and monitor of their parent. Otherwise the launcher or rank 0 hosts the store, and rank 0
     hosts the monitor.
     """
+    os.environ.setdefault(NCCL_LINK_WARNING, "false")
     monitor, meeting = os.environ.pop(MONITOR, None), os.environ.pop(MEETING, None)
     if monitor is not None and meeting is not None:
         # Without a limit: a parent that has died ends its children, and one that the user has stopped resumes.

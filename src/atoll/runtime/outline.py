@@ -52,7 +52,7 @@ class Outline:
         schedule = plan.schedule
         if vocabulary is not None:
             schedule = insert_vocabulary(schedule, score=relative_score(blocks, weights, vocabulary.head))
-        options: dict[str, Any] = {"residency": plan.residency, "room": plan.resident}
+        options: dict[str, Any] = {"residency": plan.stays, "room": plan.resident}
         slices, frees = None, []
         if vocabulary is not None:
             slices = _slices(adapter, vocabulary, plan)

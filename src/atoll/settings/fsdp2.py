@@ -95,7 +95,7 @@ def fsdp2(subject: Subject) -> Settings:
     if plan.prefetch is not None:
         limits.append("the bytes that are gathered ahead: FSDP2 gathers the next module ahead")
     once = plan.reduction == "step" or plan.layout.gradients is Level.N
-    keeps = plan.residency == "step" or plan.layout.parameters is Level.N
+    keeps = plan.stays == "step" or plan.layout.parameters is Level.N
     reduce = plan.precision.reduce
     words = {
         "ranks": f"{mesh.data} data-parallel ranks",

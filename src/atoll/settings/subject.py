@@ -117,7 +117,7 @@ class Subject:
             found.append("a post-validated optimizer step: the step waits for the global gradient norm")
         if plan.codecs and not encodes:
             found.append(f"codecs between groups ({plan.codecs}): elements are sent as they are")
-        if plan.residency == "run":
+        if plan.stays == "run":
             found.append("residency `run`: gathered parameters stay for one microbatch or for the step")
         if plan.unit > 1:
             found.append(f"units of {plan.unit} blocks by a number: wrap that many layers in one module")
@@ -142,7 +142,7 @@ class TorchSharding:
     def of(plan: Plan) -> TorchSharding:
         """Return the nearest one that, if possible, holds no more optimizer state and sends no more between groups."""
         layout = plan.layout
-        reshards = layout.parameters is not Level.N and plan.residency == "action"
+        reshards = layout.parameters is not Level.N and plan.stays == "action"
         if layout == Layout("NNN") or plan.mesh.data == 1:
             return TorchSharding(REPLICATED, False)
         if "I" in layout.name and plan.mesh.inter > 1:

@@ -90,7 +90,7 @@ class Case:
     compile: str = "none"
     prefetch: int | None = None
     reads_in_place: bool = True
-    residency: Residency = "action"
+    residency: Residency | None = None
     reduction: Reduction = "microbatch"
     unit: int = 1
     layers_per_stage: tuple[int, ...] | None = None

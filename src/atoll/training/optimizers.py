@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 OWN_KEYS = ("lr", "betas", "eps", "weight_decay")
 """Options that have keys of their own in [train]."""
 
+FUSED = ("AdamW", "Adam")
+"""Optimizers that have a fused kernel for GPUs."""
+
 MUON = "Muon"
 """The optimizer of whole matrices: `atoll.Muon`, with AdamW for everything else."""
 
@@ -70,7 +73,7 @@ def named_optimizer(train: Train) -> Named:
     options = _options(train, make)
 
     def factory(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        made: torch.optim.Optimizer = make(groups, **options)
+        made: torch.optim.Optimizer = make(groups, **_fused(train, groups), **options)
         return made
 
     kept = _try(train, make, {**options, "lr": 0.01})
@@ -209,6 +212,16 @@ def _options(train: Train, make: Callable[..., Any]) -> dict[str, Any]:
     if problems:
         raise ConfigError("\n  ".join(problems))
     return {"lr": train.lr, **given, **{name: _plain(value) for name, value in train.optimizer_options.items()}}
+
+
+def _fused(train: Train, groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """Have AdamW and Adam use their fused kernel on a GPU, unless an option chooses another implementation.
+
+    It reads and writes everything once; torch's default there, `foreach`, also allocates a copy of all gradients.
+    """
+    chosen = {"fused", "foreach", "capturable", "differentiable"} & set(train.optimizer_options)
+    on_gpu = {parameter.is_cuda for group in groups for parameter in group["params"]} == {True}
+    return {"fused": True} if train.optimizer in FUSED and on_gpu and not chosen else {}
 
 
 def _shown(value: Any) -> Any:

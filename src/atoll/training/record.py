@@ -204,7 +204,7 @@ def describe(plan: Plan, footprints: Sequence[Footprint], blocks: Sequence[Seque
     return {
         "mesh": plan.mesh.sizes,
         "layout": plan.layout.name,
-        "residency": plan.residency,
+        "residency": plan.stays,
         "reduction": plan.reduction,
         "recompute": plan.recompute,
         "precision": asdict(plan.precision),

@@ -181,7 +181,7 @@ def _stage(model: _Model, stage: int, units: Mapping[int, Unit], around: Surroun
         )
         own_blocks.append(local)
         # Replace the layers' forwards first and then the block's: replaced modules are compiled with the block.
-        if waits or (plan.compile == "none" and around.device.type == "cpu"):
+        if waits or (plan.compile == "none" and around.device.type != "meta"):
             deferred += defer(block.module, own, collector, waits=waits)
         local.take_place("none" if has_end or is_table else plan.compile)
     return Stage(

@@ -100,15 +100,16 @@ class Background:
         for piece in owned:
             places.append(end)
             end += -(-piece.claim.nbytes // ALIGNMENT) * ALIGNMENT
-        on_gpu = any(piece.tensor.is_cuda for piece in owned)
+        devices = {piece.tensor.device for piece in owned if piece.tensor.is_cuda}
+        on_gpu = bool(devices)
         if self._buffer.numel() < end:
             self._buffer = torch.empty(end, dtype=torch.uint8, pin_memory=on_gpu)
         copies = []
         for piece, at in zip(owned, places, strict=True):
             copy = self._buffer[at : at + piece.claim.nbytes].view(piece.tensor.dtype)
             copies.append(replace(piece, tensor=copy.copy_(piece.tensor.detach(), non_blocking=on_gpu)))
-        if on_gpu:
-            torch.cuda.current_stream().synchronize()
+        for device in devices:  # the thread only reads host memory, once the copies to it have been made
+            torch.cuda.current_stream(device).synchronize()
         return copies
 
     # ---- in the thread

@@ -92,10 +92,15 @@ class Clock:
 
 
 class DeviceClock(Clock):
-    """The same with CUDA events. A time is the number of a pooled event."""
+    """The same with CUDA events. A time is the number of a pooled event.
 
-    def __init__(self, rank: int, stages: Mapping[int, int]) -> None:
+    An event is recorded on the caller's current stream of `device`: in a lane's job that is the lane's. Named, because
+    the current device of a process need not be that of its engine.
+    """
+
+    def __init__(self, rank: int, stages: Mapping[int, int], device: torch.device) -> None:
         super().__init__(rank, stages)
+        self._device = device
         self._lock = threading.Lock()
         self._events: list[torch.cuda.Event] = []
         self._used = 0
@@ -112,7 +117,7 @@ class DeviceClock(Clock):
             at, self._used = self._used, self._used + 1
             if at == len(self._events):
                 self._events.append(torch.cuda.Event(enable_timing=True))
-        self._events[at].record()
+        self._events[at].record(torch.cuda.current_stream(self._device))
         return at
 
     def add(self, action: Action, start: float) -> None:
@@ -136,4 +141,4 @@ class DeviceClock(Clock):
 
 def clock_of(device: torch.device, rank: int, stages: Mapping[int, int]) -> Clock:
     """Return the clock for a device."""
-    return DeviceClock(rank, stages) if device.type == "cuda" else Clock(rank, stages)
+    return DeviceClock(rank, stages, device) if device.type == "cuda" else Clock(rank, stages)

@@ -189,7 +189,8 @@ def _bias(gradient: Tensor) -> Tensor:
 
 LEAST_ADDED = 1 << 18
 """Minimum number of elements of a weight whose gradient I accumulates in one operation, which saves a pass over the
-gradient. For smaller ones a backward in Python, about 0.1 ms, takes longer than the pass."""
+gradient. For smaller ones a backward in Python, about 0.1 ms, takes longer than the pass. On a GPU all are: there the
+product is added in the dtype of the gradient, where autograd would round it to that of the weight first."""
 
 
 def defer(
@@ -198,10 +199,14 @@ def defer(
     """Defer every trained `nn.Linear` weight of a block that is in `units`; or, without `waits`, accumulate the
     gradients of large ones in I, in one operation."""
     owners = {id(p): (unit, name) for unit in units for name, p in unit.parameters.items()}
+
+    def is_worth(weight: Tensor) -> bool:
+        return waits or weight.is_cuda or weight.numel() >= LEAST_ADDED
+
     return [
         DeferredWeight(child, *owners[id(child.weight)], collector, waits=waits)
         for child in module.modules()
-        if is_deferrable(child) and id(child.weight) in owners and (waits or child.weight.numel() >= LEAST_ADDED)
+        if is_deferrable(child) and id(child.weight) in owners and is_worth(child.weight)
     ]
 
 

@@ -135,6 +135,8 @@ class Executor:
     lanes: run transfers concurrently, which are recorded on the programs' clock.
 
     is_timed: whether each instruction is recorded on the clock, instead of each action only.
+    before: what to call before each instruction of a kind, for tools and tests that observe a step. The model itself
+    calls the forward of a block, so before F only a stage's first is seen.
     probe: inspects the values of the next program, if given.
     """
 
@@ -177,6 +179,7 @@ class Executor:
             self._vocabulary = SplitVocabulary(vocabulary, self._mail, self._placement, ranks=self._ranks)
         self._step = _Step((), is_training=False)
         self.is_timed = False
+        self.before: Mapping[Do, Callable[[], None]] = {}
         self.probe: Probe | None = None
         self._scale: Callable[[], float] | None = None
         self._score: _Score | None = None
@@ -322,6 +325,10 @@ class Executor:
         if self.is_timed:
             both = zip(self._instructions, score.calls, strict=True)
             self._calls = tuple(partial(self._timed, each, call) for each, call in both)
+        if self.before:
+            dos = [each.do for each in self._instructions]
+            observed = zip(map(self.before.get, dos), self._calls, strict=True)
+            self._calls = tuple(call if first is None else partial(_in_turn, first, call) for first, call in observed)
         return score
 
     def _timed(self, instruction: Instruction, call: Callable[[], None]) -> None:
@@ -742,6 +749,11 @@ class Executor:
             self._look(Made.LOSS, [found], self._stages[split.last_stage].run.stop - 1, microbatch=microbatch)
         if step.is_training and gradient is not None:
             step.gradients[key] = gradient.mul_(step.scale).to(step.outputs[key].dtype)
+
+
+def _in_turn(first: Callable[[], None], then: Callable[[], None]) -> None:
+    first()
+    then()
 
 
 def _skip() -> None:

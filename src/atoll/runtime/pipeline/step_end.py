@@ -318,15 +318,18 @@ class StepEnd:
 
         counts: what losses said that they are sums over.  busy: gives the seconds that were computed.
         """
+        # One transfer of all that the host has to know, and so one wait for the device: each wait leaves it without
+        # work until the host has launched more.
+        read = self._read(
+            [*(unit.squared_norm() for unit in self._units), 0.0 if loss_sum is None else loss_sum, *counts]
+        )
+        loss, *counted = read[len(self._units) :]
         partials = torch.zeros(len(self._specs), dtype=torch.float64)
-        if self._units:
-            norms = torch.stack([unit.squared_norm() for unit in self._units]).cpu()
-            partials[[unit.spec.index for unit in self._units]] = norms
-        loss = 0.0 if loss_sum is None else float(loss_sum)
-        # The norms have just waited for the device.
-        self.busy = busy()
+        for unit, norm in zip(self._units, read, strict=False):
+            partials[unit.spec.index] = norm
+        self.busy = busy()  # the device has passed its events
         idle = 1.0 - self.busy / max(time.monotonic() - self._now.begin, 1e-9)
-        head = torch.tensor([loss, idle, sum(map(float, counts)), len(counts)], dtype=torch.float64)
+        head = torch.tensor([loss, idle, sum(counted), len(counted)], dtype=torch.float64)
         names = [(unit, name) for unit in self._units for name, _ in unit.trained()]
         flags = torch.tensor([name in unit.touched for unit, name in names], dtype=torch.float64)
         values = self._transport.total_stage(torch.cat([head, partials, flags]))
@@ -336,6 +339,13 @@ class StepEnd:
         now.touched = frozenset(name for (_, name), flag in zip(names, flags.tolist(), strict=True) if flag)
         now.sums = _Sums(values[: _HEAD + len(self._specs)], now.tokens)
         self._allow()
+
+    def _read(self, values: Sequence[torch.Tensor | float]) -> list[float]:
+        """Return numbers, of which some are on the device."""
+        device = self._transport.device
+        there = [each.detach().to(device, torch.float64) for each in values if isinstance(each, torch.Tensor)]
+        read = iter(torch.stack(there).tolist() if there else ())
+        return [next(read) if isinstance(each, torch.Tensor) else float(each) for each in values]
 
     def _share_flags(self, names: Sequence[tuple[Unit, str]], flags: torch.Tensor) -> None:
         """Mark a shared parameter as touched if any of its copies is."""

@@ -13,6 +13,9 @@ A block whose scale is not a normal float32 is zero. A value that is not finite 
 [Note: equal replicas] A rank never uses a value that it has encoded: it decodes its own message, as all others do, so
 all ranks hold the same bits.
 
+The moves allocate messages and sums, and free them: they run in jobs of lanes, and nothing that they allocate outlives
+them ([Note: streams and memory] in runtime/lanes.py). What a caller gives is the caller's to keep.
+
 Arithmetic is in fp32, in float64 for float64 tensors. On CPUs blocks are processed a few at a time, which stay in the
 cache; on GPUs the kernels are compiled.
 """

@@ -208,7 +208,8 @@ class Exchange:
         self._arriving = {rank: self._slices.new_empty(size) for rank, size in sizes.items()}
         if len(self._ranks) > 1:
             swap, tag = self.segment.around.transport.swap, Tag(channel, *self.segment.tag)
-            # What leaves and arrives is held until the job is waited for: on a GPU a lane's stream works on it.
+            # What leaves and arrives is held until the job is waited for: on a GPU a lane's stream works on it, see
+            # [Note: streams and memory] in runtime/lanes.py.
             self._leaving = out
             self._job = self.segment.start("sync", partial(swap, out, self._arriving, self._ranks, tag), after=None)
 

@@ -166,6 +166,9 @@ class MatricesAndRest(torch.optim.Optimizer):
                 group.setdefault(key, value)
         super().__init__(groups, {})
         others = [group for group in self.param_groups if not group["whole"]]
+        parameters = [parameter for group in others for parameter in group["params"]]
+        if any(parameter.is_cuda for parameter in parameters) and "foreach" not in adamw:
+            adamw = {"fused": True, **adamw}
         self._rest = torch.optim.AdamW(others, **adamw) if others else None
         if self._rest is not None:
             self._rest.state = self.state

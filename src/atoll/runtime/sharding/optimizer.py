@@ -7,12 +7,14 @@ exchange unit by unit, as the step's program says.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import chain
 from typing import Any, cast
 
 import torch
 from torch import nn
 
+from atoll._torch import scaled_gradients, takes_scale
 from atoll.errors import CheckpointError, PlanError
 from atoll.layouts import Box, Matrix
 from atoll.runtime.sharding.matrices import Exchange, MatrixUpdate, Options
@@ -81,6 +83,7 @@ class ShardedOptimizer:
         matrices: Collection[str] = (),
     ) -> None:
         self._units = tuple(units)
+        self._device = units[0].around.device if units else torch.device("cpu")
         self.slices: dict[str, ParameterSlice] = {}
         for unit in units:
             for segment in unit.segments:
@@ -159,14 +162,17 @@ class ShardedOptimizer:
         Of matrices only the elementwise part before their transform: `collect`, `transform` and `update` of each unit
         follow. Those that have been stepped ahead with the same gradients are updated here.
         """
+        # A fused kernel multiplies while it reads: a pass over all gradients less. Nobody reads them after it.
+        is_fused = scale != 1.0 and self._update is None and takes_scale(self.torch)
         for unit in self._units:
-            if scale != 1.0:
+            if scale != 1.0 and not is_fused:
                 unit.scale_gradients(scale)
             self._present(unit, touched)
         now: list[dict[str, Any]] = []
         self.remember_options(now)
         self._use(options)
-        self.torch.step()
+        with scaled_gradients(self.torch, scale, device=self._device) if is_fused else nullcontext():
+            self.torch.step()
         self._use(now)
         self._touched, self._chosen = frozenset(touched), options
         if scale != 1.0:

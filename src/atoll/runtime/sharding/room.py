@@ -29,7 +29,9 @@ class Room(NamedTuple):
         columns = hidden.reshape(-1, hidden.shape[-1])
         if self.view.dtype == rows.dtype:
             self.view.addmm_(rows, columns, beta=0.0 if self.is_empty else 1.0)
-        elif self.view.is_cuda:
-            self.add(torch.mm(rows, columns, out_dtype=self.view.dtype))
-        else:
+        elif not self.view.is_cuda:  # out_dtype is for CUDA alone: here the product is rounded before it is added
             self.add(rows @ columns)
+        elif self.is_empty:
+            torch.mm(rows, columns, out_dtype=self.view.dtype, out=self.view)
+        else:  # the sum is fp32 too since torch 2.10; before, it had to have the dtype of the factors
+            torch.addmm(self.view, rows, columns, out_dtype=self.view.dtype, out=self.view)

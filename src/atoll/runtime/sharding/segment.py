@@ -113,10 +113,14 @@ def dtype_of(name: str) -> torch.dtype:
 def sum_of_squares(values: torch.Tensor) -> torch.Tensor:
     """The sum of squares of a 1-D tensor in float64, on its device, right to about seven digits.
 
+    On a GPU squares are added in fp32, `_AT_A_TIME` at a time, in one pass and without a copy: torch's norm in float64
+    would first convert all values, 8 bytes for each. As in `clip_grad_norm_`, squares that overflow fp32 give infinity.
     On the CPU torch's norm of another dtype takes six times as long as this: it converts element by element.
     """
-    if values.is_cuda or values.dtype == torch.float64:
-        return torch.linalg.vector_norm(values, dtype=torch.float64).square()
+    if values.dtype == torch.float64:
+        return torch.linalg.vector_norm(values).square()
+    if values.is_cuda:
+        return _sum_by_rows(values)
     chunks = values.split(_AT_A_TIME)
     if values.dtype == torch.float32:
         total = torch.stack([torch.dot(chunk, chunk) for chunk in chunks]).sum(dtype=torch.float64)
@@ -128,6 +132,16 @@ def sum_of_squares(values: torch.Tensor) -> torch.Tensor:
         part = room[: len(chunk)].copy_(chunk)
         total += torch.dot(part, part)
     return total
+
+
+def _sum_by_rows(values: torch.Tensor) -> torch.Tensor:
+    """The sum of squares, from one norm in fp32 of every `_AT_A_TIME` elements."""
+    whole = len(values) - len(values) % _AT_A_TIME
+    rows = values[:whole].view(-1, _AT_A_TIME)
+    norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32).double().square().sum()
+    if whole == len(values):
+        return norms
+    return norms + torch.linalg.vector_norm(values[whole:], dtype=torch.float32).double().square()
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +198,8 @@ class Segment:
         self._local = {name: local_part(parameter) for name, parameter in parameters.items()}
         named_shapes = ((name, tuple(p.shape)) for name, p in self._local.items())
         self.map = FlatMap.build(named_shapes, self.sharding.nest.ranks)
+        self._gaps = self.map.gaps
+        self._accumulates = self.sharding.accumulates
         whole = self.sharding.whole if is_whole else None
         self.matrices: tuple[Matrix, ...] = ()
         self.matrix_owners: tuple[int, ...] = ()
@@ -200,7 +216,7 @@ class Segment:
         self._staged: torch.Tensor | None = None
         self._gathering: lanes.Job | None = None
         self._reducing: deque[tuple[lanes.Job, torch.Tensor]] = deque()
-        self._syncing_gradients: lanes.Job | None = None
+        self._syncing_gradients: tuple[lanes.Job, torch.Tensor] | None = None
         self._syncing_parameters: lanes.Job | None = None
         self._spreading: torch.Tensor | None = None
         self.compute = dtype_of(self.sharding.precision.compute)
@@ -272,9 +288,10 @@ class Segment:
         self.final: torch.Tensor | None = None
         dtype = dtype_of(precision.gradient)
         self.gradients = {phase: self._zeros(g, dtype, is_read=g_is_read) for phase in self.phases}
-        self._give_gradients_back()
-        if g is Level.N:
+        if self._accumulates:
+            # Before the storages are freed: views are made of memory that is there, and stay valid.
             self._flow_views = {phase: self._views_of(resting) for phase, resting in self.gradients.items()}
+        self._give_gradients_back()
 
     def _give_gradients_back(self) -> None:
         """Free sharded gradients between steps, so that a forward can use their memory. Those
@@ -284,7 +301,10 @@ class Segment:
                 resting.untyped_storage().resize_(0)
 
     def _resting_gradient(self, phase: Phase) -> torch.Tensor:
-        """Return the buffer that stores a phase's gradients; uninitialized if it is new."""
+        """Return the buffer that stores a phase's gradients; uninitialized if it is new.
+
+        The computation calls it before a job that needs it: see [Note: streams and memory] in runtime/lanes.py.
+        """
         resting = self.gradients[phase]
         if resting.untyped_storage().nbytes() == 0:
             resting.untyped_storage().resize_(resting.nbytes)
@@ -362,7 +382,7 @@ class Segment:
                 self._gathering = None
             else:
                 self.around.lanes["gather"].do(self._bring, unit=self.tag[0], after=self._syncing_parameters)
-            self._syncing_parameters = None
+            self._syncing_parameters = self._spreading = None  # the gather was behind the job that read it
             if self._staged is not None:
                 self._fill(GATHER_PARAMETER[Level.I], self._staged)
                 self.around.transport.give_back(self._staged)
@@ -404,8 +424,8 @@ class Segment:
         self._code(partial(coding.gather, nearest, own.to(buffer.dtype), buffer), move, _Purpose.GATHER)
 
     def _make_room(self) -> None:
-        """Room for the whole copy, on a GPU taken and given back by the computation's stream, never by a lane's: a lane
-        does not know what the computation has launched since its job was begun."""
+        """Room for the whole copy, on a GPU taken and given back by the computation's stream, never by a lane's: see
+        [Note: streams and memory] in runtime/lanes.py."""
         if self.whole.untyped_storage().nbytes() == 0:
             self.whole.untyped_storage().resize_(self.whole.numel() * self.whole.itemsize)
 
@@ -449,7 +469,7 @@ class Segment:
             if is_ahead:
                 self._begin_ahead()
                 master = master.clone()  # the optimizer's is put back at once
-            self._spreading = master
+            self._spreading = master  # kept until the job has been waited for, whose stream reads it
             self._syncing_parameters = self.start("sync", self._follow, after=None)
             return
         self._is_ahead = False
@@ -547,8 +567,10 @@ class Segment:
         return self._flow_views[phase][name] if name in self._written.get(phase, ()) else None
 
     def _open_flow(self, phase: Phase) -> None:
-        """Return the whole buffer in which a phase accumulates; uninitialized if it is new."""
-        if phase not in self._flow_views:
+        """Allocate the whole buffer in which a phase accumulates, uninitialized, unless it is there."""
+        if self._accumulates:
+            self._resting_gradient(phase)
+        elif phase not in self._flow_views:
             resting = self.gradients[phase]
             flow = self.around.transport.lend(self.map.padded, resting.dtype)
             if flow is None:
@@ -565,21 +587,24 @@ class Segment:
             for entry in self.map.entries:
                 if entry.name not in written:
                     whole.narrow(0, entry.offset, entry.numel).zero_()
-            whole[self.map.numel :].zero_()
+            for gap in self._gaps:
+                whole.narrow(0, gap.start, len(gap)).zero_()
         written.clear()
 
     def reduce_gradients(self, phase: Phase) -> None:
         """Begin to reduce a phase's gradients to where they rest; `end_reduction` gives their whole buffer back."""
-        if phase not in self.phases or self.layout.gradients is Level.N:
+        if phase not in self.phases or self._accumulates:
             return
         self._open_flow(phase)
         flow = self.flows.pop(phase)
         del self._flow_views[phase]
         self._complete(phase, flow)
+        self._resting_gradient(phase)  # here and not in the job: the computation frees it
         # Behind the one before: their tags are the same.
         after = self._reducing[-1][0] if self._reducing else None
         job = self.start("reduce", partial(self._reduce, phase, flow), after=after)
-        # On a GPU the job only has been launched: what it works on is held until the computation waits for it.
+        # On a GPU the job only has been launched: what it works on is held until the computation waits for it, see
+        # [Note: streams and memory] in runtime/lanes.py.
         self._reducing.append((job, flow))
 
     def end_reduction(self, phase: Phase) -> None:
@@ -597,47 +622,59 @@ class Segment:
             self._bring_gradients(
                 self._part(total, Level.N, move.coarse), move, _Purpose.REDUCE, phase=phase, what=what
             )
-        Room(self._resting_gradient(phase), is_empty=phase not in self._resting).add(self._part(total, Level.N, level))
+        Room(self.gradients[phase], is_empty=phase not in self._resting).add(self._part(total, Level.N, level))
         self._resting.add(phase)
         self.around.transport.give_back(flow, was_read=bool(moves))
 
     def sync_gradients(self) -> None:
         """Begin to turn the accumulated gradients into `final`, the optimizer's, at the level of os."""
         if self.trainable and self._syncing_gradients is None:
-            if self.layout.gradients is Level.N:
+            if self._accumulates:
                 for phase in self.phases:
-                    self._complete(phase, self.gradients[phase])
+                    self._complete(phase, self._resting_gradient(phase))
+            g, os = self.layout.gradients, self.layout.optimizer
+            for phase in self.phases:
+                self._resting_gradient(phase)
+            # What the optimizer reads outlives the job, so it is allocated here; nothing of it is written before.
+            resting = self.gradients[self.phases[0]]
+            coarse = min(g, os)
+            wide = resting if self.sharding.nest.is_same(coarse, g) else resting.new_empty(len(self.range(coarse)))
+            final = torch.empty_like(self._part(wide, coarse, os)) if self.spread is Spread.SUMMED else None
             after = self._reducing[-1][0] if self._reducing else None
-            self._syncing_gradients = self.start("sync", self._sync, after=after)
+            self._syncing_gradients = self.start("sync", partial(self._sync, wide, final), after=after), wide
 
     def settle_gradients(self) -> None:
         """Wait until `final` is there."""
         self.sync_gradients()
         if self._syncing_gradients is not None:
-            self._syncing_gradients.wait()
+            self._syncing_gradients[0].wait()
         self._syncing_gradients = None
         self._reducing.clear()  # the sync has waited for them
 
-    def _sync(self) -> None:
+    def _sync(self, buffer: torch.Tensor, final: torch.Tensor | None) -> None:
+        """Sum the phases, and bring the sum to the optimizer's level.
+
+        buffer: of the coarser level of g and os: what rests, or uninitialized.  final: uninitialized, for the sum over
+        the tensor-parallel ranks, if there is one.
+        """
         g, os = self.layout.gradients, self.layout.optimizer
-        if g is not Level.N:
+        if not self._accumulates:
             for phase in self.phases:
                 if phase not in self._resting:
-                    self._resting_gradient(phase).zero_()
+                    self.gradients[phase].zero_()
         resting, *others = (self.gradients[phase] for phase in self.phases)
         for other in others:
             resting.add_(other)
         coarse = min(g, os)
-        buffer = resting
-        if coarse is not g:
-            buffer = torch.zeros(len(self.range(coarse)), dtype=buffer.dtype, device=buffer.device)
+        if buffer is not resting:
+            buffer.zero_()
             self._part(buffer, coarse, g).copy_(resting)
         for move in SYNC_GRADIENT[g, os]:
             part, what = self._part(buffer, coarse, move.coarse), "sync" if move.kind is Kind.REDUCE else "gather"
             self._bring_gradients(part, move, _Purpose.SYNC_GRADIENT, phase=self.phases[0], what=what)
         self.final = self._part(buffer, coarse, os)
-        if self.spread is Spread.SUMMED:
-            self.final = self.final.clone()  # what rests may be read by others
+        if final is not None:
+            self.final = final.copy_(self.final)  # what rests may be read by others
             self.around.transport.total_along(self.final, "tp", Tag(Channel.SUM_TENSOR, *self.tag))
 
     def _bring_gradients(self, buffer: torch.Tensor, move: Move, purpose: _Purpose, *, phase: Phase, what: str) -> None:

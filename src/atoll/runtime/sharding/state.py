@@ -45,6 +45,9 @@ from atoll.runtime.sharding.unit import Unit
 
 _STATE, _MATRIX = ("optim", "state"), ("optim", "matrix")
 _CODEC, _COPY, _RESIDUAL = "codec", "copy", "residual"
+_IMPLEMENTATION = frozenset({"fused", "foreach"})
+"""Options of an optimizer that follow from the device, so a run keeps its own when it loads a checkpoint."""
+
 SCALER = frozenset({"scale", "growth_steps", "good_steps"})
 """Fields of the fp16 loss scaler in a checkpoint."""
 OF_ISLANDS = ("outer.", "islands.")
@@ -208,7 +211,8 @@ def load_state(
             f"use the same grouping (train.weight_decay, groups=...)"
         )
     for group, options in zip(optimizer.torch.param_groups, groups, strict=True):
-        group.update({key: tuple(value) if isinstance(value, list) else value for key, value in options.items()})
+        loaded = {key: value for key, value in options.items() if key not in _IMPLEMENTATION}
+        group.update({key: tuple(value) if isinstance(value, list) else value for key, value in loaded.items()})
     return state
 
 
@@ -271,13 +275,21 @@ def _optimizer_pieces(optimizer: ShardedOptimizer, prefix: tuple[str, ...] = ())
 
 def _prepare_states(optimizer: ShardedOptimizer, stored: Mapping[str, Mapping[str, tuple[int, ...]]]) -> None:
     """Give the optimizer empty states of the kinds that the checkpoint has."""
+    # Kernels that count steps themselves have the counters beside the parameters, all others on the CPU.
+    counting = {
+        id(own)
+        for group in optimizer.torch.param_groups
+        if group.get("fused") or group.get("capturable")
+        for own in group["params"]
+    }
     for name, own in optimizer.slices.items():
         optimizer.torch.state[own] = {}
         for key, shape in stored.get(name, {}).items():
             if shape == own.global_shape and math.prod(shape) > 0 and shape:
                 optimizer.torch.state[own][key] = torch.zeros_like(own.detach())
             else:
-                optimizer.torch.state[own][key] = torch.zeros(shape, dtype=torch.float32)
+                device = own.device if id(own) in counting else torch.device("cpu")
+                optimizer.torch.state[own][key] = torch.zeros(shape, dtype=torch.float32, device=device)
 
 
 def _group_options(optimizer: ShardedOptimizer) -> list[dict[str, Any]]:

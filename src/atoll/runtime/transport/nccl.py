@@ -43,7 +43,8 @@ class NcclTransport(Transport):
     """NCCL's own collectives, one communicator per axis, and one per direction of each pipeline link (neighbours, and
     the first rank with the last).
 
-    Separate communicators for each directed link keep unbatched point-to-point messages from waiting for each other.
+    Separate communicators for each directed link keep unbatched point-to-point messages from waiting for each other:
+    see [Note: eager communicators] in world.py.
     """
 
     waits_on_host: ClassVar[bool] = False

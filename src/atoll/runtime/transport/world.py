@@ -35,9 +35,20 @@ def connect(place: Place, device: torch.device, *, has_islands: bool = False) ->
 
 
 def join(rank: int, world: int, store: dist.Store, *, device: torch.device, timeout: float) -> None:
-    """Initialise torch.distributed for one rank; `timeout` in seconds bounds every wait for a peer."""
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
+    """Initialise torch.distributed for one rank; `timeout` in seconds bounds every wait for a peer.
+
+    [Note: eager communicators] NCCL's group is bound to its device, which torch 2.11 to 2.13 then connects at once, and
+    `new_group` splits further communicators from it (`ncclCommSplit`). Without a device each communicator is made by
+    its first message: two ranks whose first messages to each other are in different communicators would wait for each
+    other, and the first step would pay for all of them. A split is collective: all ranks of the world make all groups
+    in one order, members or not, as the constructors here do. Gloo groups are not split, and must have all ranks:
+    torch asks those outside of one for their part in a split.
+    """
+    limit = timedelta(seconds=timeout)
+    if device.type != "cuda":
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+        return
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=world, timeout=limit, device_id=device)
 
 
 def leave() -> None:
