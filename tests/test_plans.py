@@ -94,7 +94,7 @@ def test_a_plan_knows_its_global_batch() -> None:
             },
             "two or more pipeline ranks, and the mesh has one",
         ),
-        ({"resident": 5}, "resident = 5 bytes with residency = 'action'"),
+        ({"resident": 5}, "resident = 5 bytes with residency = 'step'"),
     ],
 )
 def test_plans_that_do_not_fit(change: dict[str, object], message: str) -> None:

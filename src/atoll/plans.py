@@ -217,8 +217,8 @@ class Plan:
     def stays(self) -> Residency:
         """How long gathered parameters are kept: `residency`, or its default.
 
-        A gather that sends nothing is a copy on the device, or a cast of the master, where p and os are at one level in
-        mixed precision. `action` would save the memory of these copies, and make two of each block in a microbatch.
+        A gather that sends nothing is a copy on the device, or a cast of the master where p and os are sharded alike.
+        `action` would save the memory of these copies, and make two of each block in a microbatch.
         """
         if self.residency is not None:
             return self.residency

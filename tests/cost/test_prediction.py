@@ -124,7 +124,7 @@ def test_a_rank_alone_in_its_group_has_nobody_to_read_in_place() -> None:
 
 
 def test_units_of_several_layers_take_the_same_time_to_compute() -> None:
-    one, three = (predicted("NNG", mesh=MeshShape(4), on=cluster(), unit=unit) for unit in (1, 3))
+    one, three = (predicted(mesh=MeshShape(4), on=cluster(), unit=unit) for unit in (1, 3))
     assert three.seconds == pytest.approx(one.seconds)
     sharded = (predicted("GGG", mesh=MeshShape(4, 1, 8), on=cluster(), unit=unit) for unit in (1, 3))
     few, many = (found.peak(1).gathered for found in sharded)
@@ -166,11 +166,11 @@ def test_each_pair_of_neighbours_has_its_own_link() -> None:
 
 def test_casts_of_gathers_that_send_nothing_take_time() -> None:
     """Once a step by default, as the cast of the optimizer's result where it is stored; or twice in a microbatch."""
-    whole, stored = predicted("NNN", mesh=MeshShape(), on=cluster()), predicted("NNG", mesh=MeshShape(), on=cluster())
+    whole, stored = predicted("GGG", mesh=MeshShape(), on=cluster()), predicted("NNN", mesh=MeshShape(), on=cluster())
     assert whole.seconds == pytest.approx(stored.seconds, rel=1e-6)
     assert whole.peak(0).total == pytest.approx(stored.peak(0).total, rel=1e-3)
 
-    each = predicted("NNN", mesh=MeshShape(), on=cluster(), residency="action")
+    each = predicted("GGG", mesh=MeshShape(), on=cluster(), residency="action")
     done = [instruction.do for instruction in each.ranks.programs.ranks[0].instructions]
     # A block that ends the forward begins the backward: it is gathered once for both.
     blocks = 18

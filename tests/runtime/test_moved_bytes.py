@@ -153,5 +153,5 @@ def test_one_rank_moves_as_many_bytes_as_plain_pytorch(layout: str, plain: tuple
 
 def test_residency_action_trades_casts_for_memory(plain: tuple[float, float]) -> None:
     """Two casts of a block in a microbatch, of 4 bytes that are read and 2 that are written."""
-    each, _ = bytes_of(lambda microbatches: atoll_step("NNN", microbatches, "action"))
+    each, _ = bytes_of(lambda microbatches: atoll_step("GGG", microbatches, "action"))
     assert each == pytest.approx(plain[0] + 2 * (4 + 2), rel=0.03)

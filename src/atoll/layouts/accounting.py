@@ -149,7 +149,8 @@ def published_memory(
     p = parameter_bytes * parameters / ways[layout.parameters]
     g = gradient_bytes * trainable / ways[layout.gradients]
     os = optimizer_bytes * trainable / ways[layout.optimizer]
-    stored = parameters - trainable if layout.parameters is layout.optimizer else parameters
+    is_cast = layout.parameters is layout.optimizer and layout.parameters is not Level.N
+    stored = parameters - trainable if is_cast else parameters
     held = parameter_bytes * stored / ways[layout.parameters] + g + os
     return PublishedMemory(p, g, os, held)
 

@@ -56,7 +56,7 @@ class Stored(Enum):
 
     ALONE: parameters, which are frozen.
     SHARED: one buffer, at the coarser level of parameters and optimizer, is parameters and master: they have one dtype.
-    CAST: the master. Parameters are cast from it each time they are gathered.
+    CAST: the master, where both are sharded alike. Parameters are cast from it each time they are gathered.
     APART: parameters and master, each at its level.
     """
 
@@ -119,12 +119,14 @@ class Sharding:
             return Stored.APART
         if segment.compute == self.precision.master:
             return Stored.SHARED
-        return Stored.CAST if self.layout.parameters is self.layout.optimizer else Stored.APART
+        # At N nothing is gathered: a copy is cast once a step, instead of two casts of each block in a microbatch.
+        p = self.layout.parameters
+        return Stored.CAST if p is self.layout.optimizer and p is not Level.N else Stored.APART
 
     def rests_whole(self, segment: SegmentShape) -> bool:
         """Return True if the parameters are stored whole in the dtype of the forward, so that nothing is gathered or
         cast."""
-        return self.layout.parameters is Level.N and self.stored(segment) is not Stored.CAST
+        return self.layout.parameters is Level.N
 
     @property
     def accumulates(self) -> bool:

@@ -207,20 +207,14 @@ class Space:
                 continue
             seen.add(placed)
             is_whole = layout.parameters is Level.N
-            # Nothing is sent, but each gather casts: a copy for the step costs memory, another cast for each use time.
-            is_cast = placed.name == "NNN" and _is_mixed(frame.precision)
             units = self.unit[:1] if mesh.data == 1 else self.unit
             prefetch = self.prefetch[:1] if mesh.data == 1 else self.prefetch
             for residency, reduction in product(
-                _casting(self.residency)
-                if is_cast
-                else self.residency[:1]
-                if is_whole or not several
-                else _distinct(self.residency, stays),
+                self.residency[:1] if is_whole or not several else _distinct(self.residency, stays),
                 self.reduction[:1] if layout.gradients is Level.N or not several else _distinct(self.reduction, stays),
             ):
                 # With a larger unit more parameters stay gathered between two uses of a stage.
-                is_apart = residency == "action" and not (is_whole or is_cast) and several
+                is_apart = residency == "action" and not is_whole and several
                 for alike in [(unit,) for unit in units] if is_apart else [units]:
                     yield tuple(
                         Travel(placed, residency, reduction, unit, ahead, is_validated)
@@ -243,17 +237,6 @@ def _chosen(given: tuple[int, ...] | None, share: int) -> list[int]:
     """Return the divisors of a share, or those of the given numbers that divide it."""
     candidates = range(1, share + 1) if given is None else sorted(set(given))
     return [size for size in candidates if share % size == 0]
-
-
-def _is_mixed(precision: str) -> bool:
-    """Return True if parameters are computed with in another dtype than their masters."""
-    preset = Precision.preset(precision)
-    return preset.compute != preset.master
-
-
-def _casting(residencies: tuple[Residency, ...]) -> tuple[Residency, ...]:
-    """Return the residencies that differ where a gather only casts: once in a step, or for each use."""
-    return tuple(word for word in residencies if word != "run" or len(residencies) == 1)
 
 
 def _distinct(words: tuple[Word, ...], stays: bool) -> tuple[Word, ...]:
