@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from atoll import schedules
+from atoll.ir.residency import Residency
 from atoll.layouts import Layout, Precision
 from atoll.models import Decoder, DecoderConfig, token_cross_entropy
 from atoll.plans import MeshShape, Plan
@@ -111,8 +112,10 @@ class Job:
         options = {"fused": True} if fused else {"foreach": True}
         return torch.optim.AdamW(parameters, lr=self.lr, weight_decay=0.1, **options)
 
-    def plan(self, layout: str, *, recompute: str = "none", compiled: str = "none") -> Plan:
-        """Atoll's plan on one rank."""
+    def plan(
+        self, layout: str, *, recompute: str = "none", compiled: str = "none", residency: Residency | None = None
+    ) -> Plan:
+        """Atoll's plan on one rank. residency: with `action` each block is gathered and freed, as on several ranks."""
         return Plan(
             MeshShape(),
             Layout(layout),
@@ -121,6 +124,7 @@ class Job:
             precision=Precision.preset("bf16"),
             recompute=recompute,
             compile=compiled,
+            residency=residency,
         )
 
 
@@ -148,14 +152,20 @@ Make = Callable[[Job, torch.device], Contender]
 
 
 def atoll_engine(
-    layout: str, *, recompute: str = "none", compiled: str = "none", fused: bool = True, name: str = ""
+    layout: str,
+    *,
+    recompute: str = "none",
+    compiled: str = "none",
+    fused: bool = True,
+    residency: Residency | None = None,
+    name: str = "",
 ) -> Make:
     """Atoll with a layout on one rank."""
 
     def make(job: Job, device: torch.device) -> Contender:
         engine = Engine(
             job.drawn(device),
-            job.plan(layout, recompute=recompute, compiled=compiled),
+            job.plan(layout, recompute=recompute, compiled=compiled, residency=residency),
             optimizer=lambda groups: job.optimizer(groups, fused=fused),
             clip=CLIP,
             device=device,

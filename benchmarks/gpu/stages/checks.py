@@ -49,10 +49,8 @@ def run(run: Run) -> None:
 
 def step(device: str) -> None:
     """The step that is checked: everything is gathered, reduced and freed."""
-    losses = train(
-        Case("GGG", microbatches=2, steps=1, precision="fp32", model=TinyConfig(layers=2), device=device)
-    ).losses
-    print(f"losses {losses}", flush=True)
+    case = Case("GGG", microbatches=2, steps=1, precision="fp32", model=TinyConfig(layers=2), device=device)
+    print(f"losses {train(replace(case, residency='action')).losses}", flush=True)
 
 
 def _sanitizer() -> str | None:
@@ -86,7 +84,7 @@ def _checked(command: list[str], environment: Mapping[str, str], seconds: float)
 def _allocations(run: Run) -> dict[str, Any]:
     job = replace(jobs.MODEL_A, layers=8, microbatches=2)
     with run.emptied():
-        contender = jobs.atoll_engine("GGG")(job, run.device)
+        contender = jobs.atoll_engine("GGG", residency="action")(job, run.device)
         try:
             contender.step(job.batch(0, run.device))
             before = torch.cuda.memory_allocated()

@@ -16,6 +16,7 @@ def run(run: Run) -> None:
         ("NNG, recompute block", job, jobs.atoll_engine("NNG", recompute="block")),
         ("NNG, recompute selective", job, jobs.atoll_engine("NNG", recompute="selective")),
         ("GGG", job, jobs.atoll_engine("GGG")),
+        ("GGG, residency action", job, jobs.atoll_engine("GGG", residency="action")),
         ("IIG", job, jobs.atoll_engine("IIG")),
         ("NNG, foreach AdamW", job, jobs.atoll_engine("NNG", fused=False)),
         ("torch, grad_dtype", job, jobs.with_grad_dtype),

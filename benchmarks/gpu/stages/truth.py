@@ -23,6 +23,7 @@ def run(run: Run) -> None:
             case = Case(
                 layout, recompute=recompute, microbatches=4, model=TinyConfig.everything(), device=run.device.type
             )
+            case = replace(case, residency="action")  # gathered and freed for each use, as on several ranks
             # On the same device, so that dropout draws from the same generator.
             alone = replace(case, layout="NNN", recompute="none")
             found = compared(partial(train, case), partial(reference, alone))
