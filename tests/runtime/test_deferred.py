@@ -78,7 +78,8 @@ def unit_of(block: nn.Module) -> Unit:
 def net_bytes(act: Callable[[], Any]) -> tuple[int, Any]:
     """Bytes that the CPU allocator gave out and did not take back while `act` ran, and its result."""
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
+    # torch 2.11 warns where events are not accumulated, even if there is one cycle only.
+    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profiler:
         result = act()
     return sum(event.self_cpu_memory_usage for event in profiler.events()), result
 
@@ -213,7 +214,7 @@ def test_a_pending_w_holds_no_gradient_buffer(schedule: str, layout: str) -> Non
 
 
 def profile_compiled(case: Case) -> tuple[History, bool]:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiler:
         history = train(case)
     return history, any(event.key == "atoll::linear_input_gradient" for event in profiler.key_averages())
 
@@ -277,7 +278,7 @@ def test_compiled_blocks(pipeline: int, schedule: str) -> None:
 def operators_called(case: Case) -> tuple[int, int]:
     """How often the operator of compiled linear layers is called in a step, and how many linear layers wait for W."""
     engine = case.engine()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiler:
         engine.step(case.share(engine, 0))
     called = sum(event.count for event in profiler.key_averages() if event.key == "atoll::linear_input_gradient")
     waiting = sum(len(stage.deferred) for stage in engine._sharded.stages)
