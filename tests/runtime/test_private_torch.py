@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from atoll._torch import (
+    TORCH,
     SeenItems,
     bare_copy,
     parameter_replaced,
@@ -114,3 +116,12 @@ def test_what_a_checkpoint_writes_of_an_item_is_seen(tmp_path: Path) -> None:
     content = (tmp_path / "__0_0.distcp").read_bytes()
     assert {index.fqn: content[at.offset : at.offset + at.length] for index, at in stored.items()} == seen
     assert all(getattr(at, "transform_descriptors", None) is None for at in stored.values())
+
+
+def test_the_range_of_versions_is_the_same_everywhere() -> None:
+    root = Path(__file__).parents[2]
+    first, end = TORCH
+    required = tomllib.loads((root / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert f"torch>={first},<{end}" in required
+    last = f"2.{int(end.partition('.')[2]) - 1}"
+    assert f"PyTorch {first} to {last}." in (root / "docs" / "install.md").read_text()
