@@ -21,6 +21,7 @@ import shutil
 import subprocess
 import sys
 import time
+import tomllib
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -145,11 +146,18 @@ def _name(package: str) -> str:
     return re.sub(r"[-_.]+", "-", package.strip()).lower()
 
 
+def wanted_of(cell: Cell, python: str) -> str:
+    """Return what an environment is made of."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    ranges = {key: project[key] for key in ("dependencies", "optional-dependencies")}
+    return f"{python}\n{constraints(cell)}{json.dumps(ranges)}\n"
+
+
 def prepare(cell: Cell, python: str, *, wheels: str | None, libraries: Path | None) -> Path:
     """Return the interpreter of the cell's environment, which is made if it is not there."""
     folder = FOLDER / cell.name
     own, stamp = folder / "bin" / "python", folder / "made"
-    wanted = f"{python}\n{constraints(cell)}{(ROOT / 'pyproject.toml').read_text()}"
+    wanted = wanted_of(cell, python)
     if stamp.is_file() and stamp.read_text() == wanted:
         return own
     shutil.rmtree(folder, ignore_errors=True)
