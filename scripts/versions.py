@@ -302,8 +302,7 @@ def main(arguments: Sequence[str]) -> int:
         for cell in chosen:
             print(cell.name, cell.python, dict(cell.pins), interpreter(cell.python) or "no interpreter", sep="  ")
         return 0
-    raw = json.loads(RAW.read_text()) if RAW.is_file() else {"cells": {}}
-    raw["tests"] = [*QUICK, *WHOLE]
+    has_failed = False
     for cell in chosen:
         python = interpreter(cell.python)
         when = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": _git("rev-parse", "HEAD")}
@@ -311,13 +310,17 @@ def main(arguments: Sequence[str]) -> int:
         result: dict[str, Any] = {"not_run": f"no Python {cell.python} on this machine"}
         if python is not None:
             result = measure(prepare(cell, python, wheels=given.wheels, libraries=given.libraries), cell)
+        has_failed |= bool(result.get("failed"))
+        # Read only now: another call may have measured another cell meanwhile.
+        raw = json.loads(RAW.read_text()) if RAW.is_file() else {"cells": {}}
+        raw["tests"] = [*QUICK, *WHOLE]
         raw["cells"][cell.name] = {**result, **when, "uncommitted": changed.splitlines()}
         raw["cells"] = {each.name: raw["cells"][each.name] for each in CELLS if each.name in raw["cells"]}
         RAW.write_text(json.dumps(raw, indent=1) + "\n")
         print(cell.name, {key: value for key, value in result.items() if key != "skips"}, flush=True)
         if not given.keep:
             shutil.rmtree(FOLDER / cell.name, ignore_errors=True)
-    return int(any(raw["cells"][cell.name].get("failed") for cell in chosen))
+    return int(has_failed)
 
 
 def _chosen(names: Iterable[str]) -> list[Cell]:
