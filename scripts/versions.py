@@ -282,7 +282,7 @@ def _row(cell: Cell, result: Mapping[str, Any]) -> list[str]:
         optional,
         *(f"{result[key]:,}" for key in ("passed", "failed", "skipped")),
         result["date"][:10],
-        f"`{result['commit'][:12]}`",
+        f"`{result['commit'][:12]}`" + (" and changes" if result["uncommitted"] else ""),
     ]
 
 
