@@ -6,7 +6,7 @@ PYTEST = $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal
 # Without bytecode every process that a test or a run starts compiles Atoll anew, and pytest compiles every assertion.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-all quick every style check bench bench-islands bench-machine bench-islands-quick bench-machine-quick bench-low-rank bench-sharded-pipeline bench-vocabulary matrix mutants chaos hangs gpu docs site evidence stale clean
+.PHONY: train test test-all quick every style check bench bench-islands bench-machine bench-islands-quick bench-machine-quick bench-low-rank bench-sharded-pipeline bench-vocabulary matrix mutants chaos hangs gpu docs site evidence stale versions clean
 
 train: .venv/.run
 	$(BIN)/atoll train configs/quickstart.toml
@@ -101,6 +101,11 @@ evidence: .venv/.stamp
 # Which results are older than the code that they measured.
 stale: .venv/.stamp
 	$(BIN)/python benchmarks/run.py --stale
+
+# The same tests with every supported version of torch, Python and transformers: an environment for each, half an hour.
+versions: .venv/.stamp
+	$(BIN)/python scripts/versions.py
+	$(BIN)/python scripts/docs.py
 
 clean:
 	rm -rf .venv build dist src/*.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

@@ -19,6 +19,7 @@ import program_page
 import schedule_pages
 import tradeoffs
 import typer
+import versions
 from charts import markdown_table
 from pydantic_core import PydanticUndefined
 from schedule_pages import MICROBATCHES, RANKS
@@ -468,6 +469,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     **explain_page.PARTS,
     **program_page.PARTS,
     **schedule_pages.PARTS,
+    **versions.PARTS,
     **tradeoffs.TABLES,
 }
 

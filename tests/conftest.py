@@ -5,18 +5,20 @@ from collections import defaultdict
 
 import pytest
 
-# One thread for this process and for those that tests start, as ranks have: the threads of a tiny operation wait for
-# each other on cores that other tests use. A run of one rank took 44 s of processor time on two threads, and takes 7.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 try:
     from hypothesis import HealthCheck, settings
-except ImportError:  # laws need it; tests/gpu runs with pytest and torch alone
-    pass
+except ImportError:
+    from tests.absent import skip_laws
+
+    skip_laws()
 else:
     # Other work on the machine must not fail a law, and a run must say the same twice.
     settings.register_profile("atoll", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("atoll")
+
+# One thread for this process and for those that tests start, as ranks have: the threads of a tiny operation wait for
+# each other on cores that other tests use. A run of one rank took 44 s of processor time on two threads, and takes 7.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

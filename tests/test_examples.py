@@ -12,9 +12,7 @@ import tomllib
 from pathlib import Path
 from types import ModuleType
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
 
 from atoll.config import from_dict
 
@@ -202,6 +200,8 @@ SAYS = {"classify": r"accuracy (9\d\.\d|100\.0)%, by chance 33\.3%", "plan_512":
 def test_notebooks_run(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """From the first cell to the last, in a kernel as Jupyter starts it, at a smaller size where one is known."""
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path))
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
     assert not any(cell.get("outputs") for cell in notebook.cells), "outputs are not kept: clear them"
@@ -210,6 +210,6 @@ def test_notebooks_run(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         assert sum(large in cell.source for cell in notebook.cells) == 1
         for cell in notebook.cells:
             cell.source = cell.source.replace(large, small)
-    NotebookClient(notebook, timeout=LIMIT, resources={"metadata": {"path": str(EXAMPLES)}}).execute()
+    nbclient.NotebookClient(notebook, timeout=LIMIT, resources={"metadata": {"path": str(EXAMPLES)}}).execute()
     printed = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", ()))
     assert re.search(SAYS[path.stem], printed), printed

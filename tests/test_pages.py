@@ -27,7 +27,6 @@ from typing import Any
 
 import pytest
 import typer.main
-import yaml
 from typer.testing import CliRunner
 
 from atoll.cli.main import app
@@ -475,6 +474,7 @@ def read_sbatch(words: list[str]) -> None:
 
 def read_kubectl(words: list[str]) -> None:
     assert words[:2] == ["apply", "-f"]
+    yaml = pytest.importorskip("yaml")
     assert {"apiVersion", "kind", "metadata", "spec"} <= set(yaml.safe_load(Path(words[2]).read_text()))
 
 

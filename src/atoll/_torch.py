@@ -1,7 +1,7 @@
 """The private names of torch that Atoll uses, each with its reason.
 
-Private names may change in any release of torch. They are expected to exist in the versions of
-`TORCH` and were tested with 2.13. A test compares the range with the installed torch and exercises each name.
+Private names may change in any release of torch. They are expected to exist in the versions of `TORCH`; those that were
+tested are listed in docs/install.md. A test compares the range with the installed torch and exercises each name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-TORCH = ("2.11", "2.14")
+TORCH = ("2.11", "2.15")
 """Range of torch versions with these names: the first minor version, and the first one that has to be checked again."""
 
 _METADATA = "torch.distributed.checkpoint.metadata"

@@ -80,6 +80,7 @@ def true_rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_the_fitted_cluster_predicts_what_was_measured(folder: Path) -> None:
+    pytest.importorskip("scipy")
     rows = true_rows(folder)
     write_rows(folder, rows)
     text = calibrated(folder).stdout
@@ -102,6 +103,7 @@ def test_the_fitted_cluster_predicts_what_was_measured(folder: Path) -> None:
 
 
 def test_json_says_what_the_file_says(folder: Path) -> None:
+    pytest.importorskip("scipy")
     write_rows(folder, true_rows(folder))
     found = json.loads(calibrated(folder, "--constants", "device.efficiency.products", "--json").stdout)
     (constant,) = found["constants"]
@@ -185,6 +187,7 @@ def test_rows_that_cannot_be_predicted_are_named_too(folder: Path) -> None:
 
 
 def test_a_cluster_is_needed_and_the_rows_may_name_it(folder: Path) -> None:
+    pytest.importorskip("scipy")
     write_rows(folder, true_rows(folder)[:1])
     words = ["calibrate", folder / "rows.jsonl", "-o", folder / "fitted.toml"]
     with pytest.raises(ConfigError, match="name its file with --cluster"):

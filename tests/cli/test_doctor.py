@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from atoll.cli.doctor import Examination, Package, Problem, examine
+from atoll.cli.doctor import Examination, Package, Problem, _version_problems, examine
 from atoll.cli.main import main
 from atoll.cost import Cluster
 from atoll.measuring.measure import to_tables
@@ -75,6 +75,18 @@ def test_only_fatal_problems_stop_training() -> None:
 
     assert Examination(**base, **rest, problems=(note,)).ready
     assert not Examination(**base, **rest, problems=(note, end)).ready
+
+
+@pytest.mark.parametrize("version", ["2.10.1", "2.15.0", "3.0.0+cpu"])
+def test_a_torch_that_is_not_supported_is_said(version: str) -> None:
+    (problem,) = _version_problems(version)
+    assert problem.what == f"torch {version} is not one of the supported versions, from 2.11 up to but not 2.15"
+    assert problem.remedy == 'pip install "torch>=2.11,<2.15"'
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.14.1+cu130", "2.13.0a0+git12"])
+def test_a_torch_that_is_supported_is_no_problem(version: str) -> None:
+    assert _version_problems(version) == []
 
 
 @pytest.mark.slow

@@ -246,6 +246,7 @@ def test_families_without_formulas_are_counted(folder: Path) -> None:
 
 
 def test_adapters_leave_little_to_train(folder: Path) -> None:
+    pytest.importorskip("peft")
     (folder / "run.toml").write_text(LLAMA.format(family="llama") + CONFIG.format(folder=folder))
     whole, few = predicted(folder), predicted(folder, "lora.rank=2", "parallel.layout=IIG")
     adapters = 6 * 2 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 160))

@@ -118,6 +118,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess
 
 
 def test_a_run_leaves_its_files(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    pytest.importorskip("tensorboard")
     folder, _ = finished
     assert {path.name for path in folder.iterdir()} == {
         *("config.toml", "plan.json", "metrics.jsonl", "validation.jsonl", "trace.json", "timeline.json", "sample.txt"),

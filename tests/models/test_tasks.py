@@ -72,6 +72,23 @@ def test_every_cut_has_the_loss_and_the_gradients_of_transformers(model: Headed)
         torch.testing.assert_close(gradient, expected.get(name, torch.zeros_like(gradient)), rtol=0, atol=bound)
 
 
+@pytest.mark.parametrize("part", ["BartEncoder", "BartDecoder"])
+def test_a_stack_that_draws_numbers_for_layers_that_it_never_skips(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Past bug: before transformers 5.23 each layer in training compared a random number with a layerdrop of 0, and no
+    encoder with a decoder but T5 could be split."""
+    kind = getattr(transformers.models.bart.modeling_bart, part)
+    forward = kind.forward
+
+    def drawing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        assert not self.training or torch.rand([]) >= self.layerdrop
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(kind, "forward", drawing)
+    model = Headed("bart", "translation").build()
+    assert len(adapter_for(model).blocks()) > 5
+    assert all(module.training for module in model.modules())
+
+
 @pytest.mark.parametrize("model", [Headed("bart", "translation"), Headed("t5", "translation")], ids=lambda m: m.name)
 def test_an_encoder_and_its_decoder_on_one_stage(model: Headed) -> None:
     """The gradient of what all layers of the decoder take is whole without a cut, too."""

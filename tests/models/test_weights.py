@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from atoll.errors import PlanError
 from atoll.models.weights import INDEX, SINGLE, Weights
+
+save_file = pytest.importorskip("safetensors.torch").save_file
 
 NAMES = {"a": (2, 3), "b": (4,)}
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.distributed.pipelining._backward import stage_backward_input
 
 from atoll import schedules
@@ -76,7 +78,8 @@ def unit_of(block: nn.Module) -> Unit:
 def net_bytes(act: Callable[[], Any]) -> tuple[int, Any]:
     """Bytes that the CPU allocator gave out and did not take back while `act` ran, and its result."""
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
+    # torch 2.11 warns where events are not accumulated, even if there is one cycle only.
+    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profiler:
         result = act()
     return sum(event.self_cpu_memory_usage for event in profiler.events()), result
 
@@ -211,7 +214,7 @@ def test_a_pending_w_holds_no_gradient_buffer(schedule: str, layout: str) -> Non
 
 
 def profile_compiled(case: Case) -> tuple[History, bool]:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiler:
         history = train(case)
     return history, any(event.key == "atoll::linear_input_gradient" for event in profiler.key_averages())
 
@@ -275,7 +278,7 @@ def test_compiled_blocks(pipeline: int, schedule: str) -> None:
 def operators_called(case: Case) -> tuple[int, int]:
     """How often the operator of compiled linear layers is called in a step, and how many linear layers wait for W."""
     engine = case.engine()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiler:
         engine.step(case.share(engine, 0))
     called = sum(event.count for event in profiler.key_averages() if event.key == "atoll::linear_input_gradient")
     waiting = sum(len(stage.deferred) for stage in engine._sharded.stages)
@@ -286,6 +289,35 @@ def operators_called(case: Case) -> tuple[int, int]:
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # which dynamo reads of what is no leaf
 def test_graphs_of_blocks_run_one_by_one() -> None:
     assert_parity(Case(layout="IIG", compile="block-eager", microbatches=2, steps=2, model=TinyConfig(layers=2)))
+
+
+def graphs_compiled(case: Case) -> tuple[int, int]:
+    """How many graphs dynamo makes in two steps, and how many blocks of this rank it compiles."""
+    torch._dynamo.reset()
+    counters.clear()
+    engine = case.engine()
+    for step in range(2):
+        engine.step(case.share(engine, step))
+    blocks = [block for stage in engine._sharded.stages for block in stage.blocks]
+    engine.close()
+    return counters["stats"]["unique_graphs"], sum(not isinstance(block.module, nn.Embedding) for block in blocks)
+
+
+def test_equal_layers_share_a_graph_where_nothing_waits() -> None:
+    """Twelve layers made 14 graphs, since each was compiled by itself though no weight gradient waited."""
+    case = Case(microbatches=2, compile="block-eager", model=TinyConfig(layers=12))
+    few, _ = run_ranks(graphs_compiled, 1, replace(case, model=TinyConfig(layers=2)), timeout=180)[0]
+    many, blocks = run_ranks(graphs_compiled, 1, case, timeout=180)[0]
+    assert many == few <= 3
+    assert blocks >= 12
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("isolate_recompiles" not in signature(torch.compile).parameters, reason="this torch cannot isolate")
+def test_layers_that_wait_are_compiled_one_by_one() -> None:
+    case = Case(pipeline=2, microbatches=2, compile="block-eager", model=TinyConfig(layers=12))
+    for graphs, blocks in run_ranks(graphs_compiled, 2, case, timeout=180):
+        assert graphs == blocks
 
 
 @pytest.mark.slow

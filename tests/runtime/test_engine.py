@@ -596,7 +596,7 @@ def test_parity_takes_no_number_that_is_not_finite_for_an_equal_one(number: floa
 def profile_a_step(case: Case) -> tuple[list[str], list[str]]:
     engine = case.engine()
     share = case.share(engine, 0)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiler:
         engine.step(share)
     named = {event.key for event in profiler.key_averages()}
     spans = engine.trace().spans

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from atoll._torch import (
+    TORCH,
     SeenItems,
     bare_copy,
     parameter_replaced,
@@ -147,3 +149,12 @@ def test_only_fused_kernels_in_single_precision_take_a_scale() -> None:
     assert not takes_scale(makes(torch.float32, foreach=True))
     assert not takes_scale(makes(torch.float64, fused=True))
     assert not takes_scale(torch.optim.Adagrad([nn.Parameter(torch.zeros(2))], fused=True))
+
+
+def test_the_range_of_versions_is_the_same_everywhere() -> None:
+    root = Path(__file__).parents[2]
+    first, end = TORCH
+    required = tomllib.loads((root / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert f"torch>={first},<{end}" in required
+    last = f"2.{int(end.partition('.')[2]) - 1}"
+    assert f"PyTorch {first} to {last}." in (root / "docs" / "install.md").read_text()

@@ -222,6 +222,7 @@ SMALL = [
 @pytest.mark.slow
 def test_near_the_optimum_on_small_steps() -> None:
     """Within 0.5 % on average, and what is proved is a bound."""
+    pytest.importorskip("ortools")
     gaps = []
     for placement, microbatches, costs, memory in SMALL:
         problem = Problem.of(placement, microbatches, costs=costs, memory=memory)
@@ -237,6 +238,7 @@ def test_near_the_optimum_on_small_steps() -> None:
 
 
 def test_the_solver_proves_a_small_step() -> None:
+    pytest.importorskip("ortools")
     problem = Problem.of(Placement("line", 3), 4, costs=Costs(1, 1.2, 0.7), memory=Memory(1.0, 0.5, 0.0, 2.0))
     optimum = solve(problem)
     assert optimum.is_proven
@@ -247,6 +249,7 @@ def test_the_solver_proves_a_small_step() -> None:
 
 def test_the_solver_orders_what_takes_no_time() -> None:
     """Past bug: of actions that start together, those that take no time were put in the wrong order."""
+    pytest.importorskip("ortools")
     memory = Memory(1.0, 0.3, 0.0, 2.0)
     problem = Problem.of(Placement("v", 2, 2), 3, costs=Costs(1, 0, 0.5, hop=0.25), memory=memory)
     optimum = solve(problem, effort=0.3)
@@ -254,6 +257,7 @@ def test_the_solver_orders_what_takes_no_time() -> None:
 
 
 def test_the_solver_refuses_large_steps() -> None:
+    pytest.importorskip("ortools")
     with pytest.raises(ConfigError, match=r"for steps of at most .* actions, not 3072: take fewer ranks"):
         build("optimal", ranks=16, microbatches=64)
 

@@ -34,6 +34,7 @@ def small(seed: int) -> Problem:
 @pytest.mark.parametrize("seed", range(30))
 def test_no_order_is_below(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The solver, which starts from what `auto` finds, proves nearly all of these; neither is told the bound."""
+    pytest.importorskip("ortools")
     problem = small(seed)
     monkeypatch.setattr(search, "lower_bound", lambda _: 0.0)
     monkeypatch.setattr(exact, "lower_bound", lambda _: 0.0)

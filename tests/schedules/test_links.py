@@ -154,6 +154,7 @@ def small(seed: int) -> Problem:
 @pytest.mark.parametrize("seed", range(16))
 def test_no_order_is_below_the_bound(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the search nor the solver, which improves on it, is told the bound."""
+    pytest.importorskip("ortools")
     problem = small(seed)
     monkeypatch.setattr(search, "lower_bound", lambda _: 0.0)
     monkeypatch.setattr(exact, "lower_bound", lambda _: 0.0)

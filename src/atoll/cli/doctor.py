@@ -133,6 +133,7 @@ def examine() -> Examination:
     else:
         torch_cuda, gloo, nccl = _backends()
         devices = _devices()
+        problems += _version_problems(torch)
         problems += _device_problems(devices, cuda=torch_cuda, nccl=nccl)
         if gloo:
             seconds = _time_message(problems)
@@ -196,6 +197,20 @@ def _devices() -> tuple[Device, ...]:
 
     found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return tuple(Device(properties.name, properties.total_memory) for properties in found)
+
+
+def _version_problems(installed: str) -> list[Problem]:
+    from atoll._torch import TORCH
+
+    first, end = TORCH
+    if _minor(first) <= _minor(installed) < _minor(end):
+        return []
+    what = f"torch {installed} is not one of the supported versions, from {first} up to but not {end}"
+    return [Problem(what, f'pip install "torch>={first},<{end}"', fatal=False)]
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2])
 
 
 def _device_problems(devices: tuple[Device, ...], *, cuda: str | None, nccl: bool) -> list[Problem]:

@@ -250,7 +250,12 @@ def _run(model: nn.Module, stacks: Sequence[Stack], primes: tuple[int, int, int]
 
     owned = [(stack, key, layer) for stack in stacks for key, layer in stack.layers.named_children()]
     handles = [m.register_forward_hook(note) for m in model.modules() if id(m) not in inside]
+    # Before transformers 5.23 a stack in training compares a random number with its layerdrop even if that is 0, and
+    # the value of a fake tensor cannot be compared.
+    drawing = [m for m in model.modules() if m.training and getattr(m, "layerdrop", None) is not None]
     try:
+        for module in drawing:
+            module.training = False
         for at, (stack, key, layer) in enumerate(owned):
             setattr(stack.layers, key, _Recorder(layer, at, record, stack.form))
         with fake_tensors(), torch.enable_grad():
@@ -260,6 +265,8 @@ def _run(model: nn.Module, stacks: Sequence[Stack], primes: tuple[int, int, int]
     finally:
         for stack, key, layer in owned:
             setattr(stack.layers, key, layer)
+        for module in drawing:
+            module.training = True
         for handle in handles:
             handle.remove()
     if record.problem is None:

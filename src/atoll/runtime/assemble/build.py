@@ -181,9 +181,11 @@ def _stage(model: _Model, stage: int, units: Mapping[int, Unit], around: Surroun
         )
         own_blocks.append(local)
         # Replace the layers' forwards first and then the block's: replaced modules are compiled with the block.
+        replaced: list[DeferredWeight] = []
         if waits or (plan.compile == "none" and around.device.type != "meta"):
-            deferred += defer(block.module, own, collector, waits=waits)
-        local.take_place("none" if has_end or is_table else plan.compile)
+            replaced = defer(block.module, own, collector, waits=waits)
+        deferred += replaced
+        local.take_place("none" if has_end or is_table else plan.compile, has_waiting=waits and bool(replaced))
     return Stage(
         stage,
         runs[stage],

@@ -33,7 +33,8 @@ _BACKENDS = {"block": "inductor", "block-eager": "aot_eager"}
 _ISOLATES = "isolate_recompiles" in signature(torch.compile).parameters  # not in every supported version of torch
 _APART: dict[str, Any] = {"isolate_recompiles": True} if _ISOLATES else {}
 """Layers of one class share one code object, which dynamo compiles at most eight times, or as often per call of
-`torch.compile`. A layer whose linear layers wait for W is compiled by itself; the ninth would run eagerly."""
+`torch.compile`. A layer whose linear layers wait for W is compiled by itself, since each of them is replaced by an
+object of its own; the ninth would run eagerly. Equal layers in which nothing waits share one graph."""
 
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 """Ops whose outputs selective recompute saves. Attention, norms and activation functions are recomputed."""
@@ -99,12 +100,16 @@ class LocalBlock:
         self._forward: Callable[..., Any] = module.forward
         self._call: Call | None = None
 
-    def take_place(self, compiler: str = "none") -> None:
+    def take_place(self, compiler: str = "none", *, has_waiting: bool = False) -> None:
         """Replace the forward of the module that the model calls. Replacements inside the block, and of the block's own
-        forward, must be made before, because they are compiled with it."""
+        forward, must be made before, because they are compiled with it.
+
+        has_waiting: whether weight gradients of the block wait for W.
+        """
         self._forward = self.module.forward
         if compiler != "none":
-            self._forward = torch.compile(self._forward, dynamic=False, backend=_BACKENDS[compiler], **_APART)
+            options = _APART if has_waiting else {}
+            self._forward = torch.compile(self._forward, dynamic=False, backend=_BACKENDS[compiler], **options)
         self.module.forward = self._called
 
     def hand_to(self, call: Call | None) -> None:
