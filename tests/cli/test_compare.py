@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from atoll.cost.breakdown import part_of
 from atoll.cost.comparison import Difference, Taken, by_part, compare, taken
 from atoll.errors import ConfigError
 from atoll.program import Do
+from atoll.testing import progress
 from atoll.training.folder import RunFolder, read_records, typical_seconds
 from atoll.training.measurements import read_rows, read_run
 from atoll.training.sheet import RunReader
@@ -59,7 +59,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     (folder / "tiny.toml").write_text(CONFIG.format(folder=folder))
     (folder / "cluster.toml").write_text(TWO_CPUS)
     command = [sys.executable, "-m", "atoll", "train", str(folder / "tiny.toml"), "--json"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    result = progress.run(command)
     assert result.returncode == 0, result.stderr
     return folder / "run", json.loads(result.stdout)
 
