@@ -153,7 +153,7 @@ def test_the_first_failure_decides_and_the_rest_is_killed_after_the_grace(tmp_pa
 def test_the_others_may_leave_in_their_own_words(tmp_path: Path) -> None:
     note = tmp_path / "note"
     others = f"time.sleep(0.5); open({str(note)!r}, 'w').close(); sys.exit(1)"
-    assert launch_local(by_rank("sys.exit(2)", others), 2, grace=60) == 2
+    assert launch_local(by_rank("sys.exit(2)", others), 2, grace=3600) == 2
     assert note.exists()
 
 
@@ -171,9 +171,9 @@ if os.environ["RANK"] == "1":
         time.sleep(0.02)
     os.kill(os.getpid(), 9)
 from atoll.runtime.launch import meet, torchrun_environment
-_, watch = meet(torchrun_environment(), 60)
+_, watch = meet(torchrun_environment(), 3600)
 ready.touch()
-error = watch.first(wait=60)
+error = watch.first(wait=3600)
 pathlib.Path(sys.argv[1]).write_text(f"{error.rank}: {error}")
 """
 
@@ -182,7 +182,7 @@ pathlib.Path(sys.argv[1]).write_text(f"{error.rank}: {error}")
 def test_the_others_hear_which_rank_was_killed(tmp_path: Path) -> None:
     note = tmp_path / "note"
     with pytest.raises(RankError, match="rank 1"):
-        launch_local(python(WAIT_FOR_THE_FAILURE, note, tmp_path / "ready"), 2, grace=60)
+        launch_local(python(WAIT_FOR_THE_FAILURE, note, tmp_path / "ready"), 2, grace=3600)
     assert note.read_text().startswith("1: rank 1 was ended by SIGKILL")
 
 
@@ -213,7 +213,7 @@ def test_the_monitor_listens_on_the_loopback_address_only() -> None:
 MEET = """
 import os
 from atoll.runtime.launch import meet, torchrun_environment
-_, watch = meet(torchrun_environment(), 20.0)
+_, watch = meet(torchrun_environment(), 3600)
 print(os.environ["GLOO_SOCKET_IFNAME"])
 watch.stop()
 """
