@@ -185,7 +185,7 @@ def test_an_island_that_was_killed_takes_part_again(islands: Path, overrides: tu
     losses = losses_of(islands.parent / "run")
     assert len(losses) == LENGTH
     assert losses == losses_without(islands, *overrides)
-    assert nobody_is_left(islands)
+    wait_until(lambda: nobody_is_left(islands))
 
 
 @pytest.mark.slow

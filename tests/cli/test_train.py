@@ -372,7 +372,7 @@ def ranks_of(process: int) -> list[psutil.Process]:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_lost_ranks_are_started_again_and_the_run_is_that_without(config: Path, number: signal.Signals) -> None:
-    text = config.read_text().replace("restarts = 0", "restarts = 3").replace("[run]", "timeout = 4.0\n[run]")
+    text = config.read_text().replace("restarts = 0", "restarts = 3").replace("[run]", "timeout = 10.0\n[run]")
     config.write_text(text)
     shared = sets("train.steps=40", "train.precision=fp64", "checkpoint.keep=1")
     undisturbed = atoll(*ATOLL, "train", config, *shared, *sets(f"run.folder={config.parent / 'other'}"))
@@ -397,10 +397,10 @@ def test_lost_ranks_are_started_again_and_the_run_is_that_without(config: Path, 
 
 def run_late(config: Path, manner: str) -> str:
     """What a run says whose rank 1 does not get on; it ends not before its timeout, and long before rank 1 would."""
-    config.write_text(config.read_text().replace("[run]", "timeout = 4.0\n[run]"))
+    config.write_text(config.read_text().replace("[run]", "timeout = 10.0\n[run]"))
     result = run_broken(config, manner)
     stepped = (config.parent / "run" / "metrics.jsonl").stat().st_mtime
-    assert time.time() - stepped > 4.0
+    assert time.time() - stepped > 10.0
     assert result.returncode == 1
     assert result.stderr.count("error:") == 1
     return result.stderr
@@ -410,14 +410,14 @@ def run_late(config: Path, manner: str) -> str:
 def test_a_stopped_rank_is_named_and_ended(config: Path) -> None:
     words = run_late(config, "stop")
     assert "error: rank 1 is stopped in step 2, 1F0" in words
-    assert re.search(r"and sent no heartbeat for ([4-9]|\d\d+) s", words), words  # as late as a busy machine looks
+    assert re.search(r"and sent no heartbeat for \d\d+ s", words), words  # as late as a busy machine looks
     assert "Waiting: rank 0 in step 2, " in words
 
 
 @pytest.mark.slow
 def test_a_rank_that_sleeps_in_a_forward_is_named_with_its_stack(config: Path) -> None:
     words = run_late(config, "sleep")
-    assert re.search(r"error: rank 1 did not advance for ([4-9]|\d\d+) s in step 2, 1F0", words), words
+    assert re.search(r"error: rank 1 did not advance for \d\d+ s in step 2, 1F0", words), words
     assert "along pp on the pipeline lane for rank 1" in words
     assert "broken.py" in words
 
