@@ -22,8 +22,10 @@ test-all: .venv/.stamp
 quick: .venv/.stamp
 	$(PYTEST) --quick
 
+# Tests of real time run last, one after another.
 every: .venv/.stamp
-	$(PYTEST)
+	$(PYTEST) -m "not alone"
+	$(BIN)/python -m pytest -q -m alone
 
 style: .venv/.stamp
 	$(BIN)/ruff check .

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 
 from atoll.config import load
+from atoll.testing.progress import finish, run
 from deploy.ray import train as ray_entry
-from tests.cli.test_train import ATOLL, atoll, free_port, losses_of, sets
+from tests.cli.test_train import ATOLL, atoll, free_port, keep_port, losses_of, sets
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
 SLURM = sorted(DEPLOY.glob("slurm/*.sbatch"))
 MANIFESTS = sorted(DEPLOY.glob("kubernetes/*.yaml"))
-LIMIT = 240.0
 
 SMALL = (
     *("model.layers=2", "model.hidden=16", "model.heads=2", "model.ffn=48", "model.vocabulary=256"),
@@ -59,7 +59,7 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """Those of the same run in one process, which nobody deploys."""
     work = folder_for(tmp_path_factory.mktemp("alone"))
     own = sets(*SMALL, "parallel.ranks=1", "parallel.intra=1", f"run.folder={work}/run", f"data.cache={work}/cache")
-    result = atoll(*ATOLL, "train", DEPLOY / "config.toml", *own, f"--set=data.source={work}/text.txt", timeout=LIMIT)
+    result = atoll(*ATOLL, "train", DEPLOY / "config.toml", *own, f"--set=data.source={work}/text.txt")
     assert result.returncode == 0, result.stderr
     return losses_of(work / "run")
 
@@ -108,23 +108,14 @@ def sbatch(script: Path, work: Path, *arguments: str, srun: str = SRUN) -> subpr
     own = environment(
         SLURM_JOB_ID=free_job(), SLURM_JOB_NUM_NODES=2, SLURM_JOB_NODELIST="localhost", SLURM_NTASKS_PER_NODE=1, GPUS=1
     )
-    return subprocess.run(
-        ["bash", str(script), *arguments],
-        cwd=work,
-        env=own | {"PATH": f"{tools}:{own['PATH']}"},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
-    )
+    return run(["bash", script, *arguments], cwd=work, env=own | {"PATH": f"{tools}:{own['PATH']}"})
 
 
 def free_job() -> int:
-    """The number of a job whose port nobody listens on: ports follow from it."""
+    """The number of a job whose port is free, and kept: ports follow from it."""
     for job in range(os.getpid() % 9000, 10000):
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", 20000 + job)) != 0:
-                return job
+        with contextlib.suppress(OSError):
+            return keep_port(20000 + job) - 20000
     raise AssertionError("no port is free")
 
 
@@ -213,7 +204,7 @@ def start(words: list[str], work: Path, **variables: object) -> subprocess.Popen
 def ended_well(pods: list[subprocess.Popen[str]]) -> None:
     try:
         for pod in pods:
-            words, _ = pod.communicate(timeout=LIMIT)
+            words, _ = finish(pod)
             assert pod.returncode == 0, words
     finally:
         for pod in pods:
@@ -356,6 +347,6 @@ def test_the_entry_of_ray_trains_and_continues(
 def test_ray_itself_takes_the_entry(tmp_path: Path) -> None:
     pytest.importorskip("ray.train")
     command = [sys.executable, str(DEPLOY / "ray" / "train.py"), "--steps", "4", "--storage", str(tmp_path)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
+    result = run(command)
     assert result.returncode == 0, result.stderr
     assert "step 4  loss " in result.stdout

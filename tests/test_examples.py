@@ -6,7 +6,6 @@ import ast
 import importlib.util
 import re
 import shlex
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -15,10 +14,10 @@ from types import ModuleType
 import pytest
 
 from atoll.config import from_dict
+from atoll.testing import progress
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 FILES = sorted(EXAMPLES.glob("*.py"))
-LIMIT = 300.0
 
 
 def docstring(name: str) -> str:
@@ -33,14 +32,7 @@ def run(command: list[str], folder: Path, *more: str) -> list[str]:
     """Lines that a docstring's command prints, with more options."""
     launch = {"python": [], "torchrun": ["-m", "torch.distributed.run", "--standalone"]}[command[0]]
     words = [str(EXAMPLES.parent / word) if word.startswith("examples/") else word for word in command[1:]]
-    result = subprocess.run(
-        [sys.executable, *launch, *words, *more],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
-    )
+    result = progress.run([sys.executable, *launch, *words, *more], cwd=folder)
     assert result.returncode == 0, result.stderr
     return result.stdout.splitlines()
 
@@ -210,6 +202,7 @@ def test_notebooks_run(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         assert sum(large in cell.source for cell in notebook.cells) == 1
         for cell in notebook.cells:
             cell.source = cell.source.replace(large, small)
-    nbclient.NotebookClient(notebook, timeout=LIMIT, resources={"metadata": {"path": str(EXAMPLES)}}).execute()
+    options = {"timeout": int(progress.MOST), "resources": {"metadata": {"path": str(EXAMPLES)}}}
+    nbclient.NotebookClient(notebook, **options).execute()
     printed = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", ()))
     assert re.search(SAYS[path.stem], printed), printed

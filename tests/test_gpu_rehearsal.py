@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from atoll.testing.progress import run
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "tests" / "gpu"
@@ -23,7 +24,7 @@ def rehearse(*words: str) -> str:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--device", "cpu", *words]
     # A GPU that is there is hidden: what is rehearsed is what a machine without one can show.
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=600)
+    done = run(command, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     return done.stdout.strip().splitlines()[-1]
 
@@ -51,7 +52,7 @@ def test_the_folder_is_loud_without_a_gpu() -> None:
     """Named without a device, it says so and fails: no tests must not look green."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(FOLDER)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=600)
+    done = run(command, cwd=ROOT, env=environment)
     assert done.returncode == 4
     assert "needs a CUDA device" in done.stderr
 
@@ -64,6 +65,6 @@ def test_the_folder_needs_pytest_torch_and_atoll_alone() -> None:
     )
     command = [sys.executable, "-c", program]
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=600)
+    done = run(command, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert counts(done.stdout)["tests"] > 100

@@ -35,6 +35,7 @@ from atoll.cost import Cluster
 from atoll.errors import UserError
 from atoll.runtime.same import difference
 from atoll.schedules import Links
+from atoll.testing import progress
 from benchmarks import claims
 from benchmarks.hangs.judge import Mesh, Seen, judge_hang
 from tests.clusters import TWO_CPUS
@@ -266,14 +267,10 @@ for number, words in enumerate(json.loads(sys.argv[1])):
 
 def train_all(folder: Path, commands: list[list[str]]) -> None:
     """Run them in a folder; all must succeed."""
-    result = subprocess.run(
+    result = progress.run(
         [sys.executable, "-c", AS_RANK, json.dumps(commands)],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
     )
     assert result.returncode == 0, result.stderr
 

@@ -79,6 +79,7 @@ def test_state_of_every_layout_is_predicted_by_component() -> None:
                 assert abs(error) < COMPONENT, (row.name, component)
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_seconds_on_an_emulated_device_are_predicted() -> None:
     """The limit is wide: where cores are short, ranks wake up late from their sleep."""

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from atoll.cli.main import app
 from atoll.config import Config, load
 from atoll.cost import Cluster
+from atoll.testing.progress import run
 from atoll.toml import value_to_toml
 from atoll.training.prediction import is_on_cpu, predict
 from atoll.units import format_bytes, format_seconds
@@ -72,7 +73,6 @@ def test_a_recipe_would_start(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.slow
 def test_the_laptop_trains(tmp_path: Path) -> None:
     """Planned when it starts, in a process of its own, on a small corpus."""
-    import subprocess
     import sys
 
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
@@ -86,7 +86,7 @@ def test_the_laptop_trains(tmp_path: Path) -> None:
     ]
     words = [word for each in values for word in ("--set", each)]
     command = [sys.executable, "-m", "atoll", "train", "configs/recipes/laptop.toml", *words]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    done = run(command, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     config = tomllib.loads((tmp_path / "runs" / "laptop" / "config.toml").read_text(encoding="utf-8"))
     assert not config["parallel"]["auto"]

@@ -18,17 +18,11 @@ from atoll.cli.doctor import Examination, Package, Problem, _version_problems, e
 from atoll.cli.main import main
 from atoll.cost import Cluster
 from atoll.measuring.measure import to_tables
+from atoll.testing.progress import finish, run
 
 
 def doctor(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "atoll", "doctor", *arguments],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    return run([sys.executable, "-m", "atoll", "doctor", *arguments], env=os.environ | environment)
 
 
 @pytest.mark.slow
@@ -154,7 +148,7 @@ def test_measuring_that_is_interrupted_leaves_the_old_file(tmp_path: Path) -> No
         assert process.stderr is not None
         assert process.stderr.readline() == "measuring 2 ranks\n"
         process.send_signal(signal.SIGINT)
-        out, _ = process.communicate(timeout=60)
+        out, _ = finish(process)
     assert process.returncode == 130
     assert out == ""
     assert [each.name for each in tmp_path.iterdir()] == ["cluster.toml"]

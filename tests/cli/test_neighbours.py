@@ -12,13 +12,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
+from atoll.testing.progress import finish, wait_until
 from tests.cli.test_train import ATOLL, sets, write_config
 
 pytestmark = [
@@ -248,12 +248,9 @@ def losses(run: Path) -> list[float]:
 
 def end_after(lines: int, process: subprocess.Popen[str], run: Path) -> None:
     """Wait for so many steps, and let the run save and leave."""
-    end = time.monotonic() + 90
-    while len(losses(run)) < lines and process.poll() is None and time.monotonic() < end:
-        time.sleep(0.1)
-    assert process.poll() is None, process.communicate()[0]
+    wait_until(lambda: len(losses(run)) >= lines, process)
     process.terminate()
-    said = process.communicate(timeout=60)[0]
+    said = finish(process)[0]
     assert process.returncode == 128 + signal.SIGTERM, said
 
 
@@ -264,8 +261,7 @@ def test_a_neighbour_neither_ends_nor_reads_nor_changes_a_run(folder: Path) -> N
         end_after(LINES, undisturbed, quiet)
 
     with started(config, busy, 0o022) as run:
-        while not losses(busy) and run.poll() is None:
-            time.sleep(0.05)
+        wait_until(lambda: losses(busy), run)
         processes = [run.pid, *(child.pid for child in psutil.Process(run.pid).children(recursive=True))]
         connections = [found for pid in processes for found in psutil.Process(pid).net_connections()]
         ports = sorted({found.laddr.port for found in connections if found.status == psutil.CONN_LISTEN})

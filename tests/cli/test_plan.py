@@ -203,13 +203,12 @@ def test_keys_that_a_planner_does_not_know(write: Any) -> None:
 
 def test_a_run_whose_plan_is_chosen(write: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Started as a user starts it: the ranks are processes of their own, and are told what was chosen."""
-    import subprocess
     import sys
 
+    from atoll.testing.progress import run
+
     path = write(train="microbatch = 2")
-    done = subprocess.run(
-        [sys.executable, "-m", "atoll", "train", str(path), "--json"], capture_output=True, text=True, timeout=300
-    )
+    done = run([sys.executable, "-m", "atoll", "train", path, "--json"])
     assert done.returncode == 0, done.stderr
     config = tomllib.loads((tmp_path / "run" / "config.toml").read_text(encoding="utf-8"))
     assert config["parallel"]["auto"] is False

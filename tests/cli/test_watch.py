@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from atoll.cli.watch import serve
+from atoll.testing.progress import Progress, finish, join, run
 from atoll.training.sheet import RunReader
 from benchmarks.browser import browser, found
 from tests.cli.test_report import run_folder, step
@@ -32,12 +33,12 @@ def served(tmp_path: Path) -> Iterator[ThreadingHTTPServer]:
     thread.start()
     yield server
     server.shutdown()
-    thread.join()
+    join(thread)
     server.server_close()
 
 
 def ask(server: ThreadingHTTPServer, path: str = "/", method: str = "GET", **headers: str) -> HTTPResponse:
-    connection = HTTPConnection("127.0.0.1", server.server_port, timeout=20)
+    connection = HTTPConnection("127.0.0.1", server.server_port)
     connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
     answer = connection.getresponse()
     answer.text = answer.read().decode()  # type: ignore[attr-defined]
@@ -93,15 +94,15 @@ def test_a_folder_without_a_run_waits(tmp_path: Path) -> None:
         first = ask(server, "/report")
         assert "waiting: " in first.text
         run_folder(tmp_path / "later")
-        end = time.monotonic() + 20
+        progress = Progress()
         while (second := ask(server, "/report", If_None_Match=first.getheader("ETag") or "")).status == 304:
-            assert time.monotonic() < end
+            progress.check()
             time.sleep(0.02)
         assert second.status == 200
         assert 'id="timeline"' in second.text
     finally:
         server.shutdown()
-        thread.join()
+        join(thread)
         server.server_close()
 
 
@@ -121,7 +122,7 @@ def test_the_command_prints_its_address_and_ends_with_ctrl_c(tmp_path: Path) -> 
         address = process.stdout.readline().strip()
         assert address.startswith("http://127.0.0.1:")
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=30)
+        _, said = finish(process)
     assert (process.returncode, said) == (0, "stopped\n")
 
 
@@ -133,7 +134,7 @@ def test_a_port_that_is_taken_is_an_error(tmp_path: Path) -> None:
         taken.listen()
         port = str(taken.getsockname()[1])
         command = [sys.executable, "-m", "atoll", "watch", str(tmp_path / "run"), "--port", port]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        result = run(command)
     assert result.returncode == 1
     assert f"cannot listen on 127.0.0.1:{port}" in result.stderr
 

@@ -18,6 +18,7 @@ from atoll.data.blocks import BLOCK
 from atoll.data.split import split
 from atoll.data.store import verify
 from atoll.errors import DataError
+from atoll.testing.progress import finish
 
 
 def _folder(tmp_path: Path, documents: int = 40) -> Path:
@@ -181,7 +182,7 @@ def test_of_several_processes_one_works_and_all_agree(tmp_path: Path) -> None:
     folder = _folder(tmp_path, documents=300)
     arguments = [sys.executable, "-c", _PREPARE_SCRIPT, str(folder), str(tmp_path / "cache")]
     processes = [subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    outputs = [process.communicate(timeout=120)[0].split() for process in processes]
+    outputs = [finish(process)[0].split() for process in processes]
     assert [process.returncode for process in processes] == [0, 0, 0]
     assert len({fingerprint for fingerprint, _ in outputs}) == 1
     assert sorted(lines for _, lines in outputs) == ["0", "0", "2"]

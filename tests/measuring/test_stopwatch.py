@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 
 from atoll.measuring.stopwatch import Stopwatch, typical
+from atoll.testing.clock import Clock
 
 CPU = torch.device("cpu")
 
 
 def test_a_call_takes_what_it_sleeps() -> None:
-    found = Stopwatch(CPU, 0.05).seconds(lambda: time.sleep(0.004))
-    assert 0.004 <= found < 0.4
+    clock = Clock()
+    assert Stopwatch(CPU, 0.05, clock).seconds(lambda: clock.sleep(0.004)) == pytest.approx(0.004)
+    assert 12 <= len(clock.slept) <= 16, "the budget, and a warm-up"
 
 
 def test_no_size_is_tried_that_would_take_too_long() -> None:
-    tried = []
+    tried, clock = [], Clock()
 
     def make(size: int):  # type: ignore[no-untyped-def]
         tried.append(size)
-        return lambda: time.sleep(size * 1e-3)
+        return lambda: clock.sleep(size * 1e-3)
 
-    size, call = Stopwatch(CPU, 0.06).largest(make, (1, 2, 4, 8, 16, 32), growth=2.0)
-    assert tried == [1, 2, 4, 8][: len(tried)]
-    assert size == tried[-1] > 1
-    assert Stopwatch(CPU, 0.0).of(call, 2) >= 2 * size * 1e-3
+    size, call = Stopwatch(CPU, 0.06, clock).largest(make, (1, 2, 4, 8, 16, 32), growth=2.0)
+    assert tried == [1, 2, 4, 8]
+    assert size == 8
+    assert Stopwatch(CPU, 0.0, clock).of(call, 2) == pytest.approx(0.016)
 
 
 def test_on_the_cpu_the_host_computes() -> None:

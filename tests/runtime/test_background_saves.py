@@ -28,7 +28,7 @@ def train_on_while_it_is_saved(case: Case, folder: str) -> bool:
     goes_on = threading.Event()
 
     def wait_and_publish(*args: Any) -> None:
-        goes_on.wait(60)
+        goes_on.wait()
         publish(*args)
 
     folders.publish = wait_and_publish  # type: ignore[assignment]

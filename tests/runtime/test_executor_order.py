@@ -27,7 +27,7 @@ from atoll.trace import Span
 MICROBATCHES = 4
 WIDTH = 8
 ROWS = 8
-PATIENCE = timedelta(seconds=60)
+PATIENCE = timedelta(days=1)
 """How long a rank is held for what would never come."""
 
 

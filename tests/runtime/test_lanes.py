@@ -26,13 +26,13 @@ def test_jobs_begin_in_order_and_two_run_at_once() -> None:
     lane = Threads("gather")
     begun: list[int] = []
     gate = threading.Event()
-    both = threading.Barrier(AT_ONCE + 1, timeout=60.0)
+    both = threading.Barrier(AT_ONCE + 1)
 
     def work(at: int) -> None:
         begun.append(at)
         if at < AT_ONCE:
             both.wait()
-            gate.wait(60.0)
+            gate.wait()
 
     jobs = [lane.start(partial(work, at), unit=at) for at in range(6)]
     both.wait()
@@ -99,7 +99,7 @@ def fail_in_a_gather(case: Case) -> str:
 
 def test_an_error_beside_the_computation_ends_every_rank() -> None:
     with pytest.raises(RankError, match="no bytes left"):
-        run_ranks(fail_in_a_gather, 2, Case(layout="GGG", intra=2, microbatches=4), timeout=60.0)
+        run_ranks(fail_in_a_gather, 2, Case(layout="GGG", intra=2, microbatches=4))
 
 
 def test_a_lane_that_is_closed_has_finished_its_jobs() -> None:

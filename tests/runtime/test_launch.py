@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,8 @@ import pytest
 from atoll.errors import ConfigError, RankError, UserError
 from atoll.runtime.launch import Rendezvous, interface_of, launch_local, torchrun_environment
 from atoll.runtime.monitor import Monitor
+from atoll.testing.clock import Clock
+from atoll.testing.progress import finish, run, wait_until
 
 TORCHRUN = {
     "RANK": "5",
@@ -128,7 +129,7 @@ def test_a_rank_takes_its_share_of_the_cores(arguments: list[int], told: dict[st
 
     def printed(program: str, *words: int) -> int:
         command = [sys.executable, "-c", program, *map(str, words)]
-        return int(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
+        return int(run(command, env=environment, check=True).stdout)
 
     wanted = printed("import torch; print(torch.get_num_threads())") if threads is None else threads
     assert printed(COUNT_THREADS, *arguments) == wanted
@@ -152,7 +153,7 @@ def test_the_first_failure_decides_and_the_rest_is_killed_after_the_grace(tmp_pa
 def test_the_others_may_leave_in_their_own_words(tmp_path: Path) -> None:
     note = tmp_path / "note"
     others = f"time.sleep(0.5); open({str(note)!r}, 'w').close(); sys.exit(1)"
-    assert launch_local(by_rank("sys.exit(2)", others), 2, grace=60) == 2
+    assert launch_local(by_rank("sys.exit(2)", others), 2, grace=3600) == 2
     assert note.exists()
 
 
@@ -170,9 +171,9 @@ if os.environ["RANK"] == "1":
         time.sleep(0.02)
     os.kill(os.getpid(), 9)
 from atoll.runtime.launch import meet, torchrun_environment
-_, watch = meet(torchrun_environment(), 60)
+_, watch = meet(torchrun_environment(), 3600)
 ready.touch()
-error = watch.first(wait=60)
+error = watch.first(wait=3600)
 pathlib.Path(sys.argv[1]).write_text(f"{error.rank}: {error}")
 """
 
@@ -181,7 +182,7 @@ pathlib.Path(sys.argv[1]).write_text(f"{error.rank}: {error}")
 def test_the_others_hear_which_rank_was_killed(tmp_path: Path) -> None:
     note = tmp_path / "note"
     with pytest.raises(RankError, match="rank 1"):
-        launch_local(python(WAIT_FOR_THE_FAILURE, note, tmp_path / "ready"), 2, grace=60)
+        launch_local(python(WAIT_FOR_THE_FAILURE, note, tmp_path / "ready"), 2, grace=3600)
     assert note.read_text().startswith("1: rank 1 was ended by SIGKILL")
 
 
@@ -212,7 +213,7 @@ def test_the_monitor_listens_on_the_loopback_address_only() -> None:
 MEET = """
 import os
 from atoll.runtime.launch import meet, torchrun_environment
-_, watch = meet(torchrun_environment(), 20.0)
+_, watch = meet(torchrun_environment(), 3600)
 print(os.environ["GLOO_SOCKET_IFNAME"])
 watch.stop()
 """
@@ -225,7 +226,7 @@ def test_gloo_takes_the_interface_on_which_the_ranks_meet(given: dict[str, str],
     environment = {key: value for key, value in os.environ.items() if key != "GLOO_SOCKET_IFNAME"}
     environment |= dict.fromkeys(("RANK", "LOCAL_RANK"), "0") | dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1")
     environment |= {"MASTER_ADDR": socket.gethostname(), "MASTER_PORT": "0"} | given
-    done = subprocess.run(python(MEET), env=environment, capture_output=True, text=True, timeout=60)
+    done = run(python(MEET), env=environment)
     assert done.stdout.split() == [interface], done.stderr
 
 
@@ -252,18 +253,12 @@ def start_parent(folder: Path, manner: str) -> subprocess.Popen[bytes]:
     return parent
 
 
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60.0
-    while not is_so():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.02)
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_reaches_every_child_once_and_they_leave(tmp_path: Path, number: signal.Signals) -> None:
     parent = start_parent(tmp_path, "leave")
     parent.send_signal(number)
-    assert parent.wait(60) == 0
+    finish(parent)
+    assert parent.returncode == 0
     assert [(tmp_path / rank).read_text().split()[1:] for rank in "01"] == [["SIGTERM"], ["SIGTERM"]]
 
 
@@ -274,7 +269,8 @@ def test_a_second_signal_kills(tmp_path: Path) -> None:
     assert parent.poll() is None
 
     parent.send_signal(signal.SIGINT)
-    assert parent.wait(60) == 130
+    finish(parent)
+    assert parent.returncode == 130
     assert not alive(tmp_path)
 
 
@@ -326,14 +322,12 @@ leave(RuntimeError("Connection closed by peer"), Watch(Address.parse(sys.argv[1]
 
 def test_the_verdict_is_said_by_a_rank_that_it_blames_too() -> None:
     """Past bug: of two ranks whose messages were lost, the one that was to say so printed the end of a connection."""
-    monitor = Monitor(2, host="127.0.0.1", limit=60.0)
+    monitor = Monitor(2, host="127.0.0.1", limit=60.0, clock=Clock())
     verdict = {"rank": 0, "exit_code": 1, "message": "ranks 0, 1 wait for each other", "speaker": 0, "ends": []}
     try:
         monitor.report(verdict)
         environment = {**os.environ, **TORCHRUN, "RANK": "0", "LOCAL_RANK": "0"}
-        done = subprocess.run(
-            python(LEAVE, monitor.address.dump()), env=environment, capture_output=True, text=True, timeout=60
-        )
+        done = run(python(LEAVE, monitor.address.dump()), env=environment)
     finally:
         monitor.close()
     assert (done.returncode, done.stderr) == (1, "error: ranks 0, 1 wait for each other\n")

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 from atoll.errors import RankError
 from atoll.runtime.launch import run_local, template_of
 from atoll.runtime.template import Fork, Template
+from atoll.testing.progress import finish, wait_until
 
 PROGRAM = """
 import os, random, signal, sys
@@ -189,27 +189,33 @@ sys.exit(run_local(command, 2, template=template_of(command, 2)).code)
 @pytest.mark.slow
 def test_a_signal_before_the_first_fork_reaches_every_rank(tmp_path: Path) -> None:
     """The template still imports, so there is no rank that the signal could be passed on to."""
-    begin = time.monotonic()
-    with subprocess.Popen([sys.executable, "-c", PARENT, *ranks(tmp_path, "time.sleep(60)", 5.0)[2:]]) as parent:
-        time.sleep(3.0)
+    then = "open(folder / 'woke', 'w').close()"
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT, *ranks(tmp_path, f"time.sleep(600); {then}", 5.0)[2:]]
+    ) as parent:
+        wait_until(lambda: catches(parent.pid, signal.SIGTERM), parent)
         parent.terminate()
-        assert parent.wait(60) == 128 + signal.SIGTERM
-    assert time.monotonic() - begin < 50
+        finish(parent)
+        assert parent.returncode == 128 + signal.SIGTERM
+    assert not (tmp_path / "woke").exists()
 
 
 def test_forks_end_with_their_parent(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", PARENT, *ranks(tmp_path, "time.sleep(600)")[2:]]) as parent:
-        deadline = time.monotonic() + 60
-        while len(list(tmp_path.iterdir())) < 2 or not all(path.read_text() for path in tmp_path.iterdir()):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until(
+            lambda: len(found := list(tmp_path.iterdir())) == 2 and all(each.read_text() for each in found), parent
+        )
         assert {path.read_text() for path in tmp_path.iterdir()} == {str(parent.pid)}
         found = [line for line in processes() if str(tmp_path) in line]
         assert len(found) == 4, "the parent, its template and two ranks"
         parent.kill()
-    while [line for line in processes() if str(tmp_path) in line]:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: not [line for line in processes() if str(tmp_path) in line])
+
+
+def catches(process: int, number: signal.Signals) -> bool:
+    """Whether a process has a handler for a signal; see proc_pid_status(5)."""
+    (line,) = [line for line in Path(f"/proc/{process}/status").read_text().splitlines() if line.startswith("SigCgt")]
+    return bool(int(line.split()[1], 16) >> (number - 1) & 1)
 
 
 def processes() -> list[str]:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from atoll.errors import LayoutError, RankError
 from atoll.testing import RankPool, pool, run_ranks
 from atoll.testing.parity import Case, train
+from atoll.testing.progress import run, wait_until
 
 
 def rank_times(factor: int, *, offset: int = 0) -> int:
@@ -163,7 +164,9 @@ def test_a_timeout_names_the_stuck_ranks_and_shows_where_they_are() -> None:
     with RankPool() as pool:
         for seconds in (0.5, 5.0, 50.0):
             pool.run(rank_times, 2, 1)
-            with pytest.raises(RankError, match=rf"after {seconds:g} s these ranks still ran: 0") as caught:
+            with pytest.raises(
+                RankError, match=rf"after {seconds:g} s without progress these ranks still ran: 0"
+            ) as caught:
                 pool.run(stuck_on_zero, 2, timeout=seconds)
             said = str(caught.value)
             if "still ran: 0\n" in said and "in stuck_on_zero" in said:
@@ -259,7 +262,7 @@ def test_a_script_may_define_what_its_ranks_run(tmp_path: Path) -> None:
     """A model in the script that tests it was refused as a class that no rank can find."""
     script = tmp_path / "chain.py"
     script.write_text(SCRIPT)
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    done = run([sys.executable, script])
     assert done.returncode == 0, done.stderr
     same, said = done.stdout.splitlines()
     assert same == "True"
@@ -268,7 +271,7 @@ def test_a_script_may_define_what_its_ranks_run(tmp_path: Path) -> None:
 
 def test_what_an_interpreter_defines_is_refused() -> None:
     program = "from atoll.testing import run_ranks\ndef f(): pass\nrun_ranks(f, 1)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = run([sys.executable, "-c", program])
     assert "define them at the top of a module or script" in done.stderr
 
 
@@ -289,11 +292,8 @@ def test_processes_die_with_their_parent() -> None:
         processes = [int(word) for word in parent.stdout.readline().split()]
         parent.kill()
 
-    deadline = time.monotonic() + 60
-    while any(is_alive(process) for process in processes) and time.monotonic() < deadline:
-        time.sleep(0.05)
     assert len(processes) == 2
-    assert not [process for process in processes if is_alive(process)]
+    wait_until(lambda: not any(is_alive(process) for process in processes))
 
 
 def is_alive(process: int) -> bool:

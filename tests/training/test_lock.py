@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,8 +17,10 @@ from pathlib import Path
 import pytest
 
 from atoll.errors import ConfigError, RunError
+from atoll.testing.clock import Clock
+from atoll.testing.progress import run, wait_until
 from atoll.training import lock as module
-from atoll.training.lock import Holder, RunLock
+from atoll.training.lock import BEAT_SECONDS, SILENCE_SECONDS, Holder, RunLock
 
 HOLDS = """
 import sys, time
@@ -78,7 +79,7 @@ def test_another_user_cannot_hold_the_lock() -> None:
         Path(folder).chmod(0o777)
         with RunLock(Path(folder)).held():
             command = [sys.executable, "-c", AS_NOBODY, folder]
-            said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            said = run(command, check=True).stdout
     assert said.startswith("closed\n")
     assert f"run.folder = '{folder}': its lock .lock cannot be written; it belongs to another user" in said
 
@@ -99,10 +100,10 @@ def test_the_lock_of_a_killed_process_is_taken_over_at_once(tmp_path: Path) -> N
         process.kill()
         process.wait()
         said: list[str] = []
-        began = time.monotonic()
-        with RunLock(tmp_path).held(said.append) as lock:
+        clock = Clock()
+        with RunLock(tmp_path, clock=clock, sleep=clock.sleep).held(said.append) as lock:
             lock.check()
-        assert time.monotonic() - began < 1.0
+        assert not clock.slept
     assert f"from process {process.pid}" in said[0]
     assert "is gone" in said[0]
 
@@ -131,49 +132,51 @@ def test_the_number_of_a_process_is_not_the_process(tmp_path: Path, monkeypatch:
 
 
 @pytest.fixture
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Holder:
+def elsewhere(tmp_path: Path) -> Holder:
     """A holder on another host, whose lock this kernel does not see."""
-    monkeypatch.setattr(module, "BEAT_SECONDS", 0.1)
-    monkeypatch.setattr(module, "SILENCE_SECONDS", 0.6)
     holder = replace(Holder.own(), host="node7", boot="another boot")
     (tmp_path / ".lock").write_text(json.dumps(asdict(holder)))
     return holder
 
 
-def test_the_lock_of_a_silent_host_is_taken_over(tmp_path: Path, elsewhere: Holder) -> None:
+@pytest.mark.usefixtures("elsewhere")
+def test_the_lock_of_a_silent_host_is_taken_over(tmp_path: Path) -> None:
     said: list[str] = []
-    began = time.monotonic()
-    with RunLock(tmp_path).held(said.append):
-        assert time.monotonic() - began >= 0.6
+    clock = Clock()
+    with RunLock(tmp_path, clock=clock, sleep=clock.sleep).held(said.append):
+        assert SILENCE_SECONDS <= sum(clock.slept) < SILENCE_SECONDS + BEAT_SECONDS
     assert "on node7" in said[0]
     assert "took over" in said[1]
 
 
-def test_a_host_that_gives_signs_of_life_keeps_its_lock(tmp_path: Path, elsewhere: Holder) -> None:
-    stop = threading.Event()
+@pytest.mark.parametrize("after", [BEAT_SECONDS, SILENCE_SECONDS - 0.5])
+@pytest.mark.usefixtures("elsewhere")
+def test_a_host_that_gives_signs_of_life_keeps_its_lock(tmp_path: Path, after: float) -> None:
+    clock = Clock()
+    begin = clock()
 
-    def live() -> None:
-        while not stop.wait(0.1):
+    def live(seconds: float) -> None:
+        if clock() < begin + after <= clock() + seconds:
             os.utime(tmp_path / ".lock")
+        clock.sleep(seconds)
 
-    thread = threading.Thread(target=live)
-    thread.start()
-    try:
-        with pytest.raises(ConfigError, match=r"process .* on node7"):
-            RunLock(tmp_path).acquire()
-    finally:
-        stop.set()
-        thread.join()
+    with pytest.raises(ConfigError, match=r"process .* on node7"):
+        RunLock(tmp_path, clock=clock, sleep=live).acquire()
+    assert clock() == pytest.approx(begin + after, abs=0.5)
 
 
-def test_a_holder_gives_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BEAT_SECONDS", 0.05)
+@pytest.mark.alone
+@pytest.mark.slow
+def test_a_holder_gives_signs_of_life_in_real_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And another host's, which gives none, loses its lock."""
+    monkeypatch.setattr(module, "BEAT_SECONDS", 0.1)
+    monkeypatch.setattr(module, "SILENCE_SECONDS", 0.6)
+    (tmp_path / ".lock").write_text(json.dumps(asdict(replace(Holder.own(), boot="another boot"))))
+    begin = time.monotonic()
     with RunLock(tmp_path).held():
+        assert time.monotonic() - begin >= 0.6
         first = (tmp_path / ".lock").stat().st_mtime_ns
-        end = time.monotonic() + 5.0
-        while (tmp_path / ".lock").stat().st_mtime_ns == first:
-            assert time.monotonic() < end
-            time.sleep(0.02)
+        wait_until(lambda: (tmp_path / ".lock").stat().st_mtime_ns != first)
 
 
 def test_who_lost_its_lock_learns_it_before_it_writes(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from atoll.errors import RankError
 from atoll.runtime.launch import Ending
-from atoll.training import restarts
+from atoll.testing.clock import Clock
 from atoll.training.folder import RunFolder
 from atoll.training.restarts import start_ranks
 
@@ -27,6 +28,7 @@ class Play:
         self.said: list[str] = []
         self.told: list[int] = []
         self.worlds: list[int] = []
+        self.clock = Clock()
 
     def start(self, ranks: int, attempt: int) -> Ending:
         self.told.append(attempt)
@@ -43,12 +45,19 @@ class Play:
         def fewer(ranks: int) -> int | None:
             return ranks // 2 if ranks // 2 >= least else None
 
-        return start_ranks(self.start, self.folder, ranks=4, most=most, fewer=fewer, say=self.said.append)
+        return start_ranks(
+            self.start,
+            self.folder,
+            ranks=4,
+            most=most,
+            fewer=fewer,
+            say=self.said.append,
+            sleep=self.clock.sleep,
+        )
 
 
 @pytest.fixture
-def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Play]:
-    monkeypatch.setattr(restarts, "PAUSES", (0.0, 0.001))
+def play(tmp_path: Path) -> Callable[..., Play]:
     return lambda *attempts: Play(tmp_path, attempts)
 
 
@@ -108,14 +117,20 @@ def test_starts_are_counted_until_there_is_a_new_checkpoint(play: Callable[..., 
     assert found.told == [0, 1, 2, 3]
 
 
-def test_only_starts_after_attempts_without_a_step_wait(
-    play: Callable[..., Play], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    waited: list[float] = []
-    monkeypatch.setattr(restarts.time, "sleep", waited.append)
-    taken, idle = [(5, 4, killed(at)) for at in range(3)], [(0, 0, killed(at)) for at in range(3)]
-    assert play(*taken, *idle, (6, 4, killed()), (7, 7, Ending(0))).run(most=9) == 0
-    assert waited == [0.0, 0.0, 0.0, 0.001, 0.001, 0.001, 0.0]
+def test_only_starts_after_attempts_without_a_step_wait(play: Callable[..., Play]) -> None:
+    taken, idle = [(5, 4, killed(at)) for at in range(3)], [(0, 0, killed(at)) for at in range(6)]
+    found = play(*taken, *idle, (6, 4, killed()), (7, 7, Ending(0)))
+    assert found.run(most=12) == 0
+    assert found.clock.slept == [0.0, 0.0, 0.0, 1.0, 5.0, 15.0, 30.0, 30.0, 30.0, 0.0]
+
+
+@pytest.mark.alone
+@pytest.mark.slow
+def test_a_start_waits_in_real_time(play: Callable[..., Play]) -> None:
+    found = play((0, 0, killed(0)), (7, 7, Ending(0)))
+    begin = time.monotonic()
+    assert start_ranks(found.start, found.folder, ranks=4, most=3) == 0
+    assert time.monotonic() - begin >= 1.0
 
 
 def test_without_restarts_the_error_is_raised_as_it_is(play: Callable[..., Play]) -> None:

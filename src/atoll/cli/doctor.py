@@ -157,7 +157,7 @@ def examine() -> Examination:
     )
 
 
-EXCHANGE_SECONDS = 20.0
+EXCHANGE_SECONDS = 60.0
 """Seconds for which each of the two processes waits for the other."""
 
 

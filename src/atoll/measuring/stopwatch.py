@@ -24,18 +24,19 @@ def typical(samples: Sequence[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Stopwatch:
-    """Times calls on a device, each for about `budget` seconds."""
+    """Times calls on a device, each for about `budget` seconds. clock: that of the host."""
 
     device: torch.device
     budget: float
+    clock: Callable[[], float] = time.perf_counter
 
     def seconds(self, call: Call) -> float:
         """Return the seconds of a call on the device: `typical` of samples, after a warm-up."""
         call()
         count = math.ceil(SHORTEST_SAMPLE / self.of(call, 1))
-        end = time.perf_counter() + self.budget
+        end = self.clock() + self.budget
         samples: list[float] = []
-        while len(samples) < LEAST_SAMPLES or time.perf_counter() < end:
+        while len(samples) < LEAST_SAMPLES or self.clock() < end:
             samples.append(self.of(call, count) / count)
         return typical(samples)
 
@@ -62,10 +63,10 @@ class Stopwatch:
     def of(self, call: Call, count: int) -> float:
         """Return the seconds of `count` calls on the device, one after the other."""
         if self.device.type != "cuda":
-            start = time.perf_counter()
+            start = self.clock()
             for _ in range(count):
                 call()
-            return time.perf_counter() - start
+            return self.clock() - start
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         first.record()
         for _ in range(count):

@@ -23,6 +23,7 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -82,13 +83,26 @@ class Monitor:
     """Accepts connections until it is closed.
 
     limit: seconds of silence, or of waiting, after which a rank is blamed; None: derived from measured durations.
+    clock, sleep: how it measures time and waits; they do not limit reads from a connection.
     """
 
-    def __init__(self, world: int, *, host: str, limit: float | None, port: int = 0, secret: str | None = None) -> None:
+    def __init__(
+        self,
+        world: int,
+        *,
+        host: str,
+        limit: float | None,
+        port: int = 0,
+        secret: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
         self._listener = socket.create_server((host, port), family=family_of(host), backlog=1024)
         self.address = Address(host, self._listener.getsockname()[1], secret or secrets.token_hex(16))
         self._limit = limit
-        now = time.monotonic()
+        self._clock = clock
+        self._sleep = sleep
+        now = clock()
         self._states = {
             rank: State("its start", waits_for=(), host="", pid=0, heard=now, since=now) for rank in range(world)
         }
@@ -96,6 +110,7 @@ class Monitor:
         self._left: dict[int, float] = {}
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._open: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
+        self._missed: set[asyncio.Task[None]] = set()
         self._reports: dict[str, Words] = {}
         self._stacks: dict[int, str] = {}
         self._wanted: set[int] = set()
@@ -184,9 +199,11 @@ class Monitor:
                 del self._writers[rank]
                 if said_goodbye:
                     self._states.pop(rank, None)
-                    self._left[rank] = time.monotonic()
+                    self._left[rank] = self._clock()
                 else:
-                    self._loop.call_later(GONE_SECONDS, self._miss, rank)
+                    missed = asyncio.create_task(self._miss(rank))
+                    self._missed.add(missed)
+                    missed.add_done_callback(self._missed.discard)
 
     async def _recognise(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int | None:
         challenge = secrets.token_hex(16)
@@ -244,7 +261,7 @@ class Monitor:
         self._reports.setdefault(key, {**report, **words, "rank": rank})
 
     def _hear(self, rank: int, beat: Words) -> None:
-        now = time.monotonic()
+        now = self._clock()
         before = self._states.get(rank)
         said = str(beat["doing"]), tuple(int(peer) for peer in beat["waits_for"])
         mark = (*said, beat["mark"])
@@ -277,8 +294,9 @@ class Monitor:
         seen = self._views[rank][1].read() if rank in self._views else ""
         return seen or (self._states[rank].doing if rank in self._states else "")
 
-    def _miss(self, rank: int) -> None:
-        """Blame a rank whose connection ended without a goodbye, unless it reconnected."""
+    async def _miss(self, rank: int) -> None:
+        """Blame a rank whose connection ended without a goodbye, unless it reconnects."""
+        await self._sleep(GONE_SECONDS)
         state = self._states.get(rank)
         if state is None or rank in self._writers or self._over.is_set():
             return
@@ -300,7 +318,7 @@ class Monitor:
 
     def _speaker(self, blamed: tuple[int, ...]) -> int | None:
         """Return the rank that prints why the run ended: the first one that is alive and not to blame."""
-        now = time.monotonic()
+        now = self._clock()
         living = [
             rank for rank, state in self._states.items() if rank in self._writers and now - state.heard < SILENT_SECONDS
         ]
@@ -317,8 +335,8 @@ class Monitor:
     async def _judge(self) -> None:
         """Find a late rank, request its stack, and report the verdict."""
         while self.failure is None:
-            await asyncio.sleep(BEAT_SECONDS)
-            states, now = dict(self._states), time.monotonic()
+            await self._sleep(BEAT_SECONDS)
+            states, now = dict(self._states), self._clock()
             found = judge(states, now, self._limit)
             if found is None:
                 continue
@@ -333,7 +351,7 @@ class Monitor:
                 awaited = {rank for rank in self._unseen if rank not in self._seen and self._has_neighbour(rank)}
                 if self._wanted <= set(self._stacks) and not awaited:
                     break
-                await asyncio.sleep(STACK_SECONDS / 10)
+                await self._sleep(STACK_SECONDS / 10)
             for rank, (doing, status) in self._seen.items():
                 states[rank] = replace(states[rank], doing=doing or states[rank].doing, status=status)
             found = judge(states, now, self._limit) or found  # the same, with the result of the inspection

@@ -22,6 +22,8 @@ case gets a new gloo group over a new part of the store. New processes are forke
     3. the parent tells ranks that have reported to leave the group, which breaks the connections of the others;
     4. ranks that do not report in time after that are killed, and the next case starts new processes.
 
+A case may take as long as its ranks make progress (`atoll.testing.progress`): other work on the machine ends none.
+
 Processes are replaced once one has more than `AT_MOST` threads: DTensor keeps all its meshes until the process ends,
 and with them their gloo groups, whose threads wake a hundred times a second.
 
@@ -51,6 +53,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from atoll.errors import RankError
 from atoll.runtime.launch import LOOPBACK, host_store
 from atoll.runtime.template import Fork, Template
+from atoll.testing.progress import LOOK_SECONDS, Progress
 from atoll.testing.template import start_process, start_template
 from atoll.testing.worker import Case, Failure, Filter, Report, Success
 
@@ -60,10 +63,16 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 START_SECONDS = 120.0
+"""Seconds without progress in which a process may start."""
+SPINS = 10.0
+"""A case may use so many times its `timeout` of processor time."""
 AT_MOST = 64
 LEAVE_SECONDS = 2.0
 """Seconds for the other ranks to leave a broken case before they are killed."""
-
+LEFT_SECONDS = 30.0
+"""Seconds without progress in which ranks that have finished a case leave its group."""
+STACK_SECONDS = 10.0
+"""Seconds without progress in which a rank writes its stacks."""
 
 WRITTEN_CHARACTERS = 4000
 """Characters of a process's output that an error shows, from the beginning and from the end."""
@@ -82,7 +91,8 @@ def run_ranks(
     All cases of one Python process share one pool, or two: with `sees_gpus`, ranks see every GPU; in the other pool
     they see none. Arguments and results are pickled; torch is seeded with 0 and runs one thread. The first rank that
     raises ends the case: `RankError` with its number and traceback, and its exception as the cause if that can be
-    pickled. So does a case that takes more than `timeout` seconds, with the stacks of the stuck ranks.
+    pickled. So do `timeout` seconds in which the ranks make no progress, with the stacks of the stuck ranks: they wait,
+    and use no processor time.
     """
     return _shared_pool(sees_gpus).run(function, ranks, *args, timeout=timeout, **kwargs)
 
@@ -136,9 +146,11 @@ class RankPool:
 
         new = [_start_worker(sees_gpus=self._sees_gpus) for _ in range(ranks - len(self._workers))]
         self._workers += new
-        deadline = time.monotonic() + START_SECONDS
+        progress = Progress(*(worker.process.pid for worker in new), patience=START_SECONDS)
         for worker in new:
-            if not worker.connection.poll(max(0.0, deadline - time.monotonic())) or worker.receive() is None:
+            while not (is_heard := worker.connection.poll(LOOK_SECONDS)) and progress.verdict() is None:
+                pass
+            if not is_heard or worker.receive() is None:
                 raise RuntimeError(f"a process of the pool did not start; it wrote:\n{worker.written()}")
 
     def _play(self, payload: bytes, ranks: int, *, timeout: float) -> list[tuple[int, Report]]:
@@ -153,7 +165,6 @@ class RankPool:
                     ranks=ranks,
                     port=self._store_port(),
                     prefix=f"case-{self._cases}",
-                    seconds=timeout,
                     path=list(sys.path),
                     directory=os.getcwd(),
                     filters=_warning_filters(),
@@ -172,26 +183,29 @@ class RankPool:
     def _collect(self, workers: list[_Worker], *, timeout: float) -> list[tuple[int, Report]]:
         reports: list[tuple[int, Report]] = []
         pending = {worker.connection: rank for rank, worker in enumerate(workers)}
-        deadline = time.monotonic() + timeout
-        broken = False
+        progress = Progress(*(worker.process.pid for worker in workers), patience=timeout, most=SPINS * timeout)
+        verdict: str | None = None
+        deadline: float | None = None
 
         while pending:
-            ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+            look = min(LOOK_SECONDS, timeout / 10)
+            ready = wait(list(pending), timeout=look if deadline is None else max(0.0, deadline - time.monotonic()))
             if not ready:
-                break
+                verdict = progress.verdict()
+                if deadline is not None or verdict is not None:
+                    break
             for connection in ready:
                 assert isinstance(connection, Connection)
                 rank = pending.pop(connection)
                 reports.append((rank, workers[rank].receive() or _death(workers[rank])))
 
-            if not broken and any(isinstance(report, Failure) for _, report in reports):
-                broken = True
-                deadline = min(deadline, time.monotonic() + LEAVE_SECONDS)
-            if broken:
+            if deadline is None and any(isinstance(report, Failure) for _, report in reports):
+                deadline = time.monotonic() + LEAVE_SECONDS
+            if deadline is not None:
                 self._release(workers[rank] for rank, _ in reports)
 
-        if pending and not broken:
-            raise self._timeout_error(workers, sorted(pending.values()), seconds=timeout)
+        if pending and deadline is None:
+            raise self._stall_error(workers, sorted(pending.values()), verdict or "")
         return reports
 
     def _release(self, workers: Iterable[_Worker]) -> None:
@@ -203,21 +217,24 @@ class RankPool:
     def _leave(self, workers: list[_Worker]) -> bool:
         """Make all ranks leave the group together, so that no late message meets a closed connection."""
         self._release(workers)
-        deadline = time.monotonic() + LEAVE_SECONDS + 8.0
-        return all(
-            worker.connection.poll(max(0.0, deadline - time.monotonic())) and worker.receive() is not None
-            for worker in workers
-        )
+        progress = Progress(*(worker.process.pid for worker in workers), patience=LEFT_SECONDS)
+        for worker in workers:
+            while not worker.connection.poll(LOOK_SECONDS):
+                if progress.verdict() is not None:
+                    return False
+            if worker.receive() is None:
+                return False
+        return True
 
     def _rank_error(self, rank: int, failure: Failure) -> RankError:
         error = RankError(f"rank {rank} failed\n\n{failure.text}", rank=rank)
         error.__cause__ = failure.exception()
         return error
 
-    def _timeout_error(self, workers: list[_Worker], stuck: list[int], *, seconds: float) -> RankError:
+    def _stall_error(self, workers: list[_Worker], stuck: list[int], verdict: str) -> RankError:
         names = ", ".join(str(rank) for rank in stuck)
         stacks = "\n\n".join(f"rank {rank}:\n{workers[rank].stack()}" for rank in stuck)
-        return RankError(f"after {seconds:g} s these ranks still ran: {names}\n\n{stacks}", rank=stuck[0])
+        return RankError(f"{verdict} these ranks still ran: {names}\n\n{stacks}", rank=stuck[0])
 
     def _store_port(self) -> int:
         if self._store is None:
@@ -274,10 +291,15 @@ class _Worker:
         """Return the stacks of all threads of the process."""
         before = self.log.stat().st_size
         self.process.send_signal(signal.SIGUSR1)
-        deadline = time.monotonic() + 1.0
-        while self.log.stat().st_size == before and time.monotonic() < deadline:
+        progress, seen = Progress(self.process.pid, patience=STACK_SECONDS), before
+        while seen == before and progress.verdict() is None:
             time.sleep(0.01)
-        time.sleep(0.05)  # the dump is written line by line
+            seen = self.log.stat().st_size
+        while True:  # the dump is written line by line
+            time.sleep(0.1)
+            if self.log.stat().st_size == seen:
+                break
+            seen = self.log.stat().st_size
         return self.log.read_bytes()[before:].decode(errors="replace").strip()
 
     def kill(self) -> None:

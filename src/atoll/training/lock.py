@@ -70,11 +70,19 @@ class Holder:
 
 
 class RunLock:
-    """The lock of the folder `root`, free until `acquire`."""
+    """The lock of the folder `root`, free until `acquire`. clock, sleep: how it waits for silence."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(
+        self,
+        root: Path,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
         self.path = root / ".lock"
         self._root = root
+        self._clock = clock
+        self._sleep = sleep
         self._own: Holder | None = None
         self._file: int | None = None
         self._stop = threading.Event()
@@ -167,9 +175,9 @@ class RunLock:
                 raise self._refusal(before)
             return
         say(f"{self._root}: looking for {SILENCE_SECONDS:g} seconds whether {before} is still there")
-        first, end = self._touched(), time.monotonic() + SILENCE_SECONDS
-        while time.monotonic() < end:
-            time.sleep(min(BEAT_SECONDS / 2, 0.5))
+        first, end = self._touched(), self._clock() + SILENCE_SECONDS
+        while self._clock() < end:
+            self._sleep(min(BEAT_SECONDS / 2, 0.5))
             if self._touched() != first:
                 raise self._refusal(before)
 

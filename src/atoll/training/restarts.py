@@ -87,11 +87,12 @@ def start_ranks(
     most: int,
     fewer: Callable[[int], int | None] = lambda ranks: None,
     say: Callable[[str], None] = lambda line: None,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> int:
     """Start ranks, and restart them after failures. Return the exit code of the run.
 
     start: starts so many ranks and waits for their end, given the number of earlier starts.  most: see `Count`.
-    fewer: returns how many ranks may continue if so many fail; None to keep the number.
+    fewer: returns how many ranks may continue if so many fail; None to keep the number.  sleep: waits before a start.
 
     Raises the error of ranks that could not report why they failed, if they are not restarted.
     """
@@ -124,7 +125,7 @@ def start_ranks(
             again = f"{ranks} ranks did not return, so {left} go on {whence}"
             ranks = left
         say(f"note: {again} ({count.tries} of {most} without a new checkpoint)")
-        time.sleep(count.pause)
+        sleep(count.pause)
 
 
 def _newest(folder: RunFolder) -> str:
