@@ -3,6 +3,9 @@ BIN = .venv/bin
 # Each process has ranks of its own, of half a GB each.
 PYTEST = $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal
 
+# As many tests as a machine without a GPU, and without root, may skip.
+SKIPS = 60
+
 # Without bytecode every process that a test or a run starts compiles Atoll anew, and pytest compiles every assertion.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -24,8 +27,8 @@ quick: .venv/.stamp
 
 # Tests of real time run last, one after another.
 every: .venv/.stamp
-	$(PYTEST) -m "not alone"
-	$(BIN)/python -m pytest -q -m alone
+	$(PYTEST) -rs --most-skips $(SKIPS) -m "not alone"
+	$(BIN)/python -m pytest -q -rs -m alone
 
 style: .venv/.stamp
 	$(BIN)/ruff check .

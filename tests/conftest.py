@@ -28,11 +28,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="cuda",
         help="where tests/gpu runs; on the CPU it is a rehearsal, which proves nothing of a GPU (default: cuda)",
     )
+    parser.addoption("--most-skips", type=int, metavar="N", help="fail if more tests than that are skipped")
     parser.addoption(
         "--quick",
         action="store_true",
         help="every pair of settings, and one case of every other test that is not marked slow",
     )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail a run that skips more tests than it may: what is missing on a machine must not look green."""
+    most = session.config.getoption("--most-skips")
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if most is None or reporter is None or hasattr(session.config, "workerinput"):
+        return
+    skipped = len(reporter.stats.get("skipped", ()))
+    if skipped > most:
+        reporter.write_line(f"{skipped} tests were skipped, and {most} may be; their reasons are below (-rs)", red=True)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
