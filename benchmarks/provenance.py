@@ -13,6 +13,7 @@ import re
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,6 +78,7 @@ def closure(module: str, read: Read = read) -> set[str]:
     """The files of a module and of all that it imports, at whatever depth and however late.
 
     A name that a package's `__init__` re-exports leads to the module that makes it, not to all that the package has.
+    A module that is started as a process (`[..., "-m", "atoll", ...]`) counts as one that is imported.
     """
     found: set[str] = set()
     seen: set[Name] = set()
@@ -118,9 +120,20 @@ def _scan(path: str, text: str) -> _File:
     words = [node.value for node in counted if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     return _File(
         {bound: (home, name) for bound, home, name in _imports(ast.walk(ast.parse(text)))},
-        [(home, name) for _, home, name in _imports(counted)],
+        [*((home, name) for _, home, name in _imports(counted)), *((home, None) for home in _started(counted))],
         [word for word in words if re.fullmatch(r"\w+\.(?!md\b)\w+", word)],
     )
+
+
+def _started(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    """The modules that commands start: what follows "-m" in a list. Of a package that is its `__main__`."""
+    for node in nodes:
+        if not isinstance(node, ast.List | ast.Tuple):
+            continue
+        values = [each.value if isinstance(each, ast.Constant) else None for each in node.elts]
+        for option, module in pairwise(values):
+            if option == "-m" and isinstance(module, str):
+                yield from (module, f"{module}.__main__")
 
 
 def _file_of(module: str, read: Read) -> str | None:

@@ -8,6 +8,7 @@ one: the folder, and its name in `BENCHMARKS` or `SLOW`; to quote it in the READ
     --front    race the members of the fronts alone (of a bench that has `race_front`); writes `results/quick.json`
     --pages    write every generated page from the raw files, without measuring (`make evidence`)
     --stale    say which results are older than what they depend on (`make stale`)
+    --due N    measure those again for N minutes, the most urgent first (`benchmarks/due.py`)
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import subprocess
 import sys
+import time
+from datetime import UTC, datetime
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -60,6 +64,9 @@ def main() -> None:
     parser.add_argument("--pages", action="store_true", help="write the pages from the raw files; measures nothing")
     parser.add_argument("--stale", action="store_true", help="say which results are older than their files; no more")
     parser.add_argument(
+        "--due", type=float, metavar="MINUTES", help="measure results again that are older than their code, for so long"
+    )
+    parser.add_argument(
         "--uncommitted", action="store_true", help="measure files that are not committed; the result says so"
     )
     parser.add_argument("--against", metavar="COMMIT", help="of paired: the older commit")
@@ -85,6 +92,8 @@ def main() -> None:
         print(claims.states())
     elif arguments.pages:
         _write_pages()
+    elif arguments.due is not None:
+        _measure_due(arguments.due)
     elif arguments.front:
         for name in arguments.names:
             _race_front(name)
@@ -112,7 +121,9 @@ def _measure(name: str, arguments: argparse.Namespace) -> None:
         )
     bench = importlib.import_module(f"benchmarks.{name}.bench")
     arguments.depends = depends
-    result = {**bench.run(arguments), "environment": measured_in}
+    begin = time.monotonic()
+    found = bench.run(arguments)
+    result = {**found, "environment": {**measured_in, "seconds": round(time.monotonic() - begin, 1)}}
     print(bench.report(result), flush=True)
     if arguments.quick:
         return
@@ -120,6 +131,24 @@ def _measure(name: str, arguments: argparse.Namespace) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(f"written to {path.relative_to(ROOT)}\n", flush=True)
+
+
+def _measure_due(minutes: float) -> None:
+    """Measure results again, each in a process of its own: one that fails, or needs root, does not end the others."""
+    from benchmarks import claims, due, provenance
+
+    end = time.monotonic() + 60.0 * minutes
+    readme, now = (ROOT / "README.md").read_text(encoding="utf-8"), datetime.now(UTC)
+    names = [name for name in claims.raw_names() if not claims.is_current(name)]
+    results = [due.result(name, provenance.load(name)["environment"], readme, now) for name in names]
+    while (chosen := due.following(results, (end - time.monotonic()) / 60.0)) is not None:
+        results.remove(chosen)
+        print(f"{chosen.name}: {chosen.days:.1f} days old, about {chosen.minutes:.0f} minutes", flush=True)
+        command = [sys.executable, str(Path(__file__).resolve()), chosen.name]
+        if subprocess.run(command, cwd=ROOT, check=False).returncode:
+            print(f"{chosen.name} failed, its result stays as it was", flush=True)
+    hours = sum(each.minutes for each in results) / 60.0
+    print(f"{len(results)} results are still older than their code; they take about {hours:.1f} hours", flush=True)
 
 
 def _race_front(name: str) -> None:

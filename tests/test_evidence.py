@@ -7,11 +7,12 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
-from benchmarks import claims, provenance
+from benchmarks import claims, due, provenance
 from benchmarks.claims import CLAIMS, PART, Claim
 
 ROOT = Path(__file__).parents[1]
@@ -141,3 +142,53 @@ def test_a_place_without_a_figure_is_an_error() -> None:
     claim = Claim(what="a", how="b", result="{missing}", raw="parity")
     with pytest.raises(KeyError, match="missing"):
         claim.row()
+
+
+def test_a_benchmark_depends_on_what_it_starts() -> None:
+    """Past fault: two results that start `atoll train` called themselves current whatever changed in it."""
+    files = {
+        **FILES,
+        "benchmarks/three/bench.py": 'import sys\ndef run(_):\n    return go([sys.executable, "-m", "atoll", "train"])',
+        "benchmarks/four/bench.py": 'def run(_):\n    return go("-m", ["-m", "benchmarks.four.worker"])',
+        "benchmarks/four/worker.py": "from benchmarks.two import race",
+        "src/atoll/__main__.py": "from atoll.cli.main import main",
+        "src/atoll/cli/main.py": "def main():\n    from atoll.ir import Action",
+    }
+    assert provenance.closure("benchmarks.three.bench", files.get) == {
+        "benchmarks/three/bench.py",
+        "src/atoll/__init__.py",
+        "src/atoll/__main__.py",
+        "src/atoll/cli/main.py",
+        "src/atoll/ir/__init__.py",
+        "src/atoll/ir/action.py",
+    }
+    assert provenance.closure("benchmarks.four.bench", files.get) == {
+        "benchmarks/four/bench.py",
+        "benchmarks/four/worker.py",
+        "benchmarks/two/race.py",
+    }
+
+
+def test_what_trains_depends_on_the_trainer() -> None:
+    found = provenance.closure("benchmarks.quality.bench")
+    assert {"src/atoll/cli/train.py", "src/atoll/training/loop.py", "src/atoll/runtime/engine.py"} <= found
+
+
+def test_the_most_urgent_result_is_measured_first() -> None:
+    """By age, by links on the README, and by how long it takes; one that does not fit waits."""
+    now = datetime(2026, 11, 26, tzinfo=UTC)
+
+    def result(name: str, date: str, **more: float) -> due.Result:
+        return due.result(name, {"date": f"{date}T00:00:00+00:00", **more}, readme, now)
+
+    readme = "[a](docs/evidence.md#first) [b](docs/evidence.md#first) [c](benchmarks/matrix/README.md)"
+    first = result("first", "2026-11-20", seconds=600.0)
+    matrix = result("matrix", "2026-11-20")
+    other = result("other", "2026-11-25")
+    assert (first.days, first.links, first.minutes) == (6.0, 2, 10.0)
+    assert (matrix.links, matrix.minutes) == (1, due.MINUTES["matrix"])
+    assert (other.links, other.minutes) == (0, due.OTHER_MINUTES)
+    assert due.order([other, matrix, first]) == [first, matrix, other]
+    assert due.following([matrix, other], minutes=30.0) is other
+    assert due.following([matrix, other], minutes=5.0) is None
+    assert set(due.MINUTES) <= set(NAMES)

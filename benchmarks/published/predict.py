@@ -1,6 +1,6 @@
 """Predicts steps and bytes of published rows.
 
-    python -m benchmarks.published.predict ROWS [--calibrate ROWS] --out FILE
+    python benchmarks/published/predict.py ROWS [--calibrate ROWS] --out FILE
 
 ROWS has rows in the form of `plans.json`: that file, a list of rows, one row a line, or vTrain's table as .csv. The
 output is a list with one entry a row, in their order: id, step_seconds, tokens_per_second_per_gpu, peak_bytes and
@@ -25,11 +25,14 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
 
-from atoll.cost import Cluster
-from atoll.cost.calibration import LIMITS, calibrate, changed
-from benchmarks.published import memory, rows
-from benchmarks.published.plans import step_of
-from benchmarks.published.record import Published, Row
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent.parent))
+
+from atoll.cost import Cluster  # noqa: E402
+from atoll.cost.calibration import LIMITS, calibrate, changed  # noqa: E402
+from benchmarks.published import memory, rows  # noqa: E402
+from benchmarks.published.plans import step_of  # noqa: E402
+from benchmarks.published.record import Published, Row  # noqa: E402
 
 T = TypeVar("T")
 
