@@ -35,6 +35,7 @@ ENVIRONMENT_READERS = {
     "runtime/launch.py",  # who this process is among the ranks
     "runtime/places.py",  # where the user keeps caches
     "runtime/template.py",  # whether this process is one, and what its forks are told
+    "testing/progress.py",  # what a command that is run inherits
     "testing/template.py",  # what the processes of a pool inherit
 }
 

@@ -190,9 +190,6 @@ def test_torchrun_starts_ranks_and_a_local_process_resumes(config: Path) -> None
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5]
 
 
-_KEPT: list[socket.socket] = []
-
-
 def free_port() -> int:
     """A port for a server that cannot choose one, because others are told it beforehand."""
     return keep_port(0)
@@ -206,8 +203,9 @@ def keep_port(port: int) -> int:
     kept = socket.socket()
     kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     kept.bind(("127.0.0.1", port))
-    _KEPT.append(kept)
-    return int(kept.getsockname()[1])
+    port = int(kept.getsockname()[1])
+    kept.detach()
+    return port
 
 
 # ---- signals

@@ -7,7 +7,8 @@
 A time limit measures the machine: beside eight other processes a run of ten seconds takes a minute. So nothing here
 limits the time that a process takes. It is given up after `PATIENCE` seconds in which none of these has happened:
 
-    it and its descendants used processor time, `SHARE` of one core or more, gloo's threads apart
+    it and its descendants used processor time, `SHARE` of one core or more, gloo's threads apart, or would have: the
+    main thread was ready to run, and others had the cores
     one of them waited for a disk
     a file that was named changed
 
@@ -23,18 +24,17 @@ import resource
 import shlex
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 PATIENCE = 120.0
 MOST = 3600.0
 SHARE = 0.03
-"""Processes that wait use less than this share of a core, with their heartbeats. Those that work get more of it, unless
-thirty others want each core."""
+"""Processes that wait use less than this share of a core, with their heartbeats."""
 POLLS = "gloo_"
 """Beginning of the names of threads that wake a hundred times a second and use processor time while all ranks wait:
 forty groups of four ranks use a tenth of a core."""
@@ -71,8 +71,8 @@ class Progress:
         self._most = most
         self._clock = clock
         self._since = self._looked = clock()
-        self._seconds = self._read().seconds
-        self._spent = self._marked = 0.0
+        self._last = self._read()
+        self._spent = self._wanted = self._marked = 0.0
         self._times = self._times_of_files()
 
     def verdict(self) -> str | None:
@@ -83,12 +83,14 @@ class Progress:
         self._looked = now
         found, times = self._read(), self._times_of_files()
         # Processes that have left take their time with them: only growth counts.
-        self._spent += max(0.0, found.seconds - self._seconds)
-        self._seconds = found.seconds
+        spent = max(0.0, found.seconds - self._last.seconds)
+        self._spent += spent
+        self._wanted += spent + max(0.0, found.ready - self._last.ready)
+        self._last = found
 
-        works = self._spent - self._marked >= SHARE * self._patience
+        works = self._wanted - self._marked >= SHARE * self._patience
         if works or found.waits_for_disk or times != self._times:
-            self._since, self._marked, self._times = now, self._spent, times
+            self._since, self._marked, self._times = now, self._wanted, times
         if self._spent > self._most:
             return f"after {self._most:g} s of processor time"
         if now - self._since > self._patience:
@@ -102,11 +104,18 @@ class Progress:
             raise StallError(f"given up {verdict}")
 
     def _read(self) -> _Use:
-        found = _use_of(self._processes)
-        if os.getpid() in self._processes:
-            # Whoever waits in this thread uses processor time to look.
-            return _Use(found.seconds - time.thread_time(), waits_for_disk=False)
-        return found
+        known = _processes()
+        numbers = _descendants(self._processes, known)
+        found = [known[number] for number in numbers]
+        # Whoever waits in this thread wants the processor to look.
+        own = os.getpid()
+        return _Use(
+            seconds=sum(each.seconds for each in found)
+            - sum(map(_seconds_of_polls, numbers))
+            - (time.thread_time() if own in self._processes else 0.0),
+            ready=sum(_seconds_ready(number) for number in numbers if number != own),
+            waits_for_disk=any(known[number].status == "D" for number in numbers if number != own),
+        )
 
     def _times_of_files(self) -> list[tuple[int, int]]:
         return [_time_of(path) for path in self._files]
@@ -182,7 +191,7 @@ def wait_until(
         time.sleep(POLL_SECONDS)
 
 
-def join(thread: Thread, *, patience: float = PATIENCE) -> None:
+def join(thread: threading.Thread, *, patience: float = PATIENCE) -> None:
     """Wait for the end of a thread, as long as this process makes progress."""
     wait_until(lambda: not thread.is_alive(), patience=patience)
 
@@ -205,9 +214,11 @@ class _Process:
 
 @dataclass(frozen=True, slots=True)
 class _Use:
-    """Of some processes and their descendants."""
+    """Of some processes and their descendants. seconds: of processor time.  ready: seconds for which their main threads
+    were ready to run and did not."""
 
     seconds: float
+    ready: float
     waits_for_disk: bool
 
 
@@ -232,6 +243,13 @@ def _seconds_of_polls(process: int) -> float:
     return seconds
 
 
+def _seconds_ready(process: int) -> float:
+    """Return the seconds for which the main thread of a process waited for a core; see the kernel's sched-stats."""
+    with contextlib.suppress(OSError, ValueError):
+        return int(Path(f"/proc/{process}/schedstat").read_text().split()[1]) * 1e-9
+    return 0.0
+
+
 def _descendants(processes: Iterable[int], known: Mapping[int, _Process]) -> list[int]:
     """Return the processes and their descendants, of those that exist."""
     children: dict[int, list[int]] = {}
@@ -245,14 +263,6 @@ def _descendants(processes: Iterable[int], known: Mapping[int, _Process]) -> lis
             found[number] = None
             left += children.get(number, ())
     return list(found)
-
-
-def _use_of(processes: Iterable[int]) -> _Use:
-    known = _processes()
-    numbers = _descendants(processes, known)
-    found = [known[number] for number in numbers]
-    seconds = sum(each.seconds for each in found) - sum(map(_seconds_of_polls, numbers))
-    return _Use(seconds, any(each.status == "D" for each in found))
 
 
 def _time_of(path: Path) -> tuple[int, int]:
