@@ -19,7 +19,8 @@ from atoll.cost.work import Use, Work, Workload
 from atoll.errors import ConfigError
 from atoll.layouts import ITEM_BYTES, Level, Stored
 from atoll.plans import Plan
-from atoll.program import Do, Instruction, makes
+from atoll.program import Do, Instruction
+from atoll.program.lower import makes
 from atoll.program.memory import held_after
 from atoll.schedules import Link, Links
 from atoll.sim import Played, Rates, Speed, play

@@ -7,7 +7,7 @@ it, and the memory that it takes is a sum over it. Nothing about what to gather,
 from atoll.program.end import BACKWARD, Ending
 from atoll.program.instruction import BEGINS, Do, Instruction, Lane, Phase
 from atoll.program.laws import check
-from atoll.program.lower import lower_row, makes
+from atoll.program.lower import lower_row
 from atoll.program.memory import Bytes, peaks
 from atoll.program.parts import Part, parts_of
 from atoll.program.program import Program, Programs
@@ -34,7 +34,6 @@ __all__ = [
     "UnitShape",
     "check",
     "lower_row",
-    "makes",
     "parts_of",
     "peaks",
     "sent_by",
