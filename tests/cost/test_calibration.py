@@ -14,6 +14,8 @@ from atoll.errors import ConfigError
 from atoll.layouts import Layout, Precision
 from atoll.plans import MeshShape, Plan
 
+pytest.importorskip("scipy")
+
 BEGIN = Cluster.of(
     {
         "device": {"preset": "a100-80gb", "efficiency": Efficiency().model_dump()},

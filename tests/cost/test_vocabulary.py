@@ -91,6 +91,7 @@ def test_a_slice_holds_its_softmax_and_nobody_more() -> None:
 @pytest.mark.slow
 def test_constants_are_fitted_through_slices() -> None:
     """Steps of a device whose memory reaches less, on which scores are slower."""
+    pytest.importorskip("scipy")
     efficiency = Efficiency(dispatch=0.0, launch=0.0)
     slower = efficiency.model_copy(update={"memory": 0.6 * efficiency.memory})
     own = cluster()
