@@ -31,7 +31,7 @@ MINUTES: Mapping[str, float] = {
 """Estimates from the logs of earlier sessions."""
 
 OTHER_MINUTES = 10.0
-"""Of a result that is in neither."""
+"""Estimate for every other result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Result:
 
     @property
     def urgency(self) -> float:
-        """What is gained by a minute. A result that the README does not link to still counts."""
+        """Age, weighted by links on the README, for each minute that the run takes."""
         return max(self.days, 0.1) * (1 + self.links) / self.minutes
 
 

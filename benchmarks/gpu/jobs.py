@@ -36,7 +36,7 @@ PERIOD = 61
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What is trained. A step has `microbatches` of `microbatch` samples, each of `sequence` tokens."""
+    """A training job. A step has `microbatches` of `microbatch` samples, each of `sequence` tokens."""
 
     layers: int
     hidden: int
@@ -135,7 +135,7 @@ MODEL_A = Job(
 SMALL = Job(layers=12, hidden=768, heads=12, ffn=1728, vocabulary=32_000, sequence=512, microbatch=2, microbatches=8)
 """125 million with little work for each kernel: the host has to keep up."""
 TINY = Job(layers=1, hidden=32, heads=2, ffn=64, vocabulary=64, sequence=16, microbatch=1, microbatches=2)
-"""Of a rehearsal."""
+"""The job of a rehearsal."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ STATE = {
     "watts": "power.draw",
     "memory_mib": "memory.used",
 }
-"""What is recorded of a card before and after a stage -> how nvidia-smi calls it."""
+"""Names in a line -> fields of nvidia-smi that are read before and after each stage."""
 
 Line = Mapping[str, Any]
 
@@ -61,7 +61,7 @@ def append(path: Path, line: Line) -> None:
 
 
 def is_good(line: Line) -> bool:
-    """Whether a line proves something."""
+    """Return True if the stage ran on a GPU without a problem."""
     return not line["problem"] and not line["rehearsal"]
 
 
@@ -71,14 +71,14 @@ def newest(lines: Iterable[Line]) -> dict[tuple[str, str], Line]:
 
 
 def is_done(lines: Iterable[Line], *, name: str, digest: str, device: str) -> bool:
-    """Whether a good line of a stage exists for these sources on this kind of device."""
+    """Return True if a stage has a good line with this digest on this kind of device."""
     return any(
         is_good(line) and (line["name"], line["digest"], line["device"]) == (name, digest, device) for line in lines
     )
 
 
 def digest_of(modules: Sequence[str], read: provenance.Read = provenance.read) -> str:
-    """What the files of modules and of all that they import say, in 16 digits."""
+    """Return a digest of the files of modules and of all that they import, 16 hexadecimal digits."""
     paths = sorted(set().union(*(provenance.closure(module, read) for module in modules)))
     said = [f"{path} {provenance.digest(path, read(path) or '')}" for path in paths]
     return hashlib.sha256("\n".join(said).encode()).hexdigest()[:16]
@@ -88,7 +88,7 @@ def digest_of(modules: Sequence[str], read: provenance.Read = provenance.read) -
 
 
 def query(*fields: str) -> list[str]:
-    """What nvidia-smi says of the first card. Raises RuntimeError where there is none."""
+    """Return fields of the first card, as nvidia-smi reports them. Raises RuntimeError if there is no card."""
     command = ["nvidia-smi", "--id=0", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)

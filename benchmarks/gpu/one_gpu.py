@@ -81,12 +81,12 @@ class Stage:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """What its result depends on."""
+        """Modules that the result depends on."""
         return (f"benchmarks.gpu.stages.{self.module}", *self.more)
 
     @property
     def digest(self) -> str:
-        """What its sources say."""
+        """Digest of the sources of these modules."""
         return lines.digest_of(self.modules)
 
 
@@ -198,7 +198,7 @@ def _run_all(arguments: argparse.Namespace) -> int:
 
 
 def _is_done(stage: Stage, known: Sequence[lines.Line], device: str) -> bool:
-    """Whether a stage has a good line. A digest takes a second, so it is computed only if some line could have it."""
+    """Return True if a stage has a good line. Its digest takes a second: it is computed only if a line could match."""
     return any(
         lines.is_good(line) and line["name"] == stage.name and line["device"] == device for line in known
     ) and lines.is_done(known, name=stage.name, digest=stage.digest, device=device)

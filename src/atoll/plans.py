@@ -222,9 +222,8 @@ class Plan:
         """
         if self.residency is not None:
             return self.residency
-        nest = self.nest(self.mesh.place(0))
-        sends = any(nest.size(move.axis) > 1 for move in GATHER_PARAMETER[self.layout.parameters])
-        return "action" if sends else "step"
+        sharding = self.sharding(self.mesh.place(0))
+        return "action" if sharding.real(GATHER_PARAMETER[self.layout.parameters]) else "step"
 
     @property
     def least_states(self) -> int:

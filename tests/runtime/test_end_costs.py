@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from atoll import schedules
 from atoll.layouts import Layout, Precision
@@ -13,6 +14,7 @@ from atoll.models import Decoder, DecoderConfig
 from atoll.models.batch import as_tensors, on_device
 from atoll.plans import MeshShape, Plan
 from atoll.runtime.engine import Engine
+from atoll.runtime.sharding.optimizer import fused_by_default
 from atoll.runtime.sharding.room import Room
 from atoll.runtime.sharding.segment import _AT_A_TIME, _sum_by_rows
 
@@ -84,7 +86,7 @@ def test_the_norm_by_rows(numel: int, dtype: torch.dtype) -> None:
     assert float(found) == pytest.approx(wanted, rel=1e-5)
 
 
-def test_squares_that_overflow_are_infinite() -> None:
+def test_large_and_infinite_values_are_not_lost() -> None:
     assert float(_sum_by_rows(torch.tensor([1e30, 1.0]))) > 1e30
     assert not torch.isfinite(_sum_by_rows(torch.tensor([1.0, torch.inf])))
 
@@ -109,3 +111,16 @@ def test_a_batch_stays_where_it_is_until_it_is_moved() -> None:
     moved = on_device(tensors, torch.device("meta"))
     assert moved["more"]["mask"].is_meta
     assert on_device(tensors, torch.device("cpu"))["more"]["mask"] is given["more"]["mask"]  # type: ignore[index]
+
+
+def test_fused_kernels_are_the_default_on_a_gpu_alone() -> None:
+    def groups(device: str) -> list[dict[str, list[torch.Tensor]]]:
+        with FakeTensorMode():
+            return [{"params": [torch.empty(2, device=device)]}, {"params": []}]
+
+    assert fused_by_default({}, groups("cuda")) == {"fused": True}
+    assert fused_by_default({"amsgrad": True}, groups("cuda")) == {"fused": True}
+    for chosen in ("fused", "foreach", "capturable", "differentiable"):
+        assert fused_by_default({chosen: False}, groups("cuda")) == {}
+    assert fused_by_default({}, groups("cpu")) == {}
+    assert fused_by_default({}, [{"params": []}]) == {}

@@ -193,11 +193,10 @@ class Prediction:
         item = ITEM_BYTES[self.plan.precision.master]
         # `efficiency.update` is with a cast of the result, which is a part of the next gather if no copy is stored.
         cast = sum(
-            len(sharding.nest.range(sharding.layout.parameters, segment.map.padded))
-            * (item + ITEM_BYTES[segment.compute])
+            sharding.copied_bytes(segment)
             for segments in self.ranks.segments(rank).values()
             for segment in segments
-            if sharding.stored(segment) is Stored.CAST and sharding.copied_bytes(segment)
+            if sharding.stored(segment) is Stored.CAST
         )
         own = self._update_seconds((one - none) / item, (all_kept - none) / item) * update
         return max(0.0, own - cast / (self.device.bandwidth * self.device.efficiency.memory))

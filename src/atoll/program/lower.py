@@ -158,9 +158,8 @@ def insert_reductions(
             found.append(under_way.popleft())
 
     for step in steps:
-        new = (
-            set() if isinstance(step, Action) else {each for each in makes(step, shape) if _is_flow(each, shape)} - made
-        )
+        written = () if isinstance(step, Action) else makes(step, shape)
+        new = {each for each in written if _is_flow(each, shape)} - made
         if new:
             while follows and under_way:
                 found.append(under_way.popleft())

@@ -73,7 +73,10 @@ def named_optimizer(train: Train) -> Named:
     options = _options(train, make)
 
     def factory(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        made: torch.optim.Optimizer = make(groups, **_fused(train, groups), **options)
+        from atoll.runtime.sharding.optimizer import fused_by_default
+
+        kernel = fused_by_default(train.optimizer_options, groups) if train.optimizer in FUSED else {}
+        made: torch.optim.Optimizer = make(groups, **kernel, **options)
         return made
 
     kept = _try(train, make, {**options, "lr": 0.01})
@@ -212,16 +215,6 @@ def _options(train: Train, make: Callable[..., Any]) -> dict[str, Any]:
     if problems:
         raise ConfigError("\n  ".join(problems))
     return {"lr": train.lr, **given, **{name: _plain(value) for name, value in train.optimizer_options.items()}}
-
-
-def _fused(train: Train, groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """Have AdamW and Adam use their fused kernel on a GPU, unless an option chooses another implementation.
-
-    It reads and writes everything once; torch's default there, `foreach`, also allocates a copy of all gradients.
-    """
-    chosen = {"fused", "foreach", "capturable", "differentiable"} & set(train.optimizer_options)
-    on_gpu = {parameter.is_cuda for group in groups for parameter in group["params"]} == {True}
-    return {"fused": True} if train.optimizer in FUSED and on_gpu and not chosen else {}
 
 
 def _shown(value: Any) -> Any:

@@ -15,6 +15,7 @@ import torch
 from atoll.errors import PlanError
 from atoll.layouts import NewtonSchulz, Whole
 from atoll.runtime.sharding.matrices import Options
+from atoll.runtime.sharding.optimizer import fused_by_default
 
 MOST_STEPS = 99
 """Newton-Schulz steps that torch.optim.Muon takes at most."""
@@ -166,10 +167,7 @@ class MatricesAndRest(torch.optim.Optimizer):
                 group.setdefault(key, value)
         super().__init__(groups, {})
         others = [group for group in self.param_groups if not group["whole"]]
-        parameters = [parameter for group in others for parameter in group["params"]]
-        if any(parameter.is_cuda for parameter in parameters) and "foreach" not in adamw:
-            adamw = {"fused": True, **adamw}
-        self._rest = torch.optim.AdamW(others, **adamw) if others else None
+        self._rest = torch.optim.AdamW(others, **fused_by_default(adamw, others), **adamw) if others else None
         if self._rest is not None:
             self._rest.state = self.state
 

@@ -66,6 +66,17 @@ def spare_vectors(name: str, shape: tuple[int, ...]) -> Mapping[str, Any]:
     return {} if len(shape) > 1 else {"weight_decay": 0.0}
 
 
+def fused_by_default(options: Collection[str], groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the option that selects the fused kernel of torch's Adam and AdamW if all parameters are on a GPU, unless
+    `options` choose an implementation.
+
+    The kernel reads and writes everything once; torch's default there, `foreach`, also copies all gradients.
+    """
+    chosen = {"fused", "foreach", "capturable", "differentiable"} & set(options)
+    on_gpu = {parameter.is_cuda for group in groups for parameter in group["params"]} == {True}
+    return {"fused": True} if on_gpu and not chosen else {}
+
+
 class ShardedOptimizer:
     """Slices, their gradients, and the torch optimizer that steps them.
 

@@ -629,12 +629,11 @@ class Segment:
     def sync_gradients(self) -> None:
         """Begin to turn the accumulated gradients into `final`, the optimizer's, at the level of os."""
         if self.trainable and self._syncing_gradients is None:
-            if self._accumulates:
-                for phase in self.phases:
-                    self._complete(phase, self._resting_gradient(phase))
-            g, os = self.layout.gradients, self.layout.optimizer
             for phase in self.phases:
-                self._resting_gradient(phase)
+                resting = self._resting_gradient(phase)
+                if self._accumulates:
+                    self._complete(phase, resting)
+            g, os = self.layout.gradients, self.layout.optimizer
             # What the optimizer reads outlives the job, so it is allocated here; nothing of it is written before.
             resting = self.gradients[self.phases[0]]
             coarse = min(g, os)
