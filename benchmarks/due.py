@@ -19,7 +19,7 @@ MINUTES: Mapping[str, float] = {
     "fuzz": 90.0,
     "hangs": 20.0,
     "matrix": 86.0,
-    "mutants": 60.0,
+    "mutants": 120.0,
     "one_machine": RACE,
     "one_machine_a100": RACE,
     "one_machine_text": RACE,
