@@ -357,6 +357,45 @@ def test_saving_changes_no_bit(codec: Codec | None, tmp_path: Path) -> None:
     assert all(run_ranks(_save_and_compare, 2, case, str(tmp_path / "saved")))
 
 
+def _enter_anchors(case: Case, folder: str) -> tuple[bool, dict[str, torch.Tensor], bool, bool]:
+    """Whether something was in flight, the parameters inside, and whether they are back outside, and training goes on
+    with equal bits."""
+    histories = []
+    for enters in (False, True):
+        engine = case.engine()
+        for step in range(SAVED_AT):
+            engine.step(case.share(engine, step))
+        if enters:
+            is_in_flight = any(anchor.flow is not None for anchor in engine.outer._anchors())
+            before = whole_parameters(engine)
+            with engine.anchored():
+                inside = whole_parameters(engine)
+            after = whole_parameters(engine)
+            is_back = all(torch.equal(value, after[name]) for name, value in before.items())
+            engine.save(folder)
+        losses = [engine.step(case.share(engine, step)).loss for step in range(SAVED_AT, case.steps)]
+        histories.append((losses, whole_parameters(engine)))
+        engine.close()
+    (losses, values), (again, others) = histories
+    is_same = losses == again and all(torch.equal(value, others[name]) for name, value in values.items())
+    return is_in_flight, inside, is_back, is_same
+
+
+@pytest.mark.parametrize("codec", [None, RANDOM], ids=str)
+def test_anchors_are_entered_behind_what_is_in_flight(codec: Codec | None, tmp_path: Path) -> None:
+    """They are the model of a checkpoint at this step, equal on all islands; and the run goes on as without."""
+    folder = str(tmp_path / "saved")
+    case = replace(RESUMED, outer=replace(RESUMED.outer, codec=codec), steps=7)
+    found = run_ranks(_enter_anchors, case.ranks, case, folder)
+    assert any(is_in_flight for is_in_flight, *_ in found)
+    assert all(is_back and is_same for _, _, is_back, is_same in found)
+    alone = replace(RESUMED, inter=1, outer=None)
+    ((saved, _),) = run_ranks(_start, 1, alone, folder)
+    for _, inside, _, _ in found:
+        assert inside.keys() == saved.keys()
+        assert all(torch.equal(value, saved[name]) for name, value in inside.items())
+
+
 # ---- residuals in checkpoints
 
 OWING = replace(RESUMED, outer=replace(RESUMED.outer, codec=RANDOM), model=TinyConfig(odd=True, tied=True))
