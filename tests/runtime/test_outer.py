@@ -478,3 +478,55 @@ def test_a_checkpoint_without_residuals_starts_a_codec(tmp_path: Path) -> None:
     run_ranks(_owe, plain.ranks, plain, folder, loads=False)
     loaded = run_ranks(_owe, OWING.ranks, OWING, folder, loads=True)
     assert not any(value.any() for _, owed, _ in loaded for value in owed.values())
+
+
+def _load_into_a_used_engine(case: Case, folder: str) -> tuple[int, dict[str, torch.Tensor], History]:
+    engine = case.engine()
+    for step in range(SAVED_AT + 2):
+        engine.step(case.share(engine, 7 + step))
+    engine.outer.settle()
+    assert any(value.any() for value in _residuals(engine).values())
+    engine.load(folder)
+    owed, history = _residuals(engine), History()
+    for step in range(SAVED_AT, case.steps):
+        history.losses.append(engine.step(case.share(engine, step)).loss)
+    engine.check_replicas()
+    history.parameters = whole_parameters(engine)
+    engine.close()
+    return engine.place.inter, owed, history
+
+
+def test_a_load_drops_what_a_used_engine_owes(tmp_path: Path) -> None:
+    """What was owed when it was saved is owed, and no more; and nothing where nothing was."""
+    folder, plain = str(tmp_path / "saved"), str(tmp_path / "plain")
+    saved = run_ranks(_owe, OWING.ranks, OWING, folder, loads=False)
+    loaded = run_ranks(_load_into_a_used_engine, OWING.ranks, OWING, folder)
+    for (_, owed, one), (_, still, other) in zip(saved, loaded, strict=True):
+        assert all(torch.equal(value, still[name]) for name, value in owed.items())
+        assert one.losses == other.losses
+        assert all(torch.equal(value, other.parameters[name]) for name, value in one.parameters.items())
+    run_ranks(_owe, OWING.ranks, replace(OWING, outer=RESUMED.outer), plain, loads=False)
+    for _, owed, _ in run_ranks(_load_into_a_used_engine, OWING.ranks, OWING, plain):
+        assert not any(value.any() for value in owed.values())
+
+
+def _edit_what_owes(case: Case) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], str]:
+    engine = case.engine()
+    for step in range(SAVED_AT):
+        engine.step(case.share(engine, step))
+    engine.outer.settle()
+    before = _residuals(engine)
+    with engine.full_parameters("*") as values:
+        name = next(name for name in sorted(values) if name.endswith("up.weight"))
+        values[name].fill_(0.25)
+    after = _residuals(engine)
+    engine.close()
+    return before, after, name
+
+
+def test_an_edit_drops_what_is_owed_of_the_edited_parameters_alone() -> None:
+    for before, after, name in run_ranks(_edit_what_owes, OWING.ranks, OWING):
+        assert before[name].any()
+        assert not after[name].any()
+        assert all(torch.equal(value, after[other]) for other, value in before.items() if other != name)
+        assert any(value.any() for other, value in after.items())
