@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from atoll.layouts import CODES, Codec, Codecs
 from atoll.outer import Outer
 from atoll.runtime.assemble.describe import describe
 from atoll.runtime.checkpoint import Archive
+from atoll.runtime.sharding.outer import distance
 from atoll.testing import run_ranks
 from atoll.testing.parity import (
     Case,
@@ -28,6 +30,7 @@ from atoll.testing.parity import (
     worst_difference,
 )
 from atoll.testing.tiny import TinyConfig
+from tests.runtime.test_muon import SharedLayer
 
 DILOCO = Outer(3)
 STREAMING = Outer(4, fragments=2, delay=1)
@@ -252,6 +255,45 @@ def _refuse_rollback(case: Case) -> None:
 
 def test_one_island_cannot_go_back() -> None:
     run_ranks(_refuse_rollback, 2, CASE)
+
+
+def _distances(case: Case) -> tuple[int, dict[str, torch.Tensor], dict[str, torch.Tensor], torch.Tensor]:
+    """This rank's island, its parameters at first and when they leave, and its part of the squares."""
+    engine = case.engine()
+    first = whole_parameters(engine)
+    for step in range(2):
+        engine.step(case.share(engine, step))
+    found = engine.place.inter, first, whole_parameters(engine), engine.outer.take_moved()
+    assert not engine.outer.take_moved().any()
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"intra": 2, "layout": "IIG"},
+        {"tensor": 2, "model": TinyConfig()},
+        {"tensor": 2, "intra": 2, "layout": "NNG", "model": TinyConfig()},
+        {"pipeline": 2, "model": TinyConfig(tied=True, small=True)},
+        {"pipeline": 2, "model": SharedLayer()},
+        {"pipeline": 2, "tensor": 2, "model": TinyConfig(tied=True)},
+    ],
+    ids=str,
+)
+def test_distance_counts_every_element_of_an_island_once(changes: dict[str, Any]) -> None:
+    """Copies of tensor-parallel ranks, and of units that two stages share, too."""
+    case = replace(CASE, outer=Outer(2, delay=1), **changes)
+    found = run_ranks(_distances, case.ranks, case)
+    wanted = torch.zeros(2, dtype=torch.float64)
+    for island in range(case.inter):
+        first, last = ({k: v for at, *both in found if at == island for k, v in both[of].items()} for of in (0, 1))
+        wanted[0] += sum(float((first[name] - last[name]).double().square().sum()) for name in first)
+        wanted[1] += sum(float(value.double().square().sum()) for value in first.values())
+    total = sum((moved for *_, moved in found), torch.zeros(2, dtype=torch.float64))
+    torch.testing.assert_close(total, wanted, rtol=1e-9, atol=0.0)
+    assert distance(total.tolist()) == pytest.approx(math.sqrt(float(wanted[0] / wanted[1])))
+    assert distance([0.0, 0.0]) is None
 
 
 # ---- checkpoints
