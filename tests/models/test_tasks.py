@@ -143,9 +143,11 @@ def test_labels_of_minus_100_count_in_no_task(model: Any, seed: int) -> None:
 
     def loss(keep: Tensor) -> tuple[float, int, Tensor]:
         given = outputs.clone().requires_grad_()
-        hidden = {key: torch.where(keep, value, -100) for key, value in whole.items()}
+        # One end of an answer is enough: the first, the last, or both.
+        ends = keys if seed == 2 else keys[-seed:][:1]
+        hidden = {key: torch.where(keep, value, -100) if key in ends else value for key, value in whole.items()}
         found: Any = adapter.loss(given, {**batch, **hidden})
-        total, counted = found if isinstance(found, tuple) else (found, (hidden[keys[0]] != -100).sum())
+        total, counted = found if isinstance(found, tuple) else (found, (hidden[ends[0]] != -100).sum())
         total.backward()
         assert given.grad is not None
         return float(total.detach()), int(counted), given.grad
