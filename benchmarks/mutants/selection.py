@@ -30,6 +30,7 @@ LEFT_OUT = {
 """Test files that say little of one module, as a pattern, and what they are of."""
 
 BESIDE: Mapping[str, tuple[str, ...]] = {
+    "__main__.py": ("tests/cli/test_main.py",),
     "cli/arguments.py": ("tests/cli/test_plan.py",),
     "runtime/pipeline/executor.py": ("tests/runtime/test_executor_order.py",),
     "runtime/checkpoint/": ("tests/runtime/test_checkpoint_files.py", "tests/runtime/test_resume.py"),
