@@ -43,7 +43,7 @@ BESIDE: Mapping[str, tuple[str, ...]] = {
 }
 """Files that are a module's own and have another name, by the beginning of the module's path."""
 
-MOST_SECONDS, MOST_TESTS = 40.0, 60
+MOST_SECONDS, MOST_TESTS = 25.0, 60
 """Tests are added until they take so much processor time without damage."""
 
 
