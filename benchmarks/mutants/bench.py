@@ -18,11 +18,13 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import os
 import queue
 import subprocess
 import sys
 import threading
+import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -65,7 +67,12 @@ QUICKLY, EVERY = ("--quick", "-m", "not alone"), ("-m", "not alone")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Run what has not been run yet, or not with these sources and tests: as they are at the beginning."""
+    """Run what has not been run yet, or not with these sources and tests: as they are at the beginning.
+
+    With `--minutes` none begins after so many, and the result says how many are left.
+    """
+    minutes = getattr(arguments, "minutes", None)
+    end = math.inf if minutes is None else time.monotonic() + 60.0 * minutes
     kept = tomllib.loads((HERE / "kept.toml").read_text(encoding="utf-8"))
     jobs = getattr(arguments, "jobs", None) or len(os.sched_getaffinity(0))
     commit = _git("rev-parse", "--short=8", "HEAD")
@@ -85,6 +92,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
         def judge(at: int, tree: Tree) -> None:
             mutant = mutants[at]
+            if time.monotonic() > end:
+                return
             case = done[mutant.name] = {**_judge(mutant, tree, known), "commit": commit}
             if not arguments.quick:
                 _note(DONE, {"name": mutant.name, **case})
@@ -96,7 +105,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             left = [at for at, mutant in enumerate(mutants) if mutant.name not in done]
             each(judge, sorted(left, key=lambda at: hashlib.sha256(mutants[at].name.encode()).hexdigest()))
     if not arguments.quick:
-        _write(DONE, [{"name": mutant.name, **done[mutant.name]} for mutant in mutants])
+        _write(DONE, [{"name": mutant.name, **done[mutant.name]} for mutant in mutants if mutant.name in done])
     return {"least": LEAST, **_result(mutants, done, kept)}
 
 
