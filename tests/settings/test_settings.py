@@ -268,6 +268,31 @@ def test_what_cannot_be_expressed_is_said() -> None:
     assert settings("megatron").limits == ()
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"tensor": 2, "ranks": 4}, "tensor parallelism over 2 ranks: apply parallelize_module before fully_shard"),
+        ({"pipeline": 2, "ranks": 4}, "the pipeline of 2 and schedule 1f1b"),
+        ({"recompute": "block"}, "recompute block: wrap the layers in checkpoint_wrapper"),
+        ({"prefetch": 0}, "the bytes that are gathered ahead"),
+    ],
+)
+def test_fsdp2_says_what_has_to_be_done_beside_it(given: dict[str, Any], words: str) -> None:
+    """And nothing of what the plan does not have."""
+    plain = {
+        "pipeline": 1,
+        "tensor": 1,
+        "intra": 1,
+        "ranks": 2,
+        "layout": "GGG",
+        "schedule": "1f1b",
+        "recompute": "none",
+    }
+    assert settings("fsdp2", **plain).limits == ()
+    (said,) = settings("fsdp2", **{**plain, **given}).limits
+    assert said.startswith(words)
+
+
 def test_the_command_prints_settings_without_a_cluster() -> None:
     path = Path(__file__).parents[2] / "configs" / "llama-3-8b.toml"
     result = CliRunner().invoke(app, ["explain", str(path), "--as", "torchtitan"])

@@ -152,7 +152,8 @@ class TorchSharding:
     def limits(self, plan: Plan) -> list[str]:
         """Return the differences from the plan's layout."""
         layout, found = plan.layout.name, []
-        whole = "GGG" if plan.mesh.inter > 1 or "I" not in layout else layout
+        # With I it is a full shard only where there is one group.
+        whole = "GGG" if "I" not in layout else layout
         rests = {FULL: whole, HYBRID: "III", REPLICATED: "NNN"}[self.kind]
         if plan.mesh.data > 1 and rests != layout:
             kept = "" if self.reshards else ", with parameters gathered once a step"
