@@ -6,7 +6,15 @@ import pytest
 
 from atoll.layouts import (
     AT_ONCE,
+    GATHER_PARAMETER,
+    REDUCE_GRADIENT,
+    SYNC_GRADIENT,
+    SYNC_PARAMETER,
+    Axis,
+    Codec,
+    Codecs,
     FlatMap,
+    Kind,
     Layout,
     Nest,
     Precision,
@@ -15,6 +23,7 @@ from atoll.layouts import (
     WorkingMemory,
     working_memory,
 )
+from atoll.layouts.working import _arriving
 
 FP32, BF16 = Precision.preset("fp32"), Precision.preset("bf16")
 NUMEL = 4096
@@ -64,6 +73,32 @@ def test_two_levels_gather_ahead_what_crosses_the_link() -> None:
     both = of("GGG", in_place=False)
     assert (both.live, both.ahead) == (3 * WHOLE, 2 * WHOLE)  # two links
     assert of("GGG", in_place=False, prefetch=WHOLE).live == 2 * WHOLE
+
+
+@pytest.mark.parametrize("layout", ["IIG", "GGG", "III"])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_encoded_blocks_are_sent_and_received_besides(layout: str, in_place: bool) -> None:
+    """A reduction between groups has encoded blocks of both in and out, a gather has them once."""
+    nest = Nest(2, 2, 0, 1)
+    codecs = Codecs(Codec("int8", 64), Codec("int4", 64))
+    segment = SegmentShape(FlatMap.build([("w", (NUMEL,))], nest.ranks), ("I",), "float32")
+    sharding = Sharding(Layout(layout), FP32, nest, codecs=codecs)
+    parts = Layout(layout)
+    for of_what, codec, moves in (
+        ("gradient", codecs.gradient, REDUCE_GRADIENT[parts.gradients]),
+        ("gradient", codecs.gradient, SYNC_GRADIENT[parts.gradients, parts.optimizer]),
+        ("parameter", codecs.parameter, GATHER_PARAMETER[parts.parameters]),
+        ("parameter", codecs.parameter, SYNC_PARAMETER[parts.optimizer, parts.parameters]),
+    ):
+        assert codec is not None
+        sizes = [0]
+        for move in moves:
+            block = len(nest.range(move.fine, NUMEL))
+            if move.axis is Axis.INTER:  # two groups
+                sizes.append((2 if move.kind is Kind.REDUCE else 1) * 2 * codec.nbytes(block))
+            elif move.kind is Kind.REDUCE and not in_place:  # of the other rank, as it is
+                sizes.append(4 * block)
+        assert _arriving(moves, of_what, sharding, segment, is_shared=in_place) == max(sizes)  # type: ignore[arg-type]
 
 
 def test_one_group_reads_what_rests() -> None:
