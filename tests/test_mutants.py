@@ -75,6 +75,9 @@ def test_tests_that_run_a_function_are_taken_its_own_file_first_then_the_shortes
     assert names("SampleOrder") == ["e", "d", "c", "b", "a"]  # no function: what runs another of the module
     assert names("batch") == ["b"]
     alone = [ran("tests/test_units.py::f", 0.1, "data/mixing.py:Mix.take")]
+    is_near = [selection.is_near("data/order.py", within, known[:1]) for within in ("SampleOrder.take", "batch")]
+    assert is_near == [True, False]
+    assert all(selection.is_near("data/order.py", within, known[1:2]) for within in ("", "SampleOrder"))
     found = selection.candidates("data/order.py", "", alone, files)
     assert found == alone  # of what imports the module
 

@@ -259,7 +259,9 @@ def _rans(entry: Mapping[str, Any]) -> list[Ran]:
 def _judge(mutant: Mutant, tree: Tree, known: Undamaged) -> dict[str, Any]:
     """Run the selected tests, and if none fails every case of the module's own files."""
     is_kernel = "schedules.jit" in mutant.source
-    chosen = selection.selected(known.candidates(mutant))
+    found = known.candidates(mutant)
+    is_near = selection.is_near(mutant.module, mutant.within, found)
+    chosen = selection.selected(found, most_seconds=selection.MOST_SECONDS if is_near else selection.FAR_SECONDS)
     seconds, unsound = 0.0, set[str]()
     outcome, by, why = "lived", "", ""
     for stage in ("selected", "more"):

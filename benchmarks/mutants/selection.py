@@ -46,6 +46,9 @@ BESIDE: Mapping[str, tuple[str, ...]] = {
 MOST_SECONDS, MOST_TESTS = 25.0, 60
 """Tests are added until they take so much processor time without damage."""
 
+FAR_SECONDS = 8.0
+"""The same of tests that do not run the function, but something else of its module or of those that import it."""
+
 
 @dataclass(frozen=True)
 class Ran:
@@ -93,7 +96,7 @@ def candidates(module: str, within: str, ran: Sequence[Ran], files: Sequence[str
 
 
 def selected(found: Sequence[Ran], *, most_seconds: float = MOST_SECONDS) -> list[Ran]:
-    """Return the first tests that fit into the time that is allowed; at least one."""
+    """Return the first tests that fit into the time that is allowed; at least one, if there is any."""
     chosen: list[Ran] = []
     seconds = 0.0
     for each in found:
@@ -102,6 +105,15 @@ def selected(found: Sequence[Ran], *, most_seconds: float = MOST_SECONDS) -> lis
         chosen.append(each)
         seconds += each.seconds
     return chosen
+
+
+def is_near(module: str, within: str, found: Sequence[Ran]) -> bool:
+    """Whether tests run the function itself, or the place is in none: at the top of a module or of a class."""
+    outer = within.split(".") if within else []
+    if outer and outer[-1].strip("_")[:1].isupper():
+        return True
+    homes = {f"{module}:{'.'.join(outer[:depth])}" for depth in _down(outer) if depth}
+    return not homes or any(homes & each.functions for each in found[:1])
 
 
 @cache

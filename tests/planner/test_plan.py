@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import atoll
+from atoll import planner
 from atoll.config import load
 from atoll.cost import Cluster, Transformer
 from atoll.errors import ConfigError
@@ -127,6 +128,7 @@ def test_a_plan_for_sizes_imports_no_torch(cluster: Path) -> None:
 import sys
 sys.modules["torch"] = None  # importing it fails from here on
 import atoll
+from atoll import planner
 from atoll.cost import Transformer
 model = Transformer.llama(layers=2, hidden=64, heads=4, ffn=160, vocabulary=1000)
 goal = atoll.planner.Goal(global_batch=8, sequence=32)
@@ -134,3 +136,11 @@ print(atoll.plan(model, {str(cluster)!r}, goal, effort=2000).best.frame.mesh.wor
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "4\n"), done.stderr
+
+
+def test_a_name_of_before_is_deprecated() -> None:
+    with pytest.warns(DeprecationWarning, match=r"atoll\.planner\.Undone is deprecated, use Alternative") as told:
+        assert planner.Undone is planner.Alternative
+    assert told[0].filename == __file__
+    with pytest.raises(AttributeError, match="Nothing"):
+        _ = planner.Nothing
