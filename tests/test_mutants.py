@@ -153,6 +153,7 @@ def test_a_verdict_holds_until_its_module_or_its_tests_change(monkeypatch: pytes
     assert holds() == (True, True)
     (tmp_path / "tests" / "test_n.py").write_text("VALUE = 2\n")  # not what caught it, but it may catch what lived
     assert holds() == (True, False)
+    assert known().is_current({**lived, "outcome": "lived"}, mutant, is_explained=True)
     (tmp_path / "tests" / "test_m.py").write_text("VALUE = 2\n")
     assert holds() == (False, False)
     (tmp_path / "tests" / "test_m.py").write_text("VALUE = 1\n")

@@ -87,7 +87,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         done: dict[str, dict[str, Any]] = {}
         for mutant in mutants:
             case = before.get(mutant.name)
-            if case is not None and known.is_current(case, mutant):
+            is_explained = any(_fits(entry, vars(mutant)) for entry in kept["lives"])
+            if case is not None and known.is_current(case, mutant, is_explained=is_explained):
                 done[mutant.name] = case
 
         def judge(at: int, tree: Tree) -> None:
@@ -170,9 +171,10 @@ class Undamaged:
         return self._found[key]
 
     def more(self, mutant: Mutant, tree: Tree) -> list[Ran]:
-        """Every case of the module's own files, but what was selected. The tree is not damaged yet."""
+        """Every case of the module's own files, or else of the first that could notice. The tree is not damaged now."""
         found = []
-        for file in selection.own_files(mutant.module, self.files)[:2]:
+        near = dict.fromkeys(each.file for each in self.candidates(mutant))
+        for file in (selection.own_files(mutant.module, self.files) or list(near))[:2]:
             name = f"every case of {file}"
             with self._turn:
                 if name not in self._known:
@@ -195,10 +197,15 @@ class Undamaged:
             self._known[file] = entry
         print(f"undamaged {file} {found.seconds:.0f} s, {len(found.tests)} tests {found.why}", flush=True)
 
-    def is_current(self, case: Mapping[str, Any], mutant: Mutant) -> bool:
-        """Whether an earlier verdict holds: neither the module nor the tests that decided it have changed."""
+    def is_current(self, case: Mapping[str, Any], mutant: Mutant, *, is_explained: bool = False) -> bool:
+        """Whether an earlier verdict holds: neither the module nor the tests that decided it have changed.
+
+        is_explained: it is known why it lives, so other tests are no reason to try again.
+        """
         if case.get("module_digest") != self.digest(f"src/atoll/{mutant.module}"):
             return False
+        if is_explained and case["outcome"] == "lived":
+            return True
         return bool(case["tests"] == self.tests_digest(mutant, case["by"]))
 
     def tests_digest(self, mutant: Mutant, by: str) -> str:
@@ -480,7 +487,8 @@ of the module's own file first, one case of each; if none fails, every case of t
 may still fail in `make test`. A mutant that hangs, or takes three times the processor time, counts as detected.
 
 `make mutants` runs it, in copies of the tree and never in yours. It runs only what has changed since the last run: \
-the module, the file of the test that failed, or, of survivors, any test file that runs the function.
+the module, the file of the test that failed, or, of survivors without an explanation, any test file that runs the \
+function.
 
 ## Result
 
