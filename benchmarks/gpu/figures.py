@@ -164,7 +164,7 @@ def _options(result: Result, device: str) -> Iterator[Figure]:
     usual = found.get("NNG")
     if usual is None:
         return
-    for name in ("NNG, recompute block", "GGG", "NNG, microbatch doubled"):
+    for name in ("NNG, recompute block", "NNG, recompute selective", "GGG", "NNG, microbatch doubled"):
         if name in found:
             words = f"{found[name]['tokens_per_second'] / usual['tokens_per_second']:.3f} of the tokens/s"
             if "peak_allocated" in usual:
@@ -238,6 +238,9 @@ def _checks(result: Result, device: str) -> Iterator[Figure]:
 def _codecs(result: Result, device: str) -> Iterator[Figure]:
     if result.get("codecs"):
         yield at_most("codec kernels against formulas", _worst(result["codecs"]), 1e-12)
+        compiled = [row["worst_fp32"] for row in result["codecs"] if "worst_fp32" in row]
+        if compiled:
+            yield at_most("compiled in fp32", max(map(float, compiled)), 1e-6)
     if result.get("muon"):
         claim = "Muon matches its formula within 1e-10"
         yield at_most("Muon, parity", _worst(result["muon"]), PARITY, claim=claim)
