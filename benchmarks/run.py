@@ -148,7 +148,7 @@ def _confirm(name: str, arguments: argparse.Namespace) -> bool:
     from benchmarks import confirmations, provenance, states
 
     result = provenance.load(name)
-    if states.state_of(name).name == "current":
+    if states.state(result["environment"]).name == "current":
         print(f"{name} is current, there is nothing to confirm", flush=True)
         return True
     bench = importlib.import_module(f"benchmarks.{name}.bench")

@@ -103,9 +103,9 @@ class State:
         differing, count = confirmations.differing(self.confirmation), len(self.confirmation["checks"])
         at = f"{_date(self.confirmation['environment'])} at {_commit(self.confirmation['environment'])}"
         words = f"not confirmed {at}, {len(differing)} of {count} figures differ" if differing else f"confirmed {at}"
-        if self.files_since:
-            words = f"last {words}, before {len(self.files_since)} files changed"
-        return words
+        if self.confirmation["environment"]["uncommitted"]:
+            words += ", from an uncommitted tree"
+        return f"last {words}; files changed since then: {len(self.files_since)}" if self.files_since else words
 
 
 def state(measured_in: Raw, confirmation: Raw | None = None, *, read: Read = read) -> State:
@@ -131,10 +131,10 @@ def with_state(page: str, found: State) -> str:
     if found.confirmation is None or found.name == "current":
         return page
     title, rest = page.split("\n\n", 1)
-    return f"{title}\n\n{paragraph(found.confirmation, found)}\n\n{rest}"
+    return f"{title}\n\n{_paragraph(found.confirmation, found)}\n\n{rest}"
 
 
-def paragraph(confirmation: Raw, found: State) -> str:
+def _paragraph(confirmation: Raw, found: State) -> str:
     """What was measured again, and what came of it."""
     measured_in = confirmation["environment"]
     checks, differing = confirmations.checks_of(confirmation), confirmations.differing(confirmation)
@@ -150,8 +150,10 @@ def paragraph(confirmation: Raw, found: State) -> str:
     ]
     if confirmation["attempts"]:
         parts.append(f"Earlier attempts at it: {_attempts(confirmation['attempts'])}.")
+    if measured_in["uncommitted"]:
+        parts.append("It does not count: files were not committed.")
     if found.files_since:
-        parts.append(f"{len(found.files_since)} files that it depends on have changed since.")
+        parts.append(f"It does not count any more: files that changed since then: {len(found.files_since)}.")
     return " ".join(parts)
 
 

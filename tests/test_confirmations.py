@@ -206,7 +206,9 @@ def test_a_confirmation_makes_it_stand_until_the_code_changes_again() -> None:
     assert confirmed.beside == "2026-11-01, confirmed 2026-11-20 at `bbbbbbbb`"
     assert confirmed.words == "confirmed 2026-11-20 at `bbbbbbbb`; older than 1 of 1 files"
     assert (older.name, older.stands, older.is_refuted) == ("older", False, False)
-    assert older.words == "older than 1 of 1 files; last confirmed 2026-11-20 at `bbbbbbbb`, before 1 files changed"
+    assert (
+        older.words == "older than 1 of 1 files; last confirmed 2026-11-20 at `bbbbbbbb`; files changed since then: 1"
+    )
     assert state_of(OLD, found).words == "current"
 
 
@@ -249,9 +251,10 @@ def test_a_page_says_below_its_title_what_its_confirmation_found() -> None:
     refuted = with_state(page, state_of(NEW, confirmation(NEW, GOOD, BAD)))
     assert "**Not confirmed 2026-11-20 at `bbbbbbbb`**" in refuted
     assert "1 of 2 figures differ: times as fast: 1.31 before, 1.21 now." in refuted
-    assert "1 files that it depends on have changed since." in with_state(
-        page, state_of(NEWEST, confirmation(NEW, GOOD))
-    )
+    since = with_state(page, state_of(NEWEST, confirmation(NEW, GOOD)))
+    assert "It does not count any more: files that changed since then: 1." in since
+    uncommitted = with_state(page, state_of(NEW, confirmation(NEW, GOOD, uncommitted=[CODE])))
+    assert "It does not count: files were not committed." in uncommitted
 
 
 def test_what_can_be_confirmed_is_known() -> None:
