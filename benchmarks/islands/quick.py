@@ -106,10 +106,15 @@ def compared(course: str, published: Mapping[str, Any], again: Mapping[str, Mapp
     """
     verdict = judged(published)
     checks = at_budgets(course, verdict["verdicts"], again)
-    for words, ours, peer in LIKE_FOR_LIKE:
-        if words in verdict["like_for_like"] and {ours.name, peer.name} <= set(again):
-            ratio = again[peer.name]["median_seconds"] / again[ours.name]["median_seconds"]
+    known = {row["name"]: row for row in (*published["visited"], *published["rows"])}
+    for words, *pair in LIKE_FOR_LIKE:
+        ours, peer = (setting.name for setting in pair)
+        if words in verdict["like_for_like"] and {ours, peer} <= set(again):
+            ratio = again[peer]["median_seconds"] / again[ours]["median_seconds"]
             checks.append(Check(f"{course}: {words}", verdict["like_for_like"][words], round(ratio, 4)))
+            if known[peer]["inter_bytes"]:
+                shares = [round(rows[ours]["inter_bytes"] / rows[peer]["inter_bytes"], 4) for rows in (known, again)]
+                checks.append(Check(f"{course}: {words}, share of its bytes across", *shares))
     was, now = (fastest_of_each(rows) for rows in (published, {"visited": [], "rows": [*again.values()]}))
     for system in [each for each in was if each in now and each != OURS]:
         ratios = [round(each[system]["median_seconds"] / each[OURS]["median_seconds"], 4) for each in (was, now)]
