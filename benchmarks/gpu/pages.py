@@ -22,15 +22,15 @@ LIMITS = (
 
 _NOT_YET = (
     "**Nothing has been proved on a GPU yet.** The NCCL transport, its streams and the GPU tests (`make gpu`) are "
-    "written, but every figure on this page was measured on CPUs over gloo, on machines with two cores. Atoll has not "
+    "written, but every figure here and in the evidence was measured on CPUs over gloo, with two cores. Atoll has not "
     "run on more than one machine, on more than 8 ranks, or with more than 100 million parameters. "
     "[Evidence](docs/evidence.md) lists each claim with its raw file, command, commit and date."
 )
 
 _ELSEWHERE = (
-    "All other figures on this page were measured on CPUs over gloo, on machines with two cores. Atoll has not run on "
-    "more than one machine or on more than 8 ranks. [Evidence](docs/evidence.md) lists each claim with its raw file, "
-    "command, commit and date."
+    "All other figures, here and in the evidence, were measured on CPUs over gloo, with two cores. Atoll has not run "
+    "on more than one machine or on more than 8 ranks. [Evidence](docs/evidence.md) lists each claim with its raw "
+    "file, command, commit and date."
 )
 
 
