@@ -381,7 +381,8 @@ def test_with_lines_pages_say_what_is_proved_on_which_card() -> None:
              line("truth", truth(97.0), device="NVIDIA H200")]  # fmt: skip
     text = " ".join(pages.paragraph(given).split())
     assert text.startswith(f"**Proved on one {H100}:** 1 pairs of layout and recompute match plain PyTorch in float64")
-    assert "a step of 1.35 billion parameters takes 1.000 times as long as in plain PyTorch (`01234567`)" in text
+    assert "a step of 1.35 billion parameters takes 1.000 times as long as in plain PyTorch; in 1.010 of its" in text
+    assert "times as fast as FSDP2 (`01234567`, 2026-11-26)." in text
     assert "**Proved on one NVIDIA H200:**" in text
     assert "Not reached: NNG / plain, tokens/s; NNG / FSDP2, tokens/s." in text
     assert "One GPU cannot show NCCL" in text

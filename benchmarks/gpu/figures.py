@@ -183,14 +183,19 @@ def _predictions(result: Result, device: str) -> Iterator[Figure]:
     if known and all("peak_allocated" in rows[name] for name in known):
         errors = [given[name]["peak_bytes"] / rows[name]["peak_allocated"] - 1.0 for name in known]
         yield _errors(f"predicted peak of {len(known)} settings", errors, PEAK_ERROR, "peak memory is predicted")
-    for what, source, most in (
-        ("predicted time, preset", given, PRESET_ERROR),
-        ("predicted time, measured card", result.get("from_measurements", {}), None),
-        ("predicted time, calibrated", result.get("calibrated", {}), CALIBRATED_ERROR),
+    for what, source, most, claim in (
+        ("predicted time, preset", given, PRESET_ERROR, "the preset predicts step time"),
+        ("predicted time, measured card", result.get("from_measurements", {}), None, ""),
+        (
+            "predicted time, calibrated",
+            result.get("calibrated", {}),
+            CALIBRATED_ERROR,
+            "step time is predicted after calibration",
+        ),
     ):
         errors = [source[name]["seconds"] / rows[name]["median_seconds"] - 1.0 for name in rows if name in source]
         if errors:
-            yield _errors(what, errors, most)
+            yield _errors(what, errors, most, claim)
 
 
 def _errors(what: str, errors: Sequence[float], most: float | None, claim: str = "") -> Figure:

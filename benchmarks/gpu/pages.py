@@ -53,15 +53,24 @@ def paragraph(given: Iterable[Line]) -> str:
     found = cards(given)
     if not found:
         return _wrapped(_NOT_YET)
-    said = []
-    for device, own in found.items():
-        judged = [(line, each) for line in own for each in figures_of(line) if each.claim]
-        proved = [f"{each.claim} (`{line['commit'][:8]}`)" for line, each in judged if each.passed]
-        missed = [each.what for _, each in judged if not each.passed]
-        words = f"**Proved on one {device}:** {'; '.join(proved)}." if proved else f"**Measured on one {device}.**"
-        said.append(words + (f" Not reached: {'; '.join(missed)}." if missed else ""))
+    said = [_said(device, own) for device, own in found.items()]
     said.append(f"[The table](benchmarks/gpu/README.md) has every figure and its target. {LIMITS} {_ELSEWHERE}")
     return _wrapped(" ".join(said))
+
+
+def _said(device: str, own: Sequence[Line]) -> str:
+    """What is proved on a card, by commit, and what is not reached."""
+    proved: dict[str, list[str]] = {}
+    missed = []
+    for line in own:
+        for each in figures_of(line):
+            if each.claim and each.passed:
+                proved.setdefault(f"`{line['commit'][:8]}`, {line['date'][:10]}", []).append(each.claim)
+            elif each.claim:
+                missed.append(each.what)
+    said = [f"{'; '.join(claims)} ({commit})." for commit, claims in proved.items()]
+    said += [f"Not reached: {'; '.join(missed)}."] if missed else []
+    return " ".join([f"**{'Proved' if proved else 'Measured'} on one {device}:**", *said])
 
 
 def tables(given: Iterable[Line]) -> str:
