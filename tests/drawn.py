@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -23,3 +24,13 @@ def drawn(count: int, *axes: Sequence[Any]) -> list[tuple[Any, ...]]:
             random.Random(at).shuffle(column)
         columns.append(column)
     return list(zip(*columns, strict=True))
+
+
+@contextmanager
+def example(*values: Any) -> Iterator[None]:
+    """What fails inside names the example that failed."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"in the example {', '.join(map(str, values))}")
+        raise

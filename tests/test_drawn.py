@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.drawn import drawn
+from tests.drawn import drawn, example
 
 
 def test_picture() -> None:
@@ -36,3 +36,9 @@ def test_every_value_of_every_axis_is_drawn_as_often(lengths: list[int], more: i
 def test_a_value_that_would_be_left_out_is_an_error() -> None:
     with pytest.raises(ValueError, match="2 combinations leave out values of an axis of 3"):
         drawn(2, "ab", "abc")
+
+
+def test_an_example_that_fails_is_named() -> None:
+    with pytest.raises(AssertionError) as caught, example("zb-v", 3):
+        raise AssertionError
+    assert caught.value.__notes__ == ["in the example zb-v, 3"]
