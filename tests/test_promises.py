@@ -16,6 +16,9 @@ import pytest
 
 import atoll
 from benchmarks import first_screen, states
+from benchmarks.gpu import pages
+from benchmarks.gpu.lines import COMMITTED, read_lines
+from benchmarks.gpu.pages import PART
 from benchmarks.states import State
 
 ROOT = Path(__file__).parents[1]
@@ -256,7 +259,9 @@ def first_screen_of(page: str) -> str:
 
 
 def figures_that_do_not_stand(screen: str, picture: str, stands: Callable[[str], bool]) -> list[str]:
-    """The measured figures and panels of a first screen whose result is neither current nor confirmed."""
+    """The measured figures and panels of a first screen whose result is neither current nor confirmed. Figures of GPUs,
+    which are lent now and then, stay: with commit, date and state beside them."""
+    screen = PART.sub("", screen)
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in screen.splitlines() if line[:1] == "|"]
     columns = [" ".join(cells) for cells in zip(*lines, strict=True)]
     loose = "\n".join(line for line in screen.splitlines() if line[:1] != "|")
@@ -306,6 +311,15 @@ def test_an_older_figure_is_left_out_of_the_first_screen(standing: tuple[str, ..
     assert {name for name in first_screen.SUBJECTS if f"#{name})" in sentence} == (
         set(first_screen.SUBJECTS) - set(standing)
     )
+
+
+def test_figures_of_gpus_say_of_which_code_they_are() -> None:
+    """Past the last claim of each commit there is the commit, its date, and whether its code is today's."""
+    text = " ".join(pages.paragraph(read_lines(COMMITTED)).split())
+    claims, _, _ = text.partition(" [The table]")
+    parts = re.split(r"\(`[0-9a-f]{8}`, \d{4}-\d\d-\d\d, (?:current|older than the code)\)\.", claims)
+    assert len(parts) > 1
+    assert [figure for figure in FIGURE.findall(parts[-1])] == []
 
 
 def test_a_figure_that_does_not_stand_is_noticed() -> None:

@@ -65,12 +65,18 @@ def _said(device: str, own: Sequence[Line]) -> str:
     for line in own:
         for each in figures_of(line):
             if each.claim and each.passed:
-                proved.setdefault(f"`{line['commit'][:8]}`, {line['date'][:10]}", []).append(each.claim)
+                proved.setdefault(_source(line), []).append(each.claim)
             elif each.claim:
                 missed.append(each.what)
     said = [f"{'; '.join(claims)} ({commit})." for commit, claims in proved.items()]
     said += [f"Not reached: {'; '.join(missed)}."] if missed else []
     return " ".join([f"**{'Proved' if proved else 'Measured'} on one {device}:**", *said])
+
+
+def _source(line: Line) -> str:
+    """Commit and date of a line, and whether its code is today's."""
+    commit, age, date, _ = _origin(line)
+    return f"{commit}, {date}, {'current' if age == 'current' else 'older than the code'}"
 
 
 def tables(given: Iterable[Line]) -> str:

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from atoll._torch import run_backward
 from atoll.errors import RunError
-from atoll.runtime.pipeline.selective import Selective, of_torch
+from atoll.runtime.pipeline.selective import Pair, Selective, of_torch
 from atoll.runtime.randomness import seed_block
 from atoll.runtime.sharding.unit import Unit
 
@@ -131,9 +131,9 @@ class LocalBlock:
         if not torch.is_grad_enabled():
             return self._drawn(draw, *args, **kwargs), None
         if self._recompute == "block":
-            return self._forward_alone(given, draw, nullcontext(), nullcontext())
+            return self._forward_alone(given, draw, (nullcontext(), nullcontext()))
         if self._keeping is not None and self._keeping.by_layers:
-            return self._forward_alone(given, draw, *self._keeping.contexts())
+            return self._forward_alone(given, draw, self._keeping.contexts())
         if self._recompute == "selective":
             contexts = of_torch if self._keeping is None else self._keeping.contexts_of_torch
             options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": contexts}
@@ -144,11 +144,10 @@ class LocalBlock:
         handed, leaves = self._cut(output, made)
         return handed, Passage(made, leaves) if leaves else None
 
-    def _forward_alone(
-        self, given: Arguments, draw: Draw, first: AbstractContextManager[Any], second: AbstractContextManager[Any]
-    ) -> tuple[Any, Passage | None]:
+    def _forward_alone(self, given: Arguments, draw: Draw, contexts: Pair) -> tuple[Any, Passage | None]:
         """Run the forward in a context and without a graph; the backward will run it again, in the second context."""
         args, kwargs = given
+        first, second = contexts
         with torch.no_grad(), first:
             output = self._drawn(draw, *args, **kwargs)
         made = [tensor for tensor in self._made(output) if self.needs_backward and tensor.is_floating_point()]

@@ -85,10 +85,11 @@ class Layer:
         return self._apply(hidden, module.weight.detach(), module.bias)
 
     def _apply(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        given = hidden, weight, bias, self._anchor
         if torch.compiler.is_compiling():
-            out: Tensor = linear(hidden, weight, bias, self._anchor, self.slot)
+            out: Tensor = linear(*given, self.slot)
         elif torch.is_grad_enabled() and self._needs_backward(hidden, bias):
-            out = _Linear.apply(self, hidden, weight, bias, self._anchor)
+            out = _Linear.apply(self, *given)
         else:
             out = self.multiply(hidden, weight, bias)
         return out
