@@ -172,7 +172,7 @@ def test_a_card_that_cannot_be_opened_costs_one_line_a_stage(tmp_path: Path) -> 
     (tmp_path / "nvidia-smi").write_text(NVIDIA_SMI)
     (tmp_path / "nvidia-smi").chmod(0o755)
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    words = ("--out", tmp_path / "out", "--commit", COMMIT, "--only", "card", "--seconds", "86400")
+    words = ("--out", tmp_path / "out", "--commit", COMMIT, "--only", "card", "--again", "--seconds", "86400")
     done = script(*words, PATH=path, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr
     (made,) = lines.read_lines(tmp_path / "out" / "stages.jsonl")

@@ -16,9 +16,8 @@ import pytest
 
 import atoll
 from benchmarks import first_screen, states
-from benchmarks.gpu import pages
 from benchmarks.gpu.lines import COMMITTED, read_lines
-from benchmarks.gpu.pages import PART
+from benchmarks.gpu.pages import PART, paragraph
 from benchmarks.states import State
 
 ROOT = Path(__file__).parents[1]
@@ -315,11 +314,11 @@ def test_an_older_figure_is_left_out_of_the_first_screen(standing: tuple[str, ..
 
 def test_figures_of_gpus_say_of_which_code_they_are() -> None:
     """Past the last claim of each commit there is the commit, its date, and whether its code is today's."""
-    text = " ".join(pages.paragraph(read_lines(COMMITTED)).split())
+    text = " ".join(paragraph(read_lines(COMMITTED)).split())
     claims, _, _ = text.partition(" [The table]")
     parts = re.split(r"\(`[0-9a-f]{8}`, \d{4}-\d\d-\d\d, (?:current|older than the code)\)\.", claims)
     assert len(parts) > 1
-    assert [figure for figure in FIGURE.findall(parts[-1])] == []
+    assert FIGURE.findall(parts[-1]) == []
 
 
 def test_a_figure_that_does_not_stand_is_noticed() -> None:
