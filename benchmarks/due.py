@@ -22,7 +22,7 @@ MINUTES: Mapping[str, float] = {
     "fuzz": 90.0,
     "hangs": 20.0,
     "matrix": 96.0,
-    "mutants": 60.0,
+    "mutants": 120.0,
     "one_machine": 57.0,
     "one_machine_a100": 25.0,
     "one_machine_text": 27.0,

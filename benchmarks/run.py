@@ -86,7 +86,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, metavar="N", help="of quality, steps of each run")
     parser.add_argument("--rows", metavar="FOLDER", help="of published: where its rows lie")
     parser.add_argument(
-        "--minutes", type=float, metavar="N", help="of chaos, fuzz, hangs and quality, after how many none begins"
+        "--minutes",
+        type=float,
+        metavar="N",
+        help="of chaos, fuzz, hangs, mutants and quality, after how many none begins",
     )
     parser.add_argument("--add", action="store_true", help="of chaos, fuzz and quality, to what their raw files have")
     parser.add_argument(

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from benchmarks.mutants import bench, table
-from benchmarks.mutants.table import TABLE, files_of, row_of
+from benchmarks.mutants import bench, probes, selection
+from benchmarks.mutants.selection import Ran
 from benchmarks.mutants.tree import Tree
 
 ROOT = Path(__file__).parents[1]
@@ -26,18 +30,67 @@ def page_of(rows: list[dict[str, Any]], excluded: list[dict[str, str]]) -> str:
     return bench.report({"drawn": 5, "mutants": rows, "excluded": excluded, "least": 0.95})
 
 
-def test_every_module_has_tests_that_exist() -> None:
-    assert {module.partition("/")[0].removesuffix(".py") for module in bench.modules()} == set(bench.PACKAGES)
-    assert {row_of(module) for module in bench.modules()} == set(TABLE)
-    for start in TABLE:
-        for file in files_of(start):
-            assert (ROOT / file).exists(), f"{start}: {file}"
+def ran(name: str, seconds: float, *functions: str) -> Ran:
+    return Ran(name, seconds, frozenset(functions))
 
 
-def test_the_tests_of_a_modules_own_name_come_first() -> None:
-    assert table.tests_of("ir/validate.py") == ("tests/ir/test_validate.py", *TABLE["ir/"])
-    assert table.tests_of("ir/schedule.py") == TABLE["ir/"]
-    assert table.tests_of("runtime/sharding/access.py") == TABLE["runtime/sharding/access.py"]
+def test_the_tables_speak_of_files_that_exist() -> None:
+    every = [path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py")]
+    for pattern in selection.LEFT_OUT:
+        assert any(re.fullmatch(pattern, file) for file in every), pattern
+    for start, files in selection.BESIDE.items():
+        assert any(module.startswith(start) for module in bench.modules()), start
+        assert set(files) <= set(selection.test_files())
+
+
+def test_a_modules_own_tests_have_its_name_in_its_folder_or_above() -> None:
+    files = [
+        "tests/test_outer.py",
+        "tests/runtime/test_outer.py",
+        "tests/cost/test_outer.py",
+        "tests/data/test_order.py",
+    ]
+    assert selection.own_files("runtime/sharding/outer.py", files) == files[1::-1]
+    assert selection.own_files("cost/outer.py", files) == ["tests/cost/test_outer.py", "tests/test_outer.py"]
+    assert selection.own_files("data/order.py", files) == ["tests/data/test_order.py"]
+    assert selection.own_files("data/stream.py", files) == []
+
+
+def test_tests_that_run_a_function_are_taken_its_own_file_first_then_the_shortest() -> None:
+    files = ["tests/data/test_order.py", "tests/test_units.py", "tests/data/test_mixing.py"]
+    home = "data/order.py:SampleOrder.take"
+    known = [
+        ran("tests/test_units.py::a", 0.1, home),
+        ran("tests/test_units.py::b", 0.0, "data/order.py:batch"),
+        ran("tests/data/test_mixing.py::c", 0.3, home),
+        ran("tests/data/test_order.py::d", 9.0, home),
+        ran("tests/data/test_order.py::e", 5.0, home),
+    ]
+
+    def names(within: str) -> list[str]:
+        return [each.name.partition("::")[2] for each in selection.candidates("data/order.py", within, known, files)]
+
+    assert names("SampleOrder.take") == ["e", "d", "c", "a"]  # the file of c imports a name of the module's
+    assert names("SampleOrder.take.inner") == names("SampleOrder.take")
+    assert names("SampleOrder") == ["e", "d", "c", "b", "a"]  # no function: what runs another of the module
+    assert names("batch") == ["b"]
+    alone = [ran("tests/test_units.py::f", 0.1, "data/mixing.py:Mix.take")]
+    found = selection.candidates("data/order.py", "", alone, files)
+    assert found == alone  # of what imports the module
+
+
+def test_tests_are_added_until_the_time_is_spent() -> None:
+    known = [ran(f"t::{at}", seconds) for at, seconds in enumerate((15.0, 20.0, 8.0, 1.0))]
+    assert [each.name for each in selection.selected(known)] == ["t::0", "t::2", "t::3"]
+    assert selection.selected([ran("t::0", 900.0)])  # one at least
+    assert len(selection.selected([ran(f"t::{at}", 0.0) for at in range(900)])) == selection.MOST_TESTS
+
+
+def test_imports_lead_through_packages_to_the_home_of_a_name() -> None:
+    assert "data/order.py" in selection.imported_by("tests/data/test_order.py")  # from atoll.data import SampleOrder
+    assert "data/blocks.py" not in selection.imported_by("tests/data/test_order.py")
+    assert "data/order.py" in selection.importers()["digests.py"] or selection.importers()["digests.py"]
+    assert "data/mixing.py" in selection.importers()["data/order.py"]
 
 
 def test_what_is_kept_speaks_of_modules_and_gives_reasons() -> None:
@@ -71,16 +124,67 @@ def test_an_entry_speaks_of_a_whole_class_or_of_one_change() -> None:
     assert not bench._fits({"module": "sim.py", "was": "a = 1", "now": "a = 0"}, row())
 
 
-def test_a_run_goes_on_and_tries_again_what_lived_other_tests(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(bench, "DONE", tmp_path / "results" / "cases.jsonl")
-    assert dict(bench._done("source", "tests")) == {}
-    cases = {name: {"outcome": name, "by": "", "seconds": 1.0} for name in ("caught", "timed out", "lived")}
-    for name, case in cases.items():
-        bench._note(name, case)
-    bench._note("tests/ir", {"seconds": 3.0})
-    assert dict(bench._done("source", "tests")) == {**cases, "tests/ir": {"seconds": 3.0}}
-    assert set(dict(bench._done("source", "more tests"))) == {"caught", "timed out"}
-    assert dict(bench._done("another", "more tests")) == {}
+def test_a_verdict_holds_until_its_module_or_its_tests_change(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("src/atoll/m.py", "tests/test_m.py", "tests/test_n.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("VALUE = 1\n")
+
+    def known() -> bench.Undamaged:
+        made = bench.Undamaged.__new__(bench.Undamaged)
+        made.files, made._base, made._found = ["tests/test_m.py", "tests/test_n.py"], tmp_path, {}
+        made.ran = [ran("tests/test_m.py::a", 1.0, "m.py:f"), ran("tests/test_n.py::b", 1.0, "m.py:f")]
+        return made
+
+    mutant: Any = SimpleNamespace(module="m.py", within="f")
+    module = known().digest("src/atoll/m.py")
+    caught = {"by": "tests/test_m.py::a", "module_digest": module}
+    caught["tests"] = known().tests_digest(mutant, caught["by"])
+    lived = {"by": "", "module_digest": module, "tests": known().tests_digest(mutant, "")}
+
+    def holds() -> tuple[bool, bool]:
+        return known().is_current(caught, mutant), known().is_current(lived, mutant)
+
+    monkeypatch.setattr(selection, "importers", lambda: {"m.py": ()})
+    assert holds() == (True, True)
+    (tmp_path / "tests" / "test_m.py").write_text("VALUE = 1  # why\n")
+    assert holds() == (True, True)
+    (tmp_path / "tests" / "test_n.py").write_text("VALUE = 2\n")  # not what caught it, but it may catch what lived
+    assert holds() == (True, False)
+    (tmp_path / "tests" / "test_m.py").write_text("VALUE = 2\n")
+    assert holds() == (False, False)
+    (tmp_path / "tests" / "test_m.py").write_text("VALUE = 1\n")
+    (tmp_path / "src" / "atoll" / "m.py").write_text("VALUE = 2\n")
+    assert holds() == (False, False)
+
+
+def test_half_a_line_of_an_interrupted_run_is_no_case(tmp_path: Path) -> None:
+    path = tmp_path / "results" / "cases.jsonl"
+    bench._note(path, {"name": "a", "outcome": "lived"})
+    bench._note(path, {"name": "a", "outcome": "caught"})
+    with path.open("a") as file:
+        file.write('{"name": "b", "outc')
+    assert bench.read(path) == {"a": {"outcome": "caught"}}
+
+
+def test_probes_say_what_ran_and_change_nothing(tmp_path: Path) -> None:
+    package = tmp_path / "src" / "atoll"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "m.py").write_text(
+        '"""A module."""\nfrom __future__ import annotations\n\n'
+        'class C:\n    def f(self) -> int:\n        """One."""\n        return 1\n\n'
+        "def g():\n    def h():\n        return 2\n    return h\n\n@kernel\ndef k(): ...\n"
+    )
+    names = probes.probe(tmp_path)
+    assert names == ["m.py:C.f", "m.py:g", "m.py:g.h"]
+    program = "import atoll.m as m; import builtins; m.C().f(); m.C().f(); print(m.C.f.__doc__, m.g()())"
+    (package / "m.py").write_text((package / "m.py").read_text().replace("@kernel", ""))
+    told = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path / "src", capture_output=True, text=True, check=True
+    )
+    assert told.stdout == "One. 2\n"
+    assert probes.ran(tmp_path, names) == {0: ["m.py:C.f", "m.py:g", "m.py:g.h"]}
+    assert probes.ran(tmp_path, names) == {}
 
 
 def test_places_are_the_same_in_every_run_and_spread() -> None:
@@ -88,7 +192,7 @@ def test_places_are_the_same_in_every_run_and_spread() -> None:
     source = (ROOT / "src" / "atoll" / "ir" / "placement.py").read_text()
     found = places.sample("ir/placement.py", source, lambda mutant: False)
     assert found == places.sample("ir/placement.py", source, lambda mutant: False)
-    assert len({mutant.line for mutant in found}) == len(found) >= 2
+    assert len({mutant.line for mutant in found}) == len(found) == max(1, round(len(source.splitlines()) / places.EACH))
     # Lines above move nothing, and what is left out makes room for the next.
     moved = places.sample("ir/placement.py", "# One more line.\n" + source, lambda mutant: False)
     assert [mutant.name for mutant in moved] == [mutant.name for mutant in found]
@@ -139,16 +243,25 @@ def test_damage_is_seen_and_is_not_in_the_users_tree(tmp_path: Path) -> None:
     (root / "src").mkdir(parents=True)
     (root / "src" / "mended.py").write_text("VALUE = 1\n")
     (root / "test_value.py").write_text("import mended\n\ndef test_value():\n    assert mended.VALUE == 1\n")
+    shutil.copytree(ROOT / "benchmarks" / "mutants", root / "benchmarks" / "mutants")
     subprocess.run(["git", "init", "--quiet", str(root)], check=True)
     tree = Tree(root)
     try:
-        assert tree.test(["test_value.py"], limit=60).code == 0
+        found = tree.test(["test_value.py"], limit=60)
+        assert (found.code, [test.name for test in found.tests]) == (0, ["test_value.py::test_value"])
         with tree.damaged("src/mended.py", "VALUE = 2\n"):  # of the same length: times and sizes say nothing
             found = tree.test(["test_value.py"], limit=60)
         assert (found.code, found.failed) == (1, "test_value.py::test_value")
         assert tree.test(["test_value.py"], limit=60).code == 0
         with tree.damaged("src/mended.py", "while True: pass\n"):
-            assert tree.test(["test_value.py"], limit=2).code is None
+            found = tree.test(["test_value.py"], limit=2)
+        assert found.code is None
+        assert "s of processor time, of 2 s" in found.why
+        left = "import subprocess, sys\nsubprocess.Popen(['sleep', '4321'], start_new_session=True)\nVALUE = 1\n"
+        with tree.damaged("src/mended.py", left):
+            assert tree.test(["test_value.py"], limit=60).code == 0
+        commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.is_file()]
+        assert b"sleep\x004321\x00" not in commands
     finally:
         tree.close()
     assert (root / "src" / "mended.py").read_text() == "VALUE = 1\n"

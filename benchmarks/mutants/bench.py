@@ -1,22 +1,30 @@
 """Damaged on purpose: which mistakes do the tests notice, and which live?
 
-A sample of small changes (`places.py`) is made in copies of the tree, one at a time, and the tests of `table.py` run
-there. What lives is explained in `kept.toml`, or a test is missing.
+A sample of small changes (`places.py`) is made in copies of the tree, one at a time, and tests that run the changed
+function (`selection.py`) run there in forks of a warm process (`warm.py`). What lives is explained in `kept.toml`, or a
+test is missing.
 
-A run takes an hour and more. Each case is written down when it is done, in results/cases.jsonl. A run that was
-interrupted goes on from there as long as the package's source is the same; where tests have changed since, it runs
-again what lived.
+    build/mutants/undamaged.jsonl    what each test runs, and its processor time: measured again if its file has changed
+    build/mutants/places.jsonl       what is drawn of each module, as long as it is the same
+    results/cases.jsonl              a line for each case, once it is done
+
+A case is run again only if its module has changed, or the tests that decide it: of what was caught, the file of the
+test that failed; of what lived, the files of all tests that run the function. Digests leave out comments and
+docstrings.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+import math
 import os
 import queue
 import subprocess
 import sys
 import threading
+import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,51 +34,78 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.environment import ROOT
 from benchmarks.islands.tables import measured_in
-from benchmarks.mutants.table import files_of, row_of, tests_of
-from benchmarks.mutants.tree import Tree
+from benchmarks.mutants import probes, selection
+from benchmarks.mutants.selection import Ran
+from benchmarks.mutants.tree import Outcome, Tree
+from benchmarks.provenance import digest
 
 if TYPE_CHECKING:
     from benchmarks.mutants.places import Mutant
 
-PACKAGES = ("ir", "program", "layouts", "sim", "data", "runtime", "training")
-LEAST = 0.95
+LEAST = 0.92
 """Share of the mutants that has to be caught."""
 
-EACH = 60
+QUICK = 100
 """Of a quick run, one mutant in so many."""
 
-FACTOR, SPARE_SECONDS = 3.0, 30.0
-"""A mutant has so many times what its tests take without damage, and so much more, to end."""
+FACTOR, SPARE_SECONDS = 3.0, 20.0
+"""A mutant has so many times the processor time of its tests without damage, and so much more."""
 
-UNDAMAGED_SECONDS = 1200.0
-"""What a test file may take without damage."""
+KERNEL_SECONDS = 120.0
+"""What it takes to compile all kernels."""
+
+FILE_SECONDS = 150.0
+"""Processor time for a test file without damage. Tests that begin later are not known."""
+
+MORE_SECONDS = 60.0
+"""Processor time, without damage, of the tests that what has lived is given."""
 
 HERE = ROOT / "benchmarks" / "mutants"
 DONE = HERE / "results" / "cases.jsonl"
-"""The trees of source and tests as git names them, then a line a case."""
+UNDAMAGED, DRAWN = (ROOT / "build" / "mutants" / f"{name}.jsonl" for name in ("undamaged", "places"))
+QUICKLY, EVERY = ("--quick", "-m", "not alone"), ("-m", "not alone")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Run what has not been run yet of this source's mutants."""
+    """Run what has not been run yet, or not with these sources and tests: as they are at the beginning.
+
+    With `--minutes` none begins after so many, and the result says how many are left.
+    """
+    minutes = getattr(arguments, "minutes", None)
+    end = math.inf if minutes is None else time.monotonic() + 60.0 * minutes
     kept = tomllib.loads((HERE / "kept.toml").read_text(encoding="utf-8"))
-    mutants = list(_mutants(kept["excluded"]))
-    if arguments.quick:
-        mutants = mutants[::EACH]
-    done = {} if arguments.quick else dict(_done(_source(), _tests()))
-    note = (lambda name, found: None) if arguments.quick else _note
-    with _trees(getattr(arguments, "jobs", None) or len(os.sched_getaffinity(0))) as each:
-        limits = _limits(mutants, done, each, note)
+    jobs = getattr(arguments, "jobs", None) or len(os.sched_getaffinity(0))
+    commit = _git("rev-parse", "--short=8", "HEAD")
+    before = {} if arguments.quick else read(DONE)
+    with _snapshot() as base:
+        mutants = list(mutants_of(base, kept["excluded"]))
+        files = selection.test_files()
+        if arguments.quick:
+            mutants = [mutant for mutant in mutants if selection.own_files(mutant.module, files)][::QUICK]
+            files = sorted({selection.own_files(mutant.module, files)[0] for mutant in mutants})
+        known = Undamaged(base, files, jobs)
+        done: dict[str, dict[str, Any]] = {}
+        for mutant in mutants:
+            case = before.get(mutant.name)
+            if case is not None and known.is_current(case, mutant):
+                done[mutant.name] = case
 
         def judge(at: int, tree: Tree) -> None:
             mutant = mutants[at]
-            with tree.damaged(f"src/atoll/{mutant.module}", mutant.source):
-                found = tree.test(tests_of(mutant.module), limit=limits[row_of(mutant.module)])
-            outcome = "lived" if found.code == 0 else "timed out" if found.code is None else "caught"
-            done[mutant.name] = {"outcome": outcome, "by": found.failed, "seconds": found.seconds}
-            note(mutant.name, done[mutant.name])
-            print(f"{at + 1}/{len(mutants)} {mutant.module}:{mutant.line} {outcome} {found.seconds:.0f} s", flush=True)
+            if time.monotonic() > end:
+                return
+            case = done[mutant.name] = {**_judge(mutant, tree, known), "commit": commit}
+            if not arguments.quick:
+                _note(DONE, {"name": mutant.name, **case})
+            said = f"{case['outcome']} {case['seconds']:.0f} s {case['by']}"
+            print(f"{len(done)}/{len(mutants)} {mutant.module}:{mutant.line} {said}", flush=True)
 
-        each(judge, [at for at, mutant in enumerate(mutants) if mutant.name not in done])
+        with _trees(base, jobs) as each:
+            # In the order of a hash: what an interrupted run has done is a sample of all.
+            left = [at for at, mutant in enumerate(mutants) if mutant.name not in done]
+            each(judge, sorted(left, key=lambda at: hashlib.sha256(mutants[at].name.encode()).hexdigest()))
+    if not arguments.quick:
+        _write(DONE, [{"name": mutant.name, **done[mutant.name]} for mutant in mutants if mutant.name in done])
     return {"least": LEAST, **_result(mutants, done, kept)}
 
 
@@ -79,15 +114,19 @@ def report(result: Mapping[str, Any]) -> str:
     rows = result["mutants"]
     return _PAGE.format(
         mutants=len(rows),
+        modules=len({row["module"] for row in rows}),
         caught=sum(row["outcome"] != "lived" for row in rows),
         share=_share(rows),
         least=result["least"],
         left=f" **{left} more are drawn but have not been run yet.**" if (left := result["drawn"] - len(rows)) else "",
         minutes=sum(row["seconds"] for row in rows) / 60,
+        mean=sum(row["seconds"] for row in rows) / max(1, len(rows)),
         packages=_counts(rows, "package"),
         kinds=_counts(rows, "kind"),
         lives="\n".join(map(_life, (row for row in rows if row["outcome"] == "lived"))) or "None.",
         excluded="\n".join(map(_exclusion, result["excluded"])) or "None.",
+        bare="\n".join(f"- `{module}`: {why}" for module, why in result.get("bare", {}).items()) or "None.",
+        left_out="\n".join(f"- `{pattern}`: {why}" for pattern, why in result.get("left_out", {}).items()) or "None.",
     )
 
 
@@ -98,21 +137,188 @@ def publish(result: Mapping[str, Any], folder: Path) -> None:
 
 
 def modules() -> list[str]:
-    """The modules that are damaged, below src/atoll."""
+    """The modules that are damaged, below src/atoll: all."""
     source = ROOT / "src" / "atoll"
-    found = [path for name in PACKAGES for path in (source / f"{name}.py", *sorted((source / name).rglob("*.py")))]
-    return [path.relative_to(source).as_posix() for path in found if path.is_file()]
+    return sorted(path.relative_to(source).as_posix() for path in source.rglob("*.py"))
 
 
-def _mutants(excluded: Sequence[Mapping[str, str]]) -> Iterator[Mutant]:
-    from benchmarks.mutants.places import sample  # cosmic-ray is an extra of its own
+# ---- what is known without damage
+
+
+class Undamaged:
+    """What each test runs, and its processor time. Measures what is not known when it is made."""
+
+    def __init__(self, base: Path, files: Sequence[str], jobs: int) -> None:
+        self.files = files
+        self._base = base
+        self._known = {name: entry for name, entry in read(UNDAMAGED).items() if self._is_unchanged(entry)}
+        self._sound: dict[str, bool] = {}
+        self._turn = threading.Lock()
+        missing = [file for file in files if file not in self._known]
+        if missing:
+            _write(UNDAMAGED, [{"name": name, **entry} for name, entry in self._known.items()])
+            with _trees(base, jobs, is_probed=True) as each:
+                each(self._measure, missing)
+        self.ran = [ran for file in files for ran in _rans(self._known[file])]
+        self._found: dict[tuple[str, str], list[Ran]] = {}
+
+    def candidates(self, mutant: Mutant) -> list[Ran]:
+        """The tests that should notice, the most telling first."""
+        key = (mutant.module, mutant.within)
+        if key not in self._found:
+            self._found[key] = selection.candidates(*key, self.ran, self.files)
+        return self._found[key]
+
+    def more(self, mutant: Mutant, tree: Tree) -> list[Ran]:
+        """Every case of the module's own files, but what was selected. The tree is not damaged yet."""
+        found = []
+        for file in selection.own_files(mutant.module, self.files)[:2]:
+            name = f"every case of {file}"
+            with self._turn:
+                if name not in self._known:
+                    self._known[name] = self._enter(name, file, tree.test((*EVERY, file), limit=FILE_SECONDS), {})
+            found += _rans(self._known[name])
+        return sorted(found, key=lambda each: (each.seconds, each.name))
+
+    def _measure(self, file: str, tree: Tree) -> None:
+        found = tree.test((*QUICKLY, file), limit=FILE_SECONDS)
+        functions = probes.ran(tree.path, tree.functions)
+        if found.code not in (0, 5, None):  # the file may not like the probes
+            print(f"{file} is run without probes: {found.failed} fails with them", flush=True)
+            plain = Tree(self._base)
+            try:
+                found, functions = plain.test((*QUICKLY, file), limit=FILE_SECONDS), {}
+            finally:
+                plain.close()
+        entry = self._enter(file, file, found, functions)
+        with self._turn:
+            self._known[file] = entry
+        print(f"undamaged {file} {found.seconds:.0f} s, {len(found.tests)} tests {found.why}", flush=True)
+
+    def is_current(self, case: Mapping[str, Any], mutant: Mutant) -> bool:
+        """Whether an earlier verdict holds: neither the module nor the tests that decided it have changed."""
+        if case.get("module_digest") != self.digest(f"src/atoll/{mutant.module}"):
+            return False
+        return bool(case["tests"] == self.tests_digest(mutant, case["by"]))
+
+    def tests_digest(self, mutant: Mutant, by: str) -> str:
+        """Of the file of the test that failed, or else of all files that could have noticed."""
+        file = by.partition("::")[0]
+        files = [file] if by else sorted({each.file for each in self.candidates(mutant)})
+        digests = [self.digest(file) for file in files]
+        return digests[0] if by else hashlib.sha256(json.dumps([files, digests]).encode()).hexdigest()[:16]
+
+    def digest(self, path: str) -> str:
+        """Return a file's digest, as it was at the beginning; of a file that is gone, none."""
+        file = self._base / path
+        return digest(path, file.read_text(encoding="utf-8")) if file.is_file() else ""
+
+    def _is_unchanged(self, entry: Mapping[str, Any]) -> bool:
+        return bool(self.digest(entry["file"]) == entry["digest"])
+
+    def is_sound(self, name: str, tree: Tree) -> bool:
+        """Whether a test that has failed passes without damage. It did when its file was measured: it is run again if a
+        module that the file runs has changed since."""
+        file = name.partition("::")[0]
+        entry = self._known.get(file)
+        if entry is None or all(self.digest(path) == was for path, was in entry["depends"].items()):
+            return True
+        if name not in self._sound:
+            self._sound[name] = tree.test(["-x", name], limit=FILE_SECONDS).code == 0
+            if not self._sound[name]:
+                print(f"without damage, {name} fails: it is left out", file=sys.stderr)
+        return self._sound[name]
+
+    def _enter(self, name: str, file: str, found: Outcome, functions: Mapping[int, Sequence[str]]) -> dict[str, Any]:
+        if not any(test.has_passed for test in found.tests) and found.code not in (0, 5, None):
+            raise RuntimeError(f"without damage, {file} fails: {found.failed}\n{found.written}")
+        if found.failed:
+            print(f"without damage, tests of {file} fail, and are left out:\n{found.written}", file=sys.stderr)
+        words = sorted({function for each in functions.values() for function in each})
+        number = {function: at for at, function in enumerate(words)}
+        homes = sorted({function.partition(":")[0] for function in words})
+        tests = [
+            [test.name, test.seconds, [number[each] for each in functions.get(test.number, ())]]
+            for test in found.tests
+            if test.has_passed
+        ]
+        depends = {path: self.digest(path) for path in (f"src/atoll/{home}" for home in homes)}
+        entry = {"file": file, "digest": self.digest(file), "depends": depends, "functions": words, "tests": tests}
+        _note(UNDAMAGED, {"name": name, **entry})
+        return entry
+
+
+def _rans(entry: Mapping[str, Any]) -> list[Ran]:
+    words = entry["functions"]
+    return [Ran(name, seconds, frozenset(words[at] for at in ats)) for name, seconds, ats in entry["tests"]]
+
+
+# ---- cases
+
+
+def _judge(mutant: Mutant, tree: Tree, known: Undamaged) -> dict[str, Any]:
+    """Run the selected tests, and if none fails every case of the module's own files."""
+    is_kernel = "schedules.jit" in mutant.source
+    chosen = selection.selected(known.candidates(mutant))
+    seconds, unsound = 0.0, set[str]()
+    outcome, by, why = "lived", "", ""
+    for stage in ("selected", "more"):
+        if stage == "more":
+            have = {each.name for each in chosen}
+            chosen = [each for each in known.more(mutant, tree) if each.name not in have]
+            chosen = selection.selected(chosen, most_seconds=MORE_SECONDS)
+        while chosen:
+            limit = FACTOR * sum(each.seconds for each in chosen) + SPARE_SECONDS + KERNEL_SECONDS * is_kernel
+            with tree.damaged(f"src/atoll/{mutant.module}", mutant.source):
+                run = tree.test(["-x", *(each.name for each in chosen)], limit=limit, keeps_kernels=not is_kernel)
+            seconds += run.seconds
+            if run.code == 0:
+                break
+            if run.failed and run.failed not in unsound and not known.is_sound(run.failed, tree):
+                unsound.add(run.failed)
+                chosen = [each for each in chosen if each.name != run.failed]
+                continue
+            outcome, by, why = ("timed out" if run.code is None else "caught"), run.failed, run.why
+            break
+        if outcome != "lived":
+            break
+    return {
+        "outcome": outcome,
+        "by": by,
+        "why": why,
+        "seconds": round(seconds, 1),
+        "module_digest": known.digest(f"src/atoll/{mutant.module}"),
+        "tests": known.tests_digest(mutant, by),
+    }
+
+
+@contextmanager
+def _snapshot() -> Iterator[Path]:
+    """The tree as it is now, without the files that git ignores: others may edit it while this runs."""
+    tree = Tree(ROOT)
+    try:
+        yield tree.path
+    finally:
+        tree.close()
+
+
+def mutants_of(base: Path, excluded: Sequence[Mapping[str, str]]) -> Iterator[Mutant]:
+    from benchmarks.mutants.places import EACH, Mutant, sample  # cosmic-ray is an extra of its own
 
     def is_excluded(mutant: Mutant) -> bool:
         return any(_fits(entry, vars(mutant)) for entry in excluded)
 
+    rules = [(HERE / "places.py").read_text(encoding="utf-8"), EACH]
+    drawn = read(DRAWN)
     for module in modules():
-        source = (ROOT / "src" / "atoll" / module).read_text(encoding="utf-8")
-        yield from sample(module, source, is_excluded)
+        source = (base / "src" / "atoll" / module).read_text(encoding="utf-8")
+        about = [*rules, source, [entry for entry in excluded if entry["module"] == module]]
+        key = hashlib.sha256(json.dumps(about).encode()).hexdigest()
+        if drawn.get(module, {}).get("key") != key:
+            mutants = [vars(mutant) for mutant in sample(module, source, is_excluded)]
+            drawn[module] = {"key": key, "mutants": mutants}
+            _note(DRAWN, {"name": module, **drawn[module]})
+        yield from (Mutant(**each) for each in drawn[module]["mutants"])
 
 
 def _fits(entry: Mapping[str, str], mutant: Mapping[str, Any]) -> bool:
@@ -125,39 +331,17 @@ def _fits(entry: Mapping[str, str], mutant: Mapping[str, Any]) -> bool:
     )
 
 
-def _limits(
-    mutants: Sequence[Mutant],
-    done: dict[str, dict[str, Any]],
-    each: Callable[..., None],
-    note: Callable[[str, Mapping[str, Any]], None],
-) -> dict[str, float]:
-    """How long the tests of each row may take. They run once on undamaged source, and have to pass."""
-    rows = sorted({row_of(mutant.module) for mutant in mutants if mutant.name not in done})
-    words: dict[str, dict[str, None]] = {}
-    for row in rows:
-        for file, told in files_of(row).items():
-            words.setdefault(file, {}).update(dict.fromkeys(told))
-
-    def pass_undamaged(file: str, tree: Tree) -> None:
-        found = tree.test(tuple(words[file]), limit=UNDAMAGED_SECONDS)
-        if found.code != 0:
-            raise RuntimeError(f"without damage, {file} fails: {found.failed or found.written}")
-        done[file] = {"seconds": found.seconds}
-        note(file, done[file])
-        print(f"undamaged {file} {found.seconds:.0f} s", flush=True)
-
-    each(pass_undamaged, [file for file in words if file not in done])
-    taken = {row: sum(done[file]["seconds"] for file in files_of(row)) for row in rows}
-    return {row: FACTOR * taken[row] + SPARE_SECONDS for row in rows}
-
-
 @contextmanager
-def _trees(jobs: int) -> Iterator[Callable[[Callable[..., None], Sequence[Any]], None]]:
+def _trees(
+    base: Path, jobs: int, *, is_probed: bool = False
+) -> Iterator[Callable[[Callable[..., None], Sequence[Any]], None]]:
     """Calls a function for each of some values, `jobs` at a time, with a tree of its own."""
     free: queue.SimpleQueue[Tree] = queue.SimpleQueue()
     stopped = threading.Event()
-    trees = [Tree(ROOT) for _ in range(jobs)]
+    trees = [Tree(base) for _ in range(jobs)]
     for tree in trees:
+        if is_probed:
+            tree.functions = probes.probe(tree.path)
         free.put(tree)
 
     def call(function: Callable[..., None], value: Any) -> None:
@@ -198,11 +382,24 @@ def _result(mutants: Sequence[Mutant], done: Mapping[str, Any], kept: Mapping[st
     for entry in kept["lives"]:
         if not any(_fits(entry, row) and row["outcome"] == "lived" for row in rows):
             print(f"explained, but it does not live: {entry['module']}: {entry['was']}", file=sys.stderr)
-    return {"drawn": len(mutants), "mutants": rows, "excluded": kept["excluded"]}
+    drawn = {mutant.module for mutant in mutants}
+    bare = {module: _why_bare(module) for module in modules() if module not in drawn}
+    return {
+        "drawn": len(mutants),
+        "mutants": rows,
+        "excluded": kept["excluded"],
+        "bare": bare,
+        "left_out": selection.LEFT_OUT,
+    }
+
+
+def _why_bare(module: str) -> str:
+    text = (ROOT / "src" / "atoll" / module).read_text(encoding="utf-8")
+    return "imports and names only" if module.endswith("__init__.py") or "def " not in text else "nothing is decided"
 
 
 def _share(rows: Sequence[Mapping[str, Any]]) -> float:
-    return sum(row["outcome"] != "lived" for row in rows) / len(rows)
+    return sum(row["outcome"] != "lived" for row in rows) / max(1, len(rows))
 
 
 def _counts(rows: Sequence[Mapping[str, Any]], by: str) -> str:
@@ -233,42 +430,36 @@ def _change(entry: Mapping[str, Any]) -> str:
     return f"\n    ```diff\n    - {entry['was']}\n    + {entry['now']}\n    ```"
 
 
-def _source() -> str:
-    return _tree_of("src/atoll")
-
-
-def _tests() -> str:
-    return _tree_of("tests") + " " + _git("hash-object", str(HERE / "table.py"))
-
-
-def _tree_of(folder: str) -> str:
-    """A folder's tree, with what is not committed yet of the files that git knows."""
-    return _git("rev-parse", f"{_git('stash', 'create') or 'HEAD'}:{folder}")
-
-
 def _git(*words: str) -> str:
     return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def _done(source: str, tests: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What was run of this source before.
-
-    The file begins anew with another source; with other tests it forgets what lived, and how long they took.
-    """
-    lines = [json.loads(line) for line in DONE.read_text(encoding="utf-8").splitlines()] if DONE.is_file() else []
-    head = {"source": source, "tests": tests}
-    known = lines[1:] if lines[:1] and lines[0]["source"] == source else []
-    if lines[:1] != [head]:
-        known = [line for line in known if line.get("outcome", "lived") != "lived"]  # tests have no outcome
-        DONE.parent.mkdir(exist_ok=True)
-        DONE.write_text("".join(json.dumps(line) + "\n" for line in (head, *known)), encoding="utf-8")
-    for line in known:
-        yield line.pop("name"), line
+def read(path: Path) -> dict[str, dict[str, Any]]:
+    """The entries of a file with a line each, by name; the last of a name counts. Half a line is none."""
+    found = {}
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        try:
+            entry = json.loads(line)
+            found[entry.pop("name")] = entry
+        except (ValueError, KeyError):
+            continue
+    return found
 
 
-def _note(name: str, found: Mapping[str, Any]) -> None:
-    with _writing, DONE.open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"name": name, **found}) + "\n")
+def _note(path: Path, entry: Mapping[str, Any]) -> None:
+    with _writing:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
+
+
+def _write(path: Path, entries: Sequence[Mapping[str, Any]]) -> None:
+    """Replace a file."""
+    with _writing:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_suffix(".part")
+        draft.write_text("".join(json.dumps(entry) + "\n" for entry in entries), encoding="utf-8")
+        draft.replace(path)
 
 
 _writing = threading.Lock()
@@ -276,20 +467,23 @@ _writing = threading.Lock()
 _PAGE = """\
 # Mutation tests
 
-In {mutants} places of `ir`, `layouts`, `sim`, `data` and `runtime` the source is changed, one place at a time: a \
-comparison, an operation, a number by one, an inverted condition, a loop that never runs or ends too late, an omitted \
-call or refusal, two exchanged arguments. The tests of the changed module run against each mutant and should fail. At \
-least {least:.0%} should be detected, and survivors have to be explained.
+In {mutants} places of {modules} modules the source is changed, one place at a time: a comparison, an operation, a \
+number by one, an inverted condition, a loop that never runs or ends too late, an omitted call or refusal, two \
+exchanged arguments. Tests that run the changed function run against each mutant and should fail. At least {least:.0%} \
+should be detected, and survivors have to be explained.
 
-The places are drawn by a hash from every module, more from long ones. The tests of a module are a selection \
-(`table.py`): a mutant that survives here may still fail in `make test`. A mutant that hangs counts as detected.
+The places are drawn by a hash from every module, one for about 160 lines. What each test runs, and its processor \
+time, is measured on a copy in which every function says that it was called. A mutant gets tests for up to 25 s: those \
+of the module's own file first, one case of each; if none fails, every case of that file. A mutant that survives here \
+may still fail in `make test`. A mutant that hangs, or takes three times the processor time, counts as detected.
 
-`make mutants` runs it, in copies of the tree and never in yours.
+`make mutants` runs it, in copies of the tree and never in yours. It runs only what has changed since the last run: \
+the module, the file of the test that failed, or, of survivors, any test file that runs the function.
 
 ## Result
 
-{caught} of {mutants} are detected, {share:.1%}. The runs took {minutes:.0f} minutes, one after the \
-other.{left}
+{caught} of {mutants} are detected, {share:.1%}. The runs took {minutes:.0f} minutes of processor time, {mean:.0f} s \
+for each.{left}
 
 {packages}
 
@@ -302,4 +496,11 @@ other.{left}
 
 Places that no test on this machine can cover, and changes without an effect.
 
-{excluded}"""
+{excluded}
+## Modules without a place
+
+{bare}
+
+## Test files that are not selected
+
+{left_out}"""

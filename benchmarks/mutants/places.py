@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +19,8 @@ from cosmic_ray.operators.provider import OperatorProvider
 from parso.python.tree import Keyword
 
 SEED = "atoll"
-EACH = 200
-"""One mutant for so many lines of a module, and one more."""
+EACH = 160
+"""One mutant for so many lines of a module, and at least one."""
 
 WIDTH = 160
 """Letters of a line that are kept."""
@@ -137,7 +136,7 @@ class Mutant:
 
 def sample(module: str, source: str, excluded: Callable[[Mutant], bool]) -> list[Mutant]:
     """Mutants of one module, never two of one line. Empty where nothing is decided."""
-    wanted = 1 + math.ceil(len(source.splitlines()) / EACH)
+    wanted = max(1, round(len(source.splitlines()) / EACH))
     found: list[Mutant] = []
     for place in sorted(_places(module, source), key=_draw):
         if len(found) == wanted:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 
 import typer
 
+import atoll
 from atoll.cli.main import app
 
 MARKUP = re.compile(r"(?<!\\)\[[a-z/][^\]]*\]")
@@ -23,3 +26,8 @@ def test_no_help_loses_a_word_in_brackets() -> None:
     }
     assert len(commands) > 10
     assert {name: text for name, text in texts.items() if MARKUP.search(text or "")} == {}
+
+
+def test_the_module_is_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "atoll", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.strip().endswith(atoll.__version__)

@@ -12,7 +12,7 @@ from atoll.cost import Cluster, Prediction, Transformer, Use
 from atoll.cost.outer import anchors, elements, in_flight, sent_by
 from atoll.errors import PlanError
 from atoll.explain import Explanation
-from atoll.layouts import AT_ONCE, Codec, Codecs, Layout
+from atoll.layouts import AT_ONCE, ITEM_BYTES, Codec, Codecs, Layout, Precision
 from atoll.outer import Outer
 from atoll.planner import Goal, Order, Search, Space
 from atoll.plans import MeshShape, Plan
@@ -21,7 +21,9 @@ MODEL = Transformer.decoder(layers=6, hidden=256, heads=4, kv_heads=4, ffn=688, 
 OUTER = Outer(16, fragments=0, delay=4)
 
 
-def predicted(outer: Outer | None = OUTER, *, rate: float = 1e9, **changes: object) -> Prediction:
+def predicted(
+    outer: Outer | None = OUTER, *, rate: float = 1e9, latency: float = 1e-3, **changes: object
+) -> Prediction:
     """On two nodes of one device, or of as many as the plan's groups have ranks."""
     mesh = changes.pop("mesh", MeshShape(pipeline=2, inter=2, order=("inter", "intra", "pp", "tp")))
     assert isinstance(mesh, MeshShape)
@@ -30,9 +32,9 @@ def predicted(outer: Outer | None = OUTER, *, rate: float = 1e9, **changes: obje
     devices = mesh.world // mesh.inter
     cluster = Cluster.of({
         "nodes": mesh.inter,
-        "device": {"memory": 10**10, "bandwidth": 1e11, "rates": {"float32": 1e12, "bfloat16": 2e12}},
+        "device": {"memory": 10**10, "bandwidth": 1e11, "rates": dict.fromkeys(ITEM_BYTES, 1e12)},
         "node": {"devices": devices, "cards": devices, "link": {"rate": 1e10, "latency": 1e-5}},
-        "network": {"rate": rate, "latency": 1e-3},
+        "network": {"rate": rate, "latency": latency},
     })  # fmt: skip
     return Prediction(MODEL, plan, cluster, Use(samples=1, sequence=512, compute="float32"))
 
@@ -46,6 +48,64 @@ def test_traffic_is_that_of_the_formula() -> None:
         whole = 2 * (islands - 1) / islands * 4 * MODEL.parameters / intra / OUTER.every
         assert found.outer.nbytes == pytest.approx(whole, rel=1e-3)
         assert sum(sent_by(found.ranks, 0).values()) == pytest.approx(found.outer.nbytes * OUTER.every)
+
+
+MASTERS = {
+    "fp32": (Precision.preset("fp32"), 4),
+    "fp64": (Precision.preset("fp64"), 8),
+    "bf16": (Precision.preset("bf16"), 4),
+    "fp16": (Precision.preset("fp16"), 4),
+    "master in bf16": (replace(Precision.preset("bf16"), master="bfloat16"), 2),
+}
+"""A precision, and bytes of an element of its master."""
+
+
+@pytest.mark.parametrize("name", MASTERS)
+@pytest.mark.parametrize("codec", [None, Codec("int8", 64)], ids=str)
+def test_bytes_are_those_of_the_masters_dtype(name: str, codec: Codec | None) -> None:
+    """What is sent, what is in flight, anchors and residuals. An encoded block has the same bytes from any dtype."""
+    precision, item = MASTERS[name]
+    mesh, outer = MeshShape(inter=2, intra=2), Outer(8, codec=codec)
+    found, none = (predicted(each, mesh=mesh, precision=precision) for each in (outer, None))
+    assert found.outer is not None
+    numel = sum(elements(found.ranks, 0).values())
+    assert numel == pytest.approx(MODEL.parameters / 2, rel=1e-3)
+    sent = numel * item if codec is None else numel * codec.item_bytes
+    assert found.outer.nbytes * 8 == pytest.approx(sent, rel=1e-3)
+    assert found.outer.largest == pytest.approx(sent, rel=1e-3)
+    assert sum(sent_by(found.ranks, 0).values()) == pytest.approx(sent, rel=1e-3)
+    kept = (2 if codec is None else 3) * numel * item  # anchor, momentum, residual
+    assert found.ranks.footprint(0).optimizer - none.ranks.footprint(0).optimizer == kept
+    blocks = [-(-size // 2) for sizes in anchors(found.ranks, 0).values() for size in sizes]
+    encoded = 0 if codec is None else AT_ONCE * 2 * 2 * codec.nbytes(max(blocks))
+    assert in_flight(found.ranks, 0) == numel * item + encoded
+
+
+@pytest.mark.parametrize("name", MASTERS)
+def test_seconds_are_those_of_the_masters_bytes_and_of_two_messages(name: str) -> None:
+    """Without delay all is waited for: 13 passes over tensors of this dtype, their bytes, and a message each way."""
+    precision, item = MASTERS[name]
+    mesh, outer = MeshShape(inter=2), Outer(8)
+    for rate, latency in ((1e9, 0.0), (1e9, 0.25), (1e7, 0.0), (1e7, 0.25)):
+        found = predicted(outer, mesh=mesh, rate=rate, latency=latency, precision=precision)
+        assert found.outer is not None
+        numel = sum(elements(found.ranks, 0).values())
+        passes = 13 * numel * item / (1e11 * found.device.efficiency.memory)
+        assert found.outer.worst == pytest.approx(passes + numel * item / rate + 2 * latency, rel=1e-3)
+        assert found.outer.seconds == pytest.approx(found.outer.worst / 8)
+        assert found.outer.waits
+
+
+def test_each_fragment_waits_for_its_messages() -> None:
+    """Fragments that leave after other steps have a latency each; with a delay training hides them."""
+    quick, slow = (predicted(Outer(8, fragments=4), mesh=MeshShape(inter=2), latency=each) for each in (0.0, 0.25))
+    assert quick.outer is not None
+    assert slow.outer is not None
+    assert slow.outer.seconds - quick.outer.seconds == pytest.approx(4 * 2 * 0.25 / 8)
+    step = quick.played.seconds
+    hidden = predicted(Outer(8, delay=4), mesh=MeshShape(inter=2), latency=step).outer
+    assert hidden is not None
+    assert not hidden.waits
 
 
 @pytest.mark.parametrize("codec", [Codec("bf16"), Codec("int8", 64), Codec("int4")], ids=str)

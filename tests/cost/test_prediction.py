@@ -7,14 +7,15 @@ from dataclasses import replace
 import pytest
 
 from atoll import schedules
-from atoll.cost import Clock, Cluster, Efficiency, Prediction, Transformer, Use
+from atoll.cost import Clock, Cluster, Efficiency, Prediction, Product, Transformer, Use
 from atoll.errors import ConfigError
-from atoll.layouts import Layout, Precision
+from atoll.layouts import Layout, NewtonSchulz, Precision, Whole
 from atoll.plans import MeshShape, Plan
 from atoll.program import Do
 
 MODEL = Transformer.llama(layers=16, hidden=1024, heads=16, ffn=2816, vocabulary=32000)
 EFFICIENCY = Efficiency(dispatch=0.0, launch=0.0)
+MESH = MeshShape()
 
 
 def cluster(*, rate: float = 1e15, memory: int = 80_000_000_000) -> Cluster:
@@ -41,6 +42,74 @@ def test_one_rank_takes_its_kernels_and_the_optimizers_bytes() -> None:
     pauses = 8 * 2 * EFFICIENCY.pause
     assert found.seconds == pytest.approx(8 * kernels + update + pauses, rel=1e-6)
     assert found.tokens_a_second == pytest.approx(8 * 2 * 1024 / found.seconds)
+
+
+LAYER = {"attention": 4 * [(1024, 1024)], "feed-forward": [(2816, 1024), (2816, 1024), (1024, 2816)]}
+MATRICES = [shape for shapes in LAYER.values() for shape in shapes]
+"""Shapes of the hidden matrices of one of the 16 layers."""
+
+
+def step_of(states: int, *, whole: Whole | None = None, layout: str = "NNN", mesh: MeshShape = MESH) -> Prediction:
+    return predicted(layout, mesh=mesh, on=cluster(), states=states, whole=whole)
+
+
+@pytest.mark.parametrize(("states", "tensors"), [(0, 3), (1, 5), (2, 7)], ids=["SGD", "momentum", "AdamW"])
+@pytest.mark.parametrize("intra", [1, 4])
+def test_an_update_takes_the_tensors_that_its_optimizer_keeps(states: int, tensors: int, intra: int) -> None:
+    """Gradient, and master read and written; each state is read and written, too. Of a shard where they are sharded."""
+    found = step_of(states, layout="NNG", mesh=MeshShape(1, 1, intra))
+    one = tensors / 7 * EFFICIENCY.update / (2.039e12 * EFFICIENCY.memory)
+    assert found.update_seconds == pytest.approx(one)
+    assert found.rates[0].compute[Do.STEP, -1] == pytest.approx(MODEL.parameters * one / intra, rel=1e-4)
+    twice = found.rates_of(found.parts, update=2.0)[0].compute
+    assert twice[Do.STEP, -1] == pytest.approx(2 * found.rates[0].compute[Do.STEP, -1])
+
+
+@pytest.mark.parametrize("states", [0, 2])
+def test_a_cast_that_a_gather_makes_is_not_in_the_update(states: int) -> None:
+    """Under GGG no copy in bf16 is stored: on one rank each gather reads 4 bytes of each element and writes 2."""
+    kept, cast = (step_of(states, layout=layout) for layout in ("NNG", "GGG"))
+    difference = kept.rates[0].compute[Do.STEP, -1] - cast.rates[0].compute[Do.STEP, -1]
+    seconds = MODEL.parameters * 6 / (2.039e12 * EFFICIENCY.memory)
+    assert difference == pytest.approx(seconds, rel=1e-4)
+    copies = sum(taken for (do, _), taken in cast.rates[0].compute.items() if do is Do.GATHER)
+    assert copies == pytest.approx(seconds, rel=1e-4)
+
+
+@pytest.mark.parametrize("iterations", [5, 3])
+def test_muon_keeps_one_state_of_matrices_and_multiplies_them(iterations: int) -> None:
+    """AdamW steps the rest. Five iterations are three products each, of a matrix whose short side comes first."""
+    muon = step_of(2, whole=Whole("Muon", NewtonSchulz(iterations)))
+    hidden = 16 * sum(rows * columns for rows, columns in MATRICES)
+    one = EFFICIENCY.update / 7 / (2.039e12 * EFFICIENCY.memory)
+    seconds = muon.rates[0].compute
+    assert seconds[Do.STEP, -1] == pytest.approx((5 * hidden + 7 * (MODEL.parameters - hidden)) * one, rel=1e-4)
+    products = [
+        Product(*sizes)
+        for short, long in map(sorted, MATRICES)
+        for sizes in iterations * [(short, long, short), (short, short, short), (short, short, long)]
+    ]
+    clock = Clock(muon.device, "bfloat16", 2)
+    transforms = {unit: taken for (do, unit), taken in seconds.items() if do is Do.TRANSFORM}
+    assert len(transforms) == 16
+    assert all(taken == pytest.approx(clock.seconds(products)) for taken in transforms.values())
+    assert muon.rates_of(muon.parts, update=2.0)[0].compute[Do.TRANSFORM, 1] == pytest.approx(2 * transforms[1])
+    plain = step_of(2)
+    added = muon.seconds - plain.seconds
+    wanted = sum(transforms.values()) - 2 * hidden * one
+    assert added == pytest.approx(wanted, rel=1e-3)
+
+
+def test_owners_share_the_transforms() -> None:
+    """Of four ranks the busiest transforms a quarter, or a matrix more."""
+    whole = Whole("Muon", NewtonSchulz())
+    alone, shared = (step_of(2, whole=whole, layout="NNG", mesh=MeshShape(1, 1, ranks)) for ranks in (1, 4))
+    one, four = (
+        sum(taken for (do, _), taken in found.rates[0].compute.items() if do is Do.TRANSFORM)
+        for found in (alone, shared)
+    )
+    assert one / 4 <= four * (1 + 1e-9)
+    assert four < one / 2
 
 
 def test_a_pipeline_fills_and_drains() -> None:

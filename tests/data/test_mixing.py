@@ -76,6 +76,28 @@ def test_a_period_has_the_exact_shares() -> None:
     assert not np.array_equal(first, second)
 
 
+@given(counts=st.lists(st.integers(15, 30), min_size=2, max_size=4), seeds=st.sets(st.integers(0, 99), min_size=3))
+@settings(max_examples=30)
+def test_places_of_two_seeds_or_periods_differ(counts: list[int], seeds: set[int]) -> None:
+    size = sum(counts)
+    drawn = [tuple(Mix(counts, seed).take(period * size, size)[0]) for seed in seeds for period in range(3)]
+    assert len(set(drawn)) == len(drawn)
+
+
+def test_the_seed_reaches_the_places_and_each_sources_order(tmp_path: Path) -> None:
+    sources = write(tmp_path, {"a": 400, "b": 400, "c": 400})
+    names = [supply(sources, tmp_path, seed=seed).names(0, 147) for seed in (0, 1)]
+    places = [[str(name).rpartition(" of ")[2] for name in each] for each in names]
+    assert places[0] != places[1]
+    own = {
+        (at, source): tuple(str(name).split()[0] for name in each if str(name).endswith(source))
+        for at, each in enumerate(names)
+        for source in sources
+    }
+    assert all(sorted(map(int, order)) == list(range(49)) for order in own.values())
+    assert len(set(own.values())) == 6, "two orders are the same"
+
+
 def test_without_weights_an_epoch_passes_each_sample_once(tmp_path: Path) -> None:
     found = supply(write(tmp_path), tmp_path)
     samples = {name: (size - 1) // 8 for name, size in SIZES.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from atoll.data import IGNORED_LABEL, SampleOrder, batch, sample_count, validation_batches
@@ -44,6 +44,27 @@ def test_epochs_and_seeds_differ() -> None:
     assert first.tolist() != second.tolist()
     assert SampleOrder(50, 1).take(0, 50).tolist() != first.tolist()
     assert order.take(0, 50).tolist() == first.tolist()
+
+
+WORDS = st.tuples(st.integers(0, 2**31), st.integers(0, 40), st.integers(0, 9))
+"""Seed, epoch and number of the source."""
+
+
+@given(samples=st.integers(20, 60), one=WORDS, other=WORDS, at=st.integers(0, 2))
+@settings(max_examples=100)
+def test_orders_of_two_seeds_epochs_or_sources_differ(
+    samples: int, one: tuple[int, int, int], other: tuple[int, int, int], at: int
+) -> None:
+    """Two that differ in one word, and two that differ in any."""
+    assume(one[at] != other[at])
+
+    def order(words: tuple[int, int, int]) -> list[int]:
+        seed, epoch, number = words
+        return list(SampleOrder(samples, seed, number).take(epoch * samples, samples))
+
+    near = (*one[:at], other[at], *one[at + 1 :])
+    assert order(one) != order(near)
+    assert order(one) != order(other)
 
 
 def test_the_order_is_the_same_with_every_version_of_numpy() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from atoll.data import Corpus, batch, expected_ids, prepare, preview
 from atoll.data.blocks import BLOCK
-from atoll.data.split import split
+from atoll.data.split import hold_back, split
 from atoll.data.store import verify
 from atoll.errors import DataError
 from atoll.testing.progress import finish
@@ -64,6 +64,43 @@ def test_a_single_document_gives_its_tail() -> None:
     assert split([100], 0.1).train == ((0, 90),)
     assert split([100], 0.1).validation == ((90, 100),)
     assert split([100], 0.0).validation == ()
+
+
+@given(lengths=st.lists(st.integers(0, 50), min_size=1, max_size=8), fraction=st.floats(1e-6, 0.99))
+@settings(max_examples=150)
+def test_few_documents_still_leave_a_validation_split_or_an_error(lengths: list[int], fraction: float) -> None:
+    """Documents without tokens hold nothing out."""
+    if sum(lengths) > 1:
+        parts = split(lengths, fraction)
+        assert parts.train
+        assert sum(stop - start for start, stop in parts.validation) >= 1
+    sizes = np.array(lengths)
+    if np.count_nonzero(sizes) < 2:
+        with pytest.raises(DataError, match=f"whole documents, and there is only {np.count_nonzero(sizes)}; take more"):
+            hold_back(lengths, fraction)
+        return
+    held = hold_back(lengths, fraction)
+    assert sizes[held].sum() >= 1
+    assert sizes[~held].sum() >= 1
+    assert not hold_back(lengths, 0.0).any()
+
+
+@pytest.mark.parametrize("how", ["blocks", "documents", "pad"])
+@pytest.mark.parametrize("count", range(1, 6))
+@pytest.mark.parametrize("fraction", [1e-4, 0.05, 0.5])
+def test_a_corpus_of_few_documents_is_validated_or_refused(
+    tmp_path: Path, count: int, fraction: float, how: str
+) -> None:
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": "abcdefgh" * 4 + str(at)}) + "\n" for at in range(count)))
+    tokens = round(count * 33 * fraction)
+    if (how != "blocks" and count == 1) or (how == "blocks" and tokens < 9):
+        with pytest.raises(DataError, match="validation"):
+            _prepare(path, tmp_path, tokenizer="bytes", validation=fraction, how=how)
+        return
+    corpus = _prepare(path, tmp_path, tokenizer="bytes", validation=fraction, how=how)
+    assert len(corpus.validation) >= 2
+    assert len(corpus.train) >= 2
 
 
 def test_train_and_validation_are_the_documents(tmp_path: Path) -> None:

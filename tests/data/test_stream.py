@@ -136,6 +136,42 @@ def test_an_epoch_passes_each_sample_once(tmp_path: Path, how: str) -> None:
     assert not is_same(found.take(0, total), found.take(total, total))
 
 
+def test_orders_of_two_seeds_epochs_windows_or_sources_differ(tmp_path: Path) -> None:
+    """Of shards, and of the samples of windows of one size: lines of one length fill shards of one size."""
+    lines = "".join(json.dumps({"text": f"{number:05} " + "x" * 20}) + "\n" for number in range(700))
+    paths = [tmp_path / name for name in ("a.jsonl", "b.jsonl")]
+    for path in paths:
+        path.write_text(lines)
+    recipe = {"tokenizer": "bytes", "sequence": 16, "validation": 0.0, "shard": SHARD, "cache": tmp_path / "cache"}
+    shards: dict[tuple[int, ...], tuple[int, ...]] = {}
+    samples: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for seed in (3, 4):
+        for number, feed in enumerate(prepare_supply([str(path) for path in paths], seed=seed, **recipe).feeds):
+            assert isinstance(feed, Stream)
+            feed._find(1_000_000)  # all shards are counted for it
+            total = feed._index.total(len(feed._shards))
+            assert total is not None
+            for epoch in range(3):
+                windows = list(feed._walk(epoch * total))
+                shards[seed, number, epoch] = tuple(shard for window in windows for shard in window.shards)
+                assert sorted(shards[seed, number, epoch]) == list(range(len(feed._shards)))
+                for window in windows:
+                    names = [str(name) for name in feed.names(window.start, window.samples)]
+                    begins = [sum(window.counts[:at]) for at in range(len(window.shards))]
+                    home = {feed._shards[shard].source.name: begins[at] for at, shard in enumerate(window.shards)}
+                    order = tuple(
+                        home[shard] + int(sample) for sample, _, shard in (name.partition(" of ") for name in names)
+                    )
+                    assert sorted(order) == list(range(window.samples))
+                    samples[seed, number, epoch, window.number] = order
+            feed.close()
+    assert len(shards) == 12
+    assert len(set(shards.values())) == len(shards), "two orders of shards are the same"
+    sizes = Counter(len(order) for order in samples.values())
+    assert max(sizes.values()) > 24, "windows of one size are compared"
+    assert len(set(samples.values())) == len(samples), "two orders of samples are the same"
+
+
 def test_samples_depend_on_the_position_alone(tmp_path: Path) -> None:
     """However a rank asks, from wherever it begins, with and without what others have left in the cache."""
     source = write(tmp_path)

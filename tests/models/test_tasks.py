@@ -11,6 +11,8 @@ from torch import Tensor
 from atoll.errors import ConfigError, PlanError
 from atoll.models import adapter_for, count, initialise_block, shared_parameters
 from atoll.models.hugging_face import HuggingFaceAdapter
+from atoll.models.tasks import LABELS, SPAN
+from atoll.testing.families import Family
 from atoll.testing.reference import named_parameters, start
 from atoll.testing.tasks import IMAGES, LISTENERS, TRANSLATORS, Headed
 
@@ -114,6 +116,69 @@ def test_answers_outside_of_the_sequence_do_not_count() -> None:
     scores = outputs[0].log_softmax(0)
     assert int(counted) == 1
     assert float(total) == pytest.approx(-float(scores[1, 0] + scores[2, 1]) / 2)
+
+
+HEADS = [
+    *MODELS,
+    Headed("bert", problem="regression"),
+    Headed("vit", "image", problem="multi_label_classification"),
+    Family("llama"),
+    Family("bert"),
+]
+
+
+@pytest.mark.parametrize("model", HEADS, ids=lambda model: "-".join(map(str, vars_of(model))))
+@pytest.mark.parametrize("seed", range(3))
+def test_labels_of_minus_100_count_in_no_task(model: Any, seed: int) -> None:
+    """Neither in the sum, nor in the number, nor in a gradient: the sum is that of what is left, one by one."""
+    adapter = adapter_for(model.build().double())
+    draw = torch.Generator().manual_seed(seed)
+    batch = model.batch(seed, 4)
+    keys = [key for key in LABELS if key in batch]
+    shape = batch[keys[0]].shape
+    whole = {key: torch.where(batch[key] == -100, 1, batch[key]) for key in keys}
+    if keys == list(SPAN):
+        whole = {key: value.clamp(max=5) for key, value in whole.items()}
+    outputs = torch.randn(*outputs_of(model, adapter, batch).shape, generator=draw, dtype=torch.float64)
+
+    def loss(keep: Tensor) -> tuple[float, int, Tensor]:
+        given = outputs.clone().requires_grad_()
+        # One end of an answer is enough: the first, the last, or both.
+        ends = keys if seed == 2 else keys[-seed:][:1]
+        hidden = {key: torch.where(keep, value, -100) if key in ends else value for key, value in whole.items()}
+        found: Any = adapter.loss(given, {**batch, **hidden})
+        total, counted = found if isinstance(found, tuple) else (found, (hidden[ends[0]] != -100).sum())
+        total.backward()
+        assert given.grad is not None
+        return float(total.detach()), int(counted), given.grad
+
+    keep = torch.rand(shape, generator=draw) < 0.6
+    keep.view(-1)[:2] = torch.tensor([True, False])
+    total, counted, gradient = loss(keep)
+    assert counted == int(keep.sum())
+    alone = []
+    for at in keep.view(-1).nonzero().view(-1).tolist():
+        one = torch.zeros(keep.numel(), dtype=torch.bool)
+        one[at] = True
+        alone.append(loss(one.view(shape)))
+        assert alone[-1][1] == 1
+    assert total == pytest.approx(sum(each for each, *_ in alone), rel=1e-12)
+    torch.testing.assert_close(gradient, torch.stack([each for *_, each in alone]).sum(0))
+    by_label = gradient.ne(0).view(*shape, -1).any(-1)
+    assert torch.equal(by_label, keep)
+    total, counted, gradient = loss(torch.zeros(shape, dtype=torch.bool))
+    assert (total, counted) == (0.0, 0)
+    assert not gradient.any()
+
+
+def vars_of(model: Any) -> tuple[Any, ...]:
+    return tuple(filter(None, (model.name, getattr(model, "head", ""), getattr(model, "problem", ""))))
+
+
+def outputs_of(model: Any, adapter: Any, batch: dict[str, Any]) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = in_pieces(adapter, batch, [0])[0]
+    return found
 
 
 @pytest.mark.parametrize(

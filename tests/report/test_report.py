@@ -23,7 +23,7 @@ from atoll.report import Sheet, Timeline, page, predicted_sheet, recorded_timeli
 from atoll.report.pack import COLUMNS
 from atoll.report.page import STYLES
 from atoll.report.sheet import memory
-from atoll.report.timeline import PROGRAM
+from atoll.report.timeline import PROGRAM, Bar, _read
 from atoll.testing.progress import run
 from atoll.trace import Span, Trace
 from tests.report.sheets import RANKS, predict, run_sheet
@@ -40,6 +40,12 @@ PLANS: list[dict[str, Any]] = [
 
 
 # ---- timelines
+
+
+def test_an_instruction_without_a_microbatch_has_none_in_its_bar() -> None:
+    """-1 stands for none, of stage, microbatch and unit."""
+    assert _read(["GATHER", "2UNSHARD", 3, "", 0.5, 1.5]) == Bar("gathers", "GATHER", 0.5, 1.5, 2, -1, 3)
+    assert _read(["F", "1F4", -1, "", 0.0, 1.0])[4:7] == (1, 4, -1)
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)

@@ -37,6 +37,7 @@ from atoll.errors import AtollError, CheckpointError, DamageError, RankError, Un
 from atoll.runtime.checkpoint import (
     Archive,
     Piece,
+    candidates,
     find,
     folders,
     is_complete,
@@ -302,6 +303,21 @@ def test_latest_and_prune(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000150", "step-000300"]
     with pytest.raises(CheckpointError, match="at least 1"):
         prune(tmp_path, keep=0)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_checkpoint_after_step_999_999_is_the_newest(tmp_path: Path, named: bool) -> None:
+    """Its name is longer, and comes before the others' in the order of words."""
+    steps = (999_998, 999_999, 1_000_000, 1_000_001, 20_000_000)
+    for step in steps:
+        save(step_folder(tmp_path, step), pieces_of(example()), {"step": step})
+    if not named:
+        (tmp_path / "latest").unlink()
+    assert latest(tmp_path) == find(tmp_path) == step_folder(tmp_path, steps[-1])
+    assert candidates(tmp_path) == tuple(step_folder(tmp_path, step) for step in reversed(steps))
+    for keep in (4, 3, 2, 1):
+        prune(tmp_path, keep=keep)
+        assert steps_in(tmp_path) == list(steps[-keep:])
 
 
 def saved_at(root: Path, hours: Mapping[int, float], losses: Mapping[int, float]) -> None:
@@ -624,6 +640,32 @@ def test_metadata_that_does_not_add_up_is_refused(unsealed: Path, change: Any, m
     (unsealed / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match=message):
         load(unsealed, pieces_of(blank(example())))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int32, torch.bool])
+@pytest.mark.parametrize("there", [True, False])
+def test_a_box_of_another_dtype_than_its_tensor_is_refused(unsealed: Path, dtype: torch.dtype, there: bool) -> None:
+    """Though its shape is right, and copying would cast it. The metadata is wrong, or the box."""
+    metadata = dcp.FileSystemReader(unsealed).read_metadata()
+    name = ".".join(WEIGHT)
+    tensor = metadata.state_dict_metadata[name]
+    if there:
+        tensor.properties.dtype = dtype
+    else:
+        for index, info in metadata.storage_data.items():
+            if index.fqn == name:
+                content = io.BytesIO()
+                torch.save(torch.ones(tensor.chunks[index.index].sizes, dtype=dtype), content)
+                file = unsealed / f"box-{index.index}.distcp"
+                file.write_bytes(content.getvalue())
+                info.relative_path, info.offset, info.length = file.name, 0, len(content.getvalue())
+    (unsealed / ".metadata").write_bytes(pickle.dumps(metadata))
+    wanted = blank(example())
+    if there and not dtype.is_floating_point:
+        wanted[WEIGHT] = torch.zeros(wanted[WEIGHT].shape, dtype=dtype)  # else the kinds differ, which is found before
+    words = rf"has {torch.float32 if there else dtype} .* where the metadata says {dtype if there else torch.float32}"
+    with pytest.raises(DamageError, match=words):
+        load(unsealed, pieces_of(wanted), strict=False)
 
 
 def test_pickled_objects_are_refused(tmp_path: Path) -> None:

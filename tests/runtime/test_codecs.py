@@ -331,18 +331,48 @@ def test_a_step_that_is_not_taken_clears_the_residuals(validated: bool) -> None:
             assert difference(value, wanted.parameters[name]) < 1e-10, name
 
 
-def half_steps(case: Case) -> tuple[float, list[float], bool]:
+def half_steps(case: Case, growth_steps: int) -> tuple[float, dict[str, Tensor], list[float]]:
+    """The scale after the steps, what is owed then, and the losses."""
     engine = case.engine()
-    engine._end.scaler.growth_steps = 2
+    engine._end.scaler.growth_steps = growth_steps
     losses = [engine.step(case.share(engine, step)).loss for step in range(case.steps)]
-    owed = max(float(value.abs().max()) for value in residuals(engine).values())
+    owed = residuals(engine)
     engine.close()
-    return owed, losses, engine._end.scaler.scale > 2**16
+    return engine._end.scaler.scale, owed, losses
 
 
 def test_residuals_follow_the_loss_scale() -> None:
-    """They are gradients times the loss scale, which fp16 doubles now and then."""
-    case = replace(CASE, precision="fp16", steps=5, clip=None, lr=1e-3)
-    for _, losses, has_grown in run_ranks(half_steps, 4, case):
-        assert has_grown
-        assert all(math.isfinite(loss) for loss in losses)
+    """They are gradients times the loss scale, which fp16 doubles now and then: so they are doubled with it."""
+    case = replace(CASE, precision="fp16", steps=2, clip=None, lr=1e-3)
+    grown, plain = (run_ranks(half_steps, 4, case, growth) for growth in (2, 1000))
+    for (scale, owed, losses), (before, same, others) in zip(grown, plain, strict=True):
+        assert (scale, losses) == (2 * before, others)
+        assert any(value.any() for value in same.values())
+        assert all(torch.equal(value, 2 * same[name]) for name, value in owed.items())
+
+
+def load_into_a_used_engine(case: Case, folder: str, steps: int) -> tuple[History, dict[str, Tensor]]:
+    engine = case.engine()
+    for step in range(2):
+        engine.step(case.share(engine, 7 + step))
+    assert any(value.any() for value in residuals(engine).values())
+    engine.load(folder)
+    owed = residuals(engine)
+    history = History(losses=[engine.step(case.share(engine, step)).loss for step in range(steps, case.steps)])
+    history.parameters = whole_parameters(engine)
+    engine.close()
+    return history, owed
+
+
+def test_a_load_drops_what_a_used_engine_owes(tmp_path: Path) -> None:
+    """What was owed when it was saved is owed, and no more; and nothing where nothing was."""
+    case = replace(CASE, codecs=BOTH, model=TIED, steps=3)
+    saved = run_ranks(save, 4, case, str(tmp_path / "coded"), 2)
+    loaded = run_ranks(load_into_a_used_engine, 4, case, str(tmp_path / "coded"), 2)
+    for (one, owed), (other, still) in zip(saved, loaded, strict=True):
+        assert one.losses == other.losses
+        assert all(torch.equal(value, other.parameters[name]) for name, value in one.parameters.items())
+        assert all(torch.equal(value, still[name]) for name, value in owed.items())
+    run_ranks(save, 4, replace(case, codecs=Codecs()), str(tmp_path / "plain"), 2)
+    for _, owed in run_ranks(load_into_a_used_engine, 4, case, str(tmp_path / "plain"), 2):
+        assert not any(value.any() for value in owed.values())

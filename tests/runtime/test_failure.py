@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from atoll.runtime.monitor import (
     proof,
 )
 from atoll.runtime.page import status_of
+from atoll.runtime.verdict import SILENT_SECONDS
 from atoll.testing import run_ranks
 from atoll.testing.clock import Clock
 from atoll.testing.parity import Case
@@ -58,6 +60,23 @@ def wait_for_failure(monitor: Monitor) -> dict[str, Any]:
     wait_until(lambda: monitor.failure is not None)
     assert monitor.failure is not None
     return monitor.failure
+
+
+def test_who_says_why_a_run_ends_is_connected_heard_and_not_to_blame() -> None:
+    """Of several the first; if all of them are to blame, the first of these."""
+    clock = Clock()
+    monitor = Monitor(5, host="127.0.0.1", limit=60.0, clock=clock)
+    try:
+        monitor._writers = dict.fromkeys((0, 1, 3))  # type: ignore[arg-type]
+        clock.advance(SILENT_SECONDS)
+        heard = {rank: replace(monitor._states[rank], heard=clock()) for rank in (1, 2, 3)}
+        monitor._states |= heard  # 0 is connected and silent, 2 is heard and gone, 4 is neither
+        assert [monitor._speaker(blamed) for blamed in ((), (1,), (3,), (1, 3))] == [1, 3, 1, 1]
+        monitor._writers = {}
+        assert monitor._speaker(()) is None
+    finally:
+        monitor._writers = {}
+        monitor.close()
 
 
 def let_pass_until_failure(monitor: Monitor, clock: Clock, *living: int) -> dict[str, Any]:

@@ -16,9 +16,21 @@ from atoll.layouts import Whole, saved_besides
 from atoll.runtime.checkpoint import Archive
 from atoll.runtime.sharding.muon import MatricesAndRest
 from atoll.testing import run_ranks
-from atoll.testing.parity import Case, assert_checkpoint_parity, assert_parity
+from atoll.testing.parity import (
+    Case,
+    _neutral,
+    assert_checkpoint_parity,
+    assert_parity,
+    difference,
+    reference,
+    results,
+    whole_parameters,
+    worst_difference,
+)
 from atoll.testing.tiny import TinyConfig
+from tests.runtime.test_bad_steps import MARK, Poisoned, assert_skips_as_one_process, engine_of
 from tests.runtime.test_muon import SharedLayer
+from tests.runtime.test_post_validation import count_steps_taken_back, note_steps_ahead
 
 ADAMW = {"lr": 3e-3}
 MOMENTUM, DAMPING, RANK = 0.8, 1e-4, 3
@@ -162,7 +174,7 @@ def test_state_of_matrices_equals_one_process(optimizer: str, layout: str, sched
 @pytest.mark.parametrize("clip", [0.05, None])
 @pytest.mark.parametrize("model", MODELS)
 def test_a_post_validated_step_advances_it_once(clip: float | None, model: TinyConfig) -> None:
-    """Clipped, the step ahead is always wrong, and what it made of the state is forgotten."""
+    """Clipped so far, no rank steps ahead: for steps that are taken back, see below."""
     spread = {"pipeline": 2, "inter": 2, "schedule": "zb-h1", "microbatches": 8}
     assert_parity(Matrices(layout="GGG", post_validation=True, clip=clip, model=model, steps=4, **spread))
 
@@ -183,6 +195,162 @@ def test_checkpoints_load_under_another_layout(optimizer: str, tmp_path: Path) -
     first = Matrices(layout="IIG", inter=2, intra=2, microbatches=8, model=MODELS[0], optimizer=optimizer)
     second = replace(first, layout="NNG", pipeline=2, inter=1, intra=1)
     assert_checkpoint_parity(first, second, tmp_path)
+
+
+# ---- steps without it
+
+
+class _Marked(torch.nn.Module):
+    """An embedding that marks samples whose first token is in the upper half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(16, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        mark = torch.zeros(8).index_fill(0, torch.tensor(0), 10.0)
+        hidden: Tensor = self.table(ids) + (ids[:, :1] >= 8)[..., None] * mark
+        return hidden
+
+
+class _Seldom(torch.nn.Module):
+    """Two matrices of one shape, of which unmarked samples use one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.often, self.seldom = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        found = hidden + torch.tanh(self.often(hidden))
+        if bool((hidden[..., 0] > 5.0).any()):
+            found = found + torch.tanh(self.seldom(hidden))
+        return found
+
+
+class Seldom:
+    """A model some of whose matrices have no gradient in every second step."""
+
+    def build(self) -> torch.nn.Module:
+        return torch.nn.Sequential(_Marked(), *(_Seldom() for _ in range(4)), torch.nn.Linear(8, 16))
+
+    def batch(self, step: int, samples: int) -> dict[str, Any]:
+        found = TinyConfig().batch(step, samples)
+        found["input_ids"][:, 0] = found["input_ids"][:, 0] % 8 + 8 * (step % 2 == 0)
+        return found
+
+
+@pytest.mark.parametrize("post_validation", [False, True])
+@pytest.mark.parametrize("optimizer", ["Shampoo", "Dion"])
+def test_a_matrix_without_a_gradient_keeps_its_state(optimizer: str, post_validation: bool) -> None:
+    """Though others of its shape, which are transformed with it, have one."""
+    spread = {"layout": "IIG", "pipeline": 2, "intra": 2, "steps": 4, "model": Seldom()}
+    assert_parity(Matrices(optimizer=optimizer, post_validation=post_validation, **spread))
+
+
+@pytest.mark.parametrize("post_validation", [False, True])
+@pytest.mark.parametrize("optimizer", ["Shampoo", "Dion"])
+def test_a_refused_step_leaves_the_state_of_matrices(optimizer: str, post_validation: bool) -> None:
+    spread = {"layout": "IIG", "pipeline": 2, "intra": 2, "steps": 5, "model": Poisoned(odd=True)}
+    assert_skips_as_one_process(Matrices(optimizer=optimizer, post_validation=post_validation, **spread))
+
+
+class _SpoilsWeight(torch.nn.Module):
+    """A layer with one more matrix, whose gradient alone is NaN for marked samples: no block before it has one."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer, self.more = layer, torch.nn.Linear(8, 8, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        weight = self.more.weight * 1.0
+        if self.training and weight.requires_grad and bool((hidden.detach().mean(dim=(1, 2)) > MARK / 2).any()):
+            weight.register_hook(lambda gradient: gradient * torch.nan)
+        found: Tensor = self.layer(hidden) + torch.tanh(hidden.detach() @ weight)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class PoisonedWeight(Poisoned):
+    """The gradient of one matrix of the last layer is bad in the third step."""
+
+    at: int = 4
+    bad: tuple[tuple[int, int], ...] = ((2, 5),)
+
+    def build(self) -> torch.nn.Module:
+        model = Poisoned.build(self)
+        assert isinstance(model, torch.nn.Sequential)
+        model[self.at] = _SpoilsWeight(model[self.at].layer)
+        return model
+
+
+def steps_ahead(case: Case) -> tuple[list[int], list[bool]]:
+    """The steps that this rank took ahead, and which it skipped."""
+    with engine_of(case, "skip") as engine:
+        ahead, _ = note_steps_ahead(engine)
+        skipped = [result.skipped for result in results(case, engine)]
+        return ahead, skipped
+
+
+@pytest.mark.parametrize("optimizer", ["Shampoo", "Dion"])
+def test_a_step_ahead_that_is_refused_leaves_the_state_of_matrices(optimizer: str) -> None:
+    """The first stage has stepped ahead when the last one finds the gradient."""
+    case = Matrices(layout="NNG", pipeline=2, intra=2, steps=5, optimizer=optimizer, clip=None, post_validation=True)
+    case = replace(case, model=PoisonedWeight(odd=True))
+    assert_skips_as_one_process(case, bad_step=3)
+    ahead, skipped = run_ranks(steps_ahead, 4, case)[0]
+    assert skipped == [False, False, True, False, False]
+    assert 3 in ahead, "the first stage waited"
+
+
+@pytest.mark.parametrize("optimizer", ["Shampoo", "Dion"])
+def test_a_step_ahead_that_is_taken_back_leaves_the_state_of_matrices(optimizer: str) -> None:
+    """The first stage sees a part of the norm that is below the limit, and steps ahead without clipping."""
+    case = Matrices(layout="NNG", pipeline=2, intra=2, steps=4, optimizer=optimizer, clip=None)
+    case = replace(case, model=TinyConfig(layers=5, odd=True))
+    case = replace(case, clip=0.98 * min(reference(_neutral(case)).norms))
+    wanted = reference(_neutral(case))
+    found = run_ranks(count_steps_taken_back, 4, replace(case, post_validation=True))
+    for ahead, taken_back, history in found[:2]:
+        assert ahead == 4
+        assert taken_back > 0
+        worst, where = worst_difference(history, wanted)
+        assert worst <= 1e-10, where
+
+
+def load_into_a_used_engine(case: Case, folder: Path) -> dict[str, Tensor]:
+    engine = case.engine()
+    for step in range(2):
+        engine.step(case.share(engine, 7 + step))
+    engine.load(folder)
+    for step in range(1, case.steps):
+        engine.step(case.share(engine, step))
+    values = whole_parameters(engine)
+    engine.close()
+    return values
+
+
+def save_a_step(case: Case, folder: Path) -> None:
+    engine = case.engine()
+    engine.step(case.share(engine, 0))
+    engine.save(folder)
+    engine.close()
+
+
+@pytest.mark.parametrize("post_validation", [False, True])
+@pytest.mark.parametrize("optimizer", ["Shampoo", "Dion"])
+def test_a_load_replaces_the_state_of_a_used_engine(optimizer: str, post_validation: bool, tmp_path: Path) -> None:
+    first = Matrices(layout="NNG", intra=2, model=MODELS[0], optimizer=optimizer)
+    run_ranks(save_a_step, 2, first, tmp_path)
+    wanted = reference(_neutral(first)).parameters
+    second = replace(first, layout="IIG", pipeline=2, post_validation=post_validation)
+    seen = set()
+    for values in run_ranks(load_into_a_used_engine, 4, second, tmp_path):
+        assert all(difference(value, wanted[name]) <= 1e-10 for name, value in values.items())
+        seen |= set(values)
+    assert seen == set(wanted)
+
+
+# ---- bytes
 
 
 def held(case: Case) -> tuple[Any, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from atoll.layouts import CODES, Codec, Codecs
 from atoll.outer import Outer
 from atoll.runtime.assemble.describe import describe
 from atoll.runtime.checkpoint import Archive
+from atoll.runtime.sharding.outer import distance
 from atoll.testing import run_ranks
 from atoll.testing.parity import (
     Case,
@@ -28,6 +30,7 @@ from atoll.testing.parity import (
     worst_difference,
 )
 from atoll.testing.tiny import TinyConfig
+from tests.runtime.test_muon import SharedLayer
 
 DILOCO = Outer(3)
 STREAMING = Outer(4, fragments=2, delay=1)
@@ -254,6 +257,45 @@ def test_one_island_cannot_go_back() -> None:
     run_ranks(_refuse_rollback, 2, CASE)
 
 
+def _distances(case: Case) -> tuple[int, dict[str, torch.Tensor], dict[str, torch.Tensor], torch.Tensor]:
+    """This rank's island, its parameters at first and when they leave, and its part of the squares."""
+    engine = case.engine()
+    first = whole_parameters(engine)
+    for step in range(2):
+        engine.step(case.share(engine, step))
+    found = engine.place.inter, first, whole_parameters(engine), engine.outer.take_moved()
+    assert not engine.outer.take_moved().any()
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"intra": 2, "layout": "IIG"},
+        {"tensor": 2, "model": TinyConfig()},
+        {"tensor": 2, "intra": 2, "layout": "NNG", "model": TinyConfig()},
+        {"pipeline": 2, "model": TinyConfig(tied=True, small=True)},
+        {"pipeline": 2, "model": SharedLayer()},
+        {"pipeline": 2, "tensor": 2, "model": TinyConfig(tied=True)},
+    ],
+    ids=str,
+)
+def test_distance_counts_every_element_of_an_island_once(changes: dict[str, Any]) -> None:
+    """Copies of tensor-parallel ranks, and of units that two stages share, too."""
+    case = replace(CASE, outer=Outer(2, delay=1), **changes)
+    found = run_ranks(_distances, case.ranks, case)
+    wanted = torch.zeros(2, dtype=torch.float64)
+    for island in range(case.inter):
+        first, last = ({k: v for at, *both in found if at == island for k, v in both[of].items()} for of in (0, 1))
+        wanted[0] += sum(float((first[name] - last[name]).double().square().sum()) for name in first)
+        wanted[1] += sum(float(value.double().square().sum()) for value in first.values())
+    total = sum((moved for *_, moved in found), torch.zeros(2, dtype=torch.float64))
+    torch.testing.assert_close(total, wanted, rtol=1e-9, atol=0.0)
+    assert distance(total.tolist()) == pytest.approx(math.sqrt(float(wanted[0] / wanted[1])))
+    assert distance([0.0, 0.0]) is None
+
+
 # ---- checkpoints
 
 SAVED_AT = 3
@@ -357,6 +399,45 @@ def test_saving_changes_no_bit(codec: Codec | None, tmp_path: Path) -> None:
     assert all(run_ranks(_save_and_compare, 2, case, str(tmp_path / "saved")))
 
 
+def _enter_anchors(case: Case, folder: str) -> tuple[bool, dict[str, torch.Tensor], bool, bool]:
+    """Whether something was in flight, the parameters inside, and whether they are back outside, and training goes on
+    with equal bits."""
+    histories = []
+    for enters in (False, True):
+        engine = case.engine()
+        for step in range(SAVED_AT):
+            engine.step(case.share(engine, step))
+        if enters:
+            is_in_flight = any(anchor.flow is not None for anchor in engine.outer._anchors())
+            before = whole_parameters(engine)
+            with engine.anchored():
+                inside = whole_parameters(engine)
+            after = whole_parameters(engine)
+            is_back = all(torch.equal(value, after[name]) for name, value in before.items())
+            engine.save(folder)
+        losses = [engine.step(case.share(engine, step)).loss for step in range(SAVED_AT, case.steps)]
+        histories.append((losses, whole_parameters(engine)))
+        engine.close()
+    (losses, values), (again, others) = histories
+    is_same = losses == again and all(torch.equal(value, others[name]) for name, value in values.items())
+    return is_in_flight, inside, is_back, is_same
+
+
+@pytest.mark.parametrize("codec", [None, RANDOM], ids=str)
+def test_anchors_are_entered_behind_what_is_in_flight(codec: Codec | None, tmp_path: Path) -> None:
+    """They are the model of a checkpoint at this step, equal on all islands; and the run goes on as without."""
+    folder = str(tmp_path / "saved")
+    case = replace(RESUMED, outer=replace(RESUMED.outer, codec=codec), steps=7)
+    found = run_ranks(_enter_anchors, case.ranks, case, folder)
+    assert any(is_in_flight for is_in_flight, *_ in found)
+    assert all(is_back and is_same for _, _, is_back, is_same in found)
+    alone = replace(RESUMED, inter=1, outer=None)
+    ((saved, _),) = run_ranks(_start, 1, alone, folder)
+    for _, inside, _, _ in found:
+        assert inside.keys() == saved.keys()
+        assert all(torch.equal(value, saved[name]) for name, value in inside.items())
+
+
 # ---- residuals in checkpoints
 
 OWING = replace(RESUMED, outer=replace(RESUMED.outer, codec=RANDOM), model=TinyConfig(odd=True, tied=True))
@@ -439,3 +520,55 @@ def test_a_checkpoint_without_residuals_starts_a_codec(tmp_path: Path) -> None:
     run_ranks(_owe, plain.ranks, plain, folder, loads=False)
     loaded = run_ranks(_owe, OWING.ranks, OWING, folder, loads=True)
     assert not any(value.any() for _, owed, _ in loaded for value in owed.values())
+
+
+def _load_into_a_used_engine(case: Case, folder: str) -> tuple[int, dict[str, torch.Tensor], History]:
+    engine = case.engine()
+    for step in range(SAVED_AT + 2):
+        engine.step(case.share(engine, 7 + step))
+    engine.outer.settle()
+    assert any(value.any() for value in _residuals(engine).values())
+    engine.load(folder)
+    owed, history = _residuals(engine), History()
+    for step in range(SAVED_AT, case.steps):
+        history.losses.append(engine.step(case.share(engine, step)).loss)
+    engine.check_replicas()
+    history.parameters = whole_parameters(engine)
+    engine.close()
+    return engine.place.inter, owed, history
+
+
+def test_a_load_drops_what_a_used_engine_owes(tmp_path: Path) -> None:
+    """What was owed when it was saved is owed, and no more; and nothing where nothing was."""
+    folder, plain = str(tmp_path / "saved"), str(tmp_path / "plain")
+    saved = run_ranks(_owe, OWING.ranks, OWING, folder, loads=False)
+    loaded = run_ranks(_load_into_a_used_engine, OWING.ranks, OWING, folder)
+    for (_, owed, one), (_, still, other) in zip(saved, loaded, strict=True):
+        assert all(torch.equal(value, still[name]) for name, value in owed.items())
+        assert one.losses == other.losses
+        assert all(torch.equal(value, other.parameters[name]) for name, value in one.parameters.items())
+    run_ranks(_owe, OWING.ranks, replace(OWING, outer=RESUMED.outer), plain, loads=False)
+    for _, owed, _ in run_ranks(_load_into_a_used_engine, OWING.ranks, OWING, plain):
+        assert not any(value.any() for value in owed.values())
+
+
+def _edit_what_owes(case: Case) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], str]:
+    engine = case.engine()
+    for step in range(SAVED_AT):
+        engine.step(case.share(engine, step))
+    engine.outer.settle()
+    before = _residuals(engine)
+    with engine.full_parameters("*") as values:
+        name = next(name for name in sorted(values) if name.endswith("up.weight"))
+        values[name].fill_(0.25)
+    after = _residuals(engine)
+    engine.close()
+    return before, after, name
+
+
+def test_an_edit_drops_what_is_owed_of_the_edited_parameters_alone() -> None:
+    for before, after, name in run_ranks(_edit_what_owes, OWING.ranks, OWING):
+        assert before[name].any()
+        assert not after[name].any()
+        assert all(torch.equal(value, after[other]) for other, value in before.items() if other != name)
+        assert any(value.any() for other, value in after.items())

@@ -226,3 +226,11 @@ def test_unknown_names_and_sizes() -> None:
         build("unit", ranks=2, microbatches=2, unit=1.5)
     with pytest.raises(ConfigError, match="cost forward has 3 numbers for 2 ranks"):
         build("v-half", ranks=2, microbatches=2, costs=Costs((1, 2, 3)))
+
+
+def test_sizes_are_of_one_chunk_of_equal_costs_unless_more_is_said() -> None:
+    sizes = Sizes(3, 7)
+    assert sizes == Sizes(3, 7, 1.0, 1.0, 1.0, hop=0.0, chunks=1, unit=None)
+    assert (sizes.work, sizes.is_even) == (21.0, True)
+    for name in ("gpipe", "1f1b", "zb-h1"):
+        check_forms(build(name, ranks=3, microbatches=7), CATALOGUE[name], sizes)

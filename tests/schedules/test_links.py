@@ -151,6 +151,17 @@ def small(seed: int) -> Problem:
     return Problem.of(placement, microbatches, costs=costs, memory=memory, objective=objective)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_a_full_backward_gives_its_result_with_the_input_gradient_unless_it_is_fused(seed: int) -> None:
+    """By stage: F, I, W and the full backward; what is taken, and when the result is released."""
+    problem = small(seed)
+    model = search.model_of(problem)
+    for stage in range(problem.placement.stages):
+        takes, gives = (list(times[4 * stage : 4 * stage + 4]) for times in (model.takes, model.gives))
+        assert takes[3] == takes[1] + takes[2]
+        assert gives == [*takes[:3], takes[3 if problem.fused_backward else 1]]
+
+
 @pytest.mark.parametrize("seed", range(16))
 def test_no_order_is_below_the_bound(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the search nor the solver, which improves on it, is told the bound."""

@@ -12,6 +12,7 @@ import pytest
 from atoll.config import from_dict, load
 from atoll.errors import ConfigError
 from atoll.settings.convert import SYSTEMS, convert
+from atoll.toml import to_toml
 
 DEEPSPEED = {
     "train_batch_size": 64,
@@ -127,6 +128,348 @@ def test_torchtitan() -> None:
 ])  # fmt: skip
 def test_single_settings(system: str, table: dict[str, Any], key: str, expected: object) -> None:
     assert getattr(from_dict(convert(table, system).tables).parallel, key) == expected
+
+
+# ---- every rule
+
+NOTHING: dict[str, Any] = {}
+LEFT = "left"
+Expected = dict[str, Any] | str
+
+RULES: dict[str, dict[str, list[tuple[Any, Expected]]]] = {
+    "deepspeed": {
+        "train_batch_size": [(48, {"train.global_batch": 48})],
+        "train_micro_batch_size_per_gpu": [(2, {"train.microbatch": 2})],
+        "optimizer.type": [("FusedAdam", NOTHING), ("OneBitAdam", NOTHING), ("Lamb", LEFT)],
+        "optimizer.params.lr": [(7e-4, {"train.lr": 7e-4})],
+        "optimizer.params.betas": [([0.8, 0.97], {"train.betas": (0.8, 0.97)})],
+        "optimizer.params.eps": [(3e-7, {"train.eps": 3e-7})],
+        "optimizer.params.weight_decay": [(0.03, {"train.weight_decay": 0.03})],
+        "optimizer.params.torch_adam": [(True, NOTHING)],
+        "optimizer.params.adam_w_mode": [(True, NOTHING), (False, LEFT)],
+        "scheduler.type": [
+            ("WarmupLR", {"train.lr_schedule": "constant", "train.min_lr_ratio": 0.0}),
+            ("WarmupDecayLR", {"train.lr_schedule": "linear", "train.min_lr_ratio": 0.0}),
+            ("WarmupCosineLR", {"train.min_lr_ratio": 0.0}),
+            ("OneCycle", LEFT),
+        ],
+        "scheduler.params.warmup_num_steps": [(33, {"train.warmup": 33})],
+        "scheduler.params.total_num_steps": [(777, {"train.steps": 777})],
+        "scheduler.params.cos_min_ratio": [(0.25, {"train.min_lr_ratio": 0.25})],
+        "scheduler.params.warmup_max_lr": [(6e-4, {"train.lr": 6e-4})],
+        "scheduler.params.warmup_min_lr": [(0, NOTHING), (1e-6, LEFT)],
+        "scheduler.params.warmup_type": [("linear", NOTHING)],
+        "bf16.enabled": [(True, {"train.precision": "bf16"}), (False, NOTHING)],
+        "fp16.enabled": [(True, {"train.precision": "fp16"}), (False, NOTHING)],
+        "gradient_clipping": [(0.7, {"train.clip": 0.7})],
+        "zero_optimization": [
+            ({"stage": 1}, {"parallel.layout": "NNG"}),
+            ({"stage": 2}, {"parallel.layout": "NGG"}),
+            ({"stage": 3}, {"parallel.layout": "GGG"}),
+            ({"stage": 3, "mics_shard_size": 2}, {"parallel.layout": "III", "parallel.intra": 2}),
+            (
+                {"stage": 3, "zero_quantized_weights": True, "zero_quantized_gradients": True},
+                {
+                    "parallel.layout": "GGG",
+                    "parallel.codecs.parameter": "int8",
+                    "parallel.codecs.gradient": "int4",
+                    "parallel.codecs.feedback": False,
+                },
+            ),
+        ],
+        "activation_checkpointing": [({"partition_activations": True}, {"parallel.recompute": "block"})],
+        "tensor_parallel.autotp_size": [(2, {"parallel.tensor": 2}), (-1, NOTHING)],
+        "tensor_parallel.tp_size": [(4, {"parallel.tensor": 4}), (0, NOTHING)],
+        "seed": [(11, {"train.seed": 11})],
+        "steps_per_print": [(5, NOTHING)],
+        "wall_clock_breakdown": [(True, NOTHING)],
+        "zero_allow_untested_optimizer": [(True, NOTHING)],
+        "zero_force_ds_cpu_optimizer": [(False, NOTHING)],
+        "dump_state": [(True, NOTHING)],
+        "tensorboard.enabled": [(False, {"run.tensorboard": False})],
+        "tensorboard": [({"output_path": "x"}, NOTHING)],
+        "fp16": [({"loss_scale": 128}, NOTHING)],
+        "bf16": [({"immediate_grad_update": True}, NOTHING)],
+    },
+    "accelerate": {
+        "num_processes": [(8, {"parallel.ranks": 8})],
+        "num_machines": [(2, NOTHING)],
+        "mixed_precision": [
+            ("no", NOTHING),
+            ("bf16", {"train.precision": "bf16"}),
+            ("fp16", {"train.precision": "fp16"}),
+            ("fp8", LEFT),
+        ],
+        "fsdp_config.fsdp_version": [(2, {"parallel.layout": "GGG"})],
+        "fsdp_config.fsdp_sharding_strategy": [
+            ("FULL_SHARD", {"parallel.layout": "GGG"}),
+            ("SHARD_GRAD_OP", {"parallel.layout": "NGG"}),
+            ("NO_SHARD", NOTHING),
+            ("HYBRID_SHARD", {"parallel.layout": "III"}),
+            ("HYBRID_SHARD_ZERO2", {"parallel.layout": "NII"}),
+            ("OTHER", LEFT),
+        ],
+        "fsdp_config.fsdp_reshard_after_forward": [
+            (True, {"parallel.layout": "GGG"}),
+            (False, {"parallel.layout": "NGG"}),
+            (1, {"parallel.layout": "GGG"}),
+            (2, {"parallel.layout": "NGG"}),
+            (3, NOTHING),
+            (4, {"parallel.layout": "III"}),
+        ],
+        "fsdp_config.fsdp_activation_checkpointing": [(True, {"parallel.recompute": "block"}), (False, NOTHING)],
+        "fsdp_config.fsdp_offload_params": [(True, LEFT), (False, NOTHING)],
+        "fsdp_config": [({"fsdp_state_dict_type": "SHARDED_STATE_DICT"}, NOTHING)],
+        "deepspeed_config.zero_stage": [(1, {"parallel.layout": "NNG"}), (2, {"parallel.layout": "NGG"})],
+        "deepspeed_config.gradient_clipping": [(0.6, {"train.clip": 0.6})],
+        "deepspeed_config.gradient_accumulation_steps": [(4, LEFT)],
+        "deepspeed_config.offload_optimizer_device": [("cpu", LEFT), ("none", NOTHING)],
+        "deepspeed_config.offload_param_device": [("nvme", LEFT), ("none", NOTHING)],
+        "deepspeed_config.deepspeed_config_file": [("ds.json", LEFT)],
+        "deepspeed_config": [({"zero3_init_flag": True}, NOTHING)],
+        "parallelism_config.parallelism_config_dp_replicate_size": [(2, NOTHING)],
+        "parallelism_config.parallelism_config_dp_shard_size": [(4, {"parallel.layout": "GGG"}), (1, NOTHING)],
+        "parallelism_config.parallelism_config_tp_size": [(2, {"parallel.tensor": 2})],
+        "parallelism_config.parallelism_config_cp_size": [(2, LEFT), (1, NOTHING)],
+        "parallelism_config": [({"parallelism_config_cp_comm_strategy": "allgather"}, NOTHING)],
+        "megatron_lm_config.megatron_lm_tp_degree": [(4, {"parallel.tensor": 4})],
+        "megatron_lm_config.megatron_lm_pp_degree": [(2, {"parallel.pipeline": 2})],
+        "megatron_lm_config.megatron_lm_num_micro_batches": [(2, LEFT)],
+        "megatron_lm_config.megatron_lm_sequence_parallelism": [(True, {"parallel.sequence_parallel": True})],
+        "megatron_lm_config.megatron_lm_recompute_activations": [
+            (True, {"parallel.recompute": "selective"}),
+            (False, NOTHING),
+        ],
+        "megatron_lm_config.megatron_lm_use_distributed_optimizer": [
+            (True, {"parallel.layout": "NNG"}),
+            (False, NOTHING),
+        ],
+        "megatron_lm_config.megatron_lm_gradient_clipping": [(0.9, {"train.clip": 0.9})],
+        "dynamo_config.dynamo_backend": [("INDUCTOR", {"parallel.compile": "block"}), ("NO", NOTHING)],
+        "dynamo_config": [({"dynamo_mode": "default"}, NOTHING)],
+        "machine_rank": [(1, NOTHING)],
+        "main_process_ip": [("10.0.0.1", NOTHING)],
+        "main_process_port": [(29500, NOTHING)],
+        "main_training_function": [("main", NOTHING)],
+        "compute_environment": [("LOCAL_MACHINE", NOTHING)],
+        "distributed_type": [("FSDP", NOTHING)],
+        "debug": [(True, NOTHING)],
+        "downcast_bf16": [("no", NOTHING)],
+        "enable_cpu_affinity": [(True, NOTHING)],
+        "rdzv_backend": [("static", NOTHING)],
+        "same_network": [(True, NOTHING)],
+        "tpu_env": [(["a"], NOTHING)],
+        "tpu_use_cluster": [(True, NOTHING)],
+        "tpu_use_sudo": [(True, NOTHING)],
+        "use_cpu": [(True, {"parallel.device": "cpu"}), (False, NOTHING)],
+        "gpu_ids": [("0,1", LEFT)],
+    },
+    "torchtitan": {
+        "model.name": [("llama3", LEFT)],
+        "model.flavor": [
+            (
+                "70B",
+                {"model.hidden": 8192, "model.layers": 80, "model.heads": 64, "model.kv_heads": 8, "model.ffn": 28672},
+            ),
+            ("debugmodel", LEFT),
+        ],
+        "model.hf_assets_path": [("assets", {"data.tokenizer": "assets"})],
+        "model.tokenizer_path": [("tokens.json", {"data.tokenizer": "tokens.json"})],
+        "optimizer.name": [("Adam", NOTHING), ("AdamW", NOTHING), ("SGD", LEFT)],
+        "optimizer.lr": [(8e-4, {"train.lr": 8e-4})],
+        "optimizer.eps": [(2e-7, {"train.eps": 2e-7})],
+        "optimizer.weight_decay": [(0.02, {"train.weight_decay": 0.02})],
+        "optimizer.beta1": [(0.8, {"train.betas": (0.8, 0.95)})],
+        "optimizer.beta2": [(0.97, {"train.betas": (0.9, 0.97)})],
+        "optimizer.implementation": [("fused", NOTHING)],
+        "lr_scheduler.warmup_steps": [(44, {"train.warmup": 44})],
+        "lr_scheduler.decay_type": [("linear", {"train.lr_schedule": "linear"}), ("cosine", NOTHING), ("sqrt", LEFT)],
+        "lr_scheduler.min_lr_factor": [(0.3, {"train.min_lr_ratio": 0.3})],
+        "lr_scheduler.decay_ratio": [(0.8, LEFT)],
+        "training.global_batch_size": [(24, {"train.global_batch": 24}), (-1, NOTHING)],
+        "training.local_batch_size": [(8, {"train.microbatch": 8})],
+        "training.seq_len": [(512, {"data.sequence": 512})],
+        "training.max_norm": [(0.4, {"train.clip": 0.4})],
+        "training.steps": [(888, {"train.steps": 888})],
+        "training.seed": [(12, {"train.seed": 12})],
+        "training.dataset_path": [("texts", {"data.source": "texts"})],
+        "training.dataset": [("c4", LEFT)],
+        "training.mixed_precision_param": [
+            ("bfloat16", {"train.precision": "bf16"}),
+            ("float32", NOTHING),
+            ("float64", LEFT),
+        ],
+        "training.mixed_precision_reduce": [("float32", NOTHING)],
+        "training.gc_freq": [(50, NOTHING)],
+        "training.enable_cpu_offload": [(True, LEFT), (False, NOTHING)],
+        "parallelism.pipeline_parallel_degree": [(2, {"parallel.pipeline": 2})],
+        "parallelism.data_parallel_replicate_degree": [(2, NOTHING)],
+        "parallelism.data_parallel_shard_degree": [(4, {"parallel.layout": "GGG"}), (1, NOTHING)],
+        "parallelism.fsdp_reshard_after_forward": [("always", NOTHING), (4, LEFT)],
+        "parallelism.tensor_parallel_degree": [(2, {"parallel.tensor": 2})],
+        "parallelism.pipeline_parallel_schedule": [
+            ("GPipe", {"parallel.schedule": "gpipe"}),
+            ("1F1B", NOTHING),
+            ("Interleaved1F1B", {"parallel.schedule": "interleaved"}),
+            ("LoopedBFS", {"parallel.schedule": "breadth-first"}),
+            ("ZBVZeroBubble", {"parallel.schedule": "zb-v"}),
+            ("DualPipeV", {"parallel.schedule": "dualpipe-v"}),
+            ("Other", LEFT),
+        ],
+        "parallelism.pipeline_parallel_microbatch_size": [(2, {"train.microbatch": 2})],
+        "parallelism.context_parallel_degree": [(2, LEFT), (1, NOTHING)],
+        "parallelism.expert_parallel_degree": [(2, LEFT), (1, NOTHING)],
+        "parallelism.enable_async_tensor_parallel": [(True, LEFT), (False, NOTHING)],
+        "activation_checkpoint.mode": [
+            ("none", NOTHING),
+            ("full", {"parallel.recompute": "block"}),
+            ("selective", {"parallel.recompute": "selective"}),
+            ("memory_budget", LEFT),
+        ],
+        "activation_checkpoint.selective_ac_option": [("op", NOTHING)],
+        "compile.enable": [(True, {"parallel.compile": "block"}), (False, NOTHING)],
+        "compile.components": [(["model"], NOTHING)],
+        "checkpoint.enable": [(False, {"checkpoint.every": 0}), (True, NOTHING)],
+        "checkpoint.interval": [(250, {"checkpoint.every": 250})],
+        "checkpoint.keep_latest_k": [(5, {"checkpoint.keep": 5}), (0, NOTHING)],
+        "checkpoint.async_mode": [
+            ("disabled", {"checkpoint.background": False}),
+            ("async", NOTHING),
+            ("async_with_pinned_mem", NOTHING),
+            ("other", LEFT),
+        ],
+        "checkpoint.folder": [("ckpt", NOTHING)],
+        "job.dump_folder": [("out", {"run.folder": "out"})],
+        "job.description": [("a run", NOTHING)],
+        "metrics.enable_tensorboard": [(False, {"run.tensorboard": False})],
+        "metrics.log_freq": [(10, NOTHING)],
+        "metrics.save_tb_folder": [("tb", NOTHING)],
+        "metrics.disable_color_printing": [(True, NOTHING)],
+        "profiling": [({"enable_profiling": True}, NOTHING)],
+        "validation.steps": [(3, {"train.eval_batches": 3})],
+        "validation.freq": [(77, {"train.eval_every": 77})],
+        "comm": [({"init_timeout_seconds": 300}, NOTHING)],
+    },
+}
+"""For each rule values, and what differs from the default config once the written file is loaded."""
+
+TOGETHER: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    (
+        "deepspeed",
+        {"scheduler.type": "WarmupCosineLR", "scheduler.params.cos_min_ratio": 0.2},
+        {"train.min_lr_ratio": 0.2},
+    ),
+    (
+        "deepspeed",
+        {"optimizer.params.lr": 1e-4, "scheduler.params.warmup_max_lr": 5e-4},
+        {"train.lr": 5e-4},
+    ),
+    (
+        "accelerate",
+        {"num_processes": 8, "num_machines": 4, "fsdp_config.fsdp_sharding_strategy": "HYBRID_SHARD"},
+        {"parallel.ranks": 8, "parallel.layout": "III", "parallel.intra": 2},
+    ),
+    (
+        "accelerate",
+        {"fsdp_config.fsdp_version": 1, "fsdp_config.fsdp_sharding_strategy": "SHARD_GRAD_OP"},
+        {"parallel.layout": "NGG"},
+    ),
+    (
+        "accelerate",
+        {
+            "parallelism_config.parallelism_config_dp_replicate_size": 2,
+            "parallelism_config.parallelism_config_dp_shard_size": 4,
+        },
+        {"parallel.layout": "III", "parallel.intra": 4},
+    ),
+    (
+        "accelerate",
+        {
+            "fsdp_config.fsdp_reshard_after_forward": False,
+            "parallelism_config.parallelism_config_dp_shard_size": 4,
+        },
+        {"parallel.layout": "NGG"},
+    ),
+    (
+        "accelerate",
+        {
+            "fsdp_config.fsdp_reshard_after_forward": False,
+            "parallelism_config.parallelism_config_dp_replicate_size": 2,
+            "parallelism_config.parallelism_config_dp_shard_size": 4,
+        },
+        {"parallel.layout": "NII", "parallel.intra": 4},
+    ),
+    ("torchtitan", {"optimizer.beta1": 0.8, "optimizer.beta2": 0.99}, {"train.betas": (0.8, 0.99)}),
+    (
+        "torchtitan",
+        {"parallelism.data_parallel_replicate_degree": 2, "parallelism.data_parallel_shard_degree": 4},
+        {"parallel.layout": "III", "parallel.intra": 4},
+    ),
+    (
+        "torchtitan",
+        {"parallelism.data_parallel_shard_degree": 4, "parallelism.fsdp_reshard_after_forward": "never"},
+        {"parallel.layout": "NGG"},
+    ),
+    (
+        "torchtitan",
+        {
+            "parallelism.data_parallel_shard_degree": 4,
+            "parallelism.pipeline_parallel_degree": 2,
+            "parallelism.fsdp_reshard_after_forward": "default",
+        },
+        {"parallel.layout": "NGG", "parallel.pipeline": 2},
+    ),
+    (
+        "torchtitan",
+        {"parallelism.data_parallel_shard_degree": 4, "parallelism.fsdp_reshard_after_forward": "default"},
+        {"parallel.layout": "GGG"},
+    ),
+]
+"""Settings that change what others mean."""
+
+
+def document_of(settings: dict[str, Any]) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for path, value in settings.items():
+        *above, name = path.split(".")
+        table = made
+        for part in above:
+            table = table.setdefault(part, {})
+        table[name] = value
+    return made
+
+
+def flat(tables: Any, above: str = "") -> dict[str, Any]:
+    found = {}
+    for name, value in tables.items():
+        found |= flat(value, f"{above}{name}.") if isinstance(value, dict) else {f"{above}{name}": value}
+    return found
+
+
+def changes_of(settings: dict[str, Any], system: str, path: Path) -> tuple[dict[str, Any], list[str]]:
+    """What differs from the defaults once the converted config is written and loaded, and what is left."""
+    found = convert(document_of(settings), system)
+    path.write_text(to_toml(found.tables))
+    usual = flat(from_dict({}).model_dump())
+    loaded = flat(load(path).model_dump())
+    return {key: value for key, value in loaded.items() if value != usual.get(key)}, found.left
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_every_rule_carries_values_that_are_not_the_default(system: str, tmp_path: Path) -> None:
+    assert RULES[system].keys() == SYSTEMS[system].keys()
+    for path, cases in RULES[system].items():
+        for value, expected in cases:
+            changed, left = changes_of({path: value}, system, tmp_path / "run.toml")
+            assert changed == (NOTHING if expected == LEFT else expected), f"{path} = {value!r}"
+            assert [line.startswith(f"{path} = ") for line in left] == [True] * (expected == LEFT), f"{path}: {left}"
+
+
+@pytest.mark.parametrize(("system", "settings", "expected"), TOGETHER)
+def test_settings_that_change_what_others_mean(
+    system: str, settings: dict[str, Any], expected: dict[str, Any], tmp_path: Path
+) -> None:
+    assert changes_of(settings, system, tmp_path / "run.toml") == (expected, [])
 
 
 def test_nothing_is_left_out_without_a_word() -> None:

@@ -31,7 +31,7 @@ def split(lengths: Sequence[int] | NDArray[np.int64], fraction: float) -> Split:
 
     Whole documents are held out, spread evenly: a document is held out if the fraction is not reached before it,
     whatever its own length. If the result misses the fraction by half (few or long documents), the contiguous tail is
-    held out instead.
+    held out instead, of one token at least.
     """
     check_fraction(fraction)
     sizes = np.asarray(lengths, dtype=np.int64)
@@ -40,17 +40,26 @@ def split(lengths: Sequence[int] | NDArray[np.int64], fraction: float) -> Split:
     missed = abs(int(sizes[held].sum()) - fraction * total)
     if missed <= TOLERATED * fraction * total:
         return Split(ranges_of(sizes, ~held), ranges_of(sizes, held), "documents")
-    boundary = total - min(round(fraction * total), total - 1)
+    boundary = total - min(max(round(fraction * total), 1 if fraction else 0), max(0, total - 1))
     tail = ((boundary, total),) if boundary < total else ()
     return Split(((0, boundary),), tail, "tail")
 
 
 def hold_back(lengths: Sequence[int], fraction: float) -> NDArray[np.bool_]:
-    """Return the held-out documents if documents may not be cut: like `split`, and at least one of several."""
+    """Return the held-out documents if documents may not be cut: like `split`, and at least one of several.
+
+    Raises DataError if there are not two documents with tokens: one to train on, one to hold out.
+    """
     check_fraction(fraction)
-    held = held_back(lengths, fraction)
-    if fraction and len(lengths) > 1 and not held.any():
-        held[-1] = True
+    held, sizes = held_back(lengths, fraction), np.asarray(lengths, dtype=np.int64)
+    if fraction and not sizes[held].any():
+        filled = np.flatnonzero(sizes)
+        if len(filled) < 2:
+            raise DataError(
+                f"data.validation = {fraction:g} is held out in whole documents, and there is only {len(filled)}; take "
+                "more, name a file or folder in data.validation, or set it to 0"
+            )
+        held[filled[-1]] = True
     return held
 
 

@@ -98,7 +98,11 @@ class Skeleton:
     def alone(self, mesh: MeshShape) -> Least:
         """Return the bounds of compute and activations only. Steps that end at once have a likely bound."""
         updates = [self.base.update_seconds * trained / mesh.data for trained in self._trained]
-        busy = max(map(sum, zip(self._busy, updates, strict=True)))
+        # While a post-validated rank waits for gradients, it may step with those of the step before.
+        busy = max(
+            max(computed + update, computed + idle)
+            for (computed, idle), update in zip(self._busy, updates, strict=True)
+        )
         makespan = self._makespan(mesh) + updates[self._schedule.placement.rank_of(0)]
         nbytes = max(max(own, default=0) for own in self._kept) + self.base.device.context
         return Least(min(busy, makespan), float(nbytes), makespan)
@@ -151,8 +155,9 @@ class Skeleton:
         return found
 
     @cached_property
-    def _busy(self) -> tuple[float, ...]:
-        """Return the minimum seconds of each rank's actions before the optimizer's step."""
+    def _busy(self) -> tuple[tuple[float, float], ...]:
+        """Return the seconds of each rank's actions, and how long it has to wait between the first and the last of
+        them."""
         table, takes = self._schedule.table, self._takes
         round_trips = self._round_trips
         found = []
@@ -167,7 +172,7 @@ class Skeleton:
                 elif code in (I, FULL):
                     idle = max(idle, round_trips[action.stage] - (now + own[I] - begun[key]))
                 now += own[code]
-            found.append(now + idle)
+            found.append((now, idle))
         return tuple(found)
 
     @cached_property

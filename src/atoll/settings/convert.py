@@ -199,7 +199,7 @@ def _reshards(into: Conversion, path: str, value: Any) -> None:
 
 def _shard_size(into: Conversion, path: str, value: Any) -> None:
     if value > 1 and into.counts.get("replicas", 1) > 1:
-        into.put("parallel.layout", "III")
+        into.put("parallel.layout", "NII" if into.get("parallel.layout", "") == "NGG" else "III")
         into.put("parallel.intra", value)
     elif value > 1:
         into.put("parallel.layout", into.get("parallel.layout", "GGG"))
@@ -234,7 +234,7 @@ ACCELERATE: Mapping[str, Rule] = {
     "megatron_lm_config.megatron_lm_recompute_activations": _enabled("parallel.recompute", "selective"),
     "megatron_lm_config.megatron_lm_use_distributed_optimizer": _enabled("parallel.layout", "NNG"),
     "megatron_lm_config.megatron_lm_gradient_clipping": _to("train.clip"),
-    "dynamo_config.dynamo_backend": _enabled("parallel.compile", "block"),
+    "dynamo_config.dynamo_backend": _to("parallel.compile", inductor="block", no="none"),
     "dynamo_config": _needless,
     "machine_rank": _needless,
     "main_process_ip": _needless,

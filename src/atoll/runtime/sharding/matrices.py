@@ -147,6 +147,9 @@ class Exchange:
             matrices = torch.empty(sizes, dtype=self.dtype, device=self._slices.device)
             for target, at in zip(matrices, batch.places, strict=True):
                 self._assemble(target, at, {piece: arrived[piece] for piece in by_matrix[at]})
+            if self._is_ahead:
+                # A step with such gradients will be refused; a decomposition of them would raise before it is.
+                matrices.nan_to_num_(0.0, 0.0, 0.0)
             kept = batch.begin()
             transformed = self._update.transform(matrices, options[batch.group], kept).contiguous()
             del matrices
