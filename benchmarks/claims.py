@@ -8,25 +8,27 @@ from __future__ import annotations
 
 import importlib
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from itertools import groupby
 from pathlib import Path
 from statistics import fmean, median
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from atoll.testing.families import CAUSAL, MASKED
-from benchmarks import first_screen
+from benchmarks import due, first_screen, states
 from benchmarks.chaos.bench import kills, of_last_commit
 from benchmarks.gpu import lines as gpu_lines
 from benchmarks.gpu import pages as gpu_pages
 from benchmarks.integrity.bench import ENDS, shares
 from benchmarks.islands.judging import judged
 from benchmarks.muon.bench import WINDOW
-from benchmarks.provenance import ROOT, Raw, changed, load, raw_path
+from benchmarks.provenance import ROOT, Raw, load, raw_path
 from benchmarks.quality.bench import finals
 from benchmarks.saving.bench import added
+from benchmarks.states import state_of
 
 PART = re.compile(r"(<!-- evidence -->\n).*?(<!-- end -->)", re.DOTALL)
 """The part of the README that is generated."""
@@ -59,7 +61,7 @@ class Claim:
         """The cells, with the figures in their places."""
         found = self.figures(load(self.raw) if self.raw else {})
         if self.raw:
-            source = f"[measured](#{self.raw})"
+            source = f"[measured](#{self.raw}) {state_of(self.raw).beside}"
         else:
             source = ", ".join(f"[test]({path})" for path in self.tests)
         cells = [self.what, self.how.format(**found), self.result.format(**found), source]
@@ -904,22 +906,23 @@ CLAIMS = tuple(claim for claim in ALL_CLAIMS if not claim.raw or (ROOT / raw_pat
 # ---- the pages
 
 
-def wanted_pages() -> dict[Path, str]:
-    """Every page that is written from raw files, as it should be."""
-    pages: dict[Path, str] = {}
+def wanted_pages() -> dict[Path, str | None]:
+    """Every page and picture that is written from raw files, as it should be; None where there should be none."""
+    pages: dict[Path, str | None] = {}
     for name in raw_names():
         bench, folder = importlib.import_module(f"benchmarks.{name}.bench"), ROOT / "benchmarks" / name
         if hasattr(bench, "publish"):
             pages |= {folder / path: text for path, text in _published(bench.publish, load(name)).items()}
-        pages[folder / "README.md"] = bench.report(load(name))
+        pages[folder / "README.md"] = states.with_state(bench.report(load(name)), state_of(name))
     readme, kit = ROOT / "README.md", ROOT / "benchmarks" / "gpu" / "README.md"
     on_gpus = gpu_lines.read_lines(gpu_lines.COMMITTED)
-    text = PART.sub(lambda part: f"{part[1]}{first_screen.figures()}{part[2]}", readme.read_text(encoding="utf-8"))
+    figures = first_screen.figures(state_of)
+    text = PART.sub(lambda part: f"{part[1]}{figures}{part[2]}", readme.read_text(encoding="utf-8"))
     pages[readme] = gpu_pages.PART.sub(lambda part: f"{part[1]}{gpu_pages.paragraph(on_gpus)}{part[2]}", text)
     pages[kit] = gpu_pages.PART.sub(
         lambda part: f"{part[1]}{gpu_pages.tables(on_gpus)}{part[2]}", kit.read_text(encoding="utf-8")
     )
-    pages[ROOT / first_screen.NAME] = first_screen.chart()
+    pages[ROOT / first_screen.NAME] = first_screen.chart(state_of)
     pages[ROOT / "docs" / "evidence.md"] = evidence()
     return pages
 
@@ -940,23 +943,42 @@ def raw_names() -> list[str]:
 
 def evidence() -> str:
     """The page: what is claimed, and where each figure comes from."""
-    older = [name for name in raw_names() if not is_current(name)]
     on_gpus = gpu_lines.read_lines(gpu_lines.COMMITTED)
-    state = f"{len(older)} of {len(raw_names())} results are older than some of the code they measured."
-    parts = [_HEAD.format(where=_ELSEWHERE if gpu_pages.cards(on_gpus) else _ON_CPUS) + state]
+    parts = [_HEAD.format(where=_ELSEWHERE if gpu_pages.cards(on_gpus) else _ON_CPUS) + _counted()]
     for heading, claims in _sections():
         rows = [claim.row() for claim in claims]
         parts += [f"## {heading}", _table(["claim", "how it is checked", "result", "source"], rows)]
     parts += ["## GPUs", gpu_pages.evidence(on_gpus)]
     rows = []
     for name in raw_names():
-        measured_in = load(name)["environment"]
-        link = f"[{name}](#{name})"
-        rows.append([link, measured_in["date"][:10], f"`{measured_in['commit'][:8]}`", _state(name)])
+        link, commit = f"[{name}](#{name})", f"`{load(name)['environment']['commit'][:8]}`"
+        rows.append([link, state_of(name).date, commit, state_of(name).words])
     parts += ["## Raw files", _STATES, _table(["result", "measured", "commit", "state"], rows)]
     for name in raw_names():
         parts += [f"### {name}", _provenance(name)]
     return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def _counted() -> str:
+    """How many results are in each state, and the older ones with the hours that they take."""
+    names = raw_names()
+    count = Counter(state_of(name).name for name in names)
+    told = (
+        f"Of {len(names)} results **{count['current']} are current, {count['confirmed']} confirmed, {count['older']} "
+        "older** than some of the code that they measured ([what that means](#raw-files))."
+    )
+    older = [name for name in names if not state_of(name).stands]
+    minutes = {name: due.minutes_of(name, load(name)["environment"]) for name in older}
+    if not older:
+        return told
+    slowest = sorted(older, key=lambda name: (-minutes[name], name))
+    each = []
+    for hours, group in groupby(slowest, key=lambda name: f"{minutes[name] / 60:.1f}"):
+        links = [f"[{name}](#{name})" for name in group]
+        each.append(f"{', '.join(links)} {hours}" + (" each" if len(links) > 1 else ""))
+    return (
+        f"{told} To measure the older ones again takes about {sum(minutes.values()) / 60:.0f} hours: {'; '.join(each)}."
+    )
 
 
 def _sections() -> list[tuple[str, list[Claim]]]:
@@ -969,34 +991,20 @@ def _sections() -> list[tuple[str, list[Claim]]]:
     return found
 
 
-def states() -> str:
-    """A line a result: current, or older than which files."""
-    return "\n".join(f"{name:20}{_state(name)}" for name in raw_names())
-
-
-def is_current(name: str) -> bool:
-    """Whether a result is of the files as they are now."""
-    return _state(name) == "current"
-
-
-@cache
-def _state(name: str) -> str:
-    measured_in = load(name)["environment"]
-    files = changed(measured_in["depends"])
-    state = f"older than {len(files)} of {len(measured_in['depends'])} files" if files else "current"
-    return f"from an uncommitted tree; {state}" if measured_in["uncommitted"] else state
+def all_states() -> str:
+    """A line a result: current, confirmed, or older than which files."""
+    return "\n".join(f"{name:20}{state_of(name).words}" for name in raw_names())
 
 
 def _provenance(name: str) -> str:
     """Everything about where a result was measured, and which files have changed since."""
-    measured_in = load(name)["environment"]
-    files = changed(measured_in["depends"])
+    state, measured_in = state_of(name), load(name)["environment"]
     date, time = measured_in["date"][:16].split("T")
     lines = [
         f"- [raw file](../{raw_path(name)}), [page](../benchmarks/{name}/README.md), `{measured_in['command']}`",
         f"- {date} {time} UTC, commit `{measured_in['commit'][:12]}`, torch {measured_in['torch']}, "
         f"{measured_in['cores']} cores of {measured_in['cpu']}",
-        f"- {_state(name)}" + (f": {_some(files)}" if files else ""),
+        f"- {state.words}" + (f": {_some(state.files)}" if state.files else ""),
     ]
     if measured_in["uncommitted"]:
         lines.append(f"- not committed at the time: {_some(measured_in['uncommitted'])}")
@@ -1034,7 +1042,12 @@ between network namespaces of one machine, with a limited bandwidth.
 
 _STATES = """\
 - **current**: no file the result depends on has changed since the measurement.
+- **confirmed**: files have changed, but a short measurement at a later commit repeated the figures, and no file has
+  changed since. It takes only what decides them: of a race the settings of both sides that are in a ratio, in turns as
+  in the race, of the matrix a twentieth of the cases, drawn by the commit. The faster side has to be the same, each
+  ratio within 5 % of the published one, each case right. The figure and its date stay those of the full measurement.
 - **older than n files**: n of these files have changed. The figure may still hold, but it has not been measured again.
-  Changes to comments, docstrings and formatting do not count.
+  Changes to comments, docstrings and formatting do not count. **Not confirmed**: a short measurement did not repeat the
+  figures; the page of the benchmark says which.
 - **from an uncommitted tree**: the commit alone does not reproduce the measured code.
 """

@@ -1,4 +1,7 @@
-"""Writes the README's first screen from raw files: three figures, and the chart `benchmarks/why.svg`.
+"""Writes the README's first screen from raw files: a few figures, and the chart `benchmarks/why.svg`.
+
+A figure, or a panel of the chart, is there only while its result is current or confirmed (`benchmarks/states.py`), and
+says when it was measured and confirmed. What is older is named without its figures, with a link to the evidence.
 
 [Note: what the chart compares]
 Left: of each system the fastest setting that the search of `two_islands` found, whatever its memory; its median in the
@@ -8,14 +11,17 @@ version that was judged. DeepSpeed's pipeline has one schedule, so its other cel
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from statistics import median
 
 from atoll.ir.draw import SVG_STYLE
-from benchmarks.islands.judging import judged
+from benchmarks.islands.judging import fastest_of_each, judged
 from benchmarks.predictions import bench as predictions
 from benchmarks.provenance import Raw, load
+from benchmarks.states import State
 
 NAME = "benchmarks/why.svg"
 WIDTH, TOP = 960, 78
@@ -53,54 +59,134 @@ SCHEDULES: Mapping[str, str] = {
 """Schedule as torch calls it -> as it is called here. torch's InterleavedZeroBubble is beside Atoll's ZB-H1."""
 
 
-def figures() -> str:
-    """Three figures with what each is of, and the chart."""
-    race, matrix, byte_errors = _race(), load("matrix"), predictions.byte_errors(load("predictions")["real"])
-    ratio = judged(race)["best_against_best"]["ratio"]
+StateOf = Callable[[str], State]
+"""Name of a result -> its state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A figure and what it is of. raw: the result that has it.  words: with a link to the evidence."""
+
+    raw: str
+    value: str
+    words: str
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """A part of the chart. raw: the result that it draws.  left: where it begins in a chart that has all.
+
+    draw: its parts.  notes: lines below them.
+    """
+
+    raw: str
+    left: int
+    width: int
+    words: str
+    draw: Callable[[], list[str]]
+    notes: tuple[str, str]
+
+
+SUBJECTS: Mapping[str, str] = {
+    "two_islands": "step time and memory beside FSDP2, HSDP, DDP and DeepSpeed",
+    "two_islands_a100": "step time and memory on emulated A100 nodes",
+    "matrix": "every combination beside one process",
+    "predictions": "predicted peak memory",
+    "who_gets_it_right": "gradients beside those of torch and DeepSpeed",
+}
+"""Result -> what a sentence calls it that leaves its figures out."""
+
+
+def figures(state_of: StateOf) -> str:
+    """The figures that stand, each with what it is of and its dates, the chart of what stands, and what is missing."""
+    shown = [figure for figure in all_figures() if state_of(figure.raw).stands]
+    panels = [panel for panel in PANELS if state_of(panel.raw).stands]
+    older = [name for name in SUBJECTS if not state_of(name).stands]
+    parts = []
+    if shown:
+        dates = [f"measured {state_of(figure.raw).dates}" for figure in shown]
+        rows = [
+            [f"**{figure.value}**" for figure in shown],
+            [":-:"] * len(shown),
+            [each.words for each in shown],
+            dates,
+        ]
+        parts.append("\n".join(f"| {' | '.join(cells)} |" for cells in rows))
+    if panels:
+        parts.append(f"![{_words(panels)}]({NAME})")
+    if older:
+        parts.append(textwrap.fill(_older(older), 120, break_long_words=False, break_on_hyphens=False))
+    return "\n\n".join(parts) + "\n"
+
+
+def _older(names: Sequence[str]) -> str:
+    links = ", ".join(f"[{SUBJECTS[name]}](docs/evidence.md#{name})" for name in names)
+    return (
+        f"Measured, but before the code last changed: {links}. A figure is on this screen only while its code is "
+        "unchanged, or once a short measurement has [confirmed](docs/evidence.md#raw-files) it."
+    )
+
+
+def all_figures() -> list[Figure]:
+    """The figures from left to right, whether or not they stand."""
+    matrix, byte_errors = load("matrix"), predictions.byte_errors(load("predictions")["real"])
+    ratio = judged(_race())["best_against_best"]["ratio"]
     nodes = load("two_islands_a100")["races"]
     fast = next(judged(each)["best_against_best"]["ratio"] for name, each in nodes.items() if name.startswith("100 Gb"))
     errors = [abs(error) for error in byte_errors]
-    cells = {
-        f"{ratio:.2f}×": "as fast as the fastest of FSDP2, HSDP, DDP and DeepSpeed on two emulated nodes joined by "
-        f"[400 Mbit/s](docs/evidence.md#two_islands); {fast:.2f}× at the ratio of network to compute of "
-        "[A100 nodes on 100 Gb/s](docs/evidence.md#two_islands_a100)",
-        f"{matrix['right']:,} of {matrix['cases']:,}": "combinations of schedule, layout, tensor parallelism, "
-        "recompute and model [match one process](docs/evidence.md#matrix) in float64, within 1e-10",
-        f"{median(errors):.1%}".replace("%", " %"): "median error of the "
-        f"[predicted peak memory](docs/evidence.md#predictions), worst {max(errors):.1%}".replace("%", " %"),
-    }
-    table = [cells.keys(), [":-:"] * len(cells), cells.values()]
-    lines = ["| " + " | ".join(f"**{cell}**" if line is table[0] else cell for cell in line) + " |" for line in table]
-    return "\n".join([*lines, "", f"![{_words()}]({NAME})", ""])
+    return [
+        Figure(
+            "two_islands",
+            f"{ratio:.2f}×",
+            "as fast as the fastest of FSDP2, HSDP, DDP and DeepSpeed on two emulated nodes joined by "
+            "[400 Mbit/s](docs/evidence.md#two_islands)",
+        ),
+        Figure(
+            "two_islands_a100",
+            f"{fast:.2f}×",
+            "as fast as the fastest of FSDP2, HSDP, DDP and DeepSpeed at the ratio of network to compute of "
+            "[two A100 nodes on 100 Gb/s](docs/evidence.md#two_islands_a100), emulated",
+        ),
+        Figure(
+            "matrix",
+            f"{matrix['right']:,} of {matrix['cases']:,}",
+            "combinations of schedule, layout, tensor parallelism, recompute and model "
+            "[match one process](docs/evidence.md#matrix) in float64, within 1e-10",
+        ),
+        Figure(
+            "predictions",
+            f"{median(errors):.1%}".replace("%", " %"),
+            "median error of the [predicted peak memory](docs/evidence.md#predictions), "
+            f"worst {max(errors):.1%}".replace("%", " %"),
+        ),
+    ]
 
 
-def chart() -> str:
-    """The whole SVG."""
-    rows = fastest()
-    height = TOP + ROW * len(SCHEDULES) + 62
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" '
-            f'height="{height}">',
-            f"<title>{escape(_words())}</title>",
-            SVG_STYLE,
-            f'<rect class="page" width="{WIDTH}" height="{height}" rx="6"/>',
-            *_bars(rows),
-            *_verdicts(),
-            *_notes(height),
-            "</svg>\n",
-        ]
-    )
+def chart(state_of: StateOf) -> str | None:
+    """The whole SVG, of the panels that stand; None where none does."""
+    panels = [panel for panel in PANELS if state_of(panel.raw).stands]
+    if not panels:
+        return None
+    width, height = sum(panel.width for panel in panels), TOP + ROW * len(SCHEDULES) + 80
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">',
+        f"<title>{escape(_words(panels))}</title>",
+        SVG_STYLE,
+        f'<rect class="page" width="{width}" height="{height}" rx="6"/>',
+    ]
+    left = 0
+    for panel in panels:
+        notes = [*panel.notes, f"Measured {state_of(panel.raw).dates}."]
+        lines = [_text(line, panel.left + 12, height - 48 + 18 * at, is_quiet=True) for at, line in enumerate(notes)]
+        parts += [f'<g id="{panel.raw}" transform="translate({left - panel.left})">', *panel.draw(), *lines, "</g>"]
+        left += panel.width
+    return "\n".join([*parts, "</svg>\n"])
 
 
 def fastest() -> dict[str, Raw]:
     """System -> its fastest setting, the fastest system first."""
-    race = _race()
-    settings = {row["name"]: row for row in (*race["visited"], *race["rows"]) if not row["problem"]}
-    best: dict[str, Raw] = {}
-    for row in sorted(settings.values(), key=lambda row: row["median_seconds"]):
-        best.setdefault(KINDS[row["name"].split()[0]], row)
-    return best
+    rows = sorted(fastest_of_each(_race()).items(), key=lambda pair: pair[1]["median_seconds"])
+    return {KINDS[system]: row for system, row in rows}
 
 
 def verdicts() -> dict[tuple[str, str], str]:
@@ -119,11 +205,14 @@ def _race() -> Raw:
     return next(iter(load("two_islands")["races"].values()))
 
 
-def _words() -> str:
-    return "Left: seconds a step on two nodes. Right: which systems compute right gradients under which schedule"
+def _words(panels: Sequence[Panel]) -> str:
+    if len(panels) == 1:
+        return panels[0].words[0].upper() + panels[0].words[1:]
+    return ". ".join(f"{side}: {panel.words}" for side, panel in zip(("Left", "Right"), panels, strict=True))
 
 
-def _bars(rows: Mapping[str, Raw]) -> list[str]:
+def _bars() -> list[str]:
+    rows = fastest()
     left, right = 112, SPLIT - 96
     longest = max(row["median_seconds"] for row in rows.values())
     parts = ['<text class="head" x="12" y="26">Seconds a step, less is better</text>']
@@ -167,22 +256,35 @@ def _cell(verdict: str, x: float, y: float) -> list[str]:
     return [box, f'<text x="{x + CELL / 2}" y="{y + 18}" text-anchor="middle"{colour}>{verdict or "–"}</text>']
 
 
-def _notes(height: int) -> list[str]:
-    lines = (
-        (12, "Two emulated nodes of two CPU ranks, 400 Mbit/s;"),
-        (SPLIT + 12, "off: error of a gradient as a share of its largest element. No exception is raised."),
-    )
-    more = (
-        (12, "each system's fastest setting and its peak memory."),
-        (SPLIT + 12, "–: no such schedule. DeepSpeed refuses ZeRO-2 and ZeRO-3 in a pipeline."),
-    )
-    return [
-        _text(words, x, y, is_quiet=True) for y, row in ((height - 30, lines), (height - 12, more)) for x, words in row
-    ]
-
-
 def _text(
     words: str, x: float, y: float, *, anchor: str = "start", is_bold: bool = False, is_quiet: bool = False
 ) -> str:
     look = (' class="quiet"' if is_quiet else "") + (' style="font-weight: 600"' if is_bold else "")
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{look}>{escape(words)}</text>'
+
+
+PANELS = (
+    Panel(
+        "two_islands",
+        0,
+        SPLIT,
+        "seconds a step on two nodes",
+        _bars,
+        (
+            "Two emulated nodes of two CPU ranks, 400 Mbit/s;",
+            "each system's fastest setting and its peak memory.",
+        ),
+    ),
+    Panel(
+        "who_gets_it_right",
+        SPLIT,
+        WIDTH - SPLIT,
+        "which systems compute right gradients under which schedule",
+        _verdicts,
+        (
+            "off: error of a gradient as a share of its largest element. No exception is raised.",
+            "–: no such schedule. DeepSpeed refuses ZeRO-2 and ZeRO-3 in a pipeline.",
+        ),
+    ),
+)
+"""From left to right."""

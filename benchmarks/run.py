@@ -5,10 +5,12 @@ The result is written to `benchmarks/<name>/results/latest.json` with where it w
 that it depends on (`benchmarks/provenance.py`); a bench that has `publish(result, folder)` adds its pictures. To add
 one: the folder, and its name in `BENCHMARKS` or `SLOW`; to quote it in the README, a row of `benchmarks/claims.py`.
 
+    --confirm  measure only what decides the figures of results that are older than their code, and say whether they
+               still hold (of a bench that has `confirm`, see `benchmarks/confirmations.py`)
     --front    race the members of the fronts alone (of a bench that has `race_front`); writes `results/quick.json`
     --pages    write every generated page from the raw files, without measuring (`make evidence`)
     --stale    say which results are older than what they depend on (`make stale`)
-    --due N    measure those again for N minutes, the most urgent first (`benchmarks/due.py`)
+    --due N    measure those again for N minutes, or confirm them, the most urgent first (`benchmarks/due.py`)
 """
 
 from __future__ import annotations
@@ -19,8 +21,13 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from benchmarks import due
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ("overhead", "precision", "schedules", "parity", "emulated")
@@ -60,11 +67,17 @@ def main() -> None:
         "names", nargs="*", metavar="NAME", help=f"by default {', '.join(BENCHMARKS)}; also {', '.join(SLOW)}"
     )
     parser.add_argument("--quick", action="store_true", help="a few small steps, to see that it runs; writes no file")
+    parser.add_argument(
+        "--confirm", action="store_true", help="measure only what decides the figures; writes results/confirmation.json"
+    )
     parser.add_argument("--front", action="store_true", help="only the fronts of a race; writes results/quick.json")
     parser.add_argument("--pages", action="store_true", help="write the pages from the raw files; measures nothing")
     parser.add_argument("--stale", action="store_true", help="say which results are older than their files; no more")
     parser.add_argument(
-        "--due", type=float, metavar="MINUTES", help="measure results again that are older than their code, for so long"
+        "--due",
+        type=float,
+        metavar="MINUTES",
+        help="measure results again, or confirm them, that are older than their code, for so long",
     )
     parser.add_argument(
         "--uncommitted", action="store_true", help="measure files that are not committed; the result says so"
@@ -92,11 +105,18 @@ def main() -> None:
     if arguments.stale:
         from benchmarks import claims
 
-        print(claims.states())
+        print(claims.all_states())
     elif arguments.pages:
         _write_pages()
     elif arguments.due is not None:
         _measure_due(arguments.due)
+    elif arguments.confirm:
+        if not arguments.names:
+            parser.error("--confirm needs the names of results")
+        held = [_confirm(name, arguments) for name in arguments.names]
+        if not arguments.quick:
+            _write_pages()
+        sys.exit(not all(held))
     elif arguments.front:
         for name in arguments.names:
             _race_front(name)
@@ -110,6 +130,50 @@ def main() -> None:
 def _measure(name: str, arguments: argparse.Namespace) -> None:
     """One benchmark and its raw file. Exits where a file that it depends on is not committed, unless that is asked
     for."""
+    from benchmarks import confirmations, provenance
+
+    measured_in = _environment(name, arguments)
+    bench = importlib.import_module(f"benchmarks.{name}.bench")
+    arguments.depends = measured_in["depends"]
+    begin = time.monotonic()
+    found = bench.run(arguments)
+    result = {**found, "environment": {**measured_in, "seconds": round(time.monotonic() - begin, 1)}}
+    print(bench.report(result), flush=True)
+    if arguments.quick:
+        return
+    _write(ROOT / provenance.raw_path(name), result)
+    (ROOT / confirmations.path_of(name)).unlink(missing_ok=True)  # it was of the result before
+
+
+def _confirm(name: str, arguments: argparse.Namespace) -> bool:
+    """Measure what decides a result's figures, and return whether they hold. Exits as `_measure` does, and where a
+    bench has no short way."""
+    from benchmarks import confirmations, provenance, states
+
+    result = provenance.load(name)
+    if states.state(result["environment"]).name == "current":
+        print(f"{name} is current, there is nothing to confirm", flush=True)
+        return True
+    bench = importlib.import_module(f"benchmarks.{name}.bench")
+    if not hasattr(bench, "confirm"):
+        sys.exit(f"{name} has no short measurement: measure it again, `python benchmarks/run.py {name}`")
+    measured_in = _environment(name, arguments)
+    arguments.seed = confirmations.seed_of(measured_in["commit"])
+    begin = time.monotonic()
+    found = bench.confirm(arguments, result)
+    measured_in["seconds"] = round(time.monotonic() - begin, 1)
+    earlier = confirmations.load(name)
+    made = confirmations.record(found, of=result["environment"], measured_in=measured_in, earlier=earlier)
+    for check in confirmations.checks_of(made):
+        print(f"{'holds' if check.holds else 'DIFFERS':8}{check.words}", flush=True)
+    if not arguments.quick:
+        _write(ROOT / confirmations.path_of(name), made)
+    return not confirmations.differing(made)
+
+
+def _environment(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Where and at which commit a benchmark begins. Exits where a file that it depends on is not committed, unless
+    that is asked for."""
     from benchmarks import provenance
     from benchmarks.environment import environment
 
@@ -122,36 +186,47 @@ def _measure(name: str, arguments: argparse.Namespace) -> None:
             "A result names the commit that it was measured at. Commit them, or say --uncommitted, which marks the "
             "result."
         )
-    bench = importlib.import_module(f"benchmarks.{name}.bench")
-    arguments.depends = depends
-    begin = time.monotonic()
-    found = bench.run(arguments)
-    result = {**found, "environment": {**measured_in, "seconds": round(time.monotonic() - begin, 1)}}
-    print(bench.report(result), flush=True)
-    if arguments.quick:
-        return
-    path = ROOT / provenance.raw_path(name)
+    return measured_in
+
+
+def _write(path: Path, found: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     print(f"written to {path.relative_to(ROOT)}\n", flush=True)
 
 
 def _measure_due(minutes: float) -> None:
     """Measure results again, each in a process of its own: one that fails, or needs root, does not end the others."""
-    from benchmarks import claims, due, provenance
+    from benchmarks import due
 
     end = time.monotonic() + 60.0 * minutes
-    readme, now = (ROOT / "README.md").read_text(encoding="utf-8"), datetime.now(UTC)
-    names = [name for name in claims.raw_names() if not claims.is_current(name)]
-    results = [due.result(name, provenance.load(name)["environment"], readme, now) for name in names]
+    results = _due()
     while (chosen := due.following(results, (end - time.monotonic()) / 60.0)) is not None:
-        results.remove(chosen)
-        print(f"{chosen.name}: {chosen.days:.1f} days old, about {chosen.minutes:.0f} minutes", flush=True)
-        command = [sys.executable, str(Path(__file__).resolve()), chosen.name]
+        results = [each for each in results if each.full.name != chosen.name]
+        way = "confirmed in" if chosen.confirms else "measured in"
+        print(f"{chosen.name}: {chosen.days:.1f} days old, {way} about {chosen.minutes:.0f} minutes", flush=True)
+        command = [sys.executable, str(Path(__file__).resolve()), chosen.name, *["--confirm"] * chosen.confirms]
         if subprocess.run(command, cwd=ROOT, check=False).returncode:
-            print(f"{chosen.name} failed, its result stays as it was", flush=True)
-    hours = sum(each.minutes for each in results) / 60.0
+            print(f"{chosen.name} failed or was not confirmed, its result stays as it was", flush=True)
+    hours = sum(each.full.minutes for each in results) / 60.0
     print(f"{len(results)} results are still older than their code; they take about {hours:.1f} hours", flush=True)
+
+
+def _due() -> list[due.Result]:
+    """The results that are older than their code, with the ways to measure them again."""
+    from benchmarks import claims, confirmations, due, provenance, states
+
+    readme, now = (ROOT / "README.md").read_text(encoding="utf-8"), datetime.now(UTC)
+    results = []
+    for name in claims.raw_names():
+        state, last = states.state_of(name), confirmations.load(name)
+        if state.stands:
+            continue
+        bench = importlib.import_module(f"benchmarks.{name}.bench")
+        has_short = hasattr(bench, "confirm") and not state.is_refuted
+        confirmed_in = (last["environment"] if last else {}) if has_short else None
+        results.append(due.result(name, provenance.load(name)["environment"], readme, now, confirmed_in=confirmed_in))
+    return results
 
 
 def _race_front(name: str) -> None:
@@ -162,16 +237,16 @@ def _race_front(name: str) -> None:
     bench = importlib.import_module(f"benchmarks.{name}.bench")
     measured_in = environment(command=["python", "benchmarks/run.py", *sys.argv[1:]], depends=provenance.depends(name))
     found = bench.race_front(provenance.load(name), commit=measured_in["commit"])
-    path = ROOT / "benchmarks" / name / "results" / "quick.json"
-    path.write_text(json.dumps({**found, "environment": measured_in}, indent=1) + "\n", encoding="utf-8")
-    print(f"written to {path.relative_to(ROOT)}\n", flush=True)
+    _write(ROOT / "benchmarks" / name / "results" / "quick.json", {**found, "environment": measured_in})
 
 
 def _write_pages() -> None:
     from benchmarks import claims
 
     for path, text in claims.wanted_pages().items():
-        if not path.is_file() or path.read_text(encoding="utf-8") != text:
+        if text is None:
+            path.unlink(missing_ok=True)
+        elif not path.is_file() or path.read_text(encoding="utf-8") != text:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
             print(f"wrote {path.relative_to(ROOT)}", flush=True)

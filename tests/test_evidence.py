@@ -43,16 +43,17 @@ FILES: Mapping[str, str] = {
 
 
 @pytest.fixture(scope="module")
-def pages() -> dict[Path, str]:
+def pages() -> dict[Path, str | None]:
     return claims.wanted_pages()
 
 
-def test_pages_say_what_the_raw_files_say(pages: dict[Path, str]) -> None:
-    wrong = [path for path, text in pages.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
+def test_pages_say_what_the_raw_files_say(pages: dict[Path, str | None]) -> None:
+    found = {path: path.read_text(encoding="utf-8") if path.is_file() else None for path in pages}
+    wrong = [path for path, text in pages.items() if found[path] != text]
     assert not wrong, f"{', '.join(path.relative_to(ROOT).as_posix() for path in wrong)}: run `make evidence`"
 
 
-def test_every_result_has_a_page_and_every_page_of_a_benchmark_a_result(pages: dict[Path, str]) -> None:
+def test_every_result_has_a_page_and_every_page_of_a_benchmark_a_result(pages: dict[Path, str | None]) -> None:
     written = {path.parent.name for path in ROOT.glob("benchmarks/*/README.md")}
     # The page of the GPU kit is there before the first line.
     assert written == {*NAMES, "gpu"} == {path.parent.name for path in pages if path.match("benchmarks/*/README.md")}
@@ -117,7 +118,7 @@ def test_a_result_is_older_if_the_code_of_a_file_changes(path: str, text: str, i
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 def test_what_is_not_committed_is_not_measured(tmp_path: Path) -> None:
     """In a repository of its own, whose only benchmark has changed since the last commit."""
-    for path in ("run.py", "provenance.py", "environment.py", "claims.py"):
+    for path in ("run.py", "provenance.py", "environment.py", "claims.py", "confirmations.py"):
         target = tmp_path / "benchmarks" / path
         target.parent.mkdir(exist_ok=True)
         target.write_text((ROOT / "benchmarks" / path).read_text(encoding="utf-8"), encoding="utf-8")
@@ -174,21 +175,50 @@ def test_what_trains_depends_on_the_trainer() -> None:
     assert {"src/atoll/cli/train.py", "src/atoll/training/loop.py", "src/atoll/runtime/engine.py"} <= found
 
 
+NOW = datetime(2026, 11, 26, tzinfo=UTC)
+LINKS = "[a](docs/evidence.md#first) [b](docs/evidence.md#first) [c](benchmarks/matrix/README.md)"
+
+
+def due_result(name: str, date: str, confirmed_in: Mapping[str, float] | None = None, **more: float) -> due.Result:
+    return due.result(name, {"date": f"{date}T00:00:00+00:00", **more}, LINKS, NOW, confirmed_in=confirmed_in)
+
+
 def test_the_most_urgent_result_is_measured_first() -> None:
     """By age, by links on the README, and by how long it takes; one that does not fit waits."""
-    now = datetime(2026, 11, 26, tzinfo=UTC)
-
-    def result(name: str, date: str, **more: float) -> due.Result:
-        return due.result(name, {"date": f"{date}T00:00:00+00:00", **more}, readme, now)
-
-    readme = "[a](docs/evidence.md#first) [b](docs/evidence.md#first) [c](benchmarks/matrix/README.md)"
-    first = result("first", "2026-11-20", seconds=600.0)
-    matrix = result("matrix", "2026-11-20")
-    other = result("other", "2026-11-25")
-    assert (first.days, first.links, first.minutes) == (6.0, 2, 10.0)
-    assert (matrix.links, matrix.minutes) == (1, due.MINUTES["matrix"])
-    assert (other.links, other.minutes) == (0, due.OTHER_MINUTES)
-    assert due.order([other, matrix, first]) == [first, matrix, other]
-    assert due.following([matrix, other], minutes=30.0) is other
+    first = due_result("first", "2026-11-20", seconds=600.0)
+    matrix = due_result("matrix", "2026-11-20")
+    other = due_result("other", "2026-11-25")
+    assert (first.full.days, first.full.links, first.full.minutes) == (6.0, 2, 10.0)
+    assert (matrix.full.links, matrix.full.minutes) == (1, due.MINUTES["matrix"])
+    assert (other.full.links, other.full.minutes) == (0, due.OTHER_MINUTES)
+    assert due.order([other, matrix, first], 120.0) == [first.full, matrix.full, other.full]
+    assert due.following([matrix, other], minutes=30.0) is other.full
     assert due.following([matrix, other], minutes=5.0) is None
     assert set(due.MINUTES) <= set(NAMES)
+
+
+@pytest.mark.parametrize(
+    ("full", "short", "left", "is_confirmed"),
+    [
+        (20.0, 12.0, 30.0, False),
+        (20.0, 12.0, 15.0, True),  # the full one does not fit
+        (60.0, 12.0, 90.0, True),  # it takes five times as long
+        (60.0, None, 90.0, False),  # there is no short one, or it was refuted
+        (60.0, None, 30.0, None),
+        (60.0, 12.0, 10.0, None),
+    ],
+)
+def test_a_result_is_confirmed_where_the_full_measurement_does_not_fit_or_is_much_longer(
+    full: float, short: float | None, left: float, is_confirmed: bool | None
+) -> None:
+    confirmed_in = None if short is None else {"seconds": 60.0 * short}
+    result = due_result("first", "2026-11-20", confirmed_in, seconds=60.0 * full)
+    found = due.following([result], left)
+    assert (None if found is None else found.confirms) is is_confirmed
+
+
+def test_the_minutes_of_a_confirmation_are_those_of_the_last_one_or_an_estimate() -> None:
+    race = due_result("two_islands", "2026-11-20", {})
+    assert race.short is not None
+    assert race.short.minutes == due.CONFIRMATIONS["two_islands"]
+    assert race.short.urgency > race.full.urgency

@@ -8,12 +8,17 @@ import subprocess
 import sys
 import sysconfig
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import atoll
+from benchmarks import first_screen, states
+from benchmarks.gpu.lines import COMMITTED, read_lines
+from benchmarks.gpu.pages import PART, paragraph
+from benchmarks.states import State
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "atoll"
@@ -240,3 +245,89 @@ def test_versions_are_pinned_for_every_requirement() -> None:
 
     assert [line for line in lines if not re.fullmatch(r"[\w.-]+==[\w.]+", line)] == []
     assert {re.split(r"[<>=]", each)[0] for each in wanted} <= pinned
+
+
+# ---- the README's first screen
+
+FIGURE = re.compile(r"\d[\d.,]*\s?(?:×|%|s\b|MB\b)|\d of \d")
+"""What looks like a measured figure."""
+
+
+def first_screen_of(page: str) -> str:
+    return page.split("\n## ")[0]
+
+
+def figures_that_do_not_stand(screen: str, picture: str, stands: Callable[[str], bool]) -> list[str]:
+    """The measured figures and panels of a first screen whose result is neither current nor confirmed. Figures of GPUs,
+    which are lent now and then, stay: with commit, date and state beside them."""
+    screen = PART.sub("", screen)
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in screen.splitlines() if line[:1] == "|"]
+    columns = [" ".join(cells) for cells in zip(*lines, strict=True)]
+    loose = "\n".join(line for line in screen.splitlines() if line[:1] != "|")
+    found = FIGURE.findall(re.sub(r"\]\(.*?\)", "", loose))
+    for column in columns:
+        results = re.findall(r"evidence\.md#(\w+)", column)
+        if not results or not all(map(stands, results)):
+            found += FIGURE.findall(column)
+    panels = re.findall(r'<g id="(\w+)"', picture)
+    return found + [f"{first_screen.NAME}: {panel}" for panel in panels if not stands(panel)]
+
+
+def fake_states(*names: str) -> Callable[[str], State]:
+    """Results that are older than their code, but for those that are named."""
+    measured_in: dict[str, Any] = {"date": "2026-11-01T00:00:00+00:00", "uncommitted": [], "depends": {}}
+    return lambda name: State(measured_in=measured_in, files=[] if name in names else ["src/atoll/engine.py"])
+
+
+def test_the_first_screen_has_only_figures_that_are_current_or_confirmed() -> None:
+    screen = first_screen_of((ROOT / "README.md").read_text(encoding="utf-8"))
+    picture = ROOT / first_screen.NAME
+    assert picture.is_file() == (first_screen.NAME in screen)
+    drawn = picture.read_text(encoding="utf-8") if picture.is_file() else ""
+    assert figures_that_do_not_stand(screen, drawn, lambda name: states.state_of(name).stands) == []
+
+
+@pytest.mark.parametrize(
+    "standing",
+    [
+        (),
+        ("matrix",),
+        ("two_islands",),
+        ("who_gets_it_right", "predictions"),
+        ("two_islands", "two_islands_a100", "matrix", "predictions", "who_gets_it_right"),
+    ],
+)
+def test_an_older_figure_is_left_out_of_the_first_screen(standing: tuple[str, ...]) -> None:
+    state_of = fake_states(*standing)
+    screen, picture = first_screen.figures(state_of), first_screen.chart(state_of)
+    assert figures_that_do_not_stand(screen, picture or "", lambda name: name in standing) == []
+    tables = [figure for figure in first_screen.all_figures() if figure.raw in standing]
+    assert screen.count("measured 2026-11-01") == len(tables)
+    panels = [panel.raw for panel in first_screen.PANELS if panel.raw in standing]
+    assert re.findall(r'<g id="(\w+)"', picture or "") == panels
+    assert (first_screen.NAME in screen) == bool(panels)
+    sentence = screen.rpartition("Measured, but before")[2] if len(standing) < 5 else ""
+    assert {name for name in first_screen.SUBJECTS if f"#{name})" in sentence} == (
+        set(first_screen.SUBJECTS) - set(standing)
+    )
+
+
+def test_figures_of_gpus_say_of_which_code_they_are() -> None:
+    """Past the last claim of each commit there is the commit, its date, and whether its code is today's."""
+    text = " ".join(paragraph(read_lines(COMMITTED)).split())
+    claims, _, _ = text.partition(" [The table]")
+    parts = re.split(r"\(`[0-9a-f]{8}`, \d{4}-\d\d-\d\d, (?:current|older than the code)\)\.", claims)
+    assert len(parts) > 1
+    assert FIGURE.findall(parts[-1]) == []
+
+
+def test_a_figure_that_does_not_stand_is_noticed() -> None:
+    everything = fake_states(*first_screen.SUBJECTS)
+    screen, picture = first_screen.figures(everything), first_screen.chart(everything)
+    assert picture is not None
+    assert figures_that_do_not_stand(screen, picture, lambda name: True) == []
+    assert figures_that_do_not_stand(screen, picture, lambda name: name != "matrix") == ["0 of 5"]
+    older = figures_that_do_not_stand(screen, picture, lambda name: name != "two_islands")
+    assert len(older) == 2, older
+    assert older[1] == "benchmarks/why.svg: two_islands"
+    assert figures_that_do_not_stand("It is 1.31× as fast.", "", lambda name: True) == ["1.31×"]

@@ -63,6 +63,16 @@ JOBS: Mapping[str, Job] = {
     "pipeline of 2, ZB-V": Job(2, {"pipeline": 2, "schedule": "zb-v"}),
     "pipeline of 4, ZB-H1": Job(4, {"pipeline": 4, "schedule": "zb-h1"}),
     "tensor 2": Job(2, {"tensor": 2}),
+    "islands, int8": Job(
+        2,
+        {
+            "outer.every": 4,
+            "outer.fragments": 2,
+            "outer.delay": 1,
+            "outer.codec": "int8",
+            "outer.rounding": "stochastic",
+        },
+    ),
 }
 
 CONFIG = """

@@ -164,7 +164,7 @@ def _options(result: Result, device: str) -> Iterator[Figure]:
     usual = found.get("NNG")
     if usual is None:
         return
-    for name in ("NNG, recompute block", "GGG", "NNG, microbatch doubled"):
+    for name in ("NNG, recompute block", "NNG, recompute selective", "GGG", "NNG, microbatch doubled"):
         if name in found:
             words = f"{found[name]['tokens_per_second'] / usual['tokens_per_second']:.3f} of the tokens/s"
             if "peak_allocated" in usual:
@@ -183,14 +183,19 @@ def _predictions(result: Result, device: str) -> Iterator[Figure]:
     if known and all("peak_allocated" in rows[name] for name in known):
         errors = [given[name]["peak_bytes"] / rows[name]["peak_allocated"] - 1.0 for name in known]
         yield _errors(f"predicted peak of {len(known)} settings", errors, PEAK_ERROR, "peak memory is predicted")
-    for what, source, most in (
-        ("predicted time, preset", given, PRESET_ERROR),
-        ("predicted time, measured card", result.get("from_measurements", {}), None),
-        ("predicted time, calibrated", result.get("calibrated", {}), CALIBRATED_ERROR),
+    for what, source, most, claim in (
+        ("predicted time, preset", given, PRESET_ERROR, "the preset predicts step time"),
+        ("predicted time, measured card", result.get("from_measurements", {}), None, ""),
+        (
+            "predicted time, calibrated",
+            result.get("calibrated", {}),
+            CALIBRATED_ERROR,
+            "step time is predicted after calibration",
+        ),
     ):
         errors = [source[name]["seconds"] / rows[name]["median_seconds"] - 1.0 for name in rows if name in source]
         if errors:
-            yield _errors(what, errors, most)
+            yield _errors(what, errors, most, claim)
 
 
 def _errors(what: str, errors: Sequence[float], most: float | None, claim: str = "") -> Figure:
@@ -238,6 +243,9 @@ def _checks(result: Result, device: str) -> Iterator[Figure]:
 def _codecs(result: Result, device: str) -> Iterator[Figure]:
     if result.get("codecs"):
         yield at_most("codec kernels against formulas", _worst(result["codecs"]), 1e-12)
+        compiled = [row["worst_fp32"] for row in result["codecs"] if "worst_fp32" in row]
+        if compiled:
+            yield at_most("compiled in fp32", max(map(float, compiled)), 1e-6)
     if result.get("muon"):
         claim = "Muon matches its formula within 1e-10"
         yield at_most("Muon, parity", _worst(result["muon"]), PARITY, claim=claim)

@@ -22,15 +22,15 @@ LIMITS = (
 
 _NOT_YET = (
     "**Nothing has been proved on a GPU yet.** The NCCL transport, its streams and the GPU tests (`make gpu`) are "
-    "written, but every figure on this page was measured on CPUs over gloo, on machines with two cores. Atoll has not "
+    "written, but every figure here and in the evidence was measured on CPUs over gloo, with two cores. Atoll has not "
     "run on more than one machine, on more than 8 ranks, or with more than 100 million parameters. "
     "[Evidence](docs/evidence.md) lists each claim with its raw file, command, commit and date."
 )
 
 _ELSEWHERE = (
-    "All other figures on this page were measured on CPUs over gloo, on machines with two cores. Atoll has not run on "
-    "more than one machine or on more than 8 ranks. [Evidence](docs/evidence.md) lists each claim with its raw file, "
-    "command, commit and date."
+    "All other figures, here and in the evidence, were measured on CPUs over gloo, with two cores. Atoll has not run "
+    "on more than one machine or on more than 8 ranks. [Evidence](docs/evidence.md) lists each claim with its raw "
+    "file, command, commit and date."
 )
 
 
@@ -53,15 +53,30 @@ def paragraph(given: Iterable[Line]) -> str:
     found = cards(given)
     if not found:
         return _wrapped(_NOT_YET)
-    said = []
-    for device, own in found.items():
-        judged = [(line, each) for line in own for each in figures_of(line) if each.claim]
-        proved = [f"{each.claim} (`{line['commit'][:8]}`)" for line, each in judged if each.passed]
-        missed = [each.what for _, each in judged if not each.passed]
-        words = f"**Proved on one {device}:** {'; '.join(proved)}." if proved else f"**Measured on one {device}.**"
-        said.append(words + (f" Not reached: {'; '.join(missed)}." if missed else ""))
+    said = [_said(device, own) for device, own in found.items()]
     said.append(f"[The table](benchmarks/gpu/README.md) has every figure and its target. {LIMITS} {_ELSEWHERE}")
     return _wrapped(" ".join(said))
+
+
+def _said(device: str, own: Sequence[Line]) -> str:
+    """What is proved on a card, by commit, and what is not reached."""
+    proved: dict[str, list[str]] = {}
+    missed = []
+    for line in own:
+        for each in figures_of(line):
+            if each.claim and each.passed:
+                proved.setdefault(_source(line), []).append(each.claim)
+            elif each.claim:
+                missed.append(each.what)
+    said = [f"{'; '.join(claims)} ({commit})." for commit, claims in proved.items()]
+    said += [f"Not reached: {'; '.join(missed)}."] if missed else []
+    return " ".join([f"**{'Proved' if proved else 'Measured'} on one {device}:**", *said])
+
+
+def _source(line: Line) -> str:
+    """Commit and date of a line, and whether its code is today's."""
+    commit, age, date, _ = _origin(line)
+    return f"{commit}, {date}, {'current' if age == 'current' else 'older than the code'}"
 
 
 def tables(given: Iterable[Line]) -> str:

@@ -1,8 +1,9 @@
 """A race of one work on one mesh, measured and written down.
 
-Each bench of a race (`two_islands`, `one_machine` and their other works) is a `Case` that is given to `run` here and to
-`quick.race_front`, and a `Page` that is given to the functions of `pages`. The raw file holds what was seen alone:
-fronts and verdicts follow from it (`judging`), so that another judgement or sentence makes no result older.
+Each bench of a race (`two_islands`, `one_machine` and their other works) is a `Case` that is given to `run` here, to
+`quick.race_front` and to `quick.confirm`, and a `Page` that is given to the functions of `pages`. The raw file holds
+what was seen alone: fronts and verdicts follow from it (`judging`), so that another judgement or sentence makes no
+result older.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from typing import Any
 
 from atoll.testing.matrix import FACTORS, MODELS, OTHERS, Choice, case_of, name_of, whole
 from atoll.testing.parity import measure_parity
+from benchmarks.confirmations import Check, drawn
 from benchmarks.islands.tables import grid, measured_in
 
 TOLERANCE = 1e-10
@@ -53,6 +54,24 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "tolerance": TOLERANCE,
         "tables": [_counts(rows, down, across) for down, across in TABLES],
         "problems": [f"{name_of(c)}: {done[name_of(c)]['problem']}" for c in choices if done[name_of(c)]["problem"]],
+    }
+
+
+def confirm(arguments: argparse.Namespace, result: Mapping[str, Any]) -> dict[str, Any]:
+    """Run a twentieth of this source's matrix, drawn by the commit: all of it has to be right, as all of it was."""
+    choices = list(whole())
+    chosen = list(islice(choices, 0, None, EACH)) if arguments.quick else drawn(choices, seed=arguments.seed)
+    rows = [{"name": name_of(choice), **_judge(choice)} for choice in chosen]
+    problems = [f"{row['name']}: {row['problem']}" for row in rows if row["problem"]]
+    was, now = ("all" if right else "not all" for right in (result["cases"] == result["right"], not problems))
+    return {
+        "how": f"{len(rows)} of {len(choices):,} cases, drawn with seed {arguments.seed}",
+        "checks": [Check("cases within the tolerance", was, now).to_json()],
+        "seed": arguments.seed,
+        "cases": len(rows),
+        "of": len(choices),
+        "worst": max(row["worst"] for row in rows),
+        "problems": problems,
     }
 
 

@@ -1,4 +1,4 @@
-"""The largest difference from one process in float64, over every case that the tests check.
+"""The largest difference from one process in float64, over every case of which the tests draw some.
 
 max|a-b| / max(1e-2, max|b|) per tensor, loss and gradient norm, over three steps of AdamW with clipping on a model with
 tied, frozen, odd-sized, tiny and unused parameters and dropout; and over the ten steps after each resume.

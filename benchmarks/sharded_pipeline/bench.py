@@ -22,9 +22,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.confirmations import Check
 from benchmarks.islands import tables
 from benchmarks.islands.allocations import library
 from benchmarks.islands.front import best_against_best, front, near_front, verdicts
+from benchmarks.islands.quick import at_budgets
 from benchmarks.islands.scatter import scatter
 from benchmarks.sharded_pipeline.search import Row, Track, rows_of, search
 from benchmarks.sharded_pipeline.settings import EXTRA, LINE, Ours, Setting, Theirs, seeds
@@ -166,10 +168,70 @@ def _decided(rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
+def confirm(arguments: argparse.Namespace, result: Mapping[str, Any]) -> dict[str, Any]:
+    """Race again what decides the figures, on both links, as often as the race did; gradients are checked first.
+
+    A quick one races the pair that is alike. Raises RuntimeError where gradients are wrong.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the namespaces are removed
+    races, is_quick = _renamed(result)["races"], arguments.quick
+    again: dict[str, dict[str, Row]] = {}
+    with library() as preload, Track(Work(seconds=0.008) if is_quick else Work(), preload=preload, notes=None) as track:
+        for question, found in races.items():
+            names = deciding(found)[-2:] if is_quick else deciding(found)
+            rows = [dict(row) for row in found["rows"] if row["name"] in names]
+            raced = _race(track, _right(track, rows), question, found["share"], is_quick)
+            again[question] = {row["name"]: row for row in _merged(rows, raced)}
+    checks = [check for question, found in again.items() for check in compared(question, races[question], found)]
+    rounds = 1 if is_quick else ROUNDS
+    how = f"{sum(map(len, again.values()))} settings that decide the figures, Atoll's and torch's, {rounds} times in "
+    return {"how": f"{how}turns", "checks": [check.to_json() for check in checks], "races": again}
+
+
+def _right(track: Track, rows: Sequence[Row]) -> list[Setting]:
+    """The settings of rows, built and let go: their gradients are noted. Raises RuntimeError where one is wrong."""
+    settings = _settings(rows)
+    for row, setting in zip(rows, settings, strict=True):
+        seen = track.visit(setting, {})
+        if not seen["is_right"]:
+            raise RuntimeError(f"{setting.name}: {seen['problem'] or seen['gradient_difference']}")
+        row["gradient_difference"] = seen["gradient_difference"]
+    return settings
+
+
+def deciding(found: Mapping[str, Any]) -> list[str]:
+    """The settings whose seconds are in a ratio of the page: both sides' best at every budget, and like for like."""
+    pairs = [*found["verdicts"], found["best"], found["like"]]
+    return list(dict.fromkeys(name for pair in pairs for name in (pair["peer"], pair["ours"]) if name))
+
+
+def compared(question: str, published: Mapping[str, Any], again: Mapping[str, Row]) -> list[Check]:
+    """The ratios of a race, as published and as found again, and which side is the faster one of the best."""
+    checks = at_budgets(f"{question} link", published["verdicts"], again)
+    like = published["like"]
+    if {like["peer"], like["ours"]} <= set(again):
+        ratio = again[like["peer"]]["median_seconds"] / again[like["ours"]]["median_seconds"]
+        checks.append(Check(f"{question} link: like for like", like["ratio"], round(ratio, 4)))
+    played = [row for row in published["rows"] if row.get("predicted_seconds") and row["name"] in again]
+    for row in played:
+        words = f"{question} link, {row['name']}: simulated over measured"
+        checks.append(Check(words, _simulated(row), _simulated(again[row["name"]])))
+    return checks
+
+
+def _simulated(row: Row) -> float | None:
+    return round(row["predicted_seconds"] / row["median_seconds"], 4) if row.get("predicted_seconds") else None
+
+
+def _renamed(result: Mapping[str, Any]) -> dict[str, Any]:
+    """A result in today's words: residency `action` was called `unit` when the raw file was written."""
+    text = json.dumps(result).replace(" unit/", " action/").replace('"residency": "unit"', '"residency": "action"')
+    return json.loads(text)  # type: ignore[no-any-return]
+
+
 def report(result: Mapping[str, Any]) -> str:
     """The page."""
-    # Residency `action` was called `unit` when the raw file was written.
-    result = json.loads(json.dumps(result).replace(" unit/", " action/"))
+    result = _renamed(result)
     work = result["work"]
     parts = [
         "# Sharded parameters in a pipeline",

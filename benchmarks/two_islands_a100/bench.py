@@ -30,5 +30,6 @@ PAGE = Page(
 
 run = partial(cases.run, CASE)
 race_front = partial(quick.race_front, CASE)
+confirm = partial(quick.confirm, CASE)
 report = partial(pages.report, PAGE)
 publish = partial(pages.publish, PAGE)

@@ -7,6 +7,7 @@ tested are listed in docs/install.md. A test compares the range with the install
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import MappingProxyType
@@ -19,6 +20,7 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.checkpoint.filesystem import _StorageInfo, _StorageWriterTransforms
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -105,6 +107,17 @@ def pretended_ranks(rank: int, world: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def release_groups() -> None:
+    """Let every DeviceMesh of this process release its process groups, which must have been destroyed.
+
+    Private: `DeviceMesh._pg_registry`. DTensor's caches keep every mesh until the process ends, and with it a destroyed
+    group, whose threads go on. The caches are of many functions, and no public name empties all of them.
+    """
+    for each in gc.get_objects():
+        if type(each) is DeviceMesh:
+            vars(each).get("_pg_registry", {}).clear()  # torch 2.11 may keep names only
 
 
 def import_ahead() -> None:

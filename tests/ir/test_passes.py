@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from atoll.errors import ScheduleError
 from atoll.ir import Op, Schedule, insert_messages, insert_sharding, lower
 from atoll.schedules import CATALOGUE, build
+from tests.drawn import drawn, example
 from tests.ir.shapes import LOOP, V, random_schedule, typed
 
 
@@ -48,16 +49,30 @@ def test_receives_follow_the_senders_order() -> None:
     assert rows(insert_messages(typed("0F0 0F1 0F2", "1F1 1F0 1F2")))[1] == "1RECV_F0 1RECV_F1 1F1 1F0 1RECV_F2 1F2"
 
 
-@pytest.mark.parametrize("name", CATALOGUE)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8, 16])
-def test_lowered_schedules_are_valid_at_many_sizes(name: str, ranks: int) -> None:
-    for microbatches in (2 * ranks - 1, 2 * ranks + 1, 37, *((1, 2, ranks) if name != "dualpipe-v" else ())):
-        schedule = build(name, ranks=ranks, microbatches=microbatches)
-        lowered = lower(schedule)
-        sends = sum(action.op in (Op.SEND_F, Op.SEND_B) for row in lowered.actions for action in row)
-        homes = [schedule.placement.rank_of(stage) for stage in range(schedule.stages)]
-        assert sends == 2 * microbatches * sum(here != there for here, there in pairwise(homes))
-        assert lowered.compute_only() == schedule
+SIZES = [
+    lambda ranks: 2 * ranks - 1,
+    lambda ranks: 2 * ranks + 1,
+    lambda ranks: 37,
+    lambda ranks: 1,
+    lambda ranks: 2,
+    lambda ranks: ranks,
+]
+"""Numbers of microbatches."""
+RANKS = [1, 2, 3, 5, 8, 16]
+
+
+@pytest.mark.parametrize(("at", "name"), list(enumerate(CATALOGUE)), ids=str)
+def test_lowered_schedules_are_valid_at_many_sizes(at: int, name: str) -> None:
+    """Each number of ranks twice, with sizes that differ from one schedule to the next."""
+    for ranks, size in drawn(2 * len(RANKS), RANKS, SIZES[at % 6 :] + SIZES[: at % 6]):
+        microbatches = max(size(ranks), 2 * ranks - 1 if name == "dualpipe-v" else 1)
+        with example(f"ranks={ranks}", f"microbatches={microbatches}"):
+            schedule = build(name, ranks=ranks, microbatches=microbatches)
+            lowered = lower(schedule)
+            sends = sum(action.op in (Op.SEND_F, Op.SEND_B) for row in lowered.actions for action in row)
+            homes = [schedule.placement.rank_of(stage) for stage in range(schedule.stages)]
+            assert sends == 2 * microbatches * sum(here != there for here, there in pairwise(homes))
+            assert lowered.compute_only() == schedule
 
 
 @given(st.integers(0, 100_000))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import product
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll import schedules
 from atoll.errors import ScheduleError
-from atoll.ir import Op, Schedule, insert_sharding, insert_vocabulary
+from atoll.ir import Action, Op, Schedule, insert_sharding, insert_vocabulary
 from atoll.ir.residency import (
     REDUCTIONS,
     RESIDENCIES,
@@ -18,6 +21,7 @@ from atoll.ir.residency import (
     slices_freed,
 )
 from atoll.schedules import build
+from tests.drawn import example
 
 MICROBATCHES = 16
 
@@ -111,20 +115,23 @@ def test_no_choice_of_what_stays_gathers_less(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("schedule", ALL, ids=lambda schedule: schedule.name)
-@pytest.mark.parametrize("residency", RESIDENCIES)
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_weights_are_freed_before_w_and_no_gradient_is_left(schedule: Schedule, residency: str, reduction: str) -> None:
-    lowered = insert_sharding(schedule, residency=residency, reduction=reduction)  # type: ignore[arg-type]
-    for row in lowered.actions:
-        assert not held_stages(row)[-1]
-        made = {action.stage: at for at, action in enumerate(row) if action.op in (Op.I, Op.W, Op.B)}
-        reduced = {action.stage: at for at, action in enumerate(row) if action.op is Op.REDUCE_GRAD}
-        assert made.keys() == reduced.keys()
-        assert all(reduced[stage] > at for stage, at in made.items())
-        last_use = {action.stage: at for at, action in enumerate(row) if action.op in (Op.F, Op.I, Op.B)}
-        for stage, at in last_use.items():
-            assert row[at + 1].op is Op.RESHARD
-            assert row[at + 1].stage == stage
+def test_weights_are_freed_before_w_and_no_gradient_is_left(schedule: Schedule) -> None:
+    for residency, reduction in product(RESIDENCIES, REDUCTIONS):
+        with example(residency, reduction):
+            for row in insert_sharding(schedule, residency=residency, reduction=reduction).actions:
+                check_what_is_freed(row)
+
+
+def check_what_is_freed(row: Sequence[Action]) -> None:
+    assert not held_stages(row)[-1]
+    made = {action.stage: at for at, action in enumerate(row) if action.op in (Op.I, Op.W, Op.B)}
+    reduced = {action.stage: at for at, action in enumerate(row) if action.op is Op.REDUCE_GRAD}
+    assert made.keys() == reduced.keys()
+    assert all(reduced[stage] > at for stage, at in made.items())
+    last_use = {action.stage: at for at, action in enumerate(row) if action.op in (Op.F, Op.I, Op.B)}
+    for stage, at in last_use.items():
+        assert row[at + 1].op is Op.RESHARD
+        assert row[at + 1].stage == stage
 
 
 def test_sizes_decide_what_there_is_room_for() -> None:

@@ -15,6 +15,7 @@ from atoll.ir.text import from_csv, from_text, to_csv, to_text
 from atoll.schedules import CATALOGUE, build
 from atoll.schedules.memory import Memory
 from atoll.sim import Costs, simulate
+from tests.drawn import drawn, example
 from tests.ir.shapes import random_schedule, typed
 
 PIPELINE = (Op.F, Op.I, Op.W, Op.B)
@@ -39,21 +40,28 @@ def test_picture_with_messages() -> None:
 
 
 @pytest.mark.parametrize("name", CATALOGUE)
-@pytest.mark.parametrize("ranks", [2, 3, 5, 8])
-def test_the_catalogue_stays_as_it_is_and_is_valid(name: str, ranks: int) -> None:
-    for microbatches in (2 * ranks - 1, 2 * ranks + 1, *((1, ranks) if name != "dualpipe-v" else ())):
-        schedule = build(name, ranks=ranks, microbatches=microbatches)
-        split = insert_vocabulary(schedule)
-        assert split.only(PIPELINE) == schedule
-        lowered = lower(split)
-        assert lowered.compute_only() == split
-        found = Counter(action.op for row in lowered.actions for action in row)
-        assert all(found[op] == ranks * microbatches for op in VOCABULARY)
-        for op in (Op.SEND_L, Op.RECV_S, Op.SEND_S, Op.RECV_T, Op.RECV_G):
-            assert found[op] == (ranks - 1) * microbatches
-        assert found[Op.SEND_T] == microbatches
-        forward = lowered.forward_only()
-        assert {op for row in forward.actions for op in {action.op for action in row}}.isdisjoint({Op.T, Op.G, Op.B})
+def test_the_catalogue_stays_as_it_is_and_is_valid(name: str) -> None:
+    sizes = [lambda ranks: 2 * ranks - 1, lambda ranks: 2 * ranks + 1, lambda ranks: 1, lambda ranks: ranks]
+    for ranks, size in drawn(8, [2, 3, 5, 8], sizes):
+        microbatches = max(size(ranks), 2 * ranks - 1 if name == "dualpipe-v" else 1)
+        with example(f"ranks={ranks}", f"microbatches={microbatches}"):
+            check_a_split_schedule(build(name, ranks=ranks, microbatches=microbatches))
+
+
+def check_a_split_schedule(schedule: Schedule) -> None:
+    """Look-ups and scores are in it, and messages between them; else it is what it was."""
+    ranks, microbatches = schedule.ranks, schedule.microbatches
+    split = insert_vocabulary(schedule)
+    assert split.only(PIPELINE) == schedule
+    lowered = lower(split)
+    assert lowered.compute_only() == split
+    found = Counter(action.op for row in lowered.actions for action in row)
+    assert all(found[op] == ranks * microbatches for op in VOCABULARY)
+    for op in (Op.SEND_L, Op.RECV_S, Op.SEND_S, Op.RECV_T, Op.RECV_G):
+        assert found[op] == (ranks - 1) * microbatches
+    assert found[Op.SEND_T] == microbatches
+    forward = lowered.forward_only()
+    assert {op for row in forward.actions for op in {action.op for action in row}}.isdisjoint({Op.T, Op.G, Op.B})
 
 
 @given(st.integers(0, 100_000), st.floats(0.0, 4.0), st.floats(0.0, 1.0))

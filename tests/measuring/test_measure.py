@@ -12,12 +12,15 @@ from atoll import schedules
 from atoll.cost import Cluster, Prediction, Transformer, Use
 from atoll.errors import RankError
 from atoll.layouts import Layout, Precision
+from atoll.measuring.device import _Bench
 from atoll.measuring.host import machine_memory
 from atoll.measuring.measure import describe, measure, to_tables, to_text
+from atoll.measuring.stopwatch import Stopwatch
 from atoll.plans import MeshShape, Plan
 from atoll.testing import run_ranks
 
 CPU = torch.device("cpu")
+ONE = torch.zeros(1)
 MODEL = Transformer.llama(layers=2, hidden=64, heads=2, ffn=128, vocabulary=256)
 
 
@@ -98,3 +101,9 @@ def test_a_rank_alone_has_no_link(tmp_path: Path) -> None:
 def test_nodes_of_different_sizes_are_refused() -> None:
     with pytest.raises(RankError, match="node has 2 of 3 ranks, others have more or fewer"):
         run_ranks(measure, 3, 3, local=2, device=CPU, seconds=0.002)
+
+
+def test_the_host_takes_longer_for_a_kernel_of_a_layer_than_for_a_launch() -> None:
+    """Python, autograd and views of a layer are shared among the kernels that formulas count."""
+    bench = _Bench(Stopwatch(CPU, 0.01))
+    assert bench.dispatch() > bench.stopwatch.host_seconds(lambda: ONE.add_(1.0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from atoll.ir import Op, Schedule, insert_vocabulary, lower
 from atoll.ir.residency import REDUCTIONS, RESIDENCIES, Reduction, Residency, counts
 from atoll.program import Bytes, Do, Ending, Instruction, Program, lower_row
 from atoll.program.memory import held_after
+from tests.drawn import drawn, example
 from tests.program.shapes import RETURNED, WHOLE, shapes_of
 
 NAMES = ("gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-h2", "zb-v", "v-min", "dualpipe-v", "unit")
@@ -80,30 +82,34 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("residency", RESIDENCIES)
-@pytest.mark.parametrize("name", NAMES)
-def test_every_schedule_keeps_the_laws(name: str, residency: Residency, reduction: Reduction) -> None:
-    """And gathers each unit as often as the row says, where nothing is gathered ahead."""
+WAYS = list(product(RESIDENCIES, REDUCTIONS))
+LIMITS = (0, 70, 100, 250, 10_000)
+
+
+@pytest.mark.parametrize(("at", "name"), list(enumerate(NAMES)), ids=str)
+def test_every_schedule_keeps_the_laws(at: int, name: str) -> None:
+    """Lowering checks them: every residency with every reduction, other models and limits for each schedule."""
     schedule = schedules.build(name, ranks=2, microbatches=6)
-    lowered = lower(schedule, residency=residency, reduction=reduction)
-    for options in MODELS.values():
-        for limit in (0, 70, 100, 250, 10_000):
-            for program, row in zip(
-                programs(schedule, residency=residency, reduction=reduction, limit=limit, **options),
-                lowered.actions,
-                strict=True,
-            ):
-                said = counts(row)
-                if options or limit:
-                    continue
-                done = Counter(each.of for each in program.instructions if each.do is Do.FETCH)
-                reduced = Counter(
-                    each.of for each in program.instructions if each.do is Do.REDUCE and each.phase == "W"
-                )
-                for stage in program.shape.stages.values():
-                    for unit in stage.units:
-                        assert (done[unit], reduced[unit]) == said[stage.index]
+    models = [*MODELS][at % len(MODELS) :] + [*MODELS][: at % len(MODELS)]
+    for (residency, reduction), model, limit in drawn(4 * len(WAYS), WAYS, models, LIMITS):
+        with example(residency, reduction, model, limit):
+            assert programs(schedule, residency=residency, reduction=reduction, limit=limit, **MODELS[model])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_units_are_gathered_as_often_as_the_row_says(name: str) -> None:
+    """Where nothing is gathered ahead."""
+    schedule = schedules.build(name, ranks=2, microbatches=6)
+    for residency, reduction in WAYS:
+        lowered = lower(schedule, residency=residency, reduction=reduction)
+        found = programs(schedule, residency=residency, reduction=reduction, limit=0)
+        for program, row in zip(found, lowered.actions, strict=True):
+            said = counts(row)
+            done = Counter(each.of for each in program.instructions if each.do is Do.FETCH)
+            reduced = Counter(each.of for each in program.instructions if each.do is Do.REDUCE and each.phase == "W")
+            for stage in program.shape.stages.values():
+                for unit in stage.units:
+                    assert (done[unit], reduced[unit]) == said[stage.index], (residency, reduction)
 
 
 @pytest.mark.parametrize("residency", RESIDENCIES)

@@ -58,11 +58,11 @@ def swiglu_block() -> nn.Module:
 BLOCKS: dict[str, Callable[[], nn.Module]] = {"swiglu": swiglu_block, "gpt": lambda: GptBlock(64, 4)}
 
 
-def unit_of(block: nn.Module) -> Unit:
+def unit_of(block: nn.Module, precision: str = "fp32") -> Unit:
     place = MeshShape().place(0)
     device = torch.device("cpu")
     around = Surroundings(
-        Sharding(Layout("NNN"), Precision.preset("fp32"), Nest()),
+        Sharding(Layout("NNN"), Precision.preset(precision), Nest()),
         connect(place, device),
         device,
         lanes_of(device, alone=True, waits_on_host=True),

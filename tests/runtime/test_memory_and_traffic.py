@@ -12,6 +12,7 @@ from atoll.layouts.flat import aligned
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case
 from atoll.testing.tiny import TinyConfig
+from tests.drawn import drawn
 
 EVERYTHING = TinyConfig.everything()
 
@@ -39,8 +40,7 @@ def held_in_a_step(case: Case) -> tuple[Footprint, Footprint]:
     return found[0], engine.footprint(states=0)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("layout", [layout.name for layout in ALL])
+@pytest.mark.parametrize(("layout", "precision"), drawn(27, [layout.name for layout in ALL], ["fp32", "bf16"]))
 def test_bytes_at_rest_equal_the_footprint(layout: str, precision: str) -> None:
     # Every parameter is used: torch's optimizers make no state for one that never had a gradient.
     model = TinyConfig(tied=True, frozen=True, odd=True, small=True)
@@ -103,11 +103,13 @@ def sent_and_said(case: Case) -> tuple[dict[str, int], dict[str, int]]:
     return counted, {axis: engine.program.sent.get(axis, 0) for axis in counted}
 
 
-@pytest.mark.parametrize("post_validation", [False, True])
-@pytest.mark.parametrize("reads_in_place", [True, False])
-@pytest.mark.parametrize("layout", [layout.name for layout in EFFECTIVE])
-def test_bytes_sent_are_those_of_the_program(layout: str, reads_in_place: bool, post_validation: bool) -> None:
+WAYS = [(reads_in_place, post_validation) for reads_in_place in (True, False) for post_validation in (True, False)]
+
+
+@pytest.mark.parametrize(("layout", "way"), drawn(14, [layout.name for layout in EFFECTIVE], WAYS), ids=str)
+def test_bytes_sent_are_those_of_the_program(layout: str, way: tuple[bool, bool]) -> None:
     """With gathers ahead and what turns, units of odd sizes, frozen ones, a pipeline and the step's end."""
+    reads_in_place, post_validation = way
     model = TinyConfig(layers=4, frozen=True, odd=True)
     case = Case(layout, pipeline=2, inter=2, intra=2, microbatches=8, model=model, schedule="zb-h1", precision="bf16")
     case = replace(case, reads_in_place=reads_in_place, post_validation=post_validation, clip=None)

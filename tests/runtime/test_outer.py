@@ -279,7 +279,7 @@ def _distances(case: Case) -> tuple[int, dict[str, torch.Tensor], dict[str, torc
         {"pipeline": 2, "model": SharedLayer()},
         {"pipeline": 2, "tensor": 2, "model": TinyConfig(tied=True)},
     ],
-    ids=str,
+    ids=["intra", "tensor", "tensor and intra", "tied", "a shared layer", "tied and tensor"],
 )
 def test_distance_counts_every_element_of_an_island_once(changes: dict[str, Any]) -> None:
     """Copies of tensor-parallel ranks, and of units that two stages share, too."""

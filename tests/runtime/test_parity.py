@@ -1,4 +1,8 @@
-"""n ranks equal one, in float64."""
+"""n ranks equal one, in float64.
+
+What meets is drawn: any two settings of a pipeline of two meet in `test_matrix.py`, and each layout on each mesh, with
+and without a pipeline, in the benchmark `parity`.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +11,22 @@ import pytest
 from atoll.layouts import ALL, EFFECTIVE
 from atoll.testing.parity import Case, assert_parity
 from atoll.testing.tiny import TinyConfig
+from tests.drawn import drawn
 
 EVERYTHING = TinyConfig.everything()
 
 
-@pytest.mark.parametrize(("inter", "intra"), [(1, 1), (1, 2), (2, 1), (2, 2)])
-@pytest.mark.parametrize("layout", [layout.name for layout in ALL])
-def test_every_layout_without_pipeline(layout: str, inter: int, intra: int) -> None:
+MESHES = [(2, 2), (1, 2), (2, 2), (2, 1), (2, 2), (1, 1)]
+"""Groups, and ranks of a group: half of the cases have several of both."""
+
+
+@pytest.mark.parametrize(("layout", "mesh"), drawn(27, [layout.name for layout in ALL], MESHES), ids=str)
+def test_every_layout_without_pipeline(layout: str, mesh: tuple[int, int]) -> None:
+    inter, intra = mesh
     assert_parity(Case(layout=layout, inter=inter, intra=intra, model=EVERYTHING))
 
 
-@pytest.mark.parametrize("in_place", [True, False])
-@pytest.mark.parametrize("layout", ["NNN", "NIG", "III", "IIG", "GGG"])
+@pytest.mark.parametrize(("layout", "in_place"), drawn(6, ["NNN", "NIG", "III", "IIG", "GGG"], [True, False]))
 def test_three_ranks_in_a_group(layout: str, in_place: bool) -> None:
     """Where a sum of two is right, one of three may not be: each rank's place in it is another case."""
     assert_parity(Case(layout=layout, intra=3, microbatches=6, reads_in_place=in_place, model=EVERYTHING))
@@ -29,14 +37,13 @@ def test_three_groups(layout: str) -> None:
     assert_parity(Case(layout=layout, inter=3, microbatches=6, model=EVERYTHING))
 
 
-@pytest.mark.parametrize("layout", ["NNG", "IGG", "IIG", "GGG"])
-@pytest.mark.parametrize(("inter", "intra"), [(3, 2), (2, 3)])
-def test_three_along_one_axis_and_two_along_the_other(layout: str, inter: int, intra: int) -> None:
+@pytest.mark.parametrize(("layout", "mesh"), drawn(4, ["NNG", "IGG", "IIG", "GGG"], [(3, 2), (2, 3)]), ids=str)
+def test_three_along_one_axis_and_two_along_the_other(layout: str, mesh: tuple[int, int]) -> None:
+    inter, intra = mesh
     assert_parity(Case(layout=layout, inter=inter, intra=intra, microbatches=6, model=EVERYTHING))
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("layout", [layout.name for layout in EFFECTIVE])
+@pytest.mark.parametrize(("layout", "schedule"), drawn(14, [layout.name for layout in EFFECTIVE], ["gpipe", "1f1b"]))
 def test_effective_layouts_in_a_pipeline(layout: str, schedule: str) -> None:
     assert_parity(Case(layout=layout, pipeline=2, inter=2, intra=2, schedule=schedule, model=EVERYTHING))
 
@@ -51,16 +58,14 @@ DIFFICULTIES = {
 }
 
 
-@pytest.mark.parametrize("layout", ["NNG", "IIG", "GGG"])
-@pytest.mark.parametrize("difficulty", DIFFICULTIES)
+@pytest.mark.parametrize(("difficulty", "layout"), drawn(6, list(DIFFICULTIES), ["NNG", "IIG", "GGG"]))
 def test_each_difficulty_alone(difficulty: str, layout: str) -> None:
     model = DIFFICULTIES[difficulty]
     assert_parity(Case(layout=layout, inter=2, intra=2, model=model))
     assert_parity(Case(layout=layout, pipeline=2, intra=2, model=model))
 
 
-@pytest.mark.parametrize("recompute", ["block", "selective"])
-@pytest.mark.parametrize("layout", ["NNN", "IIG", "GGG"])
+@pytest.mark.parametrize(("layout", "recompute"), drawn(4, ["NNN", "IIG", "GGG"], ["block", "selective"]))
 def test_recompute(layout: str, recompute: str) -> None:
     assert_parity(Case(layout=layout, pipeline=2, intra=2, recompute=recompute, model=EVERYTHING))
 

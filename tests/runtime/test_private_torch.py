@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import gc
 import tomllib
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.device_mesh import DeviceMesh
 
 from atoll._torch import (
     TORCH,
     SeenItems,
     bare_copy,
     parameter_replaced,
+    pretended_ranks,
+    release_groups,
     reset_of,
     run_backward,
     scaled_gradients,
@@ -54,6 +60,18 @@ def test_a_write_is_seen() -> None:
     assert version(tensor) == before
     tensor[0] = 1.0
     assert version(tensor) > before
+
+
+def test_a_mesh_that_is_kept_releases_its_group() -> None:
+    with pretended_ranks(0, 2):
+        group = dist.new_group([0, 1])
+        mesh = DeviceMesh.from_group(group, "cpu")
+        alive = weakref.ref(group)
+        del group
+    release_groups()
+    gc.collect()
+    assert alive() is None
+    assert mesh.size() == 2
 
 
 def test_a_parameter_is_replaced_for_a_while() -> None:

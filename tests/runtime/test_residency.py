@@ -1,4 +1,7 @@
-"""Every residency and reduction gives what one process gives, and gathers and reduces as often as the schedule says."""
+"""Every residency and reduction gives what one process gives, and gathers and reduces as often as the schedule says.
+
+What meets is drawn; any two settings meet in `test_matrix.py`.
+"""
 
 from __future__ import annotations
 
@@ -20,22 +23,23 @@ from atoll.runtime.sharding.segment import Segment, State
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, assert_parity
 from atoll.testing.tiny import TinyConfig
+from tests.drawn import drawn
 
 EVERYTHING = TinyConfig(layers=6, tied=True, frozen=True, odd=True, small=True, unused=True, dropout=0.2)
 
 PAIRS = [(residency, reduction) for residency in RESIDENCIES for reduction in REDUCTIONS][1:]
 
 
-@pytest.mark.parametrize(("residency", "reduction"), PAIRS)
-@pytest.mark.parametrize("schedule", ["1f1b", "breadth-first", "zb-v"])
-@pytest.mark.parametrize("layout", ["NIG", "IIG", "GGG"])
-def test_parity_in_a_pipeline(layout: str, schedule: str, residency: Residency, reduction: Reduction) -> None:
+@pytest.mark.parametrize(
+    ("pair", "schedule", "layout"), drawn(9, PAIRS, ["1f1b", "breadth-first", "zb-v"], ["NIG", "IIG", "GGG"]), ids=str
+)
+def test_parity_in_a_pipeline(pair: tuple[Residency, Reduction], schedule: str, layout: str) -> None:
+    residency, reduction = pair
     case = Case(layout, pipeline=2, intra=2, schedule=schedule, model=EVERYTHING)
     assert_parity(replace(case, residency=residency, reduction=reduction))
 
 
-@pytest.mark.parametrize("recompute", ["none", "block"])
-@pytest.mark.parametrize("layout", ["ING", "IIG", "GNG", "GGG"])
+@pytest.mark.parametrize(("layout", "recompute"), drawn(4, ["ING", "IIG", "GNG", "GGG"], ["none", "block"]))
 def test_parity_over_two_groups(layout: str, recompute: str) -> None:
     case = Case(layout, inter=2, intra=2, microbatches=8, model=EVERYTHING, recompute=recompute)
     for residency, reduction in (("run", "run"), ("step", "step")):
@@ -101,24 +105,23 @@ def counted(case: Case) -> tuple[dict[int, tuple[int, int]], dict[int, tuple[int
     return done, said, most, foretold
 
 
-@pytest.mark.parametrize(
-    ("schedule", "residency", "reduction"),
-    [
-        ("1f1b", "action", "microbatch"),
-        ("1f1b", "run", "run"),
-        ("breadth-first", "run", "run"),
-        ("breadth-first", "step", "step"),
-        ("zb-h1", "run", "step"),
-        ("zb-v", "run", "run"),
-        ("zb-v", "step", "step"),
-    ],
-)
-@pytest.mark.parametrize("layout", ["ING", "IIG", "GGG"])
-@pytest.mark.parametrize("prefetch", [None, 0])
+COUNTED: list[tuple[str, Residency, Reduction]] = [
+    ("1f1b", "action", "microbatch"),
+    ("1f1b", "run", "run"),
+    ("breadth-first", "run", "run"),
+    ("breadth-first", "step", "step"),
+    ("zb-h1", "run", "step"),
+    ("zb-v", "run", "run"),
+    ("zb-v", "step", "step"),
+]
+
+
+@pytest.mark.parametrize(("row", "layout", "prefetch"), drawn(14, COUNTED, ["ING", "IIG", "GGG"], [None, 0]), ids=str)
 def test_gathers_and_reductions_are_those_of_the_schedule(
-    prefetch: int | None, layout: str, schedule: str, residency: Residency, reduction: Reduction
+    row: tuple[str, Residency, Reduction], layout: str, prefetch: int | None
 ) -> None:
     """Where something is gathered ahead, those of a unit that a row turns round with need not travel."""
+    schedule, residency, reduction = row
     case = Case(layout, pipeline=2, intra=2, microbatches=8, schedule=schedule, model=TinyConfig(layers=6))
     case = replace(case, residency=residency, reduction=reduction, precision="fp32", prefetch=prefetch)
     for in_place in (True, False):
@@ -134,25 +137,25 @@ M = 8
 """Microbatches of a rank."""
 
 
-@pytest.mark.parametrize(
-    ("schedule", "residency", "reduction", "gathers", "reductions"),
-    [
-        ("1f1b", "action", "microbatch", 2 * M, M),
-        ("1f1b", "run", "run", 1, 1),
-        ("gpipe", "step", "step", 1, 1),
-        ("zb-h1", "run", "step", 1, 1),
-        ("breadth-first", "run", "run", 2 - 1 / 2, 1),
-        ("interleaved", "action", "step", 2 * M, 1),
-        ("interleaved", "step", "step", 1, 1),
-        ("zb-v", "action", "microbatch", 2 * M, M),
-        ("zb-v", "step", "step", 1, 1),
-    ],
-)
-@pytest.mark.parametrize("pipeline", [2, 3, 4])
+TABLE: list[tuple[str, Residency, Reduction, float, float]] = [
+    ("1f1b", "action", "microbatch", 2 * M, M),
+    ("1f1b", "run", "run", 1, 1),
+    ("gpipe", "step", "step", 1, 1),
+    ("zb-h1", "run", "step", 1, 1),
+    ("breadth-first", "run", "run", 2 - 1 / 2, 1),
+    ("interleaved", "action", "step", 2 * M, 1),
+    ("interleaved", "step", "step", 1, 1),
+    ("zb-v", "action", "microbatch", 2 * M, M),
+    ("zb-v", "step", "step", 1, 1),
+]
+
+
+@pytest.mark.parametrize(("row", "pipeline"), drawn(len(TABLE), TABLE, [2, 3, 4]), ids=str)
 def test_a_parameter_is_gathered_and_reduced_as_often_as_the_table_says(
-    pipeline: int, schedule: str, residency: Residency, reduction: Reduction, gathers: float, reductions: float
+    row: tuple[str, Residency, Reduction, float, float], pipeline: int
 ) -> None:
     """Two chunks where a schedule has chunks, of which `run` keeps one; the mean over a rank's stages."""
+    schedule, residency, reduction, gathers, reductions = row
     model = TinyConfig(layers=2 * pipeline)
     case = Case("GGG", pipeline=pipeline, intra=2, microbatches=2 * M, schedule=schedule, model=model, prefetch=0)
     for done, said, _, _ in run_ranks(counted, case.ranks, replace(case, residency=residency, reduction=reduction)):
@@ -255,22 +258,19 @@ def peaks(case: Case) -> Peaks:
     return Peaks(most, need.live, unreduced, need.flows, block)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "residency", "reduction"),
-    [
-        ("1f1b", "action", "microbatch"),
-        ("1f1b", "run", "run"),
-        ("breadth-first", "run", "run"),
-        ("zb-v", "action", "microbatch"),
-        ("zb-v", "step", "step"),
-        ("unit", "run", "run"),
-    ],
-)
-@pytest.mark.parametrize("pipeline", [2, 3, 4])
-@pytest.mark.parametrize("groups", [1, 2])
-def test_what_is_whole_at_once_is_foretold(
-    groups: int, pipeline: int, schedule: str, residency: Residency, reduction: Reduction
-) -> None:
+HELD: list[tuple[str, Residency, Reduction]] = [
+    ("1f1b", "action", "microbatch"),
+    ("1f1b", "run", "run"),
+    ("breadth-first", "run", "run"),
+    ("zb-v", "action", "microbatch"),
+    ("zb-v", "step", "step"),
+    ("unit", "run", "run"),
+]
+
+
+@pytest.mark.parametrize(("row", "pipeline", "groups"), drawn(12, HELD, [2, 3, 4], [1, 2]), ids=str)
+def test_what_is_whole_at_once_is_foretold(row: tuple[str, Residency, Reduction], pipeline: int, groups: int) -> None:
+    schedule, residency, reduction = row
     chunks = 1 if schedule == "1f1b" else 2
     case = Case("GGG", pipeline=pipeline, inter=groups, intra=2 // groups, microbatches=4 * pipeline)
     case = replace(case, schedule=schedule, residency=residency, reduction=reduction, precision="fp32", steps=2)

@@ -17,7 +17,7 @@ from atoll.models import adapter_for, initialise_model
 from atoll.testing.parity import Case, assert_parity, whole_parameters
 from atoll.testing.reference import named_parameters
 from atoll.testing.tasks import CLASSIFIERS, IMAGES, LISTENERS, TRANSLATORS, Headed
-from tests.runtime.test_families import PIPELINE, TENSOR, assert_the_family_itself
+from tests.runtime.test_families import PIPELINE, TENSOR, Check, assert_the_model_itself
 
 pytest.importorskip("transformers")
 
@@ -44,14 +44,13 @@ def label(model: Headed) -> str:
 
 
 @pytest.mark.parametrize("model", MODELS, ids=label)
-def test_pipeline_and_sharding(model: Headed) -> None:
-    assert_the_family_itself(replace(PIPELINE, model=model), tolerance(model))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS, ids=label)
-def test_pipeline_and_tensor_parallelism(model: Headed) -> None:
-    assert_the_family_itself(replace(TENSOR, model=model), tolerance(model))
+def test_a_model(model: Headed) -> None:
+    """Sharding in a pipeline, and tensor parallelism."""
+    checks = {
+        "sharding": Check(PIPELINE, tolerance(model)),
+        "tensor parallelism": Check(replace(TENSOR, steps=1), tolerance(model)),
+    }
+    assert_the_model_itself(model, checks)
 
 
 @dataclass(frozen=True)

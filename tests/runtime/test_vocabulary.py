@@ -1,8 +1,12 @@
-"""A vocabulary split over the pipeline: every schedule, layout and kind of model gives one process's result."""
+"""A vocabulary split over the pipeline: every schedule, layout and kind of model gives one process's result.
+
+What meets is drawn: on two pipeline ranks, any two settings meet in `test_matrix.py`.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -30,6 +34,7 @@ from atoll.testing.parity import (
     worst_difference,
 )
 from atoll.testing.tiny import TinyConfig
+from tests.drawn import drawn
 
 EVERYTHING = TinyConfig(layers=8, vocabulary=17, tied=True, frozen=True, odd=True, small=True, unused=True, dropout=0.2)
 SPLIT = Case(pipeline=2, vocabulary_parallel=True, microbatches=4, steps=2, model=EVERYTHING)
@@ -38,14 +43,18 @@ BOTH = replace(SPLIT, tensor=2, model=EVEN)
 """Rows that are split over two pipeline ranks and the two ranks of each one's tensor-parallel group."""
 
 
-@pytest.mark.parametrize("pipeline", [2, 3, 4])
-@pytest.mark.parametrize("name", schedules.CATALOGUE)
+NAMES = list(schedules.CATALOGUE)
+KINDS = ["1f1b", "interleaved", "zb-h2", "zb-v", "dualpipe-v", "auto"]
+"""A schedule of each placement, with whole and split backwards, by rule and searched."""
+
+
+@pytest.mark.parametrize(("name", "pipeline"), drawn(len(NAMES), NAMES, [3, 4, 2]))
 def test_every_schedule(name: str, pipeline: int) -> None:
     assert_parity(replace(SPLIT, schedule=name, pipeline=pipeline, microbatches=2 * pipeline))
 
 
-@pytest.mark.parametrize("name", schedules.CATALOGUE)
-def test_every_schedule_beside_tensor_parallelism(name: str) -> None:
+@pytest.mark.parametrize("name", KINDS)
+def test_schedules_beside_tensor_parallelism(name: str) -> None:
     assert_parity(replace(BOTH, schedule=name))
 
 
@@ -78,8 +87,10 @@ def test_a_compiled_engine_after_one_whose_groups_are_gone() -> None:
         assert worst <= 1e-10, where
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
-@pytest.mark.parametrize("layout", ["NNN", "NNG", "IIG", "GGG", "ING", "INI", "IGG"])
+LAYOUTS = ["NNN", "NNG", "IIG", "GGG", "ING", "INI", "IGG"]
+
+
+@pytest.mark.parametrize(("layout", "schedule"), drawn(len(LAYOUTS), LAYOUTS, ["1f1b", "zb-v"]))
 def test_every_kind_of_layout(layout: str, schedule: str) -> None:
     assert_parity(replace(SPLIT, layout=layout, schedule=schedule, intra=2, microbatches=8))
 
@@ -90,15 +101,13 @@ def test_on_two_levels(layout: str) -> None:
     assert_parity(replace(SPLIT, layout=layout, inter=2, intra=2, microbatches=16, schedule="zb-h1"))
 
 
-@pytest.mark.parametrize("residency", ["run", "step"])
-@pytest.mark.parametrize("reduction", ["run", "step"])
+@pytest.mark.parametrize(("residency", "reduction"), [("run", "step"), ("step", "run")])
 def test_residency_and_reduction(residency: Any, reduction: Any) -> None:
     case = replace(SPLIT, layout="GGG", intra=2, microbatches=8, schedule="interleaved")
     assert_parity(replace(case, residency=residency, reduction=reduction))
 
 
-@pytest.mark.parametrize("recompute", ["block", "selective"])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h2", "dualpipe-v"])
+@pytest.mark.parametrize(("schedule", "recompute"), drawn(3, ["1f1b", "zb-h2", "dualpipe-v"], ["block", "selective"]))
 def test_recompute(schedule: str, recompute: str) -> None:
     assert_parity(replace(SPLIT, schedule=schedule, recompute=recompute, layout="IIG", intra=2, microbatches=8))
 
@@ -112,15 +121,17 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "v-half"])
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("case", [replace(SPLIT, intra=2), BOTH], ids=["pipeline", "both"])
-def test_which_ends_are_trained(case: Case, model: str, schedule: str) -> None:
-    assert_parity(replace(case, model=MODELS[model], schedule=schedule, layout="GGG", microbatches=8))
+SPLITS = {"pipeline": replace(SPLIT, intra=2), "both": BOTH}
+
+
+@pytest.mark.parametrize(("ends", "schedule"), drawn(10, list(product(MODELS, SPLITS)), ["gpipe", "v-half"]), ids=str)
+def test_which_ends_are_trained(ends: tuple[str, str], schedule: str) -> None:
+    model, split = ends
+    assert_parity(replace(SPLITS[split], model=MODELS[model], schedule=schedule, layout="GGG", microbatches=8))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", schedules.CATALOGUE)
+@pytest.mark.parametrize("name", KINDS)
 def test_post_validation_gives_the_same_bits(name: str) -> None:
     case = replace(SPLIT, layout="IIG", intra=2, schedule=name, clip=1.0, steps=4, microbatches=8)
     waiting = run_ranks(train, case.ranks, case)
@@ -131,9 +142,11 @@ def test_post_validation_gives_the_same_bits(name: str) -> None:
         assert all(torch.equal(one.parameters[key], other.parameters[key]) for key in one.parameters)
 
 
+TAKEN_BACK = ["1f1b", "gpipe", "interleaved", "zb-h2", "zb-v", "dualpipe-v"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("pipeline", [3, 4])
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zb-h2", "zb-v", "dualpipe-v"])
+@pytest.mark.parametrize(("schedule", "pipeline"), drawn(len(TAKEN_BACK), TAKEN_BACK, [3, 4]))
 def test_post_validated_steps_that_are_taken_back(schedule: str, pipeline: int) -> None:
     case = replace(SPLIT, pipeline=pipeline, schedule=schedule, microbatches=3 * pipeline)
     assert_parity(replace(case, post_validation=True, clip=0.05, steps=4))

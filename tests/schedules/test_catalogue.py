@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from atoll.ir.draw import draw
 from atoll.schedules import CATALOGUE, ClosedForm, Entry, Sizes, build
 from atoll.schedules.closed_form import RankForm
 from atoll.sim import Costs, simulate
+from tests.drawn import drawn, example
 
 COST = st.floats(0.01, 10.0)
 SEARCHED = [name for name, entry in CATALOGUE.items() if "placement" in entry.options]
@@ -25,10 +27,34 @@ def least_microbatches(name: str, ranks: int) -> int:
     return 2 * ranks - 1 if name == "dualpipe-v" else 1
 
 
-def sizes_for(ranks: int) -> list[int]:
-    """Microbatches around every place where a domain or a rule of construction changes, up to 8p."""
-    near = {1, 2, ranks - 1, ranks, ranks + 1, 3 * ranks // 2, 2 * ranks - 1, 2 * ranks, 2 * ranks + 1, 3 * ranks}
-    return sorted(number for number in near | {5 * ranks - 1, 8 * ranks} if number >= 1)
+PLACES = [
+    lambda ranks: 1,
+    lambda ranks: 2,
+    lambda ranks: ranks - 1,
+    lambda ranks: ranks,
+    lambda ranks: ranks + 1,
+    lambda ranks: 3 * ranks // 2,
+    lambda ranks: 2 * ranks - 1,
+    lambda ranks: 2 * ranks,
+    lambda ranks: 2 * ranks + 1,
+    lambda ranks: 3 * ranks,
+    lambda ranks: 5 * ranks - 1,
+    lambda ranks: 8 * ranks,
+]
+"""Numbers of microbatches around every place where a domain or a rule of construction changes."""
+RANKS = list(range(1, 17))
+
+
+def sizes_of(name: str) -> Iterator[tuple[int, int, int]]:
+    """Ranks, microbatches and chunks: two numbers of ranks at each place, others for each schedule."""
+    at = 3 * RULED.index(name)
+    for place, ranks, chunks in drawn(2 * len(PLACES), PLACES, RANKS[at % 16 :] + RANKS[: at % 16], (1, 2, 3)):
+        # Those that are listed take longer to build.
+        least, most = (
+            least_microbatches(name, ranks),
+            128 if name in FIXED or ranks <= 8 or ranks % 4 == 0 else 3 * ranks,
+        )
+        yield ranks, min(max(place(ranks), least), most), chunks
 
 
 def keeps(schedule: Schedule, ends: tuple[Op, ...]) -> list[float]:
@@ -77,22 +103,23 @@ def test_the_docstrings_drawing_is_true(entry: Entry) -> None:
 
 
 @pytest.mark.parametrize("name", RULED)
-@pytest.mark.parametrize("ranks", range(1, 17))
-def test_closed_forms_and_memory_at_equal_costs(name: str, ranks: int) -> None:
-    """p 1 to 16, m up to 8p, F = I = W, every number of chunks that is taken."""
+def test_closed_forms_and_memory_at_equal_costs(name: str) -> None:
+    """p 1 to 16, m up to 8p, F = I = W, one to three chunks where a schedule takes a number of them."""
     entry = CATALOGUE[name]
-    numbers = sizes_for(ranks)
-    if name in LISTED and ranks > 8:  # these take longer to build
-        numbers = [2, ranks + 1, 2 * ranks, 2 * ranks + 1, 3 * ranks] + [8 * ranks] * (ranks % 4 == 0)
-    for microbatches in numbers:
-        if microbatches < least_microbatches(name, ranks):
-            continue
-        for chunks in (1, 2, 3) if "chunks" in entry.options else (entry.chunks,):
-            options = {"chunks": chunks} if "chunks" in entry.options else {}
-            sizes = Sizes(ranks, microbatches, chunks=chunks)
+    for ranks, microbatches, number in sizes_of(name):
+        with example(f"ranks={ranks}", f"microbatches={microbatches}", f"chunks={number}"):
+            options = {"chunks": number} if "chunks" in entry.options else {}
             schedule = build(name, ranks=ranks, microbatches=microbatches, **options)
+            sizes = Sizes(ranks, microbatches, chunks=options.get("chunks", entry.chunks))
             check_forms(schedule, entry, sizes)
             check_memory(schedule, entry, sizes)
+
+
+def test_every_place_and_number_of_ranks_is_drawn_for_every_schedule() -> None:
+    for name in RULED:
+        sizes = list(sizes_of(name))
+        assert {ranks for ranks, _, _ in sizes} == set(RANKS)
+        assert {chunks for _, _, chunks in sizes} == {1, 2, 3}
 
 
 @pytest.mark.parametrize("name", FIXED)

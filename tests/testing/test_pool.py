@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from atoll.errors import LayoutError, RankError
-from atoll.testing import RankPool, pool, run_ranks
+from atoll.testing import RankPool, pool, run_ranks, worker
 from atoll.testing.parity import Case, train
 from atoll.testing.progress import run, wait_until
 
@@ -80,6 +80,10 @@ def threads() -> int:
     """How many threads look after gloo's connections: each group has one, for ever if somebody keeps the group."""
     names = [Path(f"/proc/self/task/{task}/comm").read_text() for task in os.listdir("/proc/self/task")]
     return sum("gloo_tcp" in name for name in names)
+
+
+def process_and_threads() -> tuple[int, int]:
+    return os.getpid(), worker.threads(os.getpid())
 
 
 def tensors() -> torch.Tensor:
@@ -207,11 +211,23 @@ def test_a_case_leaves_nothing_behind() -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's list of threads")
 def test_a_trained_case_leaves_no_group_behind() -> None:
-    """One group may still wait for the garbage collector. What was there before, DTensor's caches remember."""
+    """One group may still wait for the garbage collector."""
     before = max(run_ranks(threads, 2))
     for _ in range(4):
         run_ranks(train, 2, Case(layout="GGG", intra=2, microbatches=2, steps=1))
     assert max(run_ranks(threads, 2)) <= before + 2
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's list of threads")
+def test_threads_do_not_grow_with_the_cases() -> None:
+    """Past bug: DTensor's caches kept each case's mesh, which kept its group, which kept three threads."""
+    with RankPool() as ranks:
+        first = [process for process, _ in ranks.run(process_and_threads, 2)]
+        for _ in range(10):
+            ranks.run(train, 2, Case(tensor=2, microbatches=1, steps=1))
+        last = ranks.run(process_and_threads, 2)
+    assert [process for process, _ in last] == first
+    assert max(threads for _, threads in last) <= worker.FEW + 3  # and those of the group of this case
 
 
 def shared_maps() -> int:

@@ -14,8 +14,8 @@ def run(run: Run) -> None:
     rows = []
     for turn in range(run.choose(2, 1)):
         for name, make in contenders.items():
-            steps = run.choose(12, 1)
+            steps = run.choose(6, 1)
             rows.append(
-                {"turn": turn, **jobs.measured(run, job, make, steps=steps, warmup=run.choose(3, 0), name=name)}
+                {"turn": turn, **jobs.measured(run, job, make, steps=steps, warmup=run.choose(2, 0), name=name)}
             )
             run.keep("rows", rows)

@@ -58,7 +58,8 @@ class Efficiency(_Table):
     update: bytes read and written per parameter at a step's end: by Adam's step with an fp32 master, and by the cast of
     its result to the dtype of the forward.
     launch: seconds of the shortest kernel on the device.
-    dispatch: seconds that the host needs to launch a kernel. A block takes at least this time for all of its kernels.
+    dispatch: seconds that the host needs for a kernel, with the Python, autograd and views around it. A block takes at
+    least this time for all of its kernels.
     pause: idle seconds of a stage's F and of its I, such as when the host waits for a message or the device before it
     launches the next kernels.
     spread: relative error of a step's seconds that is left after the fit of the constants; 0 if unknown.

@@ -83,6 +83,11 @@ class Exchange:
 Kernel = Product | Attention | Pass | Exchange
 
 
+def launches(kernel: Kernel) -> int:
+    """Return how many kernels the host launches for it."""
+    return kernel.kernels if isinstance(kernel, Pass) else 1
+
+
 @dataclass(frozen=True, slots=True)
 class Clock:
     """Computes the duration of kernels on a device, in a dtype, with a tensor-parallel group.
@@ -102,7 +107,7 @@ class Clock:
         device = host = 0.0
         for kernel in kernels:
             device += self.of(kernel)
-            host += self.device.efficiency.dispatch * (kernel.kernels if isinstance(kernel, Pass) else 1)
+            host += self.device.efficiency.dispatch * launches(kernel)
         return max(device, host)
 
     def of(self, kernel: Kernel) -> float:

@@ -13,11 +13,13 @@ from functools import cached_property
 import torch
 import torch.nn.functional as F
 
-from atoll.cost import Device, Efficiency, Product
+from atoll.cost import Device, Efficiency, Product, Transformer, Use
+from atoll.cost.kernels import launches
 from atoll.cost.transformer import FLASH_BACKWARD
 from atoll.measuring.fits import fit_depth, rate_of
 from atoll.measuring.host import machine_memory, processor_name
 from atoll.measuring.stopwatch import Call, Stopwatch, typical
+from atoll.models.decoder import DecoderConfig, DecoderLayer
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 SQUARES = tuple(256 * 2**step for step in range(7))
@@ -71,7 +73,8 @@ def read_device(stopwatch: Stopwatch, together: Callable[[], None]) -> Reading:
     together()
     update = bench.update() * bandwidth * memory
     together()
-    launch, dispatch = bench.shortest()
+    launch = bench.shortest()
+    dispatch = bench.dispatch() if stopwatch.device.type == "cuda" else launch
     return Reading(
         rates=rates,
         bandwidth=bandwidth,
@@ -191,11 +194,26 @@ class _Bench:
         numel, call = self.stopwatch.largest(self._adam, BUFFERS, growth=4.0)
         return self.stopwatch.seconds(call) / numel
 
-    def shortest(self) -> tuple[float, float]:
-        """Return the seconds of the shortest kernel, and of the host to launch it."""
+    def shortest(self) -> float:
+        """Return the seconds of the shortest kernel."""
         one = torch.zeros(1, device=self.device)
-        found = [self.stopwatch.behind(self.square[1], lambda: one.add_(1.0), SHORT_CALLS) for _ in range(5)]
-        return typical([own for own, _ in found]), typical([host for _, host in found])
+        return typical([self.stopwatch.behind(self.square[1], lambda: one.add_(1.0), SHORT_CALLS) for _ in range(5)])
+
+    def dispatch(self) -> float:
+        """Return the seconds of the host for a kernel of a layer, forward and backward.
+
+        The layer is so small that the device waits. Kernels are counted as formulas do: what the host does around
+        them, in Python, in autograd and for views, is shared among them.
+        """
+        config = DecoderConfig(vocabulary=64, layers=1, hidden=64, heads=1, kv_heads=1, ffn=128)
+        layer = DecoderLayer(config).to(self.device, self.dtype)
+        hidden = self._random(1, 16, config.hidden, dtype=self.dtype).requires_grad_()
+
+        def step() -> None:
+            layer(hidden).backward(hidden)
+            layer.zero_grad()
+
+        return self.stopwatch.host_seconds(step) / _launches(config, sequence=16, compute=self.main)
 
     # ---- calls
 
@@ -243,6 +261,20 @@ class _Bench:
         parameter = torch.nn.Parameter(torch.zeros(numel, device=self.device))
         parameter.grad = torch.randn_like(parameter)
         return torch.optim.AdamW([parameter], fused=self.device.type == "cuda" or None).step  # a run's default
+
+
+def _launches(config: DecoderConfig, *, sequence: int, compute: str) -> int:
+    """Return the kernels of a layer's forward and backward, by formulas."""
+    sizes = Transformer.decoder(
+        layers=1,
+        hidden=config.hidden,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        ffn=config.ffn,
+        vocabulary=config.vocabulary,
+    )
+    work = sizes.workload.blocks[1].work(Use(samples=1, sequence=sequence, compute=compute))
+    return sum(map(launches, (*work.forward, *work.backward, *work.weights)))
 
 
 def _units(device: torch.device) -> int:

@@ -71,7 +71,10 @@ def describe(cluster: Cluster) -> str:
         ("bandwidth", f"{format_bytes(device.bandwidth, decimal=True)}/s"),
         ("other kernels", f"{reached.memory:.0%} of it, {reached.memory * reached.half:.0%} on elements of two bytes"),
         ("optimizer", f"{reached.update:.3g} bytes a parameter"),
-        ("shortest kernel", f"{format_seconds(reached.launch)}, {format_seconds(reached.dispatch)} to launch it"),
+        (
+            "shortest kernel",
+            f"{format_seconds(reached.launch)}, {format_seconds(reached.dispatch)} of the host for each",
+        ),
         *(_link_row("node's link", cluster.node.link)),
         *(_link_row("network card", cluster.network)),
     ]

@@ -75,22 +75,29 @@ class Stopwatch:
         last.synchronize()
         return first.elapsed_time(last) / 1e3
 
-    def behind(self, busy: Call, call: Call, count: int) -> tuple[float, float]:
-        """Return the seconds of a short call on the device, and those that the host takes to launch it.
+    def host_seconds(self, call: Call) -> float:
+        """Return the seconds of the host in a call whose work the device does later."""
+        samples: list[float] = []
+        for _ in range(4 * LEAST_SAMPLES):
+            start = self.clock()
+            call()
+            samples.append(self.clock() - start)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+        return typical(samples[LEAST_SAMPLES:])
 
-        `busy` runs first and keeps the device busy, so that `count` calls are queued when it reaches them. On the CPU
-        both are equal, since the host computes.
+    def behind(self, busy: Call, call: Call, count: int) -> float:
+        """Return the seconds of a short call on the device.
+
+        `busy` runs first and keeps the device busy, so that `count` calls are queued when it reaches them.
         """
         if self.device.type != "cuda":
-            alone = self.seconds(call)
-            return alone, alone
+            return self.seconds(call)
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         busy()
         first.record()
-        start = time.perf_counter()
         for _ in range(count):
             call()
-        host = time.perf_counter() - start
         last.record()
         last.synchronize()
-        return first.elapsed_time(last) / 1e3 / count, host / count
+        return first.elapsed_time(last) / 1e3 / count

@@ -352,7 +352,7 @@ def reset_module(module: nn.Module, generator: torch.Generator) -> None:
     reset = reset_of(module)
     if reset is not None:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(generator.initial_seed())
+            torch.default_generator.manual_seed(generator.initial_seed())
             reset()
         return
     own = [name for name, _ in module.named_parameters(recurse=False)]

@@ -168,7 +168,7 @@ class HuggingFaceAdapter:
     def initialise(self, module: nn.Module, generator: torch.Generator) -> None:
         """Set the initial values of the model's family, and those of adapters of the `peft` package."""
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(generator.initial_seed())
+            torch.default_generator.manual_seed(generator.initial_seed())
             self.model._init_weights(module)
             restart = getattr(module, "reset_lora_parameters", None)
             if restart is not None:
@@ -190,7 +190,7 @@ class HuggingFaceAdapter:
             tensor._is_hf_initialized = True
         try:
             for module in reversed(self._outside):
-                torch.manual_seed(seed)
+                torch.default_generator.manual_seed(seed)
                 self.model._init_weights(module)
         finally:
             for tensor in marked:

@@ -24,8 +24,8 @@ case gets a new gloo group over a new part of the store. New processes are forke
 
 A case may take as long as its ranks make progress (`atoll.testing.progress`): other work on the machine ends none.
 
-Processes are replaced once one has more than `AT_MOST` threads: DTensor keeps all its meshes until the process ends,
-and with them their gloo groups, whose threads wake a hundred times a second.
+A process ends the threads of a case's groups after it, and is replaced if it has more than `AT_MOST` nevertheless: the
+threads of gloo wake a hundred times a second.
 
 The function is pickled by name, and so are the classes of its arguments: they must be at the top level of a module that
 the ranks can import, or of a script, which they then run as Python's multiprocessing does, without the code under
@@ -35,7 +35,6 @@ the ranks can import, or of a script, which they then run as Python's multiproce
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import os
 import pickle
@@ -55,7 +54,7 @@ from atoll.runtime.launch import LOOPBACK, host_store
 from atoll.runtime.template import Fork, Template
 from atoll.testing.progress import LOOK_SECONDS, Progress
 from atoll.testing.template import start_process, start_template
-from atoll.testing.worker import Case, Failure, Filter, Report, Success
+from atoll.testing.worker import Case, Failure, Filter, Report, Success, threads
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -256,9 +255,7 @@ class _Worker:
     @property
     def threads(self) -> int:
         """Number of threads of the process between two cases."""
-        with contextlib.suppress(OSError):
-            return len(os.listdir(f"/proc/{self.process.pid}/task"))
-        return 0  # no Linux
+        return threads(self.process.pid)
 
     def begin_case(self) -> None:
         self.released = False

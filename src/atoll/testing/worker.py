@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import gc
 import os
 import pickle
 import runpy
@@ -20,6 +22,8 @@ from atoll.runtime.launch import LOOPBACK, watch_parent
 
 GROUP_LIMIT = timedelta(days=1)
 """Ranks wait for each other without a limit: the parent sees that none makes progress."""
+FEW = 12
+"""Threads with which a process may wait for the next case."""
 
 
 @dataclass(frozen=True)
@@ -154,10 +158,27 @@ def _join_group(case: Case) -> None:
 
 
 def _leave_group() -> None:
+    """Destroy the groups of a case and end their threads, which would wake a hundred times a second.
+
+    Meshes are kept by DTensor's caches, other groups by cycles of objects: a collection takes 20 ms, so it waits until
+    there are several.
+    """
     from torch import distributed
+
+    from atoll._torch import release_groups
 
     if distributed.is_initialized():
         distributed.destroy_process_group()
+        release_groups()
+    if threads(os.getpid()) > FEW:
+        gc.collect()
+
+
+def threads(process: int) -> int:
+    """Return the number of threads of a process; 0 if it has ended, or if this is not Linux."""
+    with contextlib.suppress(OSError):
+        return len(os.listdir(f"/proc/{process}/task"))
+    return 0
 
 
 def _pickled(error: BaseException) -> bytes | None:

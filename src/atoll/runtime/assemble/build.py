@@ -14,7 +14,8 @@ from atoll.plans import Plan
 from atoll.program import Phase
 from atoll.runtime.outline import Outline
 from atoll.runtime.pipeline.block import LocalBlock
-from atoll.runtime.pipeline.deferred import Collector, DeferredWeight, defer, is_deferrable
+from atoll.runtime.pipeline.deferred import Collector, Layer, defer, is_deferrable
+from atoll.runtime.pipeline.selective import Selective
 from atoll.runtime.pipeline.stage import Sharded, Stage, owners_of
 from atoll.runtime.sharding.segment import Surroundings, dtype_of
 from atoll.runtime.sharding.tensor_parallel import TensorParallel
@@ -162,8 +163,9 @@ def _stage(model: _Model, stage: int, units: Mapping[int, Unit], around: Surroun
     users = tuple(units[at] for at in sorted(units, reverse=True) if set(units[at].spec.blocks) & set(runs[stage]))
     looked_up, scored = _ends_of(model.outline.adapter, model.outline.vocabulary, stage, last=last)
     waits = last > 0
+    keeps = plan.recompute == "selective" and plan.compile == "none"
     own_blocks: list[LocalBlock] = []
-    deferred: list[DeferredWeight] = []
+    deferred: list[Layer] = []
     for at in runs[stage]:
         block = model.blocks[at]
         own = [unit for unit in users if at in unit.spec.blocks]
@@ -178,12 +180,13 @@ def _stage(model: _Model, stage: int, units: Mapping[int, Unit], around: Surroun
             needs_backward=at >= model.first_trained,
             recompute="none" if is_table else plan.recompute,
             end=scored if scored is not None and scored.lies_in(block) else None,
+            keeping=Selective(collector) if keeps else None,
         )
         own_blocks.append(local)
         # Replace the layers' forwards first and then the block's: replaced modules are compiled with the block.
-        replaced: list[DeferredWeight] = []
+        replaced: list[Layer] = []
         if waits or (plan.compile == "none" and around.device.type != "meta"):
-            replaced = defer(block.module, own, collector, waits=waits)
+            replaced = defer(block.module, own, collector, waits=waits, every=keeps)
         deferred += replaced
         local.take_place("none" if has_end or is_table else plan.compile, has_waiting=waits and bool(replaced))
     return Stage(

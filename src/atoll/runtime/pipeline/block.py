@@ -14,6 +14,7 @@ the call to the driver of the stage. While a stage runs forward, these calls are
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
@@ -21,10 +22,11 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from atoll._torch import run_backward
 from atoll.errors import RunError
+from atoll.runtime.pipeline.selective import Pair, Selective, of_torch
 from atoll.runtime.randomness import seed_block
 from atoll.runtime.sharding.unit import Unit
 
@@ -35,9 +37,6 @@ _APART: dict[str, Any] = {"isolate_recompiles": True} if _ISOLATES else {}
 """Layers of one class share one code object, which dynamo compiles at most eight times, or as often per call of
 `torch.compile`. A layer whose linear layers wait for W is compiled by itself, since each of them is replaced by an
 object of its own; the ninth would run eagerly. Equal layers in which nothing waits share one graph."""
-
-_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-"""Ops whose outputs selective recompute saves. Attention, norms and activation functions are recomputed."""
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -63,14 +62,14 @@ class Draw(NamedTuple):
 class Passage:
     """State saved between a block's forward and its backward, for one microbatch.
 
-    made: the outputs that require a gradient, attached to the block's graph; empty under `recompute = "block"`.
+    made: the outputs that require a gradient, attached to the block's graph; empty if the forward is run again.
     leaves: the same outputs, detached, as the next block receives them.
-    again: under `recompute = "block"`, the arguments and the seed to run the forward with.
+    again: the arguments and the seed to run the forward with, and the context in which.
     """
 
     made: Sequence[Tensor]
     leaves: Sequence[Tensor]
-    again: tuple[Arguments, Draw] | None = None
+    again: tuple[Arguments, Draw, AbstractContextManager[Any]] | None = None
 
 
 class LocalBlock:
@@ -78,6 +77,7 @@ class LocalBlock:
 
     needs_backward: whether anything in it or before it is trained.
     end: the replacement of the head in it, if the vocabulary is split; its input is then the block's output.
+    keeping: what keeps outputs of products under `recompute = "selective"`; None: torch's contexts.
     """
 
     def __init__(
@@ -89,6 +89,7 @@ class LocalBlock:
         needs_backward: bool,
         recompute: str,
         end: BlockEnd | None = None,
+        keeping: Selective | None = None,
     ) -> None:
         self.module = module
         self.index = index
@@ -97,6 +98,7 @@ class LocalBlock:
         self.is_recomputed = recompute != "none"
         self._recompute = recompute
         self._end = end
+        self._keeping = keeping
         self._forward: Callable[..., Any] = module.forward
         self._call: Call | None = None
 
@@ -129,13 +131,11 @@ class LocalBlock:
         if not torch.is_grad_enabled():
             return self._drawn(draw, *args, **kwargs), None
         if self._recompute == "block":
-            with torch.no_grad():
-                output = self._drawn(draw, *args, **kwargs)
-            made = [tensor for tensor in self._made(output) if self.needs_backward and tensor.is_floating_point()]
-            handed, leaves = self._cut(output, made)
-            return handed, Passage((), leaves, (given, draw)) if leaves else None
+            return self._forward_alone(given, draw, (nullcontext(), nullcontext()))
+        if self._keeping is not None and self._keeping.by_layers:
+            return self._forward_alone(given, draw, self._keeping.contexts())
         if self._recompute == "selective":
-            contexts = partial(create_selective_checkpoint_contexts, list(_PRODUCTS))
+            contexts = of_torch if self._keeping is None else self._keeping.contexts_of_torch
             options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": contexts}
             output = checkpoint(partial(self._drawn, draw), *args, **options, **kwargs)
         else:
@@ -143,6 +143,16 @@ class LocalBlock:
         made = [tensor for tensor in self._made(output) if tensor.requires_grad]
         handed, leaves = self._cut(output, made)
         return handed, Passage(made, leaves) if leaves else None
+
+    def _forward_alone(self, given: Arguments, draw: Draw, contexts: Pair) -> tuple[Any, Passage | None]:
+        """Run the forward in a context and without a graph; the backward will run it again, in the second context."""
+        args, kwargs = given
+        first, second = contexts
+        with torch.no_grad(), first:
+            output = self._drawn(draw, *args, **kwargs)
+        made = [tensor for tensor in self._made(output) if self.needs_backward and tensor.is_floating_point()]
+        handed, leaves = self._cut(output, made)
+        return handed, Passage((), leaves, (given, draw, second)) if leaves else None
 
     def _made(self, output: Any) -> list[Tensor]:
         """Return the tensors of a forward's output; for a block with an end, only the input of that end."""
@@ -187,13 +197,15 @@ class LocalBlock:
         for outer, leaf in inner.values():
             pass_on(outer, leaf.grad)
 
-    def _again(self, given: Arguments, draw: Draw) -> tuple[list[Tensor], dict[int, tuple[Tensor, Tensor]]]:
+    def _again(
+        self, given: Arguments, draw: Draw, context: AbstractContextManager[Any]
+    ) -> tuple[list[Tensor], dict[int, tuple[Tensor, Tensor]]]:
         """Run the forward again, on leaves that replace its arguments."""
         outers = [tensor for tensor in tensors_of(given) if tensor.requires_grad]
         inner = {id(outer): (outer, outer.detach().requires_grad_()) for outer in outers}
         by = {key: leaf for key, (_, leaf) in inner.items()}
         args, kwargs = _replace(given, by)
-        with torch.enable_grad():
+        with torch.enable_grad(), context:
             output = self._drawn(draw, *args, **kwargs)
         made = [tensor for tensor in self._made(output) if tensor.is_floating_point()]
         if self._end is not None:

@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from atoll._torch import local_part
 from atoll.errors import RunError
+from atoll.runtime.pipeline.selective import Multiplier
 from atoll.runtime.sharding.unit import Unit
 
 
@@ -41,10 +42,11 @@ class Collector:
     """Collects the inputs of W while a block's backward runs: unit, parameter name, and the factors of the gradient.
 
     found: None while no backward runs. All layers of a rank share one collector, since a layer may be in several
-    blocks.
+    blocks.  multiplier: see `selective`.
     """
 
     found: list[tuple[Unit, str, Any]] | None = None
+    multiplier: Multiplier | None = None
 
     @contextmanager
     def collecting(self) -> Iterator[list[tuple[Unit, str, Any]]]:
@@ -57,18 +59,15 @@ class Collector:
             self.found = None
 
 
-class DeferredWeight:
-    """The weight of one linear layer, and the forward that replaces the layer's own."""
+class Layer:
+    """A linear layer whose forward is replaced. Its weight is frozen."""
 
-    def __init__(self, module: nn.Linear, unit: Unit, name: str, collector: Collector, *, waits: bool) -> None:
+    def __init__(self, module: nn.Linear, collector: Collector) -> None:
         self.module = module
-        self.unit = unit
-        self.name = name
-        self._collector = collector
-        self._waits = waits
+        self.collector = collector
         self._anchor = torch.empty(0, device=module.weight.device, requires_grad=True)
         self.slot = next(_SLOTS)
-        _WEIGHTS[self.slot] = self
+        _LAYERS[self.slot] = self
         module.forward = self.forward  # type: ignore[assignment, method-assign]
 
     def remove(self) -> None:
@@ -78,7 +77,7 @@ class DeferredWeight:
     def forward(self, hidden: Tensor) -> Tensor:
         """Compute `nn.Linear`: [..., in] -> [..., out]."""
         module = self.module
-        if not torch.is_grad_enabled():
+        if self.collector.multiplier is None and not torch.is_grad_enabled():
             return F.linear(hidden, module.weight, module.bias)
         if isinstance(module.weight, DTensor):
             assert isinstance(hidden, DTensor), "a parallel style makes its input a DTensor"
@@ -87,8 +86,22 @@ class DeferredWeight:
 
     def _apply(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         given = hidden, weight, bias, self._anchor
-        out: Tensor = linear(*given, self.slot) if torch.compiler.is_compiling() else _Linear.apply(self, *given)
+        if torch.compiler.is_compiling():
+            out: Tensor = linear(*given, self.slot)
+        elif torch.is_grad_enabled() and self._needs_backward(hidden, bias):
+            out = _Linear.apply(self, *given)
+        else:
+            out = self.multiply(hidden, weight, bias)
         return out
+
+    def _needs_backward(self, hidden: Tensor, bias: Tensor | None) -> bool:
+        trains_bias = bias is not None and bias.requires_grad
+        return hidden.requires_grad or self.module.weight.requires_grad or trains_bias
+
+    def multiply(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the output without a history: computed, or what selective recompute has kept."""
+        multiplier = self.collector.multiplier
+        return F.linear(hidden, weight, bias) if multiplier is None else multiplier.linear(hidden, weight, bias)
 
     def _forward_split(self, hidden: DTensor, weight: DTensor, bias: Any) -> DTensor:
         """Compute the same on this rank's part of the weight: its rows, whose results are concatenated, or its columns,
@@ -110,19 +123,32 @@ class DeferredWeight:
         return total if bias is None else total + bias
 
     def collect(self, hidden: Tensor, gradient: Tensor) -> None:
+        """Do nothing: a frozen weight has no W."""
+
+
+class DeferredWeight(Layer):
+    """A linear layer and the gradient of its weight."""
+
+    def __init__(self, module: nn.Linear, unit: Unit, name: str, collector: Collector, *, waits: bool) -> None:
+        super().__init__(module, collector)
+        self.unit = unit
+        self.name = name
+        self._waits = waits
+
+    def collect(self, hidden: Tensor, gradient: Tensor) -> None:
         """Keep the inputs of W for one call, in I; or compute W immediately."""
         if not self._waits:
             self.unit.touched.add(self.name)
             with torch.no_grad():
                 self.unit.room(self.name, "I").add_product(hidden, gradient)
             return
-        if self._collector.found is None:
+        if self.collector.found is None:
             raise RunError(f"the gradient of {self.name} was computed outside of a step; use engine.step")
-        self._collector.found.append((self.unit, self.name, (hidden.detach(), gradient.detach())))
+        self.collector.found.append((self.unit, self.name, (hidden.detach(), gradient.detach())))
 
 
 _SLOTS = itertools.count()
-_WEIGHTS: WeakValueDictionary[int, DeferredWeight] = WeakValueDictionary()
+_LAYERS: WeakValueDictionary[int, Layer] = WeakValueDictionary()
 """Layer of a call by its number, because operators take numbers rather than objects."""
 
 
@@ -140,7 +166,7 @@ def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, anchor: Tensor, slot:
 @torch.library.custom_op("atoll::linear_input_gradient", mutates_args=())
 def input_gradient(gradient: Tensor, hidden: Tensor, weight: Tensor, slot: int, is_needed: bool) -> Tensor:
     """Return the gradient of a linear layer's input, [..., in], or None if it is not needed. Keeps the inputs of W."""
-    _WEIGHTS[slot].collect(hidden, gradient)
+    _LAYERS[slot].collect(hidden, gradient)
     return gradient @ weight if is_needed else gradient.new_empty(0)
 
 
@@ -168,12 +194,10 @@ class _Linear(torch.autograd.Function):
     """The operator `linear`, without the cost of calling an operator."""
 
     @staticmethod
-    def forward(
-        ctx: Any, layer: DeferredWeight, hidden: Tensor, weight: Tensor, bias: Tensor | None, anchor: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, layer: Layer, hidden: Tensor, weight: Tensor, bias: Tensor | None, anchor: Tensor) -> Tensor:
         ctx.save_for_backward(hidden, weight)
         ctx.layer = layer
-        return F.linear(hidden, weight, bias)
+        return layer.multiply(hidden, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -194,20 +218,32 @@ product is added in the dtype of the gradient, where autograd would round it to 
 
 
 def defer(
-    module: nn.Module, units: Sequence[Unit], collector: Collector, *, waits: bool = True
-) -> list[DeferredWeight]:
+    module: nn.Module,
+    units: Sequence[Unit],
+    collector: Collector,
+    *,
+    waits: bool = True,
+    every: bool = False,
+) -> list[Layer]:
     """Defer every trained `nn.Linear` weight of a block that is in `units`; or, without `waits`, accumulate the
-    gradients of large ones in I, in one operation."""
+    gradients of large ones in I, in one operation.
+
+    every: replace the forward of small and of frozen ones too, so that all ask the collector how to multiply.
+    """
     owners = {id(p): (unit, name) for unit in units for name, p in unit.parameters.items()}
 
     def is_worth(weight: Tensor) -> bool:
-        return waits or weight.is_cuda or weight.numel() >= LEAST_ADDED
+        return waits or every or weight.is_cuda or weight.numel() >= LEAST_ADDED
 
-    return [
-        DeferredWeight(child, *owners[id(child.weight)], collector, waits=waits)
-        for child in module.modules()
-        if is_deferrable(child) and id(child.weight) in owners and is_worth(child.weight)
-    ]
+    made: list[Layer] = []
+    for child in module.modules():
+        if type(child) is not nn.Linear or id(child.weight) not in owners:
+            continue
+        if is_deferrable(child) and is_worth(child.weight):
+            made.append(DeferredWeight(child, *owners[id(child.weight)], collector, waits=waits))
+        elif every and not child.weight.requires_grad:
+            made.append(Layer(child, collector))
+    return made
 
 
 def is_deferrable(module: nn.Module) -> TypeGuard[nn.Linear]:

@@ -10,7 +10,7 @@ import torch
 from atoll.models import Adapter, Batch
 from atoll.program import BlockShape, StageShape
 from atoll.runtime.pipeline.block import LocalBlock
-from atoll.runtime.pipeline.deferred import DeferredWeight
+from atoll.runtime.pipeline.deferred import Layer
 from atoll.runtime.sharding.unit import Unit, UnitSpec
 from atoll.runtime.vocabulary.ends import LookedUp, Scored
 from atoll.runtime.vocabulary.slice import VocabularySlice
@@ -30,7 +30,7 @@ class Stage:
     adapter: Adapter
     units: tuple[Unit, ...]
     blocks: tuple[LocalBlock, ...]
-    deferred: tuple[DeferredWeight, ...]
+    deferred: tuple[Layer, ...]
     looked_up: LookedUp | None = None
     scored: Scored | None = None
 

@@ -17,7 +17,8 @@ The moves allocate messages and sums, and free them: they run in jobs of lanes, 
 them ([Note: streams and memory] in runtime/lanes.py). What a caller gives is the caller's to keep.
 
 Arithmetic is in fp32, in float64 for float64 tensors. On CPUs blocks are processed a few at a time, which stay in the
-cache; on GPUs the kernels are compiled.
+cache; on GPUs the kernels are compiled for fp32, and for messages of several blocks: Triton has no conversion from fp8
+to float64, and one block would be compiled for each size.
 """
 
 from __future__ import annotations
@@ -92,13 +93,13 @@ def encode(
 
     residual: added to the values, and overwritten with what the message lacks of the sum.
     """
-    act = _compiled(_encode) if values.is_cuda else _encode
     for rows, scale, payload in _parts(codec, values, message):
         chosen = values[rows].to(wide(values.dtype))
         if residual is not None:
             chosen = chosen + residual[rows]
-        scales, codes, left = act(
-            chosen.view(-1, _row(codec, len(chosen))),
+        blocks = chosen.view(-1, _row(codec, len(chosen)))
+        scales, codes, left = _on(blocks, _encode)(
+            blocks,
             None if noise is None else noise[rows].view(-1, _row(codec, len(chosen))),
             codec.name,
             is_lossy=residual is not None,
@@ -112,12 +113,12 @@ def encode(
 
 def decode(codec: Codec, message: torch.Tensor, out: torch.Tensor, *, adds: bool = False) -> None:
     """Write the values of a message to `out`, [n], or add them to it."""
-    act = _compiled(_decode) if out.is_cuda else _decode
     for rows, scale, payload in _parts(codec, out, message):
         place = out[rows]
         size = _row(codec, len(place))
         scales = message[scale].view(torch.float32).view(-1, 1) if codec.code.is_scaled else None
         codes = message[payload].view(len(place) // size, -1)
+        act = _on(place.view(-1, size), _decode)
         values = act(scales, codes, codec.name, size=size, dtype=wide(out.dtype)).view(-1)
         place.copy_(place.to(values.dtype) + values if adds else values)
 
@@ -190,6 +191,12 @@ def _decode(
     else:
         codes = torch.cat([payload & 15, payload >> 4], dim=1)[:, :size].to(dtype) - 8
     return codes * scales.to(dtype)
+
+
+def _on(blocks: torch.Tensor, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel for blocks, [blocks, elements]: compiled where that is of use."""
+    compiles = blocks.is_cuda and len(blocks) > 1 and blocks.dtype != torch.float64
+    return _compiled(kernel) if compiles else kernel
 
 
 @cache

@@ -6,6 +6,7 @@ from enum import Enum
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
@@ -67,9 +68,18 @@ def lay_in(parameter: nn.Parameter, view: torch.Tensor) -> None:
         parameter.data = view
 
 
+def _full(tensor: DTensor) -> torch.Tensor:
+    """Return all of a tensor. gloo gathers tensors of a GPU by way of the host: given them, it ends the process."""
+    if tensor.is_cuda and dist.get_backend() == "gloo":
+        on_host: Any = tensor.cpu()
+        whole: torch.Tensor = on_host.full_tensor().to(tensor.device)
+        return whole
+    return tensor.full_tensor()
+
+
 def whole_of(parameter: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
     """The whole tensor, new, of which a view has this rank's part; all ranks of the tensor-parallel group call it."""
-    return _like(parameter, view).full_tensor().clone() if isinstance(parameter, DTensor) else view.clone()
+    return _full(_like(parameter, view)).clone() if isinstance(parameter, DTensor) else view.clone()
 
 
 def whole_output(output: Any) -> Any:
@@ -77,7 +87,7 @@ def whole_output(output: Any) -> Any:
     goes through."""
     match output:
         case DTensor():
-            return output.full_tensor()
+            return _full(output)
         case dict():
             return {name: whole_output(value) for name, value in output.items()}
         case tuple() | list():
@@ -87,7 +97,7 @@ def whole_output(output: Any) -> Any:
 
 def added_up(part: torch.Tensor, mesh: DeviceMesh, by: str = "sum") -> torch.Tensor:
     """The sum of a tensor over the ranks of a mesh, or its largest values with "max"; without autograd."""
-    total: torch.Tensor = DTensor.from_local(part, mesh, [Partial(by)], run_check=False).full_tensor()
+    total: torch.Tensor = _full(DTensor.from_local(part, mesh, [Partial(by)], run_check=False))
     return total
 
 

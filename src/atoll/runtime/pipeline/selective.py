@@ -1,0 +1,136 @@
+"""Selective recompute: outputs of matrix products are kept, everything else is computed again.
+
+    first forward     without a graph; a linear layer keeps its output
+    second forward    with one; the layer returns what it has kept, and does not multiply
+
+torch's contexts for `torch.utils.checkpoint` see every operation of the dispatcher in both forwards, about 60 µs each
+on the host: on a GPU longer than most of them take. They serve where layers cannot: in blocks with products outside of
+linear layers, which a block's first forward shows, and in compiled blocks, whose compiler knows them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from atoll._torch import version
+from atoll.errors import RunError
+
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+"""Operations whose outputs are kept. Attention, norms and activation functions are computed again."""
+
+Pair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+"""The contexts of the first and of the second forward."""
+
+
+class Multiplier(Protocol):
+    """How linear layers multiply for now."""
+
+    def linear(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return `F.linear`, without a history."""
+        ...
+
+
+class Multipliers(Protocol):
+    """Where layers look for it. None: they multiply."""
+
+    multiplier: Multiplier | None
+
+
+class _Counting:
+    """Multiplies, and counts."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def linear(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        self.calls += 1
+        return F.linear(hidden, weight, bias)
+
+
+class _Keeping:
+    """Multiplies, and keeps: an alias, as autograd gives its history to the tensor that the layer returns."""
+
+    def __init__(self) -> None:
+        self.kept = deque[tuple[Tensor, int]]()
+
+    def linear(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        out = F.linear(hidden, weight, bias)
+        alias = out.detach()
+        self.kept.append((alias, version(alias)))
+        return out
+
+
+class _Returning:
+    """Returns what was kept, in the same order."""
+
+    def __init__(self, kept: deque[tuple[Tensor, int]]) -> None:
+        self._kept = kept
+
+    def linear(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        alias, written = self._kept.popleft()
+        if version(alias) != written:
+            raise RunError(
+                f"the output {tuple(alias.shape)} of a linear layer was modified in place, and recompute = "
+                '"selective" would use the modified values as the output; use recompute = "block" or "none", or an '
+                "operation that is not in place"
+            )
+        return alias
+
+
+class Selective:
+    """What keeps the outputs of a block's products.
+
+    by_layers: whether its linear layers keep all of them; False until a first forward has shown it.
+    """
+
+    def __init__(self, layers: Multipliers) -> None:
+        self._layers = layers
+        self._is_known = False
+        self.by_layers = False
+
+    def contexts(self) -> Pair:
+        """Return the contexts in which layers keep outputs, and return them."""
+        keeping = _Keeping()
+        return self._with(keeping), self._with(_Returning(keeping.kept))
+
+    def contexts_of_torch(self) -> Pair:
+        """Return torch's contexts. The first time, products are counted: all, and those of layers."""
+        if self._is_known:
+            return of_torch()
+        counted = 0
+
+        def choose(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            nonlocal counted
+            counted += operation in PRODUCTS
+            return CheckpointPolicy.MUST_SAVE if operation in PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+
+        first, second = create_selective_checkpoint_contexts(choose)
+        return self._comparing(first, lambda: counted), second
+
+    @contextmanager
+    def _comparing(self, first: AbstractContextManager[Any], counted: Callable[[], int]) -> Iterator[None]:
+        counting = _Counting()
+        with first, self._with(counting):
+            yield
+        self._is_known, self.by_layers = True, counting.calls == counted()
+
+    @contextmanager
+    def _with(self, multiplier: Multiplier) -> Iterator[None]:
+        self._layers.multiplier = multiplier
+        try:
+            yield
+        finally:
+            self._layers.multiplier = None
+
+
+def of_torch() -> Pair:
+    """Return torch's contexts."""
+    return create_selective_checkpoint_contexts(list(PRODUCTS))
