@@ -1,4 +1,5 @@
-"""`tests/gpu` runs without a GPU: each of its cases on the CPU, so that a change of the engine cannot break it unseen.
+"""`tests/gpu` runs without a GPU: a case of each test on the CPU, so that no change of the engine breaks it unseen.
+`pytest tests/gpu --device cpu` runs every case, which here would repeat the tests of ranks with other numbers.
 
 Past bug: the end of the step moved into `Executor.run`, and twelve cases that watched the run watched the optimizer.
 """
@@ -10,13 +11,10 @@ import re
 import sys
 from pathlib import Path
 
-import pytest
-
 from atoll.testing.progress import run
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "tests" / "gpu"
-FILES = sorted(path.name for path in FOLDER.glob("test_*.py"))
 
 
 def rehearse(*words: str) -> str:
@@ -38,14 +36,6 @@ def test_one_case_of_each_test() -> None:
     tests = sum(path.read_text(encoding="utf-8").count("\ndef test_") for path in FOLDER.glob("test_*.py"))
     assert found["passed"] == tests
     assert not {"failed", "skipped", "error", "errors", "xfailed"} & found.keys()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("file", FILES)
-def test_every_case(file: str) -> None:
-    found = counts(rehearse(str(FOLDER / file)))
-    assert found["passed"] > 0
-    assert not {"failed", "skipped", "error", "errors", "xfailed", "deselected"} & found.keys()
 
 
 def test_the_folder_is_loud_without_a_gpu() -> None:

@@ -202,13 +202,15 @@ def test_a_signal_before_the_first_fork_reaches_every_rank(tmp_path: Path) -> No
 
 def test_forks_end_with_their_parent(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", PARENT, *ranks(tmp_path, "time.sleep(600)")[2:]]) as parent:
-        wait_until(
-            lambda: len(found := list(tmp_path.iterdir())) == 2 and all(each.read_text() for each in found), parent
-        )
-        assert {path.read_text() for path in tmp_path.iterdir()} == {str(parent.pid)}
-        found = [line for line in processes() if str(tmp_path) in line]
-        assert len(found) == 4, "the parent, its template and two ranks"
-        parent.kill()
+        try:
+            wait_until(
+                lambda: len(found := list(tmp_path.iterdir())) == 2 and all(each.read_text() for each in found), parent
+            )
+            assert {path.read_text() for path in tmp_path.iterdir()} == {str(parent.pid)}
+            found = [line for line in processes() if str(tmp_path) in line]
+            assert len(found) == 4, "the parent, its template and two ranks"
+        finally:  # a failure, too, does not wait for ranks that sleep
+            parent.kill()
     wait_until(lambda: not [line for line in processes() if str(tmp_path) in line])
 
 
