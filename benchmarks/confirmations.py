@@ -27,7 +27,7 @@ NEAR = 0.05
 """Largest relative difference of a figure that is confirmed."""
 
 DRAWN = 20
-"""Of many cases, one in so many is drawn."""
+"""One case in this many is drawn."""
 
 Value = TypeVar("Value")
 
@@ -42,14 +42,14 @@ class Check:
 
     @property
     def holds(self) -> bool:
-        """Whether a number is near the published one, or a word the same."""
+        """Return True if a number is within `NEAR` of the published one, or a word is the same."""
         if isinstance(self.published, float | int) and isinstance(self.again, float | int):
             return abs(self.again - self.published) <= NEAR * abs(self.published)
         return self.published == self.again
 
     @property
     def words(self) -> str:
-        """What it was and what it is."""
+        """The published and the new value, as text."""
         return f"{self.what}: {_said(self.published)} before, {_said(self.again)} now"
 
     def to_json(self) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def record(found: Mapping[str, Any], *, of: Raw, measured_in: Raw, earlier: Raw 
 
 
 def is_of(confirmation: Raw, measured_in: Raw) -> bool:
-    """Whether a confirmation is of the result with this environment, not of one before it."""
+    """Return True if a confirmation belongs to the result with this environment, and not to an earlier result."""
     return dict(confirmation["of"]) == _identity(measured_in)
 
 
@@ -111,7 +111,7 @@ def _identity(measured_in: Raw) -> dict[str, str]:
 
 
 def checks_of(confirmation: Raw) -> list[Check]:
-    """What was compared."""
+    """Return the checks of a confirmation."""
     return [Check(**each) for each in confirmation["checks"]]
 
 

@@ -368,7 +368,7 @@ def _without_nan(value: Any) -> Any:
 
 
 def table(made: Sequence[lines.Line]) -> str:
-    """What was found, in at most forty lines: figures with a target that is missed first."""
+    """Return a table of the figures, at most forty lines. If some have to be left out, missed targets stay."""
     from benchmarks.gpu.figures import figures
 
     rows = []

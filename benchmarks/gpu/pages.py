@@ -59,7 +59,7 @@ def paragraph(given: Iterable[Line]) -> str:
 
 
 def _said(device: str, own: Sequence[Line]) -> str:
-    """What is proved on a card, by commit, and what is not reached."""
+    """Return the sentences about a card: claims that are proved, by commit, and targets that were missed."""
     proved: dict[str, list[str]] = {}
     missed = []
     for line in own:

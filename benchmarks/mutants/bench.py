@@ -52,7 +52,7 @@ FACTOR, SPARE_SECONDS = 3.0, 20.0
 """A mutant has so many times the processor time of its tests without damage, and so much more."""
 
 KERNEL_SECONDS = 120.0
-"""What it takes to compile all kernels."""
+"""Processor seconds to compile all kernels."""
 
 FILE_SECONDS = 150.0
 """Processor time for a test file without damage. Tests that begin later are not known."""

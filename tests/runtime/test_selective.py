@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from atoll._torch import watched_operations
 from atoll.errors import RunError
+from atoll.models import operations
 from atoll.runtime.pipeline.block import Draw, LocalBlock, Passage
 from atoll.runtime.pipeline.deferred import Collector, defer
 from atoll.runtime.pipeline.selective import PRODUCTS, Selective
@@ -160,3 +161,7 @@ def test_an_output_that_was_written_to_is_refused() -> None:
     run.keeping._is_known = run.keeping.by_layers = True
     with pytest.raises(RunError, match=r"output \(2, 5, 16\) of a linear layer was modified in place"):
         run.step(torch.randn(2, 5, 8, dtype=torch.float64, requires_grad=True), 0)
+
+
+def test_the_model_of_costs_keeps_the_same_products() -> None:
+    assert operations.PRODUCTS == PRODUCTS

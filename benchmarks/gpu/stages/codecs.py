@@ -53,7 +53,7 @@ def _worst(codec: Codec, device: torch.device) -> dict[str, float]:
 
 
 def _both(codec: Codec, numel: int, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """What arrives from the device, and what the formula says, of random values with zeros and small ones."""
+    """Return random values after encoding and decoding on the device, and after the reference formula."""
     values = torch.randn(numel, generator=torch.Generator().manual_seed(numel), dtype=dtype)
     values[::5] *= 1e-3
     values[3::11] = 0.0

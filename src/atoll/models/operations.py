@@ -14,7 +14,7 @@ from atoll.cost import Attention, Kernel, Pass, Product
 from atoll.cost.transformer import FLASH_BACKWARD
 
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-"""Operations whose outputs selective recompute saves, as in `atoll.runtime.pipeline.block`."""
+"""Operations whose outputs selective recompute saves, as in `atoll.runtime.pipeline.selective`."""
 
 _BATCHED = (torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default)
 _GROUPED = torch.ops.aten._grouped_mm.default

@@ -60,7 +60,7 @@ class Collector:
 
 
 class Layer:
-    """A linear layer whose forward is replaced. Its weight is frozen."""
+    """A linear layer whose forward is replaced. As it is, its weight has no gradient: it is frozen."""
 
     def __init__(self, module: nn.Linear, collector: Collector) -> None:
         self.module = module

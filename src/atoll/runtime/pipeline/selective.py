@@ -31,7 +31,7 @@ Pair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 class Multiplier(Protocol):
-    """How linear layers multiply for now."""
+    """How the linear layers of a block compute their outputs."""
 
     def linear(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return `F.linear`, without a history."""
@@ -39,7 +39,7 @@ class Multiplier(Protocol):
 
 
 class Multipliers(Protocol):
-    """Where layers look for it. None: they multiply."""
+    """What holds the current `Multiplier`; if it is None, layers multiply."""
 
     multiplier: Multiplier | None
 
