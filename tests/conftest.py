@@ -1,7 +1,9 @@
 """What holds for every test, and which of them `--quick` takes."""
 
 import os
+import sys
 from collections import defaultdict
+from collections.abc import Iterator
 
 import pytest
 
@@ -19,6 +21,18 @@ else:
 # One thread for this process and for those that tests start, as ranks have: the threads of a tiny operation wait for
 # each other on cores that other tests use. A run of one rank took 44 s of processor time on two threads, and takes 7.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="module")
+def warm() -> Iterator[None]:
+    """Python programs that the module starts are forks, without the time of imports; see `tests/warm.py`."""
+    if not sys.platform.startswith("linux"):
+        yield
+        return
+    from tests.warm import programs, server
+
+    with programs(server()):
+        yield
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

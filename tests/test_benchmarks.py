@@ -247,7 +247,7 @@ def test_shared_bytes_are_those_of_the_files_that_are_mapped() -> None:
 def test_ranks_hold_what_is_predicted() -> None:
     """Peak and rest of real runs, by the allocator, against footprint and working memory.
 
-    Of three runs the least peak: where a core is short, a rank waits for its readers with one more buffer.
+    Of two runs the least peak: where a core is short, a rank waits for its readers with one more buffer.
     """
     work = Chain(count=4)
     with library() as preload:
@@ -256,7 +256,7 @@ def test_ranks_hold_what_is_predicted() -> None:
         with Ranks(Where(2, 2), work, preload=preload) as ranks:
             field = Field(ranks, None)
             for layout in ("NNG", "IIG", "GGG"):
-                runs = [Row(Atoll(layout, 8)) for _ in range(3)]
+                runs = [Row(Atoll(layout, 8)) for _ in range(2)]
                 for each in runs:
                     field.open(each.setting)
                     field.step(each)

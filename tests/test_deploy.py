@@ -19,6 +19,8 @@ from atoll.testing.progress import finish, run
 from deploy.ray import train as ray_entry
 from tests.cli.test_train import ATOLL, atoll, free_port, keep_port, losses_of, sets
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
 SLURM = sorted(DEPLOY.glob("slurm/*.sbatch"))

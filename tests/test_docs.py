@@ -22,6 +22,8 @@ from atoll.sim import Costs, simulate
 from atoll.testing import run_ranks
 from tests.pages import PAGES, ROOT, blocks, name_of
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 
 def commands(page: Path) -> list[list[str]]:
     """The words of every line that calls `atoll`, after its name."""

@@ -16,6 +16,8 @@ import pytest
 from atoll.config import from_dict
 from atoll.testing import progress
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 FILES = sorted(EXAMPLES.glob("*.py"))
 

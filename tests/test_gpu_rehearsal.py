@@ -11,6 +11,8 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
+
 from atoll.testing.progress import run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,6 +33,7 @@ def counts(line: str) -> dict[str, int]:
     return {word: int(number) for number, word in re.findall(r"(\d+) (\w+)", line)}
 
 
+@pytest.mark.slow
 def test_one_case_of_each_test() -> None:
     found = counts(rehearse(str(FOLDER), "--quick"))
     tests = sum(path.read_text(encoding="utf-8").count("\ndef test_") for path in FOLDER.glob("test_*.py"))
@@ -47,6 +50,7 @@ def test_the_folder_is_loud_without_a_gpu() -> None:
     assert "needs a CUDA device" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_folder_needs_pytest_torch_and_atoll_alone() -> None:
     """A machine that is lent for minutes has no other packages: without hypothesis and xdist it still collects."""
     hidden = "import sys; sys.modules.update(hypothesis=None, xdist=None, transformers=None)\n"

@@ -56,6 +56,7 @@ def test_a_modules_own_tests_have_its_name_in_its_folder_or_above() -> None:
     assert selection.own_files("data/stream.py", files) == []
 
 
+@pytest.mark.slow
 def test_tests_that_run_a_function_are_taken_its_own_file_first_then_the_shortest() -> None:
     files = ["tests/data/test_order.py", "tests/test_units.py", "tests/data/test_mixing.py"]
     home = "data/order.py:SampleOrder.take"

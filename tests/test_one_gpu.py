@@ -68,6 +68,7 @@ def truth(rate: float = 100.0, worst: float = 1e-15) -> dict[str, Any]:
 # ---- without what a lent machine lacks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["atoll.models", "atoll.runtime.engine", "atoll.testing.parity"])
 def test_training_needs_no_pydantic(module: str) -> None:
     program = f"import sys; sys.modules['pydantic'] = None; import {module}; print('imported')"
@@ -107,6 +108,7 @@ def rehearsal(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return out, done.stdout
 
 
+@pytest.mark.slow
 def test_all_stages_run_on_a_cpu(rehearsal: tuple[Path, str]) -> None:
     out, printed = rehearsal
     made = lines.read_lines(out / "stages.jsonl")
@@ -118,6 +120,7 @@ def test_all_stages_run_on_a_cpu(rehearsal: tuple[Path, str]) -> None:
     assert {row.split()[0] for row in table[2:]} == {stage.name for stage in STAGES}
 
 
+@pytest.mark.slow
 def test_a_rehearsal_proves_nothing(rehearsal: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> None:
     out, _ = rehearsal
     made = lines.read_lines(out / "stages.jsonl")
@@ -128,6 +131,7 @@ def test_a_rehearsal_proves_nothing(rehearsal: tuple[Path, str], monkeypatch: py
     assert not (out / "committed.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_a_stage_runs_as_a_program_of_its_own_too(tmp_path: Path) -> None:
     """What is done where a fork cannot open the device."""
     findings = tmp_path / "findings.json"
@@ -167,6 +171,7 @@ esac
 """
 
 
+@pytest.mark.slow
 def test_a_card_that_cannot_be_opened_costs_one_line_a_stage(tmp_path: Path) -> None:
     """The path of a GPU machine as far as it goes without one: clocks, the fork, the program of its own."""
     (tmp_path / "nvidia-smi").write_text(NVIDIA_SMI)

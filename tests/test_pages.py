@@ -42,6 +42,8 @@ from tests.clusters import TWO_CPUS
 from tests.pages import PAGES, ROOT, Block, blocks, fenced, name_of, pages_with
 from tests.settings.test_convert import ACCELERATE, DEEPSPEED, TORCHTITAN
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 SHELLS = ("sh", "bash", "console")
 
 

@@ -25,14 +25,10 @@ def real(model: str, *changes: str) -> Row:
 SAMPLE = {
     1: [
         Row("llama", 1, ("lora.rank=8",)),
-        real("small"),
-        real("small", "train.precision=bf16"),
         real("small", "parallel.recompute=block"),
     ],
     2: [
-        real("small", "parallel.pipeline=2", "parallel.schedule=1f1b"),
         real("small", "parallel.pipeline=2", "parallel.schedule=zb-v"),
-        real("llama", "parallel.pipeline=2", "parallel.schedule=zb-h1"),
         real("small", "parallel.layout=NNG"),
         Row("llama", 2, ("lora.rank=8", "parallel.pipeline=2", "parallel.schedule=zb-h1")),
         Row("small", 2, ("train.frozen=['embed.*', 'layers.[012].*']", "parallel.pipeline=2")),

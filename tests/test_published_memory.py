@@ -236,6 +236,7 @@ def test_forms_of_a_file_are_one(tmp_path: Path) -> None:
     assert [predict.read(_written(tmp_path / name, text)) for name, text in forms.items()] == [list(lines)] * 3
 
 
+@pytest.mark.slow
 def test_calibration_carries_constants_to_other_clusters(tmp_path: Path) -> None:
     path = _written(tmp_path / "rows.csv", CSV)
     constants = predict.constants_of(predict.read(path))

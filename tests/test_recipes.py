@@ -18,6 +18,8 @@ from atoll.toml import value_to_toml
 from atoll.training.prediction import is_on_cpu, predict
 from atoll.units import format_bytes, format_seconds
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
 PARTS = dict(re.findall(r"<!-- planned: ([\w-]+) -->\n(.*?)<!-- end -->", PAGE, flags=re.DOTALL))

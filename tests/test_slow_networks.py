@@ -12,6 +12,8 @@ import pytest
 
 from atoll.layouts import Codec
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "slow-networks.md").read_text(encoding="utf-8")
 

@@ -79,6 +79,7 @@ def true_rows(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.slow
 def test_the_fitted_cluster_predicts_what_was_measured(folder: Path) -> None:
     pytest.importorskip("scipy")
     rows = true_rows(folder)

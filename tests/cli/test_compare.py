@@ -23,6 +23,8 @@ from atoll.training.measurements import read_rows, read_run
 from atoll.training.sheet import RunReader
 from tests.clusters import TWO_CPUS
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 CONFIG = """
 [model]
 layers = 3

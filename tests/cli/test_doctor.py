@@ -20,6 +20,8 @@ from atoll.cost import Cluster
 from atoll.measuring.measure import to_tables
 from atoll.testing.progress import finish, run
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 
 def doctor(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return run([sys.executable, "-m", "atoll", "doctor", *arguments], env=os.environ | environment)

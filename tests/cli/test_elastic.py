@@ -17,9 +17,21 @@ import psutil
 import pytest
 
 from atoll.testing.progress import finish, wait_until
-from tests.cli.test_train import ATOLL, atoll, config, free_port, has_taken, losses_of, ranks_of, sets
+from tests.cli.test_train import (
+    ATOLL,
+    atoll,
+    config,
+    free_port,
+    has_taken,
+    losses_of,
+    nobody_is_left,
+    ranks_of,
+    sets,
+)
 
 __all__ = ["config"]
+
+pytestmark = pytest.mark.usefixtures("warm")
 
 LENGTH = 12
 """Steps of a run, which waits after some of them until the test has killed what it kills."""
@@ -75,8 +87,8 @@ def go_on(config: Path) -> None:
 @contextmanager
 def agent(config: Path, *overrides: str, port: int, nodes: str = "1") -> Iterator[subprocess.Popen[str]]:
     """A node of torchrun with one rank; it and its ranks are gone behind it."""
-    # On a busy machine a node comes late to the others, and its heartbeats, too: it is not lost for that.
-    conf = "last_call_timeout=20,keep_alive_interval=1,keep_alive_max_attempt=20"
+    # On a busy machine heartbeats come late: a node is not lost for that. One that comes late itself joins later.
+    conf = "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=20"
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", nodes, "--nproc-per-node", "1"]
     command += ["--max-restarts", "3", "--monitor-interval", "0.1", "--rdzv-backend", "c10d", "--rdzv-id", "run"]
     command += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1", "--rdzv-conf", conf]
@@ -109,10 +121,6 @@ def losses_without(config: Path, *overrides: str) -> list[float]:
 def world_of(folder: Path) -> int:
     mesh = json.loads((folder / "plan.json").read_text())["mesh"]
     return int(mesh["pp"] * mesh["inter"] * mesh["intra"] * mesh["tp"])
-
-
-def nobody_is_left(config: Path) -> bool:
-    return not [each for each in psutil.process_iter(["cmdline"]) if str(config) in (each.info["cmdline"] or ())]
 
 
 @pytest.mark.slow

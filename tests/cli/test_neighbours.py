@@ -22,6 +22,7 @@ from atoll.testing.progress import finish, wait_until
 from tests.cli.test_train import ATOLL, sets, write_config
 
 pytestmark = [
+    pytest.mark.usefixtures("warm"),
     pytest.mark.slow,
     pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user"),
 ]
@@ -230,7 +231,7 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(path, ignore_errors=True)
 
 
-LINES = 150
+LINES = 60
 """Steps of which the losses are compared, at least."""
 
 

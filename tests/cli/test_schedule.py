@@ -83,6 +83,7 @@ def test_every_schedule_takes_every_option(name: str) -> None:
     assert "ignores --objective" not in result.stderr
 
 
+@pytest.mark.slow
 def test_automatic_schedules_keep_to_the_limit() -> None:
     options = ["--ranks", "4", "--microbatches", "12", "--memory-limit", "3,4,4,4", "--weight-grad-bytes", "0.5"]
     found = payload("auto", *options)

@@ -25,6 +25,9 @@ from atoll.testing.progress import finish, run, wait_until
 from atoll.training.folder import Start
 from atoll.training.lock import RunLock
 from atoll.training.process import Request
+from tests.warm import left
+
+pytestmark = pytest.mark.usefixtures("warm")
 
 CONFIG = """
 [model]
@@ -391,7 +394,13 @@ def test_lost_ranks_are_started_again_and_the_run_is_that_without(config: Path, 
     assert words.count("note: the ranks are started again from step-") == 2
     assert losses_of(folder) == losses_of(config.parent / "other")
     assert boxes_of(folder) == boxes_of(config.parent / "other")
-    assert not [each for each in psutil.process_iter(["cmdline"]) if str(config) in (each.info["cmdline"] or ())]
+    assert nobody_is_left(config)
+
+
+def nobody_is_left(config: Path) -> bool:
+    """No process of a run lives, whether it was started or forked."""
+    started = [each for each in psutil.process_iter(["cmdline"]) if str(config) in (each.info["cmdline"] or ())]
+    return not started and not left()
 
 
 def run_late(config: Path, manner: str) -> str:

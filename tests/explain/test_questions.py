@@ -13,6 +13,7 @@ from tests.explain.plans import PLANS, explained
 QUICK = [key for key in QUESTIONS if key != "layout-batch"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("explanation", PLANS.values(), ids=PLANS)
 def test_every_question_has_an_answer(explanation: Explanation) -> None:
     for key in QUICK:

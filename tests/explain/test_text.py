@@ -33,6 +33,7 @@ def test_every_plan_is_described(explanation: Explanation) -> None:
     assert max(map(len, found.splitlines())) < 140
 
 
+@pytest.mark.slow
 def test_the_words_for_a_plan() -> None:
     explanation = explained()
     found = lines(explanation)

@@ -92,6 +92,7 @@ def test_two_nodes_of_one_rank_have_a_network_only(tmp_path: Path) -> None:
     assert "network card" in describe(cluster)
 
 
+@pytest.mark.slow
 def test_a_rank_alone_has_no_link(tmp_path: Path) -> None:
     cluster = check(measured(1, local=1), tmp_path)
     assert cluster.node.link is cluster.network is None

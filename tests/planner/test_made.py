@@ -61,6 +61,7 @@ def test_an_order_for_a_slow_link_is_faster_than_the_catalogue() -> None:
     assert search().predict(best).seconds == best.seconds
 
 
+@pytest.mark.slow
 def test_its_settings_make_a_config_with_the_same_plan() -> None:
     best = answer().best
     chosen = settings(best)

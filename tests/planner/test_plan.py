@@ -16,6 +16,8 @@ from atoll.cost import Cluster, Transformer
 from atoll.errors import ConfigError
 from atoll.planner import Goal, Order, Space
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 CLUSTER = """
 nodes = 2
 [device]

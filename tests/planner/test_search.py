@@ -18,7 +18,7 @@ from atoll.layouts import EFFECTIVE, Layout, Precision
 from atoll.planner import Goal, Order, Search, Space
 from atoll.plans import ORDERS, MeshShape, Plan
 
-CASES = 200
+CASES = 100
 MOST = 60
 """Plans of a case."""
 
@@ -134,10 +134,10 @@ def predictions_of(search: Search, space: dict[str, tuple[Any, ...]]) -> list[tu
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(10))
+@pytest.mark.parametrize("part", range(5))
 def test_no_plan_is_better_than_the_one_that_is_found(part: int) -> None:
     met = 0
-    for number in range(part * CASES // 10, (part + 1) * CASES // 10):
+    for number in range(part * CASES // 5, (part + 1) * CASES // 5):
         draw = random.Random(number)
         goal = Goal(global_batch=draw.choice([4, 8, 12]), sequence=32, headroom=0.0)
         space = space_of(draw)
@@ -160,7 +160,7 @@ def test_no_plan_is_better_than_the_one_that_is_found(part: int) -> None:
         assert found.fitting, f"case {number}"
         assert found.fitting[0].seconds == pytest.approx(best, rel=1e-12), f"case {number}"
         assert found.bound == pytest.approx(best, rel=1e-12)
-    assert met >= 5
+    assert met >= 3
 
 
 @pytest.mark.slow

@@ -77,6 +77,7 @@ def detail(shown: Page) -> str:
 # ---- it is drawn
 
 
+@pytest.mark.slow
 def test_it_asks_for_nothing_but_itself(run_page: Page) -> None:
     assert [url for url in run_page.asked if not url.startswith(("file:", "data:"))] == []
     assert len(run_page.asked) == 1

@@ -28,6 +28,8 @@ from atoll.testing.progress import run
 from atoll.trace import Span, Trace
 from tests.report.sheets import RANKS, predict, run_sheet
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 PLANS: list[dict[str, Any]] = [
     {},
     {"layout": "GGG", "schedule": "zb-h1"},

@@ -183,6 +183,7 @@ def test_a_gradient_that_went_bad_is_traced_to_its_block(at: int, schedule: str)
         assert math.isfinite(fault.loss)
 
 
+@pytest.mark.slow
 def test_ranks_of_a_tensor_parallel_group_agree() -> None:
     model = Poisoned(vocabulary=16)
     case = Case(layout="IIG", pipeline=2, tensor=2, model=model, steps=3, microbatch=2, microbatches=4)
@@ -380,6 +381,7 @@ def _by_hand(case: Case, samples: list[int]) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.slow
 def test_rollbacks_end(tmp_path: Path) -> None:
     """All samples from the fifth on are bad."""
     case = Case(intra=2, model=Poisoned(bad=tuple((step, 0) for step in range(4, 40))), steps=30)

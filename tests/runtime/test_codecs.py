@@ -88,6 +88,7 @@ def test_post_validated_steps(layout: str, clip: float | None) -> None:
     assert_parity(replace(case, codecs=BOTH, model=TIED))
 
 
+@pytest.mark.slow
 def test_tensor_parallelism() -> None:
     assert_parity(Case(layout="IIG", inter=2, tensor=2, codecs=BOTH, steps=2))
 
@@ -237,6 +238,7 @@ def test_a_save_waits_for_the_copies(tmp_path: Path) -> None:
     assert [one.losses for one, _ in saved] == [other.losses for other, _ in loaded]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["IIG", "GGG"])
 def test_a_run_that_is_continued_is_the_same_to_the_last_bit(layout: str, tmp_path: Path) -> None:
     case = Case(layout=layout, pipeline=2, inter=2, schedule="zb-v", codecs=RANDOM, model=TIED, steps=4)
@@ -249,6 +251,7 @@ def test_a_run_that_is_continued_is_the_same_to_the_last_bit(layout: str, tmp_pa
         assert any(value.any() for value in owed.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "after",
     [
@@ -364,6 +367,7 @@ def load_into_a_used_engine(case: Case, folder: str, steps: int) -> tuple[Histor
     return history, owed
 
 
+@pytest.mark.slow
 def test_a_load_drops_what_a_used_engine_owes(tmp_path: Path) -> None:
     """What was owed when it was saved is owed, and no more; and nothing where nothing was."""
     case = replace(CASE, codecs=BOTH, model=TIED, steps=3)

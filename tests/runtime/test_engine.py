@@ -327,6 +327,7 @@ def train_with(case: Case, optimizer: str) -> Any:
     return parameters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["sgd", "rmsprop", "fused adamw", "adagrad"])
 def test_elementwise_optimizers_do_not_see_the_sharding(optimizer: str) -> None:
     case = Case(layout="IIG", inter=2, intra=2, model=EVERYTHING)

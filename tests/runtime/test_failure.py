@@ -37,6 +37,8 @@ from atoll.testing.clock import Clock
 from atoll.testing.parity import Case
 from atoll.testing.progress import Progress, finish, join, run, wait_until
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 
 @pytest.fixture
 def monitor() -> Iterator[Monitor]:

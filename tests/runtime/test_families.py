@@ -215,6 +215,7 @@ def test_sequence_parallelism(name: str) -> None:
     assert_parity(replace(TENSOR, sequence_parallel=True, layout="GGG", model=Family(name, padded=True)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 @pytest.mark.parametrize("case", [replace(PIPELINE, layout="ING"), TENSOR], ids=["pp2-ING", "pp2-tp2"])
 def test_low_rank_adapters(name: str, case: Case) -> None:

@@ -151,6 +151,7 @@ def train_and_watch_jobs(case: Case) -> tuple[int, list[str]]:
     return jobs, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [

@@ -19,6 +19,8 @@ from atoll.runtime.monitor import Monitor
 from atoll.testing.clock import Clock
 from atoll.testing.progress import finish, run, wait_until
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 TORCHRUN = {
     "RANK": "5",
     "WORLD_SIZE": "8",

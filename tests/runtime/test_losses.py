@@ -159,6 +159,7 @@ class OfWeights(TinyConfig):
         return self.loss
 
 
+@pytest.mark.slow
 def test_outputs_of_a_tensor_parallel_group_are_whole() -> None:
     assert_parity(Case(model=OfWeights(), pipeline=2, tensor=2, layout="NNN"))
 

@@ -171,6 +171,7 @@ def test_state_of_matrices_equals_one_process(optimizer: str, layout: str, sched
     assert_parity(Matrices(layout=layout, schedule=schedule, optimizer=optimizer, model=MODELS[0], **spread))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip", [0.05, None])
 @pytest.mark.parametrize("model", MODELS)
 def test_a_post_validated_step_advances_it_once(clip: float | None, model: TinyConfig) -> None:
@@ -179,6 +180,7 @@ def test_a_post_validated_step_advances_it_once(clip: float | None, model: TinyC
     assert_parity(Matrices(layout="GGG", post_validation=True, clip=clip, model=model, steps=4, **spread))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["NNN", "IIG"])
 def test_tensor_parallel_parts_have_one_state(layout: str) -> None:
     model = TinyConfig(layers=2, hidden=10, unused=True)
@@ -247,6 +249,7 @@ def test_a_matrix_without_a_gradient_keeps_its_state(optimizer: str, post_valida
     assert_parity(Matrices(optimizer=optimizer, post_validation=post_validation, **spread))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("post_validation", [False, True])
 @pytest.mark.parametrize("optimizer", ["Shampoo", "Dion"])
 def test_a_refused_step_leaves_the_state_of_matrices(optimizer: str, post_validation: bool) -> None:
@@ -291,6 +294,7 @@ def steps_ahead(case: Case) -> tuple[list[int], list[bool]]:
         return ahead, skipped
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["Shampoo", "Dion"])
 def test_a_step_ahead_that_is_refused_leaves_the_state_of_matrices(optimizer: str) -> None:
     """The first stage has stepped ahead when the last one finds the gradient."""
@@ -336,6 +340,7 @@ def save_a_step(case: Case, folder: Path) -> None:
     engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("post_validation", [False, True])
 @pytest.mark.parametrize("optimizer", ["Shampoo", "Dion"])
 def test_a_load_replaces_the_state_of_a_used_engine(optimizer: str, post_validation: bool, tmp_path: Path) -> None:

@@ -261,6 +261,7 @@ def held(case: Case) -> tuple[Any, Any, int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["NNN", "III", "IIG"])
 def test_bytes_at_rest_equal_the_footprint(layout: str) -> None:
     """One state of an element of a matrix, two of every other."""

@@ -196,6 +196,7 @@ def _meta(case: Case) -> torch.nn.Module:
         return case.model.build()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", [None, Codec("int4", 16), Codec("bf16")], ids=str)
 @pytest.mark.parametrize("layout", ["NNN", "IIG"])
 def test_only_fragments_cross_between_islands_and_memory_is_predicted(layout: str, codec: Codec | None) -> None:
@@ -494,6 +495,7 @@ def test_a_run_with_residuals_goes_on_with_equal_bits(sizes: dict[str, Any], tmp
     assert any(value.any() for _, owed, _ in saved for value in owed.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"intra": 2, "layout": "IIG"}, {"pipeline": 2}], ids=str)
 def test_an_island_owes_the_same_on_other_ranks(sizes: dict[str, Any], tmp_path: Path) -> None:
     folder, case = str(tmp_path / "saved"), replace(OWING, **sizes)
@@ -538,6 +540,7 @@ def _load_into_a_used_engine(case: Case, folder: str) -> tuple[int, dict[str, to
     return engine.place.inter, owed, history
 
 
+@pytest.mark.slow
 def test_a_load_drops_what_a_used_engine_owes(tmp_path: Path) -> None:
     """What was owed when it was saved is owed, and no more; and nothing where nothing was."""
     folder, plain = str(tmp_path / "saved"), str(tmp_path / "plain")

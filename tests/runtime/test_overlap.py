@@ -30,6 +30,7 @@ from atoll.testing.tiny import TinyConfig
 EVERYTHING = TinyConfig.everything()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 @pytest.mark.parametrize("layout", ["III", "INI", "IIG", "GIG", "GGG"])
 def test_gathering_ahead_changes_no_bit(layout: str, schedule: str) -> None:
@@ -79,6 +80,7 @@ def gathers_ahead(case: Case) -> tuple[list[int], list[int]]:
     return said, done
 
 
+@pytest.mark.slow
 def test_every_step_gathers_ahead_as_its_program_says() -> None:
     """The first too: of 6 blocks, forward and backward, 2 microbatches, all but the first one and those that are at
     hand where a microbatch turns round and where the next one begins."""

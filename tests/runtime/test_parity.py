@@ -80,6 +80,7 @@ def test_a_pipeline_of_four_stages_with_fewer_microbatches_than_ranks() -> None:
         assert_parity(case)
 
 
+@pytest.mark.slow
 def test_the_schedules_agree_to_the_last_bit() -> None:
     """Both keep the order of microbatches, so they add the same numbers in the same order."""
     histories = [

@@ -189,6 +189,7 @@ def train_with_faults(case: Case, after_layer: int, plan: dict[int, float], kind
     return Faulty(history, skipped, ahead, taken_back)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", [0, 3])
 @pytest.mark.parametrize("fault", [float("inf"), float("nan"), 1e4])
 def test_faults_at_chosen_stages(fault: float, layer: int) -> None:
@@ -218,6 +219,7 @@ def test_a_step_taken_ahead_of_a_fault_is_taken_back(layout: str, fault: str, la
         assert same_bits(one.history, other.history)
 
 
+@pytest.mark.slow
 def test_a_first_stage_that_could_not_know_of_a_fault_takes_its_step_back() -> None:
     """In the first step a rank steps if the sums up to it are finite. The fault is in a gradient of the last stage that
     does not travel on, so the first stage steps and the last one does not."""
@@ -397,6 +399,7 @@ def wind(layout: str, post_validation: bool) -> tuple[list[float], dict[str, Ten
     return losses, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["NNG", "IIG", "GGG"])
 def test_a_wrong_guess_of_what_has_gradients_is_mended(layout: str) -> None:
     for (losses, values), (wanted, same) in zip(

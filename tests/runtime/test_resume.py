@@ -82,6 +82,7 @@ def test_the_next_ten_steps_equal_the_uninterrupted_run(pair: str, tmp_path: Pat
         assert worst <= 1e-10, f"rank {rank} differs by {worst:.3g} at {where}"
 
 
+@pytest.mark.slow
 def test_a_bf16_checkpoint_keeps_the_master(tmp_path: Path) -> None:
     case = Case(layout="IIG", intra=2, precision="bf16", steps=6, model=TinyConfig())
     folder = str(tmp_path / "half")

@@ -93,6 +93,7 @@ def test_a_frozen_encoder() -> None:
     assert_parity(replace(PIPELINE, model=FrozenEncoder("bart", "translation")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [(1, 5), (3, 3), (4, 2), (5, 1)])
 def test_every_cut_of_two_stacks(cut: tuple[int, int]) -> None:
     """Of three layers of the encoder, what runs between the stacks, and two layers of the decoder."""

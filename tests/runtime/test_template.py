@@ -118,6 +118,7 @@ def test_a_process_with_a_second_thread_is_not_forked() -> None:
         assert made.fork({}) is None
 
 
+@pytest.mark.slow
 def test_threads_of_a_fork_compute_at_once() -> None:
     """torch replaces its pool of threads after a fork without a lock. Seven of ten forks failed when their threads were
     the first to compute."""

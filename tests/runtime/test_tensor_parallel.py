@@ -45,6 +45,7 @@ def test_every_layout(layout: str) -> None:
     assert_parity(replace(PAIR, layout=layout, inter=2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["NNG", "IIG", "GGG", "INI"])
 def test_on_two_levels(layout: str) -> None:
     assert_parity(replace(PAIR, layout=layout, inter=2, intra=2))
@@ -66,6 +67,7 @@ def test_post_validated_steps() -> None:
     assert_parity(replace(PAIR, layout="IIG", pipeline=2, schedule="zb-h1", post_validation=True, clip=0.05, steps=4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["block", "selective"])
 def test_the_decoder_recomputed(recompute: str) -> None:
     """Its embedding is a block, whose output is made whole around it."""
@@ -106,6 +108,7 @@ WIDE = replace(PAIR, layout="IIG", inter=2)
 DEEP = replace(PAIR, tensor=1, layout="GGG", pipeline=2, inter=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "second"), [(WIDE, DEEP), (DEEP, WIDE)], ids=["from-tp", "to-tp"])
 def test_checkpoints_go_from_and_to_any_split(first: Case, second: Case, tmp_path: Path) -> None:
     assert_checkpoint_parity(first, second, tmp_path / "one")

@@ -79,6 +79,7 @@ def watched(case: Case) -> tuple[int, int, int]:
     return gathers, most, left
 
 
+@pytest.mark.slow
 def test_larger_units_are_gathered_less_often() -> None:
     """Two microbatches, forward and backward: embedding, units of layers, head."""
     model = TinyConfig(layers=8)

@@ -53,6 +53,7 @@ def test_every_schedule(name: str, pipeline: int) -> None:
     assert_parity(replace(SPLIT, schedule=name, pipeline=pipeline, microbatches=2 * pipeline))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_schedules_beside_tensor_parallelism(name: str) -> None:
     assert_parity(replace(BOTH, schedule=name))
@@ -198,6 +199,7 @@ def evaluate(case: Case) -> tuple[float, torch.Tensor | None]:
     return loss, logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 @pytest.mark.parametrize("case", [replace(SPLIT, pipeline=3), BOTH], ids=["pipeline", "both"])
 def test_evaluation_and_logits(case: Case, schedule: str) -> None:

@@ -218,6 +218,7 @@ def test_a_trained_case_leaves_no_group_behind() -> None:
     assert max(run_ranks(threads, 2)) <= before + 2
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's list of threads")
 def test_threads_do_not_grow_with_the_cases() -> None:
     """Past bug: DTensor's caches kept each case's mesh, which kept its group, which kept three threads."""

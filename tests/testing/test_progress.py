@@ -57,6 +57,7 @@ def test_so_is_one_whose_child_works() -> None:
         assert progress.verdict() is None
 
 
+@pytest.mark.slow
 def test_so_is_one_that_would_work_if_others_did_not() -> None:
     """Past bug: beside eight busy processes one of less priority got a fiftieth of a core, and was given up."""
     clock = Clock()

@@ -81,6 +81,7 @@ def figures(folder: Path) -> dict[int, tuple[float, ...]]:
     return trained | judged
 
 
+@pytest.mark.slow
 def test_a_run_of_epochs_goes_on_as_if_undisturbed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Stopped after a step, and resumed on two ranks."""
     values = settings(tmp_path / "whole")

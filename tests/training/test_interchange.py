@@ -110,6 +110,7 @@ def test_a_folder_is_read_by_every_rank(name: str, case: Case, tmp_path: Path) -
     assert seen == {id(parameter) for parameter in model.parameters()}
 
 
+@pytest.mark.slow
 def test_a_rank_reads_only_what_it_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = save("llama", tmp_path)
     read = sum(run_ranks(elements_read, 4, SPREAD[0], tmp_path))
@@ -244,6 +245,7 @@ def test_adapters_are_saved_as_peft_does(tmp_path: Path) -> None:
         assert not torch.allclose(base.eval()(input_ids=torch.arange(8)[None]).logits, logits, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_run_s_tokenizer_goes_with_the_model(tmp_path: Path) -> None:
     values = config(tmp_path, source="transformers:llama", config={**LLAMA, "vocab_size": 300})
     values["data"]["tokenizer"] = "bpe-300"
@@ -261,6 +263,7 @@ def test_the_run_s_tokenizer_goes_with_the_model(tmp_path: Path) -> None:
     assert not (folder / "tokenizer.json").exists()
 
 
+@pytest.mark.slow
 def test_masked_models_train(tmp_path: Path) -> None:
     sizes = {key: value for key, value in LLAMA.items() if key not in ("num_key_value_heads", "vocab_size")}
     values = config(tmp_path, source="transformers:bert", config=sizes)

@@ -195,6 +195,7 @@ def loop(case: Case, folder: str, *, resumes: bool) -> tuple[list[float], dict[s
     return losses, parameters
 
 
+@pytest.mark.slow
 def test_a_loop_in_python_resumes_to_the_bit_on_any_ranks(tmp_path: Path) -> None:
     case = Case(layout="IIG", pipeline=2, intra=2, microbatches=4, microbatch=2)
     whole = run_ranks(loop, 4, case, str(tmp_path / "saved"), resumes=False, timeout=180)

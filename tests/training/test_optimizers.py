@@ -87,6 +87,7 @@ def resume(case: Case, folder: str, states: int) -> tuple[list[str], bool]:
     return differ, is_as_predicted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_optimizer_resumes_to_the_bit_and_holds_what_is_predicted(name: str, tmp_path: Path) -> None:
     case = replace(case_of(name, layout="IIG", intra=2), model=TinyConfig())

@@ -68,6 +68,7 @@ def test_a_run_goes_on_in_the_middle_of_an_interval(two: Path, corpus: Path, tmp
     assert_same(folder / "metrics.jsonl", two / "metrics.jsonl", KEYS)
 
 
+@pytest.mark.slow
 def test_more_islands_go_on_from_the_anchors(two: Path, corpus: Path, tmp_path: Path) -> None:
     """The validation loss at the end is that of a model that learnt on, not of one that began again."""
     folder = tmp_path / "run"

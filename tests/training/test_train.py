@@ -123,6 +123,7 @@ def test_a_run_evaluates_first_and_writes_a_line_a_step(alone: Path) -> None:
     assert sorted(path.name for path in (alone / "checkpoints").iterdir()) == ["latest", "step-000003", "step-000006"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", SPREAD)
 def test_ranks_change_nothing_of_a_run(tmp_path: Path, corpus: Path, alone: Path, parallel: dict[str, Any]) -> None:
     results = train_on_ranks(settings(tmp_path / "run", corpus, parallel=parallel))
@@ -147,6 +148,7 @@ def test_a_resumed_run_continues_as_if_nothing_had_happened(
     assert_same_run(folder, alone)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_a_pipeline_resumes_in_one_rank(tmp_path: Path, corpus: Path, alone: Path) -> None:
     train_on_ranks(settings(tmp_path / "first", corpus, parallel=SPREAD[2]))
     folder = died_after_step_3(tmp_path / "first", tmp_path / "run")

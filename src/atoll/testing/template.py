@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import traceback
@@ -10,13 +11,19 @@ from multiprocessing.connection import Connection
 from atoll.runtime.launch import LIFELINE
 from atoll.runtime.template import Fork, Template, become
 
+AHEAD = {"transformers": "transformers.modeling_utils"}
+"""Modules that ranks of tests import late, by the package that this process has imported if its tests use them. In
+every rank the import takes more than a second of a core."""
+
 
 def start_template(*, sees_gpus: bool) -> Template:
     """Return a template of processes that see every GPU, or none."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     if not sees_gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ""
-    return Template([sys.executable, "-c", "from atoll.testing.template import serve; serve()"], environment)
+    ahead = [module for package, module in AHEAD.items() if package in sys.modules]
+    program = "import sys; from atoll.testing.template import serve; serve(*sys.argv[1:])"
+    return Template([sys.executable, "-c", program, *ahead], environment)
 
 
 def start_process(template: Template, connection: Connection, lifeline: int, output: int) -> Fork:
@@ -27,8 +34,8 @@ def start_process(template: Template, connection: Connection, lifeline: int, out
     return started
 
 
-def serve() -> None:
-    """Import what ranks need, and run a process of a pool in each fork."""
+def serve(*ahead: str) -> None:
+    """Import what ranks need, and modules `ahead`, and run a process of a pool in each fork."""
     import torch
     import torch.distributed
 
@@ -37,6 +44,8 @@ def serve() -> None:
     from atoll.testing.worker import main
 
     import_ahead()
+    for module in ahead:
+        importlib.import_module(module)
     torch.set_num_threads(1)
     connection, lifeline, output = become()
     code = 1
