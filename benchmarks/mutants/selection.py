@@ -38,6 +38,11 @@ BESIDE: Mapping[str, tuple[str, ...]] = {
     "runtime/pipeline/step_end.py": ("tests/runtime/test_post_validation.py",),
     "settings/": ("tests/settings/test_settings.py",),
     "explain/": ("tests/explain/test_explanation.py",),
+    "report/pictures.py": ("tests/report/test_page.py",),
+    "sim/": ("tests/test_sim.py", "tests/test_sim_programs.py"),
+    "testing/families.py": ("tests/runtime/test_families.py",),
+    "testing/loggers.py": ("tests/training/test_loggers.py",),
+    "testing/tasks.py": ("tests/runtime/test_tasks.py", "tests/models/test_tasks.py"),
     "training/process.py": ("tests/cli/test_train.py",),
     "training/signals.py": ("tests/cli/test_train.py",),
 }

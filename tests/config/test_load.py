@@ -309,3 +309,5 @@ def test_an_unknown_key_of_a_table_in_a_section_is_told_its_neighbour() -> None:
         from_dict({"parallel": {"codecs": {"gradent": "int8"}}})
     with pytest.raises(ConfigError, match=r"parallel.codecs.block = 7"):
         from_dict({"parallel": {"codecs": {"block": 7}}})
+    with pytest.raises(ConfigError, match=r"parallel.outer.evry: unknown key; did you mean parallel.outer.every"):
+        from_dict({"parallel": {"outer": {"evry": 4}}})

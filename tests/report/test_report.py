@@ -13,6 +13,7 @@ from array import array
 from dataclasses import replace
 from html.parser import HTMLParser
 from importlib import resources
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from atoll.ir import Action
 from atoll.report import Sheet, Timeline, page, predicted_sheet, recorded_timeline, traced_timeline, traffic
 from atoll.report.pack import COLUMNS
 from atoll.report.page import STYLES
+from atoll.report.pictures import draw_layout
 from atoll.report.sheet import memory
 from atoll.report.timeline import PROGRAM, Bar, _read
 from atoll.testing.progress import run
@@ -313,3 +315,13 @@ def test_the_report_imports_neither_torch_nor_numpy() -> None:
 
 def test_a_timeline_without_rows_has_no_ranks() -> None:
     assert Timeline("empty", 0.0, ()).ranks == 0
+
+
+def test_bars_of_what_a_rank_keeps_do_not_overlap() -> None:
+    layout = predicted_sheet(predict(layout="GGG"), "plan").layout
+    assert layout is not None
+    bars = re.findall(r'<rect class="whole" x="(\d+)" y="(\d+)" width="(\d+)" height="(\d+)"/>', draw_layout(layout))
+    places = sorted(tuple(map(int, each)) for each in bars)
+    assert len(places) == 3 * layout.mesh.data
+    for (x, y, _, height), (right, below, _, _) in pairwise(places):
+        assert right > x or below > y + height

@@ -12,6 +12,7 @@ from atoll.layouts import EFFECTIVE
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, reference, whole_parameters
 from atoll.testing.tiny import TinyConfig
+from tests.drawn import drawn
 
 EVERYTHING = TinyConfig.everything()
 MESHES = {"one": {}, "2x2": {"inter": 2, "intra": 2}, "pipeline": {"pipeline": 2, "intra": 2}}
@@ -83,8 +84,7 @@ def edit(case: Case) -> tuple[float, float, float, dict[str, torch.Tensor]]:
     return before, after, again, found
 
 
-@pytest.mark.parametrize("mesh", ["2x2", "pipeline"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "mesh"), drawn(len(LAYOUTS), LAYOUTS, ["2x2", "pipeline"]))
 def test_an_edit_reaches_every_copy(layout: str, mesh: str) -> None:
     plain, wanted = case_of("NNN", "one", steps=2), None
     ((*losses, wanted),) = run_ranks(edit, 1, plain)

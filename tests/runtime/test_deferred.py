@@ -334,13 +334,12 @@ def test_every_layer_of_a_long_stage_is_compiled() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # which dynamo reads of what is no leaf
-@pytest.mark.parametrize(("pipeline", "schedule"), [(1, "1f1b"), (2, "zb-h1")])
-def test_compiled_blocks_beside_tensor_parallelism(pipeline: int, schedule: str) -> None:
+def test_compiled_blocks_beside_tensor_parallelism() -> None:
     """Linear layers that wait for W go through the operator on their part of the weight."""
     model = TinyConfig(layers=3, tied=True, frozen=True)
-    case = Case(layout="IIG", pipeline=pipeline, tensor=2, schedule=schedule, compile="block-eager", model=model)
+    case = Case(layout="IIG", pipeline=2, tensor=2, schedule="zb-h1", compile="block-eager", model=model)
     wanted = reference(Case(model=model))
     for history, went_through_the_operator in run_ranks(profile_compiled, case.ranks, case, timeout=180):
         worst, where = worst_difference(history, wanted)
         assert worst <= 1e-10, where
-        assert went_through_the_operator == (pipeline > 1)
+        assert went_through_the_operator

@@ -50,7 +50,7 @@ def test_bytes_at_rest_equal_the_footprint(layout: str, precision: str) -> None:
         assert held.optimizer > 0
 
 
-@pytest.mark.parametrize("layout", [layout.name for layout in ALL])
+@pytest.mark.parametrize("layout", [layout.name for layout in EFFECTIVE])
 def test_gradients_that_are_sharded_are_held_within_a_step_alone(layout: str) -> None:
     case = Case(layout=layout, inter=2, intra=2, steps=1, microbatches=8, model=TinyConfig(tied=True, odd=True))
     for held, predicted in run_ranks(held_in_a_step, case.ranks, case):

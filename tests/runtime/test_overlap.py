@@ -26,13 +26,13 @@ from atoll.runtime.transport import GlooTransport
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, train
 from atoll.testing.tiny import TinyConfig
+from tests.drawn import drawn
 
 EVERYTHING = TinyConfig.everything()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
-@pytest.mark.parametrize("layout", ["III", "INI", "IIG", "GIG", "GGG"])
+@pytest.mark.parametrize(("layout", "schedule"), drawn(5, ["III", "INI", "IIG", "GIG", "GGG"], ["1f1b", "zb-v"]))
 def test_gathering_ahead_changes_no_bit(layout: str, schedule: str) -> None:
     case = Case(layout=layout, pipeline=2, intra=2, schedule=schedule, model=EVERYTHING, steps=4, reads_in_place=False)
     without = run_ranks(train, case.ranks, replace(case, prefetch=0))

@@ -17,6 +17,7 @@ from atoll.runtime.transport.shared_memory import Arena, SharedMemory
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, train
 from atoll.testing.tiny import TinyConfig
+from tests.drawn import drawn
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memory files")
 
@@ -107,8 +108,9 @@ def trained_with(case: Case, nbytes: int) -> tuple[list[float], bool, int]:
     return losses, *found[0]
 
 
-@pytest.mark.parametrize("layout", ["NNN", "NNG", "III", "IIG", "NIG", "GGG"])
-@pytest.mark.parametrize("groups", [(1, 4), (2, 2)])
+@pytest.mark.parametrize(
+    ("layout", "groups"), drawn(6, ["NNN", "NNG", "III", "IIG", "NIG", "GGG"], [(1, 4), (2, 2)]), ids=str
+)
 def test_shared_memory_changes_no_bit(layout: str, groups: tuple[int, int]) -> None:
     """With room for all that is lent, for some of it, for nothing, and without shared memory."""
     inter, intra = groups

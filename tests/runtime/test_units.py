@@ -16,6 +16,7 @@ from atoll.runtime.sharding.unit import unit_specs
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, assert_parity
 from atoll.testing.tiny import TinyConfig, tiny_model
+from tests.drawn import drawn
 
 EVERYTHING = TinyConfig(layers=7, tied=True, frozen=True, odd=True, small=True, unused=True, dropout=0.2)
 
@@ -26,9 +27,10 @@ def test_parity_over_two_groups(layout: str, together: int) -> None:
     assert_parity(Case(layout, inter=2, intra=2, microbatches=8, model=EVERYTHING, unit=together))
 
 
-@pytest.mark.parametrize("recompute", ["none", "block", "selective"])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
-@pytest.mark.parametrize("layout", ["IIG", "GGG"])
+@pytest.mark.parametrize(
+    ("layout", "schedule", "recompute"),
+    drawn(6, ["IIG", "GGG"], ["1f1b", "zb-h1", "zb-v"], ["none", "block", "selective"]),
+)
 def test_parity_in_a_pipeline(layout: str, schedule: str, recompute: str) -> None:
     case = Case(layout, pipeline=2, intra=2, schedule=schedule, model=EVERYTHING, unit=2, recompute=recompute)
     assert_parity(case)

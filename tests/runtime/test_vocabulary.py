@@ -132,7 +132,7 @@ def test_which_ends_are_trained(ends: tuple[str, str], schedule: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", KINDS[::2])
 def test_post_validation_gives_the_same_bits(name: str) -> None:
     case = replace(SPLIT, layout="IIG", intra=2, schedule=name, clip=1.0, steps=4, microbatches=8)
     waiting = run_ranks(train, case.ranks, case)
