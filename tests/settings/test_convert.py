@@ -11,7 +11,7 @@ import pytest
 
 from atoll.config import from_dict, load
 from atoll.errors import ConfigError
-from atoll.settings.convert import SYSTEMS, convert
+from atoll.settings.convert import OPEN, SYSTEMS, convert
 from atoll.toml import to_toml
 
 DEEPSPEED = {
@@ -89,7 +89,8 @@ def test_deepspeed() -> None:
     assert "offload to CPU or NVMe is not supported" in left
     assert "gradient_accumulation_steps = 'auto'" in left
     assert "flops_profiler.enabled = True: it has no counterpart" in left
-    assert len(found.left) == 3
+    assert "scheduler.params.warmup_type = 'log' (absent, and DeepSpeed 0.19.2 has it): the warm-up is linear" in left
+    assert len(found.left) == 4
 
 
 def test_accelerate() -> None:
@@ -112,8 +113,8 @@ def test_torchtitan() -> None:
     assert (config.train.betas, config.train.steps, config.run.folder) == ((0.9, 0.98), 1000, "./outputs")
     assert [line.partition(" = ")[0] for line in found.left] == [
         "model.name",
-        "lr_scheduler.decay_ratio",
         "training.dataset",
+        "activation_checkpoint.selective_ac_option",
         "float8.enable_fsdp_float8_all_gather",
     ]
 
@@ -136,31 +137,72 @@ NOTHING: dict[str, Any] = {}
 LEFT = "left"
 Expected = dict[str, Any] | str
 
-RULES: dict[str, dict[str, list[tuple[Any, Expected]]]] = {
+ADAM: dict[str, Any] = {"optimizer.type": "Adam"}
+ADAMS = {"train.lr": 1e-3, "train.betas": (0.9, 0.999), "train.weight_decay": 0.0}
+"""What DeepSpeed's Adam has where a file says no more."""
+COSINE: dict[str, Any] = {"scheduler.type": "WarmupCosineLR", "scheduler.params.warmup_type": "linear"}
+LINEAR: dict[str, Any] = {"scheduler.params.warmup_type": "linear"}
+FP16: dict[str, Any] = {"fp16.enabled": True}
+SCALED: dict[str, Any] = {"fp16.loss_scale_window": 2000, "fp16.hysteresis": 1}
+KEPT = {"parallel.layout": "NGG"}
+STAGES: dict[str, Any] = {"parallelism.pipeline_parallel_degree": 2}
+
+Row = tuple[Any, Expected] | tuple[Any, Expected, dict[str, Any]]
+
+RULES: dict[str, dict[str, list[Row]]] = {
     "deepspeed": {
         "train_batch_size": [(48, {"train.global_batch": 48})],
         "train_micro_batch_size_per_gpu": [(2, {"train.microbatch": 2})],
-        "optimizer.type": [("FusedAdam", NOTHING), ("OneBitAdam", NOTHING), ("Lamb", LEFT)],
+        "optimizer.type": [
+            ("FusedAdam", ADAMS),
+            ("OneBitAdam", ADAMS),
+            ("SGD", ADAMS | {"train.optimizer": "SGD"}),
+            ("Lamb", LEFT, ADAM),
+        ],
         "optimizer.params.lr": [(7e-4, {"train.lr": 7e-4})],
         "optimizer.params.betas": [([0.8, 0.97], {"train.betas": (0.8, 0.97)})],
         "optimizer.params.eps": [(3e-7, {"train.eps": 3e-7})],
         "optimizer.params.weight_decay": [(0.03, {"train.weight_decay": 0.03})],
-        "optimizer.params.torch_adam": [(True, NOTHING)],
-        "optimizer.params.adam_w_mode": [(True, NOTHING), (False, LEFT)],
+        "optimizer.params.torch_adam": [(True, {"train.weight_decay": 0.01}, ADAM)],
+        "optimizer.params.adam_w_mode": [
+            (True, NOTHING, ADAM),
+            (False, {"train.optimizer": "Adam"}, ADAM),
+            (False, NOTHING, {"optimizer.type": "AdamW"}),
+        ],
+        "optimizer.params.bias_correction": [(True, NOTHING), (False, LEFT)],
+        "optimizer.params.amsgrad": [(False, NOTHING), (True, LEFT)],
         "scheduler.type": [
-            ("WarmupLR", {"train.lr_schedule": "constant", "train.min_lr_ratio": 0.0}),
-            ("WarmupDecayLR", {"train.lr_schedule": "linear", "train.min_lr_ratio": 0.0}),
-            ("WarmupCosineLR", {"train.min_lr_ratio": 0.0}),
+            ("WarmupLR", {"train.warmup": 1000, "train.min_lr_ratio": 0.0}, LINEAR),
+            (
+                "WarmupDecayLR",
+                {"train.warmup": 1000, "train.lr_schedule": "linear", "train.min_lr_ratio": 0.0, "train.lr": 1e-3},
+                LINEAR,
+            ),
+            (
+                "WarmupCosineLR",
+                {"train.warmup": 1000, "train.lr_schedule": "cosine", "train.min_lr_ratio": 1e-4},
+                LINEAR,
+            ),
             ("OneCycle", LEFT),
         ],
-        "scheduler.params.warmup_num_steps": [(33, {"train.warmup": 33})],
+        "scheduler.params.warmup_num_steps": [(33, {"train.warmup": 33}, COSINE)],
         "scheduler.params.total_num_steps": [(777, {"train.steps": 777})],
-        "scheduler.params.cos_min_ratio": [(0.25, {"train.min_lr_ratio": 0.25})],
+        "scheduler.params.cos_min_ratio": [(0.25, {"train.min_lr_ratio": 0.25}, COSINE)],
         "scheduler.params.warmup_max_lr": [(6e-4, {"train.lr": 6e-4})],
         "scheduler.params.warmup_min_lr": [(0, NOTHING), (1e-6, LEFT)],
-        "scheduler.params.warmup_type": [("linear", NOTHING)],
+        "scheduler.params.warmup_min_ratio": [(0.0, NOTHING), (0.1, LEFT)],
+        "scheduler.params.warmup_type": [("linear", NOTHING), ("log", LEFT)],
         "bf16.enabled": [(True, {"train.precision": "bf16"}), (False, NOTHING)],
-        "fp16.enabled": [(True, {"train.precision": "fp16"}), (False, NOTHING)],
+        "bf16.immediate_grad_update": [(True, NOTHING)],
+        "fp16.enabled": [(True, {"train.precision": "fp16"}, SCALED), (False, NOTHING)],
+        "fp16.auto_cast": [(False, NOTHING, FP16), (True, LEFT, FP16), (True, NOTHING)],
+        "fp16.loss_scale": [(0, NOTHING, FP16), (128, LEFT, FP16), (128, NOTHING)],
+        "fp16.initial_scale_power": [(16, NOTHING, FP16), (12, LEFT, FP16), (12, NOTHING)],
+        "fp16.loss_scale_window": [(2000, NOTHING, FP16), (500, LEFT, FP16), (500, NOTHING)],
+        "fp16.hysteresis": [(1, NOTHING, FP16), (4, LEFT, FP16), (4, NOTHING)],
+        "fp16.consecutive_hysteresis": [(False, NOTHING, FP16), (True, LEFT, FP16), (True, NOTHING)],
+        "fp16.min_loss_scale": [(1, NOTHING, FP16), (8, LEFT, FP16), (8, NOTHING)],
+        "fp16.fp16_master_weights_and_grads": [(False, NOTHING, FP16), (True, LEFT, FP16), (True, NOTHING)],
         "gradient_clipping": [(0.7, {"train.clip": 0.7})],
         "zero_optimization": [
             ({"stage": 1}, {"parallel.layout": "NNG"}),
@@ -177,7 +219,18 @@ RULES: dict[str, dict[str, list[tuple[Any, Expected]]]] = {
                 },
             ),
         ],
-        "activation_checkpointing": [({"partition_activations": True}, {"parallel.recompute": "block"})],
+        "activation_checkpointing.partition_activations": [(True, {"parallel.recompute": "block"})],
+        "activation_checkpointing.cpu_checkpointing": [
+            (False, {"parallel.recompute": "block"}),
+            (True, LEFT, {"activation_checkpointing.profile": False}),
+        ],
+        "activation_checkpointing.contiguous_memory_optimization": [(True, {"parallel.recompute": "block"})],
+        "activation_checkpointing.number_checkpoints": [
+            (None, NOTHING),
+            (4, LEFT, {"activation_checkpointing.profile": False}),
+        ],
+        "activation_checkpointing.synchronize_checkpoint_boundary": [(True, {"parallel.recompute": "block"})],
+        "activation_checkpointing.profile": [(True, {"parallel.recompute": "block"})],
         "tensor_parallel.autotp_size": [(2, {"parallel.tensor": 2}), (-1, NOTHING)],
         "tensor_parallel.tp_size": [(4, {"parallel.tensor": 4}), (0, NOTHING)],
         "seed": [(11, {"train.seed": 11})],
@@ -187,9 +240,9 @@ RULES: dict[str, dict[str, list[tuple[Any, Expected]]]] = {
         "zero_force_ds_cpu_optimizer": [(False, NOTHING)],
         "dump_state": [(True, NOTHING)],
         "tensorboard.enabled": [(False, {"run.tensorboard": False})],
-        "tensorboard": [({"output_path": "x"}, NOTHING)],
-        "fp16": [({"loss_scale": 128}, NOTHING)],
-        "bf16": [({"immediate_grad_update": True}, NOTHING)],
+        "tensorboard.output_path": [("x", NOTHING)],
+        "tensorboard.job_name": [("y", NOTHING)],
+        "data_types.grad_accum_dtype": [("fp32", NOTHING), ("bf16", LEFT)],
     },
     "accelerate": {
         "num_processes": [(8, {"parallel.ranks": 8})],
@@ -219,19 +272,36 @@ RULES: dict[str, dict[str, list[tuple[Any, Expected]]]] = {
         ],
         "fsdp_config.fsdp_activation_checkpointing": [(True, {"parallel.recompute": "block"}), (False, NOTHING)],
         "fsdp_config.fsdp_offload_params": [(True, LEFT), (False, NOTHING)],
-        "fsdp_config": [({"fsdp_state_dict_type": "SHARDED_STATE_DICT"}, NOTHING)],
+        "fsdp_config.fsdp_cpu_ram_efficient_loading": [(True, NOTHING)],
+        "fsdp_config.fsdp_auto_wrap_policy": [("TRANSFORMER_BASED_WRAP", NOTHING), ("NO_WRAP", LEFT)],
+        "fsdp_config.fsdp_transformer_layer_cls_to_wrap": [("LlamaDecoderLayer", NOTHING)],
+        "fsdp_config.fsdp_min_num_params": [(1000, NOTHING)],
+        "fsdp_config.fsdp_backward_prefetch": [("BACKWARD_PRE", NOTHING)],
+        "fsdp_config.fsdp_backward_prefetch_policy": [("BACKWARD_PRE", NOTHING)],
+        "fsdp_config.fsdp_forward_prefetch": [(True, NOTHING)],
+        "fsdp_config.fsdp_state_dict_type": [("SHARDED_STATE_DICT", NOTHING)],
+        "fsdp_config.fsdp_sync_module_states": [(True, NOTHING)],
+        "fsdp_config.fsdp_use_orig_params": [(True, NOTHING)],
         "deepspeed_config.zero_stage": [(1, {"parallel.layout": "NNG"}), (2, {"parallel.layout": "NGG"})],
         "deepspeed_config.gradient_clipping": [(0.6, {"train.clip": 0.6})],
         "deepspeed_config.gradient_accumulation_steps": [(4, LEFT)],
         "deepspeed_config.offload_optimizer_device": [("cpu", LEFT), ("none", NOTHING)],
         "deepspeed_config.offload_param_device": [("nvme", LEFT), ("none", NOTHING)],
         "deepspeed_config.deepspeed_config_file": [("ds.json", LEFT)],
-        "deepspeed_config": [({"zero3_init_flag": True}, NOTHING)],
+        "deepspeed_config.offload_optimizer_nvme_path": [("/nvme", NOTHING)],
+        "deepspeed_config.offload_param_nvme_path": [("/nvme", NOTHING)],
+        "deepspeed_config.zero3_init_flag": [(True, NOTHING)],
+        "deepspeed_config.zero3_save_16bit_model": [(True, NOTHING)],
+        "deepspeed_config.deepspeed_multinode_launcher": [("pdsh", NOTHING)],
+        "deepspeed_config.deepspeed_hostfile": [("hosts", NOTHING)],
+        "deepspeed_config.deepspeed_exclusion_filter": [("a", NOTHING)],
+        "deepspeed_config.deepspeed_inclusion_filter": [("b", NOTHING)],
+        "deepspeed_config.deepspeed_moe_layer_cls_names": [("MixtralSparseMoeBlock", LEFT), ("", NOTHING)],
         "parallelism_config.parallelism_config_dp_replicate_size": [(2, NOTHING)],
         "parallelism_config.parallelism_config_dp_shard_size": [(4, {"parallel.layout": "GGG"}), (1, NOTHING)],
         "parallelism_config.parallelism_config_tp_size": [(2, {"parallel.tensor": 2})],
         "parallelism_config.parallelism_config_cp_size": [(2, LEFT), (1, NOTHING)],
-        "parallelism_config": [({"parallelism_config_cp_comm_strategy": "allgather"}, NOTHING)],
+        "parallelism_config.parallelism_config_cp_comm_strategy": [("allgather", NOTHING)],
         "megatron_lm_config.megatron_lm_tp_degree": [(4, {"parallel.tensor": 4})],
         "megatron_lm_config.megatron_lm_pp_degree": [(2, {"parallel.pipeline": 2})],
         "megatron_lm_config.megatron_lm_num_micro_batches": [(2, LEFT)],
@@ -246,13 +316,20 @@ RULES: dict[str, dict[str, list[tuple[Any, Expected]]]] = {
         ],
         "megatron_lm_config.megatron_lm_gradient_clipping": [(0.9, {"train.clip": 0.9})],
         "dynamo_config.dynamo_backend": [("INDUCTOR", {"parallel.compile": "block"}), ("NO", NOTHING)],
-        "dynamo_config": [({"dynamo_mode": "default"}, NOTHING)],
+        "dynamo_config.dynamo_mode": [("default", NOTHING), ("max-autotune", LEFT)],
+        "dynamo_config.dynamo_use_dynamic": [(False, NOTHING), (True, LEFT)],
+        "dynamo_config.dynamo_use_fullgraph": [(False, NOTHING)],
+        "dynamo_config.dynamo_use_regional_compilation": [(True, NOTHING)],
         "machine_rank": [(1, NOTHING)],
         "main_process_ip": [("10.0.0.1", NOTHING)],
         "main_process_port": [(29500, NOTHING)],
         "main_training_function": [("main", NOTHING)],
         "compute_environment": [("LOCAL_MACHINE", NOTHING)],
-        "distributed_type": [("FSDP", NOTHING)],
+        "distributed_type": [
+            ("FSDP", {"parallel.layout": "GGG"}),
+            ("DEEPSPEED", {"parallel.layout": "NGG"}),
+            ("MULTI_GPU", NOTHING),
+        ],
         "debug": [(True, NOTHING)],
         "downcast_bf16": [("no", NOTHING)],
         "enable_cpu_affinity": [(True, NOTHING)],
@@ -275,38 +352,51 @@ RULES: dict[str, dict[str, list[tuple[Any, Expected]]]] = {
         ],
         "model.hf_assets_path": [("assets", {"data.tokenizer": "assets"})],
         "model.tokenizer_path": [("tokens.json", {"data.tokenizer": "tokens.json"})],
-        "optimizer.name": [("Adam", NOTHING), ("AdamW", NOTHING), ("SGD", LEFT)],
-        "optimizer.lr": [(8e-4, {"train.lr": 8e-4})],
+        "model.converters": [(["float8"], LEFT), ([], NOTHING)],
+        "model.print_after_conversion": [(True, NOTHING)],
+        "optimizer.name": [("Adam", {"train.optimizer": "Adam"}), ("AdamW", NOTHING), ("SGD", LEFT)],
+        "optimizer.lr": [(7e-4, {"train.lr": 7e-4})],
         "optimizer.eps": [(2e-7, {"train.eps": 2e-7})],
         "optimizer.weight_decay": [(0.02, {"train.weight_decay": 0.02})],
         "optimizer.beta1": [(0.8, {"train.betas": (0.8, 0.95)})],
         "optimizer.beta2": [(0.97, {"train.betas": (0.9, 0.97)})],
         "optimizer.implementation": [("fused", NOTHING)],
+        "optimizer.early_step_in_backward": [(True, LEFT), (False, NOTHING)],
+        "training.steps": [(888, {"train.steps": 888})],
         "lr_scheduler.warmup_steps": [(44, {"train.warmup": 44})],
-        "lr_scheduler.decay_type": [("linear", {"train.lr_schedule": "linear"}), ("cosine", NOTHING), ("sqrt", LEFT)],
+        "lr_scheduler.decay_type": [("cosine", {"train.lr_schedule": "cosine"}), ("linear", NOTHING), ("sqrt", LEFT)],
         "lr_scheduler.min_lr_factor": [(0.3, {"train.min_lr_ratio": 0.3})],
-        "lr_scheduler.decay_ratio": [(0.8, LEFT)],
+        "lr_scheduler.decay_ratio": [
+            (0.8, {"train.lr_schedule": "wsd", "train.decay": 8000}),
+            (0.8, LEFT, {"lr_scheduler.decay_type": "cosine"}),
+        ],
+        "parallelism.pipeline_parallel_degree": [(2, {"parallel.pipeline": 2, "train.microbatch": 1, **KEPT})],
+        "parallelism.tensor_parallel_degree": [(2, {"parallel.tensor": 2})],
+        "parallelism.data_parallel_replicate_degree": [(2, {"parallel.layout": "III"})],
+        "parallelism.data_parallel_shard_degree": [
+            (4, {"parallel.ranks": 4, "train.global_batch": 32}),
+            (1, {"parallel.layout": "NNN", "train.global_batch": 8}),
+        ],
+        "parallelism.fsdp_reshard_after_forward": [("always", NOTHING), ("never", KEPT), (4, LEFT)],
+        "training.local_batch_size": [(6, {"train.microbatch": 6}), (6, NOTHING, STAGES)],
+        "parallelism.pipeline_parallel_microbatch_size": [(2, {"train.microbatch": 2}, STAGES), (2, NOTHING)],
         "training.global_batch_size": [(24, {"train.global_batch": 24}), (-1, NOTHING)],
-        "training.local_batch_size": [(8, {"train.microbatch": 8})],
         "training.seq_len": [(512, {"data.sequence": 512})],
         "training.max_norm": [(0.4, {"train.clip": 0.4})],
-        "training.steps": [(888, {"train.steps": 888})],
         "training.seed": [(12, {"train.seed": 12})],
+        "training.deterministic": [(True, NOTHING)],
         "training.dataset_path": [("texts", {"data.source": "texts"})],
         "training.dataset": [("c4", LEFT)],
+        "training.dtype": [("float32", NOTHING), ("bfloat16", LEFT)],
         "training.mixed_precision_param": [
-            ("bfloat16", {"train.precision": "bf16"}),
-            ("float32", NOTHING),
+            ("bfloat16", NOTHING),
+            ("float32", {"train.precision": "fp32"}),
             ("float64", LEFT),
         ],
-        "training.mixed_precision_reduce": [("float32", NOTHING)],
+        "training.mixed_precision_reduce": [("float32", NOTHING), ("bfloat16", LEFT)],
         "training.gc_freq": [(50, NOTHING)],
+        "training.gc_debug": [(True, NOTHING)],
         "training.enable_cpu_offload": [(True, LEFT), (False, NOTHING)],
-        "parallelism.pipeline_parallel_degree": [(2, {"parallel.pipeline": 2})],
-        "parallelism.data_parallel_replicate_degree": [(2, NOTHING)],
-        "parallelism.data_parallel_shard_degree": [(4, {"parallel.layout": "GGG"}), (1, NOTHING)],
-        "parallelism.fsdp_reshard_after_forward": [("always", NOTHING), (4, LEFT)],
-        "parallelism.tensor_parallel_degree": [(2, {"parallel.tensor": 2})],
         "parallelism.pipeline_parallel_schedule": [
             ("GPipe", {"parallel.schedule": "gpipe"}),
             ("1F1B", NOTHING),
@@ -316,21 +406,32 @@ RULES: dict[str, dict[str, list[tuple[Any, Expected]]]] = {
             ("DualPipeV", {"parallel.schedule": "dualpipe-v"}),
             ("Other", LEFT),
         ],
-        "parallelism.pipeline_parallel_microbatch_size": [(2, {"train.microbatch": 2})],
+        "parallelism.pipeline_parallel_layers_per_stage": [(2, LEFT)],
+        "parallelism.pipeline_parallel_first_stage_less_layers": [(1, NOTHING), (2, LEFT)],
+        "parallelism.pipeline_parallel_last_stage_less_layers": [(1, NOTHING), (0, LEFT)],
+        "parallelism.pipeline_parallel_split_points": [(["layers.2"], LEFT), ([], NOTHING)],
+        "parallelism.module_fqns_per_model_part": [([["tok_embeddings"], ["output"]], LEFT)],
+        "parallelism.disable_loss_parallel": [(True, LEFT), (False, NOTHING)],
         "parallelism.context_parallel_degree": [(2, LEFT), (1, NOTHING)],
+        "parallelism.context_parallel_rotate_method": [("alltoall", NOTHING)],
         "parallelism.expert_parallel_degree": [(2, LEFT), (1, NOTHING)],
         "parallelism.enable_async_tensor_parallel": [(True, LEFT), (False, NOTHING)],
         "activation_checkpoint.mode": [
-            ("none", NOTHING),
+            ("none", {"parallel.recompute": "none"}),
             ("full", {"parallel.recompute": "block"}),
-            ("selective", {"parallel.recompute": "selective"}),
+            ("selective", NOTHING),
             ("memory_budget", LEFT),
         ],
-        "activation_checkpoint.selective_ac_option": [("op", NOTHING)],
-        "compile.enable": [(True, {"parallel.compile": "block"}), (False, NOTHING)],
-        "compile.components": [(["model"], NOTHING)],
-        "checkpoint.enable": [(False, {"checkpoint.every": 0}), (True, NOTHING)],
-        "checkpoint.interval": [(250, {"checkpoint.every": 250})],
+        "activation_checkpoint.selective_ac_option": [("op", NOTHING), ("3", LEFT)],
+        "compile.enable": [(True, {"parallel.compile": "block"}, {"compile.components": ["model"]}), (False, NOTHING)],
+        "compile.components": [
+            (["model"], NOTHING, {"compile.enable": True}),
+            (["loss", "norm"], LEFT, {"compile.enable": True}),
+            (["loss"], NOTHING),
+        ],
+        "compile.backend": [("inductor", NOTHING), ("aot_eager", LEFT)],
+        "checkpoint.enable": [(True, {"checkpoint.every": 500, "checkpoint.keep": 10, "checkpoint.background": False})],
+        "checkpoint.interval": [(250, {"checkpoint.every": 250}, {"checkpoint.enable": True}), (250, NOTHING)],
         "checkpoint.keep_latest_k": [(5, {"checkpoint.keep": 5}), (0, NOTHING)],
         "checkpoint.async_mode": [
             ("disabled", {"checkpoint.background": False}),
@@ -341,23 +442,29 @@ RULES: dict[str, dict[str, list[tuple[Any, Expected]]]] = {
         "checkpoint.folder": [("ckpt", NOTHING)],
         "job.dump_folder": [("out", {"run.folder": "out"})],
         "job.description": [("a run", NOTHING)],
-        "metrics.enable_tensorboard": [(False, {"run.tensorboard": False})],
+        "job.print_config": [(True, NOTHING)],
+        "job.config_file": [("a.toml", NOTHING)],
+        "metrics.enable_tensorboard": [(True, {"run.tensorboard": True})],
+        "metrics.enable_wandb": [(True, {"run.loggers": ("wandb",)}), (False, NOTHING)],
+        "metrics.save_for_all_ranks": [(True, NOTHING)],
         "metrics.log_freq": [(10, NOTHING)],
         "metrics.save_tb_folder": [("tb", NOTHING)],
         "metrics.disable_color_printing": [(True, NOTHING)],
         "profiling": [({"enable_profiling": True}, NOTHING)],
         "validation.steps": [(3, {"train.eval_batches": 3})],
-        "validation.freq": [(77, {"train.eval_every": 77})],
+        "validation.enable": [(True, {"train.eval_every": 10}), (False, NOTHING)],
+        "validation.freq": [(77, {"train.eval_every": 77}, {"validation.enable": True}), (77, NOTHING)],
         "comm": [({"init_timeout_seconds": 300}, NOTHING)],
     },
 }
-"""For each rule values, and what differs from the default config once the written file is loaded."""
+"""For each rule values, and what differs once the written file is loaded from what the system does without them; also
+beside other settings."""
 
 TOGETHER: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     (
         "deepspeed",
-        {"scheduler.type": "WarmupCosineLR", "scheduler.params.cos_min_ratio": 0.2},
-        {"train.min_lr_ratio": 0.2},
+        {**COSINE, "scheduler.params.cos_min_ratio": 0.2},
+        {"train.min_lr_ratio": 0.2, "train.lr_schedule": "cosine", "train.warmup": 1000},
     ),
     (
         "deepspeed",
@@ -403,12 +510,12 @@ TOGETHER: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     (
         "torchtitan",
         {"parallelism.data_parallel_replicate_degree": 2, "parallelism.data_parallel_shard_degree": 4},
-        {"parallel.layout": "III", "parallel.intra": 4},
+        {"parallel.layout": "III", "parallel.intra": 4, "parallel.ranks": 8, "train.global_batch": 64},
     ),
     (
         "torchtitan",
         {"parallelism.data_parallel_shard_degree": 4, "parallelism.fsdp_reshard_after_forward": "never"},
-        {"parallel.layout": "NGG"},
+        {"parallel.layout": "NGG", "parallel.ranks": 4, "train.global_batch": 32},
     ),
     (
         "torchtitan",
@@ -417,12 +524,18 @@ TOGETHER: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
             "parallelism.pipeline_parallel_degree": 2,
             "parallelism.fsdp_reshard_after_forward": "default",
         },
-        {"parallel.layout": "NGG", "parallel.pipeline": 2},
+        {
+            "parallel.layout": "NGG",
+            "parallel.pipeline": 2,
+            "parallel.ranks": 8,
+            "train.global_batch": 32,
+            "train.microbatch": 1,
+        },
     ),
     (
         "torchtitan",
         {"parallelism.data_parallel_shard_degree": 4, "parallelism.fsdp_reshard_after_forward": "default"},
-        {"parallel.layout": "GGG"},
+        {"parallel.ranks": 4, "train.global_batch": 32},
     ),
 ]
 """Settings that change what others mean."""
@@ -446,21 +559,31 @@ def flat(tables: Any, above: str = "") -> dict[str, Any]:
     return found
 
 
-def changes_of(settings: dict[str, Any], system: str, path: Path) -> tuple[dict[str, Any], list[str]]:
-    """What differs from the defaults once the converted config is written and loaded, and what is left."""
-    found = convert(document_of(settings), system)
-    path.write_text(to_toml(found.tables))
-    usual = flat(from_dict({}).model_dump())
-    loaded = flat(load(path).model_dump())
-    return {key: value for key, value in loaded.items() if value != usual.get(key)}, found.left
+def changes_of(
+    settings: dict[str, Any], system: str, path: Path, *, beside: dict[str, Any] = NOTHING
+) -> tuple[dict[str, Any], list[str]]:
+    """What settings change once the converted config is written and loaded, and what is left of them.
+
+    beside: other settings, which the document has with and without them.
+    """
+    loaded, left = [], []
+    for each in (beside, {**beside, **settings}):
+        found = convert(document_of(each), system)
+        path.write_text(to_toml(found.tables))
+        loaded.append(flat(load(path).model_dump()))
+        left.append(found.left)
+    usual, changed = loaded
+    return {key: value for key, value in changed.items() if value != usual.get(key)}, [
+        line for line in left[1] if line not in left[0]
+    ]
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_every_rule_carries_values_that_are_not_the_default(system: str, tmp_path: Path) -> None:
     assert RULES[system].keys() == SYSTEMS[system].keys()
     for path, cases in RULES[system].items():
-        for value, expected in cases:
-            changed, left = changes_of({path: value}, system, tmp_path / "run.toml")
+        for value, expected, *beside in cases:
+            changed, left = changes_of({path: value}, system, tmp_path / "run.toml", beside=dict(*beside))
             assert changed == (NOTHING if expected == LEFT else expected), f"{path} = {value!r}"
             assert [line.startswith(f"{path} = ") for line in left] == [True] * (expected == LEFT), f"{path}: {left}"
 
@@ -476,7 +599,8 @@ def test_nothing_is_left_out_without_a_word() -> None:
     """A setting that no table has is said to be left, whichever system's it is."""
     for system in SYSTEMS:
         found = convert({"never_heard_of": {"it": 3}, "gradient_accumulation_fusion": True}, system)
-        assert [line.partition(" = ")[0] for line in found.left] == [
+        given = [line for line in found.left if "(absent, and " not in line]
+        assert [line.partition(" = ")[0] for line in given] == [
             "never_heard_of.it",
             "gradient_accumulation_fusion",
         ]
@@ -527,3 +651,72 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, name: str, content: str, w
     (tmp_path / name).write_text(content)
     with pytest.raises(ConfigError, match=words):
         command(tmp_path / name)
+
+
+# ---- what a file leaves out
+
+
+def test_what_a_deepspeed_file_leaves_out_is_deepspeeds_default() -> None:
+    """A rate alone became clip 1.0, betas 0.9 and 0.95, decay 0.1, and a cosine after a warm-up."""
+    found = convert(
+        {
+            "train_batch_size": 64,
+            "train_micro_batch_size_per_gpu": 4,
+            "optimizer": {"type": "AdamW", "params": {"lr": 2e-4}},
+            "zero_optimization": {"stage": 2},
+            "bf16": {"enabled": True},
+        }
+    )
+    train = from_dict(found.tables).train
+    assert (train.lr, train.betas, train.eps, train.weight_decay) == (2e-4, (0.9, 0.999), 1e-8, 0.0)
+    assert (train.clip, train.lr_schedule, train.warmup, train.precision) == (0.0, "constant", 0, "bf16")
+    assert found.left == []
+    assert found.filled["train.clip"] == "train.clip = 0.0: gradient_clipping is absent"
+    assert "train.lr" not in found.filled
+    assert set(found.open) == {"train.steps", "data.source", "data.tokenizer", "data.sequence"}
+
+
+def test_what_a_torchtitan_file_leaves_out_is_torchtitans_default() -> None:
+    found = convert(
+        {
+            "model": {"name": "llama3", "flavor": "8B"},
+            "optimizer": {"name": "AdamW", "lr": 3e-4},
+            "training": {"local_batch_size": 8, "seq_len": 4096, "steps": 1000},
+            "parallelism": {
+                "pipeline_parallel_degree": 4,
+                "pipeline_parallel_schedule": "Interleaved1F1B",
+                "data_parallel_shard_degree": 2,
+            },
+        }
+    )
+    config = from_dict(found.tables)
+    train, parallel = config.train, config.parallel
+    assert (train.precision, train.lr_schedule, train.warmup, train.min_lr_ratio) == ("bf16", "linear", 200, 0.0)
+    assert (train.global_batch, train.microbatch) == (16, 1)
+    assert (parallel.layout, parallel.schedule, parallel.ranks) == ("NGG", "interleaved", 8)
+    assert "train.lr" not in found.filled
+
+
+def test_batches_that_follow_from_the_ranks_are_said() -> None:
+    found = convert({"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}})
+    assert "gradient_accumulation_steps x the data-parallel ranks" in found.open["train.global_batch"]
+    found = convert({"train_batch_size": 32, "bf16": {"enabled": True}})
+    assert "train_batch_size / gradient_accumulation_steps" in found.open["train.microbatch"]
+    found = convert({"training": {"local_batch_size": 4}, "parallelism": {"data_parallel_replicate_degree": 2}})
+    assert "it is 4 x the data-parallel ranks" in found.open["train.global_batch"]
+    assert found.open["parallel.intra"].endswith("the data-parallel ranks / 2")
+    assert found.tables["parallel"]["layout"] == "III"
+
+
+def test_muon_is_carried_over_and_its_options_are_not() -> None:
+    found = convert({"optimizer": {"type": "Muon", "params": {"lr": 1e-3, "momentum": 0.9}}})
+    assert from_dict(found.tables).train.optimizer == "Muon"
+    assert [line.partition(" = ")[0] for line in found.left] == ["optimizer.type", "optimizer.params.momentum"]
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_every_key_that_decides_what_is_trained_is_converted_or_named(system: str) -> None:
+    found = convert({}, system)
+    known = {f"{section}.{key}" for section, keys in found.tables.items() for key in keys}
+    assert set(OPEN) <= known | set(found.open)
+    assert set(found.filled) <= known

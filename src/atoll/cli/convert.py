@@ -24,18 +24,25 @@ def command(
 ) -> None:
     """Convert a config of DeepSpeed, Accelerate or torchtitan to a config of Atoll.
 
-    The config is printed, or written to the file of -o, which must not exist. Settings without an equivalent are
-    printed to stderr, one a line, and written as comments at the end of the config.
+    The config is printed, or written to the file of -o, which must not exist. What the file leaves out has the default
+    of its own system. Each such default, each setting without an equivalent, and each key that the file does not
+    decide is printed to stderr, one a line, and written as a comment at the end of the config.
     """
+    from atoll.settings.convert import VERSIONS
     from atoll.toml import to_toml
 
     found = converted(path)
-    lines = [f"# {line}" for line in found.left]
+    told = {
+        "not carried over": found.left,
+        f"default of {VERSIONS[found.system]}": list(found.filled.values()),
+        "not in the file": [f"{key}: {why}" for key, why in found.open.items()],
+    }
     text = f"# From {path.name}, of {found.system}.\n\n{to_toml(found.tables)}"
-    if lines:
-        text += "\n# Not carried over:\n" + "\n".join(lines) + "\n"
-    for line in found.left:
-        typer.echo(f"not carried over: {line}", err=True)
+    for title, lines in told.items():
+        if lines:
+            text += "\n".join([f"\n# {title[0].upper()}{title[1:]}:", *(f"# {line}" for line in lines)]) + "\n"
+        for line in lines:
+            typer.echo(f"{title}: {line}", err=True)
     if out is None:
         typer.echo(text, nl=False)
         return
