@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from atoll.data.files import read_file
 from atoll.digests import digest, read_sealed
 from atoll.documents import (
     DEEPEST,
@@ -24,6 +25,7 @@ from atoll.documents import (
     string,
 )
 from atoll.errors import ConfigError
+from atoll.ir.text import from_csv
 from atoll.training.folder import RunFolder
 
 
@@ -149,3 +151,14 @@ def test_yaml_of_60000_brackets_is_refused() -> None:
         with pytest.raises(ValueError, match="nested too deeply; at most 100 levels"):
             parse_yaml(text)
     assert parse_yaml("a:\n- b: [1, {c: 2}]\n") == {"a": [{"b": [1, {"c": 2}]}]}
+
+
+def test_a_byte_order_mark_is_not_content(tmp_path: Path) -> None:
+    """Editors of some systems write one: a config, a schedule and a corpus are read as without it."""
+    mark = "\ufeff".encode()
+    (tmp_path / "a.toml").write_bytes(mark + b"steps = 3\n")
+    assert read_toml(tmp_path / "a.toml") == {"steps": 3}
+    (tmp_path / "a.csv").write_bytes(mark + b"0F0,0B0\n1F0,1B0\n")
+    assert from_csv(read_text(tmp_path / "a.csv", limit=99)).microbatches == 1
+    (tmp_path / "a.txt").write_bytes(mark + b"words\n")
+    assert list(read_file(tmp_path / "a.txt", "text")) == ["words\n"]

@@ -31,6 +31,23 @@ def test_round_trips(seed: int, lowered: bool) -> None:
     assert from_csv(to_csv(schedule), name="random", placement=schedule.placement) == schedule
 
 
+def test_actions_that_torch_overlaps_are_read() -> None:
+    """The CSV that torch 2.13 dumps of its ScheduleDualPipeV, of two ranks and four microbatches."""
+    text = (
+        "0F0,0F1,0F2,3F0,3I0,3W0,3F1,(0F3;3B1)OVERLAP_F_B,(3F2;0B0)OVERLAP_F_B,3B2,(3F3;0B1)OVERLAP_F_B,3B3,"
+        "0I2,0W2,0I3,0W3\n"
+        "1F0,2F0,1F1,2F1,1F2,2B0,(2F2;1B0)OVERLAP_F_B,(1F3;2B1)OVERLAP_F_B,(2F3;1B1)OVERLAP_F_B,2B2,1B2,"
+        "2I3,1I3,2W3,1W3\n"
+    )
+    schedule = from_csv(text)
+    assert schedule.placement == Placement("v", 2, 2)
+    assert [str(action) for action in schedule.actions[0][6:10]] == ["3F1", "0F3", "3B1", "3F2"]
+    assert to_csv(schedule).count("F") == 16
+    for wrong in ("(0F0;0B0)OVERLAP_B_W", "(0F0;)OVERLAP_F_B", "(0F0;x)OVERLAP_F_B"):
+        with pytest.raises(ScheduleError, match="rank 0: "):
+            from_csv(f"{wrong},0B0\n1F0,1B0\n")
+
+
 def test_csv_without_placement_finds_one() -> None:
     assert from_csv(to_csv(typed(*V, kind="v", chunks=2))).placement == Placement("v", 2, 2)
     assert from_csv("0F0,2F0\n1F0,3F0\n").placement == Placement("loop", 2, 2)

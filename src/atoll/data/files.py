@@ -127,7 +127,7 @@ def read_file(path: Path, text_field: str, part: Range | None = None) -> Iterato
     """
     if form_of(path) is Form.TEXT:
         with opened(path) as stream:
-            yield stream.read().decode("utf-8", errors="replace")
+            yield stream.read().decode("utf-8-sig", errors="replace")
         return
     for where, record in read_records(path, [text_field], hint="set data.text_field", part=part):
         yield field(record, text_field, where)

@@ -12,6 +12,7 @@ from atoll.ir.draw import IDLE, layout_rows
 from atoll.ir.placement import KINDS, Kind, Placement
 from atoll.ir.schedule import Rows, Schedule
 
+_OVERLAP = re.compile(r"\(([^();]+);([^();]+)\)OVERLAP_F_B")
 _HEADER = re.compile(r"# (.+): (line|loop|v), ranks (\d{1,7}), chunks (\d{1,7}), microbatches (\d{1,7})", re.ASCII)
 
 
@@ -49,7 +50,8 @@ def to_csv(schedule: Schedule) -> str:
 
 
 def from_csv(text: str, *, name: str = "csv", placement: Placement | None = None) -> Schedule:
-    """Parse torch's format, compute-only or lowered; empty cells are skipped.
+    """Parse torch's format, compute-only or lowered; empty cells are skipped. Actions that overlap, such as
+    `(0F3;3B1)OVERLAP_F_B`, are executed one after the other, as torch does.
 
     The format has no header: without `placement`, the first one that matches the stages of each rank is used (line, v,
     loop), and the number of microbatches is the largest one in the file. Raises ScheduleError if none matches.
@@ -58,11 +60,17 @@ def from_csv(text: str, *, name: str = "csv", placement: Placement | None = None
         lines = [line for line in csv.reader(io.StringIO(text)) if line]
     except csv.Error as error:
         raise ScheduleError(f"the schedule is not CSV: {error}") from error
-    rows = tuple(_parse_row(rank, line) for rank, line in enumerate(lines))
+    rows = tuple(_parse_row(rank, [each for cell in line for each in _apart(cell)]) for rank, line in enumerate(lines))
     if not any(rows):
         raise ScheduleError("the CSV of a schedule has one line of actions per rank, and this one has no action")
     microbatches = 1 + max((action.microbatch or 0) for row in rows for action in row)
     return Schedule(name, placement or _placement_of(rows), microbatches, rows)
+
+
+def _apart(cell: str) -> list[str]:
+    """Return the actions of a cell: one, or two that overlap."""
+    match = _OVERLAP.fullmatch(cell.strip())
+    return [cell] if match is None else list(match.groups())
 
 
 def _placement_of(rows: Rows) -> Placement:
