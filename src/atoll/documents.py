@@ -46,8 +46,10 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 
 
 def read_text(path: str | Path, *, limit: int) -> str:
-    """Return the text of a file of at most `limit` bytes, without a byte order mark. Raises OSError, or ValueError for a
-    larger file or invalid UTF-8."""
+    """Return the text of a file of at most `limit` bytes, without a byte order mark.
+
+    Raises OSError, or ValueError for a larger file or invalid UTF-8.
+    """
     return read(path, limit=limit).decode("utf-8-sig").replace("\r\n", "\n")
 
 
