@@ -53,6 +53,13 @@ def test_what_is_no_bounded_json_is_refused(document: str | bytes, words: str) -
         parse_json(document)
 
 
+def test_large_integers_are_rounded_where_they_mean_no_limit() -> None:
+    """transformers writes int(1e30) for a tokenizer without a limit."""
+    assert parse_json(f"[{int(1e30)}, {2**64}, -3]", rounds=True) == [1e30, float(2**64), -3]
+    with pytest.raises(ValueError, match="an integer of 41 digits"):
+        parse_json("9" * 41, rounds=True)
+
+
 def test_json_within_the_depth_and_of_64_bits_is_read() -> None:
     value = parse_json("[" * DEEPEST + str(2**64 - 1) + "]" * DEEPEST)
     for _ in range(DEEPEST):

@@ -233,7 +233,7 @@ def test_the_corpus_has_another_form_than_the_config_says(folder: Path) -> None:
         assert "no field 'text' (it has messages)" in said
         assert 'data.format = "chat" for conversations' in said
     said = start(folder, data={"source": "one.json"})
-    assert "one JSON object, whose braces and keys would be learned as text; give JSON lines or an array" in said
+    assert "one JSON value without documents, whose brackets and keys would be learned as text; give JSON lines" in said
     assert "is a zip archive" in start(folder, data={"source": "archive.txt"})
     assert "data.text_field = 'body' has no effect" in start(folder, data={"text_field": "body"})
     assert "data.validation = 'empty.txt': no text" in start(folder, data={"validation": "empty.txt"})

@@ -27,6 +27,8 @@ LARGEST_YAML = 1 << 16
 """Largest YAML document that is read, in characters; a megabyte takes many seconds."""
 DEEPEST = 100
 """Largest depth of nested tables and lists."""
+LONGEST = 40
+"""Most digits of an integer that is rounded."""
 LARGEST_COUNT = (1 << 31) - 1
 """Largest count of ranks, stages or steps."""
 LARGEST_BYTES = (1 << 63) - 1
@@ -35,9 +37,9 @@ INTEGERS = range(-(1 << 63), 1 << 64)
 """Signed and unsigned 64-bit integers."""
 
 
-def read_json(path: str | Path, *, limit: int = LARGEST_JSON) -> Any:
+def read_json(path: str | Path, *, limit: int = LARGEST_JSON, rounds: bool = False) -> Any:
     """Return the value of the JSON document at `path`. Raises OSError, and the errors of `parse_json`."""
-    return parse_json(read(path, limit=limit), limit=limit)
+    return parse_json(read(path, limit=limit), limit=limit, rounds=rounds)
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
@@ -69,8 +71,11 @@ def read(path: str | Path, *, limit: int) -> bytes:
     raise ValueError(f"it has {size} bytes or more; at most {limit} are read")
 
 
-def parse_json(document: str | bytes, *, limit: int = LARGEST_JSON) -> Any:
+def parse_json(document: str | bytes, *, limit: int = LARGEST_JSON, rounds: bool = False) -> Any:
     """Return the value of a JSON document. Half of a surrogate pair, which has no encoding, becomes "?".
+
+    rounds: integers of more than 64 bits, and of at most `LONGEST` digits, become floats. Tokenizers write int(1e30)
+    for "no limit".
 
     Raises ValueError if the document is not JSON, is larger than `limit`, is nested too deeply, or has an integer of
     more than 64 bits.
@@ -79,7 +84,7 @@ def parse_json(document: str | bytes, *, limit: int = LARGEST_JSON) -> Any:
         raise ValueError(f"{len(document)} bytes of JSON; at most {limit} are read")
     text = document if isinstance(document, str) else document.decode("utf-8-sig")
     try:
-        value = json.loads(text, parse_int=_integer)
+        value = json.loads(text, parse_int=_number if rounds else _integer)
     except RecursionError:
         raise _too_deep() from None
     _check_depth(value)
@@ -170,6 +175,12 @@ def string(value: Any) -> str:
 
 def _shown(value: Any) -> str:
     return reprlib.repr(value)
+
+
+def _number(digits: str) -> int | float:
+    """Return an integer of 64 bits, or a float near a larger one."""
+    is_large = len(digits) > 20 or int(digits) not in INTEGERS
+    return float(digits) if is_large and len(digits) <= LONGEST else _integer(digits)
 
 
 def _integer(digits: str) -> int:

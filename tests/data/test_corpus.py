@@ -214,9 +214,10 @@ def test_compressed_files_that_are_cut_short_are_named(tmp_path: Path, pack: Cal
 def test_records_are_known_by_content(tmp_path: Path) -> None:
     (tmp_path / "rows.txt").write_text(ROWS)
     (tmp_path / "rows.json").write_text('\ufeff [\n {"text": "three"}]', encoding="utf-8")
+    (tmp_path / "texts.json").write_text('["four", {"text": "five"}]')
     (tmp_path / "values.json").write_text("[1, 2]")
     (tmp_path / "one.json").write_text('{"text": "not a record"}')
-    assert _read(tmp_path) == ['{"text": "not a record"}', "three", "one", "two", "[1, 2]"]
+    assert _read(tmp_path) == ['{"text": "not a record"}', "three", "one", "two", "four", "five", "[1, 2]"]
 
 
 @pytest.mark.parametrize(("content", "words"), [
@@ -225,7 +226,9 @@ def test_records_are_known_by_content(tmp_path: Path) -> None:
     ("text".encode("utf-16"), "text in UTF-16"),
     (b"some text\0and more", "binary: it has a NUL byte at 9"),
     (b'[{"text": "a"}, 3]', "object 2: a int"),
-    (b'[{"text": "a"}', "begins as an array of objects"),
+    (b'[{"text": "a"}', "begins as an array"),
+    (b'["a", 3]', "object 2: a int; an array of documents has objects or texts only"),
+    (b"[1, 2]", "one JSON value without documents"),
 ])  # fmt: skip
 def test_what_is_no_text_is_refused(tmp_path: Path, content: bytes, words: str) -> None:
     path = tmp_path / "a.json"

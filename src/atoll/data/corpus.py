@@ -26,7 +26,7 @@ from atoll.data.files import (
     field,
     form_of,
     inner_suffix,
-    is_one_object,
+    is_one_value,
     known_columns,
     optional,
     read_file,
@@ -130,10 +130,11 @@ def _find(source: str, text_field: str, *, has_records: bool, key: str) -> Sourc
         return _stdlib(text_field, key)
     path = Path(source).expanduser()
     if path.is_file():
-        if not has_records and _form(path) is Form.TEXT and is_one_object(path):
+        if not has_records and _form(path) is Form.TEXT and is_one_value(path):
             raise DataError(
-                f"{key} = {source!r} is one JSON object, whose braces and keys would be learned as text; give JSON "
-                "lines or an array of objects, each with its text, or the text itself in a .txt file"
+                f"{key} = {source!r} is one JSON value without documents, whose brackets and keys would be learned as "
+                "text; give JSON lines, an array of texts, or of objects that have one each, or the text itself in a "
+                ".txt file"
             )
         return Source(source, Kind.FILES, path.parent, (path,), text_field, key)
     if not path.is_dir():

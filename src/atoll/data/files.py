@@ -3,7 +3,7 @@
     gzip, zstd     any of the formats below, decompressed
     parquet        one document per row
     JSON lines     one document per object: .jsonl, .ndjson, and files that begin with two lines of objects
-    a JSON array   one document per object: .json files that begin with a bracket and an object
+    a JSON array   one document per object or string: .json files that begin with a bracket and one of these
     text           everything else, one document
 
 Invalid UTF-8 is read with replacement characters, because one bad byte must not stop a run. Binary files are refused.
@@ -88,17 +88,17 @@ def form_of(path: Path) -> Form:
         raise DataError(f"{path} is binary: it has a NUL byte at {head.index(0)}; a corpus is text in UTF-8")
     if inner_suffix(path) in JSONL_SUFFIXES or _begins_with_objects(head):
         return Form.LINES
-    if inner_suffix(path) == ".json" and b"".join(head.removeprefix(BOM).split()).startswith(b"[{"):
+    if inner_suffix(path) == ".json" and b"".join(head.removeprefix(BOM).split()).startswith((b"[{", b'["')):
         return Form.ARRAY
     return Form.TEXT
 
 
-def is_one_object(path: Path) -> bool:
-    """Return True if a .json file is a single object."""
+def is_one_value(path: Path) -> bool:
+    """Return True if a .json file that is read as text begins as an object or an array, so is no text."""
     if inner_suffix(path) != ".json":
         return False
     with opened(path) as stream:
-        return stream.read(HEAD_BYTES).removeprefix(BOM).lstrip().startswith(b"{")
+        return stream.read(HEAD_BYTES).removeprefix(BOM).lstrip().startswith((b"{", b"["))
 
 
 def _begins_with_objects(head: bytes) -> bool:
@@ -145,7 +145,7 @@ def read_records(path: Path, columns: Sequence[str], *, hint: str, part: Range |
         case Form.LINES:
             yield from _lines(path, part)
         case Form.ARRAY:
-            yield from _array(path)
+            yield from _array(path, columns)
         case Form.TEXT:
             raise DataError(f"{path} is text without records; give JSON lines, a JSON array or parquet")
 
@@ -264,17 +264,23 @@ def _lines(path: Path, part: Range | None = None) -> Iterator[Record]:
             yield where, record
 
 
-def _array(path: Path) -> Iterator[Record]:
+def _array(path: Path, columns: Sequence[str]) -> Iterator[Record]:
+    """Yield the objects of an array. Where one column is read, a string is an object that has it."""
     with opened(path) as stream:
         content = stream.read()
     try:
         records = parse_json(content)
     except ValueError as error:
-        raise DataError(f"{path}: not JSON ({error}), though it begins as an array of objects") from error
+        raise DataError(f"{path}: not JSON ({error}), though it begins as an array") from error
+    if not isinstance(records, list):
+        raise DataError(f"{path}: a {type(records).__name__}, not an array of documents")
     for number, record in enumerate(records, start=1):
         where = f"{path}, object {number}"
+        if isinstance(record, str) and len(columns) == 1:
+            record = {columns[0]: record}
         if not isinstance(record, dict):
-            raise DataError(f"{where}: a {type(record).__name__}; an array of documents may only contain objects")
+            texts = " or texts" if len(columns) == 1 else ""
+            raise DataError(f"{where}: a {type(record).__name__}; an array of documents has objects{texts} only")
         yield where, record
 
 

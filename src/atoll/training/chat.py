@@ -116,7 +116,7 @@ class Template:
         kind = package("transformers").PreTrainedTokenizerFast
         try:
             for name, path in self._beside.items():  # within the bounds; transformers has none
-                _ = _read(path) if name.endswith(".jinja") else read_json(path)
+                _ = _read(path) if name.endswith(".jinja") else read_json(path, rounds=True)
             if self._beside:
                 made = kind.from_pretrained(str(self._file.parent), local_files_only=True)
             else:
@@ -142,7 +142,7 @@ class Template:
         if path is None:
             return False
         try:
-            values = read_json(path)
+            values = read_json(path, rounds=True)
         except (OSError, ValueError) as error:
             raise DataError(f"{path}: cannot be read ({error})") from error
         return isinstance(values, dict) and bool(values.get("chat_template"))
