@@ -30,16 +30,25 @@ class AtollError(Exception):
     """Base class of all errors that Atoll raises."""
 
     exit_code = 1
+    longest = 16_000
+    """Most characters of a message: that of a rank has a traceback."""
 
     def __str__(self) -> str:
-        """Return the message. Half of a surrogate pair, which cannot be printed, becomes "?"."""
-        return super().__str__().encode(errors="replace").decode()
+        """Return the message, at most `longest` characters: of a longer one its beginning and its end. Half of a
+        surrogate pair, which cannot be printed, becomes "?"."""
+        text = super().__str__().encode(errors="replace").decode()
+        if len(text) <= self.longest:
+            return text
+        gap = f" [... {len(text)} characters ...] "
+        left = self.longest - len(gap)
+        return f"{text[: left // 2]}{gap}{text[len(text) - (left - left // 2) :]}"
 
 
 class UserError(AtollError):
     """The request cannot be fulfilled; nothing was started or changed."""
 
     exit_code = 2
+    longest = 2_000
 
 
 class ConfigError(UserError):

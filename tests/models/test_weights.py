@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from atoll.errors import PlanError
-from atoll.models.weights import INDEX, SINGLE, Weights
+from atoll.models.adapter import SequentialAdapter
+from atoll.models.weights import INDEX, SINGLE, Weights, weights_for
 
 save_file = pytest.importorskip("safetensors.torch").save_file
 
@@ -79,3 +80,14 @@ def test_parameters_that_are_no_floats_are_not_cast(tmp_path: Path, kind: Any) -
     save_file({"a": torch.ones(2, 3).to(kind), "b": torch.ones(4)}, tmp_path / SINGLE)
     with pytest.raises(PlanError, match=r"other than floating-point numbers.*a is"):
         Weights(tmp_path, NAMES)
+
+
+def test_parameters_that_a_constructor_makes_off_the_meta_device_are_named(folder: Path) -> None:
+    """DiffLlama draws some of its parameters on the CPU; it was said to have values, and to be built on meta."""
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 4))
+    model[1].bias = torch.nn.Parameter(torch.ones(4, device="cpu"))
+    with pytest.raises(PlanError, match=r"1 of 4 parameters are not on the meta device, such as '1.bias'"):
+        weights_for(SequentialAdapter(model), folder)
+    with pytest.raises(PlanError, match="has values already; build it on the meta device"):
+        weights_for(SequentialAdapter(torch.nn.Sequential(torch.nn.Linear(2, 3))), folder)

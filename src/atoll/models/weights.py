@@ -115,8 +115,14 @@ def weights_for(adapter: Adapter, folder: Path) -> Weights:
     named = [pair for block in adapter.blocks() for pair in block.named_parameters() if pair[0] not in shared]
     model = getattr(adapter, "model", None)
     heads = tuple(f"{head}." for head in getattr(adapter, "task_heads", ()))
-    if any(not parameter.is_meta for _, parameter in named):
+    real = [name for name, parameter in named if not parameter.is_meta]
+    if len(real) == len(named):
         raise PlanError(f"weights = {str(folder)!r} for a model that has values already; build it on the meta device")
+    if real:
+        raise PlanError(
+            f"weights = {str(folder)!r}: {len(real)} of {len(named)} parameters are not on the meta device, such as "
+            f"{real[0]!r}: the model's constructor gives them values itself. Move the model there: model.to('meta')"
+        )
     return Weights(
         folder,
         {name: tuple(parameter.shape) for name, parameter in named},
