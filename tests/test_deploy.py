@@ -331,6 +331,7 @@ def fit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ste
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray")
 def test_the_entry_of_ray_trains_and_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

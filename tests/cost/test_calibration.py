@@ -59,6 +59,7 @@ def measured(truth: dict[str, float]) -> list[Step]:
     return [Step(((1.0, each),), each.on(real).seconds, name=str(number)) for number, each in enumerate(predictions())]
 
 
+@pytest.mark.slow
 def test_a_known_truth_is_found() -> None:
     steps = measured(TRUTH)
     before = [abs(step.predicted / step.seconds - 1.0) for step in steps]

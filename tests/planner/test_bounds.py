@@ -121,6 +121,7 @@ def compared(search: Search, *, most: int) -> tuple[int, list[str]]:
     return count, better
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 def test_no_plan_is_predicted_below_its_bounds(part: int) -> None:
     """Over random clusters with bursts and costly updates."""

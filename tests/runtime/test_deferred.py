@@ -304,6 +304,7 @@ def graphs_compiled(case: Case) -> tuple[int, int]:
     return counters["stats"]["unique_graphs"], sum(not isinstance(block.module, nn.Embedding) for block in blocks)
 
 
+@pytest.mark.slow
 def test_equal_layers_share_a_graph_where_nothing_waits() -> None:
     """Twelve layers made 14 graphs, since each was compiled by itself though no weight gradient waited."""
     case = Case(microbatches=2, compile="block-eager", model=TinyConfig(layers=12))

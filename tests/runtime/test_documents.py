@@ -105,6 +105,7 @@ def assert_as_if_alone(case: Case, tolerance: float = 1e-10) -> None:
 BASE = Case(microbatches=4, steps=2, model=Packed(Small()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [

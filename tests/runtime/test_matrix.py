@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
@@ -18,7 +19,9 @@ SAMPLE = sample()
 def test_a_sample(choice: Choice) -> None:
     if choice["schedule"] == "optimal" and find_spec("ortools") is None:
         pytest.skip("needs ortools")
-    assert_parity(case_of(choice))
+    case = case_of(choice)
+    # Three layers make five blocks, which no pipeline size divides either.
+    assert_parity(replace(case, model=replace(case.model, layers=3)))
 
 
 def test_any_two_values_meet() -> None:

@@ -191,6 +191,7 @@ def test_a_shared_layer_has_it_on_two_stages() -> None:
     assert_parity(Matrices(layout="IIG", pipeline=2, intra=2, microbatches=4, model=SharedLayer()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["Shampoo", "Dion"])
 def test_checkpoints_load_under_another_layout(optimizer: str, tmp_path: Path) -> None:
     """Other ranks own the matrices."""

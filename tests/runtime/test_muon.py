@@ -121,6 +121,7 @@ def test_a_post_validated_step_exchanges_ahead(clip: float | None, model: TinyCo
     assert_parity(muon(layout="GGG", post_validation=True, clip=clip, model=model, steps=4, **spread))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["NNN", "IIG"])
 def test_tensor_parallel_parts_are_transformed_whole(layout: str) -> None:
     model = TinyConfig(layers=2, hidden=10, unused=True)
@@ -132,6 +133,7 @@ def test_a_split_vocabulary_is_left_to_adamw() -> None:
     assert_parity(muon(layout="NNG", pipeline=2, intra=2, microbatches=4, vocabulary_parallel=True, model=model))
 
 
+@pytest.mark.slow
 def test_a_shared_layer_has_equal_copies_on_two_stages() -> None:
     """Copies of a hidden matrix are transformed on both stages, and stay equal bit by bit."""
     case = muon(layout="IIG", pipeline=2, intra=2, microbatches=4, model=SharedLayer(), steps=3)
@@ -229,6 +231,7 @@ def test_matrices_of_one_shape_are_orthogonalized_together() -> None:
 # ---- what else a run does
 
 
+@pytest.mark.slow
 def test_checkpoints_load_under_another_layout(tmp_path: Path) -> None:
     first = muon(layout="IIG", inter=2, intra=2, microbatches=8, model=MODELS[0], steps=3)
     second = replace(first, layout="NNG", pipeline=2, inter=1, intra=1)

@@ -270,6 +270,7 @@ def _distances(case: Case) -> tuple[int, dict[str, torch.Tensor], dict[str, torc
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -334,6 +335,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_run_goes_on_in_the_middle_of_an_interval(name: str, tmp_path: Path) -> None:
     """Behind step 3 of intervals of 4: one fragment has left and not arrived, another has arrived."""
@@ -363,6 +365,7 @@ def _start(case: Case, folder: str) -> tuple[dict[str, torch.Tensor], dict[str, 
     return before, after
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{"inter": 4}, {"inter": 1, "outer": None}, {"outer": Outer(5)}])
 def test_other_islands_restart_from_the_anchors(changes: dict[str, object], tmp_path: Path) -> None:
     """More islands, none, and other outer steps: every rank starts with the model of the checkpoint, the anchors."""
@@ -424,6 +427,7 @@ def _enter_anchors(case: Case, folder: str) -> tuple[bool, dict[str, torch.Tenso
     return is_in_flight, inside, is_back, is_same
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", [None, RANDOM], ids=str)
 def test_anchors_are_entered_behind_what_is_in_flight(codec: Codec | None, tmp_path: Path) -> None:
     """They are the model of a checkpoint at this step, equal on all islands; and the run goes on as without."""
@@ -506,6 +510,7 @@ def test_an_island_owes_the_same_on_other_ranks(sizes: dict[str, Any], tmp_path:
     assert any(value.any() for value in saved.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes", [{"inter": 4}, {"outer": replace(OWING.outer, every=5)}, {"outer": RESUMED.outer}], ids=str
 )
@@ -517,6 +522,7 @@ def test_islands_that_restart_from_the_anchors_owe_nothing(changes: dict[str, An
     assert not any(value.any() for _, owed, _ in loaded for value in owed.values())
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_residuals_starts_a_codec(tmp_path: Path) -> None:
     folder, plain = str(tmp_path / "saved"), replace(OWING, outer=RESUMED.outer)
     run_ranks(_owe, plain.ranks, plain, folder, loads=False)

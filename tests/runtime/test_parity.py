@@ -37,6 +37,7 @@ def test_three_groups(layout: str) -> None:
     assert_parity(Case(layout=layout, inter=3, microbatches=6, model=EVERYTHING))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "mesh"), drawn(4, ["NNG", "IGG", "IIG", "GGG"], [(3, 2), (2, 3)]), ids=str)
 def test_three_along_one_axis_and_two_along_the_other(layout: str, mesh: tuple[int, int]) -> None:
     inter, intra = mesh
@@ -58,6 +59,7 @@ DIFFICULTIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("difficulty", "layout"), drawn(6, list(DIFFICULTIES), ["NNG", "IIG", "GGG"]))
 def test_each_difficulty_alone(difficulty: str, layout: str) -> None:
     model = DIFFICULTIES[difficulty]

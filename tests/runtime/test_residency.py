@@ -39,6 +39,7 @@ def test_parity_in_a_pipeline(pair: tuple[Residency, Reduction], schedule: str, 
     assert_parity(replace(case, residency=residency, reduction=reduction))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "recompute"), drawn(4, ["ING", "IIG", "GNG", "GGG"], ["none", "block"]))
 def test_parity_over_two_groups(layout: str, recompute: str) -> None:
     case = Case(layout, inter=2, intra=2, microbatches=8, model=EVERYTHING, recompute=recompute)

@@ -104,6 +104,7 @@ def train_here(case: Case) -> History:
     return history
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_plain_torch_reads_it_with_its_own_tools(tmp_path: Path) -> None:
     case = replace(CASE, layout="GGG", inter=2, intra=2, pipeline=1)

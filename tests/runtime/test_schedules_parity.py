@@ -63,6 +63,7 @@ SAME_ORDER = ["gpipe", "1f1b", "zb-h1", "zb-h2"]
 """Schedules on one placement that run every op of a stage in the order of microbatches."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["NNN", "IIG"])
 def test_schedules_that_keep_the_order_give_the_same_bits(layout: str) -> None:
     histories = [run_ranks(train, 4, case_of(name, layout, 2)) for name in SAME_ORDER]

@@ -51,11 +51,13 @@ def test_on_two_levels(layout: str) -> None:
     assert_parity(replace(PAIR, layout=layout, inter=2, intra=2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"])
 def test_every_kind_of_schedule(schedule: str) -> None:
     assert_parity(replace(PAIR, layout="NNG", pipeline=2, schedule=schedule))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["block", "selective"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_recompute(recompute: str, schedule: str) -> None:
@@ -154,6 +156,7 @@ def written(case: Case) -> str:
     return text
 
 
+@pytest.mark.slow
 def test_text_of_any_length_is_written_on_parts_of_sequences() -> None:
     alone = Case(microbatches=2, model=Small())
     (wanted,) = run_ranks(written, 1, alone)

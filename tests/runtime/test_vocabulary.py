@@ -108,6 +108,7 @@ def test_residency_and_reduction(residency: Any, reduction: Any) -> None:
     assert_parity(replace(case, residency=residency, reduction=reduction))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "recompute"), drawn(3, ["1f1b", "zb-h2", "dualpipe-v"], ["block", "selective"]))
 def test_recompute(schedule: str, recompute: str) -> None:
     assert_parity(replace(SPLIT, schedule=schedule, recompute=recompute, layout="IIG", intra=2, microbatches=8))
@@ -220,6 +221,7 @@ WHOLE = replace(SPLIT, vocabulary_parallel=False, layout="IIG", intra=2)
 DEEP = replace(SPLIT, pipeline=3, layout="GGG", schedule="zb-v", microbatches=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "second"),
     [
@@ -291,6 +293,7 @@ def test_weights_are_read_by_range(tmp_path: Path) -> None:
 # ---- precision
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_low_precision_is_near_what_it_is_without(precision: str) -> None:
     model = TinyConfig(vocabulary=17, tied=True)

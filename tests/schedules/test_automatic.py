@@ -104,6 +104,7 @@ def test_equal_stages_with_a_tight_first_rank_are_near_the_bound(
     assert found.cost.main <= 1.1 * found.bound * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [9, 12])
 def test_unequal_stages_with_a_tight_first_rank_are_near_the_bound(seed: int) -> None:
     """The two that are farthest from it among those of `python benchmarks/run.py schedules`."""

@@ -184,6 +184,7 @@ def test_the_bound_knows_what_a_link_carries() -> None:
     assert found.cost.main == pytest.approx(found.bound)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "chunks"), [("line", 1), ("loop", 2), ("v", 2)])
 @pytest.mark.parametrize("seed", range(2))
 def test_an_automatic_order_is_never_worse_than_a_closed_form(kind: Kind, chunks: int, seed: int) -> None:

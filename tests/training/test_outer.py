@@ -39,6 +39,7 @@ def two(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_every_step_is_recorded_with_the_distance_where_islands_met(two: Path) -> None:
     records = read_records(two / "metrics.jsonl")
     assert [record["step"] for record in records] == list(range(1, 9))
