@@ -128,6 +128,7 @@ def test_a_race_is_decided_at_every_budget_of_a_peer() -> None:
     assert (best["ours"], best["peer"], best["ratio"]) == ("ours, large", "peer, large", 2.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("inter", "intra"), [(2, 2), (1, 4)])
 def test_the_settings_that_are_searched(inter: int, intra: int) -> None:
     space = search.settings(WORK, inter=inter, intra=intra)

@@ -69,6 +69,7 @@ def test_a_limit_holds() -> None:
         split_and_order(layers, ranks=4, microbatches=9, limit=3.0)
 
 
+@pytest.mark.slow
 def test_it_is_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joint, "PLAYED", 300_000)
     first, second = (split_and_order(uneven(1), ranks=4, microbatches=8) for _ in range(2))

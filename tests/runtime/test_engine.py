@@ -474,6 +474,7 @@ def build(case: Case) -> None:
     case.engine().close()
 
 
+@pytest.mark.slow
 def test_what_cannot_be_built_is_refused() -> None:
     with pytest.raises(RankError, match="no trainable parameter"):
         run_ranks(build_frozen, 2, Case(intra=2))

@@ -149,6 +149,7 @@ def sent_in_the_group(case: Case) -> int:
     return engine.transport.sent["intra"]
 
 
+@pytest.mark.slow
 def test_parameters_travel_once_a_step() -> None:
     """A step that was taken ahead and is right has brought them to where they rest."""
     case = Case(layout="NNG", pipeline=2, intra=2, precision="fp32", steps=4, clip=None, model=EVERYTHING)

@@ -27,6 +27,7 @@ def test_parity_over_two_groups(layout: str, together: int) -> None:
     assert_parity(Case(layout, inter=2, intra=2, microbatches=8, model=EVERYTHING, unit=together))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "schedule", "recompute"),
     drawn(6, ["IIG", "GGG"], ["1f1b", "zb-h1", "zb-v"], ["none", "block", "selective"]),

@@ -228,6 +228,7 @@ def test_what_was_trained_is_exported_and_trains_on(tmp_path: Path) -> None:
     run_ranks(train_and_look, 4, started)
 
 
+@pytest.mark.slow
 def test_adapters_are_saved_as_peft_does(tmp_path: Path) -> None:
     torch.manual_seed(0)
     base = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**LLAMA)).double()
