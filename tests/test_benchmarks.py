@@ -256,7 +256,7 @@ def test_ranks_hold_what_is_predicted() -> None:
             pytest.skip("no C compiler")
         with Ranks(Where(2, 2), work, preload=preload) as ranks:
             field = Field(ranks, None)
-            for layout in ("IIG", "GGG"):
+            for layout in ("NNG", "IIG", "GGG"):
                 runs = [Row(Atoll(layout, 8)) for _ in range(2)]
                 for each in runs:
                     field.open(each.setting)

@@ -66,7 +66,7 @@ def test_the_copy_for_saving_in_the_background_is_predicted(tmp_path: Path) -> N
 @pytest.mark.slow
 def test_state_of_every_layout_is_predicted_by_component() -> None:
     _skip_without_compiler()
-    chosen = [row for row in LAYOUTS if row.changes[0].endswith(("NNG", "IIG"))]
+    chosen = [row for row in LAYOUTS if row.changes[0].endswith(("NNG", "IIG", "GGG"))]
     for row, found in bench.run_all(chosen):
         described = bench.described(row, found, bench.predicted(row, None, found))
         for component in ("parameters", "gradients", "optimizer", "gathered", "pending", "activations"):

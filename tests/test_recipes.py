@@ -60,7 +60,7 @@ def test_a_recipe_is_as_its_page_says(name: str, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in RECIPES if name != "llama-70b-512"])  # as on 64, and takes as long
+@pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_would_start(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its dry run builds the model of each pipeline rank without memory."""
     monkeypatch.chdir(ROOT)

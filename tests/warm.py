@@ -46,9 +46,9 @@ ROOT = Path(__file__).resolve().parent.parent
 TOLD = "ATOLL_TESTS_TOLD"
 """Environment variable with what a fork shall run."""
 NAME = "python-server"
-"""Of the process from which a program forks others."""
+"""Name of the process from which a program forks others."""
 PROGRAM = "python-program"
-"""Of a program, and of its forks that have no name of their own."""
+"""Name of a program, and of its forks that do not set a name."""
 IMPORTED = (
     *("atoll._torch", "atoll.cli.main", "atoll.planner", "atoll.training.process", "atoll.training.session"),
     *("pydantic", "torch.distributed.launcher.api", "torch.utils.data"),

@@ -1,4 +1,4 @@
-"""What a space of plans has: each way of storing state once."""
+"""The space of plans contains each way of storing state once."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def test_recompute(name: str, recompute: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES[::3])  # the matrix of schedules, with faults: test_post_validation.py
+@pytest.mark.parametrize("name", NAMES)
 def test_post_validation_gives_the_same_bits(name: str) -> None:
     case = case_of(name, "IIG", 2, clip=1.0, steps=4)
     waiting = run_ranks(train, case.ranks, case)

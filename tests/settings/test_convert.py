@@ -11,7 +11,8 @@ import pytest
 
 from atoll.config import from_dict, load
 from atoll.errors import ConfigError
-from atoll.settings.convert import OPEN, SYSTEMS, convert
+from atoll.runtime.pipeline.step_end import LossScaler
+from atoll.settings.convert import GROWTH, OPEN, SYSTEMS, convert
 from atoll.toml import to_toml
 
 DEEPSPEED = {
@@ -139,7 +140,7 @@ Expected = dict[str, Any] | str
 
 ADAM: dict[str, Any] = {"optimizer.type": "Adam"}
 ADAMS = {"train.lr": 1e-3, "train.betas": (0.9, 0.999), "train.weight_decay": 0.0}
-"""What DeepSpeed's Adam has where a file says no more."""
+"""Hyperparameters of DeepSpeed's Adam that a file does not set."""
 COSINE: dict[str, Any] = {"scheduler.type": "WarmupCosineLR", "scheduler.params.warmup_type": "linear"}
 LINEAR: dict[str, Any] = {"scheduler.params.warmup_type": "linear"}
 FP16: dict[str, Any] = {"fp16.enabled": True}
@@ -562,7 +563,8 @@ def flat(tables: Any, above: str = "") -> dict[str, Any]:
 def changes_of(
     settings: dict[str, Any], system: str, path: Path, *, beside: dict[str, Any] = NOTHING
 ) -> tuple[dict[str, Any], list[str]]:
-    """What settings change once the converted config is written and loaded, and what is left of them.
+    """Return the keys that settings change in the converted config once it is loaded, and the new lines about settings
+    without an equivalent.
 
     beside: other settings, which the document has with and without them.
     """
@@ -720,3 +722,8 @@ def test_every_key_that_decides_what_is_trained_is_converted_or_named(system: st
     known = {f"{section}.{key}" for section, keys in found.tables.items() for key in keys}
     assert set(OPEN) <= known | set(found.open)
     assert set(found.filled) <= known
+
+
+def test_the_loss_scale_grows_as_converted_configs_say() -> None:
+    assert LossScaler().growth_steps == GROWTH
+    assert LossScaler().scale == 2.0**16

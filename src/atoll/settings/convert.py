@@ -271,7 +271,7 @@ DEEPSPEED: Mapping[str, Rule] = {
     "zero_optimization": _zero,
     "activation_checkpointing.partition_activations": _recompute(None),
     "activation_checkpointing.cpu_checkpointing": _recompute(
-        _if_set("what is kept for the backward stays on the device")
+        _if_set("activations kept for the backward stay on the device")
     ),
     "activation_checkpointing.contiguous_memory_optimization": _recompute(None),
     "activation_checkpointing.number_checkpoints": _recompute(_if_set("each block is recomputed by itself")),
@@ -663,7 +663,7 @@ DEFAULTS: Mapping[str, Callable[[Given], dict[str, Any]]] = {
     "accelerate": _accelerate_defaults,
     "torchtitan": _torchtitan_defaults,
 }
-"""What a system does with settings that a file leaves out, as far as it matters, given those that it has."""
+"""For each system, a function from the settings in a file to the defaults of relevant settings that it leaves out."""
 
 # ---- what follows from several settings
 

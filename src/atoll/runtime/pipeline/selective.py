@@ -39,7 +39,7 @@ class Multiplier(Protocol):
 
 
 class Multipliers(Protocol):
-    """What holds the current `Multiplier`; if it is None, layers multiply."""
+    """Holder of the current `Multiplier`. Layers multiply themselves while it has none."""
 
     multiplier: Multiplier | None
 
