@@ -67,7 +67,7 @@ def hugging_face_config(config: Config, vocabulary: int | None = None) -> Any:
                     setattr(found, key, None)
         else:
             if (file := Path(model.source) / "config.json").is_file():
-                read_json(file, rounds=True)  # within the bounds; transformers has none
+                read_json(file)  # within the bounds; transformers has none
             found = transformers.AutoConfig.from_pretrained(model.source, local_files_only=True, **given)
         known = found.get_text_config().vocab_size
         _check_counts(found.to_dict())
