@@ -48,7 +48,7 @@ def test_a_model(model: Headed) -> None:
     """Sharding in a pipeline, and tensor parallelism."""
     checks = {
         "sharding": Check(PIPELINE, tolerance(model)),
-        "tensor parallelism": Check(replace(TENSOR, steps=1), tolerance(model)),
+        "tensor parallelism": Check(TENSOR, tolerance(model)),
     }
     assert_the_model_itself(model, checks)
 
