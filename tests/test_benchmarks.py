@@ -248,7 +248,7 @@ def test_shared_bytes_are_those_of_the_files_that_are_mapped() -> None:
 def test_ranks_hold_what_is_predicted() -> None:
     """Peak and rest of real runs, by the allocator, against footprint and working memory.
 
-    Of two runs the least peak: where a core is short, a rank waits for its readers with one more buffer.
+    Where a core is short, a rank waits for its readers with one more buffer: a peak that is too high is measured again.
     """
     work = Chain(count=4)
     with library() as preload:
@@ -257,15 +257,17 @@ def test_ranks_hold_what_is_predicted() -> None:
         with Ranks(Where(2, 2), work, preload=preload) as ranks:
             field = Field(ranks, None)
             for layout in ("NNG", "IIG", "GGG"):
-                runs = [Row(Atoll(layout, 8)) for _ in range(2)]
-                for each in runs:
-                    field.open(each.setting)
-                    field.step(each)
-                    field.close(each.setting)
-                found = min(runs, key=lambda each: each.peak_bytes or 0)
-                assert found.peak_bytes is not None
-                assert found.rest_bytes is not None
-                assert found.peak_bytes == pytest.approx(found.predicted_peak_bytes, rel=0.06), layout
+                for attempt in range(2):
+                    found = Row(Atoll(layout, 8))
+                    field.open(found.setting)
+                    field.step(found)
+                    field.close(found.setting)
+                    assert found.peak_bytes is not None
+                    assert found.rest_bytes is not None
+                    is_near = found.peak_bytes == pytest.approx(found.predicted_peak_bytes, rel=0.06)
+                    if is_near or attempt:
+                        break
+                assert is_near, (layout, found.peak_bytes, found.predicted_peak_bytes)
                 assert found.rest_bytes == pytest.approx(found.predicted_rest_bytes, rel=0.03), layout
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -66,7 +67,8 @@ def test_the_copy_for_saving_in_the_background_is_predicted(tmp_path: Path) -> N
 @pytest.mark.slow
 def test_state_of_every_layout_is_predicted_by_component() -> None:
     _skip_without_compiler()
-    chosen = [row for row in LAYOUTS if row.changes[0].endswith(("NNG", "IIG", "GGG"))]
+    rows = [row for row in LAYOUTS if row.changes[0].endswith(("NNG", "IIG", "GGG"))]
+    chosen = [replace(row, changes=(*row.changes[:-1], "train.global_batch=16")) for row in rows]
     for row, found in bench.run_all(chosen):
         described = bench.described(row, found, bench.predicted(row, None, found))
         for component in ("parameters", "gradients", "optimizer", "gathered", "pending", "activations"):

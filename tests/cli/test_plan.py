@@ -125,8 +125,9 @@ def test_the_same_question_has_the_same_answer(write: Any) -> None:
 
 @pytest.mark.slow
 def test_the_plan_that_a_config_has_is_shown_beside(write: Any) -> None:
-    path = write("[parallel]\nranks = 2\npipeline = 2\nschedule = 'gpipe'", train="microbatch = 8")
-    path.write_text(path.read_text(encoding="utf-8").replace("layers = 6", "layers = 2"), encoding="utf-8")
+    path = write("[parallel]\nranks = 2\npipeline = 2\nschedule = 'gpipe'", train="microbatch = 1")
+    text = path.read_text(encoding="utf-8").replace("layers = 6", "layers = 2")
+    path.write_text(text.replace("global_batch = 8", "global_batch = 3"), encoding="utf-8")
     found = json.loads(run("plan", str(path), "--json"))
     own = json.loads(run("predict", str(path), "--json"))
     assert found["own"] == own["seconds"] > found["seconds"]
