@@ -95,9 +95,9 @@ class Place:
     @property
     def rank(self) -> int:
         """The world rank."""
-        rank = 0
+        rank, at = 0, self.coordinates
         for axis, size in self.mesh.sizes.items():
-            rank = rank * size + self.coordinates[axis]
+            rank = rank * size + at[axis]
         return rank
 
     @property
@@ -113,10 +113,9 @@ class Place:
     def peers(self, *axes: str) -> tuple[int, ...]:
         """Return the world ranks along `axes` through this one, in order; along one axis, this rank is at its own
         coordinate."""
-        positions = product(*(range(self.mesh.sizes[axis]) for axis in axes))
-        return tuple(
-            Place(self.mesh, **{**self.coordinates, **dict(zip(axes, at, strict=True))}).rank for at in positions
-        )
+        sizes, own = self.mesh.sizes, self.coordinates
+        positions = product(*(range(sizes[axis]) for axis in axes))
+        return tuple(Place(self.mesh, **{**own, **dict(zip(axes, at, strict=True))}).rank for at in positions)
 
 
 @dataclass(frozen=True, slots=True)

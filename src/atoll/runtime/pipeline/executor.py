@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from itertools import takewhile
 from typing import Any
 
@@ -188,6 +188,7 @@ class Executor:
         self._at = 0
         self._page = own_page()
         self._place = self._page.numbers
+        self._peers = cache(transport.place.peers)  # of a thousand ranks they take milliseconds, for each instruction
         self._now: Action = Action(-1, Op.F, -1)
         self._acts: dict[Do, Callable[[int, int], None]] = {
             Do.FINISH_F: self._finish_forward,
@@ -469,11 +470,11 @@ class Executor:
             return together, "every axis"
         data = ("intra",) if self._transport.has_islands else ("inter", "intra")
         if do is Do.SUMS:
-            return place.peers(*data, "tp"), ", ".join((*data, "tp"))
+            return self._peers(*data, "tp"), ", ".join((*data, "tp"))
         if do in _COMPUTES:
-            return place.peers("tp") if place.mesh.tensor > 1 else (), "tp"
+            return self._peers("tp") if place.mesh.tensor > 1 else (), "tp"
         axes = [axis for axis in data if place.mesh.sizes[axis] > 1]
-        return place.peers(*axes) if axes else (), ", ".join(axes)
+        return self._peers(*axes) if axes else (), ", ".join(axes)
 
     def _stale(self, later: Iterable[Action]) -> list[tuple[Action, int]]:
         """Receives after the first backward of messages that were sent before the sender's first backward, and these
