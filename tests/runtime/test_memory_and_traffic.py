@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from atoll.layouts import ALL, EFFECTIVE, Footprint, Layout, traffic
 from atoll.layouts.flat import aligned
+from atoll.runtime.sharding.segment import Segment
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case
 from atoll.testing.tiny import TinyConfig
@@ -48,6 +50,26 @@ def test_bytes_at_rest_equal_the_footprint(layout: str, precision: str) -> None:
     for held, predicted, _ in run_ranks(held_after_a_step, case.ranks, case):
         assert held == predicted
         assert held.optimizer > 0
+
+
+def shared_with_the_sync(case: Case) -> set[bool]:
+    """Whether gradients are brought to the optimizer in the storage in which they rest."""
+    engine, found, sync = case.engine(), set[bool](), Segment._sync
+
+    def watched(segment: Segment, buffer: torch.Tensor, final: torch.Tensor | None) -> None:
+        found.add(buffer is segment.gradients[segment.phases[0]])
+        sync(segment, buffer, final)
+
+    with patch.object(Segment, "_sync", watched):
+        engine.step(case.share(engine, 0))
+        engine.close()
+    return found
+
+
+@pytest.mark.parametrize(("layout", "is_shared"), [("NNG", True), ("IIG", True), ("GGG", True), ("NGN", False)])
+def test_a_sync_of_gradients_takes_memory_only_where_the_optimizer_keeps_more(layout: str, is_shared: bool) -> None:
+    case = Case(layout=layout, inter=2, intra=2, microbatches=4)
+    assert run_ranks(shared_with_the_sync, 4, case) == [{is_shared}] * 4
 
 
 @pytest.mark.parametrize("layout", [layout.name for layout in EFFECTIVE])

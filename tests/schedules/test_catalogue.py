@@ -57,6 +57,12 @@ def sizes_of(name: str) -> Iterator[tuple[int, int, int]]:
         yield ranks, min(max(place(ranks), least), most), chunks
 
 
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_an_entry_has_the_placement_of_its_schedule(name: str) -> None:
+    placement, entry = build(name, ranks=3, microbatches=6).placement, CATALOGUE[name]
+    assert (placement.kind, placement.chunks) == (entry.placement, entry.chunks)
+
+
 def keeps(schedule: Schedule, ends: tuple[Op, ...]) -> list[float]:
     """Per rank, the most microbatches between F and one of `ends`."""
     peaks = []
