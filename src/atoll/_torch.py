@@ -244,6 +244,15 @@ def bare_copy(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> nn.M
     return made
 
 
+def writes_to(tensor: Tensor) -> Callable[[], bool]:
+    """Return a function that tells whether a tensor has been written in place since now.
+
+    Private: `Tensor._version`, which autograd compares to find such writes.
+    """
+    before = tensor._version
+    return lambda: tensor._version != before
+
+
 def reset_of(module: nn.Module) -> Callable[[], None] | None:
     """Return the function that sets a module to torch's initial values, its `reset_parameters`, or None if it has none.
 

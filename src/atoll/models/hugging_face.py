@@ -47,6 +47,7 @@ from atoll._torch import bare_copy, reset_of
 from atoll.errors import PlanError
 from atoll.models.adapter import STYLES, Block, Vocabulary, check_blocks, check_heads, reset_module
 from atoll.models.batch import Batch
+from atoll.models.buffers import construct_buffers, on_meta, written
 from atoll.models.inputs import DECODER_IDS, decoder_ids, main_input
 from atoll.models.probe import (
     Shape,
@@ -96,8 +97,7 @@ class HuggingFaceAdapter:
         self._accepted = set(inspect.signature(model.forward).parameters)
         self._input = main_input(model)
         check_blocks(self._blocks, model)
-        for module in self._between:
-            self._place(module, torch.device("cpu"))
+        self._fill_buffers()
 
     def blocks(self) -> Sequence[Block]:
         """Return the blocks: modules before the layers, layers, modules after; also those of a decoder."""
@@ -396,16 +396,22 @@ class HuggingFaceAdapter:
         above, _, leaf = name.rpartition(".")
         return self.model.get_submodule(above), leaf
 
-    def _place(self, module: nn.Module, device: torch.device) -> None:
-        """Move buffers outside of blocks, such as rotary frequencies, which every stage uses."""
-        own = dict(module.named_buffers(recurse=False))
-        if any(buffer.is_meta for buffer in own.values()):
-            for name, buffer in own.items():
-                setattr(module, name, torch.empty_like(buffer, device="cpu"))
-            with torch.device("cpu"):
+    def _fill_buffers(self) -> None:
+        """Give values to what a model on `meta` has lost, but for buffers of blocks that only `initialise` sets.
+
+        Buffers outside of blocks, such as rotary frequencies, are used by every stage.
+        """
+        self.unset_because = construct_buffers(self.model)
+        names = {id(module): name for name, module in self.model.named_modules()}
+        unset = [(names[id(module)], module) for module in self._between if on_meta(module)]
+        with torch.device("cpu"), written(unset, why=self.unset_because, made={}):
+            for _, module in unset:
                 self.model._init_weights(module)
-            own = dict(module.named_buffers(recurse=False))
-        for name, buffer in own.items():
+
+    @staticmethod
+    def _place(module: nn.Module, device: torch.device) -> None:
+        """Move buffers outside of blocks to the device of the batch."""
+        for name, buffer in list(module.named_buffers(recurse=False)):
             if buffer.device != device:
                 setattr(module, name, buffer.to(device))
 
