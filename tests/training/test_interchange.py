@@ -28,7 +28,7 @@ from atoll.testing.parity import Case, whole_parameters
 from atoll.training import interchange
 from atoll.training.folder import RunFolder, Start
 from atoll.training.interchange import export_folder, import_folder
-from atoll.training.pretrained import hugging_face_model
+from atoll.training.pretrained import hugging_face_config, hugging_face_model
 from atoll.training.session import run
 from atoll.training.signals import StopRequest
 
@@ -85,6 +85,14 @@ def test_a_config_that_transformers_does_not_bound_is_one_error(
     with pytest.raises(ConfigError, match=words) as caught, torch.device("meta"):
         hugging_face_model(config, None)
     assert str(caught.value).encode()
+
+
+@pytest.mark.parametrize("name", ["qwen2_moe", "nemotron_h"])
+def test_the_width_of_an_expert_is_no_count(name: str) -> None:
+    """Past bug: Qwen1.5-MoE, whose shared expert has 5632 features, was refused for more than 1000 modules."""
+    config = from_dict({"model": {"source": f"transformers:{name}", "config": {"num_hidden_layers": 1}}})
+    sizes = hugging_face_config(config)
+    assert max(value for key, value in sizes.to_dict().items() if key.endswith("expert_intermediate_size")) > 1000
 
 
 def first_values(case: Case, folder: Path) -> dict[str, torch.Tensor]:

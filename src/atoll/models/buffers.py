@@ -18,6 +18,7 @@ import re
 import warnings
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -120,11 +121,28 @@ def construct_buffers(model: Any) -> str:
     return ""
 
 
-def _constructed(model: Any) -> nn.Module:
+def constructed_constants(model: Any) -> dict[str, Tensor]:
+    """Return the small parameters to which the constructor of a model of `transformers` gives the same values whatever
+    the seed, by name. Activations have such parameters, and `_init_weights` does not set them."""
+    try:
+        one, two = (dict(_constructed(model, seed=seed, keeps=_SMALL).named_parameters()) for seed in (0, 1))
+    except Exception:  # the caller names the parameters that stay without values
+        return {}
+    return {
+        name: value.detach()
+        for name, value in one.items()
+        if not value.is_meta and not _has_nan(value) and torch.equal(value, two[name])
+    }
+
+
+def _constructed(model: Any, seed: int = 0, keeps: int = 0) -> nn.Module:
+    """Construct a model again. keeps: elements up to which parameters keep what the constructor gives them."""
     from transformers.initialization import no_init_weights
 
-    dtype = model.dtype if model.dtype in _DEFAULTS else torch.get_default_dtype()
     before = torch.get_default_dtype()
+    dtype = model.dtype if model.dtype in _DEFAULTS else before
+    config = copy.deepcopy(model.config)
+    config.dtype = dtype  # a config that has been saved has its name
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(torch.no_grad())
@@ -132,11 +150,11 @@ def _constructed(model: Any) -> nn.Module:
         warnings.simplefilter("ignore")  # said when the model itself was constructed
         stack.callback(torch.set_default_dtype, before)
         torch.set_default_dtype(dtype)
-        torch.default_generator.manual_seed(0)
+        torch.default_generator.manual_seed(seed)
         stack.enter_context(torch.device("cpu"))
-        stack.callback(register_module_parameter_registration_hook(_without_values).remove)
+        stack.callback(register_module_parameter_registration_hook(partial(_small, keeps)).remove)
         with _NoMemoryAsFound(), no_init_weights():
-            made: Any = type(model)(copy.deepcopy(model.config))
+            made: Any = type(model)(config)
         # The family's rule for buffers, and for nothing else: modules and parameters that are marked are skipped.
         for module in made.modules():
             module._is_hf_initialized = not any(True for _ in module.buffers(recurse=False))
@@ -147,8 +165,9 @@ def _constructed(model: Any) -> nn.Module:
     return found
 
 
-def _without_values(module: nn.Module, name: str, parameter: Any) -> Any:
-    if parameter is None or parameter.is_meta:
+def _small(keeps: int, module: nn.Module, name: str, parameter: Any) -> Any:
+    """Return a parameter on `meta` in place of one that is registered, or None to leave it."""
+    if parameter is None or parameter.is_meta or parameter.numel() <= keeps:
         return None
     return nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
 
@@ -168,6 +187,8 @@ class _NoMemoryAsFound(TorchFunctionMode):
 _UNINITIALIZED = frozenset(
     {torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty, Tensor.new_empty_strided}
 )
+_SMALL = 1 << 12
+"""Elements of a parameter that may be a constant of an activation."""
 _MOST = 1 << 20
 """Elements of a buffer that a constructor may begin without values: parameters are as large, and are not allocated."""
 

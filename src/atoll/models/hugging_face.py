@@ -37,6 +37,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cached_property
 from itertools import product, zip_longest
 from typing import Any
 
@@ -47,7 +48,7 @@ from atoll._torch import bare_copy, reset_of
 from atoll.errors import PlanError
 from atoll.models.adapter import STYLES, Block, Vocabulary, check_blocks, check_heads, reset_module
 from atoll.models.batch import Batch
-from atoll.models.buffers import construct_buffers, on_meta, written
+from atoll.models.buffers import construct_buffers, constructed_constants, on_meta, written
 from atoll.models.inputs import DECODER_IDS, decoder_ids, main_input
 from atoll.models.probe import (
     Shape,
@@ -177,9 +178,21 @@ class HuggingFaceAdapter:
                     restart(name, True)
             if any(module is block.module for block in self._blocks):
                 self._start_from_outside(module, generator.initial_seed())
-        unset = any(parameter.isnan().any() for parameter in module.parameters(recurse=False))
-        if unset and reset_of(module) is not None:  # otherwise the rule of an enclosing module may set them
+        if _unset(module) and reset_of(module) is not None:  # otherwise the rule of an enclosing module may set them
             reset_module(module, generator)
+        for key, parameter in _unset(module).items():
+            value = self._constants.get(f"{self._names.get(module, '')}.{key}")
+            if value is not None:
+                parameter.copy_(value)
+
+    @cached_property
+    def _names(self) -> dict[nn.Module, str]:
+        return {module: name for name, module in self.model.named_modules()}
+
+    @cached_property
+    def _constants(self) -> dict[str, Tensor]:
+        """Parameters that only the model's constructor sets."""
+        return constructed_constants(self.model)
 
     def _start_from_outside(self, block: nn.Module, seed: int) -> None:
         """See [Note: rules from outside]."""
@@ -600,6 +613,10 @@ def _separates(given: Sequence[Tensor], positions: Tensor) -> bool:
     return bool(masks) and all(
         not (each & apart).any() and bool(each.diagonal(dim1=-2, dim2=-1).all()) for each in allowed
     )
+
+
+def _unset(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: each for name, each in module.named_parameters(recurse=False) if each.isnan().any()}
 
 
 def _rows(plan: Mapping[str, str]) -> list[str]:

@@ -191,7 +191,7 @@ def weights_for(adapter: Adapter, folder: Path) -> Weights:
                 f"{folder} has different values for {first} and {later}, which are one parameter of the model; build "
                 "it without tying them"
             )
-    untied = _untied_head(model, [name for name, _ in named], found)
+    untied = _untied_head(model, [name for name, _ in named if name not in others], found)
     buffers = persistent_buffers(adapter, adapter.blocks())
     weights = Weights(
         folder,
@@ -290,8 +290,10 @@ def _tied(model: Any) -> dict[str, str]:
 
 
 def _untied_head(model: Any, names: Sequence[str], found: Mapping[str, Unread]) -> list[str]:
-    """Return the parameters of a language model's head if a folder lacks it, and so it would be tied; `transformers`
-    initializes it."""
+    """Return the parameters of a language model's head if a folder has all but it. names: parameters that are not tied.
+
+    The folder is of a model that ties its head, and `transformers` initializes it as well.
+    """
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if head is None or not found:
         return []
