@@ -27,8 +27,8 @@ def import_command(
     `atoll train` starts from it with model.weights, and an engine loads it under any layout. Training does not need an
     import: set model.source to the folder, and each rank reads its own shards.
 
-    Names and forms of the files are converted by the tables of `transformers`, such as a tensor for each expert. What is
-    not used, or not as the config says, is noted.
+    Names and forms of the files, such as a tensor for each expert, are converted by the tables of `transformers`. What
+    is not used, or not as the config says, is noted.
 
     Keys of the JSON object: folder; tensors; bytes; files; read_whole, whether the model was loaded whole; notes.
     """
