@@ -177,6 +177,19 @@ def test_a_large_model_goes_out_in_parts(tmp_path: Path, monkeypatch: pytest.Mon
         assert torch.equal(value, model.state_dict()[each]), each
 
 
+def test_buffers_that_are_not_persistent_are_not_exported(tmp_path: Path) -> None:
+    """Checkpoints of earlier versions have them."""
+    model = save("gemma", tmp_path / "given")
+    import_folder(tmp_path / "given", tmp_path / "checkpoint")
+    values = {**dict(model.named_parameters()), "model.embed_tokens.embed_scale": torch.ones(1)}
+    pieces = [
+        Piece(("model", name), tuple(each.shape), 0, each.numel(), each.detach().reshape(-1))
+        for name, each in values.items()
+    ]
+    save_checkpoint(tmp_path / "older", pieces, read_state(tmp_path / "checkpoint"))
+    assert export_folder(tmp_path / "older", tmp_path / "back").tensors == len(values) - 1
+
+
 def test_an_imported_model_stands_at_its_beginning(tmp_path: Path) -> None:
     save("qwen2", tmp_path / "given")
     import_folder(tmp_path / "given", tmp_path / "checkpoint")

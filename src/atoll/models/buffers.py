@@ -239,9 +239,11 @@ def written(
             setattr(module, key, made[buffer])
             full = f"{name}.{key}" if name else key
             empty.append((full, module, key, made[buffer], writes_to(made[buffer])))
-    yield
-    for module, key, buffer in kept:
-        setattr(module, key, buffer)
+    try:
+        yield
+    finally:
+        for module, key, buffer in kept:
+            setattr(module, key, buffer)
     lost = []
     for full, module, key, given, is_written in empty:
         now = getattr(module, key)

@@ -129,7 +129,10 @@ def export_folder(source: Path, target: Path, *, dtype: str | None = None) -> Mo
     with torch.device("meta"):
         model = hugging_face_model(config, None)
     stored = checkpoint.Archive(source).contents.tensors
+    # Earlier versions saved buffers that are not persistent, which a folder does not have.
+    spare = {name for name, _ in model.named_buffers(remove_duplicate=False)} - model.state_dict().keys()
     names = {name.removeprefix("model."): name for name in stored if name.startswith("model.")}
+    names = {name: key for name, key in names.items() if name not in spare}
     sizes = hugging_face_config(config)
     _fit_vocabulary(sizes, model, stored, names=names)
     target.mkdir(parents=True, exist_ok=True)

@@ -166,7 +166,7 @@ def _units(
             if spec.blocks and spec.index in units and max(used for used in spec.blocks if used in local) == at:
                 units[spec.index].free()
         _place_buffers(block.module.modules(), around.device, placed)
-    _fill_outside(outline.adapter, around, seed, placed)
+    _fill_outside(outline.adapter, around, seed=seed, placed=placed)
     return units
 
 
