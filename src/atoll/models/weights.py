@@ -165,8 +165,8 @@ def weights_for(adapter: Adapter, folder: Path) -> Weights:
 
     The folder may lack those of adapters of the `peft` package, the head that an adapter declares as a task's, and the
     head of a language model that does not tie it, all of which are initialized; and persistent buffers, which keep the
-    values of a new model. `Weights.notes` has a sentence for each such head and buffer, and for tensors that the model
-    does not have, except those that `transformers` ignores as well.
+    values of a new model. `Weights.notes` says so of heads and buffers, and of tensors that the model does not have,
+    except those that `transformers` ignores as well.
     """
     folder = Path(folder)
     shared = shared_parameters(adapter)
@@ -227,6 +227,9 @@ def _notes(
     if ignore is not None:
         ignore(keys)  # what transformers ignores, such as positions and layers that predict several tokens
     notes = [f"{weights.folder} has no {name}, and its config does not tie it: it is initialized" for name in untied]
+    heads = [each for each in weights.lacking if each not in buffers and each not in untied and "lora_" not in each]
+    if heads:
+        notes.append(f"{weights.folder} lacks {_some(heads, 'parameters of the head')}, which are initialized")
     if keys.missing_keys:
         notes.append(
             f"{weights.folder} lacks {_some(keys.missing_keys, 'persistent buffers')}, which keep the values of a new "
