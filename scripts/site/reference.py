@@ -185,7 +185,7 @@ PAGES = (
             "atoll.errors": [
                 *("UserError", "ConfigError", "ScheduleError", "LayoutError", "PlanError", "DataError"),
                 *("CheckpointError", "DamageError", "RunError", "BadStepError", "ReplicaError", "RankError"),
-                *("CostWarning", "UnverifiedWarning"),
+                *("CostWarning", "UnverifiedWarning", "WeightsWarning"),
             ],
         },
     ),

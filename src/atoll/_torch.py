@@ -231,7 +231,7 @@ def parameter_replaced(module: nn.Module, name: str, tensor: Tensor) -> Iterator
 
 
 def bare_copy(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> nn.Module:
-    """Return a module of the same class and attributes with its own parameters, and empty buffers on the CPU.
+    """Return a module of the same class and attributes with its own parameters, and copies of its buffers on the CPU.
 
     Private: `Module._parameters` and `Module._buffers`: a shallow copy shares them with the original, and a deep copy
     copies the weights.
@@ -239,9 +239,20 @@ def bare_copy(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> nn.M
     made = copy.copy(module)
     made._parameters = dict(parameters)
     made._buffers = {
-        key: torch.empty_like(buffer, device="cpu") for key, buffer in module._buffers.items() if buffer is not None
+        key: torch.zeros_like(buffer, device="cpu") if buffer.is_meta else buffer.detach().clone().cpu()
+        for key, buffer in module._buffers.items()
+        if buffer is not None
     }
     return made
+
+
+def writes_to(tensor: Tensor) -> Callable[[], bool]:
+    """Return a function that tells whether a tensor has been written in place since now.
+
+    Private: `Tensor._version`, which autograd compares to find such writes.
+    """
+    before = tensor._version
+    return lambda: tensor._version != before
 
 
 def reset_of(module: nn.Module) -> Callable[[], None] | None:

@@ -15,7 +15,8 @@
         `-- RankError                the first error of one rank, as all ranks report it
 
 A message states the problem, the values, where it occurred, and what to do. A CostWarning reports a correct setting
-that costs more than necessary; an UnverifiedWarning reports a checkpoint without digests.
+that costs more than necessary; an UnverifiedWarning reports a checkpoint without digests; a WeightsWarning reports
+what of a folder of weights is not used, or not as its config says.
 """
 
 from __future__ import annotations
@@ -121,3 +122,8 @@ class CostWarning(UserWarning):
 
 class UnverifiedWarning(UserWarning):
     """A checkpoint has no digests, so damage may go undetected."""
+
+
+class WeightsWarning(UserWarning):
+    """A folder of weights and the model's config differ in what `transformers` accepts too: tensors that are not read,
+    a head that is not tied or is initialized, buffers that keep the values of a new model."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll import Engine, Layout, MeshShape, Plan, schedules
-from atoll.errors import PlanError
+from atoll.errors import CheckpointError, PlanError
 from atoll.testing import run_ranks
 
 VOCABULARY = 16
@@ -37,6 +38,9 @@ class Counter(nn.Module):
 
 def chain(kind: str) -> nn.Sequential:
     torch.manual_seed(0)
+    if kind == "twice":
+        norm = Norm(8)
+        return nn.Sequential(nn.Embedding(VOCABULARY, 8), norm, nn.Linear(8, 8), norm, nn.Linear(8, VOCABULARY))
     middle = Norm(8) if kind == "norm" else Counter()
     return nn.Sequential(nn.Embedding(VOCABULARY, 8), nn.Linear(8, 8), middle, nn.Linear(8, VOCABULARY))
 
@@ -86,3 +90,56 @@ def test_in_a_pipeline_they_are_those_of_one_process() -> None:
 
 def test_what_all_ranks_change_alike_stays() -> None:
     assert run_ranks(train, 2, "counter", groups=2) == [{"2.forwards": 4.0}] * 2
+
+
+def test_statistics_that_two_stages_share_are_refused() -> None:
+    """One process has one buffer, which both places update; two stages would have two. In one stage it is one."""
+    alone = train("twice")
+    assert alone["1.num_batches_tracked"] == 16
+    for found in run_ranks(train, 2, "twice", pipeline=2):
+        assert "each stage changes its own copy of a buffer that stages share" in found["refused"]
+
+
+def test_a_checkpoint_may_have_buffers_that_are_not_persistent(tmp_path: Path) -> None:
+    """Past bug: building a block from meta made all its buffers persistent, so older checkpoints have more of them."""
+
+    class Shifted(nn.Linear):
+        def __init__(self, persistent: bool) -> None:
+            super().__init__(8, 8)
+            self.register_buffer("shift", torch.zeros(8), persistent=persistent)
+
+        def reset_parameters(self) -> None:
+            super().reset_parameters()
+            if hasattr(self, "shift"):
+                self.shift.zero_()
+
+    def engine(persistent: bool) -> Engine:
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Embedding(VOCABULARY, 8), Shifted(persistent), nn.Linear(8, VOCABULARY))
+        plan = Plan(MeshShape(), Layout("NNN"), schedules.build("gpipe", ranks=1, microbatches=1), microbatch=2)
+        weights = tmp_path / "older" if (tmp_path / "older").exists() else None
+        return Engine(model, plan, optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1), weights=weights)
+
+    older = engine(True)
+    assert "1.shift" in older.state_dict()
+    older.save(tmp_path / "older")
+    older.close()
+    newer = engine(False)
+    assert "1.shift" not in newer.state_dict()
+    newer.load(tmp_path / "older")
+    newer.close()
+
+
+def test_a_checkpoint_of_a_larger_model_is_refused_as_first_weights(tmp_path: Path) -> None:
+    """Past bug: what the model does not have was left out without a word, such as a head that is not tied."""
+    plan = Plan(MeshShape(), Layout("NNN"), schedules.build("gpipe", ranks=1, microbatches=1), microbatch=2)
+
+    def engine(bias: bool, weights: Path | None = None) -> Engine:
+        model = nn.Sequential(nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY, bias=bias))
+        return Engine(model, plan, optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1), weights=weights)
+
+    larger = engine(True)
+    larger.save(tmp_path / "saved")
+    larger.close()
+    with pytest.raises(CheckpointError, match=r"it has 'model\.1\.bias', which this model does not have"):
+        engine(False, tmp_path / "saved")

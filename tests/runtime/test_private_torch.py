@@ -31,6 +31,7 @@ from atoll._torch import (
     takes_scale,
     version,
     watched_operations,
+    writes_to,
 )
 
 
@@ -102,6 +103,17 @@ def test_a_bare_copy_shares_nothing_that_is_large() -> None:
     assert [name for name, _ in module.named_parameters()] == ["weight", "bias"]
     assert {name for name, _ in copied.named_buffers()} == {name for name, _ in module.named_buffers()}
     assert all(one is not other for one, other in zip(copied.buffers(), module.buffers(), strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(copied.buffers(), module.buffers(), strict=True))
+
+
+def test_writes_are_counted() -> None:
+    tensor = torch.zeros(3)
+    is_written = writes_to(tensor)
+    tensor.sum()
+    assert not is_written()
+    with torch.no_grad():
+        tensor[:1].fill_(0.0)
+    assert is_written()
 
 
 def test_operations_are_watched_forward_and_backward() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll import Engine
-from atoll.errors import CostWarning, PlanError
+from atoll.errors import CostWarning, PlanError, WeightsWarning
 from atoll.models import adapter_for, initialise_model
 from atoll.testing.parity import Case, assert_parity, whole_parameters
 from atoll.testing.reference import named_parameters
@@ -130,7 +130,11 @@ def test_a_head_that_a_folder_lacks_starts_anew(tmp_path: Path) -> None:
     whole.save_pretrained(tmp_path)
     fresh = model.build()
     initialise_model(adapter_for(fresh), 3)
-    engine = engine_of(model, weights=tmp_path)
+    with pytest.warns(WeightsWarning):
+        engine = engine_of(model, weights=tmp_path)
+    initialized, unread = engine.notes
+    assert "lacks 4 parameters of the head (bert.pooler.dense.bias, " in initialized
+    assert "has 5 tensors (cls.predictions.bias, " in unread
     got = whole_parameters(engine)
     engine.close()
     for name, value in got.items():

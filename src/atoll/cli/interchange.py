@@ -27,7 +27,10 @@ def import_command(
     `atoll train` starts from it with model.weights, and an engine loads it under any layout. Training does not need an
     import: set model.source to the folder, and each rank reads its own shards.
 
-    Keys of the JSON object: folder; tensors; bytes; files; read_whole, whether the model was loaded whole.
+    Names and forms of the files, such as a tensor for each expert, are converted by the tables of `transformers`. What
+    is not used, or not as the config says, is noted.
+
+    Keys of the JSON object: folder; tensors; bytes; files; read_whole, whether the model was loaded whole; notes.
     """
     from atoll.training.interchange import import_folder
 
@@ -47,7 +50,9 @@ def export_command(
 
     For a run with low-rank adapters, writes only the adapters, in the format of the `peft` package.
 
-    Keys of the JSON object: folder; tensors; bytes; files; read_whole, false.
+    Tensors have the names and form in which the installed `transformers` saves the model.
+
+    Keys of the JSON object: folder; tensors; bytes; files; read_whole, false; notes, none.
     """
     from atoll.training.interchange import export_folder
 
@@ -56,8 +61,11 @@ def export_command(
 
 def _say(moved: Moved, *, as_json: bool) -> None:
     if as_json:
-        found = {"folder": str(moved.folder), "tensors": moved.tensors, "bytes": moved.nbytes}
-        typer.echo(json.dumps({**found, "files": list(moved.files), "read_whole": moved.read_whole}))
+        found: dict[str, object] = {"folder": str(moved.folder), "tensors": moved.tensors, "bytes": moved.nbytes}
+        found |= {"files": list(moved.files), "read_whole": moved.read_whole, "notes": list(moved.notes)}
+        typer.echo(json.dumps(found))
         return
+    for note in moved.notes:
+        typer.echo(f"note: {note}", err=True)
     how = ", read whole by transformers" if moved.read_whole else ""
     typer.echo(f"{moved.folder}: {moved.tensors} tensors, {format_bytes(moved.nbytes)}{how}")

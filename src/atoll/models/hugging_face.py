@@ -37,6 +37,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cached_property
 from itertools import product, zip_longest
 from typing import Any
 
@@ -47,6 +48,7 @@ from atoll._torch import bare_copy, reset_of
 from atoll.errors import PlanError
 from atoll.models.adapter import STYLES, Block, Vocabulary, check_blocks, check_heads, reset_module
 from atoll.models.batch import Batch
+from atoll.models.buffers import construct_buffers, constructed_constants, on_meta, written
 from atoll.models.inputs import DECODER_IDS, decoder_ids, main_input
 from atoll.models.probe import (
     Shape,
@@ -96,8 +98,7 @@ class HuggingFaceAdapter:
         self._accepted = set(inspect.signature(model.forward).parameters)
         self._input = main_input(model)
         check_blocks(self._blocks, model)
-        for module in self._between:
-            self._place(module, torch.device("cpu"))
+        self._fill_buffers()
 
     def blocks(self) -> Sequence[Block]:
         """Return the blocks: modules before the layers, layers, modules after; also those of a decoder."""
@@ -177,9 +178,21 @@ class HuggingFaceAdapter:
                     restart(name, True)
             if any(module is block.module for block in self._blocks):
                 self._start_from_outside(module, generator.initial_seed())
-        unset = any(parameter.isnan().any() for parameter in module.parameters(recurse=False))
-        if unset and reset_of(module) is not None:  # otherwise the rule of an enclosing module may set them
+        if _unset(module) and reset_of(module) is not None:  # otherwise the rule of an enclosing module may set them
             reset_module(module, generator)
+        for key, parameter in _unset(module).items():
+            value = self._constants.get(f"{self._names.get(module, '')}.{key}")
+            if value is not None:
+                parameter.copy_(value)
+
+    @cached_property
+    def _names(self) -> dict[nn.Module, str]:
+        return {module: name for name, module in self.model.named_modules()}
+
+    @cached_property
+    def _constants(self) -> dict[str, Tensor]:
+        """Parameters that only the model's constructor sets."""
+        return constructed_constants(self.model)
 
     def _start_from_outside(self, block: nn.Module, seed: int) -> None:
         """See [Note: rules from outside]."""
@@ -396,16 +409,22 @@ class HuggingFaceAdapter:
         above, _, leaf = name.rpartition(".")
         return self.model.get_submodule(above), leaf
 
-    def _place(self, module: nn.Module, device: torch.device) -> None:
-        """Move buffers outside of blocks, such as rotary frequencies, which every stage uses."""
-        own = dict(module.named_buffers(recurse=False))
-        if any(buffer.is_meta for buffer in own.values()):
-            for name, buffer in own.items():
-                setattr(module, name, torch.empty_like(buffer, device="cpu"))
-            with torch.device("cpu"):
+    def _fill_buffers(self) -> None:
+        """Give values to what a model on `meta` has lost, but for buffers of blocks that only `initialise` sets.
+
+        Buffers outside of blocks, such as rotary frequencies, are used by every stage.
+        """
+        self.unset_because = construct_buffers(self.model)
+        names = {id(module): name for name, module in self.model.named_modules()}
+        unset = [(names[id(module)], module) for module in self._between if on_meta(module)]
+        with torch.device("cpu"), written(unset, why=self.unset_because, made={}):
+            for _, module in unset:
                 self.model._init_weights(module)
-            own = dict(module.named_buffers(recurse=False))
-        for name, buffer in own.items():
+
+    @staticmethod
+    def _place(module: nn.Module, device: torch.device) -> None:
+        """Move buffers outside of blocks to the device of the batch."""
+        for name, buffer in list(module.named_buffers(recurse=False)):
             if buffer.device != device:
                 setattr(module, name, buffer.to(device))
 
@@ -594,6 +613,10 @@ def _separates(given: Sequence[Tensor], positions: Tensor) -> bool:
     return bool(masks) and all(
         not (each & apart).any() and bool(each.diagonal(dim1=-2, dim2=-1).all()) for each in allowed
     )
+
+
+def _unset(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: each for name, each in module.named_parameters(recurse=False) if each.isnan().any()}
 
 
 def _rows(plan: Mapping[str, str]) -> list[str]:

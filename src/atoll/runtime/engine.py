@@ -32,12 +32,14 @@ from atoll.errors import (
     RankError,
     ReplicaError,
     RunError,
+    WeightsWarning,
 )
 from atoll.faults import ROLLBACKS, SKIPS_IN_A_ROW, Answer, Fault, Made, Policy, Rollback, Sighting
 from atoll.ir import Schedule
 from atoll.layouts import Footprint, WorkingMemory, swapped_along
 from atoll.models import Adapter, Batch, Loss, adapter_for, weights_for
 from atoll.models.batch import IGNORED_LABEL
+from atoll.models.buffers import buffers_outside, first_names, persistent_buffers, transient_buffers
 from atoll.models.sums import check_sum
 from atoll.plans import Plan
 from atoll.program import Do, Instruction, Program
@@ -46,6 +48,7 @@ from atoll.runtime.agreement import Agreement
 from atoll.runtime.allocator import keep_freed_memory
 from atoll.runtime.assemble.build import build
 from atoll.runtime.assemble.holdings import held_at_rest, held_now, needed_in_a_step, shape_of
+from atoll.runtime.assemble.ties import untie_as_stored
 from atoll.runtime.batches import Batches, Labels, Share
 from atoll.runtime.checkpoint import Archive, Background, Piece, Told, is_complete
 from atoll.runtime.lanes import Kind, Lane, lane_of, lanes_of
@@ -101,7 +104,8 @@ class Engine:
     such as `atoll.Muon`.
     groups: (name, shape) -> options of the parameter's group, such as {"weight_decay": 0.0}.
     clip: maximum global gradient norm, above 0; None does not clip.
-    weights: a folder of initial weights, safetensors or a checkpoint; each rank reads its own shards.
+    weights: a folder of initial weights, safetensors or a checkpoint; each rank reads its own shards. What of a folder
+    is not used, or not as its config says, is in `notes` and a WeightsWarning on rank 0.
     bad_steps: how to handle steps whose loss or gradients are not finite: "stop", "skip" or "rollback N"; see
     `atoll.faults`.
     labels: "shifted" if a label is the token that its position predicts, "unshifted" if it is the token at its own
@@ -176,7 +180,7 @@ class Engine:
             self._agreement.agree(problem)
             self._lower()
             if weights is not None and is_complete(Path(weights)):
-                load_values(Path(weights), self.units, self._buffers())
+                load_values(Path(weights), self.units, self._buffers(), spare=transient_buffers(self.adapter))
                 for unit in self.units:
                     unit.sync_parameters(is_exact=True)
                 if self.outer is not None:
@@ -200,7 +204,14 @@ class Engine:
                 f'bad_steps = "{self.bad_steps}" would bring one island back to an earlier step than the others; with '
                 'outer steps use "stop" or "skip"'
             )
+        folder = None if weights is None else Path(weights)
+        untied = [] if folder is None else untie_as_stored(self.model, folder)
         self.adapter: Adapter = adapter_for(self.model)
+        stored = None if folder is None or is_complete(folder) else weights_for(self.adapter, folder)
+        self.notes = (*untied, *(() if stored is None else stored.notes))
+        for note in self.notes if self.place.rank == 0 else ():
+            warnings.warn(note, WeightsWarning, stacklevel=4)
+        self._shared_buffers = first_names(self.adapter)
         predicts_next = getattr(self.adapter, "predicts_next", True)
         if self.labels == "unshifted" and not predicts_next:
             raise PlanError(
@@ -229,7 +240,7 @@ class Engine:
             self.transport,
             self.device,
             lanes=self._lanes,
-            weights=None if weights is None or is_complete(Path(weights)) else weights_for(self.adapter, Path(weights)),
+            weights=stored,
             seed=self._seed,
             moment=self._moment,
         )
@@ -898,6 +909,7 @@ class Engine:
                     self._optimizer,
                     buffers=self._buffers(),
                     opened=opened,
+                    spare=transient_buffers(self.adapter),
                     outer=self.outer,
                     island=self._island,
                 )
@@ -933,17 +945,11 @@ class Engine:
                 unit.settle_parameters()
 
     def _buffers(self) -> dict[str, torch.Tensor]:
-        """Return persistent buffers of this rank's blocks by qualified name; under tensor parallelism, the plain
-        tensors."""
-        found = {}
+        """Return the persistent buffers of this rank's blocks and of no block, by qualified name; under
+        tensor parallelism, the plain tensors."""
         blocks = self.adapter.blocks()
-        for stage in self._sharded.stages:
-            for at in stage.run:
-                names = set(blocks[at].module.state_dict(keep_vars=True))
-                for name, buffer in blocks[at].module.named_buffers():
-                    if name in names:
-                        found[f"{blocks[at].name}.{name}"] = local_part(buffer)
-        return found
+        own = [blocks[at] for stage in self._sharded.stages for at in stage.run]
+        return {name: local_part(buffer) for name, buffer in persistent_buffers(self.adapter, own).items()}
 
     def _digests_of_buffers(self) -> dict[str, str]:
         return {name: digest_of([buffer]) for name, buffer in self._buffers().items()}
@@ -957,15 +963,23 @@ class Engine:
         with self._agreement.guard("comparing buffers"):
             after = self._digests_of_buffers()
             changed = [name for name in after if before.get(name) != after[name]]
+            everywhere = buffers_outside(self.adapter)
             own = [
-                Holding(short(digest(name.encode())), short(after[name]), unit=at, kind=0)
-                for at, name in enumerate(changed)
+                Holding(short(digest(self._shared_buffers.get(name, name).encode())), short(after[name]), 0, kind=0)
+                for name in after
+                if name in changed or name in everywhere
             ]
             held = share(own, self.transport)
-        if self.plan.recompute != "none" and any(held):
+            is_changed = self.transport.total(torch.tensor([len(changed)], dtype=torch.float64)).item() > 0
+        if self.plan.recompute != "none" and is_changed:
             why = "a forward that is recomputed changes them twice; turn recompute off, or"
         elif differences(held):
-            why = "each rank has seen its own samples; where the samples are not to be mixed,"
+            alone = self.plan.mesh.data == 1
+            why = (
+                "each stage changes its own copy of a buffer that stages share; run them in one stage, or"
+                if alone
+                else "each rank has seen its own samples; where the samples are not to be mixed,"
+            )
         else:
             return
         modules = dict(self.model.named_modules())

@@ -1,6 +1,7 @@
 """Tiny models of Hugging Face's families with random values, on which the adapter is tested.
 
-`CAUSAL` and `MASKED` list the families, with the sizes that each needs besides the common ones.
+`CAUSAL` and `MASKED` list the families, with the sizes that each needs besides the common ones. `IN_FOLDERS` lists
+those of which only the folder is tested.
 """
 
 from __future__ import annotations
@@ -92,6 +93,67 @@ MASKED: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 
 
+_ANY = {
+    **_PLAIN,
+    **_GPT,
+    **_HEADS,
+    **_MAMBA,
+    **_EXPERTS,
+    **_LATENT,
+    **_ROUTED,
+    "sliding_window": 4,
+    "n_groups": 1,
+    "first_k_dense_replace": 1,
+    "chunk_size": 4,
+    "lru_width": 16,
+    "attention_hidden_size": 16,
+    "num_layers": 4,
+    "d_model": 16,
+    "ffn_dim": 24,
+    "attention_heads": 4,
+    "mamba_expand": 2,
+    "ssm_state_size": 8,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 4,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 1,
+    "mamba_d_ssm": 32,
+    "mamba_chunk_size": 4,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 4,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 4,
+    "index_n_heads": 2,
+    "index_head_dim": 4,
+    "index_topk": 4,
+    "shared_expert_intermediate_size": 8,
+    "n_shared_experts": 1,
+    "num_shared_experts": 1,
+    "moe_num_experts": 4,
+    "moe_k": 2,
+    "moe_layer_start_index": 1,
+    "moe_num_shared_experts": 1,
+    "moe_shared_expert_intermediate_size": 8,
+    "shared_intermediate_size": 24,
+    "expert_ffn_size": 8,
+}
+"""Sizes by any name; a family takes those that its configuration has."""
+
+IN_FOLDERS = (
+    *("apertus", "falcon_h1", "nemotron_h", "bamba", "jamba", "mamba", "falcon_mamba", "recurrent_gemma"),
+    *("axk1", "bailing_hybrid", "beam", "deepseek_v2", "deepseek_v32", "dots1", "ernie4_5_moe", "exaone_moe"),
+    *("glm4_moe", "glm4_moe_lite", "hy_v3", "inkling_text", "kolibri1", "mimo_v2_flash", "minimax", "minimax_m2"),
+    *("minimax_m3_vl_text", "solar_open", "afmoe", "aria_text", "cohere2_moe", "flex_olmo", "granitemoe", "olmoe"),
+    *("granitemoeshared", "hunyuan_v1_moe", "jetmoe", "laguna", "mellum", "phimoe", "qwen2_moe", "qwen3_next"),
+    *("qwen3_5_moe_text", "qwen3_5_text", "olmo_hybrid", "bitnet", "cwm", "doge", "helium", "jais2", "minicpm3"),
+    *("ministral", "modernbert-decoder", "nanochat", "vaultgemma", "xglm", "youtu"),
+)
+"""More families with a causal head, whose folders are read and written: those of experts in every form, and of buffers
+that only a constructor sets or that training updates."""
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """A tiny model of a family.
@@ -114,7 +176,7 @@ class Family:
         import transformers
 
         config = family_config(self.name, **dict(self.options))
-        kind = transformers.AutoModelForCausalLM if self.name in CAUSAL else transformers.AutoModelForMaskedLM
+        kind = transformers.AutoModelForMaskedLM if self.name in MASKED else transformers.AutoModelForCausalLM
         with quietly():
             model: nn.Module = kind.from_config(config)
         if hasattr(config, "_experts_implementation"):
@@ -147,8 +209,13 @@ def family_config(name: str, **options: Any) -> Any:
     """Return the `transformers` configuration of a tiny model of a family."""
     import transformers
 
-    sizes = {**_IDS, **(CAUSAL[name] if name in CAUSAL else MASKED[name]), **options}
     with quietly():
+        if name in CAUSAL or name in MASKED:
+            own = CAUSAL[name] if name in CAUSAL else MASKED[name]
+        else:
+            plain = transformers.AutoConfig.for_model(name)
+            own = {key: value for key, value in _ANY.items() if hasattr(plain, key)}
+        sizes = {**_IDS, **own, **options}
         return transformers.AutoConfig.for_model(name, **sizes)
 
 

@@ -14,6 +14,7 @@ from atoll.models import adapter_for
 from atoll.models.weights import weights_for
 from atoll.plans import Plan
 from atoll.runtime.assemble.describe import describe
+from atoll.runtime.assemble.ties import untie_as_stored
 from atoll.runtime.checkpoint import Archive, is_complete
 from atoll.training.build import build_model
 from atoll.training.choosing import load_chosen
@@ -76,7 +77,10 @@ def check_run(request: Request, *, elsewhere: bool = False, say: Callable[[str],
         describe(lambda: build_model(config, vocabulary), plan, rank, reads_in_place=device == "cpu")
     weights = first_weights(config)
     if weights is not None and not is_complete(weights):
-        weights_for(adapter_for(build_model(config, vocabulary)), weights)
+        model = build_model(config, vocabulary)
+        notes = [*untie_as_stored(model, weights), *weights_for(adapter_for(model), weights).notes]
+        for note in notes:
+            say(f"note: {note}")
     if start in (Start.AUTO, Start.CONTINUE):
         _check_continued(config, folder, corpus, say)
     return Checked(config, plan, vocabulary, device)

@@ -20,10 +20,22 @@ from torch import nn
 from atoll.config import Config, from_dict
 from atoll.data.tokenizer import FileTokenizer
 from atoll.documents import parse_toml
-from atoll.errors import CheckpointError, ConfigError, DamageError
-from atoll.models import adapter_for, shared_parameters
-from atoll.models.weights import INDEX, SINGLE, Weights, has_weights, weights_for
+from atoll.errors import CheckpointError, ConfigError, DamageError, PlanError
+from atoll.layouts import Box
+from atoll.models import adapter_for, initial_values, shared_parameters
+from atoll.models.buffers import kept_in_fp32, persistent_buffers
+from atoll.models.weights import (
+    INDEX,
+    SINGLE,
+    has_weights,
+    saved,
+    saved_together,
+    tied_names,
+    untie_parameter,
+    weights_for,
+)
 from atoll.runtime import checkpoint
+from atoll.runtime.assemble.ties import untie_as_stored
 from atoll.runtime.checkpoint import Piece
 from atoll.training.folder import RunFolder
 from atoll.training.pretrained import hugging_face_config, hugging_face_model
@@ -48,50 +60,63 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Result: number of tensors and bytes, and the files."""
+    """Result: number of tensors and bytes, the files, and what of a folder was not used or not as its config says."""
 
     folder: Path
     tensors: int
     nbytes: int
     files: tuple[str, ...]
     read_whole: bool = False
+    notes: tuple[str, ...] = ()
 
 
 def import_folder(source: Path, target: Path, *, objective: str = "causal") -> Moved:
     """Write the weights of a Hugging Face folder as a checkpoint at step 0, from which a run starts (`weights`).
 
-    Files whose tensors have the names of the model's parameters are copied tensor by tensor. Others, in an older format
-    or with separate experts, are read as a whole by `from_pretrained`.
+    Parameters and persistent buffers are copied one by one, in the dtype of the file, and are converted by the tables
+    of `transformers` where the files have other names or forms, such as one tensor for each expert. Files that these do
+    not cover, such as quantized ones, are read as a whole by `from_pretrained`.
     """
     config = from_dict({"model": {"source": str(source)}, "train": {"objective": objective}})
     with torch.device("meta"):
         model = hugging_face_model(config, None)
+    notes = untie_as_stored(model, source)
     adapter = adapter_for(model)
+    later = shared_parameters(adapter)
+    names = [name for block in adapter.blocks() for name, _ in block.named_parameters() if name not in later]
+    names = list(dict.fromkeys([*names, *persistent_buffers(adapter, adapter.blocks())]))
     try:
-        weights: Mapping[str, torch.Tensor] | Weights = weights_for(adapter, source)
-        read_whole = False
+        weights = weights_for(adapter, source)
     except Exception:
         if not has_weights(source):
             raise
-        weights = _loaded(model, source)
+        loaded = _loaded(model, source)
+        pieces = [_piece(name, loaded[name]) for name in names]
         read_whole = True
-    later = shared_parameters(adapter)
-    names = [name for block in adapter.blocks() for name, _ in block.named_parameters() if name not in later]
-    names = list(dict.fromkeys(names))
-    pieces = []
-    for name in names:
-        whole = weights.whole(name) if isinstance(weights, Weights) else weights[name].detach()
-        pieces.append(Piece(("model", name), tuple(whole.shape), 0, stop=whole.numel(), tensor=whole.reshape(-1)))
+    else:
+        notes += weights.notes
+        pieces = [
+            _piece(name, part, within=box) for name in names if name in weights for box, part in weights.parts(name)
+        ]
+        pieces += [_piece(name, _initial(adapter, name)) for name in names if name not in weights]
+        read_whole = False
     state: dict[str, Any] = {"step": 0, "scaler": None, "groups": [], "caller": {"config": config.dump()}}
     checkpoint.save(target, pieces, state)
-    nbytes = sum(piece.tensor.nbytes for piece in pieces)
     return Moved(
-        target, len(pieces), nbytes, files=tuple(sorted(file.name for file in target.iterdir())), read_whole=read_whole
+        target,
+        len(names),
+        sum(piece.tensor.nbytes for piece in pieces),
+        files=tuple(sorted(file.name for file in target.iterdir())),
+        read_whole=read_whole,
+        notes=tuple(notes),
     )
 
 
 def export_folder(source: Path, target: Path, *, dtype: str | None = None) -> Moved:
     """Write a checkpoint as a Hugging Face folder; for a model with low-rank adapters, only those, as `peft` does.
+
+    Names and form are those in which the installed `transformers` saves the model: where it splits fused experts, so
+    does the folder. Buffers keep their dtype.
 
     source: a checkpoint, or a run, whose newest one is used.
     dtype: of the tensors; by default that of config.json, otherwise that of the checkpoint.
@@ -104,14 +129,21 @@ def export_folder(source: Path, target: Path, *, dtype: str | None = None) -> Mo
     with torch.device("meta"):
         model = hugging_face_model(config, None)
     stored = checkpoint.Archive(source).contents.tensors
+    # Earlier versions saved buffers that are not persistent, which a folder does not have.
+    spare = {name for name, _ in model.named_buffers(remove_duplicate=False)} - model.state_dict().keys()
     names = {name.removeprefix("model."): name for name in stored if name.startswith("model.")}
+    names = {name: key for name, key in names.items() if name not in spare}
     sizes = hugging_face_config(config)
     _fit_vocabulary(sizes, model, stored, names=names)
     target.mkdir(parents=True, exist_ok=True)
     if config.lora.rank:
         return _export_adapters(source, target, config, model=model, names=names, stored=stored)
+    for tied in tied_names(model):
+        if tied in names:  # an engine untied it, as the weights were: see `untie`
+            untie_parameter(model, tied)
+            sizes.tie_word_embeddings = sizes.get_text_config().tie_word_embeddings = False
     own: Any = getattr(torch, dtype) if dtype is not None else sizes.dtype
-    moved = _write(source, target, names, stored=stored, dtype=own)
+    moved = _write(source, target, names, stored=stored, dtypes=_dtypes(model, names, stored, own), model=model)
     sizes.dtype = own
     sizes.architectures = [type(model).__name__]
     sizes.save_pretrained(target)
@@ -144,7 +176,24 @@ def config_of(folder: Path) -> Config:
 
 def _loaded(model: nn.Module, source: Path) -> dict[str, torch.Tensor]:
     whole = type(model).from_pretrained(source, local_files_only=True)  # type: ignore[attr-defined]
-    return dict(whole.named_parameters(remove_duplicate=False))
+    return {**dict(whole.named_parameters(remove_duplicate=False)), **dict(whole.named_buffers())}
+
+
+def _piece(name: str, tensor: torch.Tensor, within: Box | None = None) -> Piece:
+    shape = tuple(tensor.shape) if within is None else within.shape
+    return Piece(("model", name), shape, 0, tensor.numel(), tensor.detach().reshape(-1), within=within)
+
+
+def _initial(adapter: Any, name: str) -> torch.Tensor:
+    """Return a parameter or buffer that a folder lacks, as a new model has it. Raises PlanError if it has no rule."""
+    module, _, key = name.rpartition(".")
+    owner = adapter.model.get_submodule(module)
+    buffer: torch.Tensor | None = dict(owner.named_buffers(recurse=False)).get(key)
+    if buffer is None:
+        return initial_values(adapter, owner, 0, name=module)[key]
+    if buffer.is_meta:
+        raise PlanError(f"{name} is in no file, and its value is only known while an engine is built; set model.source")
+    return buffer
 
 
 def _fit_vocabulary(sizes: Any, model: nn.Module, stored: Mapping[str, Any], names: Mapping[str, str]) -> None:
@@ -156,20 +205,37 @@ def _fit_vocabulary(sizes: Any, model: nn.Module, stored: Mapping[str, Any], nam
         sizes.get_text_config().vocab_size = int(stored[found].size[0])
 
 
+def _dtypes(
+    model: Any, names: Mapping[str, str], stored: Mapping[str, Any], dtype: torch.dtype | None
+) -> dict[str, torch.dtype]:
+    """Return the dtype in which each tensor is written: parameters in that of the model, buffers in their own."""
+    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    in_fp32 = kept_in_fp32(model, dtype) if dtype is not None else lambda name: False
+    own = {name: stored[key].properties.dtype for name, key in names.items()}
+    chosen = {name: torch.float32 if in_fp32(name) else dtype for name in names}
+    return {name: own[name] if name in buffers else chosen[name] or own[name] for name in names}
+
+
 def _write(
-    source: Path, target: Path, names: Mapping[str, str], stored: Mapping[str, Any], dtype: torch.dtype | None
+    source: Path,
+    target: Path,
+    names: Mapping[str, str],
+    stored: Mapping[str, Any],
+    dtypes: Mapping[str, torch.dtype],
+    model: Any,
 ) -> Moved:
-    """Write the tensors to files of bounded size, with an index if there are several."""
+    """Write the tensors in the form in which the installed `transformers` saves the model, to files of bounded size,
+    with an index if there are several."""
     from safetensors.torch import save_file
 
-    files = list(_files(names, stored, dtype))
+    files = list(_files(saved_together(model, names), names, stored, dtypes=dtypes))
     index: dict[str, str] = {}
     total = 0
     for at, group in enumerate(files, start=1):
         file = SINGLE if len(files) == 1 else f"model-{at:05d}-of-{len(files):05d}.safetensors"
-        tensors = _read(source, {name: names[name] for name in group}, stored, dtype=dtype)
+        tensors = saved(model, _read(source, {name: names[name] for name in group}, stored, dtypes=dtypes))
         save_file(tensors, target / file, metadata={"format": "pt"})
-        index.update(dict.fromkeys(group, file))
+        index.update(dict.fromkeys(tensors, file))
         total += sum(tensor.nbytes for tensor in tensors.values())
     if len(files) > 1:
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2)
@@ -177,28 +243,34 @@ def _write(
     return Moved(target, len(index), total, files=tuple(sorted({*index.values()})))
 
 
-def _files(names: Mapping[str, str], stored: Mapping[str, Any], dtype: torch.dtype | None) -> Iterator[list[str]]:
+def _files(
+    together: Sequence[Sequence[str]],
+    names: Mapping[str, str],
+    stored: Mapping[str, Any],
+    dtypes: Mapping[str, torch.dtype],
+) -> Iterator[list[str]]:
+    """Yield the names of each file. together: names that are converted together, and so are in one file."""
     group: list[str] = []
     size = 0
-    for name, key in names.items():
-        nbytes = stored[key].size.numel() * (dtype or stored[key].properties.dtype).itemsize
+    for own in together:
+        nbytes = sum(stored[names[name]].size.numel() * dtypes[name].itemsize for name in own)
         if group and size + nbytes > SHARD_BYTES:
             yield group
             group, size = [], 0
-        group.append(name)
+        group += own
         size += nbytes
     yield group
 
 
 def _read(
-    source: Path, names: Mapping[str, str], stored: Mapping[str, Any], dtype: torch.dtype | None
+    source: Path, names: Mapping[str, str], stored: Mapping[str, Any], dtypes: Mapping[str, torch.dtype]
 ) -> dict[str, torch.Tensor]:
-    """Return whole tensors by their new names."""
+    """Return whole tensors by their new names. dtypes: by name; others are read in their own."""
     found = {}
     pieces = []
     for name, key in names.items():
         shape = tuple(stored[key].size)
-        found[name] = torch.empty(shape, dtype=dtype or stored[key].properties.dtype)
+        found[name] = torch.empty(shape, dtype=dtypes.get(name, stored[key].properties.dtype))
         pieces.append(Piece(tuple(_path(key)), shape, 0, stop=found[name].numel(), tensor=found[name].view(-1)))
     checkpoint.load(source, pieces, strict=False)
     return found
@@ -221,7 +293,7 @@ def _export_adapters(
 
     (name, lora), *_ = model.peft_config.items()
     added = {key: names[key] for key in names if ".lora_" in key}
-    tensors = _read(source, added, stored, dtype=None)
+    tensors = _read(source, added, stored, dtypes={})
     plain = {f"base_model.model.{key.replace(f'.{name}.', '.')}": tensor for key, tensor in tensors.items()}
     save_file(plain, target / "adapter_model.safetensors", metadata={"format": "pt"})
     lora.inference_mode = True

@@ -19,7 +19,8 @@ from atoll.training.sources import FAMILY, check_folder, package
 
 MOST_MODULES = 1000
 """Maximum number of layers, or experts of a layer, the same as for the built-in decoder."""
-_COUNTS = re.compile("layers?$|expert|depth|blocks$")
+_COUNTS = re.compile("layers?$|expert(?!.*(size|dim|capacity|factor)$)|depth|blocks$")
+"""Keys of a configuration that count modules; the width of an expert does not."""
 
 
 def hugging_face_model(config: Config, vocabulary: int | None) -> nn.Module:

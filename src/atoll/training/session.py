@@ -16,7 +16,7 @@ from torch import nn
 from atoll.config import Config
 from atoll.data import Supply
 from atoll.documents import LARGEST_BYTES, count, finite, read_json
-from atoll.errors import CostWarning
+from atoll.errors import CostWarning, WeightsWarning
 from atoll.plans import Plan
 from atoll.runtime import checkpoint
 from atoll.runtime.same import DIGEST, check_same
@@ -170,9 +170,10 @@ def run(
     display.say(_introduce(plan, model, corpus, device=device))
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", CostWarning)
+        for said in (CostWarning, WeightsWarning):  # as notes, below
+            warnings.simplefilter("ignore", said)
         engine = build_engine(model, plan, config, device=device)
-    for note in engine.advice:
+    for note in (*engine.advice, *engine.notes):
         display.say(f"note: {note}")
     try:
         folder = RunFolder(Path(config.run.folder))

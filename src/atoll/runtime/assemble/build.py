@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from atoll.errors import PlanError
-from atoll.models import Adapter, Block, Vocabulary, initialise_block, shared_parameters
+from atoll.models import Adapter, Block, Vocabulary, initialise_block, name_seed, shared_parameters
+from atoll.models.buffers import buffers_of, buffers_outside, modules_outside, on_meta, written
 from atoll.plans import Plan
 from atoll.program import Phase
 from atoll.runtime.outline import Outline
@@ -124,11 +125,23 @@ def _units(
     elsewhere = {name for names in model.apart for name in names}
     units = {} if sliced is None else {table.unit.spec.index: table.unit for table in sliced.tables}
     replaced: dict[int, nn.Parameter] = {}
+    buffers: dict[torch.Tensor, torch.Tensor] = {}
+    placed: dict[torch.Tensor, torch.Tensor] = {}
     values: dict[str, nn.Parameter] = {}
     spreads: dict[str, Spread] = {}
     for at in local:
         block = model.blocks[at]
-        _materialise(outline.adapter, block, shared, replaced=replaced, elsewhere=elsewhere, around=around, seed=seed)
+        _materialise(
+            outline.adapter,
+            block,
+            shared,
+            replaced=replaced,
+            buffers=buffers,
+            elsewhere=elsewhere,
+            around=around,
+            seed=seed,
+        )
+        _read(buffers_of(block) if around.weights is not None else {}, around)
         if tensor is not None:
             found_spreads = tensor.apply(at)
             spreads.update({shared.get(name, name): spread for name, spread in found_spreads.items()})
@@ -152,7 +165,8 @@ def _units(
             # A shared unit stays whole until its last block here has been initialised.
             if spec.blocks and spec.index in units and max(used for used in spec.blocks if used in local) == at:
                 units[spec.index].free()
-        _place_buffers(block.module, around.device)
+        _place_buffers(block.module.modules(), around.device, placed)
+    _fill_outside(outline.adapter, around, seed=seed, placed=placed)
     return units
 
 
@@ -353,16 +367,17 @@ def _materialise(
     block: Block,
     shared: Mapping[str, str],
     replaced: dict[int, nn.Parameter],
+    buffers: dict[torch.Tensor, torch.Tensor],
     elsewhere: Collection[str],
     *,
     around: Surroundings,
     seed: int,
 ) -> None:
-    """Give a block on `meta` real parameters with their initial values. A real block is unchanged, and so are all
-    blocks if the rank itself is on `meta`.
+    """Give a block on `meta` real parameters and buffers with their initial values. A real block is unchanged, and so
+    are all blocks if the rank itself is on `meta`.
 
     Parameters whose values are read are not initialized, and those shared with an earlier block keep its values. What
-    is `elsewhere`, by first names, is skipped.
+    is `elsewhere`, by first names, is skipped. replaced, buffers: what took the place of tensors on `meta`.
     """
     parameters = [parameter for name, parameter in block.named_parameters() if shared.get(name, name) not in elsewhere]
     if not any(tensor.is_meta for tensor in (*parameters, *block.module.buffers())) or around.device.type == "meta":
@@ -385,10 +400,10 @@ def _materialise(
                 empty = torch.empty(parameter.shape, dtype=_first_dtype(around))
                 replaced[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
             module.register_parameter(name, replaced[id(parameter)])
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            if buffer.is_meta:
-                module.register_buffer(name, torch.empty_like(buffer, device="cpu"))
-    initialise_block(adapter, block, seed, shared=shared, known=known)
+    stored = () if around.weights is None else around.weights
+    why = getattr(adapter, "unset_because", "")
+    with written(block.named_modules(), read=stored, why=why, made=buffers):
+        initialise_block(adapter, block, seed, shared=shared, known=known)
 
 
 def _ids(replaced: Mapping[int, nn.Parameter]) -> set[int]:
@@ -402,8 +417,37 @@ def _find(values: Mapping[str, nn.Parameter], name: str, shared: Mapping[str, st
     return next(values[later] for later, first in shared.items() if first == name and later in values)
 
 
-def _place_buffers(module: nn.Module, device: torch.device) -> None:
-    for child in module.modules():
+def _fill_outside(adapter: Adapter, around: Surroundings, seed: int, placed: dict[torch.Tensor, torch.Tensor]) -> None:
+    """Give modules outside of all blocks, which every rank runs, the values and device of their buffers."""
+    outside = modules_outside(adapter)
+    if around.device.type == "meta":
+        return
+    unset = {name: module for name, module in outside.items() if on_meta(module)}
+    stored = () if around.weights is None else around.weights
+    with torch.no_grad(), written(unset.items(), read=stored, why=getattr(adapter, "unset_because", ""), made={}):
+        for name, module in unset.items():
+            adapter.initialise(module, torch.Generator().manual_seed(name_seed(seed, name)))
+    _read(buffers_outside(adapter), around)
+    for module in outside.values():
+        _place_buffers([module], around.device, placed)
+
+
+def _read(buffers: Mapping[str, torch.Tensor], around: Surroundings) -> None:
+    """Read persistent buffers where the folder of weights has them."""
+    for name, buffer in buffers.items():
+        if around.weights is not None and name in around.weights:
+            with torch.no_grad():
+                buffer.copy_(around.weights.whole(name))
+
+
+def _place_buffers(
+    modules: Iterable[nn.Module], device: torch.device, placed: dict[torch.Tensor, torch.Tensor]
+) -> None:
+    """Move the modules' own buffers to the device of the rank. placed: buffer -> what took its place, so that a shared
+    one stays shared."""
+    for child in modules:
         for name, buffer in list(child.named_buffers(recurse=False)):
             if buffer.device != device:
-                setattr(child, name, buffer.to(device))
+                if buffer not in placed:
+                    placed[buffer] = buffer.to(device)
+                setattr(child, name, placed[buffer])

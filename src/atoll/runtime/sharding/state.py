@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 import re
 import reprlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -156,11 +156,14 @@ def load_state(
     buffers: Mapping[str, torch.Tensor],
     opened: checkpoint.Archive,
     *,
+    spare: Sequence[str] = (),
     outer: OuterSteps | None = None,
     island: int = 0,
 ) -> dict[str, Any]:
     """Fill masters, frozen parameters, buffers, optimizer state and what codecs keep, and begin to send parameters to
     where they are stored; every rank calls it.
+
+    spare: names of the model that the checkpoint may have: earlier versions saved some buffers that are not persistent.
 
     If the islands of the checkpoint differ, in number or in their outer steps, all islands restart from the anchors
     without residuals, each with its own optimizer state, or that of the first island if it has none.
@@ -193,7 +196,7 @@ def load_state(
             *_trained_pieces(units, _path_of(island) if goes_on else ()),
             *states,
         ]
-    state = checkpoint.load(folder, pieces, optional=(f"{_CODEC}.", *OF_ISLANDS))
+    state = checkpoint.load(folder, pieces, optional=(f"{_CODEC}.", *OF_ISLANDS, *_of_model(spare)))
     if outer is not None:
         outer.restore(opened.state.get("outer"))
     for segment in segments:
@@ -216,9 +219,16 @@ def load_state(
     return state
 
 
-def load_values(folder: Path, units: Sequence[Unit], buffers: Mapping[str, torch.Tensor]) -> None:
-    """Fill masters, frozen parameters and buffers alone; every rank calls it."""
-    checkpoint.load(folder, list(model_pieces(units, buffers)), strict=False)
+def load_values(
+    folder: Path, units: Sequence[Unit], buffers: Mapping[str, torch.Tensor], *, spare: Sequence[str] = ()
+) -> None:
+    """Fill masters, frozen parameters and buffers alone; every rank calls it. spare: see `load_state`."""
+    rest = ("optim.", f"{_CODEC}.", *OF_ISLANDS, *_of_model(spare))
+    checkpoint.load(folder, list(model_pieces(units, buffers)), optional=rest)
+
+
+def _of_model(names: Iterable[str]) -> list[str]:
+    return [f"model.{name}" for name in names]
 
 
 def model_pieces(units: Sequence[Unit], buffers: Mapping[str, torch.Tensor]) -> Iterator[Piece]:

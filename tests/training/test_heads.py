@@ -1,0 +1,163 @@
+"""Folders whose head and config disagree: what transformers does, said in one sentence, in an engine and in a file."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from atoll import Engine, Layout, MeshShape, Plan, schedules
+from atoll.errors import PlanError, WeightsWarning
+from atoll.models import SequentialAdapter, weights_for
+from atoll.testing.families import Family, quietly
+from atoll.training.interchange import export_folder, import_folder
+
+transformers = pytest.importorskip("transformers")
+save_file = pytest.importorskip("safetensors.torch").save_file
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+
+PLAN = Plan(MeshShape(), Layout("NNN"), schedules.build("gpipe", ranks=1, microbatches=1), microbatch=2)
+IDS = torch.arange(3, 9)[None]
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+def folder_of(folder: Path, *, ties: bool, **changed: torch.Tensor | None) -> Path:
+    """A folder of an untied Llama, with a config that may say otherwise. changed: "head" or "embedding" or other names;
+    None leaves one out."""
+    torch.manual_seed(0)
+    model: Any = Family("llama", (("tie_word_embeddings", False),)).build()
+    tensors = {name: value.clone() for name, value in model.state_dict().items()}
+    for name, value in changed.items():
+        full = {"head": HEAD, "embedding": EMBEDDING}.get(name, name)
+        if value is None:
+            del tensors[full]
+        else:
+            tensors[full] = value
+    if "head" in changed and changed["head"] is not None:
+        tensors[HEAD] = tensors[EMBEDDING].clone()
+    model.config.tie_word_embeddings = ties
+    with quietly():
+        model.config.save_pretrained(folder)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def loaded(folder: Path) -> Any:
+    with quietly():
+        return transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+def engine_of(config: Any, weights: Path) -> tuple[Engine, list[str]]:
+    with torch.device("meta"), quietly():
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine = Engine(model, PLAN, optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1), weights=weights)
+    said = [str(each.message) for each in caught if each.category is WeightsWarning]
+    assert said == list(engine.notes)
+    return engine, said
+
+
+@pytest.mark.parametrize(
+    ("ties", "changed", "words"),
+    [
+        (True, {}, "ties lm_head.weight to model.embed_tokens.weight, and the folder has both with different values"),
+        (True, {"head": torch.ones(())}, None),
+        (True, {"head": None}, None),
+        (True, {"embedding": None}, None),
+        (
+            True,
+            {"head": None, "model.layers.9.more": torch.ones(2)},
+            "has 1 tensors (model.layers.9.more) that are none",
+        ),
+        (True, {"head": None, "model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(2)}, None),
+    ],
+    ids=["own head", "equal head", "no head", "head alone", "one more", "old positions"],
+)
+def test_a_tie_is_that_of_transformers(
+    ties: bool, changed: dict[str, torch.Tensor | None], words: str | None, tmp_path: Path
+) -> None:
+    """In an engine that starts from the folder or from the imported checkpoint, and in what is exported."""
+    folder = folder_of(tmp_path / "given", ties=ties, **changed)
+    model = loaded(folder)
+    moved = import_folder(folder, tmp_path / "checkpoint")
+    with torch.no_grad():
+        wanted = model(input_ids=IDS).logits
+    config = transformers.AutoConfig.from_pretrained(folder)
+    for weights in (folder, tmp_path / "checkpoint"):
+        engine, said = engine_of(config, weights)
+        if weights == folder:
+            assert [words in each for each in said] == [True] if words is not None else said == []
+            assert list(moved.notes) == said
+        assert torch.equal(engine.logits({"input_ids": IDS}), wanted)
+        engine.save(tmp_path / f"saved {weights.name}")
+        engine.load(tmp_path / f"saved {weights.name}")
+        engine.close()
+    export_folder(tmp_path / "checkpoint", tmp_path / "back")
+    back = loaded(tmp_path / "back")
+    assert back.config.tie_word_embeddings == (model.lm_head.weight is model.model.embed_tokens.weight)
+    for name, value in back.state_dict().items():
+        assert torch.equal(value, model.state_dict()[name]), name
+
+
+def test_a_head_that_is_not_there_and_not_tied_is_initialized(tmp_path: Path) -> None:
+    """As `from_pretrained` does, from another seed; the engine says so."""
+    folder = folder_of(tmp_path / "given", ties=False, head=None)
+    engine, said = engine_of(transformers.AutoConfig.from_pretrained(folder), folder)
+    assert [HEAD in each and "it is initialized" in each for each in said] == [True]
+    state = engine.state_dict()
+    assert torch.equal(state[EMBEDDING], loaded(folder).model.embed_tokens.weight)
+    assert 0.01 < float(state[HEAD].std()) < 0.04
+    engine.close()
+    import_folder(folder, tmp_path / "checkpoint")
+    again, said = engine_of(transformers.AutoConfig.from_pretrained(folder), tmp_path / "checkpoint")
+    assert said == []
+    assert torch.equal(again.state_dict()[HEAD], state[HEAD])
+    again.close()
+
+
+def test_buffers_that_a_folder_lacks_are_named(tmp_path: Path) -> None:
+    """They keep the values of a new model, as in `from_pretrained`; those of another kind are refused."""
+    model: Any = Family("deepseek_v3").build()
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    with quietly():
+        model.config.save_pretrained(tmp_path)
+    tensors = model.state_dict()
+    save_file({key: value for key, value in tensors.items() if key != name}, tmp_path / "model.safetensors")
+    engine, said = engine_of(model.config, tmp_path)
+    assert [f"lacks 1 persistent buffers ({name}), which keep" in each for each in said] == [True]
+    assert torch.equal(engine.state_dict()[name], torch.zeros(4))
+    engine.close()
+    save_file({**tensors, name: torch.ones(4, dtype=torch.int64)}, tmp_path / "model.safetensors")
+    with pytest.raises(PlanError, match=r"buffers of another kind: .*bias is int64 there and float32 here"):
+        engine_of(model.config, tmp_path)
+
+
+def test_experts_that_do_not_make_one_tensor_are_named(tmp_path: Path) -> None:
+    """One lacks, or is of another size than the others."""
+    model: Any = Family("mixtral").build()
+    with quietly():
+        model.save_pretrained(tmp_path)
+    from safetensors.torch import load_file
+
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = next(key for key in tensors if ".experts.3.w1." in key)
+    save_file({key: value for key, value in tensors.items() if key != name}, tmp_path / "model.safetensors")
+    with pytest.raises(PlanError, match=r"w1\.weight.* do not become .*gate_up_proj: .*do not join"):
+        engine_of(model.config, tmp_path)
+    save_file({**tensors, name: torch.ones(3, 3)}, tmp_path / "model.safetensors")
+    with pytest.raises(PlanError, match=r"do not join; copy the files again"):
+        engine_of(model.config, tmp_path)
+
+
+def test_a_shared_parameter_with_two_values_is_refused(tmp_path: Path) -> None:
+    """A model of no known class cannot be untied."""
+    with torch.device("meta"):
+        first, last = torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False)
+    last.weight = first.weight
+    save_file({"0.weight": torch.ones(4, 4), "1.weight": torch.zeros(4, 4)}, tmp_path / "model.safetensors")
+    with pytest.raises(PlanError, match=r"different values for 0\.weight and 1\.weight"):
+        weights_for(SequentialAdapter(torch.nn.Sequential(first, last)), tmp_path)
