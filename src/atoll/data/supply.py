@@ -20,6 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atoll.data import trained
+from atoll.data.bad_records import BadRecords
+from atoll.data.conversations import RULES
 from atoll.data.corpus import TEXT_FIELD, Source, documents, find_source, find_sources, fingerprint
 from atoll.data.mixing import Mix, shares, weighted
 from atoll.data.order import Batch, SampleOrder, scatter
@@ -83,9 +85,9 @@ class Feed(Protocol):
 class Whole:
     """Feed of token arrays."""
 
-    def __init__(self, name: str, rows: Rows, *, seed: int, number: int) -> None:
+    def __init__(self, name: str, rows: Rows, *, seed: int, number: int, notes: Sequence[str] = ()) -> None:
         self.name = name
-        self.notes = rows.notes
+        self.notes = [*notes, *rows.notes]
         self.size = self.samples = len(rows)
         self._rows, self._order = rows, SampleOrder(max(1, len(rows)), seed, number)
 
@@ -111,6 +113,7 @@ class Held:
 
     name: str
     rows: Rows
+    notes: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +143,7 @@ class Supply:
         found = [f"{feed.name}: {note}" if several else note for feed in self.feeds for note in feed.notes]
         for each in self.held:
             what = f"validation, {each.name}" if len(self.held) > 1 else "validation"
-            found += [f"{what}: {note}" for note in each.rows.notes]
+            found += [f"{what}: {note}" for note in (*each.notes, *each.rows.notes)]
         return found
 
     def take(self, position: int, count: int) -> Batch:
@@ -303,9 +306,13 @@ class _Sources:
         if self.shards:
             chosen = [each for shards in self.shards for each in shards[:: -(-len(shards) // SAMPLED)]]
             for each in chosen:
-                yield from head(documents(each.source), TRAINING_CHARACTERS // len(chosen))
+                yield from head(documents(each.source, self._bad()), TRAINING_CHARACTERS // len(chosen))
             return
-        yield from sample((text for source in self.trained_on for text in documents(source)), self.nbytes)
+        texts = (text for source in self.trained_on for text in documents(source, self._bad()))
+        yield from sample(texts, self.nbytes)
+
+    def _bad(self) -> BadRecords:
+        return BadRecords(self.recipe.get("bad_records", "stop"))
 
     @property
     def packing(self) -> Packing:
@@ -329,6 +336,7 @@ class _Sources:
                 source.text_field,
                 self.packing.keeps_documents,
                 getattr(recipe.get("chat"), "fingerprint", ""),
+                (RULES, sorted(recipe.get("ignored", ())), recipe.get("bad_records", "stop")),
             )
             folder = cache / f"{hashlib.sha256(repr(about).encode()).hexdigest()[:32]}.stream"
             encode = _Encode(shards, {**recipe, "cache": folder}, share)
@@ -343,7 +351,7 @@ class _Sources:
                     first=first.folder.name,
                     seed=seed,
                     number=number,
-                    notes=[f"streamed in {len(shards)} shards", *held_share],
+                    notes=[f"streamed in {len(shards)} shards", *held_share, *first.notes],
                     report=say,
                 )
             )
@@ -351,7 +359,7 @@ class _Sources:
             fingerprints += [f"streamed {source.identity}", first.fingerprint]
         if self.own is not None:
             judged = prepare(self.own, **{**recipe, "validation": 0.0}, report=say)
-            held = [Held(self.own.name, rows_of(judged.trained, self.packing))]
+            held = [Held(self.own.name, rows_of(judged.trained, self.packing), judged.notes)]
             fingerprints.append(judged.fingerprint)
         counts = weighted(names, weights or [feed.size for feed in feeds])
         size = format_bytes(sum(feed.size for feed in feeds))
@@ -381,25 +389,27 @@ class _Sources:
             return None
         names = [source.name for source in self.trained_on]
         feeds = tuple(
-            Whole(name, rows_of(corpus.trained, packing), seed=seed, number=number)
+            Whole(name, rows_of(corpus.trained, packing), seed=seed, number=number, notes=corpus.notes)
             for number, (name, corpus) in enumerate(zip(names, known, strict=True))
         )
         if self.own is None:
-            held = [(name, corpus.held) for name, corpus in zip(names, known, strict=True)]
+            held = [Held(name, rows_of(corpus.held, packing)) for name, corpus in zip(names, known, strict=True)]
+        elif judged is None:
+            held = [Held(self.own.name, rows_of(known[0].held, packing))]
         else:
-            held = [(self.own.name, known[0].held if judged is None else judged.trained)]
+            held = [Held(self.own.name, rows_of(judged.trained, packing), judged.notes)]
         tokens = sum(len(corpus.train) for corpus in known)
+        held_tokens = sum(len(corpus.validation) for corpus in known) if judged is None else len(judged.train)
         _check(feeds, tokens, packing, self.recipe.get("global_batch", 1))
         counts = [feed.samples for feed in feeds] if weights is None else weighted(names, weights)
         parts = [*known, *([] if judged is None else [judged])]
         return Supply(
             feeds,
             Mix(counts, seed),
-            tuple(Held(name, rows_of(part, packing)) for name, part in held),
+            tuple(held),
             known[0].tokenizer,
             together([corpus.fingerprint for corpus in parts]),
-            f"{format_count(tokens)} training tokens, "
-            f"{format_count(sum(len(part.tokens) for _, part in held))} validation tokens",
+            f"{format_count(tokens)} training tokens, {format_count(held_tokens)} validation tokens",
         )
 
 

@@ -47,6 +47,8 @@ def _recipe(config: Config) -> dict[str, Any]:
         "how": data.how,
         "too_long": data.rule,
         "chat": chat_template(config),
+        "ignored": data.ignored_keys,
+        "bad_records": data.bad_records,
     }
 
 
