@@ -19,7 +19,16 @@ ASKED, ANSWERED = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}
 CALLED, RESULT = {"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "content": "4"}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
-EVERYTHING = ("tools", "tool_calls", "documents", "reasoning_content", "text", "enable_thinking", "tool_call_id")
+EVERYTHING = (
+    "tools",
+    "tool_calls",
+    "documents",
+    "reasoning_content",
+    "text",
+    "enable_thinking",
+    "tool_call_id",
+    "developer",
+)
 """Names that a capable template reads."""
 
 
@@ -75,6 +84,12 @@ def test_a_system_text_beside_the_messages_comes_first_and_once() -> None:
 def test_only_the_completion_of_a_prompt_is_learned() -> None:
     found = of({"prompt": [ASKED, ANSWERED, ASKED], "completion": [ANSWERED]})
     assert found.learned == (None, None, None, True)
+
+
+def test_the_developer_is_the_system_to_a_template_that_knows_none() -> None:
+    record = {"messages": [{**SYSTEM, "role": "developer"}, ASKED, ANSWERED]}
+    assert of(record, names=()).messages == [SYSTEM, ASKED, ANSWERED]
+    assert of(record).messages == record["messages"]
 
 
 # ---- tools

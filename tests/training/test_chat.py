@@ -304,6 +304,14 @@ def test_a_text_that_the_template_leaves_out_is_named(folder: Folder, text: str,
         rendered(folder.template(text), record)
 
 
+def test_the_prompt_for_an_answer_may_have_its_first_words(folder: Folder) -> None:
+    record = [CHAT[1], {"role": "assistant", "content": "<think> fine"}]
+    assert folder.answers(folder.template(THINKS), record)[0][1] == " fine<|end|>\n"
+    echo = "{% for m in messages %}{{ m.role }}{{ m.content if m.role == 'user' else 'more' }}{% endfor %}"
+    with pytest.raises(ValueError, match="message 2: the chat template leaves out a part of this answer"):
+        rendered(folder.template(echo), [CHAT[1], {"role": "assistant", "content": CHAT[1]["content"]}])
+
+
 def test_a_message_may_be_written_in_any_form(folder: Folder) -> None:
     form = "{% for m in messages %}{{ '<|begin|>' + m.role }}{{ m.content | upper if m.role == 'user' else m.content }}"
     ((whole, _),) = folder.answers(folder.template(form + "{{ '<|end|>' }}{% endfor %}"), CHAT)
@@ -444,6 +452,46 @@ def test_long_conversations_are_left_out_and_counted(folder: Folder) -> None:
     config = from_dict(settings(folder, records, validation=0.0, too_long="truncate"))
     (note,) = Samples(config, prepare_corpus(config), MeshShape().place(0)).notes
     assert "lose their end; 1 of them with all their answers" in note
+
+
+def test_the_samples_of_a_record_are_held_out_together(folder: Folder) -> None:
+    """Each has what the others are judged by."""
+    folder.template(RETURNS)
+    ask = [[{"role": "user", "content": f"{at} what"}, CHAT[4], CHAT[3], CHAT[4]] for at in range(40)]
+    corpus = prepare_corpus(from_dict(settings(folder, [{"messages": each} for each in ask], validation=0.3)))
+    (feed,) = corpus.feeds
+    trained = folder.text(np.concatenate([*feed.take(0, len(feed._rows))["input_ids"]]))
+    held = folder.text(np.concatenate([*next(iter(corpus.held[0].rows.in_order(999, limit=1)))["input_ids"]]))
+    for at in range(40):
+        question = f"<|begin|>user\n{at} what"
+        assert (trained.count(question), held.count(question)) in {(2, 0), (0, 2)}
+    assert 8 <= sum(f"user\n{at} what" in held for at in range(40)) <= 16
+
+
+@pytest.mark.parametrize("streaming", [{}, {"streaming": True, "shard": 1 << 20}])
+def test_broken_records_are_skipped_counted_and_a_part_of_the_identity(
+    folder: Folder, streaming: dict[str, Any]
+) -> None:
+    folder.template(PLAIN)
+    broken = [{"prompt": "a", "completion": ""}, {"text": "a"}, {"text": "b"}]
+    given = settings(folder, [*some_records(40), *broken], validation=0.1, **streaming)
+    with pytest.raises(DataError, match=r"records\.jsonl, line 41, message 2: an empty answer"):
+        prepare_corpus(from_dict(given))
+    given["data"]["bad_records"] = "skip"
+    skipping = from_dict(given)
+    for _ in range(2):  # encoded, and from the cache
+        notes = Samples(skipping, prepare_corpus(skipping), MeshShape().place(0)).notes
+        (note,) = [note for note in notes if "broken" in note]
+        assert note.startswith("3 of 43 records are broken: 2 of ")
+        assert note.endswith('records.jsonl: no answer to learn (data.bad_records = "skip")')
+    whole = settings(folder, some_records(40), validation=0.1, **streaming)
+    prints = [prepare_corpus(from_dict(whole)).fingerprint]
+    whole["data"]["bad_records"] = "skip"
+    prints.append(prepare_corpus(from_dict(whole)).fingerprint)
+    assert len(set(prints)) == 2
+    given = settings(folder, [*some_records(20), *broken], bad_records="skip", **streaming)
+    with pytest.raises(DataError, match=r"3 of 23 records are broken: .*At most 10% are skipped"):
+        prepare_corpus(from_dict(given))
 
 
 @pytest.mark.parametrize(

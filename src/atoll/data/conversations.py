@@ -226,6 +226,8 @@ class _Reader:
         if name not in keys.ROLES:
             raise RecordError(where, BROKEN_MESSAGE, f"the role {name!r}; the roles are {', '.join(keys.ROLES)}")
         role, is_call = keys.ROLES[name], name in keys.CALLS
+        if role == DEVELOPER and DEVELOPER not in self.names:  # OpenAI's later name for the system's messages
+            role = SYSTEM
         counts = _weight(given, role, where)
         message: Message = {"role": role}
         content = given.pop("content", None)

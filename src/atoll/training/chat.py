@@ -279,7 +279,7 @@ def _check_written(given: Conversation, parts: Sequence[_Part], write: Callable[
         text = _squeezed(part.text)
         for at in range(first, part.messages):
             message = given.messages[at]
-            if given.learned[at] or all(_is_in(each, text) for each in texts_of(message)):
+            if given.learned[at] or all(any(form in text for form in _forms(each)) for each in texts_of(message)):
                 continue
             messages = given.messages[: part.messages]
             other = [*messages[:at], _with_text(message, _ANY), *messages[at + 1 :]]
@@ -290,7 +290,7 @@ def _check_written(given: Conversation, parts: Sequence[_Part], write: Callable[
                 )
         first = part.messages
         for answer in part.answers:
-            _check_answer(given.messages[answer.at], part.text[answer.begin : answer.end], answer.at + 1)
+            _check_answer(given.messages[answer.at], part.text, answer)
     tools = [tool["function"]["name"] for tool in given.options.get("tools", ())]
     if missing := [name for name in tools if all(name not in part.text for part in parts)]:
         raise ValueError(f"the chat template does not write the tools {', '.join(missing)}; {_INSTEAD}")
@@ -299,11 +299,12 @@ def _check_written(given: Conversation, parts: Sequence[_Part], write: Callable[
 _INSTEAD = "use a template that does (data.chat_template), or remove it from the record"
 
 
-def _check_answer(message: Message, own: str, number: int) -> None:
-    """Raise ValueError if the text of an answer lacks some of it."""
-    text = _squeezed(own)
+def _check_answer(message: Message, text: str, answer: _Answer) -> None:
+    """Raise ValueError if the text of an answer lacks some of it. The prompt for an answer may have its first words."""
+    number, own = answer.at + 1, text[answer.begin : answer.end]
+    squeezed, begin = _squeezed(text[: answer.end]), len(_squeezed(text[: answer.begin]))
     for each in texts_of(message):
-        if not _is_in(each, text):
+        if each.strip() and not any(_ends_after(squeezed, form, begin) for form in _forms(each)):
             raise ValueError(
                 f"message {number}: the chat template leaves out a part of this answer, which begins "
                 f"{each.strip()[:60]!r}; {_INSTEAD}"
@@ -331,9 +332,15 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _is_in(text: str, squeezed: str) -> bool:
-    """Return True if a text is written, as it is or as a JSON string, apart from spaces."""
-    return _squeezed(text) in squeezed or _squeezed(_json(text)[1:-1]) in squeezed
+def _ends_after(text: str, part: str, begin: int) -> bool:
+    """Return True if a part of the text ends after `begin`."""
+    at = text.rfind(part)
+    return at >= 0 and at + len(part) > begin
+
+
+def _forms(text: str) -> tuple[str, str]:
+    """Return a text as it is and as a JSON string, without spaces."""
+    return _squeezed(text), _squeezed(_json(text)[1:-1])
 
 
 def _with_text(message: Message, text: str) -> Message:
