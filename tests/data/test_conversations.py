@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,18 @@ def lines(path: Path, *records: Any) -> Path:
 )
 def test_every_form_gives_the_same_messages(record: dict[str, Any]) -> None:
     assert of(record) == Conversation([ASKED, ANSWERED], (None, True), {})
+
+
+def test_the_records_of_the_page_are_read() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
+    found = []
+    for block in re.findall(r"```jsonl\n(.*?)```", page, flags=re.DOTALL):
+        while block := block.strip():
+            record, end = json.JSONDecoder().raw_decode(block)
+            found.append(of(record))
+            block = block[end:]
+    assert len(found) == 5
+    assert [len(each.options) for each in found] == [0, 0, 0, 0, 1]
 
 
 def test_an_instruction_is_followed_by_its_input_and_preceded_by_its_history() -> None:

@@ -273,7 +273,7 @@ class _Reader:
         found: Message = {}
         for key, value in given.items():
             if key in self.names or (key in keys.REASONING and not keys.REASONING.isdisjoint(self.names)):
-                found[key] = _text(value, key, where) if key in keys.REASONING else value
+                found[key] = _text(value, key, where) if key in keys.TEXTS else value
             elif key not in keys.HARMLESS and key not in keys.HARMLESS_IN_MESSAGES and not _is_empty(value):
                 raise RecordError(
                     where,
@@ -350,7 +350,7 @@ def _calls(value: Any, role: str, where: str) -> list[dict[str, Any]]:
         parsed = _parsed(arguments, "arguments", at)
         if not isinstance(parsed, dict):
             raise RecordError(at, BROKEN_MESSAGE, f"arguments are a {type(parsed).__name__}, not an object")
-        names = {key: call[key] for key in ("id",) if call.get(key) is not None}
+        names = {} if call.get("id") is None else {"id": _text(call["id"], "id", at)}
         found.append({**names, "type": "function", "function": {"name": function["name"], "arguments": arguments}})
     return found
 

@@ -45,6 +45,9 @@ WEIGHTS = ("weight", "train", "training")
 REASONING = frozenset({"reasoning_content", "reasoning", "thinking"})
 """Names of an answer's thoughts. `transformers` gives them to a template under the name that it reads."""
 
+TEXTS = REASONING | {"tool_call_id", "name"}
+"""Further keys of messages whose values are text."""
+
 TAKE_ANOTHER = "take a template that does (data.chat_template), or remove it"
 
 _ORIGIN, _ABOUT, _MEASURE = "says where a record is from", "describes a record", "measures a record"
