@@ -37,6 +37,23 @@ def _tokenizer(folder: Path) -> Parser:
     return Parser([seed], read)
 
 
+def _settings(name: str, seed: bytes) -> Made:
+    """Settings beside a tokenizer.json."""
+
+    def parser(folder: Path) -> Parser:
+        path = folder / "tokenizer.json"
+        path.write_text(train_bpe(["some words and more words"], size=270).to_json())
+
+        def read(content: bytes) -> object:
+            (folder / name).write_bytes(content)
+            found = FileTokenizer.read(path)
+            return found.end_of_text, found.mask, found.opening, found.closing, found.stops, found.beside()
+
+        return Parser([seed], read)
+
+    return parser
+
+
 def _corpus(path: Path) -> object:
     return list(documents(find_source(str(path))))
 
@@ -130,6 +147,10 @@ def _cache(name: str, how: How = "blocks") -> Callable[[Path], Parser]:
 
 PARSERS: Mapping[str, Made] = {
     "tokenizer": _tokenizer,
+    "tokenizer's config": _settings(
+        "tokenizer_config.json", b'{"eos_token": {"content": "<|endoftext|>"}, "mask_token": null, "pad_token": "a"}'
+    ),
+    "tokenizer's generation": _settings("generation_config.json", b'{"eos_token_id": [0, 1, 2]}'),
     "corpus, text": of_file("a.txt", [b"a line\nanother line\n\nand a third\n"], _corpus),
     "corpus, JSONL": of_file("a.jsonl", [RECORDS], _corpus),
     "corpus, conversations": of_file("a.jsonl", [CHAT], _conversations),

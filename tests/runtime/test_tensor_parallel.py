@@ -141,6 +141,8 @@ class Letters:
 
     size = 16
     end_of_text = None
+    opening: tuple[int, ...] = ()
+    stops: tuple[int, ...] = ()
 
     def encode(self, text: str) -> list[int]:
         return [ord(letter) - ord("a") for letter in text]

@@ -128,18 +128,21 @@ def _mapped(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
 
 
 def _encode_texts(texts: Iterable[str], tokenizer: Tokenizer, path: Path, dtype: np.dtype[Any]) -> list[int]:
-    """Write the tokens of all documents, concatenated. Return the number of tokens of each, with the end of text."""
-    closing = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
+    """Write the tokens of all documents, concatenated. Return the number of tokens of each, with its special tokens."""
+    opening, closing = (np.array(ids, dtype=dtype) for ids in (tokenizer.opening, tokenizer.closing))
     lengths: list[int] = []
     length = 0
     with path.open("wb") as stream:
         for group in _groups(_pieces(texts)):
             encoded = tokenizer.encode_batch([text for text, _ in group])
             for ids, (_, is_last) in zip(encoded, group, strict=True):
+                if length == 0:
+                    opening.tofile(stream)
+                    length = len(opening)
                 ids.astype(dtype).tofile(stream)
                 length += len(ids)
                 if is_last:
-                    np.array(closing, dtype=dtype).tofile(stream)
+                    closing.tofile(stream)
                     lengths.append(length + len(closing))
                     length = 0
     return lengths

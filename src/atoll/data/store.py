@@ -2,6 +2,8 @@
 
     <cache>/<key>/          key = hash of (content of the source, tokenizer, split, version of this format)
         tokenizer.json      as the `tokenizers` library writes it; absent for "bytes"
+        tokenizer_config.json, generation_config.json
+                            roles of its tokens, if they are known
         train.npy           uint16, or uint32 for more than 65536 ids
         train-lengths.npy   uint32, tokens per document, if samples are whole documents
         train-answers.npy   uint8, 1 for tokens of an answer, for conversations
@@ -38,7 +40,7 @@ from atoll.data.corpus import Source, documents, find_source, fingerprint
 from atoll.data.encoding import encode
 from atoll.data.rows import How, Packing, Part, TooLong, rows_of
 from atoll.data.split import check_fraction, hold_back, split
-from atoll.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, bpe_size, sample, train_bpe
+from atoll.data.tokenizer import BESIDE, TOKENIZER, ByteTokenizer, FileTokenizer, Tokenizer, bpe_size, sample, train_bpe
 from atoll.documents import parse_json, read_json
 from atoll.errors import DataError
 
@@ -46,7 +48,6 @@ FORMAT = 2
 """Version of the arrays, increased whenever the same source and settings would give other arrays."""
 
 BYTES = "bytes"
-TOKENIZER = "tokenizer.json"
 TRAIN, VALIDATION = "train", "validation"
 CONTENT = (TOKENIZER, "train.npy", "validation.npy")
 """Files whose content the fingerprint covers."""
@@ -264,7 +265,7 @@ class _Recipe:
         file, tokenizer_content = None, tokenizer
         if tokenizer != BYTES and bpe_size(tokenizer) is None:
             file = _tokenizer_file(tokenizer)
-            tokenizer_content = hashlib.sha256(FileTokenizer.read(file).to_json().encode()).hexdigest()
+            tokenizer_content = FileTokenizer.read(file).identity
         options: dict[str, Any] = {"text_field": text_field, "has_records": chat is not None}
         found = find_source(source, **options) if isinstance(source, str) else source
         held = None
@@ -414,7 +415,8 @@ def _make(folder: Path, recipe: _Recipe, say: Report) -> None:
         by = "source"
 
     if isinstance(tokenizer, FileTokenizer):
-        (folder / TOKENIZER).write_text(tokenizer.to_json(), encoding="utf-8")
+        for name, content in {TOKENIZER: tokenizer.to_json(), **tokenizer.beside()}.items():
+            (folder / name).write_text(content, encoding="utf-8")
     about = {
         **recipe.about(),
         "source_name": recipe.source.name,
@@ -482,8 +484,10 @@ def load_cache(folder: Path, key: str, say: Report, *, marks: bool = False) -> C
         skipped = [str(each)[:LONGEST_NOTE] for each in list(about.get("skipped", ()))[:2]]
         tokenizer: Tokenizer = ByteTokenizer()
         if TOKENIZER in blocks.files:
-            blocks.open(folder / TOKENIZER).check()
-            tokenizer = FileTokenizer.read(folder / TOKENIZER)
+            beside = [name for name in BESIDE if name in blocks.files]
+            for name in (TOKENIZER, *beside):
+                blocks.open(folder / name).check()
+            tokenizer = FileTokenizer.read(folder / TOKENIZER, beside=beside)
     except DamagedCorpusError:
         raise
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
@@ -526,7 +530,9 @@ def _blocks(folder: Path, say: Report) -> Blocks:
 
 
 def _digests_of(folder: Path) -> Blocks:
-    return Blocks.of(folder, [name for name in (*CONTENT, *OPTIONAL, "about.json") if (folder / name).is_file()])
+    return Blocks.of(
+        folder, [name for name in (*CONTENT, *OPTIONAL, *BESIDE, "about.json") if (folder / name).is_file()]
+    )
 
 
 def _publish(folder: Path, blocks: Blocks) -> None:

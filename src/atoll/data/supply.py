@@ -29,7 +29,15 @@ from atoll.data.rows import Packing, Rows, rows_of
 from atoll.data.shards import Shard, cut, identity_of
 from atoll.data.store import PREVIEWED_BYTES, Corpus, Report, prepare, preview
 from atoll.data.stream import Stream
-from atoll.data.tokenizer import TRAINING_CHARACTERS, Tokenizer, bpe_size, head, sample
+from atoll.data.tokenizer import (
+    TOKENIZER,
+    TRAINING_CHARACTERS,
+    FileTokenizer,
+    Tokenizer,
+    bpe_size,
+    head,
+    sample,
+)
 from atoll.errors import DataError
 from atoll.units import format_bytes, format_count
 
@@ -432,8 +440,8 @@ class _Encode:
 def content_of(tokenizer: str) -> str:
     """Return the name of a tokenizer, or a hash of its file."""
     path = Path(tokenizer).expanduser()
-    file = path / "tokenizer.json" if path.is_dir() else path
-    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else tokenizer
+    file = path / TOKENIZER if path.is_dir() else path
+    return FileTokenizer.read(file).identity if file.is_file() else tokenizer
 
 
 def _check(feeds: Sequence[Whole], tokens: int, packing: Packing, batch: int) -> None:

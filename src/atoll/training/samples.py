@@ -127,7 +127,8 @@ class Samples:
         if self._train.objective == "causal":
             return taken
         positions = range(position, position + len(taken["input_ids"]))
-        return hide(taken, positions, seed=self._train.seed, ratio=self._train.mask_ratio, token=self._mask)
+        kept = [*self._corpus.tokenizer.opening, *self._corpus.tokenizer.closing]
+        return hide(taken, positions, seed=self._train.seed, ratio=self._train.mask_ratio, token=self._mask, kept=kept)
 
     @property
     def has_validation(self) -> bool:
