@@ -50,7 +50,7 @@ def lines(path: Path, *records: Any) -> Path:
     "record",
     [
         {"messages": [ASKED, ANSWERED], "id": 7, "prompt": None},
-        {"messages": [ASKED, ANSWERED], "prompt": "2 + 2?", "images": [], "own": ""},
+        {"messages": [ASKED, ANSWERED], "prompt": "2 + 2?", "images": [], "own": "", "tools": " ", "functions": []},
         {"conversations": [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}]},
         {"conversation": [ASKED, ANSWERED], "language": "English", "turn": 1},
         {"prompt": "2 + 2?", "completion": "4"},

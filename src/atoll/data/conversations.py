@@ -22,7 +22,16 @@ from atoll.data import keys
 from atoll.data.bad_records import BadRecords
 from atoll.data.corpus import Source, records
 from atoll.data.keys import ASSISTANT, DEVELOPER, SYSTEM, TOOL, USER
-from atoll.documents import parse_json
+from atoll.data.tools import (
+    BROKEN_MESSAGE,
+    NOT_A_CONVERSATION,
+    calls_of,
+    documents_of,
+    is_empty,
+    text_of,
+    tools_of,
+    variables_of,
+)
 from atoll.errors import RecordError
 
 Message = dict[str, Any]
@@ -39,9 +48,8 @@ COLUMNS = (*keys.CONVERSATIONS, "prompt", "completion", "instruction", "input", 
 MOST_MESSAGES = 10_000
 """Maximum number of messages in a conversation; a template may be rendered twice for each."""
 
-NOT_A_CONVERSATION, UNUSED, OUT_OF_TURN = "not a conversation", "keys that are not used", "a role out of turn"
-BROKEN_MESSAGE, NOTHING_TO_LEARN, BROKEN_TOOLS = "a broken message", "no answer to learn", "broken tools"
-PREFERENCES, NOT_TEXT = "preferences", "not text"
+UNUSED, OUT_OF_TURN, NOTHING_TO_LEARN = "keys that are not used", "a role out of turn", "no answer to learn"
+"""Further kinds of faults, beside those of `atoll.data.tools` and `atoll.data.keys`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,15 +116,15 @@ def conversation_of(
     """Return the conversation of a record. Raises RecordError if it is none, or has a key that would be lost."""
     given = {key: value for key, value in record.items() if value is not None and key not in ignored}
     for key, (kind, reason) in keys.REFUSED.items():
-        if key in given and not _is_empty(given[key]):
+        if key in given and not is_empty(given[key]):
             raise RecordError(where, kind, f"it has {key!r}: {reason}")
-    tools = _tools(given, where)
+    tools = tools_of(given, where)
     names = reads(tools is not None)
     read = _Reader(names, frozenset(ignored))
     messages, learned, used = read.form(given, where)
     options: dict[str, Any] = {} if tools is None else {"tools": tools}
-    options |= _documents(given, where)
-    options |= _variables(given, where)
+    options |= documents_of(given, where)
+    options |= variables_of(given, where)
     for key in options:
         if key not in names:
             what = "the record's tools" if key == "tools" else f"the record's {key!r}"
@@ -129,7 +137,7 @@ def conversation_of(
     unused = sorted(
         key
         for key, value in given.items()
-        if key not in used and key not in keys.OPTIONS and key not in keys.HARMLESS and not _is_empty(value)
+        if key not in used and key not in keys.OPTIONS and key not in keys.HARMLESS and not is_empty(value)
     )
     if unused:
         raise RecordError(
@@ -169,17 +177,17 @@ class _Reader:
             messages, learned = [*prompt, *answer], [*(None for _ in prompt), *learned]
         elif {"instruction", "output"} <= given.keys():
             used |= {"instruction", "input", "output", "history"}
-            asked = [_text(given[key], key, where) for key in ("instruction", "input") if key in given]
+            asked = [text_of(given[key], key, where) for key in ("instruction", "input") if key in given]
             messages = [
                 *_history(given.get("history", []), where),
                 {"role": USER, "content": "\n\n".join(text for text in asked if text)},
-                {"role": ASSISTANT, "content": _text(given["output"], "output", where)},
+                {"role": ASSISTANT, "content": text_of(given["output"], "output", where)},
             ]
             learned = [message["role"] == ASSISTANT or None for message in messages]
         else:
             has = ", ".join(sorted(given)) or "no keys"
             raise RecordError(where, NOT_A_CONVERSATION, f"not a conversation: it has {has}, and needs {FORMS}")
-        if (system := _text(given.get("system", ""), "system", where)) and not _begins_with(messages, system):
+        if (system := text_of(given.get("system", ""), "system", where)) and not _begins_with(messages, system):
             if messages[0]["role"] == SYSTEM:
                 raise RecordError(where, BROKEN_MESSAGE, "its 'system' differs from its first message, the system's")
             messages, learned = [{"role": SYSTEM, "content": system}, *messages], [None, *learned]
@@ -188,7 +196,7 @@ class _Reader:
     def side(self, value: Any, role: str, key: str, where: str) -> tuple[list[Message], list[bool | None]]:
         """Return the messages of a prompt or a completion, given as one text or as messages."""
         if isinstance(value, str):
-            return [{"role": role, "content": _text(value, key, where)}], [role == ASSISTANT or None]
+            return [{"role": role, "content": text_of(value, key, where)}], [role == ASSISTANT or None]
         return self.messages(value, key, where)
 
     def messages(self, value: Any, key: str, where: str) -> tuple[list[Message], list[bool | None]]:
@@ -222,7 +230,7 @@ class _Reader:
         for alias, key in keys.ALIASES.items():
             if alias in given and key not in given:
                 given[key] = given.pop(alias)
-        name = _text(given.pop("role", None), "role", where)
+        name = text_of(given.pop("role", None), "role", where)
         if name not in keys.ROLES:
             raise RecordError(where, BROKEN_MESSAGE, f"the role {name!r}; the roles are {', '.join(keys.ROLES)}")
         role, is_call = keys.ROLES[name], name in keys.CALLS
@@ -236,8 +244,8 @@ class _Reader:
             calls = [*(calls or []), old]
         if is_call:
             content, calls = None, content
-        if calls is not None and not _is_empty(calls):
-            message["tool_calls"] = _calls(calls, role, where)
+        if calls is not None and not is_empty(calls):
+            message["tool_calls"] = calls_of(calls, role, where)
             if "tool_calls" not in self.names:
                 raise RecordError(where, UNUSED, f"the chat template does not write tool_calls; {keys.TAKE_ANOTHER}")
         if content is not None or not (message.keys() | given.keys()) & {"tool_calls", *keys.REASONING}:
@@ -248,15 +256,15 @@ class _Reader:
     def content(self, value: Any, where: str) -> str | list[dict[str, str]]:
         """Return the content of a message: text, or parts of text for a template that takes them."""
         if not isinstance(value, list):
-            return _text(value, "content", where)
+            return text_of(value, "content", where)
         texts = []
         for number, part in enumerate(value, start=1):
             kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
             if kind != "text" or not isinstance(part, dict) or set(part) - {"type", "text"}:
                 raise RecordError(
-                    where, NOT_TEXT, f"part {number} of its content is {kind!r}, not text; only text is learned"
+                    where, keys.NOT_TEXT, f"part {number} of its content is {kind!r}, not text; only text is learned"
                 )
-            texts.append(_text(part.get("text"), f"part {number} of its content", where))
+            texts.append(text_of(part.get("text"), f"part {number} of its content", where))
         if "text" in self.names:
             return [{"type": "text", "text": text} for text in texts]
         if len(texts) > 1:
@@ -273,8 +281,8 @@ class _Reader:
         found: Message = {}
         for key, value in given.items():
             if key in self.names or (key in keys.REASONING and not keys.REASONING.isdisjoint(self.names)):
-                found[key] = _text(value, key, where) if key in keys.TEXTS else value
-            elif key not in keys.HARMLESS and key not in keys.HARMLESS_IN_MESSAGES and not _is_empty(value):
+                found[key] = text_of(value, key, where) if key in keys.TEXTS else value
+            elif key not in keys.HARMLESS and key not in keys.HARMLESS_IN_MESSAGES and not is_empty(value):
                 raise RecordError(
                     where,
                     UNUSED,
@@ -289,7 +297,7 @@ def _history(value: Any, where: str) -> list[Message]:
     if not isinstance(value, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
         raise RecordError(where, BROKEN_MESSAGE, "history is not a list of pairs of question and answer")
     return [
-        {"role": role, "content": _text(text, f"history {number}", where)}
+        {"role": role, "content": text_of(text, f"history {number}", where)}
         for number, pair in enumerate(value, start=1)
         for role, text in zip((USER, ASSISTANT), pair, strict=True)
     ]
@@ -297,88 +305,6 @@ def _history(value: Any, where: str) -> list[Message]:
 
 def _begins_with(messages: Sequence[Message], system: str) -> bool:
     return messages[0] == {"role": SYSTEM, "content": system}
-
-
-# ---- tools
-
-
-def _tools(given: dict[str, Any], where: str) -> list[dict[str, Any]] | None:
-    """Return the tools of a record as functions with their schemas, or None."""
-    found: list[dict[str, Any]] = []
-    for key in ("tools", "functions"):
-        value = _parsed(given.get(key), key, where)
-        if value is None or _is_empty(value):
-            continue
-        if not isinstance(value, list):
-            raise RecordError(where, BROKEN_TOOLS, f"{key} is a {type(value).__name__}, not a list")
-        found += [_tool(each, f"{where}, {key} {number}") for number, each in enumerate(value, start=1)]
-    return found or None
-
-
-def _tool(value: Any, where: str) -> dict[str, Any]:
-    """Return a tool as `transformers` describes one: its kind, and the function. A function alone gets its kind."""
-    if not isinstance(value, dict):
-        raise RecordError(where, BROKEN_TOOLS, f"a {type(value).__name__}, not an object")
-    kind = value.get("type", "function")
-    if "function" not in value:
-        value = {"type": kind, "function": {key: each for key, each in value.items() if key != "type"}}
-    function = value["function"]
-    if kind != "function" or not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise RecordError(where, BROKEN_TOOLS, 'not a function with a name: {"name": ..., "parameters": {...}}')
-    return {"type": "function", **value}
-
-
-def _calls(value: Any, role: str, where: str) -> list[dict[str, Any]]:
-    """Return tool calls. Arguments are an object, or the JSON text of one."""
-    if role != ASSISTANT:
-        raise RecordError(where, BROKEN_MESSAGE, f"the {role}'s message has tool_calls, which only the assistant makes")
-    value = _parsed(value, "tool_calls", where)
-    found = []
-    for number, call in enumerate(value if isinstance(value, list) else [value], start=1):
-        at = f"{where}, tool call {number}"
-        if not isinstance(call, dict):
-            raise RecordError(at, BROKEN_MESSAGE, f"a {type(call).__name__}, not an object")
-        function = call.get("function", {key: each for key, each in call.items() if key not in ("id", "type", "index")})
-        unused = set(call) - {"function", "id", "type", "index"} if "function" in call else set()
-        if isinstance(function, dict):
-            unused |= set(function) - {"name", "arguments"}
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or unused:
-            raise RecordError(
-                at, BROKEN_MESSAGE, f"not a call, which has the function's name and its arguments: {sorted(call)}"
-            )
-        arguments = function.get("arguments", {})
-        parsed = _parsed(arguments, "arguments", at)
-        if not isinstance(parsed, dict):
-            raise RecordError(at, BROKEN_MESSAGE, f"arguments are a {type(parsed).__name__}, not an object")
-        names = {} if call.get("id") is None else {"id": _text(call["id"], "id", at)}
-        found.append({**names, "type": "function", "function": {"name": function["name"], "arguments": arguments}})
-    return found
-
-
-def _documents(given: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return the documents of a record, for a template that writes them."""
-    value = _parsed(given.get("documents"), "documents", where)
-    if value is None or _is_empty(value):
-        return {}
-    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
-        raise RecordError(where, NOT_A_CONVERSATION, "documents are not a list of objects")
-    return {"documents": value}
-
-
-def _variables(given: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return the template's own variables that a record sets."""
-    value = _parsed(given.get("chat_template_kwargs"), "chat_template_kwargs", where)
-    if value is None or _is_empty(value):
-        return {}
-    if not isinstance(value, dict) or not keys.SET_HERE.isdisjoint(value):
-        own = ", ".join(sorted(keys.SET_HERE))
-        raise RecordError(
-            where, NOT_A_CONVERSATION, f"chat_template_kwargs are an object of the template's variables, without {own}"
-        )
-    return value
-
-
-# ---- values
 
 
 def _weight(given: dict[str, Any], role: str, where: str) -> bool | None:
@@ -402,26 +328,6 @@ def _weight(given: dict[str, Any], role: str, where: str) -> bool | None:
         if role == ASSISTANT:
             counts = counts and bool(value)
     return counts
-
-
-def _parsed(value: Any, what: str, where: str) -> Any:
-    """Return a value that may be given as JSON text."""
-    if not isinstance(value, str) or not value.strip():
-        return value
-    try:
-        return parse_json(value)
-    except ValueError as error:
-        raise RecordError(where, BROKEN_MESSAGE, f"{what}: not JSON ({error})") from error
-
-
-def _is_empty(value: Any) -> bool:
-    return value is None or (isinstance(value, str | list | dict) and not value)
-
-
-def _text(value: Any, what: str, where: str) -> str:
-    if not isinstance(value, str):
-        raise RecordError(where, BROKEN_MESSAGE, f"{what} is a {type(value).__name__}, not text")
-    return value.encode("utf-8", errors="replace").decode("utf-8")
 
 
 # ---- order

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atoll.data.bad_records import BadRecords, Policy, Skipped
-from atoll.data.conversations import ChatTemplate, Rendered, conversations
+from atoll.data.conversations import NOTHING_TO_LEARN, ChatTemplate, Rendered, conversations
 from atoll.data.corpus import Source, documents
 from atoll.data.split import Range, ranges_of
 from atoll.data.tokenizer import Tokenizer
@@ -117,7 +117,7 @@ def _rendered(
                 raise RecordError(where, "refused by the chat template", str(error)) from error
             if not all(each.is_answer[1:].any() for each in samples):
                 reason = "the chat template writes no token of an answer, so there is nothing to learn"
-                raise RecordError(where, "no answer to learn", reason)
+                raise RecordError(where, NOTHING_TO_LEARN, reason)
             if (largest := max(each.ids.max() for each in samples)) >= tokenizer.size:
                 raise DataError(f"{where}: the chat template gives id {largest}; the tokenizer has {tokenizer.size}")
             yield samples

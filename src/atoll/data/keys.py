@@ -73,14 +73,17 @@ HARMLESS_IN_MESSAGES: Mapping[str, str] = {
 }
 """Further keys of messages that may be left out."""
 
+PREFERENCE, NOT_TEXT = "a preference", "not text"
+"""Kinds of faults."""
+
 _PREFERENCES = "it is a preference, and preferences are not trained on; keep the answer to be learned, as a completion"
 _TEXT_ONLY = "only text is learned; remove the record or the key"
 _ENCODED = 'it is encoded already; give the conversation, or its text with data.format = "text"'
 REFUSED: Mapping[str, tuple[str, str]] = {
-    **dict.fromkeys(("chosen", "rejected", "label", "kto_tag"), ("preferences", _PREFERENCES)),
-    **dict.fromkeys(("preferred_output", "non_preferred_output"), ("preferences", _PREFERENCES)),
-    **dict.fromkeys(("preferred_completion", "non_preferred_completion"), ("preferences", _PREFERENCES)),
-    **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), ("not text", _TEXT_ONLY)),
-    **dict.fromkeys(("input_ids", "labels", "attention_mask"), ("not text", _ENCODED)),
+    **dict.fromkeys(("chosen", "rejected", "label", "kto_tag"), (PREFERENCE, _PREFERENCES)),
+    **dict.fromkeys(("preferred_output", "non_preferred_output"), (PREFERENCE, _PREFERENCES)),
+    **dict.fromkeys(("preferred_completion", "non_preferred_completion"), (PREFERENCE, _PREFERENCES)),
+    **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), (NOT_TEXT, _TEXT_ONLY)),
+    **dict.fromkeys(("input_ids", "labels", "attention_mask"), (NOT_TEXT, _ENCODED)),
 }
 """Keys that change what a record means: the kind of fault, and the reason."""

@@ -100,12 +100,14 @@ class Corpus:
 
         global_batch: samples per step.
         """
-        samples = len(rows_of(self.trained, packing))
+        rows = rows_of(self.trained, packing)
+        samples = len(rows)
         if samples < global_batch:
+            why = "".join(f"; {note}" for note in rows.notes)
             raise DataError(
                 f"the corpus is too small: {len(self.train)} training tokens are {samples} samples of data.sequence = "
-                f"{packing.sequence}, less than one step of train.global_batch = {global_batch}; "
-                "take more text, a shorter sequence or a smaller batch"
+                f"{packing.sequence}, less than one step of train.global_batch = {global_batch}{why}; "
+                f"take more text, {'another' if why else 'a shorter'} sequence or a smaller batch"
             )
         if len(self.validation) == 1:
             raise DataError("the validation split has 1 token and needs 2: take more text, or a larger data.validation")
