@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -258,6 +259,12 @@ def test_a_cache_knows_the_roles_and_others_are_of_another(tmp_path: Path) -> No
         verify(corpus.folder)
         prints.add(corpus.fingerprint)
     assert len(prints) == 3
+
+
+def test_a_tokenizer_whose_files_say_what_was_guessed_keeps_its_cache(tmp_path: Path) -> None:
+    for files in ({}, {"tokenizer_config": {"eos_token": "</s>"}}):
+        found = FileTokenizer.read(named(tmp_path / "b", "</s>", **files) / "tokenizer.json")
+        assert found.identity == hashlib.sha256(found.to_json().encode()).hexdigest()
 
 
 def test_a_padded_row_needs_no_padding_token(tmp_path: Path) -> None:

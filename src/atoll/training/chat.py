@@ -154,8 +154,18 @@ class Template:
             own = self._write(given, given.messages[: at + 1])
             if not found[-1].text.startswith(own):
                 found.append(_Part(at + 1, own, []))
-            found[-1].answers.append(_Answer(at, self._begin(given, at, own), len(own)))
+            found[-1].answers.append(_Answer(at, 0, len(own)))
+        pairs = zip(given.messages, given.learned, strict=True)
+        is_all = all(counts for message, counts in pairs if message["role"] == "assistant")
+        if len(found) == 1 and is_all and self._marks_answers(given):
+            return found  # each mark counts
+        for part in found:
+            part.answers[:] = [self._with_begin(given, part, each) for each in part.answers]
         return [part for part in reversed(found) if part.answers]
+
+    def _with_begin(self, given: Conversation, part: _Part, answer: _Answer) -> _Answer:
+        # The rendering begins with the answer's own: see the note.
+        return replace(answer, begin=self._begin(given, answer.at, part.text[: answer.end]))
 
     def _begin(self, given: Conversation, at: int, own: str) -> int:
         """Return where the answer begins in its own rendering, in characters."""
