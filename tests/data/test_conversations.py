@@ -294,7 +294,7 @@ BROKEN = [
     (turns(ASKED, ANSWERED, grade="A", mood=1), "nothing reads 'grade', 'mood' of this record"),
     (turns(ASKED, ANSWERED, prompt="another"), "nothing reads 'prompt' of this record"),
     ({"prompt": "a", "chosen": "b", "rejected": "c"}, "it has 'chosen': it is a preference"),
-    ({"prompt": "a", "completion": "b", "label": False}, "it has 'label': it is a preference"),
+    ({"prompt": "a", "completion": "b", "label": False}, "it has 'label': it may say that the answer is a bad one"),
     (turns(ASKED, ANSWERED, images=["a.png"]), "it has 'images': only text is learned"),
     ({"input_ids": [1], "labels": [1]}, "it has 'input_ids': it is encoded already"),
     (turns(ASKED, ANSWERED, tools="[1"), "tools: not JSON"),

@@ -324,6 +324,9 @@ def test_parts_are_joined_as_the_template_does(folder: Folder) -> None:
     form += "{% for part in m.content %}{{ part.text + ';' }}{% endfor %}{% endif %}{% endfor %}"
     ((whole, _),) = folder.answers(folder.template(form), [{"role": "user", "content": parts}, CHAT[2]])
     assert whole == "userhello;thére;assistantfine ünd good"
+    other = "{{ 'text' if false }}{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}"
+    with pytest.raises(ValueError, match="message 1: the chat template takes text, and this content has parts"):
+        rendered(folder.template(other), [{"role": "user", "content": parts}, CHAT[2]])
 
 
 def test_a_template_of_ones_own_replaces_the_tokenizers(folder: Folder) -> None:
@@ -468,6 +471,7 @@ def test_the_samples_of_a_record_are_held_out_together(folder: Folder) -> None:
     assert 8 <= sum(f"user\n{at} what" in held for at in range(40)) <= 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streaming", [{}, {"streaming": True, "shard": 1 << 20}])
 def test_broken_records_are_skipped_counted_and_a_part_of_the_identity(
     folder: Folder, streaming: dict[str, Any]

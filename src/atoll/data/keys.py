@@ -77,10 +77,12 @@ PREFERENCE, NOT_TEXT = "a preference", "not text"
 """Kinds of faults."""
 
 _PREFERENCES = "it is a preference, and preferences are not trained on; keep the answer to be learned, as a completion"
+_LABEL = "it may say that the answer is a bad one; keep the good ones, and name it in data.ignored_keys"
 _TEXT_ONLY = "only text is learned; remove the record or the key"
 _ENCODED = 'it is encoded already; give the conversation, or its text with data.format = "text"'
 REFUSED: Mapping[str, tuple[str, str]] = {
-    **dict.fromkeys(("chosen", "rejected", "label", "kto_tag"), (PREFERENCE, _PREFERENCES)),
+    **dict.fromkeys(("chosen", "rejected"), (PREFERENCE, _PREFERENCES)),
+    **dict.fromkeys(("label", "kto_tag"), (PREFERENCE, _LABEL)),
     **dict.fromkeys(("preferred_output", "non_preferred_output"), (PREFERENCE, _PREFERENCES)),
     **dict.fromkeys(("preferred_completion", "non_preferred_completion"), (PREFERENCE, _PREFERENCES)),
     **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), (NOT_TEXT, _TEXT_ONLY)),

@@ -289,6 +289,10 @@ def _check_written(given: Conversation, parts: Sequence[_Part], write: Callable[
         text = _squeezed(part.text)
         for at in range(first, part.messages):
             message = given.messages[at]
+            if isinstance(message.get("content"), list) and str(message["content"]) in part.text:
+                raise ValueError(
+                    f"message {at + 1}: the chat template takes text, and this content has parts; join them"
+                )
             if given.learned[at] or all(any(form in text for form in _forms(each)) for each in texts_of(message)):
                 continue
             messages = given.messages[: part.messages]
