@@ -84,6 +84,10 @@ MEANINGS: Mapping[str, str] = {
     "data.format": '"text", or "chat" for [conversations and instructions](data.md#conversations)',
     "data.chat_template": "file with a Jinja template that replaces the tokenizer's own",
     "data.answers_only": "compute the loss on the assistant's answers only; false: on all tokens of a conversation",
+    "data.ignored_keys": "keys of conversations and of their messages that are not used; any other unknown key is an "
+    "error: [data.md](data.md#keys-of-a-record)",
+    "data.bad_records": 'what to do with a broken record: "stop", or "skip" it and count it, up to a tenth of a '
+    "source: [data.md](data.md#broken-records)",
     "data.sequence": "sequence length: tokens in a sample",
     "data.packing": 'what a sample contains: a block of joined documents ("blocks"), several whole documents '
     '("documents"), or one document with padding ("pad"); "auto" is "documents" for chat and "blocks" for text: '

@@ -13,6 +13,7 @@ import pyarrow
 import zstandard
 from pyarrow import parquet  # a reader loads it once it is needed: an input takes no memory for that
 
+from atoll.data.bad_records import BadRecords
 from atoll.data.blocks import MANIFEST as BLOCKS_MANIFEST
 from atoll.data.blocks import Blocks
 from atoll.data.conversations import conversations
@@ -20,6 +21,7 @@ from atoll.data.corpus import documents, find_source
 from atoll.data.rows import How, Packing, rows_of
 from atoll.data.store import load_cache, prepare
 from atoll.data.tokenizer import FileTokenizer, train_bpe
+from atoll.errors import DataError
 from benchmarks.fuzz.reading import Made, Parser, of_file, sealed
 
 
@@ -35,17 +37,48 @@ def _tokenizer(folder: Path) -> Parser:
     return Parser([seed], read)
 
 
+def _settings(name: str, seed: bytes) -> Made:
+    """Settings beside a tokenizer.json."""
+
+    def parser(folder: Path) -> Parser:
+        path = folder / "tokenizer.json"
+        path.write_text(train_bpe(["some words and more words"], size=270).to_json())
+
+        def read(content: bytes) -> object:
+            (folder / name).write_bytes(content)
+            found = FileTokenizer.read(path)
+            return found.end_of_text, found.mask, found.opening, found.closing, found.stops, found.beside()
+
+        return Parser([seed], read)
+
+    return parser
+
+
 def _corpus(path: Path) -> object:
     return list(documents(find_source(str(path))))
 
 
 def _conversations(path: Path) -> object:
-    return list(conversations(find_source(str(path), has_records=True)))
+    bad = BadRecords("skip")
+    found = list(conversations(find_source(str(path), has_records=True), reads=lambda has_tools: READ, bad=bad))
+    if bad.counts:
+        raise DataError(f"{bad.first}: one of {bad.counts.total()}, and {len(found)} others")
+    return found
 
+
+READ = ("tools", "tool_calls", "documents", "text", "reasoning_content", "enable_thinking", "developer")
+"""Names that the template of the conversations reads."""
 
 CHAT = b"""{"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
 {"prompt": "2 + 2?", "completion": "4"}
-{"instruction": "Add.", "input": "2, 2", "output": "4"}
+{"instruction": "Add.", "input": "2, 2", "output": "4", "history": [["Hi", "Hello"]], "system": "Be."}
+{"conversations": [{"from": "human", "value": "a"}, {"from": "function_call", "value": "{\\"name\\": \\"f\\"}"}, \
+{"from": "observation", "value": "4"}, {"from": "gpt", "value": "4", "weight": 1}], "tools": "[{\\"name\\": \\"f\\"}]"}
+{"messages": [{"role": "developer", "content": [{"type": "text", "text": "a"}]}, {"role": "user", "content": "b"}, \
+{"role": "assistant", "tool_calls": [{"id": "x", "function": {"name": "f", "arguments": "{\\"a\\": 2}"}}]}, \
+{"role": "tool", "tool_call_id": "x", "content": "c"}, {"role": "assistant", "reasoning_content": "d", \
+"content": "e"}], \
+"functions": [{"name": "f"}], "documents": [{"title": "t"}], "chat_template_kwargs": {"enable_thinking": false}}
 """
 
 RECORDS = b'{"text": "a line"}\n{"text": "another", "n": [1, 2]}\n'
@@ -114,6 +147,10 @@ def _cache(name: str, how: How = "blocks") -> Callable[[Path], Parser]:
 
 PARSERS: Mapping[str, Made] = {
     "tokenizer": _tokenizer,
+    "tokenizer's config": _settings(
+        "tokenizer_config.json", b'{"eos_token": {"content": "<|endoftext|>"}, "mask_token": null, "pad_token": "a"}'
+    ),
+    "tokenizer's generation": _settings("generation_config.json", b'{"eos_token_id": [0, 1, 2]}'),
     "corpus, text": of_file("a.txt", [b"a line\nanother line\n\nand a third\n"], _corpus),
     "corpus, JSONL": of_file("a.jsonl", [RECORDS], _corpus),
     "corpus, conversations": of_file("a.jsonl", [CHAT], _conversations),

@@ -24,6 +24,7 @@ PLAN = {
     "reads_in_place": False,
     "device": "cpu",
     "stages": [["embed"], ["layers.0", "head"]],
+    "corpus": ["3 of 40 records are broken"],
 }
 INSTRUCTION = {"do": str(next(iter(Do))), "of": 0, "times": 1, "seconds": 0.1, "shortest": 0.1}
 TIMING = {

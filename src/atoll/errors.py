@@ -7,6 +7,7 @@
     |   |-- LayoutError              a level, a layout, a precision
     |   |-- PlanError                a mesh, a split and a model that do not match
     |   |-- DataError                a corpus or a tokenizer
+    |   |   `-- RecordError          one record of a corpus
     |   `-- CheckpointError          a checkpoint that is missing, or of another model
     |       `-- DamageError          a checkpoint whose content differs from what was written
     `-- RunError                     a run that failed
@@ -21,10 +22,14 @@ what of a folder of weights is not used, or not as its config says.
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from atoll.faults import Fault
+
+_RECORD = re.compile(r"(.*), (?:line|object|row) \d+", re.DOTALL)
+"""A record's file, in the location of the record or of a part of it."""
 
 
 class AtollError(Exception):
@@ -70,6 +75,19 @@ class PlanError(UserError):
 
 class DataError(UserError):
     """A corpus or a tokenizer cannot be read."""
+
+
+class RecordError(DataError):
+    """One record of a corpus is broken; the others may be fine.
+
+    where: location of the record or of a part of it.  kind: the fault, in the same words for all records that have it.
+    file: the file of the record.
+    """
+
+    def __init__(self, where: str, kind: str, reason: str) -> None:
+        super().__init__(f"{where}: {reason}")
+        found = _RECORD.match(where)
+        self.file, self.kind = where if found is None else found[1], kind
 
 
 class CheckpointError(UserError):

@@ -97,3 +97,13 @@ def test_padding_is_never_chosen() -> None:
     assert chosen(made)[:, :150].any(axis=1).all()
     assert not chosen(made)[:, 150:].any()
     assert np.array_equal(made["input_ids"][:, 150:], batch["input_ids"][:, 150:])
+
+
+def test_tokens_that_begin_and_end_documents_stay() -> None:
+    batch = one_text(4)
+    hidden = hide(batch, range(4), seed=0, ratio=0.5, token=TOKEN, kept=[0, 6])
+    without = hide(batch, range(4), seed=0, ratio=0.5, token=TOKEN)
+    stays = np.isin(batch["input_ids"], [0, 6])
+    assert not chosen(hidden)[stays].any()
+    assert np.array_equal(chosen(hidden)[~stays], chosen(without)[~stays])
+    assert np.array_equal(hidden["input_ids"][~stays], without["input_ids"][~stays])

@@ -178,6 +178,26 @@ def test_other_settings_make_another_corpus(tmp_path: Path, change: dict[str, An
     assert len(list((tmp_path / "cache").glob("*/about.json"))) == 2
 
 
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe-300"])
+def test_records_without_text_are_skipped_and_counted(tmp_path: Path, tokenizer: str) -> None:
+    lines = [json.dumps({"text": f"document {index} " * 5}) for index in range(40)]
+    lines[7], lines[9], lines[11] = "{", '{"body": "a"}', '{"text": [1]}'
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(DataError, match=r"a\.jsonl, line 8: not JSON"):
+        _prepare(path, tmp_path, tokenizer=tokenizer)
+    corpus = _prepare(path, tmp_path, tokenizer=tokenizer, bad_records="skip")
+    assert corpus.notes == [
+        f"3 of 40 records are broken: 1 of {path}: field 'text' is not text; 1 of {path}: no field 'text'; "
+        f'1 of {path}: not JSON (data.bad_records = "skip")'
+    ]
+    assert _prepare(path, tmp_path, tokenizer=tokenizer, bad_records="skip").notes == corpus.notes
+    path.write_text("\n".join(line for line in lines if "document" in line) + "\n")
+    whole = _prepare(path, tmp_path, tokenizer=tokenizer)
+    assert np.array_equal(whole.train, corpus.train)
+    assert whole.fingerprint != corpus.fingerprint
+
+
 def test_changed_text_of_the_same_size_makes_another_corpus(tmp_path: Path) -> None:
     folder = _folder(tmp_path)
     first = _prepare(folder, tmp_path)

@@ -141,6 +141,8 @@ class Letters:
 
     size = 16
     end_of_text = None
+    opening: tuple[int, ...] = ()
+    stops: tuple[int, ...] = ()
 
     def encode(self, text: str) -> list[int]:
         return [ord(letter) - ord("a") for letter in text]
@@ -151,7 +153,14 @@ class Letters:
 
 def written(case: Case) -> str:
     engine = case.engine()
-    text = generate(engine, Letters(), "abc", tokens=6, context=8, seed=0)  # type: ignore[arg-type]
+    options = {"tokens": 6, "context": 8, "seed": 0}
+    text = generate(engine, Letters(), "abc", **options)  # type: ignore[arg-type]
+    opened = Letters()
+    opened.opening = (0,)
+    assert generate(engine, opened, "bc", **options) == text[1:]  # type: ignore[arg-type]
+    opened.stops = (ord(text[4]) - ord("a"),)
+    assert text.startswith("a" + generate(engine, opened, "bc", **options))  # type: ignore[arg-type]
+    assert len(generate(engine, opened, "bc", **options)) <= 3  # type: ignore[arg-type]
     engine.close()
     return text
 

@@ -14,13 +14,14 @@ import tokenizers
 
 from atoll.config.load import from_dict
 from atoll.data import IGNORED_LABEL, Batch, Supply
+from atoll.data.conversations import Rendered, conversation_of
 from atoll.data.tokenizer import train_bpe
 from atoll.errors import ConfigError, DataError
 from atoll.plans import MeshShape
 from atoll.training.chat import Template
 from atoll.training.samples import Samples, prepare_corpus
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 TURN = "{{ '<|begin|>' + m.role + '\n' + m.content + '<|end|>\n' }}"
 ASK = "{% if add_generation_prompt %}{{ '<|begin|>assistant\n' }}{% endif %}"
@@ -31,6 +32,36 @@ MARKED = (
 )
 SHORTENS = "{% for m in messages %}{% if loop.last or m.role == 'user' %}" + TURN + "{% endif %}{% endfor %}" + ASK
 """Leaves out earlier answers."""
+KEEPS_THOUGHTS_OF_THE_LAST = (
+    "{% set ns = namespace(asked=-1) %}{% for m in messages if m.role == 'user' %}{% set ns.asked = loop.index0 %}"
+    "{% endfor %}{% set ns.users = -1 %}{% for m in messages %}"
+    "{% if m.role == 'user' %}{% set ns.users = ns.users + 1 %}{% endif %}{{ '<|begin|>' + m.role + '\n' }}"
+    "{% if m.reasoning_content and ns.users == ns.asked %}"
+    "{{ '<think>' + m.reasoning_content + '</think>' }}{% endif %}{{ m.content or '' }}{% if m.tool_calls %}"
+    "{% for call in m.tool_calls %}{{ call.function.name + call.function.arguments | tojson }}{% endfor %}{% endif %}"
+    "{{ '<|end|>\n' }}{% endfor %}" + ASK
+)
+"""Leaves out the thoughts before the last question, as most templates of models that think."""
+RETURNS = (
+    "{% for m in messages %}{{ '<|begin|>' + m.role + '\n' + m.content }}"
+    "{% if m.role == 'assistant' and loop.last and not add_generation_prompt %}{{ '<|return|>' }}{% else %}"
+    "{{ '<|end|>\n' }}{% endif %}{% endfor %}" + ASK
+)
+"""Ends the last answer with another token than those before it, as the template of GPT-OSS."""
+TOOLS = (
+    "{% if tools %}{{ '<|begin|>system\n' }}{% for t in tools %}{{ t | tojson }}{% endfor %}{{ '<|end|>\n' }}"
+    "{% endif %}"
+)
+CALLS = (
+    TOOLS + "{% for m in messages %}{{ '<|begin|>' + m.role + '\n' + (m.content or '') }}{% if m.tool_calls %}"
+    "{% for call in m.tool_calls %}{{ call.function.name + ARGUMENTS }}{% endfor %}{% endif %}{{ '<|end|>\n' }}"
+    "{% endfor %}"
+)
+AS_JSON, AS_TEXT = (
+    CALLS.replace("ARGUMENTS", "call.function.arguments | tojson"),
+    CALLS.replace("ARGUMENTS", "call.function.arguments"),
+)
+AS_PYTHON = CALLS.replace("ARGUMENTS", "call.function.arguments | string")
 THINKS = (
     "{% for m in messages %}"
     + TURN
@@ -46,6 +77,8 @@ CHAT = [
     {"role": "user", "content": "what"},
     {"role": "assistant", "content": "that is it"},
 ]
+CLOCK = {"type": "function", "function": {"name": "clock", "parameters": {}}}
+CALL = {"type": "function", "function": {"name": "clock", "arguments": '{"zone": "é"}'}}
 ANSWERS = "fine ünd good<|end|>\nthat is it<|end|>\n"
 
 
@@ -70,15 +103,31 @@ class Folder:
             own.write_text(text)
         return Template(self.path / "tokenizer.json", own, answers_only=answers_only)
 
+    def answers(self, template: Template, record: dict[str, Any] | list[dict[str, Any]]) -> list[tuple[str, str]]:
+        """The text of each sample of a record, and that of its labels."""
+        return [(self.text(each.ids), self.text(each.ids[each.is_answer])) for each in rendered(template, record)]
+
     def text(self, ids: Any) -> str:
         return str(self.tokens.decode([int(each) for each in ids], skip_special_tokens=False))
+
+
+def rendered(template: Template, record: dict[str, Any] | list[dict[str, Any]]) -> list[Rendered]:
+    given = record if isinstance(record, dict) else {"messages": record}
+    return template.render(
+        conversation_of(given, "a, line 1", reads=lambda has_tools: template.reads(has_tools=has_tools))
+    )
+
+
+def only(template: Template, record: dict[str, Any] | list[dict[str, Any]]) -> Rendered:
+    (found,) = rendered(template, record)
+    return found
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Folder:
     words = " ".join(message["content"] for message in CHAT) + " user assistant system and some more words"
     tokens = tokenizers.Tokenizer.from_str(train_bpe([words] * 3, 300).to_json())
-    tokens.add_special_tokens(["<|begin|>", "<|end|>"])
+    tokens.add_special_tokens(["<|begin|>", "<|end|>", "<|return|>"])
     path = tmp_path / "model"
     path.mkdir()
     (path / "tokenizer.json").write_text(tokens.to_str())
@@ -88,36 +137,203 @@ def folder(tmp_path: Path) -> Folder:
 @pytest.mark.parametrize("where", ["config", "file beside", "own"])
 @pytest.mark.parametrize("text", [PLAIN, MARKED], ids=["plain", "marked"])
 def test_answers_are_what_the_assistant_says_with_the_end_of_its_turn(folder: Folder, text: str, where: str) -> None:
-    found = folder.template(text, where=where).render(CHAT)
+    found = only(folder.template(text, where=where), CHAT)
     assert folder.text(found.ids[found.is_answer]) == ANSWERS
     assert folder.text(found.ids) == "".join(f"<|begin|>{m['role']}\n{m['content']}<|end|>\n" for m in CHAT)
     assert folder.tokens.token_to_id("<|begin|>") in found.ids
 
 
 def test_all_tokens_count_where_that_is_asked_for(folder: Folder) -> None:
-    found = folder.template(PLAIN, answers_only=False).render(CHAT)
+    found = only(folder.template(PLAIN, answers_only=False), CHAT)
     assert found.is_answer.all()
-    assert np.array_equal(found.ids, folder.template(PLAIN).render(CHAT).ids)
+    assert np.array_equal(found.ids, only(folder.template(PLAIN), CHAT).ids)
+    with pytest.raises(ValueError, match=r"message 3: this answer has weight 0, .*answers_only = false all tokens"):
+        rendered(folder.template(PLAIN, answers_only=False), [*CHAT[:2], {**CHAT[2], "weight": 0}, *CHAT[3:]])
 
 
 def test_words_that_ask_for_an_answer_and_begin_none_are_no_bound(folder: Folder) -> None:
     """The header then counts too."""
-    found = folder.template(THINKS).render(CHAT[:3])
+    found = only(folder.template(THINKS), CHAT[:3])
     assert folder.text(found.ids[found.is_answer]) == "<|begin|>assistant\nfine ünd good<|end|>\n"
 
 
-def test_a_template_that_changes_earlier_answers_is_refused(folder: Folder) -> None:
-    template = folder.template(SHORTENS)
-    assert template.render(CHAT[1:3]).is_answer.any()
-    with pytest.raises(ValueError, match=r"message 2: .* mark answers with \{% generation %\}"):
-        template.render(CHAT[1:])
+def turn(role: str, content: str) -> str:
+    return f"<|begin|>{role}\n{content}<|end|>\n"
+
+
+@pytest.mark.parametrize("text", [PLAIN, MARKED], ids=["plain", "marked"])
+def test_an_answer_of_weight_0_is_read_and_not_learned(folder: Folder, text: str) -> None:
+    template = folder.template(text)
+    for chosen, wanted in ((2, "that is it<|end|>\n"), (4, "fine ünd good<|end|>\n")):
+        record = [
+            {**message, "weight": int(at != chosen)} if at in (2, 4) else message for at, message in enumerate(CHAT)
+        ]
+        ((whole, learned),) = folder.answers(template, record)
+        assert learned == wanted
+        assert whole == "".join(turn(m["role"], m["content"]) for m in CHAT[: 3 if chosen == 4 else 5]) or chosen == 4
+
+
+THOUGHT = [
+    {"role": "user", "content": "hello thére"},
+    {"role": "assistant", "reasoning_content": "ünd", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "4"},
+    {"role": "assistant", "reasoning_content": "so it is", "content": "fine"},
+    {"role": "user", "content": "what"},
+    {"role": "assistant", "reasoning_content": "some more", "content": "that is it"},
+]
+
+
+def test_each_answer_is_learned_as_its_own_rendering_has_it(folder: Folder) -> None:
+    """A template that leaves out earlier thoughts was refused; rendered whole, all thoughts but the last are lost."""
+    call = 'clock{"zone": "é"}'
+    first = turn("user", "hello thére") + turn("assistant", f"<think>ünd</think>{call}") + turn("tool", "4")
+    first += turn("assistant", "<think>so it is</think>fine")
+    second = turn("user", "hello thére") + turn("assistant", call) + turn("tool", "4") + turn("assistant", "fine")
+    second += turn("user", "what") + turn("assistant", "<think>some more</think>that is it")
+    template = folder.template(KEEPS_THOUGHTS_OF_THE_LAST)
+    assert folder.answers(template, THOUGHT) == [
+        (first, f"<think>ünd</think>{call}<|end|>\n<think>so it is</think>fine<|end|>\n"),
+        (second, "<think>some more</think>that is it<|end|>\n"),
+    ]
+    not_the_first = [{**message, "weight": 0} if at in (1, 3) else message for at, message in enumerate(THOUGHT)]
+    assert folder.answers(template, not_the_first) == [(second, "<think>some more</think>that is it<|end|>\n")]
+    with pytest.raises(ValueError, match=r"message 2: the chat template leaves out a part of this answer, .*'ünd'"):
+        rendered(folder.template(KEEPS_THOUGHTS_OF_THE_LAST, answers_only=False), THOUGHT)
+
+
+def test_the_flags_of_an_own_rendering_token_by_token(folder: Folder) -> None:
+    first, second = rendered(folder.template(RETURNS), CHAT[1:])
+    for found, answer, end in ((first, "fine ünd good", "<|return|>"), (second, "that is it", "<|return|>")):
+        tokens = [folder.text([token]) for token in found.ids]
+        header = max(at for at, token in enumerate(tokens) if token == "<|begin|>")
+        begin = header + len(folder.tokens.encode("assistant\n").ids) + 1
+        length = len(folder.tokens.encode(answer).ids)
+        assert tokens[begin + length :] == [end]
+        assert found.is_answer.tolist() == [at >= begin for at in range(len(tokens))]
+    assert folder.text(second.ids).count("<|end|>") == 3
+
+
+def test_an_answer_that_later_renderings_leave_out_is_learned_in_its_own(folder: Folder) -> None:
+    question, answer = turn("user", "hello thére"), turn("assistant", "fine ünd good")
+    last = turn("user", "what") + turn("assistant", "that is it")
+    assert folder.answers(folder.template(SHORTENS), CHAT[1:]) == [
+        (question + answer, "fine ünd good<|end|>\n"),
+        (question + last, "that is it<|end|>\n"),
+    ]
+
+
+def test_an_answer_that_changes_what_is_before_it_is_refused(folder: Folder) -> None:
+    template = "{% for m in messages %}{{ loop.length }}" + TURN + "{% endfor %}" + ASK
+    with pytest.raises(ValueError, match=r"message 4: .* mark answers with \{% generation %\}"):
+        rendered(folder.template(template), CHAT[1:])
+
+
+# ---- tools
+
+
+def test_tools_and_calls_are_what_transformers_writes(folder: Folder) -> None:
+    """`tools` were ignored: the model learned calls without the definitions."""
+    template = folder.template(AS_JSON)
+    messages = [CHAT[1], {"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "content": "4"}, CHAT[4]]
+    given = only(template, {"tools": [CLOCK], "messages": messages})
+    parsed = [{**CALL, "function": {"name": "clock", "arguments": {"zone": "é"}}}]
+    wanted = transformers.PreTrainedTokenizerFast.from_pretrained(folder.path).apply_chat_template(
+        [messages[0], {"role": "assistant", "tool_calls": parsed}, *messages[2:]], tools=[CLOCK]
+    )
+    assert given.ids.tolist() == wanted["input_ids"]
+    assert folder.text(given.ids[given.is_answer]) == (
+        '<|begin|>assistant\nclock{"zone": "é"}<|end|>\n<|begin|>assistant\nthat is it<|end|>\n'
+    )
+    assert folder.text(given.ids).startswith(f"<|begin|>system\n{json.dumps(CLOCK)}<|end|>\n")
+
+
+@pytest.mark.parametrize("arguments", ['{"zone": "é"}', {"zone": "é"}])
+@pytest.mark.parametrize("text", [AS_JSON, AS_TEXT])
+def test_arguments_have_the_form_that_the_template_takes(folder: Folder, text: str, arguments: Any) -> None:
+    call = {"type": "function", "function": {"name": "clock", "arguments": arguments}}
+    ((whole, _),) = folder.answers(folder.template(text), [CHAT[1], {"role": "assistant", "tool_calls": [call]}])
+    assert whole.endswith('clock{"zone": "é"}<|end|>\n')
+
+
+def test_arguments_in_the_syntax_of_python_are_no_json(folder: Folder) -> None:
+    ((whole, _),) = folder.answers(folder.template(AS_PYTHON), [CHAT[1], {"role": "assistant", "tool_calls": [CALL]}])
+    assert whole.endswith('clock{"zone": "é"}<|end|>\n')  # it got the text
+
+
+def test_a_template_for_tools_of_its_own_is_used_and_counts(folder: Folder) -> None:
+    own = folder.path / "additional_chat_templates"
+    own.mkdir()
+    prints = {folder.template(PLAIN).fingerprint}
+    (own / "tool_use.jinja").write_text(AS_JSON)
+    template = folder.template(PLAIN, where="file beside")
+    assert folder.text(only(template, {"messages": CHAT[1:3], "tools": [CLOCK]}).ids).startswith("<|begin|>system\n{")
+    assert folder.text(only(template, CHAT[1:3]).ids).startswith("<|begin|>user")
+    prints.add(template.fingerprint)
+    (own / "tool_use.jinja").write_text(AS_TEXT)
+    assert len({*prints, template.fingerprint}) == 3
+
+
+# ---- what a template leaves out
+
+ONLY_USERS = "{% for m in messages %}{% if m.role in ['user', 'assistant'] %}" + TURN + "{% endif %}{% endfor %}" + ASK
+DROPS_THOUGHTS = "{% for m in messages %}{{ m.role + m.content.split('</think>')[-1] }}{% endfor %}"
+ONE_CALL = AS_JSON.replace("in m.tool_calls", "in m.tool_calls[:1]")
+NO_NAMES = AS_JSON.replace("t | tojson", "'a tool'")
+
+
+@pytest.mark.parametrize(
+    ("text", "record", "message"),
+    [
+        (PLAIN, {"messages": CHAT, "tools": [CLOCK]}, "does not write the record's tools"),
+        (NO_NAMES, {"messages": CHAT, "tools": [CLOCK]}, "does not write the tools clock"),
+        (ONLY_USERS, CHAT, "message 1: the chat template does not write this message, the system's"),
+        (
+            DROPS_THOUGHTS,
+            [CHAT[1], {"role": "assistant", "content": "<think>ünd</think>fine"}],
+            "message 2: the chat template leaves out a part of this answer, which begins '<think>ünd",
+        ),
+        (
+            ONE_CALL,
+            [CHAT[1], {"role": "assistant", "tool_calls": [CALL, CALL]}],
+            "message 2: the chat template does not write all calls of 'clock'",
+        ),
+    ],
+)
+def test_a_text_that_the_template_leaves_out_is_named(folder: Folder, text: str, record: Any, message: str) -> None:
+    with pytest.raises((DataError, ValueError), match=message):
+        rendered(folder.template(text), record)
+
+
+def test_the_prompt_for_an_answer_may_have_its_first_words(folder: Folder) -> None:
+    record = [CHAT[1], {"role": "assistant", "content": "<think> fine"}]
+    assert folder.answers(folder.template(THINKS), record)[0][1] == " fine<|end|>\n"
+    echo = "{% for m in messages %}{{ m.role }}{{ m.content if m.role == 'user' else 'more' }}{% endfor %}"
+    with pytest.raises(ValueError, match="message 2: the chat template leaves out a part of this answer"):
+        rendered(folder.template(echo), [CHAT[1], {"role": "assistant", "content": CHAT[1]["content"]}])
+
+
+def test_a_message_may_be_written_in_any_form(folder: Folder) -> None:
+    form = "{% for m in messages %}{{ '<|begin|>' + m.role }}{{ m.content | upper if m.role == 'user' else m.content }}"
+    ((whole, _),) = folder.answers(folder.template(form + "{{ '<|end|>' }}{% endfor %}"), CHAT)
+    assert "HELLO" in whole
+
+
+def test_parts_are_joined_as_the_template_does(folder: Folder) -> None:
+    parts = [{"type": "text", "text": "hello"}, {"type": "text", "text": "thére"}]
+    form = "{% for m in messages %}{{ m.role }}{% if m.content is string %}{{ m.content }}{% else %}"
+    form += "{% for part in m.content %}{{ part.text + ';' }}{% endfor %}{% endif %}{% endfor %}"
+    ((whole, _),) = folder.answers(folder.template(form), [{"role": "user", "content": parts}, CHAT[2]])
+    assert whole == "userhello;thére;assistantfine ünd good"
+    other = "{{ 'text' if false }}{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}"
+    with pytest.raises(ValueError, match="message 1: the chat template takes text, and this content has parts"):
+        rendered(folder.template(other), [{"role": "user", "content": parts}, CHAT[2]])
 
 
 def test_a_template_of_ones_own_replaces_the_tokenizers(folder: Folder) -> None:
     folder.template(RAISES)
     own = folder.path / "own.jinja"
     own.write_text(PLAIN)
-    found = Template(folder.path / "tokenizer.json", own, answers_only=True).render(CHAT)
+    found = only(Template(folder.path / "tokenizer.json", own, answers_only=True), CHAT)
     assert folder.text(found.ids[found.is_answer]) == ANSWERS
 
 
@@ -146,15 +362,18 @@ def test_a_tokenizer_without_a_template_says_what_to_do(folder: Folder, content:
 
 
 def test_a_template_that_is_no_template_is_named(folder: Folder) -> None:
+    template = folder.template("{% for m in messages %}")
+    with pytest.raises(DataError, match=r"tokenizer\.json: its chat template cannot be parsed"):
+        rendered(template, CHAT)
     with pytest.raises(ValueError, match="the chat template refuses it"):
-        folder.template("{% for m in messages %}").render(CHAT)
+        template.render(conversation_of({"messages": CHAT}, "a"))
 
 
 @pytest.mark.parametrize("content", ["[" * 200, '{"chat_template": 3}', '{"chat_template": [1]}'])
 def test_a_config_that_cannot_be_read_is_named(folder: Folder, content: str) -> None:
     (folder.path / "tokenizer_config.json").write_text(content)
     with pytest.raises((DataError, ValueError), match=r"tokenizer|template"):
-        Template(folder.path / "tokenizer.json", None, answers_only=True).render(CHAT)
+        rendered(Template(folder.path / "tokenizer.json", None, answers_only=True), CHAT)
 
 
 def test_a_template_file_that_is_not_there_is_named(folder: Folder) -> None:
@@ -238,14 +457,63 @@ def test_long_conversations_are_left_out_and_counted(folder: Folder) -> None:
     assert "lose their end; 1 of them with all their answers" in note
 
 
+def test_the_samples_of_a_record_are_held_out_together(folder: Folder) -> None:
+    """Each has what the others are judged by."""
+    folder.template(RETURNS)
+    ask = [[{"role": "user", "content": f"{at} what"}, CHAT[4], CHAT[3], CHAT[4]] for at in range(40)]
+    corpus = prepare_corpus(from_dict(settings(folder, [{"messages": each} for each in ask], validation=0.3)))
+    (feed,) = corpus.feeds
+    trained = folder.text(np.concatenate([*feed.take(0, len(feed._rows))["input_ids"]]))
+    held = folder.text(np.concatenate([*next(iter(corpus.held[0].rows.in_order(999, limit=1)))["input_ids"]]))
+    for at in range(40):
+        question = f"<|begin|>user\n{at} what"
+        assert (trained.count(question), held.count(question)) in {(2, 0), (0, 2)}
+    assert 8 <= sum(f"user\n{at} what" in held for at in range(40)) <= 16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("streaming", [{}, {"streaming": True, "shard": 1 << 20}])
+def test_broken_records_are_skipped_counted_and_a_part_of_the_identity(
+    folder: Folder, streaming: dict[str, Any]
+) -> None:
+    folder.template(PLAIN)
+    broken = [{"prompt": "a", "completion": ""}, {"text": "a"}, {"text": "b"}]
+    given = settings(folder, [*some_records(40), *broken], validation=0.1, **streaming)
+    with pytest.raises(DataError, match=r"records\.jsonl, line 41, message 2: an empty answer"):
+        prepare_corpus(from_dict(given))
+    given["data"]["bad_records"] = "skip"
+    skipping = from_dict(given)
+    for _ in range(2):  # encoded, and from the cache
+        notes = Samples(skipping, prepare_corpus(skipping), MeshShape().place(0)).notes
+        (note,) = [note for note in notes if "broken" in note]
+        assert note.startswith("3 of 43 records are broken: 2 of ")
+        assert note.endswith('records.jsonl: no answer to learn (data.bad_records = "skip")')
+    whole = settings(folder, some_records(40), validation=0.1, **streaming)
+    prints = [prepare_corpus(from_dict(whole)).fingerprint]
+    whole["data"]["bad_records"] = "skip"
+    prints.append(prepare_corpus(from_dict(whole)).fingerprint)
+    assert len(set(prints)) == 2
+    given = settings(folder, [*some_records(20), *broken], bad_records="skip", **streaming)
+    with pytest.raises(DataError, match=r"3 of 23 records are broken: .*At most 10% are skipped"):
+        prepare_corpus(from_dict(given))
+
+
 @pytest.mark.parametrize(
     ("text", "record", "message"),
     [
         (PLAIN, {"text": "a"}, r"records\.jsonl, line 31: not a conversation: it has text"),
         (PLAIN, {"prompt": "a", "completion": ""}, r"records\.jsonl, line 31, message 2: an empty answer"),
         (RAISES, {"prompt": "a", "completion": "b"}, r"records\.jsonl, line 1: the chat template refuses it: no such"),
-        ("none", {"prompt": "a", "completion": "b"}, r"line 1: .*(no token of an answer|cannot be told)"),
-        ("{% generation %}{% endgeneration %}x y", {"prompt": "a", "completion": "b"}, r"line 1: .*(answer|refuses)"),
+        (
+            "none",
+            {"prompt": "a", "completion": "b"},
+            "line 1: message 1: the chat template does not write this message",
+        ),
+        (
+            "{% generation %}{% endgeneration %}x y",
+            {"prompt": "a", "completion": "b"},
+            "line 1: message 1: the chat template does not write this message",
+        ),
     ],
 )
 def test_what_is_wrong_names_file_and_record(folder: Folder, text: str, record: Any, message: str) -> None:

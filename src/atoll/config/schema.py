@@ -205,6 +205,8 @@ class Data(Section):
     format: "text", or "chat" for conversations and instructions, which the tokenizer's chat template formats;
     `chat_template` is a file that replaces the template.
     answers_only: compute the loss on the assistant's answers only.
+    ignored_keys: keys of conversations and their messages that are not used; any other unknown key is an error.
+    bad_records: "stop" at the first broken record, or "skip" and count them.
     sequence: sequence length, the tokens in a sample.
     packing: what a sample contains: a block of joined documents ("blocks"), several whole documents ("documents"), or
     one document with padding ("pad"); "auto" is "documents" for chat and "blocks" for text.
@@ -221,6 +223,8 @@ class Data(Section):
     """"auto": the tokenizer in the model's folder if it has one, else bpe-4096."""
     chat_template: str | None = None
     answers_only: bool = True
+    ignored_keys: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ()
+    bad_records: Literal["stop", "skip"] = "stop"
     sequence: Positive = 256
     packing: Literal["auto", "blocks", "documents", "pad"] = "auto"
     too_long: Literal["auto", "split", "drop", "truncate"] = "auto"
@@ -241,8 +245,13 @@ class Data(Section):
             )
         if is_chat and self.text_field != "text":
             problems.append('data.text_field has no effect with data.format = "chat"; leave it out')
-        if not is_chat and (self.chat_template is not None or not self.answers_only):
-            key = "answers_only" if self.chat_template is None else "chat_template"
+        for_chat = {
+            "chat_template": self.chat_template is not None,
+            "answers_only": not self.answers_only,
+            "ignored_keys": bool(self.ignored_keys),
+        }
+        if not is_chat and any(for_chat.values()):
+            key = next(key for key, is_set in for_chat.items() if is_set)
             problems.append(f'data.{key} applies to conversations only; set data.format = "chat", or leave it out')
         if self.how == "blocks" and self.too_long != "auto":
             problems.append(

@@ -11,12 +11,13 @@ from __future__ import annotations
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
+from atoll.data.bad_records import BadRecords
 from atoll.data.files import (
     JSONL_SUFFIXES,
     PARQUET_SUFFIXES,
@@ -31,6 +32,7 @@ from atoll.data.files import (
     optional,
     read_file,
     read_records,
+    without_nulls,
 )
 from atoll.errors import DataError
 
@@ -206,24 +208,37 @@ def fingerprint(source: Source) -> str:
     return total.hexdigest()
 
 
-def documents(source: Source) -> Iterator[str]:
-    """Yield the documents that are not empty, in a fixed order."""
-    column, hint = source.text_field, "set data.text_field"
+def documents(source: Source, bad: BadRecords | None = None) -> Iterator[str]:
+    """Yield the documents that are not empty, in a fixed order. bad: collects broken records."""
+    bad, column = BadRecords() if bad is None else bad, source.text_field
     if source.kind is Kind.DATASETS:
-        texts = (field(record, column, where) for where, record in _saved_dataset(source, [column], hint))
+        texts = _column(source, column, bad)
     else:
-        texts = (text for file, part in source.pieces for text in _readable(file, read_file(file, column, part)))
+        texts = (text for file, part in source.pieces for text in _readable(file, read_file(file, column, part, bad)))
     return (text for text in texts if text)
 
 
-def records(source: Source, columns: Sequence[str], *, hint: str) -> Iterator[Record]:
-    """Yield the records of a source, in a fixed order. columns, hint: see `read_records`."""
+def _column(source: Source, column: str, bad: BadRecords) -> Iterator[str]:
+    for where, record in _saved_dataset(source, [column], "set data.text_field"):
+        with bad.skipping():
+            yield field(record, column, where)
+
+
+def records(
+    source: Source,
+    columns: Sequence[str],
+    *,
+    hint: str,
+    without: Collection[str] | None = None,
+    bad: BadRecords | None = None,
+) -> Iterator[Record]:
+    """Yield the records of a source, in a fixed order. See `read_records`."""
     if source.kind is Kind.DATASETS:
-        return _saved_dataset(source, columns, hint)
+        return _saved_dataset(source, columns, hint, without)
     return (
         each
         for file, part in source.pieces
-        for each in _readable(file, read_records(file, columns, hint=hint, part=part))
+        for each in _readable(file, read_records(file, columns, hint=hint, part=part, without=without, bad=bad))
     )
 
 
@@ -237,10 +252,12 @@ def _readable(path: Path, found: Iterator[T]) -> Iterator[T]:
         raise unreadable(path, error) from error
 
 
-def _saved_dataset(source: Source, columns: Sequence[str], hint: str) -> Iterator[Record]:
+def _saved_dataset(
+    source: Source, columns: Sequence[str], hint: str, without: Collection[str] | None = None
+) -> Iterator[Record]:
     begin, end = next((part for part in source.parts if part is not None), (0, dataset_rows(source)))
     for split in _splits(source):
-        chosen = known_columns(split.column_names, columns, str(source.root), hint)
+        chosen = known_columns(split.column_names, columns, str(source.root), hint, without=without)
         first, last = min(begin, len(split)), min(end, len(split))
         begin, end = begin - first, end - last
         if first == last:
@@ -249,7 +266,7 @@ def _saved_dataset(source: Source, columns: Sequence[str], hint: str) -> Iterato
             rows = split.select(range(first, last)).select_columns(chosen)
             rows.data.table.validate(full=True)  # arrow uses offsets of the file without checks
             for number, record in enumerate(rows, start=first + 1):
-                yield f"{source.root}, row {number}", record
+                yield f"{source.root}, row {number}", {key: without_nulls(value) for key, value in record.items()}
         except DataError:
             raise
         except Exception as error:

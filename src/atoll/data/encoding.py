@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from atoll.data.conversations import ChatTemplate, Rendered, conversations
+from atoll.data.bad_records import BadRecords, Policy, Skipped
+from atoll.data.conversations import NOTHING_TO_LEARN, ChatTemplate, Rendered, conversations
 from atoll.data.corpus import Source, documents
 from atoll.data.split import Range, ranges_of
 from atoll.data.tokenizer import Tokenizer
-from atoll.errors import DataError
+from atoll.errors import DataError, RecordError
 
 _PIECE_CHARACTERS = 200_000
 _GROUP_CHARACTERS = 4_000_000
@@ -22,12 +24,25 @@ _GROUP_CHARACTERS = 4_000_000
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Tokens of a source in a file, document after document. answers: file of one flag per token, for conversations."""
+    """Tokens of a source in a file, document after document.
+
+    answers: file of one flag per token, for conversations.
+    counts: number of documents of each record: several for a conversation whose answers have renderings of their own.
+    skipped: broken records that were skipped.
+    """
 
     tokens: Path
     answers: Path | None
     dtype: np.dtype[Any]
     lengths: list[int]
+    counts: list[int]
+    skipped: Skipped | None
+
+    @property
+    def sizes(self) -> list[int]:
+        """Number of tokens of each record."""
+        ends = np.cumsum([0, *self.counts])
+        return [sum(self.lengths[begin:end]) for begin, end in pairwise(ends.tolist())]
 
     def ranges(self, chosen: NDArray[np.bool_]) -> Sequence[Range]:
         """Return the ranges of tokens of some documents."""
@@ -54,43 +69,58 @@ class Encoded:
                 path.unlink()
 
 
-def encode(folder: Path, source: Source, tokenizer: Tokenizer, *, chat: ChatTemplate | None) -> Encoded:
+def encode(
+    folder: Path,
+    source: Source,
+    tokenizer: Tokenizer,
+    *,
+    chat: ChatTemplate | None,
+    ignored: Collection[str] = (),
+    bad_records: Policy = "stop",
+) -> Encoded:
     """Encode a source into files of `folder`. Raises DataError if it has no text.
 
-    chat: the template, if the source has conversations.
+    chat: the template, if the source has conversations.  ignored: their keys that are not used.
     """
+    bad = BadRecords(bad_records)
     dtype = np.dtype(np.uint16 if tokenizer.size <= 1 << 16 else np.uint32)
     tokens, answers = folder / "tokens.bin", None
     if chat is None:
-        lengths = _encode_texts(documents(source), tokenizer, tokens, dtype)
+        lengths = _encode_texts(documents(source, bad), tokenizer, tokens, dtype)
+        counts = [1] * len(lengths)
     else:
         answers = folder / "answers.bin"
-        found = _rendered(source, chat, tokenizer)
         with tokens.open("wb") as ids, answers.open("wb") as flags:
-            lengths = []
-            for each in found:
-                each.ids.astype(dtype).tofile(ids)
-                each.is_answer.astype(np.uint8).tofile(flags)
-                lengths.append(len(each.ids))
+            lengths, counts = [], []
+            for samples in _rendered(source, chat, tokenizer, ignored, bad):
+                for each in samples:
+                    each.ids.astype(dtype).tofile(ids)
+                    each.is_answer.astype(np.uint8).tofile(flags)
+                lengths += [len(each.ids) for each in samples]
+                counts.append(len(samples))
+    skipped = bad.check(len(counts), f"{source.key} = {source.name!r}")
     if sum(lengths) < 2 and not source.is_shard:
         raise DataError(f"{source.key} = {source.name!r}: no text in {source.root.absolute()}; take another")
-    return Encoded(tokens, answers, dtype, lengths)
+    return Encoded(tokens, answers, dtype, lengths, counts, skipped)
 
 
-def _rendered(source: Source, chat: ChatTemplate, tokenizer: Tokenizer) -> Iterator[Rendered]:
-    """Yield the conversations of a source as tokens. Raises DataError for one without a label in the loss."""
-    for where, messages in conversations(source):
-        try:
-            found = chat.render(messages)
-        except ValueError as error:
-            raise DataError(f"{where}: {error}") from error
-        if not found.is_answer[1:].any():
-            raise DataError(f"{where}: the chat template writes no token of an answer, so there is nothing to learn")
-        if found.ids.max() >= tokenizer.size:
-            raise DataError(
-                f"{where}: the chat template gives id {found.ids.max()}; the tokenizer has {tokenizer.size}"
-            )
-        yield found
+def _rendered(
+    source: Source, chat: ChatTemplate, tokenizer: Tokenizer, ignored: Collection[str], bad: BadRecords
+) -> Iterator[list[Rendered]]:
+    """Yield the samples of each conversation of a source."""
+    found = conversations(source, reads=lambda has_tools: chat.reads(has_tools=has_tools), ignored=ignored, bad=bad)
+    for where, conversation in found:
+        with bad.skipping():
+            try:
+                samples = chat.render(conversation)
+            except ValueError as error:
+                raise RecordError(where, "refused by the chat template", str(error)) from error
+            if not all(each.is_answer[1:].any() for each in samples):
+                reason = "the chat template writes no token of an answer, so there is nothing to learn"
+                raise RecordError(where, NOTHING_TO_LEARN, reason)
+            if (largest := max(each.ids.max() for each in samples)) >= tokenizer.size:
+                raise DataError(f"{where}: the chat template gives id {largest}; the tokenizer has {tokenizer.size}")
+            yield samples
 
 
 def _mapped(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -98,18 +128,21 @@ def _mapped(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
 
 
 def _encode_texts(texts: Iterable[str], tokenizer: Tokenizer, path: Path, dtype: np.dtype[Any]) -> list[int]:
-    """Write the tokens of all documents, concatenated. Return the number of tokens of each, with the end of text."""
-    closing = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
+    """Write the tokens of all documents, concatenated. Return the number of tokens of each, with its special tokens."""
+    opening, closing = (np.array(ids, dtype=dtype) for ids in (tokenizer.opening, tokenizer.closing))
     lengths: list[int] = []
     length = 0
     with path.open("wb") as stream:
         for group in _groups(_pieces(texts)):
             encoded = tokenizer.encode_batch([text for text, _ in group])
             for ids, (_, is_last) in zip(encoded, group, strict=True):
+                if length == 0:
+                    opening.tofile(stream)
+                    length = len(opening)
                 ids.astype(dtype).tofile(stream)
                 length += len(ids)
                 if is_last:
-                    np.array(closing, dtype=dtype).tofile(stream)
+                    closing.tofile(stream)
                     lengths.append(length + len(closing))
                     length = 0
     return lengths

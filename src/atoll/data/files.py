@@ -15,15 +15,16 @@ import gzip
 import importlib
 import io
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from enum import StrEnum
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from atoll.data.bad_records import BadRecords
 from atoll.documents import parse_json
-from atoll.errors import DataError
+from atoll.errors import DataError, RecordError
 
 PACKED_SUFFIXES = frozenset({".gz", ".zst", ".zstd"})
 JSONL_SUFFIXES = frozenset({".jsonl", ".ndjson"})
@@ -56,7 +57,7 @@ BOM = b"\xef\xbb\xbf"
 """Byte order mark of UTF-8."""
 
 
-CONVERSATION_KEYS = frozenset({"messages", "prompt", "instruction"})
+CONVERSATION_KEYS = frozenset({"messages", "conversations", "conversation", "prompt", "instruction"})
 """Keys that data.format = "chat" reads."""
 
 
@@ -120,8 +121,10 @@ Range = tuple[int, int]
 """First record and one past the last: in bytes for JSON lines, row groups for parquet, rows for a dataset."""
 
 
-def read_file(path: Path, text_field: str, part: Range | None = None) -> Iterator[str]:
+def read_file(path: Path, text_field: str, part: Range | None = None, bad: BadRecords | None = None) -> Iterator[str]:
     """Yield the documents of a file or a part of it, including empty ones. text_field: key or column of their text.
+
+    bad: collects broken records.
 
     Raises DataError for unreadable content, and OSError.
     """
@@ -129,23 +132,35 @@ def read_file(path: Path, text_field: str, part: Range | None = None) -> Iterato
         with opened(path) as stream:
             yield stream.read().decode("utf-8-sig", errors="replace")
         return
-    for where, record in read_records(path, [text_field], hint="set data.text_field", part=part):
-        yield field(record, text_field, where)
+    bad = BadRecords() if bad is None else bad
+    for where, record in read_records(path, [text_field], hint="set data.text_field", part=part, bad=bad):
+        with bad.skipping():
+            yield field(record, text_field, where)
 
 
-def read_records(path: Path, columns: Sequence[str], *, hint: str, part: Range | None = None) -> Iterator[Record]:
+def read_records(
+    path: Path,
+    columns: Sequence[str],
+    *,
+    hint: str,
+    part: Range | None = None,
+    without: Collection[str] | None = None,
+    bad: BadRecords | None = None,
+) -> Iterator[Record]:
     """Yield the records of a file or a part of it.
 
     columns: columns to read of a table, which must have at least one of them.  hint: what to do if it has none.
+    without: read all columns of a table but these; None: read `columns` only.  bad: collects broken records.
+
     Raises DataError for unreadable content or a file without records, and OSError.
     """
     match form_of(path):
         case Form.PARQUET:
-            yield from _parquet(path, columns, hint, part)
+            yield from _parquet(path, columns, hint, part, without)
         case Form.LINES:
-            yield from _lines(path, part)
+            yield from _lines(path, part, bad or BadRecords())
         case Form.ARRAY:
-            yield from _array(path, columns)
+            yield from _array(path, columns, bad or BadRecords())
         case Form.TEXT:
             raise DataError(f"{path} is text without records; give JSON lines, a JSON array or parquet")
 
@@ -242,7 +257,7 @@ class _Between(io.RawIOBase):
         return len(content)
 
 
-def _lines(path: Path, part: Range | None = None) -> Iterator[Record]:
+def _lines(path: Path, part: Range | None, bad: BadRecords) -> Iterator[Record]:
     with ExitStack() as held:
         stream = held.enter_context(opened(path))
         if part is not None:
@@ -253,18 +268,23 @@ def _lines(path: Path, part: Range | None = None) -> Iterator[Record]:
             if not line.strip():
                 continue
             where = f"{path}, line {number}{behind}"
-            try:
-                record = parse_json(line)
-            except ValueError as error:
-                raise DataError(f"{where}: not JSON ({error}); a JSONL file has one object a line") from error
-            if not isinstance(record, dict):
-                raise DataError(
-                    f"{where}: a {type(record).__name__}, not an object; a JSONL file has one object a line"
-                )
-            yield where, record
+            with bad.skipping():
+                yield where, _object(line, where)
 
 
-def _array(path: Path, columns: Sequence[str]) -> Iterator[Record]:
+def _object(line: str, where: str) -> dict[str, Any]:
+    """Return the object of a line. Raises RecordError if there is none."""
+    try:
+        record = parse_json(line)
+    except ValueError as error:
+        raise RecordError(where, "not JSON", f"not JSON ({error}); a JSONL file has one object a line") from error
+    if not isinstance(record, dict):
+        reason = f"a {type(record).__name__}, not an object; a JSONL file has one object a line"
+        raise RecordError(where, "not an object", reason)
+    return record
+
+
+def _array(path: Path, columns: Sequence[str], bad: BadRecords) -> Iterator[Record]:
     """Yield the objects of an array. Where one column is read, a string is an object that has it."""
     with opened(path) as stream:
         content = stream.read()
@@ -278,23 +298,27 @@ def _array(path: Path, columns: Sequence[str]) -> Iterator[Record]:
         where = f"{path}, object {number}"
         if isinstance(record, str) and len(columns) == 1:
             record = {columns[0]: record}
-        if not isinstance(record, dict):
-            texts = " or texts" if len(columns) == 1 else ""
-            raise DataError(f"{where}: a {type(record).__name__}; an array of documents has objects{texts} only")
-        yield where, record
+        with bad.skipping():
+            if not isinstance(record, dict):
+                texts = " or texts" if len(columns) == 1 else ""
+                reason = f"a {type(record).__name__}; an array of documents has objects{texts} only"
+                raise RecordError(where, "not an object", reason)
+            yield where, record
 
 
-def _parquet(path: Path, columns: Sequence[str], hint: str, part: Range | None) -> Iterator[Record]:
+def _parquet(
+    path: Path, columns: Sequence[str], hint: str, part: Range | None, without: Collection[str] | None
+) -> Iterator[Record]:
     parquet = optional("pyarrow.parquet", "pyarrow", path)
     try:
         with parquet.ParquetFile(path) as table:
-            chosen = known_columns(table.schema_arrow.names, columns, str(path), hint)
+            chosen = known_columns(table.schema_arrow.names, columns, str(path), hint, without=without)
             groups = range(*(part or (0, table.num_row_groups)))
             before = sum(table.metadata.row_group(group).num_rows for group in range(groups.start))
             batches = table.iter_batches(row_groups=list(groups), columns=chosen)
             rows = (row for batch in batches for row in batch.to_pylist())
             for number, record in enumerate(rows, start=before + 1):
-                yield f"{path}, row {number}", record
+                yield f"{path}, row {number}", {key: without_nulls(value) for key, value in record.items()}
     except DataError:
         raise
     except Exception as error:  # of several types, also OSError for corrupt content
@@ -325,24 +349,37 @@ def _is_packed(path: Path) -> bool:
         return file.read(4).startswith((GZIP, ZSTD))
 
 
-def known_columns(has: Sequence[str], wanted: Sequence[str], where: str, hint: str) -> list[str]:
-    """Return the requested columns that a table has. Raises DataError if there is none."""
+def known_columns(
+    has: Sequence[str], wanted: Sequence[str], where: str, hint: str, *, without: Collection[str] | None = None
+) -> list[str]:
+    """Return the requested columns that a table has, or all but those in `without`. Raises DataError if it has none of
+    the requested ones."""
     found = [name for name in wanted if name in has]
     if not found:
         raise DataError(f"{where}: no column {' or '.join(map(repr, wanted))} (it has {', '.join(has)}); {hint}")
-    return found
+    return found if without is None else [name for name in has if name in found or name not in without]
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a value of a table without keys that are null: all objects of a column have the keys of each of them."""
+    if isinstance(value, dict):
+        return {key: without_nulls(each) for key, each in value.items() if each is not None}
+    return [without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def field(record: dict[str, Any], text_field: str, where: str) -> str:
-    """Return the text of a record. Raises DataError if there is none."""
+    """Return the text of a record. Raises RecordError if there is none."""
     if text_field not in record:
         keys = ", ".join(sorted(record)) or "no keys"
         is_chat = not CONVERSATION_KEYS.isdisjoint(record)
         hint = ', or data.format = "chat" for conversations and instructions' if is_chat else ""
-        raise DataError(f"{where}: no field {text_field!r} (it has {keys}); set data.text_field{hint}")
+        raise RecordError(
+            where, f"no field {text_field!r}", f"no field {text_field!r} (it has {keys}); set data.text_field{hint}"
+        )
     value = record[text_field]
     if not isinstance(value, str):
-        raise DataError(f"{where}: field {text_field!r} is a {type(value).__name__}, not text; set data.text_field")
+        reason = f"field {text_field!r} is a {type(value).__name__}, not text; set data.text_field"
+        raise RecordError(where, f"field {text_field!r} is not text", reason)
     # JSON can hold half of a surrogate pair, which no encoding of text can.
     return value.encode("utf-8", errors="replace").decode("utf-8")
 

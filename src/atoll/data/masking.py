@@ -7,7 +7,7 @@ the seed and on the sample's position in the order, never on ranks or batches.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -17,17 +17,20 @@ HIDDEN, OTHER = 0.8, 0.1
 """Shares of the chosen tokens that become the mask token, and that become another token."""
 
 
-def hide(batch: Batch, positions: Iterable[int], *, seed: int, ratio: float, token: int) -> Batch:
+def hide(
+    batch: Batch, positions: Iterable[int], *, seed: int, ratio: float, token: int, kept: Sequence[int] = ()
+) -> Batch:
     """Mask some tokens of the batch. `positions` are those of its samples in the order.
 
-    token: id of the mask token. Replacements are ids below it, or all ids if it is the largest.
+    token: id of the mask token. Replacements are ids below it, or all ids if it is the largest.  kept: ids that are
+    never masked, such as those that begin and end documents.
     """
     ids = batch["input_ids"].copy()
     labels = np.full_like(ids, IGNORED_LABEL)
     for row, position in enumerate(positions):
         chance = np.random.default_rng((seed, position))
         is_there = batch["labels"][row] != IGNORED_LABEL
-        chosen = (chance.random(ids.shape[1]) < ratio) & is_there
+        chosen = (chance.random(ids.shape[1]) < ratio) & is_there & ~np.isin(ids[row], kept)
         labels[row, chosen] = ids[row, chosen]
         how = chance.random(ids.shape[1])
         others = chance.integers(token, size=ids.shape[1])

@@ -2,6 +2,8 @@
 
     <cache>/<key>/          key = hash of (content of the source, tokenizer, split, version of this format)
         tokenizer.json      as the `tokenizers` library writes it; absent for "bytes"
+        tokenizer_config.json, generation_config.json
+                            roles of its tokens, if they are known
         train.npy           uint16, or uint32 for more than 65536 ids
         train-lengths.npy   uint32, tokens per document, if samples are whole documents
         train-answers.npy   uint8, 1 for tokens of an answer, for conversations
@@ -22,7 +24,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,13 +33,14 @@ from typing import Any
 import numpy as np
 from filelock import FileLock
 
+from atoll.data.bad_records import BadRecords, Policy
 from atoll.data.blocks import MANIFEST, MARK, Blocks, CheckedTokens, DamagedCorpusError
-from atoll.data.conversations import ChatTemplate
+from atoll.data.conversations import RULES, ChatTemplate
 from atoll.data.corpus import Source, documents, find_source, fingerprint
 from atoll.data.encoding import encode
 from atoll.data.rows import How, Packing, Part, TooLong, rows_of
 from atoll.data.split import check_fraction, hold_back, split
-from atoll.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, bpe_size, sample, train_bpe
+from atoll.data.tokenizer import BESIDE, TOKENIZER, ByteTokenizer, FileTokenizer, Tokenizer, bpe_size, sample, train_bpe
 from atoll.documents import parse_json, read_json
 from atoll.errors import DataError
 
@@ -45,12 +48,17 @@ FORMAT = 2
 """Version of the arrays, increased whenever the same source and settings would give other arrays."""
 
 BYTES = "bytes"
-TOKENIZER = "tokenizer.json"
 TRAIN, VALIDATION = "train", "validation"
 CONTENT = (TOKENIZER, "train.npy", "validation.npy")
 """Files whose content the fingerprint covers."""
 OPTIONAL = tuple(f"{part}-{what}.npy" for part in (TRAIN, VALIDATION) for what in ("lengths", "answers"))
 """Further files covered by the fingerprint, if they exist."""
+
+OPTIONAL_SETTINGS = ("held", "keeps_documents", "chat", "records", "bad_records")
+"""Keys of about.json that are a part of the cache's key, where they apply."""
+
+LONGEST_NOTE = 4000
+"""Most characters of a note on skipped records."""
 
 PREVIEWED_BYTES = 8 << 20
 """Largest source whose token arrays `preview` creates, in bytes."""
@@ -63,8 +71,10 @@ Report = Callable[[str], None]
 class Corpus:
     """Training and validation tokens, as read-only memory maps whose blocks are verified when they are read.
 
-    fingerprint: a hash of all arrays and the tokenizer; equal fingerprints mean equal samples.
+    fingerprint: a hash of all arrays and the tokenizer, and of the policy if broken records are skipped; equal
+    fingerprints mean equal samples.
     folder: the folder of its files.
+    notes: on records that were skipped.
     """
 
     trained: Part
@@ -72,6 +82,7 @@ class Corpus:
     tokenizer: Tokenizer
     fingerprint: str
     folder: Path
+    notes: Sequence[str] = ()
 
     @property
     def train(self) -> CheckedTokens:
@@ -89,12 +100,14 @@ class Corpus:
 
         global_batch: samples per step.
         """
-        samples = len(rows_of(self.trained, packing))
+        rows = rows_of(self.trained, packing)
+        samples = len(rows)
         if samples < global_batch:
+            why = "".join(f"; {note}" for note in rows.notes)
             raise DataError(
                 f"the corpus is too small: {len(self.train)} training tokens are {samples} samples of data.sequence = "
-                f"{packing.sequence}, less than one step of train.global_batch = {global_batch}; "
-                "take more text, a shorter sequence or a smaller batch"
+                f"{packing.sequence}, less than one step of train.global_batch = {global_batch}{why}; "
+                f"take more text, {'another' if why else 'a shorter'} sequence or a smaller batch"
             )
         if len(self.validation) == 1:
             raise DataError("the validation split has 1 token and needs 2: take more text, or a larger data.validation")
@@ -114,6 +127,8 @@ def prepare(
     how: How = "blocks",
     too_long: TooLong = "split",
     chat: ChatTemplate | None = None,
+    ignored: Collection[str] = (),
+    bad_records: Policy = "stop",
     report: Report | None = None,
 ) -> Corpus:
     """Return the token arrays of a source, from the cache or built by one process while others wait.
@@ -124,14 +139,23 @@ def prepare(
     source, text_field: see `atoll.data.corpus`.
     tokenizer: "bytes", "bpe-N" or the path of a tokenizer.json.
     validation: fraction of the tokens to hold out, or a separate source.
-    chat: the chat template, if the source has conversations (`atoll.data.conversations`).
+    chat: the chat template, if the source has conversations (`atoll.data.conversations`).  ignored: their keys that are
+    not used.
+    bad_records: "stop" at the first broken record, or "skip" and count them, up to a tenth of a source.
     sequence, how, too_long: see `Packing`; if samples are whole documents, the arrays include their lengths.
     global_batch: only checked, see `Corpus.check`. Raises DataError for an unusable source, tokenizer or cache.
     """
     say = report or (lambda line: None)
     packing = Packing(sequence=sequence, how=how, too_long=too_long)
     recipe = _Recipe.find(
-        source, tokenizer=tokenizer, validation=validation, text_field=text_field, chat=chat, packing=packing
+        source,
+        tokenizer=tokenizer,
+        validation=validation,
+        text_field=text_field,
+        chat=chat,
+        packing=packing,
+        ignored=ignored,
+        bad_records=bad_records,
     )
     folder = cache.expanduser() / recipe.key()
     if not folder.is_dir():
@@ -158,6 +182,8 @@ def preview(
     how: How = "blocks",
     too_long: TooLong = "split",
     chat: ChatTemplate | None = None,
+    ignored: Collection[str] = (),
+    bad_records: Policy = "stop",
 ) -> Corpus | None:
     """Return the result of `prepare`, or raise its errors, without writing to the cache.
 
@@ -166,7 +192,14 @@ def preview(
     """
     packing = Packing(sequence=sequence, how=how, too_long=too_long)
     recipe = _Recipe.find(
-        source, tokenizer=tokenizer, validation=validation, text_field=text_field, chat=chat, packing=packing
+        source,
+        tokenizer=tokenizer,
+        validation=validation,
+        text_field=text_field,
+        chat=chat,
+        packing=packing,
+        ignored=ignored,
+        bad_records=bad_records,
     )
     folder = cache.expanduser() / recipe.key()
     corpus = None
@@ -203,6 +236,7 @@ class _Recipe:
 
     held: source of the held-out tokens; None: a share of the source, `validation`.
     keeps_documents: whether the arrays include the lengths of documents.
+    ignored: keys of conversations that are not used.
     """
 
     source: Source
@@ -215,6 +249,8 @@ class _Recipe:
     held_content: str
     keeps_documents: bool
     chat: ChatTemplate | None
+    ignored: frozenset[str]
+    bad_records: Policy
 
     @staticmethod
     def find(
@@ -225,11 +261,13 @@ class _Recipe:
         text_field: str,
         chat: ChatTemplate | None,
         packing: Packing,
+        ignored: Collection[str],
+        bad_records: Policy,
     ) -> _Recipe:
         file, tokenizer_content = None, tokenizer
         if tokenizer != BYTES and bpe_size(tokenizer) is None:
             file = _tokenizer_file(tokenizer)
-            tokenizer_content = hashlib.sha256(FileTokenizer.read(file).to_json().encode()).hexdigest()
+            tokenizer_content = FileTokenizer.read(file).identity
         options: dict[str, Any] = {"text_field": text_field, "has_records": chat is not None}
         found = find_source(source, **options) if isinstance(source, str) else source
         held = None
@@ -247,6 +285,8 @@ class _Recipe:
             "" if held is None else fingerprint(held),
             packing.keeps_documents,
             chat,
+            frozenset(ignored),
+            bad_records,
         )
 
     def about(self) -> dict[str, Any]:
@@ -264,6 +304,9 @@ class _Recipe:
             about["keeps_documents"] = True
         if self.chat is not None:
             about["chat"] = self.chat.fingerprint
+            about["records"] = [RULES, sorted(self.ignored)]
+        if self.bad_records != "stop":
+            about["bad_records"] = self.bad_records
         return about
 
     def key(self) -> str:
@@ -276,7 +319,7 @@ class _Recipe:
         if size is None:
             return ByteTokenizer()
         say(f"training the tokenizer {self.tokenizer} on {self.source.name}")
-        return train_bpe(sample(documents(self.source), self.source.nbytes), size)
+        return train_bpe(sample(documents(self.source, BadRecords(self.bad_records)), self.source.nbytes), size)
 
     @property
     def nbytes(self) -> int:
@@ -286,7 +329,7 @@ class _Recipe:
 def _key(about: Mapping[str, Any]) -> str:
     """Return the name of a cache's folder, computed from a part of its about.json."""
     chosen = {name: about[name] for name in ("format", "source", "kind", "text_field", "tokenizer", "validation")}
-    chosen |= {name: about[name] for name in ("held", "keeps_documents", "chat") if name in about}
+    chosen |= {name: about[name] for name in OPTIONAL_SETTINGS if name in about}
     return hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:32]
 
 
@@ -349,9 +392,12 @@ def _set_aside(folder: Path) -> bool:
 def _make(folder: Path, recipe: _Recipe, say: Report) -> None:
     tokenizer = recipe.make_tokenizer(say)
     say(f"encoding {recipe.source.name}")
-    encoded = encode(folder, recipe.source, tokenizer, chat=recipe.chat)
+    how: dict[str, Any] = {"chat": recipe.chat, "ignored": recipe.ignored, "bad_records": recipe.bad_records}
+    encoded = encode(folder, recipe.source, tokenizer, **how)
+    skipped = [] if encoded.skipped is None else [str(encoded.skipped)]
     if recipe.keeps_documents:
-        held, by = hold_back(encoded.lengths, recipe.validation), "documents"
+        # The samples of a record are held out together: each has what the others are judged by.
+        held, by = np.repeat(hold_back(encoded.sizes, recipe.validation), encoded.counts), "documents"
         encoded.write(folder, TRAIN, encoded.ranges(~held), encoded.chosen(~held))
         encoded.write(folder, VALIDATION, encoded.ranges(held), encoded.chosen(held))
     else:
@@ -362,7 +408,8 @@ def _make(folder: Path, recipe: _Recipe, say: Report) -> None:
     encoded.remove()
     if recipe.held is not None:
         say(f"encoding {recipe.held.name}")
-        own = encode(folder, recipe.held, tokenizer, chat=recipe.chat)
+        own = encode(folder, recipe.held, tokenizer, **how)
+        skipped += [] if own.skipped is None else [f"data.validation: {own.skipped}"]
         everything = np.ones(len(own.lengths), dtype=np.bool_)
         lengths = own.chosen(everything) if recipe.keeps_documents else None
         own.write(folder, VALIDATION, own.ranges(everything), lengths)
@@ -370,12 +417,14 @@ def _make(folder: Path, recipe: _Recipe, say: Report) -> None:
         by = "source"
 
     if isinstance(tokenizer, FileTokenizer):
-        (folder / TOKENIZER).write_text(tokenizer.to_json(), encoding="utf-8")
+        for name, content in {TOKENIZER: tokenizer.to_json(), **tokenizer.beside()}.items():
+            (folder / name).write_text(content, encoding="utf-8")
     about = {
         **recipe.about(),
         "source_name": recipe.source.name,
         "tokenizer_name": recipe.tokenizer,
         "documents": len(encoded.lengths),
+        **({"skipped": skipped} if skipped else {}),
         "tokens": sum(encoded.lengths),
         "split_by": by,
         "fingerprint": _content_hash(folder),
@@ -434,15 +483,21 @@ def load_cache(folder: Path, key: str, say: Report, *, marks: bool = False) -> C
             raise ValueError("it does not record where documents end")
         if about.get("chat") and (trained.answers is None or held.answers is None):
             raise ValueError("it does not record which tokens are answers")
+        skipped = [str(each)[:LONGEST_NOTE] for each in list(about.get("skipped", ()))[:2]]
         tokenizer: Tokenizer = ByteTokenizer()
         if TOKENIZER in blocks.files:
-            blocks.open(folder / TOKENIZER).check()
-            tokenizer = FileTokenizer.read(folder / TOKENIZER)
+            beside = [name for name in BESIDE if name in blocks.files]
+            for name in (TOKENIZER, *beside):
+                blocks.open(folder / name).check()
+            tokenizer = FileTokenizer.read(folder / TOKENIZER, beside=beside)
     except DamagedCorpusError:
         raise
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise DamagedCorpusError(folder, error) from error
-    return Corpus(trained, held, tokenizer, recorded, folder)
+    if policy := about.get("bad_records"):
+        recorded = hashlib.sha256(f"{recorded} bad_records={policy}".encode()).hexdigest()
+    notes = [f'{each} (data.bad_records = "skip")' for each in skipped]
+    return Corpus(trained, held, tokenizer, recorded, folder, notes)
 
 
 def _part(folder: Path, part: str, blocks: Blocks, *, marks: bool) -> Part:
@@ -477,7 +532,9 @@ def _blocks(folder: Path, say: Report) -> Blocks:
 
 
 def _digests_of(folder: Path) -> Blocks:
-    return Blocks.of(folder, [name for name in (*CONTENT, *OPTIONAL, "about.json") if (folder / name).is_file()])
+    return Blocks.of(
+        folder, [name for name in (*CONTENT, *OPTIONAL, *BESIDE, "about.json") if (folder / name).is_file()]
+    )
 
 
 def _publish(folder: Path, blocks: Blocks) -> None:

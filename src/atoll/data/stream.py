@@ -279,6 +279,9 @@ class Stream:
         """Return the samples of a shard. Raises DataError if it has changed since it was counted."""
         corpus = self._encode(shard)
         rows = rows_of(corpus.trained, self._packing)
+        if self._index.get(shard) is None:
+            for note in corpus.notes:
+                self._say(f"note: {self._shards[shard].source.name}: {note}")
         self._index.note(shard, len(rows), corpus.fingerprint, self._shards[shard].source.name)
         with suppress(OSError):  # a read-only cache
             os.utime(corpus.folder)

@@ -20,6 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atoll.data import trained
+from atoll.data.bad_records import BadRecords
+from atoll.data.conversations import RULES
 from atoll.data.corpus import TEXT_FIELD, Source, documents, find_source, find_sources, fingerprint
 from atoll.data.mixing import Mix, shares, weighted
 from atoll.data.order import Batch, SampleOrder, scatter
@@ -27,7 +29,15 @@ from atoll.data.rows import Packing, Rows, rows_of
 from atoll.data.shards import Shard, cut, identity_of
 from atoll.data.store import PREVIEWED_BYTES, Corpus, Report, prepare, preview
 from atoll.data.stream import Stream
-from atoll.data.tokenizer import TRAINING_CHARACTERS, Tokenizer, bpe_size, head, sample
+from atoll.data.tokenizer import (
+    TOKENIZER,
+    TRAINING_CHARACTERS,
+    FileTokenizer,
+    Tokenizer,
+    bpe_size,
+    head,
+    sample,
+)
 from atoll.errors import DataError
 from atoll.units import format_bytes, format_count
 
@@ -83,9 +93,9 @@ class Feed(Protocol):
 class Whole:
     """Feed of token arrays."""
 
-    def __init__(self, name: str, rows: Rows, *, seed: int, number: int) -> None:
+    def __init__(self, name: str, rows: Rows, *, seed: int, number: int, notes: Sequence[str] = ()) -> None:
         self.name = name
-        self.notes = rows.notes
+        self.notes = [*notes, *rows.notes]
         self.size = self.samples = len(rows)
         self._rows, self._order = rows, SampleOrder(max(1, len(rows)), seed, number)
 
@@ -111,6 +121,7 @@ class Held:
 
     name: str
     rows: Rows
+    notes: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +151,7 @@ class Supply:
         found = [f"{feed.name}: {note}" if several else note for feed in self.feeds for note in feed.notes]
         for each in self.held:
             what = f"validation, {each.name}" if len(self.held) > 1 else "validation"
-            found += [f"{what}: {note}" for note in each.rows.notes]
+            found += [f"{what}: {note}" for note in (*each.notes, *each.rows.notes)]
         return found
 
     def take(self, position: int, count: int) -> Batch:
@@ -303,9 +314,13 @@ class _Sources:
         if self.shards:
             chosen = [each for shards in self.shards for each in shards[:: -(-len(shards) // SAMPLED)]]
             for each in chosen:
-                yield from head(documents(each.source), TRAINING_CHARACTERS // len(chosen))
+                yield from head(documents(each.source, self._bad()), TRAINING_CHARACTERS // len(chosen))
             return
-        yield from sample((text for source in self.trained_on for text in documents(source)), self.nbytes)
+        texts = (text for source in self.trained_on for text in documents(source, self._bad()))
+        yield from sample(texts, self.nbytes)
+
+    def _bad(self) -> BadRecords:
+        return BadRecords(self.recipe.get("bad_records", "stop"))
 
     @property
     def packing(self) -> Packing:
@@ -329,6 +344,7 @@ class _Sources:
                 source.text_field,
                 self.packing.keeps_documents,
                 getattr(recipe.get("chat"), "fingerprint", ""),
+                (RULES, sorted(recipe.get("ignored", ())), recipe.get("bad_records", "stop")),
             )
             folder = cache / f"{hashlib.sha256(repr(about).encode()).hexdigest()[:32]}.stream"
             encode = _Encode(shards, {**recipe, "cache": folder}, share)
@@ -343,7 +359,7 @@ class _Sources:
                     first=first.folder.name,
                     seed=seed,
                     number=number,
-                    notes=[f"streamed in {len(shards)} shards", *held_share],
+                    notes=[f"streamed in {len(shards)} shards", *held_share, *first.notes],
                     report=say,
                 )
             )
@@ -351,7 +367,7 @@ class _Sources:
             fingerprints += [f"streamed {source.identity}", first.fingerprint]
         if self.own is not None:
             judged = prepare(self.own, **{**recipe, "validation": 0.0}, report=say)
-            held = [Held(self.own.name, rows_of(judged.trained, self.packing))]
+            held = [Held(self.own.name, rows_of(judged.trained, self.packing), judged.notes)]
             fingerprints.append(judged.fingerprint)
         counts = weighted(names, weights or [feed.size for feed in feeds])
         size = format_bytes(sum(feed.size for feed in feeds))
@@ -381,25 +397,27 @@ class _Sources:
             return None
         names = [source.name for source in self.trained_on]
         feeds = tuple(
-            Whole(name, rows_of(corpus.trained, packing), seed=seed, number=number)
+            Whole(name, rows_of(corpus.trained, packing), seed=seed, number=number, notes=corpus.notes)
             for number, (name, corpus) in enumerate(zip(names, known, strict=True))
         )
         if self.own is None:
-            held = [(name, corpus.held) for name, corpus in zip(names, known, strict=True)]
+            held = [Held(name, rows_of(corpus.held, packing)) for name, corpus in zip(names, known, strict=True)]
+        elif judged is None:
+            held = [Held(self.own.name, rows_of(known[0].held, packing))]
         else:
-            held = [(self.own.name, known[0].held if judged is None else judged.trained)]
+            held = [Held(self.own.name, rows_of(judged.trained, packing), judged.notes)]
         tokens = sum(len(corpus.train) for corpus in known)
+        held_tokens = sum(len(corpus.validation) for corpus in known) if judged is None else len(judged.train)
         _check(feeds, tokens, packing, self.recipe.get("global_batch", 1))
         counts = [feed.samples for feed in feeds] if weights is None else weighted(names, weights)
         parts = [*known, *([] if judged is None else [judged])]
         return Supply(
             feeds,
             Mix(counts, seed),
-            tuple(Held(name, rows_of(part, packing)) for name, part in held),
+            tuple(held),
             known[0].tokenizer,
             together([corpus.fingerprint for corpus in parts]),
-            f"{format_count(tokens)} training tokens, "
-            f"{format_count(sum(len(part.tokens) for _, part in held))} validation tokens",
+            f"{format_count(tokens)} training tokens, {format_count(held_tokens)} validation tokens",
         )
 
 
@@ -422,8 +440,8 @@ class _Encode:
 def content_of(tokenizer: str) -> str:
     """Return the name of a tokenizer, or a hash of its file."""
     path = Path(tokenizer).expanduser()
-    file = path / "tokenizer.json" if path.is_dir() else path
-    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else tokenizer
+    file = path / TOKENIZER if path.is_dir() else path
+    return FileTokenizer.read(file).identity if file.is_file() else tokenizer
 
 
 def _check(feeds: Sequence[Whole], tokens: int, packing: Packing, batch: int) -> None:

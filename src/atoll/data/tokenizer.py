@@ -4,13 +4,20 @@
     "bpe-4096"       byte-level byte-pair encoding (arXiv:1508.07909) of at most 4096 ids, trained on the corpus
     a .json file     any tokenizer of the `tokenizers` library
 
+[Note: special tokens] A document begins and ends with what the file's post-processor adds to a text, and otherwise ends
+with the end of text. Which tokens have a role is what the files beside a tokenizer.json say, as `transformers` reads
+them. Where they say nothing, the special tokens of the file are searched for a known name.
+
 With the first two, decode(encode(text)) == text for every text that UTF-8 can hold.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,16 +26,27 @@ import tokenizers
 from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from atoll.documents import LARGEST_JSON, read_text
+from atoll.documents import LARGEST_JSON, read_json, read_text
 from atoll.errors import DataError
 
+TOKENIZER = "tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"
 
 END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
-"""Names of the end-of-text token in a tokenizer.json; the first known one is used."""
+"""Names of the end-of-text token, for a tokenizer.json whose settings say nothing; the first special one is used."""
 
 MASK_NAMES = ("[MASK]", "<mask>", "<|mask|>")
-"""Names of the mask token in a tokenizer.json; the first known one is used."""
+"""Names of the mask token, likewise."""
+
+CONFIG, LEGACY, GENERATION = "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"
+BESIDE = (CONFIG, LEGACY, GENERATION)
+"""Files beside a tokenizer.json that say which tokens have a role."""
+
+ROLES = ("eos_token", "mask_token")
+"""Roles of tokens that are used."""
+
+PROBES = ("a", "0", ".", "the", "\u4e00")
+"""Texts that show what a post-processor adds; the first one that has a token of its own is used."""
 
 SMALLEST_BPE = 257
 """Number of ids of all bytes and the end of text."""
@@ -62,6 +80,21 @@ class Tokenizer(Protocol):
         """Id of the mask token, or None."""
         ...
 
+    @property
+    def opening(self) -> Sequence[int]:
+        """Ids that a document begins with, before those of its text."""
+        ...
+
+    @property
+    def closing(self) -> Sequence[int]:
+        """Ids that a document ends with, after those of its text."""
+        ...
+
+    @property
+    def stops(self) -> Collection[int]:
+        """Ids that end a generated text."""
+        ...
+
     def encode(self, text: str) -> NDArray[np.uint32]:
         """Return the token ids of a text, without special tokens."""
         ...
@@ -86,6 +119,9 @@ class ByteTokenizer:
     size = 256
     end_of_text = None
     mask = None
+    opening: Sequence[int] = ()
+    closing: Sequence[int] = ()
+    stops: Collection[int] = ()
 
     def encode(self, text: str) -> NDArray[np.uint32]:
         """Return the bytes of a text."""
@@ -101,28 +137,60 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A tokenizer of the `tokenizers` library."""
+    """A tokenizer of the `tokenizers` library.
 
-    def __init__(self, inner: tokenizers.Tokenizer) -> None:
+    roles: contents of tokens by role, such as "eos_token"; None for a role that no token has. A role that is missing is
+    not known.  stops: further ids that end a generated text.
+    """
+
+    def __init__(
+        self, inner: tokenizers.Tokenizer, roles: Mapping[str, str | None] | None = None, stops: Sequence[int] = ()
+    ) -> None:
         self._inner = inner
+        self._roles, self._stops = dict(roles or {}), stops
         self._inner.no_truncation()
         self._inner.no_padding()
         # "<|endoftext|>" in a text (as in this file) means its characters, not the token.
         self._inner.encode_special_tokens = True
 
     @staticmethod
-    def read(path: Path) -> FileTokenizer:
-        """Read a tokenizer.json."""
+    def read(path: Path, *, beside: Collection[str] = BESIDE) -> FileTokenizer:
+        """Read a tokenizer.json, and its settings in the files beside it. beside: which of `BESIDE` may be read."""
         try:
-            return FileTokenizer(tokenizers.Tokenizer.from_str(read_text(path, limit=LARGEST_JSON)))
+            inner = tokenizers.Tokenizer.from_str(read_text(path, limit=LARGEST_JSON))
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # Rust panics do not derive from Exception
             raise DataError(f"{path}: cannot be read as a tokenizer.json ({error})") from error
+        if path.name != TOKENIZER:
+            return FileTokenizer(inner)
+        settings = {name: _settings(path.parent / name) for name in BESIDE if name in beside}
+        roles = _roles(settings.get(CONFIG, {}), settings.get(LEGACY, {}))
+        end = roles.get("eos_token")
+        if end is not None and inner.token_to_id(end) is None:
+            raise DataError(f"{path.parent}: its eos_token is {end!r}, and {TOKENIZER} has no such token")
+        return FileTokenizer(inner, roles, _ids(settings.get(GENERATION, {}).get("eos_token_id")))
 
     def to_json(self) -> str:
         """Return the content of a tokenizer.json."""
         return str(self._inner.to_str())
+
+    def beside(self) -> dict[str, str]:
+        """Return the contents of the files beside `to_json` from which `read` gives this tokenizer, by name."""
+        found: dict[str, Any] = {CONFIG: self._roles} if self._roles else {}
+        if self._stops:
+            found[GENERATION] = {"eos_token_id": list(self._stops)}
+        return {name: json.dumps(values, indent=2, ensure_ascii=False) + "\n" for name, values in found.items()}
+
+    @property
+    def identity(self) -> str:
+        """Hash of everything that determines the ids of documents."""
+        total = hashlib.sha256(self.to_json().encode())
+        guessed = FileTokenizer(self._inner)
+        found = self.opening, self.closing, self.mask
+        if found != ((), _one(guessed.end_of_text), guessed.mask):  # otherwise the hash is that of older versions
+            total.update(repr(found).encode())
+        return total.hexdigest()
 
     @property
     def size(self) -> int:
@@ -131,15 +199,57 @@ class FileTokenizer:
 
     @property
     def end_of_text(self) -> int | None:
-        """Id of the first of END_OF_TEXT_NAMES that the tokenizer has."""
-        known = (self._inner.token_to_id(name) for name in END_OF_TEXT_NAMES)
-        return next((token for token in known if token is not None), None)
+        """Id of the end of text."""
+        if "eos_token" in self._roles:
+            return self._id(self._roles["eos_token"])
+        return next(iter(self._special_stops), self._named(END_OF_TEXT_NAMES))
 
     @property
     def mask(self) -> int | None:
-        """Id of the first of MASK_NAMES that the tokenizer has."""
-        known = (self._inner.token_to_id(name) for name in MASK_NAMES)
-        return next((token for token in known if token is not None), None)
+        """Id of the mask token."""
+        return self._id(self._roles["mask_token"]) if "mask_token" in self._roles else self._named(MASK_NAMES)
+
+    @property
+    def stops(self) -> Collection[int]:
+        """Ids that end a generated text: the end of text, and those of the generation's settings."""
+        return {*_one(self.end_of_text), *self._special_stops}
+
+    @property
+    def opening(self) -> tuple[int, ...]:
+        """Ids that the post-processor puts before a text."""
+        return self._frame[0]
+
+    @property
+    def closing(self) -> tuple[int, ...]:
+        """Ids that the post-processor puts after a text; if there are none, the end of text."""
+        return self._frame[1] or _one(self.end_of_text)
+
+    @cached_property
+    def _frame(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Ids that the post-processor puts before and after a text."""
+        for text in PROBES:
+            encoding = self._inner.encode(text, add_special_tokens=True)
+            own = [at for at, sequence in enumerate(encoding.sequence_ids) if sequence is not None]
+            if own:
+                return tuple(encoding.ids[: own[0]]), tuple(encoding.ids[own[-1] + 1 :])
+        return (), ()
+
+    @cached_property
+    def _special(self) -> dict[str, int]:
+        """Ids of the special tokens, by content."""
+        known = self._inner.get_added_tokens_decoder().items()
+        return {token.content: number for number, token in known if token.special}
+
+    @property
+    def _special_stops(self) -> list[int]:
+        # A model that was never trained writes the default ids of its family, whatever its tokenizer is.
+        return [token for token in self._stops if token in self._special.values()]
+
+    def _named(self, names: Sequence[str]) -> int | None:
+        return next((self._special[name] for name in names if name in self._special), None)
+
+    def _id(self, content: str | None) -> int | None:
+        return None if content is None else self._inner.token_to_id(content)
 
     def encode(self, text: str) -> NDArray[np.uint32]:
         """Return the token ids of a text."""
@@ -154,6 +264,40 @@ class FileTokenizer:
     def decode(self, ids: Ids) -> str:
         """Return the text of token ids, including special tokens."""
         return str(self._inner.decode([int(each) for each in ids], skip_special_tokens=False))
+
+
+def _one(token: int | None) -> tuple[int, ...]:
+    return () if token is None else (token,)
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    """Return the settings in a file, which may be missing."""
+    if not path.is_file():
+        return {}
+    try:
+        values = read_json(path, rounds=True)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read ({error})") from error
+    return values if isinstance(values, dict) else {}
+
+
+def _roles(config: Mapping[str, Any], legacy: Mapping[str, Any]) -> dict[str, str | None]:
+    """Return the contents of tokens by role. As in `transformers`, the older file counts only for a config that does
+    not describe its tokens."""
+    given = config if "added_tokens_decoder" in config else {**config, **legacy}
+    found: dict[str, str | None] = {}
+    for role in ROLES:
+        value = given.get(role, "")
+        content = value.get("content") if isinstance(value, dict) else value
+        if content is None or (isinstance(content, str) and content):
+            found[role] = content
+    return found
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    """Return the ids of a setting that has one or a list of them."""
+    given = value if isinstance(value, list) else [value]
+    return tuple(each for each in given if isinstance(each, int) and not isinstance(each, bool))
 
 
 def train_bpe(texts: Iterable[str], size: int) -> FileTokenizer:

@@ -19,8 +19,8 @@ from filelock import FileLock
 
 from atoll.data.blocks import MANIFEST, Blocks, DamagedCorpusError
 from atoll.data.corpus import Source
-from atoll.data.store import TOKENIZER, Report, writing_cache
-from atoll.data.tokenizer import bpe_size, train_bpe
+from atoll.data.store import Report, writing_cache
+from atoll.data.tokenizer import TOKENIZER, bpe_size, train_bpe
 from atoll.errors import DataError
 
 FORMAT = 1

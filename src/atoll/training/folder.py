@@ -14,6 +14,8 @@
                  calibration.jsonl      the run as a row of `atoll calibrate`, written by `atoll compare`
                  sample.txt             text generated at the end
                  tokenizer.json         the tokenizer, unless tokens are bytes
+                 tokenizer_config.json, generation_config.json
+                                        roles of its tokens, if they are known
                  checkpoints/step-000100
                  tensorboard/
                  .lock                  the process that writes here (`atoll.training.lock`)
@@ -37,6 +39,7 @@ from statistics import median
 from types import NoneType
 from typing import Any
 
+from atoll.data.tokenizer import BESIDE, TOKENIZER
 from atoll.digests import read_sealed, seal
 from atoll.documents import count, parse_json
 from atoll.errors import CheckpointError, ConfigError, RunError
@@ -138,7 +141,7 @@ class RunFolder:
     @property
     def tokenizer(self) -> Path:
         """The tokenizer, as the `tokenizers` library writes it."""
-        return self.root / "tokenizer.json"
+        return self.root / TOKENIZER
 
     @property
     def checkpoints(self) -> Path:
@@ -224,7 +227,7 @@ class RunFolder:
     def clear(self) -> None:
         """Remove the files of an earlier run, and no others."""
         written = (self.identity, self.config, self.plan, self.metrics, self.validation, self.incidents, self.trace)
-        generated = (self.sample, self.tokenizer)
+        generated = (self.sample, self.tokenizer, *(self.root / name for name in BESIDE))
         compared = (self.prediction, self.cluster, self.timing, self.timeline, self.calibration)
         for path in (*written, *generated, *compared):
             with writing(path):

@@ -337,7 +337,8 @@ class Loop:
             }
             peak = self._peak()
             known = {"peak": None if peak is None else asdict(peak)}
-            self._recorder.plan(plan, held, stages, **facts, **known, first_step=step + 1)
+            notes = [*self.samples.notes]
+            self._recorder.plan(plan, held, stages, **facts, **known, first_step=step + 1, corpus=notes)
             self._predict(self._recorder, **facts)
 
     def _predict(self, recorder: Recorder, **facts: Any) -> None:
@@ -678,8 +679,8 @@ def resumed_state(
     if corpus is not None and state["corpus"] != corpus.fingerprint:
         raise CheckpointError(
             f"{path} was trained on another corpus or tokenizer than data.source = {config.data.source!r} "
-            f"with data.tokenizer = {config.data.tokenizer!r}; give the ones it was trained with, or start a "
-            "new run in another run.folder"
+            f"with data.tokenizer = {config.data.tokenizer!r} and data.bad_records = {config.data.bad_records!r}; give "
+            "the ones it was trained with, or start a new run in another run.folder"
         )
     return state
 

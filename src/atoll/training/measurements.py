@@ -104,7 +104,8 @@ class Run:
 
 
 class Started(NamedTuple):
-    """The last start of a run: its first step, its ranks, the arguments of `predict`, and the names of its blocks."""
+    """The last start of a run: its first step, its ranks, the arguments of `predict`, the names of its blocks, and
+    notes on its corpus."""
 
     first_step: int
     world: int
@@ -112,6 +113,7 @@ class Started(NamedTuple):
     reads_in_place: bool
     device: str
     blocks: tuple[str, ...]
+    corpus: tuple[str, ...]
 
 
 class Timing(NamedTuple):
@@ -152,6 +154,7 @@ def read_started(path: Path) -> Started:
             reads_in_place=bool(plan["reads_in_place"]),
             device=string(plan["device"]),
             blocks=tuple(string(name) for names in plan["stages"] for name in names),
+            corpus=tuple(string(note) for note in plan.get("corpus", ())),  # older runs have none
         )
 
 

@@ -54,6 +54,8 @@ class Recorder:
         files.write(folder.config, config.dump())
         if isinstance(tokenizer, FileTokenizer):
             files.write(folder.tokenizer, tokenizer.to_json())
+            for name, content in tokenizer.beside().items():
+                files.write(folder.root / name, content)
         self._events: SummaryWriter | None = None
         if config.run.tensorboard and importlib.util.find_spec("tensorboard") is not None:
             from torch.utils.tensorboard import SummaryWriter

@@ -47,6 +47,8 @@ def _recipe(config: Config) -> dict[str, Any]:
         "how": data.how,
         "too_long": data.rule,
         "chat": chat_template(config),
+        "ignored": data.ignored_keys,
+        "bad_records": data.bad_records,
     }
 
 
@@ -125,7 +127,8 @@ class Samples:
         if self._train.objective == "causal":
             return taken
         positions = range(position, position + len(taken["input_ids"]))
-        return hide(taken, positions, seed=self._train.seed, ratio=self._train.mask_ratio, token=self._mask)
+        kept = [*self._corpus.tokenizer.opening, *self._corpus.tokenizer.closing]
+        return hide(taken, positions, seed=self._train.seed, ratio=self._train.mask_ratio, token=self._mask, kept=kept)
 
     @property
     def has_validation(self) -> bool:

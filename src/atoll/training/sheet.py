@@ -104,7 +104,9 @@ class RunReader:
 
     def _measured(self, sheet: Sheet) -> Sheet:
         folder, notes = self.folder, [*sheet.notes]
-        first = read_started(folder.plan).first_step if folder.plan.is_file() else 1
+        started = read_started(folder.plan) if folder.plan.is_file() else None
+        first = 1 if started is None else started.first_step
+        notes += [] if started is None else [f"Corpus: {note}." for note in started.corpus]
         records = read_records(folder.metrics)
         steps = [each for each in records if each["step"] >= first and is_of(each, *MEASURED)]
         figures = _figures(steps[WARM_UP:] or steps[-1:])

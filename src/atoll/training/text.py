@@ -12,13 +12,15 @@ CANDIDATES = 40
 
 
 def generate(engine: Engine, tokenizer: Tokenizer, prompt: str, *, tokens: int, context: int, seed: int) -> str:
-    """Return the prompt with at most `tokens` more, until the end of text. Every rank calls it and gets the same.
+    """Return the prompt with at most `tokens` more, until a token that ends it. Every rank calls it and gets the same.
 
     context: maximum number of positions that the model sees. The last stage of the first data-parallel rank draws one
     of the 40 most likely tokens at temperature 0.8, and sends it to the others.
     """
-    ids = [int(token) for token in tokenizer.encode(prompt)] or [tokenizer.end_of_text or 0]
+    ids = [*tokenizer.opening, *map(int, tokenizer.encode(prompt))] or [tokenizer.end_of_text or 0]
+    shown = len(tokenizer.opening)
     generator = torch.Generator().manual_seed(seed)
+    stops = tokenizer.stops
     speaks = engine.place.data == 0 and engine.place.tp == 0
     part = engine.plan.mesh.tensor if engine.plan.sequence_parallel else 1
     for _ in range(tokens):
@@ -29,10 +31,10 @@ def generate(engine: Engine, tokenizer: Tokenizer, prompt: str, *, tokens: int, 
         if speaks and logits is not None:
             drawn[0] = _draw(logits[0, len(window) - 1, : tokenizer.size].float().cpu(), generator)
         token = int(engine.transport.total(drawn))
-        if token == tokenizer.end_of_text:
+        if token in stops:
             break
         ids.append(token)
-    return tokenizer.decode(ids)
+    return tokenizer.decode(ids[shown:])
 
 
 def _draw(logits: torch.Tensor, generator: torch.Generator) -> int:
