@@ -49,6 +49,7 @@ def plan_of(config: Config, world: int | None = None) -> Plan:
     problems += _compile_problems(config)
     problems += _rollback_problems(config)
     problems += _objective_problems(config)
+    problems += _adapter_problems(config)
     if problems:
         raise ConfigError("\n  ".join(problems if len(problems) == 1 else [f"{len(problems)} problems", *problems]))
     return Plan(
@@ -217,6 +218,16 @@ def _objective_problems(config: Config) -> list[str]:
             "back"
         )
     return problems
+
+
+def _adapter_problems(config: Config) -> list[str]:
+    """Return a problem if the model cannot have low-rank adapters."""
+    if not (config.lora.rank and config.model.is_builtin):
+        return []
+    return [
+        f'lora.rank = {config.lora.rank} is for models of transformers, and model.source is "builtin"; set '
+        "model.source, or leave [lora] out"
+    ]
 
 
 def _compile_problems(config: Config) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from atoll.models.initialise import shared_parameters
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_WRAPPED = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 """Dtypes of safetensors that parameters are read from."""
 
@@ -27,7 +29,8 @@ class Weights:
     Files are memory-mapped, so only requested ranges are read. The files' names may lack or have the prefix of the
     headless model, such as "model." or "transformer.".
 
-    rename: returns the name in the model of a tensor of an older file.
+    rename: returns the name in the model of a tensor of an older file.  tied: other names of shared weights -> the name
+    that files have.
 
     Raises PlanError for a folder without safetensors, and for one that lacks some of `names`, except those that `added`
     lists, which are initialized as in a new model.
@@ -41,6 +44,7 @@ class Weights:
         prefix: str = "",
         added: Iterable[str] = (),
         rename: Callable[[str], str] = str,
+        tied: Mapping[str, str] | None = None,
     ) -> None:
         self.folder = Path(folder)
         self._files = _open_files(self.folder)
@@ -49,9 +53,10 @@ class Weights:
         skipped = set(added)
         missing = []
         for name in names:
-            plain = name.replace(".base_layer.", ".")
-            shorter = plain.removeprefix(f"{prefix}.")
-            found = next((each for each in (plain, shorter, f"{prefix}.{plain}") if each in known), None)
+            plain = name_in_base(name)
+            named = [plain, tied[plain]] if tied and plain in tied else [plain]
+            spelled = (each for own in named for each in (own, own.removeprefix(f"{prefix}."), f"{prefix}.{own}"))
+            found = next((each for each in spelled if each in known), None)
             if found is not None:
                 self._stored[name] = known[found]
             elif name not in skipped:
@@ -129,6 +134,7 @@ def weights_for(adapter: Adapter, folder: Path) -> Weights:
         prefix=getattr(model, "base_model_prefix", ""),
         added=[name for name, _ in named if "lora_" in name or name.startswith(heads)],
         rename=_renaming(model),
+        tied={name_in_base(later): name_in_base(first) for later, first in shared.items()},
     )
 
 
@@ -150,6 +156,12 @@ def _renaming(model: Any) -> Callable[[str], str]:
         return str(renamed) if converter is None else name
 
     return rename
+
+
+def name_in_base(name: str) -> str:
+    """Return the name without adapters of a parameter of a `peft` model: of a layer that has adapters, and of a module
+    that is trained whole, or its frozen original."""
+    return _WRAPPED.sub("", name)
 
 
 def has_weights(folder: Path) -> bool:

@@ -22,13 +22,23 @@ from atoll.data.tokenizer import FileTokenizer
 from atoll.documents import parse_toml
 from atoll.errors import CheckpointError, ConfigError, DamageError
 from atoll.models import adapter_for, shared_parameters
-from atoll.models.weights import INDEX, SINGLE, Weights, has_weights, weights_for
+from atoll.models.weights import INDEX, SINGLE, Weights, has_weights, name_in_base, weights_for
 from atoll.runtime import checkpoint
 from atoll.runtime.checkpoint import Piece
+from atoll.runtime.checkpoint.meeting import listing
 from atoll.training.folder import RunFolder
-from atoll.training.pretrained import hugging_face_config, hugging_face_model
+from atoll.training.pretrained import (
+    ADAPTERS,
+    PREFIX,
+    adapted_config,
+    check_adapters,
+    hugging_face_config,
+    hugging_face_model,
+    saved_names,
+)
 from atoll.training.sources import FAMILY
 
+ADAPTERS_FILE = "adapter_model.safetensors"
 SHARD_BYTES = 5_000_000_000
 """Largest file of an export in bytes."""
 
@@ -61,26 +71,36 @@ def import_folder(source: Path, target: Path, *, objective: str = "causal") -> M
     """Write the weights of a Hugging Face folder as a checkpoint at step 0, from which a run starts (`weights`).
 
     Files whose tensors have the names of the model's parameters are copied tensor by tensor. Others, in an older format
-    or with separate experts, are read as a whole by `from_pretrained`.
+    or with separate experts, are read as a whole by `from_pretrained`. A folder of the `peft` package is imported with
+    its base model.
+
+    Raises ConfigError for a folder that Atoll cannot read as a model, CheckpointError for adapters of another model.
     """
-    config = from_dict({"model": {"source": str(source)}, "train": {"objective": objective}})
+    is_adapted = (source / ADAPTERS).is_file()
+    sections = adapted_config(source) if is_adapted else {"model": {"source": str(source)}}
+    config = from_dict({**sections, "train": {"objective": objective}})
     with torch.device("meta"):
         model = hugging_face_model(config, None)
     adapter = adapter_for(model)
+    base = Path(config.model.source)
     try:
-        weights: Mapping[str, torch.Tensor] | Weights = weights_for(adapter, source)
+        weights: Mapping[str, torch.Tensor] | Weights = weights_for(adapter, base)
         read_whole = False
     except Exception:
-        if not has_weights(source):
+        if not has_weights(base):
             raise
-        weights = _loaded(model, source)
+        weights = _loaded(adapter.model, base)  # type: ignore[attr-defined]
         read_whole = True
+    added = _adapters_in(source, model, shared_parameters(adapter)) if is_adapted else {}
     later = shared_parameters(adapter)
     names = [name for block in adapter.blocks() for name, _ in block.named_parameters() if name not in later]
     names = list(dict.fromkeys(names))
     pieces = []
     for name in names:
-        whole = weights.whole(name) if isinstance(weights, Weights) else weights[name].detach()
+        if name in added:
+            whole = added[name]
+        else:
+            whole = weights.whole(name) if isinstance(weights, Weights) else weights[name_in_base(name)].detach()
         pieces.append(Piece(("model", name), tuple(whole.shape), 0, stop=whole.numel(), tensor=whole.reshape(-1)))
     state: dict[str, Any] = {"step": 0, "scaler": None, "groups": [], "caller": {"config": config.dump()}}
     checkpoint.save(target, pieces, state)
@@ -216,20 +236,47 @@ def _export_adapters(
     names: Mapping[str, str],
     stored: Mapping[str, Any],
 ) -> Moved:
-    """Write adapter_model.safetensors and adapter_config.json, with the names of `peft`."""
+    """Write the adapters and the modules that were trained whole, with the names of `peft`, and its config."""
     from safetensors.torch import save_file
 
-    (name, lora), *_ = model.peft_config.items()
-    added = {key: names[key] for key in names if ".lora_" in key}
-    tensors = _read(source, added, stored, dtype=None)
-    plain = {f"base_model.model.{key.replace(f'.{name}.', '.')}": tensor for key, tensor in tensors.items()}
-    save_file(plain, target / "adapter_model.safetensors", metadata={"format": "pt"})
+    (lora,) = model.peft_config.values()
+    shared = shared_parameters(adapter_for(model))
+    added = {key: names[shared.get(name, name)] for key, name in saved_names(model).items()}
+    plain = _read(source, added, stored, dtype=None)
+    save_file(plain, target / ADAPTERS_FILE, metadata={"format": "pt"})
     lora.inference_mode = True
     is_family = config.model.source.startswith(FAMILY)
     lora.base_model_name_or_path = None if is_family else str(Path(config.model.source).absolute())
     lora.save_pretrained(target)
     nbytes = sum(tensor.nbytes for tensor in plain.values())
-    return Moved(target, len(plain), nbytes, files=("adapter_config.json", "adapter_model.safetensors"))
+    return Moved(target, len(plain), nbytes, files=(ADAPTERS, ADAPTERS_FILE))
+
+
+def _adapters_in(source: Path, model: Any, shared: Mapping[str, str]) -> dict[str, torch.Tensor]:
+    """Return the tensors in a folder of `peft` by the model's names. shared: see `shared_parameters`.
+
+    Raises CheckpointError unless they are all those that the model has beside its base.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    check_adapters(source, model)
+    file = source / ADAPTERS_FILE
+    try:
+        found = load_file(file)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise CheckpointError(f"{file} cannot be read as safetensors: {error}") from error
+    names, values = saved_names(model), dict(model.state_dict())
+    problems = [f"it lacks {name}" for name in names if name not in found]
+    problems += [f"it has {name}, which the model does not have" for name in found if name not in names]
+    problems += [
+        f"{name} is {tuple(found[name].shape)} there and {tuple(values[PREFIX + own].shape)} here"
+        for name, own in names.items()
+        if name in found and found[name].shape != values[PREFIX + own].shape
+    ]
+    if problems:
+        raise CheckpointError(f"{file} is of another model: {listing(problems)}")
+    return {shared.get(own, own): found[name] for name, own in names.items()}
 
 
 def _copy_tokenizer(config: Config, checkpoint_folder: Path, target: Path) -> None:
