@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from atoll import schedules
+from atoll.cost.transformer import head_problem
 from atoll.documents import LARGEST_JSON, read_text
 from atoll.errors import ConfigError, PlanError, UserError
 from atoll.faults import Policy
@@ -45,6 +46,9 @@ def plan_of(config: Config, world: int | None = None) -> Plan:
     else:
         if config.model.is_builtin:
             problems += _stage_problems(config, schedule)
+    if config.model.is_builtin:
+        uneven = head_problem(parallel.tensor, config.model.heads, config.model.kv_heads)
+        problems += [] if uneven is None else [f"parallel.{uneven}"]
     problems += _length_problems(config)
     problems += _compile_problems(config)
     problems += _rollback_problems(config)
