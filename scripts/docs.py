@@ -137,6 +137,7 @@ MEANINGS: Mapping[str, str] = {
     "lora.alpha": "the adapters' output is multiplied by alpha / rank",
     "lora.dropout": "dropout probability on the adapters' input",
     "lora.targets": 'name suffixes of the layers that get adapters, or "all-linear"',
+    "lora.modules_to_save": "name suffixes of modules that are trained whole and exported with the adapters",
     "parallel.ranks": "number of local processes; under a launcher, its world size applies instead",
     "parallel.min_ranks": "smallest world size the run may continue with: [Fewer ranks](training.md#fewer-ranks)",
     "parallel.pipeline": "number of pipeline ranks",

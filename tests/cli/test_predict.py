@@ -262,7 +262,8 @@ def test_adapters_leave_little_to_train(folder: Path) -> None:
         (["train.frozen=['embed.*']", "parallel.vocabulary=true"], PlanError, "a split vocabulary are not known for"),
         (["train.frozen=['embd.*']"], ConfigError, "'embd.*' matches no parameter"),
         (["parallel.vocabulary=true", "model.vocabulary=1"], PlanError, "one of 2 ranks is left without any"),
-        (["parallel.tensor=8", "parallel.ranks=32"], ConfigError, "heads = 4 cannot be split evenly over tensor = 8"),
+        (["parallel.tensor=8", "parallel.ranks=32"], ConfigError, "tensor = 8 ranks cannot split 4 attention heads"),
+        (["model.kv_heads=2", "parallel.tensor=4"], ConfigError, "tensor = 4 ranks cannot split 2 key and value heads"),
         (["parallel.ranks=9"], ConfigError, "parallel.ranks = 9 is not a multiple of"),
     ],
 )

@@ -13,9 +13,10 @@ import pytest
 
 from atoll import schedules
 from atoll.cost import Cluster, Prediction, Transformer, Use
-from atoll.errors import UserError
+from atoll.errors import ConfigError, UserError
 from atoll.layouts import EFFECTIVE, Layout, Precision
 from atoll.planner import Goal, Order, Search, Space
+from atoll.planner.answer import Answer
 from atoll.plans import ORDERS, MeshShape, Plan
 
 CASES = 60
@@ -181,3 +182,22 @@ def test_plans_that_share_a_bound_do_not_hide_the_fast_ones() -> None:
     found = Search(model.workload, cluster, Goal(global_batch=1024, sequence=4096), space, effort=200_000).run()
     assert found.fitting[0].seconds < 25
     assert found.predicted <= 5
+
+
+def test_no_plan_splits_heads_of_keys_and_values() -> None:
+    """Key and value heads are not replicated: a past bug proposed plans that the engine refuses."""
+    model = Transformer.decoder(layers=2, hidden=64, heads=8, kv_heads=2, ffn=128, vocabulary=64)
+    cluster = Cluster.of(
+        {
+            "device": {"preset": "a100-80gb"},
+            "node": {"devices": 8, "link": {"preset": "nvlink3"}},
+            "network": {"preset": "roce-100"},
+        }
+    )
+    few = {"pipeline": (1,), "layouts": (Layout("NNN"),), "recompute": ("none",), "microbatch": (1,)}
+    goal = Goal(global_batch=8, sequence=64)
+    found = Search(model.workload, cluster, goal, Space(tensor=(1, 2, 4, 8), **few)).run()
+    assert {each.frame.mesh.tensor for each in found.fitting} <= {1, 2}
+    words = "keep fewer choices; tensor = 4 ranks cannot split 2 key and value heads evenly; use tensor = 1 or 2"
+    with pytest.raises(ConfigError, match=words):
+        Answer.of(Search(model.workload, cluster, goal, Space(tensor=(4,), **few)))

@@ -212,6 +212,19 @@ def test_low_rank_adapters(name: str, case: Case) -> None:
     assert_parity(replace(case, model=Family(name, lora=True)))
 
 
+ENDS = {"llama": ("embed_tokens", "lm_head"), "gpt2": ("wte", "ln_1", "mlp.c_proj"), "bert": ("cls",)}
+"""Modules that `peft` trains whole beside adapters: embedding, head, norms and layers inside a block."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ENDS)
+@pytest.mark.parametrize("case", [replace(PIPELINE, layout="ING"), TENSOR], ids=["pp2-ING", "pp2-tp2"])
+def test_modules_trained_whole_beside_adapters(name: str, case: Case) -> None:
+    """GPT-2's head shares the frozen original of the embedding, of which `peft` trains a copy."""
+    pytest.importorskip("peft")
+    assert_parity(replace(case, model=Family(name, lora=True, saved=ENDS[name])))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["block", "selective"])
 @pytest.mark.parametrize("schedule", ["zb-v", "interleaved"])

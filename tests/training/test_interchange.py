@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from atoll.cli.main import app
@@ -18,7 +19,7 @@ from atoll.data.tokenizer import FileTokenizer
 from atoll.errors import CheckpointError, ConfigError, PlanError, RankError
 from atoll.models import adapter_for
 from atoll.models.weights import weights_for
-from atoll.runtime.checkpoint import Piece, step_folder
+from atoll.runtime.checkpoint import Archive, Piece, step_folder
 from atoll.runtime.checkpoint import save as save_checkpoint
 from atoll.runtime.checkpoint.archive import read_state
 from atoll.runtime.engine import Engine
@@ -26,6 +27,7 @@ from atoll.testing import run_ranks
 from atoll.testing.families import Family
 from atoll.testing.parity import Case, whole_parameters
 from atoll.training import interchange
+from atoll.training.build import build_model
 from atoll.training.folder import RunFolder, Start
 from atoll.training.interchange import export_folder, import_folder
 from atoll.training.pretrained import hugging_face_config, hugging_face_model
@@ -250,22 +252,111 @@ def test_what_was_trained_is_exported_and_trains_on(tmp_path: Path) -> None:
     run_ranks(train_and_look, 4, started)
 
 
+def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint's model."""
+    stored = Archive(checkpoint).contents.tensors
+    return interchange._read(checkpoint, {n: n for n in stored if n.startswith("model.")}, stored, dtype=None)
+
+
 @pytest.mark.slow
-def test_adapters_are_saved_as_peft_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("whole", "tied"),
+    [((), False), (("embed_tokens", "lm_head"), False), (("lm_head", "layers.1.input_layernorm"), True)],
+)
+def test_adapters_are_saved_as_peft_does(whole: tuple[str, ...], tied: bool, tmp_path: Path) -> None:
+    """And come back bit for bit, with the modules that were trained whole beside them; and train on."""
     torch.manual_seed(0)
-    base = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**LLAMA)).double()
+    sizes = transformers.LlamaConfig(**LLAMA, tie_word_embeddings=tied)
+    base = transformers.AutoModelForCausalLM.from_config(sizes).double()
     base.save_pretrained(tmp_path / "base")
     values = config(tmp_path, source=str(tmp_path / "base"))
-    values |= {"lora": {"rank": 2, "alpha": 8.0, "targets": ["q_proj", "v_proj"]}}
+    values |= {"lora": {"rank": 2, "alpha": 8.0, "targets": ["q_proj", "v_proj"], "modules_to_save": list(whole)}}
     values["parallel"]["layout"] = "ING"
     results = run_ranks(train_and_look, 4, values)
     logits = next(found for _, found in results if found is not None)
-    export_folder(Path(results[0][0]), tmp_path / "adapters")
+    trained = Path(results[0][0])
+    export_folder(trained, tmp_path / "adapters")
     plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     adapted = peft.PeftModel.from_pretrained(plain, tmp_path / "adapters").double().eval()
     with torch.no_grad():
         assert torch.allclose(adapted(input_ids=torch.arange(8)[None]).logits, logits, rtol=0, atol=1e-12)
         assert not torch.allclose(base.eval()(input_ids=torch.arange(8)[None]).logits, logits, atol=1e-6)
+    written = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
+    assert written.keys() == peft.get_peft_model_state_dict(adapted).keys()
+    for suffix in whole:
+        (name,) = (name for name in written if name.endswith(f"{suffix}.weight"))
+        own = name.removeprefix("base_model.model.")
+        assert not torch.equal(written[name], base.state_dict()[own]), "it was not trained"
+
+    import_folder(tmp_path / "adapters", tmp_path / "back")
+    first, back = tensors_of(trained), tensors_of(tmp_path / "back")
+    assert first.keys() == back.keys()
+    assert all(torch.equal(value, back[name]) for name, value in first.items())
+    export_folder(tmp_path / "back", tmp_path / "again")
+    files = [tmp_path / folder / "adapter_model.safetensors" for folder in ("adapters", "again")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    values["model"]["weights"] = str(tmp_path / "back")
+    run_ranks(train_and_look, 4, values)
+
+
+def test_modules_to_save_that_a_model_does_not_have_are_refused(tmp_path: Path) -> None:
+    """`peft` skips them."""
+    given = {"model": {"source": "transformers:llama", "config": LLAMA}}
+    lora = {"rank": 2, "modules_to_save": ["lm_head", "embed_token"]}
+    words = r"no module's name ends in 'embed_token'; did you mean 'embed_tokens'\?"
+    with pytest.raises(ConfigError, match=words), torch.device("meta"):
+        hugging_face_model(from_dict({**given, "lora": lora}), None)
+    trained = {**given, "lora": {"rank": 2}, "train": {"trainable": ["*lora*", "*.norm.weight"]}}
+    with pytest.raises(ConfigError, match=r"1 parameters of the base .* model\.norm\.weight.* lora\.modules_to_save"):
+        build_model(from_dict(trained), 256)
+    with pytest.raises(ConfigError, match=r"modules_to_save = \['lm_head'\] without adapters: set lora.rank"):
+        from_dict({**given, "lora": {"modules_to_save": ["lm_head"]}})
+    with pytest.raises(
+        ConfigError, match=r'lora.rank = 2 is for models of transformers, and model.source is "builtin"'
+    ):
+        from_dict({"lora": {"rank": 2}}).to_plan()
+
+
+def save_adapters(folder: Path, **options: Any) -> Path:
+    """A base and adapters beside it, as `peft` saves them."""
+    model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**LLAMA))
+    model.save_pretrained(folder / "base")
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder / "base")
+    made = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], **options)
+    peft.get_peft_model(base, made).save_pretrained(folder / "adapters")
+    return folder / "adapters"
+
+
+def test_adapters_that_peft_has_trained_are_imported(tmp_path: Path) -> None:
+    given = save_adapters(tmp_path, task_type="CAUSAL_LM")
+    import_folder(given, tmp_path / "checkpoint")
+    export_folder(tmp_path / "checkpoint", tmp_path / "back")
+    wanted, found = (load_file(folder / "adapter_model.safetensors") for folder in (given, tmp_path / "back"))
+    assert wanted.keys() == found.keys()
+    assert all(torch.equal(value, found[name]) for name, value in wanted.items())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"use_dora": True}, r"has use_dora = True, which \[lora\] cannot say"),
+        ({"rank_pattern": {"q_proj": 4}}, "has rank_pattern = "),
+        ({"target_modules": ".*q_proj"}, r"target_modules = '\.\*q_proj'; Atoll trains LoRA on layers that are listed"),
+        ({"base_model_name_or_path": "somebody/model"}, "is 'somebody/model', not a folder here"),
+        ({"base_model_name_or_path": None}, "is None, not a folder here"),
+        ({"r": 3}, "adapter_model.safetensors is of another model: 8 problems\n.* there and .* here"),
+        ({"target_modules": ["q_proj", "k_proj"]}, "it lacks base_model.model.model.layers.0.self_attn.k_proj.lora_A"),
+        ({"modules_to_save": None}, "it has base_model.model.lm_head.weight, which the model does not have"),
+    ],
+    ids=str,
+)
+def test_adapters_that_a_config_cannot_say_are_refused(options: dict[str, Any], words: str, tmp_path: Path) -> None:
+    folder = save_adapters(tmp_path)
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **options}))
+    with pytest.raises((ConfigError, CheckpointError), match=words):
+        import_folder(folder, tmp_path / "checkpoint")
+    assert not (tmp_path / "checkpoint").exists()
 
 
 @pytest.mark.slow

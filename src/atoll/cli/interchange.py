@@ -24,6 +24,8 @@ def import_command(
 ) -> None:
     """Write the weights of the Hugging Face folder SOURCE as the checkpoint TARGET.
 
+    A folder of adapters that the `peft` package has saved is written with its base model.
+
     `atoll train` starts from it with model.weights, and an engine loads it under any layout. Training does not need an
     import: set model.source to the folder, and each rank reads its own shards.
 
@@ -48,7 +50,8 @@ def export_command(
     """Write the checkpoint SOURCE, or the newest one of a run, as the Hugging Face folder TARGET, for
     `from_pretrained`.
 
-    For a run with low-rank adapters, writes only the adapters, in the format of the `peft` package.
+    For a run with low-rank adapters, writes only the adapters and the modules trained whole beside them, in the format
+    of the `peft` package.
 
     Tensors have the names and form in which the installed `transformers` saves the model.
 

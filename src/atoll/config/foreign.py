@@ -166,6 +166,7 @@ WORDS: Mapping[str, str] = {
     "lora_r": "lora.rank",
     "lora_alpha": "lora.alpha",
     "target_modules": "lora.targets",
+    "modules_to_save": "lora.modules_to_save",
 }
 
 

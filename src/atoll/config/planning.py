@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from atoll import schedules
+from atoll.cost.transformer import head_problem
 from atoll.documents import LARGEST_JSON, read_text
 from atoll.errors import ConfigError, PlanError, UserError
 from atoll.faults import Policy
@@ -45,10 +46,14 @@ def plan_of(config: Config, world: int | None = None) -> Plan:
     else:
         if config.model.is_builtin:
             problems += _stage_problems(config, schedule)
+    if config.model.is_builtin:
+        uneven = head_problem(parallel.tensor, config.model.heads, config.model.kv_heads)
+        problems += [] if uneven is None else [f"parallel.{uneven}"]
     problems += _length_problems(config)
     problems += _compile_problems(config)
     problems += _rollback_problems(config)
     problems += _objective_problems(config)
+    problems += _adapter_problems(config)
     if problems:
         raise ConfigError("\n  ".join(problems if len(problems) == 1 else [f"{len(problems)} problems", *problems]))
     return Plan(
@@ -217,6 +222,16 @@ def _objective_problems(config: Config) -> list[str]:
             "back"
         )
     return problems
+
+
+def _adapter_problems(config: Config) -> list[str]:
+    """Return a problem if the model cannot have low-rank adapters."""
+    if not (config.lora.rank and config.model.is_builtin):
+        return []
+    return [
+        f'lora.rank = {config.lora.rank} is for models of transformers, and model.source is "builtin"; set '
+        "model.source, or leave [lora] out"
+    ]
 
 
 def _compile_problems(config: Config) -> list[str]:

@@ -377,12 +377,23 @@ class Lora(Section):
     """[lora]: low-rank adapters of the `peft` package on a frozen model. rank: 0: no adapters.
 
     alpha: the adapters' output is multiplied by alpha / rank.  targets: suffixes of module names, or "all-linear".
+    modules_to_save: suffixes of names of modules that are trained whole, beside the adapters.
     """
 
     rank: Natural = 0
     alpha: Annotated[float, Field(gt=0)] = 16.0
     dropout: Probability = 0.0
     targets: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ("all-linear",)
+    modules_to_save: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ()
+
+    @model_validator(mode="after")
+    def _check(self) -> Lora:
+        if self.modules_to_save and not self.rank:
+            raise ValueError(
+                f"modules_to_save = {list(self.modules_to_save)} without adapters: set lora.rank, or train these "
+                "modules alone with train.trainable"
+            )
+        return self
 
 
 class Codecs(Section):

@@ -7,6 +7,7 @@ per layer for GPT with dropout, unless an `Implementation` differs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -168,6 +169,19 @@ class Transformer:
         return self.workload.parameters
 
 
+def head_problem(ranks: int, heads: int, kv_heads: int) -> str | None:
+    """Return why attention's heads cannot be split over tensor-parallel ranks, with the sizes that fit; None if they
+    can. Each rank has whole heads: keys and values are not replicated."""
+    counts = {"attention heads": heads, "key and value heads": kv_heads}
+    uneven = [f"{count} {what}" for what, count in counts.items() if count % ranks]
+    if not uneven:
+        return None
+    common = math.gcd(heads, kv_heads)
+    fitting = [str(size) for size in range(1, common + 1) if common % size == 0]
+    listed = " or ".join(filter(None, [", ".join(fitting[:-1]), fitting[-1]]))
+    return f"tensor = {ranks} ranks cannot split {' and '.join(uneven)} evenly; use tensor = {listed}"
+
+
 def _check(size: int, ranks: int, what: str) -> None:
     if size % ranks:
         raise ConfigError(f"{what} = {size} cannot be split evenly over tensor = {ranks} ranks")
@@ -189,6 +203,9 @@ class TransformerLayer:
                 f"sequence_parallel needs layers that are split by outputs and then by inputs; those of {sizes.name} "
                 "are gathered one by one. Turn it off"
             )
+        problem = head_problem(self._inside(use), sizes.heads, sizes.kv_heads or sizes.heads)
+        if problem is not None and how.runtime == "atoll":
+            raise ConfigError(problem)
         for size, what in ((sizes.heads, "heads"), (sizes.keys, "kv_heads x width"), (sizes.ffn, "ffn")):
             _check(size, self._inside(use), what)
         forward = tuple(self._forward(use))

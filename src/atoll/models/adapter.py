@@ -36,6 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from atoll._torch import reset_of
+from atoll.cost.transformer import head_problem
 from atoll.errors import PlanError
 from atoll.models.batch import IGNORED_LABEL, Batch
 from atoll.models.decoder import Decoder, document_mask
@@ -270,9 +271,9 @@ def _separate(model: nn.Sequential) -> None:
 
 def check_heads(ranks: int, heads: int, kv_heads: int) -> None:
     """Raise PlanError if the heads of attention cannot be split over so many ranks."""
-    for what, count in (("attention heads", heads), ("key and value heads", kv_heads)):
-        if count % ranks:
-            raise PlanError(f"tensor = {ranks} ranks cannot split {count} {what} evenly; use a divisor of {count}")
+    problem = head_problem(ranks, heads, kv_heads)
+    if problem is not None:
+        raise PlanError(problem)
 
 
 class SequentialAdapter:

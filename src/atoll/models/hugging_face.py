@@ -231,10 +231,19 @@ class HuggingFaceAdapter:
         }
         if not self.is_language_model:  # there may be more operations on their tables and outputs
             return plan
-        ends: list[tuple[Any, str, type]] = [(self.model.get_input_embeddings(), "embedding_rowwise", nn.Embedding)]
-        ends += [(self.model.get_output_embeddings(), "colwise_gather_output", nn.Linear)]
-        names = {id(module): name for name, module in self.model.named_modules()}
-        return {**plan, **{names[id(module)]: style for module, style, kind in ends if isinstance(module, kind)}}
+        # All modules that hold a weight of an end: `peft` wraps an end of which it trains a copy beside the original.
+        ends = [
+            end for end in (self.model.get_input_embeddings(), self.model.get_output_embeddings()) if end is not None
+        ]
+        weights = {id(weight) for end in ends for weight in end.parameters()}
+        styles: dict[type[nn.Module], str] = {nn.Embedding: "embedding_rowwise", nn.Linear: "colwise_gather_output"}
+        split = {
+            name: style
+            for name, module in self.model.named_modules()
+            for kind, style in styles.items()
+            if isinstance(module, kind) and id(module.get_parameter("weight")) in weights
+        }
+        return {**plan, **split}
 
     def vocabulary(self) -> Vocabulary:
         """Return the model's own input and output embeddings, and its forward's operations on logits."""

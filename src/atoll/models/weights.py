@@ -7,6 +7,7 @@ Files may have the names and forms of the version that wrote them, such as one t
 from __future__ import annotations
 
 import copy
+import re
 import reprlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -47,6 +48,7 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 """Dtypes that parameters are read from."""
 _SHOWN = 4
+_WRAPPED = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
 
 
 class Weights:
@@ -156,8 +158,9 @@ def _spellings(name: str, prefix: str) -> list[str]:
 
 
 def plain_name(name: str) -> str:
-    """Return the name that a tensor of a model with low-rank adapters has without them."""
-    return name.replace(".base_layer.", ".")
+    """Return the name that a tensor of a `peft` model has without adapters: of a layer that has some, and of a module
+    that is trained whole, or its frozen original."""
+    return _WRAPPED.sub("", name)
 
 
 def weights_for(adapter: Adapter, folder: Path) -> Weights:
@@ -191,6 +194,11 @@ def weights_for(adapter: Adapter, folder: Path) -> Weights:
                 f"{folder} has different values for {first} and {later}, which are one parameter of the model; build "
                 "it without tying them"
             )
+    # A module that is trained whole beside adapters starts as its original, which may be tied to another one.
+    tied = {plain_name(later): first for later, first in shared.items()}
+    for name, _ in named:
+        if (first := tied.get(plain_name(name), name)) != name:
+            others[name].append(first)
     untied = _untied_head(model, [name for name, _ in named if name not in others], found)
     buffers = persistent_buffers(adapter, adapter.blocks())
     weights = Weights(
@@ -270,13 +278,11 @@ def untie(model: Any, found: Mapping[str, Unread]) -> list[str]:
 
 def untie_parameter(model: Any, target: str) -> None:
     """Give a model on `meta` a parameter of its own under a name that is tied to another one; its config says so."""
-    modules = {plain_name(f"{name}."): module for name, module in model.named_modules()}
     above, _, leaf = target.rpartition(".")
-    module = modules[f"{above}."]
-    module = getattr(module, "base_layer", module)
-    parameter = getattr(module, leaf)
-    own = nn.Parameter(torch.empty_like(parameter), requires_grad=parameter.requires_grad)
-    setattr(module, leaf, own)
+    for name, module in model.named_modules():
+        parameter = dict(module.named_parameters(recurse=False)).get(leaf)
+        if plain_name(f"{name}.") == f"{above}." and parameter is not None:
+            setattr(module, leaf, nn.Parameter(torch.empty_like(parameter), requires_grad=parameter.requires_grad))
     for config in {id(each): each for each in (model.config, model.config.get_text_config())}.values():
         config.tie_word_embeddings = False
     getattr(model, "all_tied_weights_keys", {}).pop(target, None)

@@ -391,8 +391,9 @@ class Search:
             workload, precision = self.workload, Precision.preset(frame.precision)
             try:
                 works = prediction.ranks.works
-            except UserError:
+            except UserError as error:
                 self._totals[use] = None
+                self.refused.append(str(error))
                 return None
             layers = [works[at] for at in workload.layers]
             frozen = sum(work.frozen for work in layers)
@@ -404,6 +405,11 @@ class Search:
             own = sorted(sum(prediction.parts(work)) for work in layers)
             self._totals[use] = _Total(seconds, tuple(own), sum(work.kept for work in layers), state, trained)
         return self._totals[use]
+
+    @cached_property
+    def refused(self) -> list[str]:
+        """Why layers refused a split of them, in the order of the search."""
+        return []
 
     @cached_property
     def _totals(self) -> dict[Use, _Total | None]:

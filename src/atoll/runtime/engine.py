@@ -426,9 +426,14 @@ class Engine:
                 share.pieces,
                 step=step,
                 first_microbatch=self.place.data * self.plan.schedule.microbatches,
-                scale=lambda: self._end.loss_scale / share.tokens,
+                scale=lambda: self._loss_scale() / share.tokens,
                 training=True,
             )
+
+    def _loss_scale(self) -> float:
+        """Return the loss scale of the step, once the verdict on the one before is known; gradients have it as well."""
+        self._moment.scale = self._end.loss_scale
+        return self._moment.scale
 
     def _show_gradients(self) -> None:
         """Call the step's `before_update`. If it raises, the step is undone: its gradients are discarded."""

@@ -161,7 +161,8 @@ class Family:
     options: further values of its configuration.
     padded: batches have an attention mask with padding at the end and, in every second sample, a hole that later tokens
     would see without it.
-    lora: with low-rank adapters of the `peft` package on all linear layers, everything else frozen.
+    lora: with low-rank adapters of the `peft` package on all linear layers, everything else frozen but the modules of
+    `saved`, peft's `modules_to_save`.
     frozen: everything but the layers is frozen.
     """
 
@@ -169,6 +170,7 @@ class Family:
     options: tuple[tuple[str, Any], ...] = ()
     padded: bool = False
     lora: bool = False
+    saved: tuple[str, ...] = ()
     frozen: bool = False
 
     def build(self) -> nn.Module:
@@ -188,7 +190,8 @@ class Family:
             import peft
 
             with quietly():
-                return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear"))
+                adapters = peft.LoraConfig(r=2, target_modules="all-linear", modules_to_save=list(self.saved) or None)
+                return peft.get_peft_model(model, adapters)
         return model.train()
 
     def batch(self, step: int, samples: int, sequence: int = 6) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from atoll.plans import Plan
 from atoll.runtime.engine import Engine
 from atoll.runtime.sharding.optimizer import decay_matrices, spare_vectors
 from atoll.training.optimizers import named_optimizer
-from atoll.training.pretrained import first_weights, hugging_face_model
+from atoll.training.pretrained import check_exported, first_weights, hugging_face_model
 from atoll.training.rates import learning_rates
 
 
@@ -28,6 +28,8 @@ def build_model(config: Config, vocabulary: int) -> nn.Module:
     with torch.device("meta"):
         built = _decoder(model, vocabulary) if model.is_builtin else hugging_face_model(config, vocabulary)
     choose_trained(built, config.train.trainable, config.train.frozen)
+    if config.lora.rank:
+        check_exported(built)
     if config.data.how == "documents":
         try:
             check_documents(built, config.train.microbatch)

@@ -28,6 +28,7 @@ from atoll.models.weights import (
     INDEX,
     SINGLE,
     has_weights,
+    plain_name,
     saved,
     saved_together,
     tied_names,
@@ -37,10 +38,20 @@ from atoll.models.weights import (
 from atoll.runtime import checkpoint
 from atoll.runtime.assemble.ties import untie_as_stored
 from atoll.runtime.checkpoint import Piece
+from atoll.runtime.checkpoint.meeting import listing
 from atoll.training.folder import RunFolder
-from atoll.training.pretrained import hugging_face_config, hugging_face_model
+from atoll.training.pretrained import (
+    ADAPTERS,
+    PREFIX,
+    adapted_config,
+    check_adapters,
+    hugging_face_config,
+    hugging_face_model,
+    saved_names,
+)
 from atoll.training.sources import FAMILY
 
+ADAPTERS_FILE = "adapter_model.safetensors"
 SHARD_BYTES = 5_000_000_000
 """Largest file of an export in bytes."""
 
@@ -76,29 +87,38 @@ def import_folder(source: Path, target: Path, *, objective: str = "causal") -> M
     Parameters and persistent buffers are copied one by one, in the dtype of the file, and are converted by the tables
     of `transformers` where the files have other names or forms, such as one tensor for each expert. Files that these do
     not cover, such as quantized ones, are read as a whole by `from_pretrained`.
+    A folder of the `peft` package is imported with its base model.
+
+    Raises ConfigError for a folder that Atoll cannot read as a model, CheckpointError for adapters of another model.
     """
-    config = from_dict({"model": {"source": str(source)}, "train": {"objective": objective}})
+    is_adapted = (source / ADAPTERS).is_file()
+    sections = adapted_config(source) if is_adapted else {"model": {"source": str(source)}}
+    config = from_dict({**sections, "train": {"objective": objective}})
     with torch.device("meta"):
         model = hugging_face_model(config, None)
-    notes = untie_as_stored(model, source)
+    base = Path(config.model.source)
+    notes = untie_as_stored(model, base)
     adapter = adapter_for(model)
     later = shared_parameters(adapter)
     names = [name for block in adapter.blocks() for name, _ in block.named_parameters() if name not in later]
     names = list(dict.fromkeys([*names, *persistent_buffers(adapter, adapter.blocks())]))
+    added = _adapters_in(source, model, later) if is_adapted else {}
+    others = [name for name in names if name not in added]
+    pieces = [_piece(name, tensor) for name, tensor in added.items()]
     try:
-        weights = weights_for(adapter, source)
+        weights = weights_for(adapter, base)
     except Exception:
-        if not has_weights(source):
+        if not has_weights(base):
             raise
-        loaded = _loaded(model, source)
-        pieces = [_piece(name, loaded[name]) for name in names]
+        loaded = _loaded(adapter.model, base)  # type: ignore[attr-defined]
+        pieces += [_piece(name, loaded[plain_name(name)]) for name in others]
         read_whole = True
     else:
         notes += weights.notes
-        pieces = [
-            _piece(name, part, within=box) for name in names if name in weights for box, part in weights.parts(name)
+        pieces += [
+            _piece(name, part, within=box) for name in others if name in weights for box, part in weights.parts(name)
         ]
-        pieces += [_piece(name, _initial(adapter, name)) for name in names if name not in weights]
+        pieces += [_piece(name, _initial(adapter, name)) for name in others if name not in weights]
         read_whole = False
     state: dict[str, Any] = {"step": 0, "scaler": None, "groups": [], "caller": {"config": config.dump()}}
     checkpoint.save(target, pieces, state)
@@ -288,20 +308,47 @@ def _export_adapters(
     names: Mapping[str, str],
     stored: Mapping[str, Any],
 ) -> Moved:
-    """Write adapter_model.safetensors and adapter_config.json, with the names of `peft`."""
+    """Write the adapters and the modules that were trained whole, with the names of `peft`, and its config."""
     from safetensors.torch import save_file
 
-    (name, lora), *_ = model.peft_config.items()
-    added = {key: names[key] for key in names if ".lora_" in key}
-    tensors = _read(source, added, stored, dtypes={})
-    plain = {f"base_model.model.{key.replace(f'.{name}.', '.')}": tensor for key, tensor in tensors.items()}
-    save_file(plain, target / "adapter_model.safetensors", metadata={"format": "pt"})
+    (lora,) = model.peft_config.values()
+    shared = shared_parameters(adapter_for(model))
+    added = {key: names[shared.get(name, name)] for key, name in saved_names(model).items()}
+    plain = _read(source, added, stored, dtypes={})
+    save_file(plain, target / ADAPTERS_FILE, metadata={"format": "pt"})
     lora.inference_mode = True
     is_family = config.model.source.startswith(FAMILY)
     lora.base_model_name_or_path = None if is_family else str(Path(config.model.source).absolute())
     lora.save_pretrained(target)
     nbytes = sum(tensor.nbytes for tensor in plain.values())
-    return Moved(target, len(plain), nbytes, files=("adapter_config.json", "adapter_model.safetensors"))
+    return Moved(target, len(plain), nbytes, files=(ADAPTERS, ADAPTERS_FILE))
+
+
+def _adapters_in(source: Path, model: Any, shared: Mapping[str, str]) -> dict[str, torch.Tensor]:
+    """Return the tensors in a folder of `peft` by the model's names. shared: see `shared_parameters`.
+
+    Raises CheckpointError unless they are all those that the model has beside its base.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    check_adapters(source, model)
+    file = source / ADAPTERS_FILE
+    try:
+        found = load_file(file)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise CheckpointError(f"{file} cannot be read as safetensors: {error}") from error
+    names, values = saved_names(model), dict(model.state_dict())
+    problems = [f"it lacks {name}" for name in names if name not in found]
+    problems += [f"it has {name}, which the model does not have" for name in found if name not in names]
+    problems += [
+        f"{name} is {tuple(found[name].shape)} there and {tuple(values[PREFIX + own].shape)} here"
+        for name, own in names.items()
+        if name in found and found[name].shape != values[PREFIX + own].shape
+    ]
+    if problems:
+        raise CheckpointError(f"{file} is of another model: {listing(problems)}")
+    return {shared.get(own, own): found[name] for name, own in names.items()}
 
 
 def _copy_tokenizer(config: Config, checkpoint_folder: Path, target: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,22 @@ from atoll.training.sources import FAMILY, check_folder, package
 
 MOST_MODULES = 1000
 """Maximum number of layers, or experts of a layer, the same as for the built-in decoder."""
+PREFIX = "base_model.model."
+"""What `peft` puts before the names of the base model."""
+ADAPTERS = "adapter_config.json"
+_ANY = frozenset(
+    {
+        "auto_mapping",
+        "base_model_name_or_path",
+        "inference_mode",
+        "modules_to_save",
+        "peft_version",
+        "revision",
+        "target_modules",
+        "task_type",
+    }
+)
+"""Options of `peft` that change no value of an adapter, or that the config was made from."""
 _COUNTS = re.compile("layers?$|expert(?!.*(size|dim|capacity|factor)$)|depth|blocks$")
 """Keys of a configuration that count modules; the width of an expert does not."""
 
@@ -110,7 +126,10 @@ def _check_counts(values: Mapping[str, Any]) -> None:
 
 
 def with_adapters(model: nn.Module, config: Config) -> nn.Module:
-    """Return the model frozen, with low-rank adapters of the `peft` package."""
+    """Return the model frozen, with low-rank adapters of the `peft` package and copies of the modules to train whole.
+
+    Raises ConfigError for names that the model does not have.
+    """
     peft = package("peft")
     lora = config.lora
     targets: Any = list(lora.targets)
@@ -123,6 +142,7 @@ def with_adapters(model: nn.Module, config: Config) -> nn.Module:
             lora_alpha=lora.alpha,
             lora_dropout=lora.dropout,
             target_modules="all-linear" if targets == ["all-linear"] else targets,
+            modules_to_save=list(lora.modules_to_save) or None,
             base_model_name_or_path=source,
         )
         with warnings.catch_warnings():
@@ -131,7 +151,84 @@ def with_adapters(model: nn.Module, config: Config) -> nn.Module:
             adapted: nn.Module = peft.get_peft_model(model, adapters)
     except ValueError as error:
         raise ConfigError(f"lora.targets = {targets}: {error}") from error
+    _check_saved(adapted, lora.modules_to_save)
     return adapted
+
+
+def _check_saved(adapted: nn.Module, suffixes: Sequence[str]) -> None:
+    """Raise ConfigError for a suffix that no module has: `peft` skips it."""
+    whole = [name for name, module in adapted.named_modules() if hasattr(module, "modules_to_save")]
+    names = [name.removeprefix(PREFIX) for name, _ in adapted.named_modules()]
+    for suffix in suffixes:
+        if not any(name.endswith(suffix) for name in whole):
+            near = difflib.get_close_matches(suffix, {name.rpartition(".")[2] for name in names}, n=3, cutoff=0.4)
+            raise ConfigError(
+                f"lora.modules_to_save: no module's name ends in {suffix!r}"
+                f"{f'; did you mean {near[0]!r}?' if near else ''}"
+            )
+
+
+def saved_names(adapted: Any) -> dict[str, str]:
+    """Return the names with which `peft` saves an adapted model, each with that in a checkpoint of Atoll."""
+    own = {name: name.removeprefix(PREFIX) for name in adapted.state_dict()}
+    found: dict[str, str] = package("peft").get_peft_model_state_dict(
+        adapted, state_dict=own, save_embedding_layers=False
+    )
+    return found
+
+
+def check_exported(adapted: nn.Module) -> None:
+    """Raise ConfigError if parameters are trained that `peft` does not save."""
+    saved = set(saved_names(adapted).values())
+    trained = [name.removeprefix(PREFIX) for name, value in adapted.named_parameters() if value.requires_grad]
+    others = [name for name in trained if name not in saved]
+    if others:
+        raise ConfigError(
+            f"train.trainable trains {len(others)} parameters of the base beside the adapters, such as {others[0]}, "
+            "which `atoll export` would leave out; name their modules in lora.modules_to_save"
+        )
+
+
+def adapted_config(folder: Path) -> dict[str, Any]:
+    """Return the sections `model` and `lora` of a config for a folder that `peft` has saved.
+
+    Raises ConfigError if its base is not a folder here, and for options of `peft` that a config does not have.
+    """
+    peft = package("peft")
+    try:
+        read_json(folder / ADAPTERS)  # within the bounds; peft has none
+        theirs = peft.PeftConfig.from_pretrained(str(folder))
+    except Exception as error:  # exceptions of peft have no common class
+        raise ConfigError(f"{folder / ADAPTERS}: {error}") from error
+    base = theirs.base_model_name_or_path
+    if not base or not Path(base).is_dir():
+        raise ConfigError(
+            f"{folder / ADAPTERS}: base_model_name_or_path is {base!r}, not a folder here; write that of the base "
+            "model there"
+        )
+    if theirs.peft_type != "LORA" or isinstance(theirs.target_modules, str) or not theirs.target_modules:
+        raise ConfigError(
+            f"{folder / ADAPTERS} is of {theirs.peft_type} with target_modules = {theirs.target_modules!r}; Atoll "
+            "trains LoRA on layers that are listed"
+        )
+    lora = {
+        "rank": theirs.r,
+        "alpha": float(theirs.lora_alpha),
+        "dropout": float(theirs.lora_dropout),
+        "targets": sorted(theirs.target_modules),
+        "modules_to_save": sorted(theirs.modules_to_save or ()),
+    }
+    return {"model": {"source": str(base)}, "lora": lora}
+
+
+def check_adapters(folder: Path, adapted: Any) -> None:
+    """Raise ConfigError if a folder that `peft` has saved has other options than the model of `adapted_config`."""
+    theirs = package("peft").PeftConfig.from_pretrained(str(folder)).to_dict()
+    (ours,) = (each.to_dict() for each in adapted.peft_config.values())
+    others = [key for key in theirs if key not in _ANY and theirs[key] != ours.get(key)]
+    if others:
+        listed = ", ".join(f"{key} = {theirs[key]!r}" for key in others)
+        raise ConfigError(f"{folder / ADAPTERS} has {listed}, which [lora] cannot say; save adapters without")
 
 
 def first_weights(config: Config) -> Path | None:

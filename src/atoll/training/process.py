@@ -118,6 +118,7 @@ def train(request: Request) -> int:
         template = template_of(_command(request, overrides), config.parallel.ranks) if _is_own_command() else None
         if template is not None:
             held.callback(template.close)
+        _check_tensor(config)
         corpus = prepare_corpus(config, say=lambda line: _tell(line, sys.stderr))
         vocabulary_of(config, corpus)
         learning_rates(config.with_steps_of(corpus.samples).train)
@@ -141,6 +142,21 @@ def train(request: Request) -> int:
             fewer=lambda ranks: fewer_ranks(*asked, ranks),
             say=lambda line: _tell(line, sys.stderr),
         )
+
+
+def _check_tensor(config: Config) -> None:
+    """Raise the error of an adapter whose layers cannot be split over so many tensor-parallel ranks. What the built-in
+    decoder can be split into is part of the plan."""
+    if config.parallel.tensor == 1 or config.model.is_builtin:
+        return
+    import torch
+
+    from atoll.models import adapter_for
+    from atoll.training.pretrained import hugging_face_model
+
+    with torch.device("meta"):
+        adapter = adapter_for(hugging_face_model(config, None))
+    adapter.tensor_plan(config.parallel.tensor)  # type: ignore[attr-defined]
 
 
 def _command(request: Request, overrides: Sequence[str]) -> list[str]:

@@ -18,6 +18,7 @@ class Archive:
     """The checkpoint in `folder`: its state, its tensors' metadata, and the bytes of its boxes.
 
     manifest: None for a checkpoint of an older version without digests, for which only consistency is checked.
+    version: of its format, see `folders.FORMAT_VERSION`.
 
     Raises CheckpointError if there is no checkpoint, DamageError if it is incomplete or its manifest or state has
     changed since it was written.
@@ -34,7 +35,7 @@ class Archive:
                 "interrupted, or files were lost; take an earlier one"
             )
         self.manifest = Manifest.read(folder) if (folder / MANIFEST).exists() else None
-        self.state = self._read_state()
+        self.version, self.state = self._read_state()
 
     @cached_property
     def contents(self) -> Contents:
@@ -53,20 +54,20 @@ class Archive:
         self._check(path, stored.offset, content)
         return content
 
-    def _read_state(self) -> dict[str, Any]:
+    def _read_state(self) -> tuple[int, dict[str, Any]]:
         path = self.folder / STATE
         try:
             document = parse_json(self._read_file(STATE))
             version, state = document["version"], document["state"]
         except (ValueError, KeyError, TypeError) as error:
             raise DamageError(f"{path} cannot be read: {error}") from error
-        if version not in (FIRST_VERSION, FORMAT_VERSION) or not isinstance(state, dict):
-            raise DamageError(f"{path} has version {version!r}; this Atoll reads {FIRST_VERSION} and {FORMAT_VERSION}")
-        if version == FORMAT_VERSION and self.manifest is None:
+        if version not in range(FIRST_VERSION, FORMAT_VERSION + 1) or not isinstance(state, dict):
+            raise DamageError(f"{path} has version {version!r}; this Atoll reads {FIRST_VERSION} to {FORMAT_VERSION}")
+        if version > FIRST_VERSION and self.manifest is None:
             raise DamageError(
                 f"{self.folder / MANIFEST} is missing: it was saved with the checkpoint and has its digests"
             )
-        return state
+        return version, state
 
     def _read_file(self, name: str) -> bytes:
         path = self.folder / name

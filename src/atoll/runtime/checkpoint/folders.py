@@ -32,8 +32,9 @@ METADATA = ".metadata"
 LATEST = "latest"
 LONGEST_NAME = 4096
 """Maximum number of bytes that are read of the file `latest`."""
-FIRST_VERSION, FORMAT_VERSION = 1, 2
-"""Versions of state.json. The first has no manifest."""
+FIRST_VERSION, FORMAT_VERSION = 1, 3
+"""Versions of state.json that are read, and the one that is written. The first has no manifest. Up to the second,
+residuals of encoded gradients are times the loss scale."""
 
 _STEP = re.compile(r"step-\d+")
 _SAVING, _REPLACED, _REMOVING, _DAMAGED = ".saving-", ".replaced-", ".removing-", "damaged-"

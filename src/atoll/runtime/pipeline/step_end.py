@@ -493,11 +493,7 @@ class StepEnd:
             if self.was_right:
                 unit.confirm()
         if self.scaler is not None:
-            before = self.scaler.scale
             self.scaler.update(is_finite=is_finite)
-            if self.scaler.scale != before:
-                for unit in self._units:
-                    unit.scale_residuals(self.scaler.scale / before)
         self._result = replace(result, seconds=time.monotonic() - step.begin)
 
     @property

@@ -53,9 +53,14 @@ Encoded = tuple[torch.Tensor | None, torch.Tensor]
 
 @dataclass(slots=True)
 class Moment:
-    """The step that is being run, counted from 0; random bits of stochastic rounding follow from it."""
+    """The step that is being run.
+
+    step: counted from 0; random bits of stochastic rounding follow from it.
+    scale: the loss scale, by which its gradients are multiplied until they have been summed.
+    """
 
     step: int = 0
+    scale: float = 1.0
 
 
 def noise_seed(seed: int, step: int, unit: int, segment: int, *, what: str, rank: int, to: int) -> int:
@@ -88,15 +93,17 @@ def encode(
     *,
     residual: torch.Tensor | None = None,
     noise: torch.Tensor | None = None,
+    scale: float = 1.0,
 ) -> None:
     """Write values, [n], to a message of `codec.nbytes(n)` bytes.
 
-    residual: added to the values, and overwritten with what the message lacks of the sum.
+    residual: added to the values, and overwritten with what the message lacks of the sum; both divided by `scale`, of
+    which the values are multiples. A power of two, as a loss scale is, changes no bit of a residual.
     """
-    for rows, scale, payload in _parts(codec, values, message):
+    for rows, scales_at, payload in _parts(codec, values, message):
         chosen = values[rows].to(wide(values.dtype))
         if residual is not None:
-            chosen = chosen + residual[rows]
+            chosen = torch.add(chosen, residual[rows], alpha=scale)
         blocks = chosen.view(-1, _row(codec, len(chosen)))
         scales, codes, left = _on(blocks, _encode)(
             blocks,
@@ -105,10 +112,10 @@ def encode(
             is_lossy=residual is not None,
         )
         if scales is not None:
-            message[scale].view(torch.float32).copy_(scales.view(-1))
+            message[scales_at].view(torch.float32).copy_(scales.view(-1))
         message[payload].copy_(codes.reshape(-1))
         if residual is not None:
-            residual[rows] = left.view(-1)
+            torch.mul(left.view(-1), 1.0 / scale, out=residual[rows])
 
 
 def decode(codec: Codec, message: torch.Tensor, out: torch.Tensor, *, adds: bool = False) -> None:
@@ -221,18 +228,20 @@ def reduce(
     transport: Transport,
     noise: Draw,
     residual: torch.Tensor | None = None,
+    scale: float = 1.0,
 ) -> None:
     """Sum the ranks' buffers into each rank's own block: those of the others arrive encoded and are added in fp32, in
     rank order. The other blocks are undefined afterwards.
 
-    residual: as large as the buffer, of what was lost in earlier messages. Its own block is not used.
+    residual: as large as the buffer, of what was lost in earlier messages. Its own block is not used.  scale: as in
+    `encode`.
     """
     ranks = len(peers.ranks)
     each = codec.nbytes(whole.numel() // ranks)
     sent, received = (torch.empty(ranks * each, dtype=torch.uint8, device=whole.device) for _ in range(2))
     for at, _ in peers.others:
         lost = None if residual is None else peers.block(residual, at)
-        encode(codec, peers.block(whole, at), peers.block(sent, at), residual=lost, noise=noise(at))
+        encode(codec, peers.block(whole, at), peers.block(sent, at), residual=lost, noise=noise(at), scale=scale)
     transport.all_to_all(sent, received, peers, tag=tag)
     own = peers.own(whole)
     total = own.to(wide(own.dtype))
@@ -259,14 +268,15 @@ def gather(
     adds: bool = False,
     noise: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
+    scale: float = 1.0,
 ) -> None:
     """Fill every block of `whole` with what its owner has encoded of `own`, or add it to the block.
 
-    residual: of the own block, as in `encode`.
+    residual: of the own block.  scale: both as in `encode`.
     """
     each = codec.nbytes(own.numel())
     coded = torch.empty(len(peers.ranks) * each, dtype=torch.uint8, device=whole.device)
-    encode(codec, own, peers.own(coded), residual=residual, noise=noise)
+    encode(codec, own, peers.own(coded), residual=residual, noise=noise, scale=scale)
     transport.gather(coded, peers, tag)
     for at in range(len(peers.ranks)):
         decode(codec, peers.block(coded, at), peers.block(whole, at), adds=adds)

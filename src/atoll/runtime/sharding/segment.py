@@ -24,7 +24,8 @@ does not depend on the order in which a schedule runs I and W.
 they are a copy of the master that follows it: the owner encodes the difference, and all ranks, the owner too, add what
 they decode, so copies stay equal and the next difference has what this one lost. What encoded gradients lose is the
 residual of the rank that encoded them, as large as its part at level I. Its blocks for other ranks are those of a
-reduction, its own block is that of the all-gather that may follow. A step that is not taken clears it.
+reduction, its own block is that of the all-gather that may follow. A step that is not taken clears it. Gradients are
+encoded times the loss scale; residuals are divided by it, so they outlive a change of the scale or of the precision.
 """
 
 from __future__ import annotations
@@ -683,6 +684,7 @@ class Segment:
             self._move(buffer, move, purpose)
             return
         peers, nest, residual = self.around.peers(move.axis), self.sharding.nest, self.residuals.get(phase)
+        scale = self.around.moment.scale
         each = buffer.numel() // nest.size(move.axis)
         rank = nest.i * nest.intra + nest.j
 
@@ -691,22 +693,17 @@ class Segment:
             return coding.draw(codec, each, seed, device=buffer.device)
 
         if move.kind is Kind.REDUCE:
-            act = partial(coding.reduce, codec, buffer)
+            act = partial(coding.reduce, codec, buffer, scale=scale)
             self._code(act, move, purpose, noise=noise, residual=residual)
         else:
             own, lost = peers.own(buffer), None if residual is None else peers.own(residual)
-            act = partial(coding.gather, codec, own, buffer)
+            act = partial(coding.gather, codec, own, buffer, scale=scale)
             self._code(act, move, purpose, noise=noise(peers.index), residual=lost)
 
     def clear_residuals(self) -> None:
         """Forget what encoded gradients lacked."""
         for residual in self.residuals.values():
             residual.zero_()
-
-    def scale_residuals(self, factor: float) -> None:
-        """Multiply what encoded gradients lacked, as the next gradients are."""
-        for residual in self.residuals.values():
-            residual.mul_(factor)
 
     def clear_gradients(self) -> None:
         """Discard the step's gradients: stored ones are overwritten, others are freed."""

@@ -5,20 +5,21 @@ model.<buffer>                       persistent buffers
 optim.state.<parameter>.<key>        as torch's get_optimizer_state_dict names them
 optim.matrix.<parameter>.<row>.<key> state of a whole matrix, which begins at that row of the parameter
 codec.copy.<parameter>               parameters that follow the master by encoded differences
-codec.residual.<slot>.<parameter>    what encoded gradients lacked; a slot is the rank that encoded them, but for its
-                                     place in its group: see `_Slot`
+codec.residual.<slot>.<parameter>    what encoded gradients lacked, not times the loss scale; a slot is the rank that
+                                     encoded them, but for its place in its group: see `_Slot`
 
 [Note: residuals in another world] A residual is part of the sum of gradients that has not been sent yet. If a plan has
 fewer groups, copies of a unit or tensor-parallel ranks, those that are left take over the residuals of the others; if
 it has more, the new ones begin with none. So the sum over all ranks stays the same.
 
-With outer steps the anchors are the model, and the optimizer's state is that of the first island. So any run can load
-the checkpoint, also one without islands, which leaves out
+With outer steps the anchors are the model, and the optimizer's state is that of the first island, as is the loss scaler
+in state.json. So any run can load the checkpoint, also one without islands, which leaves out
 
 outer.momentum.<parameter>           of the outer optimizer
 islands.<i>.model.<parameter>        master weights of an island
 islands.<i>.outer.residual.<parameter>   what encoded outer gradients of an island lacked
 islands.<i>.optim. ...               of an island but the first
+islands.<i>.scaler                   fields of its loss scaler in the order of `SCALER`; of an island but the first
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _CODEC, _COPY, _RESIDUAL = "codec", "copy", "residual"
 _IMPLEMENTATION = frozenset({"fused", "foreach"})
 """Options of an optimizer that follow from the device, so a run keeps its own when it loads a checkpoint."""
 
-SCALER = frozenset({"scale", "growth_steps", "good_steps"})
+SCALER = ("scale", "growth_steps", "good_steps")
 """Fields of the fp16 loss scaler in a checkpoint."""
 OF_ISLANDS = ("outer.", "islands.")
 """Beginnings of names that a run need not take."""
@@ -77,6 +78,8 @@ def save_state(
             *_trained_pieces(units, _path_of(island)),
             *_optimizer_pieces(optimizer, _path_of(island) if island else ()),
         ]
+        if island and state.get("scaler") is not None:
+            pieces.append(_scaler_piece(island, [state["scaler"][key] for key in SCALER]))
     save(folder, pieces, {**state, "groups": _group_options(optimizer)}, identity=identity)
 
 
@@ -97,6 +100,11 @@ def stored_states(opened: checkpoint.Archive, *, island: int = 0) -> dict[str, d
 
 def _path_of(island: int) -> tuple[str, ...]:
     return "islands", str(island)
+
+
+def _scaler_piece(island: int, values: Sequence[float]) -> Piece:
+    """The loss scaler of an island, which all its ranks have."""
+    return Piece((*_path_of(island), "scaler"), (3,), 0, stop=3, tensor=torch.tensor(values, dtype=torch.float64))
 
 
 def _optimizer_path(opened: checkpoint.Archive, island: int) -> tuple[str, ...]:
@@ -129,7 +137,7 @@ def _is_scaler(values: Any) -> bool:
     """Return True if these are the fields of a loss scaler, finite and not negative."""
     return (
         isinstance(values, dict)
-        and values.keys() == SCALER
+        and values.keys() == set(SCALER)
         and all(type(value) in (int, float) and 0 <= value < math.inf for value in values.values())
     )
 
@@ -166,7 +174,9 @@ def load_state(
     spare: names of the model that the checkpoint may have: earlier versions saved some buffers that are not persistent.
 
     If the islands of the checkpoint differ, in number or in their outer steps, all islands restart from the anchors
-    without residuals, each with its own optimizer state, or that of the first island if it has none.
+    without residuals, each with its own optimizer state and loss scaler, or those of the first island if it has none.
+
+    Return the checkpoint's state, with the loss scaler of this island.
     """
     _prepare_states(optimizer, stored_states(opened, island=island))
     names = frozenset(opened.contents.tensors)
@@ -196,7 +206,13 @@ def load_state(
             *_trained_pieces(units, _path_of(island) if goes_on else ()),
             *states,
         ]
+    scaler = _scaler_piece(island, [0.0] * 3)
+    has_scaler = scaler.name in names
+    pieces += [scaler] * has_scaler
     state = checkpoint.load(folder, pieces, optional=(f"{_CODEC}.", *OF_ISLANDS, *_of_model(spare)))
+    if has_scaler:
+        scale, growth_steps, good_steps = scaler.tensor.tolist()
+        state = {**state, "scaler": dict(zip(SCALER, (scale, int(growth_steps), int(good_steps)), strict=True))}
     if outer is not None:
         outer.restore(opened.state.get("outer"))
     for segment in segments:
@@ -206,7 +222,7 @@ def load_state(
         else:
             segment.sync_parameters(is_exact=True)
     for each in owed:
-        each.residual.add_(each.values)
+        each.residual.add_(each.values, alpha=1.0 / _scale_of_residuals(opened))
     groups = state["groups"]
     if len(groups) != len(optimizer.torch.param_groups):
         raise CheckpointError(
@@ -217,6 +233,12 @@ def load_state(
         loaded = {key: value for key, value in options.items() if key not in _IMPLEMENTATION}
         group.update({key: tuple(value) if isinstance(value, list) else value for key, value in loaded.items()})
     return state
+
+
+def _scale_of_residuals(opened: checkpoint.Archive) -> float:
+    """Return what residuals in a checkpoint are multiplied by: until version 2 the loss scale, if it has one."""
+    scaler = opened.state.get("scaler")
+    return float(scaler["scale"]) if opened.version <= 2 and scaler is not None else 1.0
 
 
 def load_values(

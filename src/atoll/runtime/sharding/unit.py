@@ -228,11 +228,6 @@ class Unit:
         for segment in self.segments:
             segment.clear_residuals()
 
-    def scale_residuals(self, factor: float) -> None:
-        """Multiply what encoded gradients lacked."""
-        for segment in self.segments:
-            segment.scale_residuals(factor)
-
     def settle_parameters(self) -> None:
         """Wait until the parameters are up to date where they rest."""
         for segment in self.segments:
