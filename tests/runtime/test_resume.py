@@ -246,4 +246,4 @@ def test_a_state_that_no_engine_has_written_is_refused(tmp_path: Path, changes: 
 
 
 def test_the_names_of_a_loss_scaler_are_those_that_a_checkpoint_knows() -> None:
-    assert {field.name for field in fields(LossScaler)} == SCALER
+    assert tuple(field.name for field in fields(LossScaler)) == SCALER

@@ -255,7 +255,7 @@ def test_what_was_trained_is_exported_and_trains_on(tmp_path: Path) -> None:
 def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint's model."""
     stored = Archive(checkpoint).contents.tensors
-    return interchange._read(checkpoint, {n: n for n in stored if n.startswith("model.")}, stored, dtype=None)
+    return interchange._read(checkpoint, {n: n for n in stored if n.startswith("model.")}, stored, dtypes={})
 
 
 @pytest.mark.slow
