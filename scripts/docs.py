@@ -193,6 +193,7 @@ MEANINGS: Mapping[str, str] = {
     "run.tensorboard": "also write TensorBoard events, if the package is installed",
     "run.loggers": 'further loggers of metrics: "wandb", "mlflow", or "module:function": [Loggers](#loggers)',
     "run.cluster": "file of the [cluster](clusters.md) the run is on; the prediction is recorded with the measurements",
+    "run.measure": "without `run.cluster`, measure this machine [once](predict.md#this-machine) and predict step times",
     "checkpoint.every": "steps between checkpoints; 0: after the last step only",
     "checkpoint.keep": "number of newest checkpoints to keep",
     "checkpoint.keep_hours": "also keep one checkpoint for every so many hours",

@@ -499,6 +499,7 @@ class Run(Section):
     loggers: further loggers of metrics: "wandb", "mlflow", or `module:function`, called with values by name and the
     step.
     cluster: TOML file of the cluster the run is on; predicted step times are recorded with the measured ones.
+    measure: without `cluster`, measure this machine once for local ranks, and predict step times with that.
     restarts: maximum number of restarts of local ranks after a failure; the count resets at each checkpoint.
     """
 
@@ -508,6 +509,7 @@ class Run(Section):
     tensorboard: bool = True
     loggers: Annotated[tuple[Annotated[str, AfterValidator(_as_logger)], ...], BeforeValidator(_as_tuple)] = ()
     cluster: str | None = None
+    measure: bool = True
 
 
 class Checkpoint(Section):

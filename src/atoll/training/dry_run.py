@@ -18,12 +18,13 @@ from atoll.runtime.checkpoint import Archive, is_complete
 from atoll.training.build import build_model
 from atoll.training.choosing import load_chosen
 from atoll.training.folder import RunFolder, Start
+from atoll.training.here import has_gpus
 from atoll.training.loggers import check_loggers
 from atoll.training.loop import resumed_state
 from atoll.training.optimizers import checked
 from atoll.training.prediction import expected_vocabulary
 from atoll.training.pretrained import first_weights
-from atoll.training.process import Request, has_gpus
+from atoll.training.process import Request
 from atoll.training.rates import learning_rates
 from atoll.training.samples import preview_corpus, vocabulary_of
 from atoll.training.sources import check_source

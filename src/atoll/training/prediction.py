@@ -11,6 +11,7 @@ from atoll.data import expected_ids
 from atoll.plans import Plan
 from atoll.training.optimizers import planned
 from atoll.training.sources import FAMILY
+from atoll.units import format_bytes, format_seconds
 
 PREDICTED = ("llama", "mistral", "qwen2", "gpt2")
 """Families of `transformers` whose sizes are read from their configuration."""
@@ -45,6 +46,19 @@ def predict(
     )
     kind = config.parallel.device if device is None else device
     return Prediction(workload_of(config, known, on_cpu=kind == "cpu"), plan, cluster, use, reads_in_place)
+
+
+def in_short(prediction: Prediction) -> str:
+    """Return seconds and peak bytes in one line."""
+    peaks = [prediction.peak(rank) for rank in range(prediction.plan.mesh.pipeline)]
+    words = f"at most {format_bytes(max(peak.total - peak.context for peak in peaks))} of tensors a rank"
+    if prediction.cluster is None:
+        return f"{words}; seconds need a cluster, see run.cluster"
+    device = prediction.device
+    source = device.efficiency.source or device.source
+    low, high = prediction.interval
+    between = f" ({format_seconds(low)} to {format_seconds(high)})" if high > low else ""
+    return f"a step of {format_seconds(prediction.seconds)}{between}, {words}{f'; {source}' if source else ''}"
 
 
 def is_on_cpu(config: Config, cluster: Cluster | None) -> bool:
