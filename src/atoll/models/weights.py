@@ -14,6 +14,7 @@ from atoll.errors import PlanError
 from atoll.layouts import Box
 from atoll.models.adapter import Adapter
 from atoll.models.initialise import shared_parameters
+from atoll.models.text_part import renaming_of_part
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -128,7 +129,7 @@ def weights_for(adapter: Adapter, folder: Path) -> Weights:
         {name: tuple(parameter.shape) for name, parameter in named},
         prefix=getattr(model, "base_model_prefix", ""),
         added=[name for name, _ in named if "lora_" in name or name.startswith(heads)],
-        rename=_renaming(model),
+        rename=renaming_of_part(model, Path(folder), _renaming),
     )
 
 

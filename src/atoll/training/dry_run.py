@@ -23,7 +23,7 @@ from atoll.training.loggers import check_loggers
 from atoll.training.loop import resumed_state
 from atoll.training.optimizers import checked
 from atoll.training.prediction import expected_vocabulary
-from atoll.training.pretrained import first_weights
+from atoll.training.pretrained import first_weights, notes_of_source
 from atoll.training.process import Request
 from atoll.training.rates import learning_rates
 from atoll.training.samples import preview_corpus, vocabulary_of
@@ -75,6 +75,8 @@ def check_run(request: Request, *, elsewhere: bool = False, say: Callable[[str],
     device = None if elsewhere else "cuda" if has_gpus(config, config.parallel.ranks) else "cpu"
     for rank in range(plan.mesh.pipeline):
         describe(lambda: build_model(config, vocabulary), plan, rank, reads_in_place=device == "cpu")
+    for note in notes_of_source(config):
+        say(f"note: {note}")
     weights = first_weights(config)
     if weights is not None and not is_complete(weights):
         weights_for(adapter_for(build_model(config, vocabulary)), weights)

@@ -78,7 +78,7 @@ def predict_on(config: Config, cluster: Cluster | None, *, world: int | None = N
 def workload_of(config: Config, vocabulary: int, *, on_cpu: bool = False) -> Workload:
     """Return the model of `config` with this vocabulary: by formula if its family has one, otherwise counted, see
     `atoll.models.count`. Raises ConfigError if its costs are unknown."""
-    sizes = None if _leaves_out(config) else _sizes(config, vocabulary, on_cpu)
+    sizes = None if _leaves_out(config) or _is_eager(config) else _sizes(config, vocabulary, on_cpu)
     if sizes is not None:
         return sizes.workload
     from atoll.models import count
@@ -92,6 +92,11 @@ def workload_of(config: Config, vocabulary: int, *, on_cpu: bool = False) -> Wor
 def _leaves_out(config: Config) -> bool:
     """Return True if some parameters are not trained."""
     return bool(config.lora.rank or config.train.trainable or config.train.frozen)
+
+
+def _is_eager(config: Config) -> bool:
+    """Return True if the model has eager attention where formulas assume the fused one."""
+    return config.model.attention == "eager"
 
 
 def expected_vocabulary(config: Config) -> int:

@@ -28,6 +28,7 @@ from atoll.training.folder import RunFolder, Start, is_of, read_records, typical
 from atoll.training.lock import RunLock
 from atoll.training.loop import Loop
 from atoll.training.measure import peak_memory
+from atoll.training.pretrained import notes_of_source
 from atoll.training.samples import prepare_corpus, vocabulary_of
 from atoll.training.signals import StopRequest
 from atoll.units import format_bytes, format_count, format_rate, format_seconds
@@ -171,7 +172,7 @@ def run(
     _check_same_corpus(config, corpus)
     before = peak_memory(device) if device.type == "cpu" else 0
     model = build_model(config, vocabulary_of(config, corpus))
-    for note in config.notes:
+    for note in (*config.notes, *notes_of_source(config)):
         display.say(f"note: {note}")
     display.say(_introduce(plan, model, corpus, device=device))
 
