@@ -3,11 +3,14 @@ are frozen, or the optimizer is not AdamW."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from atoll.config import Config
 from atoll.cost import Cluster, Prediction, Transformer, Use, Workload
 from atoll.data import expected_ids
+from atoll.documents import read_json
 from atoll.plans import Plan
 from atoll.training.optimizers import planned
 from atoll.training.sources import FAMILY
@@ -99,6 +102,26 @@ def _is_eager(config: Config) -> bool:
     return config.model.attention == "eager"
 
 
+def _without_transformers(config: Config, vocabulary: int | None = None) -> Any | None:
+    """Return the configuration of a model whose config names its sizes, if transformers is not installed and formulas
+    know its family; otherwise None."""
+    if find_spec("transformers") is not None:
+        return None
+    from atoll.models.sizes import known_config
+
+    source, values = config.model.source, dict(config.model.config)
+    family = source.removeprefix(FAMILY)
+    if not source.startswith(FAMILY):
+        file = Path(source) / "config.json"
+        own: Any = read_json(file) if file.is_file() else {}
+        values = {**own, **values} if isinstance(own, dict) else values
+        family = str(values.get("model_type"))
+    if vocabulary is not None:
+        values = {"vocab_size": vocabulary, **values}
+    is_own = (family == "bert") == (config.train.objective == "masked")
+    return known_config(family, values) if is_own else None
+
+
 def expected_vocabulary(config: Config) -> int:
     """Return the model's number of ids before the corpus is read: model.vocabulary, that of the Hugging Face folder, or
     the maximum of the tokenizer."""
@@ -108,6 +131,8 @@ def expected_vocabulary(config: Config) -> int:
         own = config.model.config.get("vocab_size")
         if isinstance(own, int):
             return own
+        if (known := _without_transformers(config)) is not None:
+            return int(known.vocab_size)
         from atoll.training.pretrained import hugging_face_config
 
         if not config.model.source.startswith(FAMILY):
@@ -120,7 +145,10 @@ def _sizes(config: Config, vocabulary: int, on_cpu: bool) -> Transformer | None:
         from atoll.models import transformer_of
         from atoll.training.pretrained import hugging_face_config
 
-        found: Any = hugging_face_config(config, vocabulary)
+        found: Any = _without_transformers(config, vocabulary)
+        if found is not None:
+            return transformer_of(found)
+        found = hugging_face_config(config, vocabulary)
         is_known = found.model_type in PREDICTED and config.train.objective == "causal"
         return transformer_of(found) if is_known else None
     model = config.model
