@@ -63,6 +63,8 @@ MEANINGS: Mapping[str, str] = {
     "model.source": '"builtin", the decoder of `atoll.models`; "transformers:llama" or another family, from scratch; '
     "or the folder of a Hugging Face model: [models.md](models.md)",
     "model.config": "values that override the `transformers` configuration; not for the builtin model",
+    "model.attention": 'attention of a `transformers` model, as its `attn_implementation`: "eager", "sdpa", '
+    '"flash_attention_2" or another',
     "model.weights": 'a folder of safetensors or a checkpoint to start from, or "initial" for random weights; by '
     "default the weights in the source's folder if it has any",
     "model.layers": "number of transformer layers; with embedding and head, at least as many blocks as stages",
@@ -198,6 +200,7 @@ MEANINGS: Mapping[str, str] = {
     "run.tensorboard": "also write TensorBoard events, if the package is installed",
     "run.loggers": 'further loggers of metrics: "wandb", "mlflow", or "module:function": [Loggers](#loggers)',
     "run.cluster": "file of the [cluster](clusters.md) the run is on; the prediction is recorded with the measurements",
+    "run.measure": "without `run.cluster`, measure this machine [once](predict.md#this-machine) and predict step times",
     "checkpoint.every": "steps between checkpoints; 0: after the last step only",
     "checkpoint.keep": "number of newest checkpoints to keep",
     "checkpoint.keep_hours": "also keep one checkpoint for every so many hours",
@@ -210,6 +213,7 @@ DEFAULTS: Mapping[str, str] = {
     "model.kv_heads": "`heads`",
     "model.ffn": "8/3 of `hidden`, rounded up to a multiple of 8",
     "model.vocabulary": "the tokenizer's",
+    "model.attention": "the family's own",
     "model.weights": "those of the source",
     "parallel.residency": "`step` where a gather sends nothing, else `action`",
     "data.cache": "`$XDG_CACHE_HOME/atoll` or `~/.cache/atoll`",

@@ -22,6 +22,9 @@ else:
 # each other on cores that other tests use. A run of one rank took 44 s of processor time on two threads, and takes 7.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Runs of tests measure no machine: it takes seconds, and the others would be in its way.
+os.environ.setdefault("ATOLL_MEASURE", "false")
+
 
 @pytest.fixture(scope="module")
 def warm() -> Iterator[None]:

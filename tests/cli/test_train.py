@@ -25,6 +25,7 @@ from atoll.testing.progress import finish, run, wait_until
 from atoll.training.folder import Start
 from atoll.training.lock import RunLock
 from atoll.training.process import Request
+from atoll.units import format_seconds
 from tests.warm import left
 
 pytestmark = pytest.mark.usefixtures("warm")
@@ -105,6 +106,42 @@ def atoll(*command: object) -> subprocess.CompletedProcess[str]:
 
 def sets(*overrides: str) -> list[str]:
     return [word for override in overrides for word in ("--set", override)]
+
+
+# ---- prediction
+
+
+@pytest.mark.slow
+def test_a_run_measures_its_machine_once_and_predicts_its_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ATOLL_MEASURE", "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = write_config(tmp_path)
+    spread = sets("parallel.ranks=2", "parallel.intra=2", "parallel.layout=IIG", "parallel.device=cpu")
+    first, again = (
+        atoll(*ATOLL, "train", config, *spread, *sets(f"run.folder={tmp_path / name}")) for name in ("first", "again")
+    )
+    assert (first.returncode, again.returncode) == (0, 0), first.stderr + again.stderr
+    words = "measuring this machine, once"
+    assert (words in first.stderr, words in again.stderr) == (True, False)
+    (kept,) = (tmp_path / "cache" / "atoll").glob("machine-*.toml")
+    assert kept.stat().st_size > 0
+    for name, result in (("first", first), ("again", again)):
+        folder = tmp_path / name
+        found = json.loads((folder / "prediction.json").read_text())
+        assert found["seconds"] > 0
+        assert (folder / "cluster.toml").is_file()
+        said, *bytes_of = result.stdout.splitlines()[-2:]
+        assert re.fullmatch(r"a step: .+ predicted, .+ measured \([+-][\d.]+%\)", said)
+        assert re.fullmatch(
+            "pipeline rank 0: .+ of tensors predicted, max RSS .+ measured, .+ of it before the model was built",
+            bytes_of[0],
+        )
+        assert f"predicted: a step of {format_seconds(found['seconds'])}, at most" in result.stderr + result.stdout
+    predicted = atoll(*ATOLL, "predict", config, *spread, "--json")
+    assert json.loads(predicted.stdout)["seconds"] > 0
+    assert "note: no cluster is named; taken is this machine: measured by" in predicted.stderr
 
 
 # ---- a whole run

@@ -20,6 +20,7 @@ from atoll.models import Adapter, Decoder, DecoderConfig, adapter_for, count, tr
 from atoll.models.operations import kernel_of
 from atoll.plans import MeshShape, Plan
 from atoll.runtime.assemble.describe import describe
+from atoll.testing.families import family_config
 from atoll.testing.tiny import TinyConfig
 
 transformers = pytest.importorskip("transformers")
@@ -319,6 +320,31 @@ def test_kernels_of_operations() -> None:
     assert kernel("convolution", image, filters, None, [1], [1], [1], False, [0], 6) == Product(20, 3, 1, 6)
 
 
+# ---- families without fused attention
+
+
+def meta(family: str) -> nn.Module:
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(family_config(family))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["bloom", "codegen", "gemma2", "gpt_oss", "gptj", "mamba2", "mpt"])
+def test_a_model_is_counted_with_the_attention_that_it_has(family: str) -> None:
+    """transformers refuses fused attention for them; without a name in the use they are counted as they run."""
+    counted = count(meta(family))
+    layers = [counted.blocks[at] for at in counted.layers]
+    assert all(layer.work(use_of()).kept > 0 for layer in layers)
+    if family != "mamba2":  # which has none
+        assert [layer.work(use_of()) for layer in layers] == [layer.work(use_of(attention="eager")) for layer in layers]
+
+
+def test_a_model_that_was_built_with_eager_attention_is_counted_with_it() -> None:
+    eager, fused = (count(model_of(config_of("llama", attn_implementation=each))) for each in ("eager", "sdpa"))
+    named = fused.blocks[1].work(use_of(attention="eager"))
+    assert eager.blocks[1].work(use_of()) == named != fused.blocks[1].work(use_of())
+
+
 # ---- refusals
 
 
@@ -331,7 +357,7 @@ def test_what_is_not_counted_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(transformers.Gemma2PreTrainedModel, "_supports_sdpa", False)  # 5.17 says that it does
     model = model_of(config_of("gemma2"))
     with pytest.raises(ConfigError, match="Gemma2ForCausalLM has no attention = 'flash'"):
-        count(model).blocks[1].work(use_of())
+        count(model).blocks[1].work(use_of(attention="flash"))
 
 
 class Counting(nn.Module):

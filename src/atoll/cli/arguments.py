@@ -11,6 +11,7 @@ import typer
 from atoll.toml import value_to_toml
 
 if TYPE_CHECKING:
+    from atoll.config import Config
     from atoll.cost import Cluster
 
 ConfigFile = Annotated[Path, typer.Argument(help="A TOML file.", show_default=False)]
@@ -40,6 +41,18 @@ def with_cluster(overrides: Sequence[str] | None, cluster: Path | None) -> list[
     """Return the overrides with --cluster appended, which replaces run.cluster."""
     named = [] if cluster is None else [f"run.cluster={value_to_toml(str(cluster))}"]
     return [*(overrides or ()), *named]
+
+
+def cluster_of(config: Config) -> Cluster:
+    """Return run.cluster, or this machine as `atoll train` measured it for as many ranks; that is said on stderr.
+    Raises ConfigError if there is neither."""
+    from atoll.training.here import measured_cluster
+
+    here = measured_cluster(config, config.parallel.ranks)
+    if here is not None:
+        typer.echo(f"note: no cluster is named; taken is this machine: {here.device.source}", err=True)
+        return here
+    return read_cluster(config.run.cluster)
 
 
 def read_cluster(path: str | Path | None) -> Cluster:

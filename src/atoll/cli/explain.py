@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from atoll.cli.arguments import CLUSTER, AsJson, Overrides, read_cluster, with_cluster
+from atoll.cli.arguments import CLUSTER, AsJson, Overrides, cluster_of, read_cluster, with_cluster
 
 if TYPE_CHECKING:
     from atoll.explain import Explanation
@@ -117,7 +117,7 @@ def _explanation(path: Path, overrides: tuple[str, ...], cluster: Path | None) -
     loaded, _ = load_chosen(path, with_cluster(overrides, cluster))
     for note in loaded.notes:
         typer.echo(f"note: {note}", err=True)
-    return Explanation(predict_on(loaded, read_cluster(loaded.run.cluster)))
+    return Explanation(predict_on(loaded, cluster_of(loaded)))
 
 
 def _of_run(path: Path, overrides: tuple[str, ...], cluster: Path | None) -> Explanation:

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from atoll.cli.arguments import CLUSTER, AsJson, ConfigFile, Overrides, read_cluster, with_cluster
+from atoll.cli.arguments import CLUSTER, AsJson, ConfigFile, Overrides, cluster_of, with_cluster
 
 if TYPE_CHECKING:
     from atoll.config import Config
-    from atoll.cost import Prediction
+    from atoll.cost import Cluster, Prediction
     from atoll.planner import Answer, Candidate
 
 
@@ -42,10 +42,11 @@ def command(
 
     sets = with_cluster(overrides, cluster)
     loaded = load(config, sets)
-    answer = plan(loaded, read_cluster(loaded.run.cluster))
+    cluster_found = cluster_of(loaded)
+    answer = plan(loaded, cluster_found)
     for note in loaded.notes:
         typer.echo(f"note: {note}", err=True)
-    own = None if loaded.parallel.auto else _own(loaded)
+    own = None if loaded.parallel.auto else _own(loaded, cluster_found)
     if output is not None:
         chosen, _ = load_chosen(config, [*sets, *overrides_of(answer.best)])
         output.write_text(chosen.dump(), encoding="utf-8")
@@ -57,13 +58,13 @@ def command(
     typer.echo("\n".join(describe(answer, own)))
 
 
-def _own(config: Config) -> Prediction | None:
+def _own(config: Config, cluster: Cluster) -> Prediction | None:
     """Return the config's own plan, or None if it has none."""
     from atoll.errors import UserError
     from atoll.training.prediction import predict_on
 
     try:
-        found = predict_on(config, read_cluster(config.run.cluster))
+        found = predict_on(config, cluster)
         _ = found.seconds
     except UserError:
         return None

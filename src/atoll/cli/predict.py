@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from atoll.cli.arguments import CLUSTER, AsJson, ConfigFile, Overrides, read_cluster, with_cluster
+from atoll.cli.arguments import CLUSTER, AsJson, ConfigFile, Overrides, cluster_of, with_cluster
 from atoll.units import format_bytes, format_count, format_rate, format_seconds
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def command(
     from atoll.training.prediction import predict_on
 
     loaded, _ = load_chosen(config, with_cluster(overrides, cluster))
-    found = read_cluster(loaded.run.cluster)
+    found = cluster_of(loaded)
     for note in loaded.notes:
         typer.echo(f"note: {note}", err=True)
     report(predict_on(loaded, found), as_json=as_json)

@@ -74,6 +74,7 @@ def _dry_run(request: Request, *, elsewhere: bool) -> None:
     """Print the prediction of the run. Raises the errors of a start. elsewhere: the run is for other machines."""
     from atoll.cost import Cluster
     from atoll.training.dry_run import check_run
+    from atoll.training.here import measured_cluster
     from atoll.training.prediction import predict
 
     def say(line: str) -> None:
@@ -81,7 +82,8 @@ def _dry_run(request: Request, *, elsewhere: bool) -> None:
 
     checked = check_run(request, elsewhere=elsewhere, say=say)
     path = checked.config.run.cluster
-    cluster = None if path is None else Cluster.read(path)
+    here = None if elsewhere else measured_cluster(checked.config, checked.plan.mesh.world, checked.device)
+    cluster = here if path is None else Cluster.read(path)
     for note in checked.config.notes:
         say(f"note: {note}")
     try:

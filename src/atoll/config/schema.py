@@ -105,6 +105,8 @@ class Model(Section):
     source: "builtin", the decoder of `atoll.models`, sized by the keys from `layers` on; "transformers:NAME", a
     family of the `transformers` package such as "transformers:llama"; or the folder of a Hugging Face model.
     config: values that override the `transformers` configuration; not for the builtin model.
+    attention: of a `transformers` model, by the name that its `attn_implementation` has: "eager", "sdpa",
+    "flash_attention_2" or another; the family's own if not given.
     weights: None loads the weights in the source's folder if it has any; "initial" initializes them at random; else a
     folder of safetensors or a checkpoint.
     `kv_heads` defaults to `heads`, `ffn` to 8/3 `hidden` rounded up to a multiple of 8.
@@ -112,6 +114,7 @@ class Model(Section):
 
     source: str = "builtin"
     config: dict[str, Any] = Field(default_factory=dict)
+    attention: str | None = None
     weights: str | None = None
     layers: Annotated[int, Field(ge=1, le=1000)] = 8
     hidden: Positive = 128
@@ -148,7 +151,7 @@ class Model(Section):
     def _check(self) -> Model:
         problems = []
         if not self.is_builtin:
-            others = {"source", "config", "weights", "vocabulary"}
+            others = {"source", "config", "attention", "weights", "vocabulary"}
             fields = type(self).model_fields.items()
             useless = sorted(key for key, field in fields if key not in others and getattr(self, key) != field.default)
             if useless:
@@ -158,6 +161,11 @@ class Model(Section):
                 )
         elif self.config:
             problems.append('model.config applies to transformers models only; model.source is "builtin"')
+        if self.is_builtin and self.attention is not None:
+            problems.append(
+                f"model.attention = {self.attention!r} is of transformers models; the built-in decoder has torch's "
+                "scaled_dot_product_attention"
+            )
         if self.hidden % self.heads:
             problems.append(
                 f"model.hidden = {self.hidden} is not a multiple of model.heads = {self.heads}; use hidden = "
@@ -519,6 +527,7 @@ class Run(Section):
     loggers: further loggers of metrics: "wandb", "mlflow", or `module:function`, called with values by name and the
     step.
     cluster: TOML file of the cluster the run is on; predicted step times are recorded with the measured ones.
+    measure: without `cluster`, measure this machine once for local ranks, and predict step times with that.
     restarts: maximum number of restarts of local ranks after a failure; the count resets at each checkpoint.
     """
 
@@ -528,6 +537,7 @@ class Run(Section):
     tensorboard: bool = True
     loggers: Annotated[tuple[Annotated[str, AfterValidator(_as_logger)], ...], BeforeValidator(_as_tuple)] = ()
     cluster: str | None = None
+    measure: bool = True
 
 
 class Checkpoint(Section):

@@ -319,7 +319,7 @@ class TransformerLayer:
         """Return the kernels of attention between its two linear layers, forward."""
         s, i = self.sizes, use.item
         heads, length = use.samples * s.heads // self._inside(use), use.sequence
-        if use.attention == "flash":
+        if use.attention != "eager":
             width = (2 * s.queries + 2 * s.keys) // self._inside(use)
             share = 0.5 if s.causal else 1.0
             flops = 4.0 * share * heads * length * length * s.head_width

@@ -22,7 +22,8 @@ class Use:
     """How a model is executed.
 
     samples, sequence: of one microbatch.  tensor: ranks of a tensor-parallel group.  compute: torch's name of the dtype
-    of activations.  recompute: as `Plan` has it.  attention: "eager" writes all scores to memory, "flash" none of them.
+    of activations.  recompute: as `Plan` has it.  attention: "eager" writes all scores to memory, "flash" none of them;
+    None: that of a counted model, by formulas "flash".
     loss: "eager" keeps the logits in compute and in fp32, "fused" once.
     chunks: number of parts in which the loss is computed, each with its own part of the logits.
     """
@@ -33,7 +34,7 @@ class Use:
     sequence_parallel: bool = False
     compute: str = "bfloat16"
     recompute: str = "none"
-    attention: AttentionKind = "flash"
+    attention: AttentionKind | None = None
     loss: LossKind = "eager"
     chunks: int = 1
 

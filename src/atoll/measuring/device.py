@@ -6,7 +6,7 @@ All ranks of a machine measure at the same time, as they compute in a step: they
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,7 +18,7 @@ from atoll.cost.kernels import launches
 from atoll.cost.transformer import FLASH_BACKWARD
 from atoll.measuring.fits import fit_depth, rate_of
 from atoll.measuring.host import machine_memory, processor_name
-from atoll.measuring.stopwatch import Call, Stopwatch, typical
+from atoll.measuring.stopwatch import Call, Stopwatch
 from atoll.models.decoder import DecoderConfig, DecoderLayer
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
@@ -50,8 +50,13 @@ class Reading:
     context: float
 
 
-def read_device(stopwatch: Stopwatch, together: Callable[[], None]) -> Reading:
-    """Measure this rank's device; before each quantity the ranks wait for one another with `together`."""
+def read_device(
+    stopwatch: Stopwatch, together: Callable[[], None], *, dtypes: Collection[str] = tuple(DTYPES)
+) -> Reading:
+    """Measure this rank's device; before each quantity the ranks wait for one another with `together`.
+
+    dtypes: of products, besides the dtype of the other quantities.
+    """
     bench = _Bench(stopwatch)
     together()
     bandwidth = bench.bandwidth()
@@ -63,7 +68,7 @@ def read_device(stopwatch: Stopwatch, together: Callable[[], None]) -> Reading:
     together()
     depth = bench.depth(bandwidth)
     rates: dict[str, float] = {}
-    for dtype in DTYPES:
+    for dtype in (each for each in DTYPES if each in dtypes or each == bench.main):
         together()
         rate = bench.rate(dtype, depth)
         if rate is not None:
@@ -197,7 +202,8 @@ class _Bench:
     def shortest(self) -> float:
         """Return the seconds of the shortest kernel."""
         one = torch.zeros(1, device=self.device)
-        return typical([self.stopwatch.behind(self.square[1], lambda: one.add_(1.0), SHORT_CALLS) for _ in range(5)])
+        behind = [self.stopwatch.behind(self.square[1], lambda: one.add_(1.0), SHORT_CALLS) for _ in range(5)]
+        return self.stopwatch.typical(behind)
 
     def dispatch(self) -> float:
         """Return the seconds of the host for a kernel of a layer, forward and backward.

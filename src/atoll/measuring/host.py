@@ -35,3 +35,12 @@ def processor_name() -> str:
     info = Path("/proc/cpuinfo")
     found = re.search(r"^model name\s*: (.+)$", info.read_text(), re.MULTILINE) if info.exists() else None
     return found[1].strip() if found else platform.processor() or platform.machine()
+
+
+def graphics_names(driver: Path = Path("/proc/driver/nvidia/gpus"), kernel: Path = Path("/dev/kfd")) -> tuple[str, ...]:
+    """Return the models of the machine's GPUs, as far as the system reports them; empty only if it has none."""
+    found = [
+        re.search(r"^Model:\s*(.+)$", file.read_text(), re.MULTILINE) for file in sorted(driver.glob("*/information"))
+    ]
+    names = tuple(each[1].strip() if each else "NVIDIA" for each in found)
+    return names or (("AMD",) if kernel.exists() else ())

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import fields, replace
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from atoll.cost import Cluster, Link, Node
 from atoll.errors import ConfigError
 from atoll.measuring.device import DTYPES, Reading, describe_device, read_device, to_device
 from atoll.measuring.links import read_links
-from atoll.measuring.stopwatch import Stopwatch
+from atoll.measuring.stopwatch import Stopwatch, typical
 from atoll.plans import MeshShape
+from atoll.runtime.launch import cores
 from atoll.runtime.transport import Transport, connect, world_rank
 from atoll.toml import nested_to_toml
 from atoll.units import format_bytes, format_seconds
@@ -24,10 +26,23 @@ DIGITS = 4
 """Number of significant digits that are written."""
 
 
-def measure(world: int, *, local: int, device: torch.device, seconds: float, cards: int = 1) -> Cluster:
+def measure(
+    world: int,
+    *,
+    local: int,
+    device: torch.device,
+    seconds: float,
+    cards: int = 1,
+    dtypes: Collection[str] = tuple(DTYPES),
+) -> Cluster:
     """Measure the devices and links of all ranks. Each rank calls it after torch.distributed is initialized.
 
     local: ranks of each node, with consecutive numbers.  seconds: for each quantity.  cards: network cards of a node.
+    dtypes: of products, besides that of all other quantities.
+
+    A time is the lower quartile of its samples. Where the threads of a node's ranks are more than its cores, it is the
+    mean: a sample that is shorter than a slice of the scheduler has a core of its own or waits for one.
+
     The result is the same on every rank. Raises ConfigError if nodes have different numbers of ranks.
     """
     rank = world_rank()
@@ -40,7 +55,9 @@ def measure(world: int, *, local: int, device: torch.device, seconds: float, car
     source = f"measured by atoll doctor on {describe_device(device)}{at_once}, torch {version}, {today}"
     shape = MeshShape(inter=world // local, intra=local)
     links = read_links(shape, rank=rank, device=device, budget=seconds, cards=cards, source=source)
-    reading = _mean(read_device(Stopwatch(device, seconds), transport.barrier), transport)
+    waits = device.type == "cpu" and local * torch.get_num_threads() > cores()
+    stopwatch = Stopwatch(device, seconds, typical=fmean if waits else typical)
+    reading = _mean(read_device(stopwatch, transport.barrier, dtypes=dtypes), transport)
     transport.close()
     return Cluster(
         device=to_device(reading, device, local_ranks=local, source=source),

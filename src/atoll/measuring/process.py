@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -61,12 +62,17 @@ def run(request: Request) -> int:
 
 def run_rank(request: Request, rendezvous: Rendezvous) -> int:
     """Run one rank from start to end and return its exit code. Errors end the process, see `leave`."""
+    return take_part(rendezvous, lambda store: _measure(request, rendezvous, store))
+
+
+def take_part(rendezvous: Rendezvous, measure: Callable[[Store], None]) -> int:
+    """Meet the other ranks, and measure with them. Return the exit code; errors end the process, see `leave`."""
     watch_parent()
     watch: Watch | None = None
     try:
         store, watch = meet(rendezvous, TIMEOUT)
         with watch.section("measurements"):
-            _measure(request, rendezvous, store)
+            measure(store)
         watch.stop()
     except Exception as error:
         leave(error, watch, rendezvous)
@@ -81,7 +87,7 @@ def _measure(request: Request, rendezvous: Rendezvous, store: Store) -> None:
     if rendezvous.rank == 0:
         _check(request)
         sys.stderr.write(f"measuring {rendezvous.world} ranks\n")
-    device = _choose_device(rendezvous)
+    device = choose_device(rendezvous)
     transport.join(rendezvous.rank, rendezvous.world, store, device=device, timeout=TIMEOUT)
     cluster = measure(
         rendezvous.world,
@@ -142,7 +148,7 @@ def _check_gpus(gpus: int, ranks: int) -> None:
         )
 
 
-def _choose_device(rendezvous: Rendezvous) -> torch.device:
+def choose_device(rendezvous: Rendezvous) -> torch.device:
     """Return a separate GPU for each rank of this machine, or the CPU if there are none."""
     import torch
 

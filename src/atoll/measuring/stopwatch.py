@@ -24,21 +24,25 @@ def typical(samples: Sequence[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Stopwatch:
-    """Times calls on a device, each for about `budget` seconds. clock: that of the host."""
+    """Times calls on a device, each for about `budget` seconds.
+
+    clock: that of the host.  typical: what is returned of samples.
+    """
 
     device: torch.device
     budget: float
     clock: Callable[[], float] = time.perf_counter
+    typical: Callable[[Sequence[float]], float] = typical
 
     def seconds(self, call: Call) -> float:
-        """Return the seconds of a call on the device: `typical` of samples, after a warm-up."""
+        """Return the seconds of a call on the device: what is typical of samples, after a warm-up."""
         call()
         count = math.ceil(SHORTEST_SAMPLE / self.of(call, 1))
         end = self.clock() + self.budget
         samples: list[float] = []
         while len(samples) < LEAST_SAMPLES or self.clock() < end:
             samples.append(self.of(call, count) / count)
-        return typical(samples)
+        return self.typical(samples)
 
     def largest(self, make: Callable[[int], Call], sizes: Sequence[int], *, growth: float) -> tuple[int, Call]:
         """Return the largest of ascending sizes of which several calls fit into the budget, and its call.
@@ -84,7 +88,7 @@ class Stopwatch:
             samples.append(self.clock() - start)
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
-        return typical(samples[LEAST_SAMPLES:])
+        return self.typical(samples[LEAST_SAMPLES:])
 
     def behind(self, busy: Call, call: Call, count: int) -> float:
         """Return the seconds of a short call on the device.

@@ -262,13 +262,15 @@ def _as_before(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _attention(model: nn.Module, use: Use) -> Iterator[None]:
-    """Context in which a transformers model uses the attention of a use."""
+    """Context in which a transformers model uses the attention of a use; without one, eager attention if the model was
+    built with it, as some families always are, and fused attention otherwise."""
     choose = getattr(model, "set_attn_implementation", None)
     if choose is None:
         yield
         return
     config: Any = model.config
-    before, wanted = config._attn_implementation, "eager" if use.attention == "eager" else "sdpa"
+    before = config._attn_implementation
+    wanted = "eager" if (use.attention or before) == "eager" else "sdpa"
     if before == wanted:
         yield
         return

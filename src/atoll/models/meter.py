@@ -162,7 +162,7 @@ class Meter:
             ):
                 stack.callback(handle.remove)
             stack.enter_context(saved_tensors_hooks(self._save, lambda tensor: tensor))
-            stack.enter_context(FusedCalls(self, device, is_flash=self._use.attention == "flash"))
+            stack.enter_context(FusedCalls(self, device, is_flash=self._use.attention != "eager"))
             stack.enter_context(watched_operations(self._see))
             yield
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from atoll.cost import Transformer
@@ -29,6 +29,53 @@ def transformer_of(config: Any) -> Transformer:
             "atoll.models.count(model) counts any model that has an adapter"
         )
     return FAMILIES[kind](config)
+
+
+DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "llama": {"hidden_act": "silu", "tie_word_embeddings": False},
+        "mistral": {"hidden_act": "silu", "tie_word_embeddings": False},
+        "qwen2": {"hidden_act": "silu", "tie_word_embeddings": False},
+        "gpt2": {
+            "n_positions": 1024,
+            "n_inner": None,
+            "activation_function": "gelu_new",
+            "tie_word_embeddings": True,
+            "embd_pdrop": 0.1,
+            "attn_pdrop": 0.1,
+            "resid_pdrop": 0.1,
+        },
+        "bert": {
+            "max_position_embeddings": 512,
+            "type_vocab_size": 2,
+            "hidden_act": "gelu",
+            "tie_word_embeddings": True,
+            "hidden_dropout_prob": 0.1,
+            "attention_probs_dropout_prob": 0.1,
+        },
+    }
+)
+"""What transformers gives keys of a family that are not sizes; tests compare. Others have no influence here unless they
+are set."""
+
+SIZES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            ("llama", "mistral", "qwen2"),
+            ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+        ),
+        "gpt2": ("n_embd", "n_layer", "n_head"),
+        "bert": ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    }
+)
+"""Keys of a family that have to be set to know its size without transformers."""
+
+
+def known_config(family: str, values: Mapping[str, Any]) -> SimpleNamespace | None:
+    """Return a configuration for `transformer_of` without transformers; None unless `values` has all sizes."""
+    if family not in SIZES or not all(isinstance(values.get(key), int) for key in (*SIZES[family], "vocab_size")):
+        return None
+    return SimpleNamespace(**{**DEFAULTS[family], **values, "model_type": family})
 
 
 def _decoder(config: DecoderConfig) -> Transformer:

@@ -25,6 +25,7 @@ from atoll.layouts import Box
 from atoll.models.adapter import Adapter
 from atoll.models.buffers import persistent_buffers
 from atoll.models.initialise import shared_parameters
+from atoll.models.text_part import name_in_part, whole_of
 from atoll.models.unread import Computed, NotNoted, Stored, Unread
 
 INDEX = "model.safetensors.index.json"
@@ -333,7 +334,19 @@ _COMPARED = 1 << 24
 
 def tensors_of(model: Any, folder: Path) -> dict[str, Unread]:
     """Return a folder's tensors by the names of a model of `transformers`, converted by its tables; those of any other
-    model, and what the model does not have, by their own names."""
+    model, and what the model does not have, by their own names.
+
+    If the model is the text part of the folder's, the tables are those of the whole, and its other parts are left out.
+    """
+    whole = whole_of(model, Path(folder)) if hasattr(model, "base_model_prefix") else None
+    if whole is None:
+        return _tensors_of(model, folder)
+    own, parts = name_in_part(model, whole), whole.state_dict()
+    named = ((own(name) if name in parts else name, tensor) for name, tensor in _tensors_of(whole, folder).items())
+    return {name: tensor for name, tensor in named if name is not None}
+
+
+def _tensors_of(model: Any, folder: Path) -> dict[str, Unread]:
     stored = read_folder(Path(folder))
     found: dict[str, Unread] = dict(stored)
     if not hasattr(model, "base_model_prefix"):

@@ -94,11 +94,7 @@ class Answer:
         nearest, search = self.found.nearest, self.search
         world, memory = world_of(search.goal, search.cluster), search.cluster.device.memory
         if nearest is None or nearest.peak is None:
-            refused = "".join(f"; {problem}" for problem in search.refused)
-            return (
-                f"no plan: global_batch = {search.goal.global_batch} on {world} ranks leaves no mesh that the model "
-                f"and the choices that are kept allow; use another global batch, or keep fewer choices{refused}"
-            )
+            return f"no plan for {world} ranks: {search.cause}"
         over = nearest.peak - search.limit
         needed = nearest.peak / (1.0 - search.goal.headroom)
         chosen = ", ".join(f"{name} {value}" for name, value in choices(nearest).items() if name in MAIN)

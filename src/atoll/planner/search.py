@@ -52,6 +52,9 @@ MADE = 2
 NEAR = 1.1
 """Maximum time, relative to the best plan, of a plan for whose mesh an order is searched."""
 
+CAUSES = 2
+"""Number of refusals that are named if no plan is left."""
+
 ROUNDS = 3
 """Maximum number of times that an order is searched with less memory, until its prediction fits."""
 
@@ -279,7 +282,8 @@ class Search:
             seconds = prediction.seconds
             ranks = range(prediction.plan.mesh.pipeline)
             peak = max(prediction.peak(rank).total for rank in ranks) if seconds < best else None
-        except UserError:
+        except UserError as error:
+            self._refusals[str(error)] = None
             return None, 0
         played = sum(len(program.instructions) for program in prediction.ranks.programs.ranks)
         return Candidate(node.frame, node.order, node.travels[0], seconds, peak), played
@@ -339,7 +343,8 @@ class Search:
             try:
                 skeleton = Skeleton(self._prediction(*key, PLAIN), has_islands=self.outer is not None)
                 skeleton.alone(alone)
-            except UserError:
+            except UserError as error:
+                self._refusals[str(error)] = None
                 skeleton = None
             self._skeletons[key] = skeleton
         return self._skeletons[key]
@@ -392,8 +397,8 @@ class Search:
             try:
                 works = prediction.ranks.works
             except UserError as error:
+                self._refusals[str(error)] = None
                 self._totals[use] = None
-                self.refused.append(str(error))
                 return None
             layers = [works[at] for at in workload.layers]
             frozen = sum(work.frozen for work in layers)
@@ -406,10 +411,20 @@ class Search:
             self._totals[use] = _Total(seconds, tuple(own), sum(work.kept for work in layers), state, trained)
         return self._totals[use]
 
+    @property
+    def cause(self) -> str:
+        """After a search that found no plan at all: what ruled out the last of them."""
+        ruled_out = self.space.cause(self.goal, self.cluster, blocks=len(self.workload.blocks))
+        if ruled_out:
+            return ruled_out
+        if self._refusals:
+            # Those of the plainest meshes come first.
+            return "; ".join([*self._refusals][:CAUSES])
+        return "parallel.outer needs two groups or more, and no mesh has them"
+
     @cached_property
-    def refused(self) -> list[str]:
-        """Why layers refused a split of them, in the order of the search."""
-        return []
+    def _refusals(self) -> dict[str, None]:
+        return {}
 
     @cached_property
     def _totals(self) -> dict[Use, _Total | None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple, TypeVar
@@ -185,6 +185,51 @@ class Space:
                             seen.add(lies)
                             yield mesh
 
+    def cause(self, goal: Goal, cluster: Cluster, *, blocks: int) -> str:
+        """Return the constraint that leaves no frame; an empty text if there is one.
+
+        The constraints in the order in which `meshes` and `frames` apply them: the first without which there would be a
+        frame, if all that follow it were met as well, ruled out the last.
+        """
+        world = world_of(goal, cluster)
+        if any(True for _ in self.frames(goal, cluster, blocks=blocks)):
+            return ""
+        for axis in ("tensor", "pipeline", "intra", "microbatch"):
+            kept = getattr(self, axis)
+            share = goal.global_batch if axis == "microbatch" else world
+            if kept is not None and not _chosen(kept, share):
+                of = "global_batch" if axis == "microbatch" else "ranks"
+                return f"{axis} = {_listed(kept)} does not divide {share} ({of})"
+        meshes = [*self.meshes(world, cluster, blocks=blocks)]
+        if not meshes:
+            devices = cluster.node.devices
+            kept_axes = {axis: getattr(self, axis) for axis in ("tensor", "pipeline", "intra")}
+            words = [f"{axis} = {_listed(kept)}" for axis, kept in kept_axes.items() if kept is not None]
+            return (
+                f"{' with '.join(words) or 'every mesh'} leaves no mesh: together they divide the ranks, tensor and "
+                f"intra are within the {devices} devices of a node, and a pipeline has at most {blocks} ranks, one for "
+                "each block of the model; keep fewer choices, or use other numbers of ranks"
+            )
+        shares = sorted({mesh.data for mesh in meshes})
+        fitting = [data for data in shares if goal.global_batch % data == 0]
+        if not fitting:
+            return (
+                f"global_batch = {goal.global_batch} is not divisible by {_listed(shares)}, the possible numbers of "
+                "data-parallel ranks; use another global batch, or keep fewer choices"
+            )
+        if self.microbatch is not None and not any(
+            _chosen(self.microbatch, goal.global_batch // each) for each in fitting
+        ):
+            return (
+                f"microbatch = {_listed(self.microbatch)} does not divide a rank's share of global_batch = "
+                f"{goal.global_batch}: {_listed([goal.global_batch // each for each in fitting])} samples"
+            )
+        tensors = sorted({mesh.tensor for mesh in meshes})
+        return (
+            f"sequence_parallel splits {goal.sequence} tokens over tensor = {_listed(tensors)} ranks, which do not "
+            "divide them"
+        )
+
     def orders(self, frame: Frame) -> tuple[Order, ...]:
         """Return the schedules of a frame."""
         if self.schedules is None:
@@ -237,6 +282,10 @@ def _chosen(given: tuple[int, ...] | None, share: int) -> list[int]:
     """Return the divisors of a share, or those of the given numbers that divide it."""
     candidates = range(1, share + 1) if given is None else sorted(set(given))
     return [size for size in candidates if share % size == 0]
+
+
+def _listed(values: Sequence[int]) -> str:
+    return ", ".join(map(str, values[:-1])) + (" or " if len(values) > 1 else "") + str(values[-1])
 
 
 def _distinct(words: tuple[Word, ...], stays: bool) -> tuple[Word, ...]:

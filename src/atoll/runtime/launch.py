@@ -67,6 +67,8 @@ MEETING = "ATOLL_MEETING"
 """File of the local ranks' rendezvous."""
 DIGITS = 18
 """Maximum number of digits in a launcher's variable."""
+ERRAND = "ATOLL_ERRAND"
+"""What local ranks do instead of their command."""
 SECRET = "ATOLL_SECRET"
 """Secret of a run across machines; without it rank 0 generates one and shares it through the store."""
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -168,9 +170,11 @@ def run_local(
     limit: float | None = None,
     attempt: int = 0,
     template: Template | None = None,
+    errand: str = "",
 ) -> Ending:
     """Like `launch_local`, but return how the run ended. attempt: number of earlier starts, which ranks read from
-    torchrun's variable.  template: of the same command and number of ranks; its forks are the ranks."""
+    torchrun's variable.  template: of the same command and number of ranks; its forks are the ranks.  errand: what
+    they read with `take_errand`."""
     monitor = host_monitor(ranks, port=port, limit=limit)
     children = _Children(monitor, grace=grace, template=template)
 
@@ -179,6 +183,7 @@ def run_local(
             for rank in range(ranks):
                 environment = _child_environment(rank, ranks, monitor=monitor.address, meeting=meeting, threads=threads)
                 environment["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
+                environment |= {ERRAND: errand} if errand else {}
                 children.start(command, environment, lifeline)
             children.wait()
         finally:
@@ -199,6 +204,22 @@ def become_rank() -> None:
     """Return in each rank that is forked from this process, which is a template."""
     (lifeline,) = become()
     os.environ[LIFELINE] = str(lifeline)
+
+
+def take_errand() -> str:
+    """Return what this rank does instead of its command, or an empty text."""
+    return os.environ.pop(ERRAND, "")
+
+
+def cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def threads_of(ranks: int) -> int:
+    """Return the OpenMP threads of each of this machine's ranks: OMP_NUM_THREADS, or its share of the cores."""
+    said = re.match(r"[1-9]\d{0,3}", os.environ.get("OMP_NUM_THREADS", ""))
+    return int(said[0]) if said else max(1, cores() // ranks)
 
 
 def name_process(rank: int) -> None:
@@ -549,7 +570,7 @@ def _common_environment(ranks: int, *, threads: int | None) -> dict[str, str]:
     if threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)
     else:
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
+        environment.setdefault("OMP_NUM_THREADS", str(threads_of(ranks)))
     return environment
 
 

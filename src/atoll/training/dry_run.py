@@ -19,12 +19,13 @@ from atoll.runtime.checkpoint import Archive, is_complete
 from atoll.training.build import build_model
 from atoll.training.choosing import load_chosen
 from atoll.training.folder import RunFolder, Start
+from atoll.training.here import has_gpus
 from atoll.training.loggers import check_loggers
 from atoll.training.loop import resumed_state
 from atoll.training.optimizers import checked
 from atoll.training.prediction import expected_vocabulary
-from atoll.training.pretrained import first_weights
-from atoll.training.process import Request, has_gpus
+from atoll.training.pretrained import first_weights, notes_of_source
+from atoll.training.process import Request
 from atoll.training.rates import learning_rates
 from atoll.training.samples import preview_corpus, vocabulary_of
 from atoll.training.sources import check_source
@@ -75,6 +76,8 @@ def check_run(request: Request, *, elsewhere: bool = False, say: Callable[[str],
     device = None if elsewhere else "cuda" if has_gpus(config, config.parallel.ranks) else "cpu"
     for rank in range(plan.mesh.pipeline):
         describe(lambda: build_model(config, vocabulary), plan, rank, reads_in_place=device == "cpu")
+    for note in notes_of_source(config):
+        say(f"note: {note}")
     weights = first_weights(config)
     if weights is not None and not is_complete(weights):
         model = build_model(config, vocabulary)

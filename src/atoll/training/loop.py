@@ -61,7 +61,7 @@ from atoll.training.lock import RunLock
 from atoll.training.measure import peak_memory, share_timeline, share_timing, share_trace
 from atoll.training.oddities import SLOW, Spikes, straggler
 from atoll.training.optimizers import named_optimizer
-from atoll.training.prediction import predict
+from atoll.training.prediction import in_short, predict
 from atoll.training.record import Recorder, perplexity
 from atoll.training.samples import Samples, vocabulary_of
 from atoll.training.signals import StopRequest
@@ -104,6 +104,7 @@ class Loop:
         display: Display,
         stop: StopRequest,
         lock: RunLock | None = None,
+        here: Cluster | None = None,
     ) -> None:
         self.config = config
         self.corpus = corpus
@@ -114,6 +115,7 @@ class Loop:
         self.schedule = RateSchedule(engine.optimizer, config.train)
         self._stop = stop
         self._lock = lock
+        self._here = here
         self._run: str | None = None
         self._recorder: Recorder | None = None
         self._utilised: float | None = None
@@ -342,11 +344,12 @@ class Loop:
             self._predict(self._recorder, **facts)
 
     def _predict(self, recorder: Recorder, **facts: Any) -> None:
-        """Record the run's prediction; without a cluster only bytes."""
+        """Record and print the run's prediction; without a cluster only bytes."""
         path = self.config.run.cluster
         try:
-            found = predict(self.config, self.engine.plan, self._cluster(), **facts)
+            found = predict(self.config, self.engine.plan, self._cluster() or self._here, **facts)
             recorder.prediction(found)
+            self.display.say(f"predicted: {in_short(found)}")
             peak = self._peak()
             self._utilised = None if peak is None else utilised_seconds(found, peak)
         except UserError as error:
@@ -354,6 +357,7 @@ class Loop:
                 self.display.say(f"note: the run is not predicted: {error}")
 
     def _cluster(self) -> Cluster | None:
+        """Return the cluster that the config names."""
         path = self.config.run.cluster
         return None if path is None else Cluster.read(path)
 

@@ -3,14 +3,18 @@ are frozen, or the optimizer is not AdamW."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from atoll.config import Config
 from atoll.cost import Cluster, Prediction, Transformer, Use, Workload
 from atoll.data import expected_ids
+from atoll.documents import read_json
 from atoll.plans import Plan
 from atoll.training.optimizers import planned
 from atoll.training.sources import FAMILY
+from atoll.units import format_bytes, format_seconds
 
 PREDICTED = ("llama", "mistral", "qwen2", "gpt2")
 """Families of `transformers` whose sizes are read from their configuration."""
@@ -47,6 +51,19 @@ def predict(
     return Prediction(workload_of(config, known, on_cpu=kind == "cpu"), plan, cluster, use, reads_in_place)
 
 
+def in_short(prediction: Prediction) -> str:
+    """Return seconds and peak bytes in one line."""
+    peaks = [prediction.peak(rank) for rank in range(prediction.plan.mesh.pipeline)]
+    words = f"at most {format_bytes(max(peak.total - peak.context for peak in peaks))} of tensors a rank"
+    if prediction.cluster is None:
+        return f"{words}; seconds need a cluster, see run.cluster"
+    device = prediction.device
+    source = device.efficiency.source or device.source
+    low, high = prediction.interval
+    between = f" ({format_seconds(low)} to {format_seconds(high)})" if high > low else ""
+    return f"a step of {format_seconds(prediction.seconds)}{between}, {words}{f'; {source}' if source else ''}"
+
+
 def is_on_cpu(config: Config, cluster: Cluster | None) -> bool:
     """Return True if the ranks run on CPUs, whose groups read each other's memory: as set by parallel.device, otherwise
     by the cluster's devices."""
@@ -64,7 +81,7 @@ def predict_on(config: Config, cluster: Cluster | None, *, world: int | None = N
 def workload_of(config: Config, vocabulary: int, *, on_cpu: bool = False) -> Workload:
     """Return the model of `config` with this vocabulary: by formula if its family has one, otherwise counted, see
     `atoll.models.count`. Raises ConfigError if its costs are unknown."""
-    sizes = None if _leaves_out(config) else _sizes(config, vocabulary, on_cpu)
+    sizes = None if _leaves_out(config) or _is_eager(config) else _sizes(config, vocabulary, on_cpu)
     if sizes is not None:
         return sizes.workload
     from atoll.models import count
@@ -80,6 +97,31 @@ def _leaves_out(config: Config) -> bool:
     return bool(config.lora.rank or config.train.trainable or config.train.frozen)
 
 
+def _is_eager(config: Config) -> bool:
+    """Return True if the model has eager attention where formulas assume the fused one."""
+    return config.model.attention == "eager"
+
+
+def _without_transformers(config: Config, vocabulary: int | None = None) -> Any | None:
+    """Return the configuration of a model whose config names its sizes, if transformers is not installed and formulas
+    know its family; otherwise None."""
+    if find_spec("transformers") is not None:
+        return None
+    from atoll.models.sizes import known_config
+
+    source, values = config.model.source, dict(config.model.config)
+    family = source.removeprefix(FAMILY)
+    if not source.startswith(FAMILY):
+        file = Path(source) / "config.json"
+        own: Any = read_json(file) if file.is_file() else {}
+        values = {**own, **values} if isinstance(own, dict) else values
+        family = str(values.get("model_type"))
+    if vocabulary is not None:
+        values = {"vocab_size": vocabulary, **values}
+    is_own = (family == "bert") == (config.train.objective == "masked")
+    return known_config(family, values) if is_own else None
+
+
 def expected_vocabulary(config: Config) -> int:
     """Return the model's number of ids before the corpus is read: model.vocabulary, that of the Hugging Face folder, or
     the maximum of the tokenizer."""
@@ -89,6 +131,8 @@ def expected_vocabulary(config: Config) -> int:
         own = config.model.config.get("vocab_size")
         if isinstance(own, int):
             return own
+        if (known := _without_transformers(config)) is not None:
+            return int(known.vocab_size)
         from atoll.training.pretrained import hugging_face_config
 
         if not config.model.source.startswith(FAMILY):
@@ -101,7 +145,10 @@ def _sizes(config: Config, vocabulary: int, on_cpu: bool) -> Transformer | None:
         from atoll.models import transformer_of
         from atoll.training.pretrained import hugging_face_config
 
-        found: Any = hugging_face_config(config, vocabulary)
+        found: Any = _without_transformers(config, vocabulary)
+        if found is not None:
+            return transformer_of(found)
+        found = hugging_face_config(config, vocabulary)
         is_known = found.model_type in PREDICTED and config.train.objective == "causal"
         return transformer_of(found) if is_known else None
     model = config.model

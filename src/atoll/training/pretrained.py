@@ -14,6 +14,7 @@ from torch import nn
 from atoll.config import Config
 from atoll.documents import read_json
 from atoll.errors import ConfigError
+from atoll.models.text_part import parts_besides, text_part_of
 from atoll.models.weights import has_weights
 from atoll.training.sources import FAMILY, check_folder, package
 
@@ -52,10 +53,13 @@ def hugging_face_model(config: Config, vocabulary: int | None) -> nn.Module:
         transformers.AutoModelForMaskedLM if config.train.objective == "masked" else transformers.AutoModelForCausalLM
     )
     try:
-        model: nn.Module = kind.from_config(sizes)
+        given = {} if config.model.attention is None else {"attn_implementation": config.model.attention}
+        model: nn.Module = kind.from_config(sizes, **given)
     except Exception as error:  # errors of a configuration's values differ between families
+        attention = "" if config.model.attention is None else f", model.attention = {config.model.attention!r}"
         raise ConfigError(
-            f"model.source = {config.model.source!r} with train.objective = {config.train.objective!r}: {error}"
+            f"model.source = {config.model.source!r}{attention} with train.objective = {config.train.objective!r}: "
+            f"{error}"
         ) from error
     return with_adapters(model, config) if config.lora.rank else model
 
@@ -70,22 +74,19 @@ def hugging_face_config(config: Config, vocabulary: int | None = None) -> Any:
     model = config.model
     given = dict(model.config)
     _check_source(model.source, transformers)
+    if model.source.startswith(FAMILY) and vocabulary is not None:
+        given = {"vocab_size": vocabulary, **given}
     try:
+        found = _read_config(model.source, transformers, given)
+        if config.train.objective == "causal" and (text := text_part_of(found)) is not None:
+            for key in given.keys() - found.sub_configs.keys():
+                setattr(text, key, given[key])
+            found = text
         if model.source.startswith(FAMILY):
-            if vocabulary is not None:
-                given = {"vocab_size": vocabulary, **given}
-            found = transformers.AutoConfig.for_model(model.source.removeprefix(FAMILY), **given)
-            for key in (
-                "pad_token_id",
-                "bos_token_id",
-                "eos_token_id",
-            ):  # token ids of the family, which belong to its own tokenizer
+            # Token ids of the family, which belong to its own tokenizer.
+            for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
                 if key not in given:
                     setattr(found, key, None)
-        else:
-            if (file := Path(model.source) / "config.json").is_file():
-                read_json(file)  # within the bounds; transformers has none
-            found = transformers.AutoConfig.from_pretrained(model.source, local_files_only=True, **given)
         known = found.get_text_config().vocab_size
         _check_counts(found.to_dict())
     except Exception as error:  # exceptions of transformers and of its validators have no common class
@@ -99,6 +100,27 @@ def hugging_face_config(config: Config, vocabulary: int | None = None) -> Any:
             f"{vocabulary}; use the model's own tokenizer"
         )
     return found
+
+
+def _read_config(source: str, transformers: Any, given: Mapping[str, Any]) -> Any:
+    """Return transformers' configuration of a family or a folder, with all of its parts."""
+    if source.startswith(FAMILY):
+        return transformers.AutoConfig.for_model(source.removeprefix(FAMILY), **given)
+    if (file := Path(source) / "config.json").is_file():
+        read_json(file)  # within the bounds; transformers has none
+    return transformers.AutoConfig.from_pretrained(source, local_files_only=True, **given)
+
+
+def notes_of_source(config: Config) -> tuple[str, ...]:
+    """Return what the model of a config leaves out of model.source."""
+    if config.model.is_builtin or config.train.objective != "causal":
+        return ()
+    whole = _read_config(config.model.source, package("transformers"), config.model.config)
+    text = text_part_of(whole)
+    if text is None:
+        return ()
+    parts = ", ".join(parts_besides(whole))
+    return (f"model.source = {config.model.source!r}: the text part, a {text.model_type}, without {parts}",)
 
 
 def _check_source(source: str, transformers: Any) -> None:

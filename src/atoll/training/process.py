@@ -25,10 +25,13 @@ from typing import TYPE_CHECKING, TextIO
 
 from atoll.config import Config
 from atoll.cost import Cluster
-from atoll.errors import ConfigError, RunError
+from atoll.errors import AtollError
+from atoll.measuring.errand import run_errand
+from atoll.measuring.known import measure_here
 from atoll.plans import Plan
 from atoll.runtime.failure import Watch
 from atoll.runtime.launch import (
+    SAVED_AND_LEFT,
     Ending,
     Rendezvous,
     become_rank,
@@ -37,15 +40,17 @@ from atoll.runtime.launch import (
     name_process,
     restarts,
     run_local,
+    take_errand,
     template_of,
     torchrun_environment,
     watch_parent,
 )
 from atoll.runtime.same import check_same, software
-from atoll.runtime.template import is_template
+from atoll.runtime.template import Template, is_template
 from atoll.runtime.verdict import LONGEST_SECONDS
 from atoll.training.choosing import fewer_ranks, load_chosen
 from atoll.training.folder import RunFolder, Start
+from atoll.training.here import has_gpus, machine_of, measured_cluster
 from atoll.training.lock import RunLock
 from atoll.training.loggers import check_loggers
 from atoll.training.optimizers import check_optimizer, checked
@@ -96,6 +101,8 @@ def train(request: Request) -> int:
 
         import_ahead()
         become_rank()
+        if errand := take_errand():
+            return run_errand(errand)
     rendezvous = torchrun_environment()
     if rendezvous is not None:
         return run_rank(request, rendezvous)
@@ -122,6 +129,9 @@ def train(request: Request) -> int:
         corpus = prepare_corpus(config, say=lambda line: _tell(line, sys.stderr))
         vocabulary_of(config, corpus)
         learning_rates(config.with_steps_of(corpus.samples).train)
+        code = _measure(config, template)
+        if code in SAVED_AND_LEFT:
+            return code
 
         def start(ranks: int, attempt: int) -> Ending:
             is_whole = ranks == config.parallel.ranks
@@ -157,6 +167,23 @@ def _check_tensor(config: Config) -> None:
     with torch.device("meta"):
         adapter = adapter_for(hugging_face_model(config, None))
     adapter.tensor_plan(config.parallel.tensor)  # type: ignore[attr-defined]
+
+
+def _measure(config: Config, template: Template | None) -> int:
+    """Measure this machine for the ranks of a run, unless it is known or not asked for. Return the exit code of the
+    measurement, which only a signal makes that of the run."""
+    machine = machine_of(config, config.parallel.ranks)
+    if machine is None or machine.find() is not None:
+        return 0
+    _tell("measuring this machine, once: a few seconds, see run.measure", sys.stderr)
+    try:
+        ending = measure_here(machine, template)
+    except (OSError, AtollError) as error:
+        _tell(f"note: seconds are not predicted: {error}", sys.stderr)
+        return 1
+    if ending.code and ending.code not in SAVED_AND_LEFT:
+        _tell(f"note: seconds are not predicted: {ending.error or 'this machine was not measured'}", sys.stderr)
+    return ending.code
 
 
 def _command(request: Request, overrides: Sequence[str]) -> list[str]:
@@ -214,7 +241,10 @@ def _train(
             lock = held.enter_context(RunLock(folder.root).held(lambda line: _tell(line, sys.stderr)))
         longest = config.parallel.timeout or LONGEST_SECONDS
         transport.join(rendezvous.rank, rendezvous.world, store, device=device, timeout=longest + SLACK)
-        ending = run(config, plan, device=device, start=request.effective_start, stop=stop, lock=lock)
+        here = None
+        if rendezvous.rank == 0 and rendezvous.local_world == rendezvous.world:
+            here = measured_cluster(config, rendezvous.world, device.type)
+        ending = run(config, plan, device=device, start=request.effective_start, stop=stop, lock=lock, here=here)
         if rendezvous.rank == 0:
             _conclude(request, ending)
         transport.leave()
@@ -261,23 +291,6 @@ def _choose_device(config: Config, rendezvous: Rendezvous) -> torch.device:
         torch.cuda.set_device(rendezvous.local_rank)
         return torch.device("cuda", rendezvous.local_rank)
     return torch.device("cpu")
-
-
-def has_gpus(config: Config, ranks: int) -> bool:
-    """Return True if `ranks` of this machine have a GPU each. Raises ConfigError if the config requires GPUs and there
-    are too few, and RunError if there were enough before: fewer ranks may continue."""
-    import torch
-
-    wanted = config.parallel.device
-    count = torch.cuda.device_count() if wanted != "cpu" and torch.cuda.is_available() else 0
-    if wanted == "cuda" and count < ranks:
-        words = (
-            f"parallel.device = 'cuda': this machine has {count} GPUs for {ranks} ranks, and each needs one of its own"
-        )
-        if restarts():
-            raise RunError(f"{words}: one that was there is lost")
-        raise ConfigError(f"{words}; use fewer parallel.ranks, or device = 'cpu'")
-    return wanted != "cpu" and count >= ranks
 
 
 # ---- end

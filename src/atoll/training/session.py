@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from atoll.config import Config
+from atoll.cost import Cluster
 from atoll.data import Supply
 from atoll.documents import LARGEST_BYTES, count, finite, read_json
 from atoll.errors import CostWarning, WeightsWarning
@@ -26,6 +27,8 @@ from atoll.training.display import Display
 from atoll.training.folder import RunFolder, Start, is_of, read_records, typical_seconds
 from atoll.training.lock import RunLock
 from atoll.training.loop import Loop
+from atoll.training.measure import peak_memory
+from atoll.training.pretrained import notes_of_source
 from atoll.training.samples import prepare_corpus, vocabulary_of
 from atoll.training.signals import StopRequest
 from atoll.units import format_bytes, format_count, format_rate, format_seconds
@@ -40,6 +43,7 @@ class RunResult:
     evaluation to the sample.
     peaks: for each pipeline rank, the peak bytes over its ranks: CUDA tensors, or resident memory.
     best: the step of the lowest validation loss, if its checkpoint is kept.
+    before: resident bytes of rank 0 before it built its model: interpreter, libraries, corpus; 0 if peaks are of CUDA.
     """
 
     folder: RunFolder
@@ -52,6 +56,7 @@ class RunResult:
     peaks: tuple[int, ...]
     device: str
     best: int | None = None
+    before: int = 0
 
     @property
     def best_checkpoint(self) -> Path | None:
@@ -104,13 +109,14 @@ class RunResult:
         }
 
     def describe(self) -> str:
-        """Return a description in a few lines."""
+        """Return a description in a few lines, the last of which compare prediction and measurement."""
         rate = format_rate(self.tokens / max(self.seconds, 1e-9), "tokens")
         folder = self.folder
-        lines = [
+        lines = [] if self.sample is None else ["sample:", "", self.sample, ""]
+        lines.append(
             f"step {self.step}: {format_count(self.tokens)} tokens in {format_seconds(self.seconds)}, "
             f"{rate} with evaluations and checkpoints"
-        ]
+        )
         if self.losses is not None:
             before, after = self.losses
             change = f" ({after / before - 1.0:+.1%})" if before > 0 else ""
@@ -119,12 +125,9 @@ class RunResult:
             path = self.best_checkpoint
             where = "before the first step" if path is None else str(path.relative_to(self.folder.root))
             lines.append(f"lowest validation loss: {where}")
-        lines += self._held_against_prediction()
         names = [path.name for path in (folder.metrics, folder.validation, folder.plan, folder.trace) if path.exists()]
         lines.append(f"{folder.root}: {', '.join(names)}, {self.checkpoint.relative_to(folder.root)}")
-        if self.sample is not None:
-            lines += ["sample:", "", self.sample]
-        return "\n".join(lines)
+        return "\n".join([*lines, *self._held_against_prediction()])
 
     def _held_against_prediction(self) -> Iterator[str]:
         """Return measured and predicted seconds of a step, and peak bytes of each pipeline rank."""
@@ -137,7 +140,8 @@ class RunResult:
         name = "max RSS" if self.device == "cpu" else "max CUDA"
         for rank, (expected_bytes, peak) in enumerate(zip(held, self.peaks, strict=bool(held))):
             tensors = format_bytes(expected_bytes)
-            yield f"pipeline rank {rank}: {tensors} of tensors predicted, {name} {format_bytes(peak)}"
+            own = f", {format_bytes(self.before)} of it before the model was built" if self.before else ""
+            yield f"pipeline rank {rank}: {tensors} of tensors predicted, {name} {format_bytes(peak)} measured{own}"
 
 
 def _predicted_peaks(prediction: Mapping[str, Any]) -> list[int]:
@@ -154,18 +158,21 @@ def run(
     start: Start,
     stop: StopRequest,
     lock: RunLock | None = None,
+    here: Cluster | None = None,
 ) -> RunResult:
     """Train. Every rank calls it after joining, once `config`'s run folder has been checked.
 
     lock: of the run folder, on rank 0; nothing is written after another run has taken it over.
+    here: this machine as measured, on rank 0; the cluster of the prediction if run.cluster names none.
     """
     is_speaking = world_rank() == 0
     display = Display(is_speaking=is_speaking, device=device.type, compiles=plan.compile != "none")
     corpus = prepare_corpus(config, say=display.say)
     config = config.with_steps_of(corpus.samples)
     _check_same_corpus(config, corpus)
+    before = peak_memory(device) if device.type == "cpu" else 0
     model = build_model(config, vocabulary_of(config, corpus))
-    for note in config.notes:
+    for note in (*config.notes, *notes_of_source(config)):
         display.say(f"note: {note}")
     display.say(_introduce(plan, model, corpus, device=device))
 
@@ -178,7 +185,7 @@ def run(
     try:
         folder = RunFolder(Path(config.run.folder))
         begin = time.monotonic()
-        loop = Loop(config, corpus, engine, folder=folder, display=display, stop=stop, lock=lock)
+        loop = Loop(config, corpus, engine, folder=folder, display=display, stop=stop, lock=lock, here=here)
         for note in loop.samples.notes:
             display.say(f"note: {note}")
         outcome = loop.run(start)
@@ -198,6 +205,7 @@ def run(
         peaks=outcome.peaks,
         device=device.type,
         best=outcome.best,
+        before=before,
     )
 
 

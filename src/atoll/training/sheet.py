@@ -17,6 +17,7 @@ from atoll.report import Curves, Sheet, Timeline, measured, predicted_sheet, rec
 from atoll.trace import from_chrome
 from atoll.training.choosing import load_chosen
 from atoll.training.folder import WARM_UP, RunFolder, is_of, read_records
+from atoll.training.here import measured_cluster
 from atoll.training.measurements import read_json, read_started, read_timing
 from atoll.training.optimizers import planned
 from atoll.training.prediction import predict, predict_on
@@ -34,7 +35,8 @@ def sheet_of_config(path: Path, overrides: Sequence[str] = ()) -> Sheet:
     Raises ConfigError or PlanError if config, cluster and model do not match.
     """
     config, _ = load_chosen(path, overrides)
-    found = None if config.run.cluster is None else Cluster.read(config.run.cluster)
+    named_cluster = config.run.cluster
+    found = measured_cluster(config, config.parallel.ranks) if named_cluster is None else Cluster.read(named_cluster)
     named = [override for override in overrides if not override.startswith("run.cluster=")]  # a path is a poor name
     return predicted_sheet(predict_on(config, found), " ".join([path.stem, *named]))
 
@@ -131,7 +133,10 @@ def _of_prediction(prediction: Prediction, name: str) -> Sheet:
     sheet = predicted_sheet(prediction, name, "run")
     if prediction.cluster is not None:
         return sheet
-    note = "Seconds are not predicted: name the run's cluster with --cluster, or as run.cluster before the next run."
+    note = (
+        "Seconds are not predicted: the run knew no cluster. Name one with --cluster, or as run.cluster before the "
+        "next run; a run in local processes measures this machine, unless run.measure is false."
+    )
     return replace(sheet, notes=(note,))
 
 

@@ -1,0 +1,55 @@
+"""model.attention chooses the attention of a transformers model, for runs and for predictions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from atoll.config import Config
+from atoll.cost import Cluster, Use
+from atoll.errors import ConfigError
+from atoll.planner import Space
+from atoll.training.build import build_model
+from atoll.training.choosing import plan
+from atoll.training.prediction import predict_on, workload_of
+
+pytest.importorskip("transformers")
+SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64,
+         "num_key_value_heads": 1, "head_dim": 16}  # fmt: skip
+CLUSTER = Cluster.of({"device": {"preset": "h100-80gb"}, "node": {"devices": 2, "link": {"preset": "nvlink4"}}})
+
+
+def config(family: str, **model: Any) -> Config:
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1} if family == "gpt_oss" else {}
+    values = {"source": f"transformers:{family}", "config": {**SIZES, **experts}, "vocabulary": 64, **model}
+    train = {"global_batch": 4, "microbatch": 1, "precision": "bf16"}
+    parallel = {"ranks": 2, "intra": 2}
+    return Config.model_validate({"model": values, "data": {"sequence": 32}, "train": train, "parallel": parallel})
+
+
+def test_it_is_that_of_the_model_and_of_its_prediction() -> None:
+    import torch
+
+    use = Use(samples=1, sequence=32, compute="float32")
+    kept = {}
+    for name in ("eager", "sdpa", None):
+        own = config("llama", attention=name)
+        with torch.device("meta"):
+            assert build_model(own, 64).config._attn_implementation == (name or "sdpa")
+        kept[name] = workload_of(own, 64).blocks[1].work(use).kept
+    assert kept["eager"] > kept["sdpa"] == kept[None]
+
+
+def test_gpt_oss_is_predicted_and_planned() -> None:
+    assert predict_on(config("gpt_oss"), CLUSTER).seconds > 0
+    assert plan(config("gpt_oss"), CLUSTER, space=Space(precision=("bf16",), unit=(1,))).best.seconds > 0
+
+
+def test_an_attention_that_a_family_does_not_have_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"model.attention = 'sdpa' .*does not support"):
+        predict_on(config("gpt_oss", attention="sdpa"), CLUSTER)
+    with pytest.raises(ConfigError, match=r"model.attention = 'fast'"):
+        predict_on(config("mixtral", attention="fast"), CLUSTER)
+    with pytest.raises(ValueError, match=r"model.attention = .eager. is of transformers models"):
+        Config.model_validate({"model": {"attention": "eager"}})
