@@ -60,6 +60,9 @@ RULES: Mapping[str, Callable[[Block], bool]] = {
     "python: run": lambda block: block.language == "python" and not block.part,
     "toml: read as a config, a cluster or links": lambda block: block.language == "toml" and not block.part,
     "json: read as rows of steps": lambda block: block.language == "json" and not block.part,
+    "jsonl: read as conversations (tests/data/test_conversations.py)": lambda block: (
+        block.language == "jsonl" and name_of(block.page) == "docs/data.md"
+    ),
     "shell: run or read": lambda block: block.language in SHELLS,
     "text: compared with what says it": lambda block: (
         block.language == "text" and not block.part and said(block) in {*SAYS, SAID_BY_RANKS}

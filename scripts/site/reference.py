@@ -183,7 +183,7 @@ PAGES = (
         {
             "atoll": ["AtollError"],
             "atoll.errors": [
-                *("UserError", "ConfigError", "ScheduleError", "LayoutError", "PlanError", "DataError"),
+                *("UserError", "ConfigError", "ScheduleError", "LayoutError", "PlanError", "DataError", "RecordError"),
                 *("CheckpointError", "DamageError", "RunError", "BadStepError", "ReplicaError", "RankError"),
                 *("CostWarning", "UnverifiedWarning", "WeightsWarning"),
             ],

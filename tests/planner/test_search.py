@@ -198,6 +198,6 @@ def test_no_plan_splits_heads_of_keys_and_values() -> None:
     goal = Goal(global_batch=8, sequence=64)
     found = Search(model.workload, cluster, goal, Space(tensor=(1, 2, 4, 8), **few)).run()
     assert {each.frame.mesh.tensor for each in found.fitting} <= {1, 2}
-    words = "keep fewer choices; tensor = 4 ranks cannot split 2 key and value heads evenly; use tensor = 1 or 2"
+    words = "no plan for 8 ranks: tensor = 4 ranks cannot split 2 key and value heads evenly; use tensor = 1 or 2"
     with pytest.raises(ConfigError, match=words):
         Answer.of(Search(model.workload, cluster, goal, Space(tensor=(4,), **few)))
