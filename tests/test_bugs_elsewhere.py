@@ -4,43 +4,71 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-import torch
 
 from atoll.testing import progress
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "bugs-elsewhere.md").read_text(encoding="utf-8")
-COLUMNS = re.findall(r"torch (\d+\.\d+\.\d+) \|", PAGE)
+COLUMNS = re.findall(r"(?:torch|DeepSpeed) (\d+\.\d+\.\d+) \|", PAGE)
 ROWS = {
     row[0]: row[1:]
     for row in re.findall(r"^\| `([^`]+)` \| .+ \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", PAGE, re.MULTILINE)
 }
 
 
+LAYOUTS = re.search(r"under ([A-Z, and]+)\.", PAGE)
+
+
+def printed(words: Sequence[str], folder: Path) -> list[str]:
+    script, *rest = words
+    result = progress.run([sys.executable, str(ROOT / "docs" / "examples" / "bugs" / script), *rest], cwd=folder)
+    assert result.returncode == 0, result.stderr
+    return [
+        line for line in result.stdout.splitlines() if line.startswith(("torch ", "deepspeed ", "linears", "twice"))
+    ]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ROWS)
 def test_a_script_prints_what_the_page_says(command: str, tmp_path: Path) -> None:
-    version = torch.__version__.partition("+")[0]
-    if version not in COLUMNS:
-        pytest.skip(f"the page has no column of torch {version}")
-    script, *words = command.split()
-    result = progress.run([sys.executable, str(ROOT / "docs" / "examples" / "bugs" / script), *words], cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    lines = [line for line in result.stdout.splitlines() if line.startswith("torch ")]
-    said = ROWS[command][COLUMNS.index(version)]
+    words = command.split()
+    package = "deepspeed" if words[0].startswith("deepspeed") else "torch"
+    pytest.importorskip(package)
+    installed = version(package).partition("+")[0]
+    columns = COLUMNS[3:] if package == "deepspeed" else COLUMNS[:3]
+    if installed not in columns:
+        pytest.skip(f"the page has no column of {package} {installed}")
+    said = ROWS[command][columns.index(installed)]
     wanted = {
-        "off by 86%": "gradient off by 86%",
-        "right": r"gradient off by 0%|of 6 gradients 0 missing, 0 wrong",
+        "off by 75%": "off by 75%",
+        "off by 86%": "off by 86%",
+        "right": r"off by 0%|of 6 gradients 0 missing, 0 wrong",
         "6 of 6 missing": "of 6 gradients 6 missing, 0 wrong",
         "6 of 6 wrong": "of 6 gradients 0 missing, 6 wrong",
     }[said]
+    lines = printed(words, tmp_path)
     ends = {stage: [line for line in lines if f"stage {stage}" in line] for stage in (0, 1)}
-    assert all(re.search(wanted, line) for line in ends[1])
-    assert ends[1]
-    assert all(re.search("off by 0%|0 missing, 0 wrong", line) for line in ends[0])
+    wrong, right = (0, 1) if package == "deepspeed" else (1, 0)
+    assert ends[wrong]
+    assert ends[right]
+    assert all(re.search(wanted, line) for line in ends[wrong])
+    assert all(re.search("off by 0%|0 missing, 0 wrong", line) for line in ends[right])
+
+
+@pytest.mark.slow
+def test_ours_are_right(tmp_path: Path) -> None:
+    assert LAYOUTS is not None
+    layouts = re.findall(r"[A-Z]{3}", LAYOUTS[1])
+    assert len(layouts) == 4
+    for layout in layouts[1::2]:
+        lines = printed(["with_atoll.py", layout], tmp_path)
+        assert len(lines) == 2 * 4
+        assert all(re.search(r": 0 of [36] gradients wrong$", line) for line in lines)
 
 
 def test_scripts_are_short() -> None:
