@@ -9,7 +9,7 @@ SKIPS = 60
 # Without bytecode every process that a test or a run starts compiles Atoll anew, and pytest compiles every assertion.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-all quick every style check bench bench-islands bench-machine bench-islands-quick bench-machine-quick bench-low-rank bench-sharded-pipeline bench-vocabulary matrix mutants chaos hangs gpu docs site evidence stale versions clean
+.PHONY: train test test-all quick every peers style check bench bench-islands bench-machine bench-islands-quick bench-machine-quick bench-low-rank bench-sharded-pipeline bench-vocabulary matrix mutants chaos hangs gpu docs site evidence stale versions clean
 
 train: .venv/.run
 	$(BIN)/atoll train configs/quickstart.toml
@@ -29,6 +29,11 @@ quick: .venv/.stamp
 every: .venv/.stamp
 	$(PYTEST) -rs --most-skips $(SKIPS) -m "not alone"
 	$(BIN)/python -m pytest -q -rs -m alone
+
+# What other systems say of themselves: DeepSpeed and torchtitan, beside the environment, since transformers imports
+# what it finds there.
+peers: build/.peers
+	PYTHONPATH=$(CURDIR)/build/peers $(BIN)/python -m pytest -q -rs tests/settings/test_defaults.py tests/settings/test_settings.py tests/test_bugs_elsewhere.py -k "deepspeed or torchtitan or default"
 
 style: .venv/.stamp
 	$(BIN)/ruff check .
@@ -131,6 +136,11 @@ clean:
 # The peers that benchmarks are measured against.
 .venv/.bench: .venv/.stamp
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,bench]"
+	touch $@
+
+build/.peers: .venv/.stamp
+	mkdir -p build
+	DS_BUILD_OPS=0 $(BIN)/pip install --quiet --disable-pip-version-check --upgrade --no-deps --no-build-isolation -c constraints.txt --target build/peers deepspeed torchtitan==0.2.2 einops hjson msgpack ninja py-cpuinfo
 	touch $@
 
 # What damages the source.

@@ -7,6 +7,7 @@ ended.
     matrix      torch's schedules, two stages by two data-parallel ranks; without a pipeline, two data-parallel ranks
     deepspeed   its pipeline with ZeRO 0 to 3, in the version that is installed and in those that lie beside it:
                 pip install --no-deps --target build/deepspeed-0.19.8 deepspeed==0.19.8
+    twice       schedules of 1F1B and of a split backward, with layers that are called twice in a row
     layouts     Atoll's 14 layouts with the same schedules, two stages by two groups of two
 """
 
@@ -30,6 +31,8 @@ from benchmarks.who_gets_it_right.verdict import TOLERANCE, judge
 from benchmarks.who_gets_it_right.work import Work
 
 SYSTEMS = (*(f"torch {name}" for name in SHARDINGS), *(f"atoll {layout}" for layout in ("NNN", "NNG", "NGG", "GGG")))
+TWICE = ("1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+"""Schedules with which layers are called twice."""
 BUILD = Path(__file__).parents[2] / "build"
 STAGES = ((0, "float64"), (0, "float32"), (1, "float32"), (2, "float32"), (3, "float32"))
 """ZeRO's stages and what they are tried in."""
@@ -47,6 +50,12 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             for row in rows
             for system in SYSTEMS
         ]
+        twice = [
+            _judge(pool, replace(work, twice=True), system=system, row=row)
+            for row in TWICE
+            if row in rows
+            for system in SYSTEMS
+        ]
         atoll = [
             _judge(pool, grouped, system=f"atoll {layout}", row=row)
             for layout in layouts
@@ -58,6 +67,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "work": asdict(work),
         "tolerance": dict(TOLERANCE),
         "matrix": matrix,
+        "twice": twice,
         "deepspeed": found,
         "grouped": asdict(grouped),
         "layouts": atoll,
@@ -135,8 +145,9 @@ def report(result: Mapping[str, Any]) -> str:
     zero = [
         {**row, "ZeRO": f"{row['system'].removeprefix('deepspeed ')}, {row['dtype']}"} for row in result["deepspeed"]
     ]
-    right = [row["difference"] for row in (*matrix, *layouts) if row["verdict"] == "right"]
-    words = _words([*result["matrix"], *result["deepspeed"], *result["layouts"]])
+    twice = [{**row, "schedule": _label(row["schedule"])} for row in result["twice"]]
+    right = [row["difference"] for row in (*matrix, *twice, *layouts) if row["verdict"] == "right"]
+    words = _words([*result["matrix"], *result["twice"], *result["deepspeed"], *result["layouts"]])
     parts = [
         "# Who gets it right",
         "Written by `python benchmarks/run.py who_gets_it_right`.",
@@ -145,6 +156,9 @@ def report(result: Mapping[str, Any]) -> str:
         "## torch and Atoll: two stages, two data-parallel ranks",
         _table(matrix, down="schedule", across="system"),
         _TORCH,
+        "## The same with layers that are called twice in a row",
+        _table(twice, down="schedule", across="system"),
+        _TWICE,
         "## DeepSpeed: its 1F1B, two stages, two data-parallel ranks" if zero else "",
         _table(zero, down="ZeRO", across="version") if zero else "",
         _DEEPSPEED if zero else "",
@@ -186,6 +200,11 @@ right, and a stage's parameters stay whole.
 rank keeps its own gradient. If all forwards precede the first backward it fails in the second step, because of \
 the forward with which a stage infers its shapes; with *shapes given* it does not. `replicate` is its newer form, on \
 FSDP2's code."""
+
+_TWICE = """\
+A weight is then used twice on one path of a stage. With a split backward, torch before 2.13 counts its gradient twice \
+(pytorch issue 180952); [Silent faults elsewhere](../../docs/bugs-elsewhere.md) has a script that shows it, release by \
+release."""
 
 _DEEPSPEED = """\
 In 0.19.2 every stage divides by the number of microbatches, including gradients that are divided already: the first \

@@ -31,7 +31,6 @@ from atoll.layouts import Layout, Precision
 from atoll.plans import MeshShape, Plan
 from atoll.runtime.engine import Engine
 from atoll.testing.parity import whole_parameters
-from atoll.testing.tiny import tiny_model
 from benchmarks.emulated.contenders import TORCH
 from benchmarks.islands.contenders import deepspeed_on_gloo
 from benchmarks.who_gets_it_right.work import Parameters, Work, copied
@@ -254,7 +253,7 @@ def atoll_contender(work: Work, layout: str, row: str) -> Contender:
     mesh = MeshShape(work.pipeline, work.inter, work.intra)
     plan = Plan(mesh, Layout(layout), schedule, 1, precision=Precision.preset("fp64"))
     with torch.device("meta"):
-        model = tiny_model(work.config)
+        model = work.build()
     engine = Engine(model, plan, optimizer=lambda groups: torch.optim.SGD(groups, lr=1.0), seed=work.seed, device="cpu")
     return Contender(
         lambda at: engine.step(work.share(at, engine.place.data)), lambda: whole_parameters(engine), engine.close

@@ -20,7 +20,8 @@ Parameters = dict[str, Tensor]
 class Work:
     """A tiny model, trained by plain SGD at a rate of 1: what a step takes off a parameter is its gradient.
 
-    microbatches: of each data-parallel rank, one sample each.  dtype: a name in torch.
+    microbatches: of each data-parallel rank, one sample each.  dtype: a name in torch.  twice: each layer is called
+    twice in a row, so that its weights are used twice on one path.
     """
 
     pipeline: int = 2
@@ -32,6 +33,7 @@ class Work:
     layers: int = 8
     sequence: int = 6
     seed: int = 3
+    twice: bool = False
 
     @property
     def data(self) -> int:
@@ -48,9 +50,17 @@ class Work:
         """Embedding, layers of a norm and two linears, head: no difficulty that a peer might not claim to master."""
         return TinyConfig(layers=self.layers)
 
+    def build(self) -> nn.Sequential:
+        """The model on torch's current device, with any values."""
+        model = tiny_model(self.config)
+        if not self.twice:
+            return model
+        first, *layers, last = model
+        return nn.Sequential(first, *map(Twice, layers), last)
+
     def model(self) -> nn.Sequential:
         """The model with the values that everyone starts from."""
-        model = tiny_model(self.config)
+        model = self.build()
         initialise_model(adapter_for(model), self.seed)
         return model.to(getattr(torch, self.dtype))
 
@@ -73,6 +83,18 @@ class Work:
         """
         tokens = self.data * self.microbatches * self.sequence
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") * averaged / tokens
+
+
+class Twice(nn.Module):
+    """A layer that is called twice in a row."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out: Tensor = self.layer(self.layer(hidden))
+        return out
 
 
 def copied(parameters: Mapping[str, Tensor]) -> Parameters:

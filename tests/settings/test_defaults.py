@@ -1,9 +1,6 @@
 """Defaults of other systems, as `atoll.settings.convert` has them, against these systems themselves.
 
-Skipped where a system is not installed in the version that is converted:
-
-    pip install --no-deps torchtitan==0.2.2
-    DS_BUILD_OPS=0 pip install --no-deps --no-build-isolation deepspeed==0.19.2   and py-cpuinfo, psutil, einops, ...
+Skipped where a system is not installed in the version that is converted; `make peers` runs them.
 """
 
 from __future__ import annotations

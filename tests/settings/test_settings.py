@@ -197,7 +197,7 @@ def test_a_deepspeed_json_parses_and_has_its_keys(case: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_deepspeed_itself_takes_the_json() -> None:
-    runtime = pytest.importorskip("deepspeed.runtime.config", reason="needs DeepSpeed, of the extra `dev`")
+    runtime = pytest.importorskip("deepspeed.runtime.config", reason="needs DeepSpeed (make peers)")
     found = settings("deepspeed", ranks=1, pipeline=1, intra=1, layout="NNN")
     read = runtime.DeepSpeedConfig(json.loads(found.files["deepspeed.json"]))
     assert (read.train_batch_size, read.gradient_accumulation_steps) == (64, 32)

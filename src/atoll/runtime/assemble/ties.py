@@ -20,7 +20,9 @@ def untie_as_stored(model: Any, folder: Path) -> list[str]:
         return []
     if not is_complete(folder):
         return untie(base, tensors_of(base, folder)) if has_weights(folder) else []
-    stored = {plain_name(name.removeprefix("model.")) for name in Archive(folder).contents.tensors}
+    names = (name.removeprefix("model.") for name in Archive(folder).contents.tensors)
+    # What is trained whole beside adapters is there besides its original.
+    stored = {plain_name(name) for name in names if ".modules_to_save." not in name}
     notes = []
     for target, source in tied.items():
         if target in stored and source in stored:
