@@ -202,9 +202,9 @@ the forward with which a stage infers its shapes; with *shapes given* it does no
 FSDP2's code."""
 
 _TWICE = """\
-A weight is then used twice on one path of a stage. With a split backward, torch before 2.13 counts its gradient twice \
-(pytorch issue 180952); [Silent faults elsewhere](../../docs/bugs-elsewhere.md) has a script that shows it, release by \
-release."""
+A weight is then used twice on one path of a stage. torch's split backward visits a part of the graph a second time and \
+fails, also without sharding. On the smallest such graph, releases before 2.13 count the gradient twice without an \
+error (pytorch issue 180952): [Silent faults elsewhere](../../docs/bugs-elsewhere.md) has a script for it."""
 
 _DEEPSPEED = """\
 In 0.19.2 every stage divides by the number of microbatches, including gradients that are divided already: the first \
