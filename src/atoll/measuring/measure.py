@@ -52,7 +52,7 @@ def measure(
         raise ConfigError(f"rank {rank}'s node has {local} of {world} ranks, others have more or fewer; start as many")
     at_once = f", {local} at once" if local > 1 else ""
     version, today = torch.__version__, datetime.date.today().isoformat()
-    source = f"measured by atoll doctor on {describe_device(device)}{at_once}, torch {version}, {today}"
+    source = f"measured on {describe_device(device)}{at_once}, torch {version}, {today}"
     shape = MeshShape(inter=world // local, intra=local)
     links = read_links(shape, rank=rank, device=device, budget=seconds, cards=cards, source=source)
     waits = device.type == "cpu" and local * torch.get_num_threads() > cores()
@@ -80,7 +80,7 @@ def describe(cluster: Cluster) -> str:
     """Return the measurements, one line each."""
     device, reached = cluster.device, cluster.device.efficiency
     rows = [
-        ("device", device.source.removeprefix("measured by atoll doctor on ")),
+        ("device", device.source.removeprefix("measured on ")),
         ("memory", f"{format_bytes(device.memory)} a rank, of which the context has {format_bytes(device.context)}"),
         *((f"{dtype} products", _flops(rate)) for dtype, rate in device.rates.items()),
         ("depth", f"{reached.depth:.3g}: inner size of a product that reaches half of that"),
