@@ -202,8 +202,8 @@ the forward with which a stage infers its shapes; with *shapes given* it does no
 FSDP2's code."""
 
 _TWICE = """\
-A weight is then used twice on one path of a stage. torch's split backward visits a part of the graph a second time and \
-fails, also without sharding. On the smallest such graph, releases before 2.13 count the gradient twice without an \
+A weight is then used twice on one path of a stage. torch's split backward visits a part of the graph a second time \
+and fails, also without sharding. On the smallest such graph, releases before 2.13 count the gradient twice without an \
 error (pytorch issue 180952): [Silent faults elsewhere](../../docs/bugs-elsewhere.md) has a script for it."""
 
 _DEEPSPEED = """\
