@@ -53,7 +53,7 @@ def test_bytes_at_rest_equal_the_footprint(layout: str, precision: str) -> None:
 
 
 def shared_with_the_sync(case: Case) -> set[bool]:
-    """Whether gradients are brought to the optimizer in the storage in which they rest."""
+    """Return whether the sync of gradients uses the storage of the accumulated gradients."""
     engine, found, sync = case.engine(), set[bool](), Segment._sync
 
     def watched(segment: Segment, buffer: torch.Tensor, final: torch.Tensor | None) -> None:

@@ -50,7 +50,7 @@ def test_recompute(name: str, recompute: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_post_validation_gives_the_same_bits(name: str) -> None:
-    case = case_of(name, "IIG", 2, clip=1.0, steps=3)
+    case = case_of(name, "IIG", 2, clip=1.0, steps=4)
     waiting = run_ranks(train, case.ranks, case)
     ahead = run_ranks(train, case.ranks, replace(case, post_validation=True))
     for one, other in zip(waiting, ahead, strict=True):

@@ -1,4 +1,4 @@
-"""What happens to broken records: the first one ends the run, or they are skipped and counted."""
+"""Policies for broken records: stop at the first one, or skip and count them."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Errand:
-    """What ranks are told. path: the file that rank 0 writes.  device: "cpu" or "cuda".  dtype: of products.
+    """Settings of a measurement. path: the file that rank 0 writes.  device: "cpu" or "cuda".  dtype: of products.
     seconds: for each quantity."""
 
     path: str

@@ -31,7 +31,7 @@ from atoll.runtime.template import Template
 from atoll.toml import nested_to_toml
 
 FORM = 1
-"""Of the measurement; another one measures differently."""
+"""Version of the measurement, increased when it measures differently."""
 SECONDS = 0.05
 """For each of some forty quantities."""
 LIMIT = 30.0
@@ -40,7 +40,7 @@ LIMIT = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a measurement depends on.
+    """Everything that a measurement depends on.
 
     ranks: of this machine, which compute at once.  device: "cpu" or "cuda".  dtype: of products, by torch's name.
     threads: of a rank.  cores: that this process may use.  memory: bytes.

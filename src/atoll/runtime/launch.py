@@ -68,7 +68,7 @@ MEETING = "ATOLL_MEETING"
 DIGITS = 18
 """Maximum number of digits in a launcher's variable."""
 ERRAND = "ATOLL_ERRAND"
-"""What local ranks do instead of their command."""
+"""Variable with the errand that local ranks run instead of their command."""
 SECRET = "ATOLL_SECRET"
 """Secret of a run across machines; without it rank 0 generates one and shares it through the store."""
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"

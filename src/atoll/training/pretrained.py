@@ -21,7 +21,7 @@ from atoll.training.sources import FAMILY, check_folder, package
 MOST_MODULES = 1000
 """Maximum number of layers, or experts of a layer, the same as for the built-in decoder."""
 PREFIX = "base_model.model."
-"""What `peft` puts before the names of the base model."""
+"""Prefix that `peft` adds to the names of the base model."""
 ADAPTERS = "adapter_config.json"
 _ANY = frozenset(
     {

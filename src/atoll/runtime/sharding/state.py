@@ -5,7 +5,7 @@ model.<buffer>                       persistent buffers
 optim.state.<parameter>.<key>        as torch's get_optimizer_state_dict names them
 optim.matrix.<parameter>.<row>.<key> state of a whole matrix, which begins at that row of the parameter
 codec.copy.<parameter>               parameters that follow the master by encoded differences
-codec.residual.<slot>.<parameter>    what encoded gradients lacked, not times the loss scale; a slot is the rank that
+codec.residual.<slot>.<parameter>    error of encoded gradients, without the loss scale; a slot is the rank that
                                      encoded them, but for its place in its group: see `_Slot`
 
 [Note: residuals in another world] A residual is part of the sum of gradients that has not been sent yet. If a plan has
