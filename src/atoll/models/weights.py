@@ -265,7 +265,7 @@ def untie(model: Any, found: Mapping[str, Unread]) -> list[str]:
     found: the folder's tensors by names of the model, see `tensors_of`.
     """
     notes = []
-    for target, source in tied_names(model).items():
+    for target, source in _tied(model).items():
         one, two = found.get(source), found.get(target)
         if one is None or two is None or _are_equal(one, two):
             continue
@@ -291,6 +291,10 @@ def untie_parameter(model: Any, target: str) -> None:
 
 def tied_names(model: Any) -> dict[str, str]:
     """Return the names of a model's tied parameters, each with that of its source, as its class and config say."""
+    return _tied(model)
+
+
+def _tied(model: Any) -> dict[str, str]:
     expanded = getattr(model, "get_expanded_tied_weights_keys", None)
     return {} if expanded is None else dict(expanded(all_submodels=True))
 
