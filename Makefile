@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN = .venv/bin
 # Each process has ranks of its own, of half a GB each.
-PYTEST = $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal
+PYTEST = $(BIN)/python -m pytest -q -n auto --dist worksteal
 
 # As many tests as a machine without a GPU, and without root, may skip.
 SKIPS = 60
@@ -71,8 +71,9 @@ bench-sharded-pipeline: .venv/.stamp
 bench-vocabulary: .venv/.stamp
 	$(BIN)/python benchmarks/run.py vocabulary
 
-# Every schedule, layout, recompute and so on with every other: more than an hour.
+# Every case of every test; every schedule, layout, recompute and so on with every other: two hours.
 matrix: .venv/.stamp
+	$(PYTEST) -m wide --whole
 	$(BIN)/python benchmarks/run.py matrix
 
 # Damages copies of the source and runs the tests that should notice: about an hour, and goes on where it was.

@@ -51,6 +51,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="every pair of settings, and one case of every other test that is not marked slow",
     )
+    parser.addoption("--whole", action="store_true", help="every case of tests that are marked wide")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores, since some tests wait for seconds; each has ranks of half a GB."""
+    return min(4, len(os.sched_getaffinity(0)) + 1)
 
 
 @pytest.hookimpl(trylast=True)
@@ -70,6 +77,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     by_address = [item.nodeid for item in items if " at 0x" in item.nodeid]
     if by_address:  # then workers collect different tests, and only some of the runs that start them
         raise pytest.UsageError(f"cases whose names have an object's address need ids of their own: {by_address}")
+    if not config.getoption("--whole"):
+        _keep(config, items, set(items) - set(_left_to_matrix(items)))
     if not config.getoption("--quick"):
         return
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
@@ -78,5 +87,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             cases[item.nodeid.partition("[")[0]].append(item)
     # The case in the middle is seldom the plainest, and seldom the one that takes longest.
     kept = {each[len(each) // 2] for each in cases.values()} | {item for item in items if "pairs" in item.keywords}
+    _keep(config, items, kept)
+
+
+def _left_to_matrix(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """The cases of wide tests, but for as many as the mark says, at equal distances."""
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("wide"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for each in cases.values():
+        (count,) = each[0].get_closest_marker("wide").args  # type: ignore[union-attr]
+        kept = {len(each) * (2 * at + 1) // (2 * count) for at in range(min(count, len(each)))}
+        yield from (item for at, item in enumerate(each) if at not in kept)
+
+
+def _keep(config: pytest.Config, items: list[pytest.Item], kept: set[pytest.Item]) -> None:
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]

@@ -33,6 +33,7 @@ def printed(words: Sequence[str], folder: Path) -> list[str]:
     ]
 
 
+@pytest.mark.wide(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ROWS)
 def test_a_script_prints_what_the_page_says(command: str, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from benchmarks.integrity import bench
 from benchmarks.integrity.mutations import MUTATIONS, Cache, Checkpoints, damage
 
 
+@pytest.mark.wide(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("subject", [Checkpoints, Cache])
 def test_no_damage_is_read_without_an_error(tmp_path: Path, subject: type[Checkpoints] | type[Cache]) -> None:

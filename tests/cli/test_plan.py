@@ -136,7 +136,7 @@ def test_the_plan_that_a_config_has_is_shown_beside(write: Any) -> None:
 
 @pytest.mark.slow
 def test_what_is_written_is_kept(write: Any) -> None:
-    path = write("[parallel]\nauto = true\nlayout = 'zero-1'\npipeline = 2", train="microbatch = 2", nodes=2)
+    path = write(f"{FEW}layout = 'zero-1'\npipeline = 2", train="microbatch = 2", nodes=2)
     config, _ = load_chosen(path)
     assert (config.parallel.layout, config.parallel.pipeline, config.train.microbatch) == ("NNG", 2, 2)
     assert not config.parallel.auto

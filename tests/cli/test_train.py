@@ -141,7 +141,7 @@ def test_a_run_measures_its_machine_once_and_predicts_its_steps(
         assert f"predicted: a step of {format_seconds(found['seconds'])}, at most" in result.stderr + result.stdout
     predicted = atoll(*ATOLL, "predict", config, *spread, "--json")
     assert json.loads(predicted.stdout)["seconds"] > 0
-    assert "note: no cluster is named; taken is this machine: measured by" in predicted.stderr
+    assert "note: no cluster is named; taken is this machine: measured on" in predicted.stderr
 
 
 # ---- a whole run

@@ -92,6 +92,7 @@ TRAINED: dict[str, Callable[[str], bool]] = {
 }
 
 
+@pytest.mark.wide(16)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("layout", ["NNN", "NNG", "IIG", "IGG", "GGG"])
 @pytest.mark.parametrize("trained", TRAINED)
@@ -124,6 +125,7 @@ def test_a_split_vocabulary_under_every_layout(layout: str, tied: bool) -> None:
         assert_alike(plan, tied=tied, reads_in_place=reads_in_place, vocabulary=97)
 
 
+@pytest.mark.wide(17)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("schedule", schedules.CATALOGUE)
 def test_a_split_vocabulary_under_every_schedule(schedule: str, tied: bool) -> None:

@@ -186,6 +186,7 @@ def measures(works: list[Work]) -> dict[str, float]:
     }
 
 
+@pytest.mark.wide(8)
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "attention"), [*product(FAMILIES, ["flash", "eager"]), ("decoder", "flash")])
 def test_formulas_agree_with_counting_to_the_byte(family: str, attention: str) -> None:

@@ -154,6 +154,7 @@ SKIPPED = {
 }
 
 
+@pytest.mark.wide(8)
 @pytest.mark.parametrize("post_validation", [False, True])
 @pytest.mark.parametrize("name", SKIPPED)
 def test_a_skipped_step_leaves_what_one_process_leaves(name: str, post_validation: bool) -> None:

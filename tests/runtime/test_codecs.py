@@ -43,6 +43,7 @@ TIED = TinyConfig(tied=True)
 CASE = Case(layout="IIG", inter=2, intra=2, codecs=BOTH, model=ODD)
 
 
+@pytest.mark.wide(4)
 @pytest.mark.parametrize("layout", ["NNN", "NNG", "NIG", "IIG", "III", "IGG", "GGG", "GGN"])
 def test_layouts(layout: str) -> None:
     assert_parity(replace(CASE, layout=layout))
@@ -239,6 +240,7 @@ def test_a_save_waits_for_the_copies(tmp_path: Path) -> None:
     assert [one.losses for one, _ in saved] == [other.losses for other, _ in loaded]
 
 
+@pytest.mark.wide(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp64", "bf16", "fp16"])
 @pytest.mark.parametrize("layout", ["IIG", "GGG"])
@@ -254,6 +256,7 @@ def test_a_run_that_is_continued_is_the_same_to_the_last_bit(layout: str, precis
         assert any(value.any() for value in owed.values())
 
 
+@pytest.mark.wide(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "after",
@@ -396,6 +399,7 @@ def owed_by_all(found: list[tuple[History, dict[str, Tensor]]]) -> dict[str, Ten
     return owed
 
 
+@pytest.mark.wide(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("writes", [save, save_as_before])
 @pytest.mark.parametrize(("first", "second"), [("fp16", "fp16"), ("fp16", "bf16"), ("bf16", "fp16"), ("fp16", "fp64")])

@@ -260,6 +260,7 @@ def test_pending_weights_under_recompute_are_bounded_by_the_memory(at_most: int)
     assert max(planned for planned, _, _ in free) > 2
 
 
+@pytest.mark.wide(1)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # inductor's imports and compilers warn of themselves
 @pytest.mark.parametrize(("pipeline", "intra", "schedule"), [(1, 2, "1f1b"), (2, 1, "zb-h1")])

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -47,6 +47,9 @@ WHOLE_HEADS = ["llama4_text"]
 """Cannot be split over tensor-parallel ranks: its experts add in place."""
 SPLIT_ENDS = [*CAUSAL, "distilbert", "electra", "modernbert", "eurobert"]
 """Heads that are a block of their own, so that a vocabulary can be split."""
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -148,20 +151,26 @@ def unusual_values(model: Recipe, ranks: Sequence[Seen]) -> Iterator[str]:
                 yield f"{key} is spread e^{spread:.2g} times as much"
 
 
-def assert_the_model_itself(model: Recipe, checks: dict[str, Check], *, starts_alike: bool = False) -> None:
-    """Train a model in every way, and say all that differs from the unsplit model."""
-    own = {way: replace(check, case=replace(check.case, model=model)) for way, check in checks.items()}
-    ranks = {way: run_ranks(train_and_look, check.case.ranks, check.case) for way, check in own.items()}
-    found = [f"{way}: {problem}" for way, check in own.items() for problem in problems_of(check, ranks[way])]
+def assert_the_model_itself(model: Recipe, check: Check, *, starts_alike: bool = False) -> None:
+    """Train a model, and say all that differs from the unsplit model."""
+    own = replace(check, case=replace(check.case, model=model))
+    ranks = run_ranks(train_and_look, own.case.ranks, own.case)
+    found = list(problems_of(own, ranks))
     if starts_alike:
-        found += [f"initial values: {problem}" for problem in unusual_values(model, ranks["sharding"])]
+        found += [f"initial values: {problem}" for problem in unusual_values(model, ranks)]
     assert not found, "\n".join([str(model), *found])
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_family(name: str) -> None:
-    """Sharding in a pipeline, with a split vocabulary, and tensor parallelism: results and initial values."""
-    assert_the_model_itself(Family(name, padded=True), checks_of(name), starts_alike=True)
+def by_turns(models: Sequence[T], ways: Callable[[T], Sequence[str]]) -> list[tuple[T, str]]:
+    """Every model in each of two ways; every other case is a model each, with one way after the other."""
+    return [(model, way) for at, model in enumerate(models) for way in list(ways(model))[:: -1 if at % 2 else 1]]
+
+
+@pytest.mark.wide(len(FAMILIES))
+@pytest.mark.parametrize(("name", "way"), by_turns(FAMILIES, lambda name: list(checks_of(name))))
+def test_a_family(name: str, way: str) -> None:
+    """Sharding in a pipeline, with a split vocabulary, or tensor parallelism: results and initial values."""
+    assert_the_model_itself(Family(name, padded=True), checks_of(name)[way], starts_alike=True)
 
 
 @pytest.mark.slow

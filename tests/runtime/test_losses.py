@@ -137,6 +137,7 @@ def case_of(task: str, **options: Any) -> Case:
     return Case(model=TASKS[task], microbatch=4, microbatches=4, **options)
 
 
+@pytest.mark.wide(9)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("task", TASKS)
 def test_a_loss_of_ones_own_is_that_of_one_process(task: str, form: str) -> None:

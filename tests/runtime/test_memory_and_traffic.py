@@ -42,6 +42,7 @@ def held_in_a_step(case: Case) -> tuple[Footprint, Footprint]:
     return found[0], engine.footprint(states=0)
 
 
+@pytest.mark.wide(9)
 @pytest.mark.parametrize(("layout", "precision"), drawn(27, [layout.name for layout in ALL], ["fp32", "bf16"]))
 def test_bytes_at_rest_equal_the_footprint(layout: str, precision: str) -> None:
     # Every parameter is used: torch's optimizers make no state for one that never had a gradient.
@@ -128,6 +129,7 @@ def sent_and_said(case: Case) -> tuple[dict[str, int], dict[str, int]]:
 WAYS = [(reads_in_place, post_validation) for reads_in_place in (True, False) for post_validation in (True, False)]
 
 
+@pytest.mark.wide(5)
 @pytest.mark.parametrize(("layout", "way"), drawn(14, [layout.name for layout in EFFECTIVE], WAYS), ids=str)
 def test_bytes_sent_are_those_of_the_program(layout: str, way: tuple[bool, bool]) -> None:
     """With gathers ahead and what turns, units of odd sizes, frozen ones, a pipeline and the step's end."""
@@ -154,6 +156,7 @@ def sent_in_two_steps(case: Case) -> tuple[dict[str, int], int, int]:
     return sent, sum(size for size, _ in sizes), sum(size for size, trainable in sizes if trainable)
 
 
+@pytest.mark.wide(5)
 @pytest.mark.parametrize("layout", [layout.name for layout in EFFECTIVE])
 def test_frozen_parameters_are_gathered_and_never_synced(layout: str) -> None:
     """As for adapters on a frozen base."""

@@ -144,6 +144,7 @@ def test_the_count_of_a_plain_loop(plain: tuple[float, float]) -> None:
     assert rest == pytest.approx(4 + 8 + (4 * 4 + 4 * 4) + (4 + 2) - 4, rel=0.1)
 
 
+@pytest.mark.wide(5)
 @pytest.mark.parametrize("layout", [layout.name for layout in EFFECTIVE])
 def test_one_rank_moves_as_many_bytes_as_plain_pytorch(layout: str, plain: tuple[float, float]) -> None:
     each, rest = bytes_of(lambda microbatches: atoll_step(layout, microbatches))

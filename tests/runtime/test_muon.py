@@ -43,6 +43,7 @@ def muon(**options: Any) -> Case:
 # ---- the same result
 
 
+@pytest.mark.wide(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_layout_equals_one_process(schedule: str) -> None:

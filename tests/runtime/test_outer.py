@@ -74,11 +74,13 @@ SLOW = {
 }
 
 
+@pytest.mark.wide(8)
 @pytest.mark.parametrize("name", CASES)
 def test_islands_equal_replicas_in_one_process(name: str) -> None:
     assert_parity(CASES[name])
 
 
+@pytest.mark.wide(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SLOW)
 def test_more_islands_equal_replicas_in_one_process(name: str) -> None:
@@ -125,6 +127,7 @@ def test_encoded_outer_gradients_equal_those_of_replicas(name: str) -> None:
     assert_parity(CODED[name])
 
 
+@pytest.mark.wide(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SLOW_CODED)
 def test_more_encoded_outer_gradients_equal_those_of_replicas(name: str) -> None:
@@ -487,6 +490,7 @@ def _owing_islands(found: list[tuple[int, dict[str, torch.Tensor], History]]) ->
     return owed
 
 
+@pytest.mark.wide(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp64", "bf16", "fp16"])
 @pytest.mark.parametrize("sizes", [{}, {"intra": 2, "layout": "NNG"}, {"pipeline": 2, "schedule": "zb-v"}], ids=str)

@@ -117,6 +117,7 @@ COUNTED: list[tuple[str, Residency, Reduction]] = [
 ]
 
 
+@pytest.mark.wide(5)
 @pytest.mark.parametrize(("row", "layout", "prefetch"), drawn(14, COUNTED, ["ING", "IIG", "GGG"], [None, 0]), ids=str)
 def test_gathers_and_reductions_are_those_of_the_schedule(
     row: tuple[str, Residency, Reduction], layout: str, prefetch: int | None
@@ -269,6 +270,7 @@ HELD: list[tuple[str, Residency, Reduction]] = [
 ]
 
 
+@pytest.mark.wide(4)
 @pytest.mark.parametrize(("row", "pipeline", "groups"), drawn(12, HELD, [2, 3, 4], [1, 2]), ids=str)
 def test_what_is_whole_at_once_is_foretold(row: tuple[str, Residency, Reduction], pipeline: int, groups: int) -> None:
     schedule, residency, reduction = row

@@ -47,6 +47,7 @@ def test_recompute(name: str, recompute: str) -> None:
     assert_parity(case_of(name, "IIG", 2, recompute=recompute))
 
 
+@pytest.mark.wide(6)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_post_validation_gives_the_same_bits(name: str) -> None:

@@ -138,6 +138,7 @@ def test_the_batches_leave_copies_without_gradients() -> None:
     assert moves["0.gain"] == [True, True, False, True, True, True]
 
 
+@pytest.mark.wide(4)
 @pytest.mark.parametrize("post_validation", [False, True])
 @pytest.mark.parametrize(
     ("mesh", "layout"),

@@ -17,7 +17,7 @@ from atoll.models import adapter_for, initialise_model
 from atoll.testing.parity import Case, assert_parity, whole_parameters
 from atoll.testing.reference import named_parameters
 from atoll.testing.tasks import CLASSIFIERS, IMAGES, LISTENERS, TRANSLATORS, Headed
-from tests.runtime.test_families import PIPELINE, TENSOR, Check, assert_the_model_itself
+from tests.runtime.test_families import PIPELINE, TENSOR, Check, assert_the_model_itself, by_turns
 
 pytest.importorskip("transformers")
 
@@ -43,14 +43,16 @@ def label(model: Headed) -> str:
     return "-".join(filter(None, (model.name, model.head, model.problem)))
 
 
-@pytest.mark.parametrize("model", MODELS, ids=label)
-def test_a_model(model: Headed) -> None:
-    """Sharding in a pipeline, and tensor parallelism."""
-    checks = {
-        "sharding": Check(PIPELINE, tolerance(model)),
-        "tensor parallelism": Check(TENSOR, tolerance(model)),
-    }
-    assert_the_model_itself(model, checks)
+WAYS = {"sharding": PIPELINE, "tensor parallelism": TENSOR}
+
+
+@pytest.mark.wide(len(MODELS))
+@pytest.mark.parametrize(
+    ("model", "way"), by_turns(MODELS, lambda _: list(WAYS)), ids=lambda value: value if value in WAYS else label(value)
+)
+def test_a_model(model: Headed, way: str) -> None:
+    """Sharding in a pipeline, or tensor parallelism."""
+    assert_the_model_itself(model, Check(WAYS[way], tolerance(model)))
 
 
 @dataclass(frozen=True)

@@ -40,11 +40,13 @@ class Small:
                 parameter.normal_(std=0.02 / 6**0.5 if residual else 0.02)  # three layers, two branches each
 
 
+@pytest.mark.wide(5)
 @pytest.mark.parametrize("layout", [layout.name for layout in EFFECTIVE])
 def test_every_layout(layout: str) -> None:
     assert_parity(replace(PAIR, layout=layout, inter=2))
 
 
+@pytest.mark.wide(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["NNG", "IIG", "GGG", "INI"])
 def test_on_two_levels(layout: str) -> None:

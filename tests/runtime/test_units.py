@@ -21,12 +21,14 @@ from tests.drawn import drawn
 EVERYTHING = TinyConfig(layers=7, tied=True, frozen=True, odd=True, small=True, unused=True, dropout=0.2)
 
 
+@pytest.mark.wide(4)
 @pytest.mark.parametrize("together", [2, 3, 9])
 @pytest.mark.parametrize("layout", ["NNG", "ING", "IIG", "GGG"])
 def test_parity_over_two_groups(layout: str, together: int) -> None:
     assert_parity(Case(layout, inter=2, intra=2, microbatches=8, model=EVERYTHING, unit=together))
 
 
+@pytest.mark.wide(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "schedule", "recompute"),

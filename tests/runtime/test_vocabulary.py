@@ -48,11 +48,13 @@ KINDS = ["1f1b", "interleaved", "zb-h2", "zb-v", "dualpipe-v", "auto"]
 """A schedule of each placement, with whole and split backwards, by rule and searched."""
 
 
+@pytest.mark.wide(6)
 @pytest.mark.parametrize(("name", "pipeline"), drawn(len(NAMES), NAMES, [3, 4, 2]))
 def test_every_schedule(name: str, pipeline: int) -> None:
     assert_parity(replace(SPLIT, schedule=name, pipeline=pipeline, microbatches=2 * pipeline))
 
 
+@pytest.mark.wide(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_schedules_beside_tensor_parallelism(name: str) -> None:
@@ -126,6 +128,7 @@ MODELS = {
 SPLITS = {"pipeline": replace(SPLIT, intra=2), "both": BOTH}
 
 
+@pytest.mark.wide(5)
 @pytest.mark.parametrize(("ends", "schedule"), drawn(10, list(product(MODELS, SPLITS)), ["gpipe", "v-half"]), ids=str)
 def test_which_ends_are_trained(ends: tuple[str, str], schedule: str) -> None:
     model, split = ends
@@ -147,6 +150,7 @@ def test_post_validation_gives_the_same_bits(name: str) -> None:
 TAKEN_BACK = ["1f1b", "gpipe", "interleaved", "zb-h2", "zb-v", "dualpipe-v"]
 
 
+@pytest.mark.wide(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "pipeline"), drawn(len(TAKEN_BACK), TAKEN_BACK, [3, 4]))
 def test_post_validated_steps_that_are_taken_back(schedule: str, pipeline: int) -> None:
@@ -176,6 +180,7 @@ class Small:
                 parameter.normal_(std=0.02 / 6**0.5 if residual else 0.02)  # three layers, two branches each
 
 
+@pytest.mark.wide(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
@@ -221,6 +226,7 @@ WHOLE = replace(SPLIT, vocabulary_parallel=False, layout="IIG", intra=2)
 DEEP = replace(SPLIT, pipeline=3, layout="GGG", schedule="zb-v", microbatches=4)
 
 
+@pytest.mark.wide(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "second"),
@@ -317,6 +323,7 @@ def held(case: Case) -> tuple[int, int, int]:
     return footprint.parameters, footprint.gradients, footprint.optimizer
 
 
+@pytest.mark.wide(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["NNN", "IIG", "GGG"])
 @pytest.mark.parametrize("case", [replace(SPLIT, pipeline=4), replace(BOTH, pipeline=4)], ids=["pipeline", "both"])

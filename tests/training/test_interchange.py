@@ -106,6 +106,7 @@ def first_values(case: Case, folder: Path) -> dict[str, torch.Tensor]:
     return values
 
 
+@pytest.mark.wide(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "gemma2", "opt"])
 @pytest.mark.parametrize("case", SPREAD, ids=["pp2-IIG", "tp2-GGG"])

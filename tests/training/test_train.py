@@ -170,6 +170,7 @@ def flip(file: Path) -> None:
     file.write_bytes(content)
 
 
+@pytest.mark.wide(4)
 @pytest.mark.parametrize("parallel", [{"ranks": 1}, *SPREAD[:2]])
 @pytest.mark.parametrize("harm", ["a box", "state.json", "no .metadata"])
 def test_a_damaged_checkpoint_is_passed_over_and_named(
