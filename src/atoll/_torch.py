@@ -146,6 +146,14 @@ def fake_tensors() -> AbstractContextManager[Any]:
     return mode
 
 
+_GROUPED_ELSEWHERE = (torch.float32, torch.float16)
+"""Dtypes whose grouped products the kernels of devices compute, and that of `meta` refuses, up to torch 2.14."""
+
+
+def _as_bf16(value: Any) -> Any:
+    return value.to(torch.bfloat16) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, seen: Callable[[Any, Sequence[Any], Any], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -155,14 +163,18 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype is torch.bool:
             return True
-        out = func(*args, **kwargs)
+        if func is torch.ops.aten._grouped_mm.default and args[0].is_meta and args[0].dtype in _GROUPED_ELSEWHERE:
+            out = func(*(_as_bf16(each) for each in args), **kwargs).to(args[0].dtype)
+        else:
+            out = func(*args, **kwargs)
         self._seen(func, (*args, *kwargs.values()), out)
         return out
 
 
 def watched_operations(seen: Callable[[Any, Sequence[Any], Any], None]) -> AbstractContextManager[Any]:
     """Context in which `seen(operation, arguments, output)` is called after every operation of the dispatcher below
-    autograd, in the forward and in the backward. A condition on the values of a `meta` tensor is taken as true.
+    autograd, in the forward and in the backward. A condition on the values of a `meta` tensor is taken as true, and
+    grouped products on `meta` have every dtype that devices compute them in.
 
     Private: `torch.utils._python_dispatch.TorchDispatchMode`. Modes of `torch.overrides` see the calls of the model,
     but neither the operations inside them nor the backward.

@@ -12,7 +12,7 @@ import torch
 
 from atoll.errors import PlanError
 from atoll.models.adapter import SequentialAdapter
-from atoll.models.weights import INDEX, SINGLE, Weights, weights_for
+from atoll.models.weights import INDEX, SINGLE, Weights, saved, tensors_of, weights_for
 
 save_file = pytest.importorskip("safetensors.torch").save_file
 
@@ -91,3 +91,31 @@ def test_parameters_that_a_constructor_makes_off_the_meta_device_are_named(folde
         weights_for(SequentialAdapter(model), folder)
     with pytest.raises(PlanError, match="has values already; build it on the meta device"):
         weights_for(SequentialAdapter(torch.nn.Sequential(torch.nn.Linear(2, 3))), folder)
+
+
+def test_a_conversion_that_asks_for_a_parameter_finds_it_beside_adapters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts of a folder are turned as the model's parameter lies, which adapters have renamed."""
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    from transformers import conversion_mapping, core_model_loading
+
+    config = transformers.MixtralConfig(
+        hidden_size=16, intermediate_size=12, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        vocab_size=32, num_local_experts=2,
+    )  # fmt: skip
+    name = "model.layers.0.mlp.experts.down_proj"
+    with torch.device("meta"):
+        model = transformers.MixtralForCausalLM(config)
+    experts = torch.randn(model.get_parameter(name).shape)
+    save_file({name: experts.mT.contiguous()}, tmp_path / SINGLE)
+    pattern = "mlp.experts.down_proj"
+    turned = core_model_loading.WeightConverter(
+        source_patterns=pattern,
+        target_patterns=pattern,
+        operations=[core_model_loading.Transpose(1, 2, check_dims=True)],
+    )
+    monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", lambda *_, **__: [turned])
+    peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=[], target_parameters=[pattern]), model)
+    assert torch.equal(tensors_of(model, tmp_path)[name].whole(), experts)
+    assert torch.equal(saved(model, {name: experts})[name], experts)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from atoll.config import Config
-from atoll.cost import Cluster, Use
+from atoll.cost import Cluster, Product, Use, Work
 from atoll.errors import ConfigError
 from atoll.planner import Space
 from atoll.training.build import build_model
@@ -44,6 +44,27 @@ def test_it_is_that_of_the_model_and_of_its_prediction() -> None:
 def test_gpt_oss_is_predicted_and_planned() -> None:
     assert predict_on(config("gpt_oss"), CLUSTER).seconds > 0
     assert plan(config("gpt_oss"), CLUSTER, space=Space(precision=("bf16",), unit=(1,))).best.seconds > 0
+
+
+def products(work: Work) -> list[Product]:
+    return [kernel for kernel in work.forward if isinstance(kernel, Product)]
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "mixtral"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_experts_are_counted_in_every_precision_of_their_kernels(family: str, precision: str) -> None:
+    """torch's `meta` kernel of grouped products takes bf16 alone."""
+    values = config(family).model_dump()
+    values["train"]["precision"] = precision
+    found, in_bf16 = (
+        products(workload_of(own, 64).blocks[1].work(Use(samples=1, sequence=32, compute=dtype)))
+        for own, dtype in (
+            (Config.model_validate(values), {"fp32": "float32", "fp16": "float16"}[precision]),
+            (config(family), "bfloat16"),
+        )
+    )
+    assert found == in_bf16
+    assert found
 
 
 def test_an_attention_that_a_family_does_not_have_is_named() -> None:

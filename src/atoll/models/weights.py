@@ -265,7 +265,7 @@ def untie(model: Any, found: Mapping[str, Unread]) -> list[str]:
     found: the folder's tensors by names of the model, see `tensors_of`.
     """
     notes = []
-    for target, source in _tied(model).items():
+    for target, source in tied_names(model).items():
         one, two = found.get(source), found.get(target)
         if one is None or two is None or _are_equal(one, two):
             continue
@@ -291,10 +291,6 @@ def untie_parameter(model: Any, target: str) -> None:
 
 def tied_names(model: Any) -> dict[str, str]:
     """Return the names of a model's tied parameters, each with that of its source, as its class and config say."""
-    return _tied(model)
-
-
-def _tied(model: Any) -> dict[str, str]:
     expanded = getattr(model, "get_expanded_tied_weights_keys", None)
     return {} if expanded is None else dict(expanded(all_submodels=True))
 
@@ -372,7 +368,7 @@ def _tensors_of(model: Any, folder: Path) -> dict[str, Unread]:
         if pattern is None:
             found[name] = found.pop(key)
             continue
-        group = groups.setdefault(name, _Group(name, by_pattern[pattern], model))
+        group = groups.setdefault(name, _Group(name, by_pattern[pattern], _WithoutAdapters(model, known)))
         group.add(pattern, found.pop(key))
     for group in groups.values():
         found.update(group.converted(folder))
@@ -400,7 +396,8 @@ def saved(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return dict(tensors)
     from transformers.core_model_loading import revert_weight_conversion
 
-    return {name: each.contiguous() for name, each in revert_weight_conversion(model, dict(tensors)).items()}
+    plain = _WithoutAdapters(model, tensors)
+    return {name: each.contiguous() for name, each in revert_weight_conversion(plain, dict(tensors)).items()}
 
 
 def _table_of_saving(model: Any) -> list[Any] | None:
@@ -411,6 +408,20 @@ def _table_of_saving(model: Any) -> list[Any] | None:
         return None
     table = get_model_conversion_mapping(model, add_legacy=False)
     return [each for each in table if not isinstance(each, PrefixChange)] or None
+
+
+class _WithoutAdapters:
+    """A model for a converter, which may ask for a parameter by the name that it has without adapters of `peft`."""
+
+    def __init__(self, model: Any, known: Mapping[str, Any]) -> None:
+        self._model, self._known = model, known
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def get_parameter(self, target: str) -> Any:
+        """Return a parameter, as `torch.nn.Module.get_parameter` does."""
+        return self._known[target] if target in self._known else self._model.get_parameter(target)
 
 
 class _Group:
